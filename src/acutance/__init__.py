@@ -1,0 +1,65 @@
+"""acutance says how sharply attention focuses: measure it, predict it, compare it, fix it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from acutance import kernels, rowstats, shapes, testing, theory
+    from acutance.attend import attention, row_statistics
+    from acutance.probing import HeadSummary, Probe, ProbeError, load, probe
+    from acutance.rowstats import METRICS, Metric, RowState, RowStatistics
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "METRICS",
+    "HeadSummary",
+    "Metric",
+    "Probe",
+    "ProbeError",
+    "RowState",
+    "RowStatistics",
+    "__version__",
+    "attention",
+    "kernels",
+    "load",
+    "probe",
+    "row_statistics",
+    "rowstats",
+    "shapes",
+    "testing",
+    "theory",
+]
+
+#: Where each public name lives. They load on first use, so that ``acutance --help`` needs no torch.
+_HOMES = {
+    "attention": "acutance.attend",
+    "row_statistics": "acutance.attend",
+    "METRICS": "acutance.rowstats",
+    "Metric": "acutance.rowstats",
+    "RowState": "acutance.rowstats",
+    "RowStatistics": "acutance.rowstats",
+    "HeadSummary": "acutance.probing",
+    "Probe": "acutance.probing",
+    "ProbeError": "acutance.probing",
+    "load": "acutance.probing",
+    "probe": "acutance.probing",
+}
+_MODULES = ("kernels", "rowstats", "shapes", "testing", "theory")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"acutance.{name}")
+    else:
+        raise AttributeError(f"module 'acutance' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,370 @@
+"""Attention with its statistics: :func:`attention` and :func:`row_statistics`."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from acutance.kernels.blocked import Sums
+from acutance.kernels.ops import row_sums
+from acutance.rowstats import RowState, RowStatistics
+from acutance.shapes import (
+    check_count,
+    check_flag,
+    check_inputs,
+    check_masking,
+    check_number,
+    check_sinks,
+)
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_stats: Literal[False] = False,
+    noise: bool = False,
+    dropout_p: float = 0.0,
+    query_offset: int = 0,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_stats: Literal[True],
+    noise: bool = False,
+    dropout_p: float = 0.0,
+    query_offset: int = 0,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, RowStatistics]: ...
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_stats: bool = False,
+    noise: bool = False,
+    dropout_p: float = 0.0,
+    query_offset: int = 0,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor | tuple[Tensor, RowStatistics]:
+    r"""Softmax attention that can say how sharply each row focuses, in memory of O(n).
+
+    .. math:: o_i = \sum_j p_{ij} v_j, \qquad p_{ij} = \mathrm{softmax}_j(s_{ij})
+
+    The first arguments mean what they mean in
+    :func:`torch.nn.functional.scaled_dot_product_attention`. Scores are ``scale · q·k``, then
+    softcapped, then biased, then masked; *n* is always the number of keys a row can see.
+
+    Args:
+        query: (B, Hq, L, E), float64, float32, bfloat16 or float16.
+        key: (B, H, S, E).
+        value: (B, H, S, Ev).
+        attn_mask: boolean (True takes part) or additive, broadcastable to (B, Hq, L, S). An additive
+            value of −inf, or at or below −1e9 (float16: half its minimum), hides its key.
+        is_causal: row i sees keys j ≤ i + query_offset; at offset 0 aligned top-left, as in SDPA.
+        scale: factor of the scores; None is 1/√E.
+        enable_gqa: let Hq be a multiple of H, consecutive query heads sharing a key head.
+        return_stats: also return the statistics.
+        noise: with statistics, sum what ``noise_gain`` needs (a third matrix product).
+        dropout_p: probability of dropping a weight; statistics are of the weights before dropout.
+        query_offset: position of query 0 among the keys: S − L when decoding with a cache.
+        window: a row at position i sees keys with |i − j| < window.
+        key_mask: boolean (B, S), True where a key takes part (False on padding).
+        document_ids: integers (S,) or (B, S), or a pair for queries and keys; a row sees only keys of
+            its own document.
+        cu_seqlens: the same as cumulative lengths, from 0 to S.
+        bias: added to the scores, broadcastable to (B, Hq, L, S); differentiable.
+        alibi_slopes: (Hq,); adds −slope · |position − j| without forming the matrix.
+        softcap: c bounds scaled scores as c · tanh(s / c).
+        sinks: (Hq,) learned logits that share each row's normaliser without being keys.
+
+    Returns:
+        The output (B, Hq, L, Ev) in the query's dtype; with ``return_stats`` also the
+        :class:`~acutance.rowstats.RowStatistics`, rows (B, Hq, L), accumulated in float32 at least.
+        A row with no visible key has output 0, ``n_keys`` 0, ``lse`` and ``max_logit`` −inf, and NaN
+        for the rest.
+
+    Raises:
+        TypeError: if a dtype or the type of an option is wrong.
+        ValueError: if shapes, masks or numbers do not fit; the message names the argument and all
+            shapes.
+
+    Example:
+        >>> import acutance
+        >>> query = torch.zeros(1, 1, 3, 8)
+        >>> out, stats = acutance.attention(query, query, query, is_causal=True, return_stats=True)
+        >>> stats.effective_keys
+        tensor([[[1., 2., 3.]]])
+
+    Source:
+        Vaswani et al. (2017), arXiv:1706.03762; Milakov & Gimelshein (2018), arXiv:1805.02867.
+    """
+    if value is None:
+        raise TypeError("value is a Tensor, got None; row_statistics needs no values")
+    check_flag("return_stats", return_stats)
+    sums, sink = _sums(
+        query,
+        key,
+        value,
+        attn_mask,
+        is_causal,
+        scale,
+        enable_gqa,
+        noise=noise and return_stats,
+        dropout_p=dropout_p,
+        query_offset=query_offset,
+        window=window,
+        key_mask=key_mask,
+        document_ids=document_ids,
+        cu_seqlens=cu_seqlens,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    if not return_stats:
+        return sums.out
+    return sums.out, RowStatistics(_state(sums, sink))
+
+
+def row_statistics(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    noise: bool = False,
+    query_offset: int = 0,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> RowStatistics:
+    """Statistics of each attention row, without computing the output.
+
+    Options are those of :func:`attention`. Values are read only for ``noise_gain``, so they are
+    needed only with ``noise=True``.
+
+    Args:
+        query: (B, Hq, L, E).
+        key: (B, H, S, E).
+        value: (B, H, S, Ev), with ``noise=True``.
+        attn_mask: see :func:`attention`, as everything below.
+        is_causal: row i sees keys j ≤ i + query_offset.
+        scale: factor of the scores; None is 1/√E.
+        enable_gqa: let Hq be a multiple of H.
+        noise: also give ``noise_gain``.
+        query_offset: position of query 0 among the keys.
+        window: a row at position i sees keys with |i − j| < window.
+        key_mask: boolean (B, S), True where a key takes part.
+        document_ids: a row sees only keys of its own document.
+        cu_seqlens: the same as cumulative lengths.
+        bias: added to the scores.
+        alibi_slopes: (Hq,); adds −slope · |position − j|.
+        softcap: bounds scaled scores.
+        sinks: (Hq,) learned logits in the normaliser.
+
+    Returns:
+        The statistics, rows (B, Hq, L).
+
+    Raises:
+        TypeError: as :func:`attention`.
+        ValueError: as :func:`attention`, and if ``noise`` is asked for without values.
+
+    Example:
+        One key stands 2 above three others, so it holds e²/(e² + 3) of the weight:
+
+        >>> import acutance
+        >>> query = torch.tensor([1.0]).view(1, 1, 1, 1)
+        >>> key = torch.tensor([2.0, 0.0, 0.0, 0.0]).view(1, 1, 4, 1)
+        >>> acutance.row_statistics(query, key).top_weight
+        tensor([[[0.7112]]])
+    """
+    check_flag("noise", noise)
+    if noise and value is None:
+        raise ValueError("noise=True measures how the output moves and so needs value, got None")
+    if value is not None and isinstance(value, Tensor) and not noise:
+        check_inputs(query, key, value, check_flag("enable_gqa", enable_gqa))
+    sums, sink = _sums(
+        query,
+        key,
+        value if noise else None,
+        attn_mask,
+        is_causal,
+        scale,
+        enable_gqa,
+        noise=noise,
+        dropout_p=0.0,
+        query_offset=query_offset,
+        window=window,
+        key_mask=key_mask,
+        document_ids=document_ids,
+        cu_seqlens=cu_seqlens,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    return RowStatistics(_state(sums, sink))
+
+
+def _sums(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    *,
+    noise: bool,
+    dropout_p: float,
+    query_offset: int,
+    window: int | None,
+    key_mask: Tensor | None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None,
+    cu_seqlens: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Sums, Tensor | None]:
+    """Validate everything once and run the kernel."""
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
+    check_flag("noise", noise)
+    query, key, value = _autocast(query, key, value)
+    check_inputs(query, key, value, enable_gqa)
+    factor = query.shape[3] ** -0.5 if scale is None else check_number("scale", scale)
+    if softcap is not None:
+        check_number("softcap", softcap, above=0.0)
+    check_number("dropout_p", dropout_p, above=0.0, below=1.0, including=True)
+    masking = check_masking(
+        query,
+        key,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        window=window,
+        key_mask=key_mask,
+        document_ids=document_ids,
+        cu_seqlens=cu_seqlens,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+    )
+    sinks = check_sinks(sinks, query)
+    seed = 0
+    if dropout_p > 0.0:
+        seed = int(torch.randint(2**62, ()).item())
+    results = row_sums(
+        query,
+        key,
+        value,
+        masking.attn_mask,
+        masking.bias,
+        masking.key_mask,
+        masking.query_documents,
+        masking.key_documents,
+        masking.alibi_slopes,
+        sinks,
+        is_causal,
+        query_offset,
+        window,
+        factor,
+        softcap,
+        float(dropout_p),
+        seed,
+        noise,
+    )
+    return Sums(*results), sinks
+
+
+def _autocast(
+    query: Tensor, key: Tensor, value: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cast as autocast casts the inputs of SDPA: to its dtype, float64 left alone."""
+    if not isinstance(query, Tensor) or not torch.is_autocast_enabled(query.device.type):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(query.device.type)
+
+    def cast(tensor: Tensor) -> Tensor:
+        eligible = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        return tensor.to(dtype) if eligible and tensor.dtype != torch.float64 else tensor
+
+    return cast(query), cast(key), None if value is None else cast(value)
+
+
+def _state(sums: Sums, sinks: Tensor | None) -> RowState:
+    if sinks is None:
+        sink = torch.full_like(sums.Z, -torch.inf)
+    else:
+        sink = sinks.to(sums.Z.dtype).view(1, -1, 1).expand_as(sums.Z)
+    noise = sums.R2.shape == sums.Z.shape
+    return RowState(
+        n=sums.n,
+        m=sums.m,
+        Z=sums.Z,
+        U=sums.U,
+        W=sums.W,
+        Q=sums.Q,
+        mean=sums.mean,
+        M2=sums.M2,
+        first=sums.first,
+        first_index=sums.first_index,
+        sink=sink,
+        O=sums.O if noise else None,
+        R1=sums.R1 if noise else None,
+        R2=sums.R2 if noise else None,
+    )

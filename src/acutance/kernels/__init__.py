@@ -1,0 +1,7 @@
+"""Kernels that sum attention rows without ever holding an L × S matrix."""
+
+from __future__ import annotations
+
+from acutance.kernels.blocked import Sums, accumulate_dtype
+
+__all__ = ["Sums", "accumulate_dtype"]

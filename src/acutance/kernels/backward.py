@@ -1,0 +1,271 @@
+"""Gradients of the output and of every row sum in one recomputing pass of O(n) memory.
+
+The state's sums are the variables: given their gradients, and the output's, the gradient of score j is
+
+    e_j [gZ + gU (1 + t) + gW ((t − μ)² + 2 (t − μ)) + 2 gQ e_j] + p_j (dO·v_j − δ)
+    + g_mean / n + 2 g_M2 (s_j − mean) + [j first] g_first + [j largest] g_m
+
+with t = s_j − m, μ = U/Z, δ = dO·o. Metrics are plain functions of the sums, so any of them, and any
+mixture, is differentiable through this one pass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from acutance.kernels.blocked import (
+    FLOOR,
+    LOG2E,
+    Rule,
+    Sums,
+    _Buffers,
+    _dropout,
+    _generator,
+    _hide,
+    _inverse_normaliser,
+    _ratio,
+    _rows,
+    _scores,
+    _shape,
+    _sink_rows,
+    _Work,
+    _work,
+    accumulate_dtype,
+)
+from acutance.masks import Masking, Tile
+
+
+class SumGradients(NamedTuple):
+    """Gradient of the loss by each differentiable sum, (B, Hq, L) each, None where it has none."""
+
+    out: Tensor | None
+    m: Tensor | None
+    Z: Tensor | None
+    U: Tensor | None
+    W: Tensor | None
+    Q: Tensor | None
+    mean: Tensor | None
+    M2: Tensor | None
+    first: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs; None for those that were not asked for."""
+
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    attn_mask: Tensor | None
+    bias: Tensor | None
+    sinks: Tensor | None
+
+
+def backward(
+    grad: SumGradients,
+    sums: Sums,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    masking: Masking,
+    rule: Rule,
+    wanted: tuple[bool, ...] = (True,) * 6,
+) -> Gradients:
+    """Gradients of a forward call from those of its results.
+
+    Args:
+        grad: gradients of the results.
+        sums: what the forward call returned.
+        query, key, value, masking, rule: what it was given.
+        wanted: whether each field of :class:`Gradients` is asked for.
+
+    Returns:
+        Gradients in the inputs' dtypes; None for those not wanted.
+    """
+    dtype = accumulate_dtype(query.dtype)
+    B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
+
+    def split(tensor: Tensor) -> Tensor:
+        return tensor.reshape(B, H, g, L, *tensor.shape[3:])
+
+    q5, rows = split(query), {name: split(part) for name, part in sums._asdict().items()}
+    grads = {name: None if t is None else split(t.to(dtype)) for name, t in grad._asdict().items()}
+    dq = torch.zeros(q5.shape, dtype=dtype, device=query.device)
+    dk = torch.zeros(key.shape, dtype=dtype, device=key.device)
+    want_q, want_k, want_v, want_mask, want_bias, want_sinks = wanted
+    dv = None
+    if value is not None and want_v:
+        dv = torch.zeros(value.shape, dtype=dtype, device=value.device)
+    dsinks = torch.zeros(H, g, dtype=dtype, device=query.device)
+    added_mask = _SharedGradient(masking, masking.attn_mask, dtype) if want_mask else None
+    added_bias = _SharedGradient(masking, masking.bias, dtype) if want_bias else None
+    _, width, _ = _shape(masking)
+    scratch = _Buffers(query, dtype)
+    generator = _generator(rule, query.device)
+    for work in _work(key, value, masking, dtype):
+        region = work.region
+        q = _rows(q5, work).to(dtype) * rule.scale
+        row = _RowGradients(
+            {name: _rows(part, work) for name, part in rows.items() if part.numel()},
+            {name: None if part is None else _rows(part, work) for name, part in grads.items()},
+            _sink_rows(rule, work, masking, q),
+        )
+        row_dq = torch.zeros_like(q)
+        part_dk = dk[region.batch, region.heads]
+        largest = _largest(q, work, masking, rule, scratch, width) if row.gm is not None else None
+        for tile in masking.tiles(region, width):
+            columns = slice(tile.start, tile.stop)
+            s = _scores(q, work, tile, rule.softcap, scratch)
+            t = s.sub_(row.shift.unsqueeze(-1))
+            _hide(t, work, tile, FLOOR)
+            e = torch.mul(t, LOG2E, out=scratch("weights", *t.shape)).exp2_()
+            keep = _dropout(tuple(e.shape), rule, generator, e)
+            ds = scratch("gradient", *t.shape)
+            if row.dO is not None and work.value is not None:
+                torch.bmm(row.dO, work.value[:, columns].transpose(1, 2), out=ds)
+                if keep is not None:
+                    ds.mul_(keep)
+                if dv is not None:
+                    dropped = e if keep is None else e * keep
+                    part_dv = dv[region.batch, region.heads, columns]
+                    part_dv += torch.bmm(dropped.transpose(1, 2), row.dO).view(part_dv.shape)
+            else:
+                ds.zero_()
+            row.scores(ds, t, e)
+            _hide(ds, work, tile, 0.0)
+            _put_single(ds, row.first_index, row.gfirst, tile)
+            _put_single(ds, largest, row.gm, tile)
+            for shared in (added_mask, added_bias):
+                if shared is not None:
+                    shared.add(ds, work, tile)
+            if rule.softcap is not None:
+                ds.mul_(scratch("slope", *ds.shape))
+            if want_q:
+                row_dq.baddbmm_(ds, work.key[:, columns])
+            if want_k:
+                part = part_dk[:, :, columns]
+                part += torch.bmm(ds.transpose(1, 2), q).view(part.shape)
+        target = dq[region.batch, region.heads, :, region.rows]
+        target.copy_(row_dq.mul_(rule.scale).view(target.shape))
+        if row.dsink is not None:
+            dsinks[region.heads] += row.dsink.view(work.fold).sum((0, 3))
+    return Gradients(
+        query=dq.view(query.shape).to(query.dtype) if want_q else None,
+        key=dk.to(key.dtype) if want_k else None,
+        value=None if dv is None or value is None else dv.to(value.dtype),
+        attn_mask=None if added_mask is None else added_mask.result(),
+        bias=None if added_bias is None else added_bias.result(),
+        sinks=dsinks.view(-1).to(rule.sinks.dtype) if want_sinks and rule.sinks is not None else None,
+    )
+
+
+class _RowGradients:
+    """The coefficients of one tile row's score gradients, each (blocks, rows)."""
+
+    def __init__(
+        self, sums: dict[str, Tensor], grads: dict[str, Tensor | None], sink: Tensor | None
+    ) -> None:
+        m, Z = sums["m"], sums["Z"]
+        dtype = Z.dtype
+        self.shift = m.clamp(min=torch.finfo(dtype).min)
+        mu = _ratio(sums["U"], Z)
+        self.constant = torch.zeros_like(Z)  # coefficients of e · t^k
+        self.linear = torch.zeros_like(Z)
+        self.square = torch.zeros_like(Z)
+        self.weight: Tensor | None = None  # coefficient of e · e
+        self.plain: Tensor | None = None  # what every visible key gets
+        self.slope: Tensor | None = None
+        self.dO: Tensor | None = None
+        self.dsink: Tensor | None = None
+        if (gZ := grads["Z"]) is not None:
+            self.constant = self.constant + gZ
+        if (gU := grads["U"]) is not None:
+            self.constant, self.linear = self.constant + gU, self.linear + gU
+        if (gW := grads["W"]) is not None:
+            self.constant = self.constant + gW * (mu.square() - 2 * mu)
+            self.linear = self.linear + gW * (2 - 2 * mu)
+            self.square = gW
+        if (gQ := grads["Q"]) is not None:
+            self.weight = 2 * gQ
+        n = sums["n"].to(dtype).clamp(min=1)
+        if (gmean := grads["mean"]) is not None:
+            self.plain = gmean / n
+        if (gM2 := grads["M2"]) is not None:
+            self.slope = 2 * gM2
+            offset = self.slope * torch.where(sums["n"] == 0, 0.0, self.shift - sums["mean"])
+            self.plain = offset if self.plain is None else self.plain + offset
+        self.first_index, self.gfirst = sums["first_index"], grads["first"]
+        self.gm = grads["m"]
+        if (gO := grads["out"]) is not None:
+            inverse = _inverse_normaliser(Z, m, sink)
+            delta = (gO * sums["out"].to(dtype)).sum(-1)
+            self.dO = gO * inverse.unsqueeze(-1)
+            self.constant = self.constant - delta * inverse
+            if sink is not None:
+                self.dsink = -delta / (1.0 + Z * torch.exp(m - sink))
+
+    def scores(self, ds: Tensor, t: Tensor, e: Tensor) -> None:
+        """Turn ``ds``, holding dO·v / Z, into the gradient of the scores; overwrites ``t``."""
+        ds.add_(self.constant.unsqueeze(-1)).addcmul_(self.linear.unsqueeze(-1), t)
+        if self.weight is not None:
+            ds.addcmul_(self.weight.unsqueeze(-1), e)
+        if self.slope is None:
+            ds.addcmul_(self.square.unsqueeze(-1), t.square_()).mul_(e)
+        else:
+            ds.addcmul_(self.square.unsqueeze(-1) * t, t).mul_(e)
+            ds.addcmul_(self.slope.unsqueeze(-1), t)
+        if self.plain is not None:
+            ds.add_(self.plain.unsqueeze(-1))
+
+
+def _put_single(ds: Tensor, index: Tensor | None, grad: Tensor | None, tile: Tile) -> None:
+    """Add a row's gradient at one key, where that key lies in this tile."""
+    if index is None or grad is None:
+        return
+    inside = (index >= tile.start) & (index < tile.stop)
+    column = torch.where(inside, index - tile.start, 0).unsqueeze(-1)
+    ds.scatter_add_(-1, column, torch.where(inside, grad, 0.0).unsqueeze(-1))
+
+
+def _largest(
+    q: Tensor, work: _Work, masking: Masking, rule: Rule, scratch: _Buffers, width: int
+) -> Tensor:
+    """Index of each row's largest visible score (the earliest of equals)."""
+    best = torch.full(q.shape[:2], -torch.inf, dtype=q.dtype, device=q.device)
+    index = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
+    for tile in masking.tiles(work.region, width):
+        s = _scores(q, work, tile, rule.softcap, scratch)
+        _hide(s, work, tile, -torch.inf)
+        top, column = s.max(-1)
+        index = torch.where(top > best, column + tile.start, index)
+        best = torch.maximum(best, top)
+    return index
+
+
+class _SharedGradient:
+    """Gradient of one additive mask: the scores' gradient summed over the sizes it shares."""
+
+    def __init__(self, masking: Masking, tensor: Tensor | None, dtype: torch.dtype) -> None:
+        if tensor is None:
+            raise ValueError("a gradient was asked for a mask that was not given")
+        self._tensor = tensor
+        self._sum = torch.zeros_like(masking.spread(tensor), dtype=dtype)
+
+    def add(self, ds: Tensor, work: _Work, tile: Tile) -> None:
+        """Add a tile's gradient."""
+        folded = ds.view(*work.fold, tile.width)
+        region = work.region
+        cuts = (region.batch, region.heads, slice(None), region.rows, slice(tile.start, tile.stop))
+        sizes = self._sum.shape
+        shared = [axis for axis, size in enumerate(sizes) if size == 1]
+        part = folded.sum(shared, keepdim=True) if shared else folded
+        where = tuple(
+            slice(None) if size == 1 else cut for cut, size in zip(cuts, sizes, strict=True)
+        )
+        self._sum[where] += part
+
+    def result(self) -> Tensor:
+        """The gradient in the mask's own shape and dtype."""
+        return self._sum.reshape(self._tensor.shape).to(self._tensor.dtype)

@@ -1,0 +1,242 @@
+"""Which keys a row sees, and what is added to its scores.
+
+One :class:`Masking` holds every mask of a call: the explicit mask, key padding, documents, the causal
+band, the window and the additive biases. Kernels never see those apart; they ask for one tile at a time
+and get back the columns to hide, the numbers to add, and how many keys each row can see there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+#: An additive mask value at or below this hides its key, whatever the dtype (see :func:`hides`).
+ADDITIVE_MASK_LIMIT = -1e9
+
+
+def hides(additive: Tensor) -> Tensor:
+    """Boolean tensor, True where an additive mask hides its key.
+
+    A mask hides with −inf, with its dtype's most negative value, or with a number so low that no bias
+    means it: at or below −1e9, or half the dtype's most negative value where that is higher (float16).
+
+    Example:
+        >>> hides(torch.tensor([0.0, -5.0, -1e9, -torch.inf, torch.finfo(torch.float32).min]))
+        tensor([False, False,  True,  True,  True])
+    """
+    limit = max(ADDITIVE_MASK_LIMIT, torch.finfo(additive.dtype).min / 2)
+    return additive <= limit
+
+
+@dataclass(frozen=True)
+class Region:
+    """A block of whole work: batches, key heads and queries of one tile row."""
+
+    batch: slice
+    heads: slice
+    rows: slice
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Keys hidden inside a tile: True at ``mask``, counted from column ``start`` of the tile."""
+
+    start: int
+    stop: int
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Columns ``start`` to ``stop`` of a region: what to add and what to hide there.
+
+    Tensors have five dimensions, (batch, key heads, group, queries, keys), each of full size or 1.
+    """
+
+    start: int
+    stop: int
+    hidden: Hidden | None
+    biases: tuple[Tensor, ...]
+    alibi: tuple[Tensor, Tensor] | None
+
+    @property
+    def width(self) -> int:
+        return self.stop - self.start
+
+    def count(self) -> Tensor | int:
+        """Number of visible keys of each row in this tile (an int where all rows see all)."""
+        if self.hidden is None:
+            return self.width
+        return self.width - self.hidden.mask.sum(-1)
+
+    def first(self) -> tuple[Tensor, Tensor] | None:
+        """Column of each row's first visible key, and whether it has one; None where all see all."""
+        if self.hidden is None:
+            return None
+        mask = self.hidden.mask
+        if self.hidden.start > 0:  # the columns before the hidden part are visible to every row
+            return mask.new_zeros(mask.shape[:-1], dtype=torch.long), mask.new_ones(mask.shape[:-1])
+        seen = torch.logical_not(mask)
+        inside = seen.any(-1)
+        column = seen.to(torch.uint8).argmax(-1)
+        if self.hidden.stop < self.width:
+            return torch.where(inside, column, self.hidden.stop), torch.ones_like(inside)
+        return column, inside
+
+
+@dataclass(frozen=True)
+class Masking:
+    """All masks of one call, already validated and broadcastable.
+
+    Attributes:
+        batch, heads, group, queries, keys: sizes; ``heads`` counts key heads, ``group`` the query heads
+            that share each.
+        attn_mask: boolean (True takes part) or additive, broadcastable to (B, Hq, L, S).
+        bias: additive, broadcastable to (B, Hq, L, S).
+        key_mask: boolean (B, S), True where the key takes part.
+        query_documents, key_documents: integer ids (B or 1, L) and (B or 1, S); a row sees its own.
+        alibi_slopes: (Hq,); adds −slope · |position − key|.
+        causal: whether key j is visible only where j ≤ position.
+        offset: position of query 0 among the keys.
+        window: a row sees keys with |position − j| < window.
+        device: where positions are computed.
+    """
+
+    batch: int
+    heads: int
+    group: int
+    queries: int
+    keys: int
+    attn_mask: Tensor | None = None
+    bias: Tensor | None = None
+    key_mask: Tensor | None = None
+    query_documents: Tensor | None = None
+    key_documents: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    causal: bool = False
+    offset: int = 0
+    window: int | None = None
+    device: torch.device = torch.device("cpu")
+
+    @cached_property
+    def additive(self) -> tuple[Tensor, ...]:
+        """The additive tensors, five-dimensional."""
+        found = [self.bias]
+        if self.attn_mask is not None and self.attn_mask.dtype != torch.bool:
+            found.append(self.attn_mask)
+        return tuple(self.spread(tensor) for tensor in found if tensor is not None)
+
+    @cached_property
+    def boolean(self) -> Tensor | None:
+        """The boolean mask, five-dimensional, True where a key takes part."""
+        if self.attn_mask is None or self.attn_mask.dtype != torch.bool:
+            return None
+        return self.spread(self.attn_mask)
+
+    def spread(self, tensor: Tensor) -> Tensor:
+        """View a tensor broadcastable to (B, Hq, L, S) as (B, H, group, L, S), sizes 1 kept."""
+        while tensor.dim() < 4:
+            tensor = tensor.unsqueeze(0)
+        if tensor.shape[1] == 1:
+            return tensor.unsqueeze(2)
+        return tensor.unflatten(1, (self.heads, self.group))
+
+    def band(self, first_row: int, last_row: int) -> tuple[int, int, int, int]:
+        """Columns any row sees and columns every row sees, by position alone.
+
+        Returns:
+            ``(start, stop, all_start, all_stop)``: rows ``first_row`` to ``last_row`` (inclusive) see
+            nothing outside start:stop, and all of them see all of all_start:all_stop (may be empty).
+        """
+        low, high = first_row + self.offset, last_row + self.offset
+        start, stop, all_start, all_stop = 0, self.keys, 0, self.keys
+        if self.window is not None:
+            start, all_start = low - self.window + 1, high - self.window + 1
+            stop, all_stop = high + self.window, low + self.window
+        if self.causal:
+            stop, all_stop = min(stop, high + 1), min(all_stop, low + 1)
+        clip = [min(max(edge, 0), self.keys) for edge in (start, stop, all_start, all_stop)]
+        return clip[0], max(clip[0], clip[1]), clip[2], max(clip[2], clip[3])
+
+    def tiles(self, region: Region, width: int) -> Iterator[Tile]:
+        """The tiles of a region, left to right, at most ``width`` keys each."""
+        rows = region.rows
+        start, stop, all_start, all_stop = self.band(rows.start, rows.stop - 1)
+        while start < stop:
+            end = min(start + width, stop)
+            whole = all_start <= start and end <= all_stop
+            yield self._tile(region, start, end, whole, all_start, all_stop)
+            start = end
+
+    def _tile(
+        self, region: Region, start: int, stop: int, whole: bool, all_start: int, all_stop: int
+    ) -> Tile:
+        columns = slice(start, stop)
+        seen = self._data_mask(region, columns)
+        hidden = None
+        if seen is not None:
+            if not whole:
+                seen = seen & self._positions(region, columns)
+            hidden = Hidden(0, stop - start, torch.logical_not(seen))
+        elif not whole:
+            # hide only the ragged ends: one end is the common, causal case
+            first, last = start, stop
+            if all_start <= start and all_stop > start:
+                first = all_stop
+            elif all_stop >= stop and all_start < stop:
+                last = all_start
+            part = self._positions(region, slice(first, last))
+            hidden = Hidden(first - start, last - start, torch.logical_not(part))
+        biases = tuple(_cut(tensor, region, columns) for tensor in self.additive)
+        return Tile(start, stop, hidden, biases, self._alibi(region, columns))
+
+    def _data_mask(self, region: Region, columns: slice) -> Tensor | None:
+        parts = []
+        if self.boolean is not None:
+            parts.append(_cut(self.boolean, region, columns))
+        parts.extend(torch.logical_not(hides(_cut(t, region, columns))) for t in self.additive)
+        if self.key_mask is not None:
+            parts.append(self.key_mask[region.batch, None, None, None, columns])
+        if self.query_documents is not None and self.key_documents is not None:
+            rows = _batch(self.query_documents, region.batch)[:, None, None, region.rows, None]
+            keys = _batch(self.key_documents, region.batch)[:, None, None, None, columns]
+            parts.append(rows == keys)
+        seen = None
+        for part in parts:
+            seen = part if seen is None else seen & part
+        return seen
+
+    def _distance(self, region: Region, columns: slice) -> Tensor:
+        device = self.device
+        rows = torch.arange(region.rows.start, region.rows.stop, device=device) + self.offset
+        keys = torch.arange(columns.start, columns.stop, device=device)
+        return rows[:, None] - keys
+
+    def _positions(self, region: Region, columns: slice) -> Tensor:
+        distance = self._distance(region, columns)
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.causal:
+            seen &= distance >= 0
+        if self.window is not None:
+            seen &= distance.abs() < self.window
+        return seen[None, None, None]
+
+    def _alibi(self, region: Region, columns: slice) -> tuple[Tensor, Tensor] | None:
+        if self.alibi_slopes is None:
+            return None
+        slopes = self.alibi_slopes.view(self.heads, self.group)[region.heads]
+        return slopes[None, :, :, None, None], self._distance(region, columns).abs()[None, None, None]
+
+
+def _batch(tensor: Tensor, batch: slice) -> Tensor:
+    return tensor if tensor.shape[0] == 1 else tensor[batch]
+
+
+def _cut(tensor: Tensor, region: Region, columns: slice) -> Tensor:
+    """Cut a five-dimensional tensor to a region's columns, leaving sizes 1 alone."""
+    cuts = (region.batch, region.heads, slice(None), region.rows, columns)
+    return tensor[tuple(cut if size > 1 else slice(None) for cut, size in zip(cuts, tensor.shape))]

@@ -1,0 +1,498 @@
+"""METRICS: every statistic of an attention row, each a function of its :class:`RowState`.
+
+One table of name, symbol, unit, range, meaning, source and the function that computes it. The probe,
+the reports, the command line and the documentation iterate it; nothing else lists metrics.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from acutance.rowstats.gaussian import expected_entropy
+from acutance.rowstats.state import RowState
+
+MILAKOV = "Milakov & Gimelshein (2018), arXiv:1805.02867"
+SU_ROBUST = "Su Jianlin, kexue.fm article 9593"
+SU_INVARIANCE = "Su Jianlin, kexue.fm articles 8823 and 9034"
+SU_SPARSITY = "Su Jianlin, kexue.fm article 9889"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One statistic of an attention row.
+
+    Attributes:
+        name: as in :data:`METRICS` and on :class:`~acutance.rowstats.RowStatistics`.
+        symbol: LaTeX.
+        unit: "nat", "nat²", "keys", "logit", "value²" or "1" (a pure number).
+        range: the values it can take, for n visible keys.
+        meaning: one line.
+        source: article or textbook.
+        compute: the function of the state; NaN for a row with no visible key unless said.
+        needs_values: whether it exists only when values were given and noise metrics asked for.
+    """
+
+    name: str
+    symbol: str
+    unit: str
+    range: str
+    meaning: str
+    source: str
+    compute: Callable[[RowState], Tensor]
+    needs_values: bool = False
+
+
+def _where_any(state: RowState, values: Tensor, otherwise: float = torch.nan) -> Tensor:
+    return torch.where(state.n == 0, otherwise, values)
+
+
+def _count(state: RowState) -> Tensor:
+    return _where_any(state, state.n.to(state.Z.dtype))
+
+
+def _with_sink(state: RowState) -> RowState:
+    """The sums with the sink as one more outcome of the distribution (unchanged without a sink)."""
+    m, sink = state.m.detach(), state.sink
+    none = sink == -torch.inf
+    top = torch.maximum(m, sink.detach())
+    top = top.clamp(min=torch.finfo(top.dtype).min)
+    drop = torch.where(none, 0.0, (m - top).clamp(min=torch.finfo(top.dtype).min / 4))
+    decay = torch.exp(drop)
+    t = torch.where(none, 0.0, sink - top)
+    e = torch.where(none, 0.0, torch.exp(t))
+    key_Z, key_U = state.Z * decay, (state.U + drop * state.Z) * decay
+    Z = key_Z + e
+    safe = torch.where(Z == 0, 1.0, Z)
+    key_mean = key_U / torch.where(key_Z == 0, 1.0, key_Z)
+    gap = t - key_mean
+    return state._replace(
+        m=torch.where(none, m, top),
+        Z=Z,
+        U=key_U + e * t,
+        W=state.W * decay + gap.square() * key_Z * e / safe,
+        Q=state.Q * decay.square() + e.square(),
+    )
+
+
+def n_keys(state: RowState) -> Tensor:
+    """Number of visible keys, int64; 0 for a row with none.
+
+    Example:
+        >>> from acutance.rowstats import observe
+        >>> n_keys(observe(torch.tensor([[1.0, -torch.inf], [1.0, 2.0]])))
+        tensor([1, 2])
+    """
+    return state.n
+
+
+def max_logit(state: RowState) -> Tensor:
+    """Largest visible score; −inf for a row with no visible key."""
+    return state.m
+
+
+def lse(state: RowState) -> Tensor:
+    r"""Logarithm of the normaliser, :math:`m + \log Z`, sink included; −inf for an empty row."""
+    full = _with_sink(state)
+    empty = state.n == 0
+    return torch.where(empty, -torch.inf, full.m + torch.log(torch.where(empty, 1.0, full.Z)))
+
+
+def entropy(state: RowState) -> Tensor:
+    r"""Shannon entropy of each attention row, in nats.
+
+    .. math:: H = \log Z - U / Z, \qquad 0 \le H \le \log n
+
+    With a sink it is the entropy of the whole distribution, the sink being one more outcome.
+
+    Args:
+        state: Row statistics of any number of merged key blocks, fields of shape (...).
+
+    Returns:
+        Entropy in nats, shape (...). NaN for a row with no visible key.
+
+    Example:
+        Four equal scores spread a row evenly, so H = log 4, read whole or in two blocks:
+
+        >>> from acutance.rowstats import merge, observe
+        >>> left, right = observe(torch.zeros(1, 2)), observe(torch.zeros(1, 2))
+        >>> entropy(merge(left, right))
+        tensor([1.3863])
+
+    Source:
+        Milakov & Gimelshein (2018), arXiv:1805.02867, for the running (m, Z) pair.
+    """
+    full = _with_sink(state)
+    Z = torch.where(state.n == 0, 1.0, full.Z)
+    return _where_any(state, torch.log(Z) - full.U / Z)
+
+
+def information(state: RowState) -> Tensor:
+    r""":math:`\log n - H`, in nats: how far the row is from attending to all keys alike."""
+    return torch.log(_count(state)) - entropy(state)
+
+
+def normalized_entropy(state: RowState) -> Tensor:
+    r""":math:`H / \log n`; NaN for a single key, where both are 0. A sink can lift it above 1."""
+    n = _count(state)
+    several = n > 1
+    ratio = entropy(state) / torch.log(torch.where(several, n, 2.0))
+    return torch.where(several, ratio, torch.nan)
+
+
+def varentropy(state: RowState) -> Tensor:
+    r"""Variance of the score (or of :math:`\log p`) under the row's own weights, in nat².
+
+    Example:
+        >>> from acutance.rowstats import observe
+        >>> varentropy(observe(torch.tensor([0.0, 0.0, 0.0])))
+        tensor(0.)
+    """
+    full = _with_sink(state)
+    return _where_any(state, full.W / torch.where(state.n == 0, 1.0, full.Z))
+
+
+def entropy_slope(state: RowState) -> Tensor:
+    r""":math:`dH/d\log\lambda = -\mathrm{Var}_p(s)` for scores multiplied by λ, at λ = 1.
+
+    Exact for scores without additive bias or sink, which λ would not multiply.
+    """
+    return -varentropy(state)
+
+
+def collision(state: RowState) -> Tensor:
+    r""":math:`\sum_j p_j^2`, the chance that two draws from the row meet (sink included)."""
+    full = _with_sink(state)
+    return _where_any(state, full.Q / torch.where(state.n == 0, 1.0, full.Z).square())
+
+
+def effective_keys(state: RowState) -> Tensor:
+    r""":math:`1 / \sum_j p_j^2`: how many equally weighted keys would collide as often.
+
+    Example:
+        >>> from acutance.rowstats import observe
+        >>> effective_keys(observe(torch.tensor([0.0, 0.0, -100.0])))
+        tensor(2.)
+    """
+    return 1.0 / collision(state)
+
+
+def sparsity(state: RowState) -> Tensor:
+    r""":math:`S = E|a| / \sqrt{E[a^2]} = 1/\sqrt{n \sum_j p_j^2}`; small is sparse."""
+    return torch.rsqrt(_count(state) * collision(state))
+
+
+def top_weight(state: RowState) -> Tensor:
+    """The largest key's weight."""
+    full = _with_sink(state)
+    above = state.m - torch.where(state.n == 0, 0.0, full.m.detach())
+    weight = torch.exp(torch.where(state.n == 0, 0.0, above))
+    return _where_any(state, weight / torch.where(state.n == 0, 1.0, full.Z))
+
+
+def first_weight(state: RowState) -> Tensor:
+    """The first visible key's weight: attention-sink mass."""
+    full = _with_sink(state)
+    above = torch.where(state.n == 0, 0.0, state.first - full.m.detach())
+    return _where_any(state, torch.exp(above) / torch.where(state.n == 0, 1.0, full.Z))
+
+
+def logit_mean(state: RowState) -> Tensor:
+    """Plain mean of the visible scores."""
+    return _where_any(state, state.mean)
+
+
+def logit_std(state: RowState) -> Tensor:
+    r"""Plain standard deviation of the visible scores, :math:`\sqrt{M_2 / n}`; 0 for one key."""
+    n = _count(state)
+    variance = state.M2 / n
+    spread = variance > 0
+    root = torch.sqrt(torch.where(spread, variance, 1.0))
+    return _where_any(state, torch.where(spread, root, variance))
+
+
+def mean_field_entropy(state: RowState) -> Tensor:
+    r""":math:`\log n - (s_\max - \bar s)`: a lower bound on H, negative where it says nothing.
+
+    :math:`H = H_{mf} + J + G` exactly, with :func:`jensen_gap` J and :func:`max_gap` G. With a sink
+    the identity holds and the bound does not.
+    """
+    above = torch.where(state.n == 0, 0.0, state.m) - state.mean
+    return torch.log(_count(state)) - above
+
+
+def jensen_gap(state: RowState) -> Tensor:
+    r""":math:`J = \log\frac1n\sum_j e^{s_j} - \bar s \ge 0`, the gap of logsumexp over the mean."""
+    full = _with_sink(state)
+    empty = state.n == 0
+    n = _count(state)
+    m = torch.where(empty, 0.0, full.m.detach())
+    return _where_any(state, torch.log(torch.where(empty, 1.0, full.Z) / n) + (m - state.mean))
+
+
+def max_gap(state: RowState) -> Tensor:
+    r""":math:`G = s_\max - \sum_j p_j s_j \ge 0`, the gap of the maximum over the weighted mean."""
+    full = _with_sink(state)
+    empty = state.n == 0
+    above = torch.where(empty, 0.0, state.m) - torch.where(empty, 0.0, full.m.detach())
+    return _where_any(state, above - full.U / torch.where(empty, 1.0, full.Z))
+
+
+def gaussian_entropy(state: RowState) -> Tensor:
+    """The entropy to expect of n independent normal scores of this ``logit_std``, beside H."""
+    n = _where_any(state, state.n.to(state.Z.dtype), 2.0)
+    spread = torch.where(state.n == 0, 1.0, logit_std(state))
+    return _where_any(state, expected_entropy(n, spread))
+
+
+def jacobian_trace(state: RowState) -> Tensor:
+    r""":math:`\mathrm{tr}\,(\mathrm{diag}\,p - pp^\top) = 1 - \sum_j p_j^2`: gradient health."""
+    return 1.0 - collision(state)
+
+
+def sink_mass(state: RowState) -> Tensor:
+    """Weight of the sink, which takes part in the normaliser without being a key; 0 without one."""
+    full = _with_sink(state)
+    none = (state.sink == -torch.inf) | (state.n == 0)
+    mass = torch.exp(torch.where(none, 0.0, state.sink - full.m)) / torch.where(none, 1.0, full.Z)
+    return _where_any(state, torch.where(none, 0.0, mass))
+
+
+def noise_gain(state: RowState) -> Tensor:
+    r""":math:`\sum_j p_j^2 \lVert v_j - o \rVert^2`: iid logit noise of relative variance ν moves the
+    output by :math:`E\lVert\tilde o - o\rVert^2 \approx \nu` times this. Not differentiable.
+    """
+    if state.O is None or state.R1 is None or state.R2 is None:
+        raise ValueError("noise_gain needs values: ask for it with value=... and noise=True")
+    full = _with_sink(state)
+    empty = state.n == 0
+    scale = torch.where(empty, 1.0, full.Z)
+    drop = torch.where(empty, 0.0, state.m - full.m)
+    decay = torch.exp(drop)
+    output = state.O * (decay / scale).unsqueeze(-1)
+    away = (state.R1 - output).square().sum(-1)
+    total = state.R2 + state.Q * away
+    return _where_any(state, total * (decay / scale).square())
+
+
+def _table(rows: Iterable[Metric]) -> dict[str, Metric]:
+    return {metric.name: metric for metric in rows}
+
+
+#: Every metric by name, in the order reports show them.
+METRICS: dict[str, Metric] = _table(
+    [
+        Metric("n_keys", "n", "keys", "0, 1, 2, …", "visible keys of the row", MILAKOV, n_keys),
+        Metric(
+            "entropy",
+            "H",
+            "nat",
+            "[0, log n]",
+            "Shannon entropy of the weights",
+            SU_ROBUST,
+            entropy,
+        ),
+        Metric(
+            "normalized_entropy",
+            r"H / \log n",
+            "1",
+            "[0, 1]",
+            "entropy as a share of the most it could be; 0 is one key, 1 is all alike",
+            SU_ROBUST,
+            normalized_entropy,
+        ),
+        Metric(
+            "information",
+            r"\log n - H",
+            "nat",
+            "[0, log n]",
+            "what the row knows beyond attending to all keys alike",
+            SU_ROBUST,
+            information,
+        ),
+        Metric(
+            "effective_keys",
+            r"N_\mathrm{eff} = 1/\sum_j p_j^2",
+            "keys",
+            "[1, n]",
+            "how many equally weighted keys the row amounts to",
+            SU_SPARSITY,
+            effective_keys,
+        ),
+        Metric(
+            "sparsity",
+            r"S = 1/\sqrt{n \sum_j p_j^2}",
+            "1",
+            "[1/√n, 1]",
+            "l1/l2 sparsity of the weights; small is sparse",
+            SU_SPARSITY,
+            sparsity,
+        ),
+        Metric(
+            "collision",
+            r"\sum_j p_j^2",
+            "1",
+            "[1/n, 1]",
+            "chance that two draws from the row are the same key",
+            "Rényi (1961), the exponential of the order-2 entropy",
+            collision,
+        ),
+        Metric(
+            "top_weight",
+            r"\max_j p_j",
+            "1",
+            "[1/n, 1]",
+            "weight of the largest key",
+            MILAKOV,
+            top_weight,
+        ),
+        Metric(
+            "first_weight",
+            "p_1",
+            "1",
+            "[0, 1]",
+            "weight of the first visible key: attention-sink mass",
+            "Xiao et al. (2023), arXiv:2309.17453",
+            first_weight,
+        ),
+        Metric(
+            "sink_mass",
+            r"p_\mathrm{sink}",
+            "1",
+            "[0, 1]",
+            "weight given to a sink outside the keys",
+            "gpt-oss model card (2025), arXiv:2508.10925",
+            sink_mass,
+        ),
+        Metric(
+            "max_logit",
+            r"s_\max",
+            "logit",
+            "real",
+            "largest visible score",
+            MILAKOV,
+            max_logit,
+        ),
+        Metric(
+            "lse",
+            r"\log\sum_j e^{s_j}",
+            "logit",
+            "real",
+            "logarithm of the normaliser",
+            MILAKOV,
+            lse,
+        ),
+        Metric(
+            "logit_mean",
+            r"\bar s",
+            "logit",
+            "real",
+            "plain mean of the scores",
+            "Chan, Golub & LeVeque (1983), The American Statistician 37:242",
+            logit_mean,
+        ),
+        Metric(
+            "logit_std",
+            r"\sigma_s",
+            "logit",
+            "[0, ∞)",
+            "plain standard deviation of the scores",
+            "Chan, Golub & LeVeque (1983), The American Statistician 37:242",
+            logit_std,
+        ),
+        Metric(
+            "varentropy",
+            r"\mathrm{Var}_p(s)",
+            "nat²",
+            "[0, ∞)",
+            "variance of the scores under the row's own weights",
+            "Kontoyiannis & Verdú (2014), IEEE Trans. Inf. Theory 60:777",
+            varentropy,
+        ),
+        Metric(
+            "entropy_slope",
+            r"dH/d\log\lambda",
+            "nat",
+            "(−∞, 0]",
+            "change of entropy per unit of log scale, at the present scale",
+            SU_INVARIANCE,
+            entropy_slope,
+        ),
+        Metric(
+            "mean_field_entropy",
+            r"\log n - (s_\max - \bar s)",
+            "nat",
+            "(−∞, H]",
+            "lower bound on the entropy from maximum and mean alone",
+            SU_INVARIANCE,
+            mean_field_entropy,
+        ),
+        Metric(
+            "jensen_gap",
+            "J",
+            "nat",
+            "[0, ∞)",
+            "what the bound loses by taking the mean for the logsumexp",
+            SU_INVARIANCE,
+            jensen_gap,
+        ),
+        Metric(
+            "max_gap",
+            "G",
+            "nat",
+            "[0, ∞)",
+            "what the bound loses by taking the maximum for the weighted mean",
+            SU_INVARIANCE,
+            max_gap,
+        ),
+        Metric(
+            "gaussian_entropy",
+            r"E\,H(n, \sigma_s)",
+            "nat",
+            "[0, log n]",
+            "entropy expected of n normal scores of the same spread",
+            "Derrida (1981), Phys. Rev. B 24:2613; exact quadrature at finite n",
+            gaussian_entropy,
+        ),
+        Metric(
+            "jacobian_trace",
+            r"1 - \sum_j p_j^2",
+            "1",
+            "[0, 1 − 1/n]",
+            "gradient health: trace of the softmax Jacobian",
+            SU_ROBUST,
+            jacobian_trace,
+        ),
+        Metric(
+            "noise_gain",
+            r"\sum_j p_j^2 \lVert v_j - o\rVert^2",
+            "value²",
+            "[0, ∞)",
+            "squared output error per unit of relative logit-noise variance",
+            SU_ROBUST,
+            noise_gain,
+            needs_values=True,
+        ),
+    ]
+)
+
+
+def metric(name: str) -> Metric:
+    """The metric of that name.
+
+    Raises:
+        ValueError: if there is none, naming the nearest.
+
+    Example:
+        >>> metric("entropy").unit
+        'nat'
+    """
+    if name not in METRICS:
+        close = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.4)
+        nearest = f"; did you mean {close[0]!r}?" if close else f": choose from {', '.join(METRICS)}"
+        raise ValueError(f"no metric is named {name!r}{nearest}")
+    return METRICS[name]

@@ -1,0 +1,255 @@
+"""The sums a row of attention is known by: build them, merge them.
+
+A :class:`RowState` holds, for each row, sums over its visible keys taken relative to the row's largest
+score. :func:`observe` makes one from scores, :func:`merge` joins the states of two sets of keys exactly,
+and every metric (:mod:`acutance.rowstats.metrics`) is a function of the result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: ``first_index`` of a row that has no visible key.
+NO_KEY = torch.iinfo(torch.int64).max
+
+
+class RowState(NamedTuple):
+    r"""Sums over the visible keys of each row; every field is (...), the rows' shape, unless said.
+
+    With scores :math:`s_j`, maximum :math:`m` and :math:`e_j = e^{s_j - m}`:
+
+    Attributes:
+        n: number of visible keys, int64.
+        m: :math:`\max_j s_j`, −inf for a row with no visible key.
+        Z: :math:`\sum_j e_j`.
+        U: :math:`\sum_j e_j (s_j - m)`.
+        W: :math:`\sum_j e_j (s_j - m - U/Z)^2`, about the weighted mean so that nothing cancels.
+        Q: :math:`\sum_j e_j^2`.
+        mean: plain mean of the scores.
+        M2: plain sum of squared deviations from ``mean``.
+        first: score of the first visible key.
+        first_index: position of that key among all keys, int64.
+        sink: logit of a sink that shares the normaliser without being a key; −inf where there is none.
+        O: :math:`\sum_j e_j v_j`, (..., Ev); None without values.
+        R1: :math:`\sum_j e_j^2 v_j / Q`, (..., Ev); None unless noise metrics were asked for.
+        R2: :math:`\sum_j e_j^2 \lVert v_j - R_1 \rVert^2`; None likewise.
+
+    The maximum inside ``Z, U, W, Q`` is a reference point, not a variable: autograd treats it as a
+    constant there, and every metric is a function of the state for which that is exact.
+    """
+
+    n: Tensor
+    m: Tensor
+    Z: Tensor
+    U: Tensor
+    W: Tensor
+    Q: Tensor
+    mean: Tensor
+    M2: Tensor
+    first: Tensor
+    first_index: Tensor
+    sink: Tensor
+    O: Tensor | None = None  # noqa: E741 - the symbol of the output sum in the formulas
+    R1: Tensor | None = None
+    R2: Tensor | None = None
+
+
+def empty(
+    rows: tuple[int, ...],
+    value_width: int | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> RowState:
+    """The state of rows that have seen no key: the identity of :func:`merge`.
+
+    Args:
+        rows: shape of the rows.
+        value_width: Ev, when the state is to be merged with one that carries values.
+        dtype: floating dtype of the sums.
+        device: where they live.
+
+    Example:
+        >>> state = observe(torch.tensor([[0.5, 2.0]]))
+        >>> merged = merge(empty((1,)), state)
+        >>> bool((merged.Z == state.Z).all()), merged.n.tolist()
+        (True, [2])
+    """
+    zero = torch.zeros(rows, dtype=dtype, device=device)
+    none = torch.full_like(zero, -torch.inf)
+    count = torch.zeros(rows, dtype=torch.int64, device=device)
+    state = RowState(
+        n=count,
+        m=none,
+        Z=zero,
+        U=zero,
+        W=zero,
+        Q=zero,
+        mean=zero,
+        M2=zero,
+        first=zero,
+        first_index=torch.full_like(count, NO_KEY),
+        sink=none,
+    )
+    if value_width is None:
+        return state
+    wide = zero.new_zeros(*rows, value_width)
+    return state._replace(O=wide, R1=wide, R2=zero)
+
+
+def observe(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    value: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    first_key: int = 0,
+) -> RowState:
+    r"""The state of rows given as explicit scores: one block of keys, or all of them.
+
+    Args:
+        scores: (..., S), after scale and bias. −inf hides a key. float16 and bfloat16 are widened.
+        mask: boolean, broadcastable to ``scores``; True where the key takes part.
+        value: (..., S, Ev), to carry the output and the noise sums as well.
+        sink: sink logits, broadcastable to the rows.
+        first_key: position of column 0 among all keys. Blocks that are merged out of order need it
+            for ``first_weight``; blocks merged left to right do not.
+
+    Returns:
+        The rows' state, shape ``scores.shape[:-1]``.
+
+    Example:
+        >>> state = observe(torch.tensor([0.0, 0.0, -torch.inf]))
+        >>> state.n.item(), state.Z.item()
+        (2, 2.0)
+    """
+    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    s = scores.to(dtype)
+    seen = s != -torch.inf
+    if mask is not None:
+        seen = seen & mask
+    hidden = torch.logical_not(seen)
+    n = seen.sum(-1)
+    m = s.masked_fill(hidden, -torch.inf).amax(-1)
+    t = (s - _finite(m.detach()).unsqueeze(-1)).masked_fill(hidden, 0.0)
+    e = torch.exp(t).masked_fill(hidden, 0.0)
+    Z, U = e.sum(-1), (e * t).sum(-1)
+    centre = _ratio(U, Z).unsqueeze(-1)
+    plain = s.masked_fill(hidden, 0.0)
+    mean = plain.sum(-1) / n.clamp(min=1)
+    away = (plain - mean.unsqueeze(-1)).masked_fill(hidden, 0.0)
+    column = seen.to(torch.uint8).argmax(-1)
+    none = torch.full_like(Z, -torch.inf)
+    state = RowState(
+        n=n,
+        m=m,
+        Z=Z,
+        U=U,
+        W=(e * (t - centre).square()).sum(-1),
+        Q=e.square().sum(-1),
+        mean=mean,
+        M2=away.square().sum(-1),
+        first=plain.gather(-1, column.unsqueeze(-1)).squeeze(-1),
+        first_index=torch.where(n > 0, column + first_key, NO_KEY),
+        sink=none if sink is None else sink.to(dtype).expand_as(Z),
+    )
+    if value is None:
+        return state
+    v = value.to(dtype)
+    squared = e.square().unsqueeze(-1)
+    R1 = _ratio((squared * v).sum(-2), squared.sum(-2))
+    spread = (v - R1.unsqueeze(-2)).square().sum(-1)
+    return state._replace(
+        O=(e.unsqueeze(-1) * v).sum(-2), R1=R1, R2=(e.square() * spread).sum(-1)
+    )
+
+
+def merge(left: RowState, right: RowState) -> RowState:
+    """The state of two disjoint sets of keys of the same rows, exactly.
+
+    Associative and commutative, with :func:`empty` as identity. ``first`` follows the smaller
+    ``first_index``; on a tie (blocks observed without ``first_key``) it is ``left``'s.
+
+    Args:
+        left: one set of keys.
+        right: the other; its rows broadcast against ``left``'s.
+
+    Returns:
+        The joint state. Values' sums are kept only where both carry them.
+
+    Example:
+        Scores split anywhere give the state of the whole row:
+
+        >>> s = torch.tensor([0.3, -1.0, 2.0, 0.5])
+        >>> whole = observe(s)
+        >>> parts = merge(observe(s[:1]), observe(s[1:], first_key=1))
+        >>> all(torch.allclose(a, b) for a, b in zip(whole[:10], parts[:10]))
+        True
+
+    Source:
+        Milakov & Gimelshein (2018), arXiv:1805.02867, for the running (m, Z) pair; Chan, Golub &
+        LeVeque (1983), The American Statistician 37:242, for means and squared deviations.
+    """
+    m = torch.maximum(left.m, right.m)
+    reference = _finite(m.detach())
+    a, b = _shift(left, reference), _shift(right, reference)
+    Z = a.Z + b.Z
+    gap = _ratio(a.U, a.Z) - _ratio(b.U, b.Z)
+    n = left.n + right.n
+    share = right.n / n.clamp(min=1)
+    step = torch.where(right.n == 0, 0.0, torch.where(left.n == 0, right.mean, right.mean - left.mean))
+    state = RowState(
+        n=n,
+        m=m,
+        Z=Z,
+        U=a.U + b.U,
+        W=a.W + b.W + gap.square() * a.Z * _ratio(b.Z, Z),
+        Q=a.Q + b.Q,
+        mean=torch.where(left.n == 0, 0.0, left.mean) + step * share,
+        M2=left.M2 + right.M2 + step.square() * left.n * share,
+        first=torch.where(right.first_index < left.first_index, right.first, left.first),
+        first_index=torch.minimum(left.first_index, right.first_index),
+        sink=torch.maximum(left.sink, right.sink),
+    )
+    if a.O is None or b.O is None:
+        return state
+    state = state._replace(O=a.O + b.O)
+    if a.R1 is None or b.R1 is None or a.R2 is None or b.R2 is None:
+        return state
+    part = _ratio(b.Q, state.Q)
+    apart = b.R1 - a.R1
+    return state._replace(
+        R1=a.R1 + apart * part.unsqueeze(-1),
+        R2=a.R2 + b.R2 + apart.square().sum(-1) * a.Q * part,
+    )
+
+
+def _finite(m: Tensor) -> Tensor:
+    """A reference that can be subtracted: the maximum, or the lowest number where there is none."""
+    return m.clamp(min=torch.finfo(m.dtype).min)
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Quotient, 0 where the denominator is 0, with a gradient that is 0 there and not NaN."""
+    none = denominator == 0
+    return torch.where(none, 0.0, numerator / torch.where(none, 1.0, denominator))
+
+
+def _shift(state: RowState, reference: Tensor) -> RowState:
+    """The state's sums relative to a common reference at or above its own maximum."""
+    empty_rows = state.Z == 0
+    drop = torch.where(empty_rows, 0.0, state.m.detach() - reference)
+    decay = torch.exp(drop)
+    shifted = state._replace(
+        Z=state.Z * decay,
+        U=torch.where(decay == 0, 0.0, (state.U + drop * state.Z) * decay),
+        W=state.W * decay,
+        Q=state.Q * decay.square(),
+    )
+    if state.O is None:
+        return shifted
+    shifted = shifted._replace(O=state.O * decay.unsqueeze(-1))
+    return shifted if state.R2 is None else shifted._replace(R2=state.R2 * decay.square())

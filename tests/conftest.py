@@ -1,0 +1,19 @@
+"""What every test may rely on: no model hub, two threads, a seed."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported: before anything
+
+import pytest
+import torch
+
+torch.set_num_threads(2)  # sums are split the same way on a laptop and on a large machine
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Start each test from the same random state, whichever tests ran before it."""
+    torch.manual_seed(0)
+    return 0
