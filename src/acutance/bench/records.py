@@ -1,0 +1,220 @@
+"""What a benchmark says: frozen records, and their JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from acutance.bench.cases import Case
+
+FORMAT = 1
+Status = Literal["timed", "failed", "not run", "unfinished"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step about to begin.
+
+    Attributes:
+        done: steps before it.
+        total: steps of the whole run.
+        message: what the step is, one line.
+    """
+
+    done: int
+    total: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of one number per round."""
+
+    median: float
+    q1: float
+    q3: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Summarise at least one value; quartiles interpolate within the data.
+
+        Example:
+            >>> Spread.of([1.0, 2.0, 3.0, 4.0, 10.0])
+            Spread(median=3.0, q1=2.0, q3=4.0)
+        """
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, q1, q3)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison with the float64 reference.
+
+    Attributes:
+        quantity: "output", "entropy" (nats) or "gradient of query", "… key", "… value".
+        error: largest absolute error over the rows compared; None where it is not finite.
+        tolerance: the largest that passes.
+    """
+
+    quantity: str
+    error: float | None
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is finite and within the tolerance."""
+        return self.error is not None and self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender in one case.
+
+    Attributes:
+        contender: its name.
+        status: "timed"; "failed" (the gate refused it: no times); "not run" (no room for it);
+            "unfinished" (interrupted before a round of it was complete).
+        reason: why it has no times; empty if it has.
+        checks: the gate's comparisons.
+        milliseconds: wall time of a call.
+        cpu_milliseconds: CPU time of a call, summed over the process's threads.
+        ratio: wall time over the reference's of the same round.
+        cpu_ratio: CPU time over the reference's of the same round.
+        rounds: how many rounds the four above summarise.
+        peak_mib: memory at the call's peak above what its inputs take, results included, MiB.
+        mib_above_reference: that peak less the reference's, MiB.
+    """
+
+    contender: str
+    status: Status
+    reason: str = ""
+    checks: tuple[Check, ...] = ()
+    milliseconds: Spread | None = None
+    cpu_milliseconds: Spread | None = None
+    ratio: Spread | None = None
+    cpu_ratio: Spread | None = None
+    rounds: int = 0
+    peak_mib: float | None = None
+    mib_above_reference: float | None = None
+
+    def error(self, quantity: str) -> float | None:
+        """The error of one quantity, or None if it was not compared."""
+        return next((check.error for check in self.checks if check.quantity == quantity), None)
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One case: a row per contender, and whether it was finished."""
+
+    case: Case
+    rows: tuple[Row, ...]
+    complete: bool
+
+    def row(self, contender: str) -> Row:
+        """The row of one contender."""
+        return next(row for row in self.rows if row.contender == contender)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the numbers were taken; see :func:`acutance.bench.run`."""
+
+    threads: int
+    rounds: int
+    backward: bool
+    memory: bool
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where the numbers were taken.
+
+    Attributes:
+        acutance: version, as torch and python.
+        torch: version.
+        python: version.
+        platform: operating system and architecture.
+        processor: model name.
+        cores: logical cores.
+        date: start, UTC, ISO 8601.
+        memory_method: how peak memory is read here.
+    """
+
+    acutance: str
+    torch: str
+    python: str
+    platform: str
+    processor: str
+    cores: int
+    date: str
+    memory_method: str
+
+    def same_place(self, other: Environment) -> bool:
+        """Whether numbers of the two may stand in one table: all but the date agree."""
+        return {**asdict(self), "date": ""} == {**asdict(other), "date": ""}
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """Everything one run found.
+
+    Attributes:
+        settings: how the numbers were taken.
+        environment: where.
+        results: the cases in the order asked for.
+        complete: False if the run was interrupted; the cases that were not reached are missing.
+    """
+
+    settings: Settings
+    environment: Environment
+    results: tuple[CaseResult, ...]
+    complete: bool
+
+    def result(self, name: str) -> CaseResult:
+        """The result of one case."""
+        return next(result for result in self.results if result.case.name == name)
+
+    def to_json(self) -> str:
+        """The report as JSON text; :meth:`from_json` reads it back."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> BenchReport:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: if the text is not such a report.
+        """
+        try:
+            data = json.loads(text)
+            if data["format"] != FORMAT:
+                raise ValueError(f"format {data['format']!r}, this version reads {FORMAT}")
+            return cls(
+                settings=Settings(**data["settings"]),
+                environment=Environment(**data["environment"]),
+                results=tuple(_case_result(result) for result in data["results"]),
+                complete=data["complete"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not a benchmark report: {error}") from error
+
+
+def case_from_dict(data: dict[str, Any]) -> Case:
+    """The inverse of :func:`dataclasses.asdict` on a case that went through JSON."""
+    return Case(**{**data, "contenders": tuple(data["contenders"])})
+
+
+def _case_result(data: dict[str, Any]) -> CaseResult:
+    rows = tuple(_row(row) for row in data["rows"])
+    return CaseResult(case_from_dict(data["case"]), rows, data["complete"])
+
+
+def _row(data: dict[str, Any]) -> Row:
+    spreads = ("milliseconds", "cpu_milliseconds", "ratio", "cpu_ratio")
+    read = {name: Spread(**data[name]) for name in spreads if data[name] is not None}
+    return Row(**{**data, **read, "checks": tuple(Check(**check) for check in data["checks"])})

@@ -1,0 +1,169 @@
+"""AttentionCall: one captured attention, and how its rows are read and its output rebuilt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from acutance.attend import attention, row_statistics
+from acutance.masks import hides
+from acutance.rowstats import RowState, RowStatistics, observe
+
+#: Largest relative error of a rebuilt output, by dtype: some hundred roundings of it.
+VERIFY_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 6e-2,
+}
+_ROWS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of one attention call, in the shapes of :func:`acutance.attention`.
+
+    Attributes:
+        module: qualified name of the module it belongs to.
+        source: what it was read from.
+        query: (B, Hq, L, E).
+        key: (B, H, S, E).
+        value: (B, H, S, Ev).
+        attn_mask: boolean or additive, broadcastable to (B, Hq, L, S).
+        is_causal: position-based causal mask.
+        query_offset: position of query 0 among the keys.
+        scale: factor of the scores; None is 1/√E.
+        dropout_p: probability of dropping a weight.
+        window: sliding window.
+        key_mask: (B, S), True where a key takes part.
+        cu_seqlens: cumulative document lengths.
+        bias: added to the scores.
+        softcap: bound of the scaled scores.
+        sinks: (Hq,) logits in the normaliser.
+        cross: whether the queries are of another sequence than the keys.
+    """
+
+    module: str
+    source: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    is_causal: bool = False
+    query_offset: int = 0
+    scale: float | None = None
+    dropout_p: float = 0.0
+    window: int | None = None
+    key_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    bias: Tensor | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    cross: bool = False
+
+    def statistics(self, noise: bool) -> RowStatistics:
+        """Row statistics without the output."""
+        value = self.value if noise else None
+        return row_statistics(
+            self.query,
+            self.key,
+            value,
+            self.attn_mask,
+            self.is_causal,
+            self.scale,
+            self._grouped,
+            noise=noise,
+            query_offset=self.query_offset,
+            window=self.window,
+            key_mask=self.key_mask,
+            cu_seqlens=self.cu_seqlens,
+            bias=self.bias,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
+
+    def rebuilt(self, noise: bool) -> tuple[Tensor, RowStatistics]:
+        """The output, without dropout, and the row statistics."""
+        return attention(
+            self.query,
+            self.key,
+            self.value,
+            self.attn_mask,
+            self.is_causal,
+            self.scale,
+            self._grouped,
+            return_stats=True,
+            noise=noise,
+            query_offset=self.query_offset,
+            window=self.window,
+            key_mask=self.key_mask,
+            cu_seqlens=self.cu_seqlens,
+            bias=self.bias,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
+
+    @property
+    def _grouped(self) -> bool:
+        return self.query.shape[1] != self.key.shape[1]
+
+    def real_rows(self) -> Tensor | None:
+        """Boolean (B, L), False on queries that are padding; None where none can be.
+
+        In self-attention over a whole sequence a padded token is a key that no query sees.
+        """
+        queries, keys = self.query.shape[2], self.key.shape[2]
+        if self.cross or queries != keys:
+            return None
+        seen = None
+        if self.attn_mask is not None:
+            mask = self.attn_mask if self.attn_mask.dtype == torch.bool else ~hides(self.attn_mask)
+            while mask.dim() < 4:
+                mask = mask.unsqueeze(0)
+            seen = mask.any(2).any(1).expand(-1, keys)
+        if self.key_mask is not None:
+            seen = self.key_mask if seen is None else seen & self.key_mask
+        return None if seen is None else seen.expand(self.query.shape[0], keys)
+
+
+def relative_error(rebuilt: Tensor, output: Tensor, kept: Tensor) -> float:
+    """Largest difference of two outputs over the kept rows, relative to the largest entry.
+
+    Args:
+        rebuilt: (B, Hq, L, Ev).
+        output: the model's, same shape.
+        kept: boolean (B, Hq, L).
+
+    Returns:
+        The ratio; 0 where no row is kept, infinity where a difference is not a number.
+    """
+    rows = kept.unsqueeze(-1)
+    theirs = torch.where(rows, output.detach().double(), 0.0)
+    ours = torch.where(rows, rebuilt.detach().double(), 0.0)
+    if theirs.numel() == 0:
+        return 0.0
+    size = float(theirs.abs().max())
+    difference = float((ours - theirs).abs().max())
+    if difference != difference:  # NaN
+        return float("inf")
+    return difference / size if size > 0 else difference
+
+
+def observe_scores(scores: Tensor) -> RowStatistics:
+    """Row statistics of scores that exist already, a few rows at a time.
+
+    Args:
+        scores: (B, H, L, S); values a mask would hold hide their key.
+    """
+    rows = max(1, _ROWS_AT_ONCE // max(1, scores.shape[0] * scores.shape[1] * scores.shape[3]))
+    parts = []
+    for start in range(0, scores.shape[2], rows):
+        part = scores[:, :, start : start + rows].detach()
+        parts.append(observe(part, torch.logical_not(hides(part))))
+    joined = [
+        None if column[0] is None else torch.cat(column, dim=2)
+        for column in zip(*parts, strict=True)
+    ]
+    return RowStatistics(RowState(*joined))

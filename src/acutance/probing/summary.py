@@ -1,0 +1,362 @@
+"""HeadSummary: what a probe knows about every head, mergeable, and written to disk whole or not at all."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from acutance.probing.moments import Moments, edges
+from acutance.rowstats import METRICS, metric
+
+if TYPE_CHECKING:
+    import pyarrow
+
+SCHEMA = "acutance.head_summary/1"
+Status = Literal["verified", "captured", "unverified", "mismatch"]
+
+#: What each status means, for reports.
+STATUSES: dict[str, str] = {
+    "verified": "the call's output was rebuilt from what was captured and agrees",
+    "captured": "read from the call's own arguments, output not rebuilt",
+    "unverified": "read from a softmax alone, so what came before it is not known",
+    "mismatch": "the output rebuilt from what was captured differs: do not trust these rows",
+}
+_WORST = ("verified", "captured", "unverified", "mismatch")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer of a model, in model order.
+
+    Attributes:
+        module: qualified name of the module whose attention this is.
+        heads: query heads seen.
+        status: how far the capture is to be trusted, see :data:`STATUSES`.
+        calls: attention calls read.
+        rows: rows read for each head.
+        padded: rows left out because their token is padding.
+        empty: rows left out because they see no key.
+        error: largest relative difference of a rebuilt output, None where none was rebuilt.
+        source: what the call was read from.
+    """
+
+    module: str
+    heads: int
+    status: Status = "captured"
+    calls: int = 0
+    rows: int = 0
+    padded: int = 0
+    empty: int = 0
+    error: float | None = None
+    source: str = ""
+
+    def merge(self, other: Layer) -> Layer:
+        """The same layer, seen in both."""
+        if (self.module, self.heads) != (other.module, other.heads):
+            raise ValueError(
+                f"layers merge with themselves: {self.module} with {self.heads} heads is not "
+                f"{other.module} with {other.heads}"
+            )
+        errors = [error for error in (self.error, other.error) if error is not None]
+        seen = [part for part in (self, other) if part.calls] or [self]
+        return replace(
+            self,
+            status=max((part.status for part in seen), key=_WORST.index),
+            calls=self.calls + other.calls,
+            rows=self.rows + other.rows,
+            padded=self.padded + other.padded,
+            empty=self.empty + other.empty,
+            error=max(errors) if errors else None,
+            source=self.source or other.source,
+        )
+
+
+@dataclass(frozen=True)
+class HeadSummary:
+    """Statistics over rows for every layer and head.
+
+    Attributes:
+        layers: the layers, in model order.
+        metrics: names of the metrics, columns of ``moments``.
+        moments: arrays with all layers' heads one after the other.
+        about: what was probed: model, text, versions.
+        unread: attention that could not be read, each with its reason.
+
+    Example:
+        >>> import torch, acutance
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        >>> with acutance.probe(layer) as probe:
+        ...     _ = layer(*[torch.zeros(1, 4, 8)] * 3)
+        >>> summary = probe.summary()
+        >>> summary.mean("effective_keys")
+        tensor([4.0000, 4.0000], dtype=torch.float64)
+    """
+
+    layers: tuple[Layer, ...]
+    metrics: tuple[str, ...]
+    moments: Moments
+    about: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        heads = sum(layer.heads for layer in self.layers)
+        expected = (heads, len(self.metrics))
+        if tuple(self.moments.count.shape) != expected:
+            raise ValueError(
+                f"moments are (heads, metrics) = {expected}, got {tuple(self.moments.count.shape)}"
+            )
+
+    def _column(self, name: str) -> int:
+        metric(name)  # an unknown name says what is near it
+        if name not in self.metrics:
+            raise ValueError(
+                f"{name!r} was not recorded; this summary has {', '.join(self.metrics)}"
+            )
+        return self.metrics.index(name)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(layer, head) of each row of ``moments``."""
+        return [(i, head) for i, layer in enumerate(self.layers) for head in range(layer.heads)]
+
+    def mean(self, name: str) -> Tensor:
+        """Mean of a metric for each head, all layers one after the other; NaN where no row counts."""
+        column = self._column(name)
+        count = self.moments.count[:, column]
+        return self.moments.mean[:, column].masked_fill(count == 0, math.nan)
+
+    def std(self, name: str) -> Tensor:
+        """Standard deviation over rows for each head."""
+        return self.moments.std[:, self._column(name)]
+
+    def grid(self, name: str) -> list[list[float]]:
+        """Mean of a metric as a list of layers, each a list of its heads (layers may differ)."""
+        values, start, rows = self.mean(name).tolist(), 0, []
+        for layer in self.layers:
+            rows.append(values[start : start + layer.heads])
+            start += layer.heads
+        return rows
+
+    def layer(self, index: int) -> Moments:
+        """All heads of one layer pooled: (1, metrics) arrays."""
+        start = sum(layer.heads for layer in self.layers[:index])
+        total = Moments.none(1, len(self.metrics))
+        for head in range(start, start + self.layers[index].heads):
+            total = total.merge(self.moments.heads(head, head + 1))
+        return total
+
+    def merge(self, other: HeadSummary) -> HeadSummary:
+        """Both summaries' rows, layer by layer; layers only one of them has are kept.
+
+        Raises:
+            ValueError: if they recorded different metrics, or a layer's head counts differ.
+        """
+        if self.metrics != other.metrics:
+            raise ValueError(
+                f"summaries merge when they recorded the same metrics: {', '.join(self.metrics)} "
+                f"against {', '.join(other.metrics)}"
+            )
+        mine, theirs = self._by_module(), other._by_module()
+        names = list(mine) + [name for name in theirs if name not in mine]
+        layers, parts = [], []
+        for name in names:
+            pair = [side[name] for side in (mine, theirs) if name in side]
+            layer, moments = pair[0]
+            if len(pair) == 2:
+                layer, moments = layer.merge(pair[1][0]), moments.merge(pair[1][1])
+            layers.append(layer)
+            parts.append(moments)
+        joined = Moments.join(parts) if parts else self.moments
+        unread = dict.fromkeys(self.unread + other.unread)
+        return HeadSummary(tuple(layers), self.metrics, joined, {**other.about, **self.about}, tuple(unread))
+
+    def _by_module(self) -> dict[str, tuple[Layer, Moments]]:
+        found, start = {}, 0
+        for layer in self.layers:
+            found[layer.module] = (layer, self.moments.heads(start, start + layer.heads))
+            start += layer.heads
+        return found
+
+    def columns(self) -> dict[str, list[Any]]:
+        """One row per layer and head, in model order, as columns.
+
+        ``layer`` (index in model order), ``head``, ``module``, ``status``, ``rows``, then for each
+        metric its mean, standard deviation, smallest and largest value over rows.
+        """
+        places = self.places
+        table: dict[str, list[Any]] = {
+            "layer": [layer for layer, _ in places],
+            "head": [head for _, head in places],
+            "module": [self.layers[layer].module for layer, _ in places],
+            "status": [self.layers[layer].status for layer, _ in places],
+            "rows": [self.layers[layer].rows for layer, _ in places],
+        }
+        moments = self.moments
+        for column, name in enumerate(self.metrics):
+            none = moments.count[:, column] == 0
+            parts = {"mean": moments.mean, "std": moments.std, "min": moments.low, "max": moments.high}
+            for part, values in parts.items():
+                table[f"{name}_{part}"] = values[:, column].masked_fill(none, math.nan).tolist()
+        return table
+
+    def to_arrow(self) -> pyarrow.Table:
+        """The columns as a pyarrow table."""
+        import pyarrow
+
+        return pyarrow.table(self.columns())
+
+    def to_frame(self) -> Any:
+        """The columns as a pandas DataFrame where pandas is installed, else a pyarrow table."""
+        if importlib.util.find_spec("pandas") is None:
+            return self.to_arrow()
+        import pandas
+
+        return pandas.DataFrame(self.columns())
+
+    def to_parquet(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`to_arrow` as a Parquet file, atomically."""
+        import pyarrow.parquet
+
+        table = self.to_arrow()
+        _write_whole(path, lambda where: pyarrow.parquet.write_table(table, where))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON values: numbers that are not finite become None."""
+        places, moments, std = self.places, self.moments, self.moments.std
+        heads = []
+        for index, (layer, head) in enumerate(places):
+            metrics = {}
+            for column, name in enumerate(self.metrics):
+                none = int(moments.count[index, column]) == 0
+                parts = (moments.mean, std, moments.low, moments.high)
+                values = [None if none else _plain(part[index, column]) for part in parts]
+                metrics[name] = {
+                    "count": int(moments.count[index, column]),
+                    **dict(zip(("mean", "std", "min", "max"), values, strict=True)),
+                    "histogram": moments.histogram[index, column].tolist(),
+                }
+            heads.append({"layer": layer, "head": head, "metrics": metrics})
+        return {
+            "schema": SCHEMA,
+            "about": dict(self.about),
+            "layers": [{"layer": i, **asdict(layer)} for i, layer in enumerate(self.layers)],
+            "metrics": {
+                name: {
+                    "unit": METRICS[name].unit,
+                    "range": METRICS[name].range,
+                    "meaning": METRICS[name].meaning,
+                    "edges": edges(name),
+                }
+                for name in self.metrics
+            },
+            "heads": heads,
+            "unread": list(self.unread),
+        }
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`to_dict` as a JSON file, atomically."""
+        text = json.dumps(self.to_dict(), allow_nan=False)
+        _write_whole(path, lambda where: Path(where).write_text(text, encoding="utf-8"))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the summary as a safetensors file, atomically; :func:`load` reads it back exactly."""
+        from safetensors.torch import save_file
+
+        header = {
+            "schema": SCHEMA,
+            "summary": json.dumps(
+                {
+                    "metrics": self.metrics,
+                    "layers": [asdict(layer) for layer in self.layers],
+                    "about": dict(self.about),
+                    "unread": self.unread,
+                }
+            ),
+        }
+        tensors = {name: tensor.contiguous() for name, tensor in self.moments.tensors().items()}
+        _write_whole(path, lambda where: save_file(tensors, where, metadata=header))
+
+
+def load(path: str | os.PathLike[str]) -> HeadSummary:
+    """Read a summary that :meth:`HeadSummary.save` wrote.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is not such a file, is cut short, or is of another schema.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no file at {os.fspath(path)}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"{os.fspath(path)} is not a whole safetensors file: {error}"
+        ) from error
+    if header.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{os.fspath(path)} is not a head summary this version reads: its schema is "
+            f"{header.get('schema')!r}, expected {SCHEMA!r}"
+        )
+    try:
+        record = json.loads(header["summary"])
+        layers = tuple(Layer(**layer) for layer in record["layers"])
+        return HeadSummary(
+            layers, tuple(record["metrics"]), Moments(**tensors), record["about"], tuple(record["unread"])
+        )
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{os.fspath(path)} has a damaged header: {error}") from error
+
+
+def _plain(value: Tensor) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _write_whole(path: str | os.PathLike[str], write: Any) -> None:
+    """Write beside the target and rename, so that a reader never sees half a file."""
+    target = Path(path)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    os.close(handle)
+    try:
+        write(name)
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def summarise(values: dict[str, Tensor], kept: Tensor, metrics: tuple[str, ...]) -> Moments:
+    """The record of one call's rows.
+
+    Args:
+        values: each metric, (B, heads, L).
+        kept: boolean (B, heads, L), True for rows that count.
+        metrics: names, in the order of the record's columns.
+
+    Returns:
+        Moments of (heads, metrics).
+    """
+    stacked = torch.stack([values[name].detach().to(torch.float64) for name in metrics])
+    rows = torch.where(kept, stacked, torch.nan).transpose(1, 2).flatten(2)
+    return Moments.of(rows, metrics)
