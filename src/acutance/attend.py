@@ -11,13 +11,15 @@ from acutance.kernels.blocked import Sums
 from acutance.kernels.ops import row_sums
 from acutance.rowstats import RowState, RowStatistics
 from acutance.shapes import (
-    check_count,
     check_flag,
     check_inputs,
     check_masking,
     check_number,
     check_sinks,
+    check_tensor,
 )
+
+__all__ = ["attention", "row_statistics"]
 
 
 @overload
@@ -104,8 +106,8 @@ def attention(
         query: (B, Hq, L, E), float64, float32, bfloat16 or float16.
         key: (B, H, S, E).
         value: (B, H, S, Ev).
-        attn_mask: boolean (True takes part) or additive, broadcastable to (B, Hq, L, S). An additive
-            value of −inf, or at or below −1e9 (float16: half its minimum), hides its key.
+        attn_mask: boolean (True takes part) or additive, broadcastable to (B, Hq, L, S). An
+            additive value of −inf, or at or below −1e9 (float16: half its minimum), hides its key.
         is_causal: row i sees keys j ≤ i + query_offset; at offset 0 aligned top-left, as in SDPA.
         scale: factor of the scores; None is 1/√E.
         enable_gqa: let Hq be a multiple of H, consecutive query heads sharing a key head.
@@ -115,8 +117,8 @@ def attention(
         query_offset: position of query 0 among the keys: S − L when decoding with a cache.
         window: a row at position i sees keys with |i − j| < window.
         key_mask: boolean (B, S), True where a key takes part (False on padding).
-        document_ids: integers (S,) or (B, S), or a pair for queries and keys; a row sees only keys of
-            its own document.
+        document_ids: integers (S,) or (B, S), or a pair for queries and keys; a row sees only keys
+            of its own document.
         cu_seqlens: the same as cumulative lengths, from 0 to S.
         bias: added to the scores, broadcastable to (B, Hq, L, S); differentiable.
         alibi_slopes: (Hq,); adds −slope · |position − j| without forming the matrix.
@@ -126,8 +128,8 @@ def attention(
     Returns:
         The output (B, Hq, L, Ev) in the query's dtype; with ``return_stats`` also the
         :class:`~acutance.rowstats.RowStatistics`, rows (B, Hq, L), accumulated in float32 at least.
-        A row with no visible key has output 0, ``n_keys`` 0, ``lse`` and ``max_logit`` −inf, and NaN
-        for the rest.
+        A row with no visible key has output 0, ``n_keys`` 0, ``lse`` and ``max_logit`` −inf, and
+        NaN for the rest.
 
     Raises:
         TypeError: if a dtype or the type of an option is wrong.
@@ -147,6 +149,7 @@ def attention(
     if value is None:
         raise TypeError("value is a Tensor, got None; row_statistics needs no values")
     check_flag("return_stats", return_stats)
+    check_flag("noise", noise)
     sums, sink = _sums(
         query,
         key,
@@ -235,7 +238,7 @@ def row_statistics(
     check_flag("noise", noise)
     if noise and value is None:
         raise ValueError("noise=True measures how the output moves and so needs value, got None")
-    if value is not None and isinstance(value, Tensor) and not noise:
+    if value is not None and not noise:
         check_inputs(query, key, value, check_flag("enable_gqa", enable_gqa))
     sums, sink = _sums(
         query,
@@ -285,6 +288,8 @@ def _sums(
     check_flag("is_causal", is_causal)
     check_flag("enable_gqa", enable_gqa)
     check_flag("noise", noise)
+    for name, tensor in {"query": query, "key": key}.items():
+        check_tensor(name, tensor)
     query, key, value = _autocast(query, key, value)
     check_inputs(query, key, value, enable_gqa)
     factor = query.shape[3] ** -0.5 if scale is None else check_number("scale", scale)
@@ -305,9 +310,7 @@ def _sums(
         alibi_slopes=alibi_slopes,
     )
     sinks = check_sinks(sinks, query)
-    seed = 0
-    if dropout_p > 0.0:
-        seed = int(torch.randint(2**62, ()).item())
+    seed = torch.randint(2**62, ()) if dropout_p > 0.0 else None  # a tensor: no graph break
     results = row_sums(
         query,
         key,
@@ -319,13 +322,13 @@ def _sums(
         masking.key_documents,
         masking.alibi_slopes,
         sinks,
+        seed,
         is_causal,
         query_offset,
         window,
         factor,
         softcap,
         float(dropout_p),
-        seed,
         noise,
     )
     return Sums(*results), sinks
@@ -335,23 +338,22 @@ def _autocast(
     query: Tensor, key: Tensor, value: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast as autocast casts the inputs of SDPA: to its dtype, float64 left alone."""
-    if not isinstance(query, Tensor) or not torch.is_autocast_enabled(query.device.type):
+    if not torch.is_autocast_enabled(query.device.type):
         return query, key, value
     dtype = torch.get_autocast_dtype(query.device.type)
 
     def cast(tensor: Tensor) -> Tensor:
-        eligible = isinstance(tensor, Tensor) and tensor.is_floating_point()
-        return tensor.to(dtype) if eligible and tensor.dtype != torch.float64 else tensor
+        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if eligible else tensor
 
-    return cast(query), cast(key), None if value is None else cast(value)
+    return cast(query), cast(key), None if value is None else cast(check_tensor("value", value))
 
 
 def _state(sums: Sums, sinks: Tensor | None) -> RowState:
     if sinks is None:
-        sink = torch.full_like(sums.Z, -torch.inf)
+        sink = sums.Z.detach().unsqueeze(-1)[..., :0]
     else:
         sink = sinks.to(sums.Z.dtype).view(1, -1, 1).expand_as(sums.Z)
-    noise = sums.R2.shape == sums.Z.shape
     return RowState(
         n=sums.n,
         m=sums.m,
@@ -364,7 +366,7 @@ def _state(sums: Sums, sinks: Tensor | None) -> RowState:
         first=sums.first,
         first_index=sums.first_index,
         sink=sink,
-        O=sums.O if noise else None,
-        R1=sums.R1 if noise else None,
-        R2=sums.R2 if noise else None,
+        O=sums.O,
+        R1=sums.R1,
+        R2=sums.R2,
     )

@@ -1,19 +1,23 @@
 """Which keys a row sees, and what is added to its scores.
 
-One :class:`Masking` holds every mask of a call: the explicit mask, key padding, documents, the causal
-band, the window and the additive biases. Kernels never see those apart; they ask for one tile at a time
-and get back the columns to hide, the numbers to add, and how many keys each row can see there.
+One :class:`Masking` holds every mask of a call: the explicit mask, key padding, documents, the
+causal band, the window and the additive biases. Kernels never see those apart; they ask for one
+tile at a time and get back the columns to hide, the numbers to add, and how many keys each row can
+see there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+__all__ = ["ADDITIVE_MASK_LIMIT", "Hidden", "Masking", "Region", "Tile", "hides"]
+
+CPU = torch.device("cpu")
 #: An additive mask value at or below this hides its key, whatever the dtype (see :func:`hides`).
 ADDITIVE_MASK_LIMIT = -1e9
 
@@ -21,8 +25,9 @@ ADDITIVE_MASK_LIMIT = -1e9
 def hides(additive: Tensor) -> Tensor:
     """Boolean tensor, True where an additive mask hides its key.
 
-    A mask hides with −inf, with its dtype's most negative value, or with a number so low that no bias
-    means it: at or below −1e9, or half the dtype's most negative value where that is higher (float16).
+    A mask hides with −inf, with its dtype's most negative value, or with a number so low that no
+    bias means it: at or below −1e9, or half the dtype's most negative value where that is higher
+    (float16).
 
     Example:
         >>> hides(torch.tensor([0.0, -5.0, -1e9, -torch.inf, torch.finfo(torch.float32).min]))
@@ -42,12 +47,82 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Band:
+    """Diagonals of a block that stay visible: lowest ≤ column − row ≤ highest; None: no bound."""
+
+    lowest: int | None
+    highest: int | None
+
+    def blank(self, block: Tensor) -> None:
+        """Zero everything outside the band, in place, whatever it held."""
+        if self.highest is not None:
+            block.tril_(self.highest)
+        if self.lowest is not None:
+            block.triu_(self.lowest)
+
+    def outside(self, rows: int, columns: int, device: torch.device) -> Tensor:
+        """Boolean (rows, columns), True outside the band."""
+        step = torch.arange(columns, device=device) - torch.arange(rows, device=device)[:, None]
+        hidden = torch.zeros_like(step, dtype=torch.bool)
+        if self.highest is not None:
+            hidden |= step > self.highest
+        if self.lowest is not None:
+            hidden |= step < self.lowest
+        return hidden
+
+
+@dataclass(frozen=True)
 class Hidden:
-    """Keys hidden inside a tile: True at ``mask``, counted from column ``start`` of the tile."""
+    """Keys hidden inside a tile: True at ``mask``, counted from column ``start`` of the tile.
+
+    Where position alone decides, ``band`` says so, and hiding costs a tenth of a masked fill.
+    """
 
     start: int
     stop: int
     mask: Tensor
+    band: Band | None = None
+    made: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+
+    def count(self) -> Tensor:
+        """Number of hidden keys of each row."""
+        if self.band is None:
+            return self.mask.sum(-1)
+        name = (self.band, self.mask.shape, "count")
+        if name not in self.made:
+            self.made[name] = self.mask.sum(-1)
+        return self.made[name]
+
+    def blank(self, scores: Tensor) -> None:
+        """Zero the hidden keys of (..., rows, keys) scores, whatever they hold, in place."""
+        block = scores[..., self.start : self.stop]
+        if self.band is None:
+            block.masked_fill_(self.mask, 0.0)
+        else:
+            self.band.blank(block)
+
+    def bury(self, scores: Tensor, depth: float) -> None:
+        """Set hidden keys, which :meth:`blank` has zeroed, to ``depth``, in place."""
+        block = scores[..., self.start : self.stop]
+        if self.band is None:
+            block.masked_fill_(self.mask, depth)
+        else:
+            block.add_(self._weights(scores, depth, 0.0))
+
+    def erase(self, values: Tensor) -> None:
+        """Zero hidden keys that hold finite values, in place."""
+        block = values[..., self.start : self.stop]
+        if self.band is None:
+            block.masked_fill_(self.mask, 0.0)
+        else:
+            block.mul_(self._weights(values, 0.0, 1.0))
+
+    def _weights(self, like: Tensor, hidden: float, visible: float) -> Tensor:
+        name = (self.band, self.mask.shape, like.dtype, hidden)
+        if name not in self.made:
+            base = torch.full(self.mask.shape, visible, dtype=like.dtype, device=like.device)
+            self.made[name] = base.masked_fill_(self.mask, hidden)
+        return self.made[name]
 
 
 @dataclass(frozen=True)
@@ -65,16 +140,17 @@ class Tile:
 
     @property
     def width(self) -> int:
+        """Number of columns."""
         return self.stop - self.start
 
     def count(self) -> Tensor | int:
         """Number of visible keys of each row in this tile (an int where all rows see all)."""
         if self.hidden is None:
             return self.width
-        return self.width - self.hidden.mask.sum(-1)
+        return self.width - self.hidden.count()
 
     def first(self) -> tuple[Tensor, Tensor] | None:
-        """Column of each row's first visible key, and whether it has one; None where all see all."""
+        """Column of each row's first visible key and whether there is one; None: all see all."""
         if self.hidden is None:
             return None
         mask = self.hidden.mask
@@ -93,8 +169,8 @@ class Masking:
     """All masks of one call, already validated and broadcastable.
 
     Attributes:
-        batch, heads, group, queries, keys: sizes; ``heads`` counts key heads, ``group`` the query heads
-            that share each.
+        batch, heads, group, queries, keys: sizes; ``heads`` counts key heads, ``group`` the query
+            heads that share each.
         attn_mask: boolean (True takes part) or additive, broadcastable to (B, Hq, L, S).
         bias: additive, broadcastable to (B, Hq, L, S).
         key_mask: boolean (B, S), True where the key takes part.
@@ -120,7 +196,7 @@ class Masking:
     causal: bool = False
     offset: int = 0
     window: int | None = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     @cached_property
     def additive(self) -> tuple[Tensor, ...]:
@@ -143,14 +219,16 @@ class Masking:
             tensor = tensor.unsqueeze(0)
         if tensor.shape[1] == 1:
             return tensor.unsqueeze(2)
-        return tensor.unflatten(1, (self.heads, self.group))
+        split: Tensor = tensor.unflatten(1, (self.heads, self.group))
+        return split
 
     def band(self, first_row: int, last_row: int) -> tuple[int, int, int, int]:
         """Columns any row sees and columns every row sees, by position alone.
 
         Returns:
-            ``(start, stop, all_start, all_stop)``: rows ``first_row`` to ``last_row`` (inclusive) see
-            nothing outside start:stop, and all of them see all of all_start:all_stop (may be empty).
+            ``(start, stop, all_start, all_stop)``: rows ``first_row`` to ``last_row`` (inclusive)
+            see nothing outside start:stop, and all of them see all of all_start:all_stop (may be
+            empty).
         """
         low, high = first_row + self.offset, last_row + self.offset
         start, stop, all_start, all_stop = 0, self.keys, 0, self.keys
@@ -180,7 +258,7 @@ class Masking:
         hidden = None
         if seen is not None:
             if not whole:
-                seen = seen & self._positions(region, columns)
+                seen = seen & torch.logical_not(self._band(region, columns, start).mask)
             hidden = Hidden(0, stop - start, torch.logical_not(seen))
         elif not whole:
             # hide only the ragged ends: one end is the common, causal case
@@ -189,8 +267,7 @@ class Masking:
                 first = all_stop
             elif all_stop >= stop and all_start < stop:
                 last = all_start
-            part = self._positions(region, slice(first, last))
-            hidden = Hidden(first - start, last - start, torch.logical_not(part))
+            hidden = self._band(region, slice(first, last), start)
         biases = tuple(_cut(tensor, region, columns) for tensor in self.additive)
         return Tile(start, stop, hidden, biases, self._alibi(region, columns))
 
@@ -210,26 +287,39 @@ class Masking:
             seen = part if seen is None else seen & part
         return seen
 
+    def _band(self, region: Region, columns: slice, start: int) -> Hidden:
+        """What position hides in a block, as columns of the tile that begins at ``start``."""
+        diagonal = region.rows.start + self.offset - columns.start
+        highest = lowest = None
+        if self.window is not None:
+            lowest, highest = diagonal - self.window + 1, diagonal + self.window - 1
+        if self.causal:
+            highest = diagonal
+        band = Band(lowest, highest)
+        shape = (region.rows.stop - region.rows.start, columns.stop - columns.start)
+        name = (band, shape)
+        if name not in self._masks:
+            self._masks[name] = band.outside(*shape, self.device)[None, None, None]
+        mask = self._masks[name]
+        return Hidden(columns.start - start, columns.stop - start, mask, band, self._masks)
+
+    @cached_property
+    def _masks(self) -> dict[tuple[object, ...], Tensor]:
+        """Position masks made so far: tiles along the diagonal share them."""
+        return {}
+
     def _distance(self, region: Region, columns: slice) -> Tensor:
         device = self.device
         rows = torch.arange(region.rows.start, region.rows.stop, device=device) + self.offset
         keys = torch.arange(columns.start, columns.stop, device=device)
         return rows[:, None] - keys
 
-    def _positions(self, region: Region, columns: slice) -> Tensor:
-        distance = self._distance(region, columns)
-        seen = torch.ones_like(distance, dtype=torch.bool)
-        if self.causal:
-            seen &= distance >= 0
-        if self.window is not None:
-            seen &= distance.abs() < self.window
-        return seen[None, None, None]
-
     def _alibi(self, region: Region, columns: slice) -> tuple[Tensor, Tensor] | None:
         if self.alibi_slopes is None:
             return None
         slopes = self.alibi_slopes.view(self.heads, self.group)[region.heads]
-        return slopes[None, :, :, None, None], self._distance(region, columns).abs()[None, None, None]
+        distance = self._distance(region, columns).abs()
+        return slopes[None, :, :, None, None], distance[None, None, None]
 
 
 def _batch(tensor: Tensor, batch: slice) -> Tensor:
@@ -239,4 +329,5 @@ def _batch(tensor: Tensor, batch: slice) -> Tensor:
 def _cut(tensor: Tensor, region: Region, columns: slice) -> Tensor:
     """Cut a five-dimensional tensor to a region's columns, leaving sizes 1 alone."""
     cuts = (region.batch, region.heads, slice(None), region.rows, columns)
-    return tensor[tuple(cut if size > 1 else slice(None) for cut, size in zip(cuts, tensor.shape))]
+    sizes = zip(cuts, tensor.shape, strict=True)
+    return tensor[tuple(cut if size > 1 else slice(None) for cut, size in sizes)]

@@ -1,20 +1,35 @@
 """The shape contract of every public call, and the one validator that enforces it.
 
-``query`` (B, Hq, L, E), ``key`` (B, H, S, E), ``value`` (B, H, S, Ev): PyTorch's own names and order.
-Everything is checked at the door; past it, kernels assume.
+``query`` (B, Hq, L, E), ``key`` (B, H, S, E), ``value`` (B, H, S, Ev): PyTorch's own names and
+order. Everything is checked at the door; past it, kernels assume.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from acutance.masks import Masking
 
+__all__ = [
+    "FLOATS",
+    "check_count",
+    "check_flag",
+    "check_inputs",
+    "check_masking",
+    "check_number",
+    "check_sinks",
+    "check_tensor",
+    "describe",
+]
+
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+#: Positions and distances are 64-bit integers; no sum of two overflows.
+MOST = 2**61
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def describe(**tensors: Tensor | None) -> str:
@@ -37,67 +52,80 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: b
     """
     named = {"query": query, "key": key} | ({} if value is None else {"value": value})
     for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is a Tensor, got {type(tensor).__name__}")
-    shapes = describe(query=query, key=key, value=value)
+        check_tensor(name, tensor)
+
+    def shapes() -> str:  # written only into an error: sizes may be symbols
+        return describe(query=query, key=key, value=value)
+
     for name, tensor in named.items():
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} has four dimensions (batch, heads, length, width), got "
-                f"{tensor.dim()} ({shapes})"
+                f"{tensor.dim()} ({shapes()})"
             )
         if tensor.dtype not in FLOATS:
             raise TypeError(
-                f"{name} is float64, float32, bfloat16 or float16, got {tensor.dtype} ({shapes})"
+                f"{name} is float64, float32, bfloat16 or float16, got {tensor.dtype} ({shapes()})"
             )
         if tensor.dtype != query.dtype:
             raise TypeError(
                 f"query, key and value share a dtype: query is {query.dtype}, {name} is "
-                f"{tensor.dtype} ({shapes})"
+                f"{tensor.dtype} ({shapes()})"
             )
         if tensor.device != query.device:
             raise ValueError(
                 f"query, key and value share a device: query is on {query.device}, {name} on "
-                f"{tensor.device} ({shapes})"
+                f"{tensor.device} ({shapes()})"
             )
         if tensor.shape[0] != query.shape[0]:
             raise ValueError(
                 f"query, key and value share the batch size B: query has B={query.shape[0]}, "
-                f"{name} has B={tensor.shape[0]} ({shapes})"
+                f"{name} has B={tensor.shape[0]} ({shapes()})"
             )
     if query.shape[3] != key.shape[3]:
         raise ValueError(
             f"query and key share the width E: query has E={query.shape[3]}, key has "
-            f"E={key.shape[3]} ({shapes})"
+            f"E={key.shape[3]} ({shapes()})"
         )
     if query.shape[3] == 0:
-        raise ValueError(f"query and key have a width E of at least 1, got 0 ({shapes})")
+        raise ValueError(f"query and key have a width E of at least 1, got 0 ({shapes()})")
     if value is not None and value.shape[2] != key.shape[2]:
         raise ValueError(
             f"key and value share the source length S: key has S={key.shape[2]}, value has "
-            f"S={value.shape[2]} ({shapes})"
+            f"S={value.shape[2]} ({shapes()})"
         )
     if value is not None and value.shape[1] != key.shape[1]:
         raise ValueError(
             f"key and value share the number of heads H: key has H={key.shape[1]}, value has "
-            f"H={value.shape[1]} ({shapes})"
+            f"H={value.shape[1]} ({shapes()})"
         )
     _check_heads(query.shape[1], key.shape[1], enable_gqa, shapes)
 
 
-def _check_heads(query_heads: int, heads: int, enable_gqa: bool, shapes: str) -> None:
+def _check_heads(query_heads: int, heads: int, enable_gqa: bool, shapes: Callable[[], str]) -> None:
     if query_heads == heads:
         return
     if not enable_gqa:
         raise ValueError(
-            f"query has {query_heads} heads and key {heads}: pass enable_gqa=True to share each key "
-            f"head among query heads ({shapes})"
+            f"query has {query_heads} heads and key {heads}: pass enable_gqa=True to share each "
+            f"key head among query heads ({shapes()})"
         )
     if heads == 0 or query_heads % heads:
         raise ValueError(
             f"with enable_gqa the query heads are a multiple of the key heads: {query_heads} is no "
-            f"multiple of {heads} ({shapes})"
+            f"multiple of {heads} ({shapes()})"
         )
+
+
+def check_tensor(name: str, value: object) -> Tensor:
+    """A Tensor.
+
+    Raises:
+        TypeError: if it is anything else.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a Tensor, got {type(value).__name__}")
+    return value
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -128,7 +156,8 @@ def check_number(
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is a number, got {value!r} ({type(value).__name__})")
     low = value >= above if including else value > above
-    if not (math.isfinite(value) and low and value < below):
+    finite = -math.inf < value < math.inf  # comparisons can be traced; math.isfinite cannot
+    if not (finite and low and value < below):
         lower = "" if above == -math.inf else f" {'at least' if including else 'above'} {above:g}"
         upper = "" if below == math.inf else f" below {below:g}"
         joint = " and" if lower and upper else ""
@@ -137,16 +166,18 @@ def check_number(
 
 
 def check_count(name: str, value: int, least: int) -> int:
-    """An integer of at least ``least``.
+    """An integer of at least ``least`` and at most :data:`MOST`.
 
     Raises:
         TypeError: if it is no integer.
-        ValueError: if it is smaller.
+        ValueError: if it is smaller or larger.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is an integer, got {value!r} ({type(value).__name__})")
     if value < least:
         raise ValueError(f"{name} is at least {least}, got {value}")
+    if value > MOST:
+        raise ValueError(f"{name} is at most {MOST}, got {value}")
     return value
 
 
@@ -158,16 +189,21 @@ def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
     )
 
 
-def _check_additive(name: str, tensor: Tensor, target: tuple[int, ...], query: Tensor) -> None:
-    layout = f"(B, Hq, L, S) = {target}"
+def _check_additive(
+    name: str, tensor: Tensor, target: tuple[int, ...], query: Tensor, shapes: Callable[[], str]
+) -> None:
     if not _broadcasts(tensor.shape, target):
         raise ValueError(
-            f"{name} broadcasts to {layout}, got {tuple(tensor.shape)} (query {tuple(query.shape)})"
+            f"{name} broadcasts to (B, Hq, L, S) = {target}, got {tuple(tensor.shape)} ({shapes()})"
         )
+    _check_device(name, tensor, query, shapes)
+
+
+def _check_device(name: str, tensor: Tensor, query: Tensor, shapes: Callable[[], str]) -> None:
     if tensor.device != query.device:
         raise ValueError(
             f"{name} is on the query's device {query.device}, got {tensor.device} "
-            f"({name} {tuple(tensor.shape)}, query {tuple(query.shape)})"
+            f"({name} {tuple(tensor.shape)}, {shapes()})"
         )
 
 
@@ -193,20 +229,18 @@ def _documents(
         rows, columns = documents
     else:
         columns = documents
-        if not isinstance(columns, Tensor):
-            raise TypeError(f"document_ids is a Tensor, got {type(columns).__name__}")
-        if not 0 <= offset <= columns.shape[-1] - queries:
+        check_tensor("document_ids", columns)
+        given = columns.shape[-1] if columns.dim() else 0
+        if not 0 <= offset <= given - queries:
             raise ValueError(
                 f"one document_ids tensor serves queries and keys where every query is also a key: "
-                f"L={queries} from offset {offset} does not lie within {columns.shape[-1]} ids; "
+                f"L={queries} from offset {offset} does not lie within {given} ids; "
                 f"pass a pair (of queries, of keys)"
             )
         rows = columns[..., offset : offset + queries]
     checked = []
     for name, ids, length in (("queries", rows, queries), ("keys", columns, keys)):
-        if not isinstance(ids, Tensor):
-            raise TypeError(f"document_ids of {name} is a Tensor, got {type(ids).__name__}")
-        if ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        if check_tensor(f"document_ids of {name}", ids).dtype not in INTEGERS:
             raise TypeError(f"document_ids are integers, got {ids.dtype} for the {name}")
         if tuple(ids.shape) not in ((length,), (1, length), (batch, length)):
             raise ValueError(
@@ -218,18 +252,19 @@ def _documents(
 
 
 def _ids_from_lengths(cu_seqlens: Tensor, keys: int) -> Tensor:
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens is a Tensor, got {type(cu_seqlens).__name__}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.dtype.is_floating_point or cu_seqlens.numel() < 2:
+    check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS or cu_seqlens.numel() < 2:
         raise ValueError(
             f"cu_seqlens is one row of at least two integers, 0 to the total length, got "
             f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )
-    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != keys or bool((cu_seqlens.diff() < 0).any()):
-        raise ValueError(
-            f"cu_seqlens rises from 0 to the source length S={keys}, got {cu_seqlens.tolist()[:8]}"
-            f"{' …' if cu_seqlens.numel() > 8 else ''}"
-        )
+    if not torch.compiler.is_compiling():  # reading a tensor's numbers would break the graph
+        ends = int(cu_seqlens[0]), int(cu_seqlens[-1])
+        if ends != (0, keys) or bool((cu_seqlens.diff() < 0).any()):
+            raise ValueError(
+                f"cu_seqlens rises from 0 to the source length S={keys}, got "
+                f"{cu_seqlens.tolist()[:8]}{' …' if cu_seqlens.numel() > 8 else ''}"
+            )
     places = torch.arange(keys, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens.long(), places, right=True)
 
@@ -257,48 +292,58 @@ def check_masking(
     batch, query_heads, queries, _ = query.shape
     heads, keys = key.shape[1], key.shape[2]
     target = (batch, query_heads, queries, keys)
+
+    def shapes() -> str:
+        return describe(query=query, key=key)
+
     if attn_mask is not None:
-        if not isinstance(attn_mask, Tensor):
-            raise TypeError(f"attn_mask is a Tensor, got {type(attn_mask).__name__}")
+        dtype = check_tensor("attn_mask", attn_mask).dtype
         if is_causal:
             raise ValueError(
-                f"attn_mask and is_causal=True exclude each other, as in PyTorch: put the causal mask "
-                f"into attn_mask (attn_mask {tuple(attn_mask.shape)}, query {tuple(query.shape)}, "
-                f"key {tuple(key.shape)})"
+                f"attn_mask and is_causal=True exclude each other, as in PyTorch: put the causal "
+                f"mask into attn_mask (attn_mask {tuple(attn_mask.shape)}, {shapes()})"
             )
-        if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOATS:
+        if dtype != torch.bool and dtype not in FLOATS:
             raise TypeError(
-                f"attn_mask is boolean (True takes part) or floating (added), got {attn_mask.dtype} "
-                f"({tuple(attn_mask.shape)})"
+                f"attn_mask is boolean (True takes part) or floating (added), got {dtype} "
+                f"(attn_mask {tuple(attn_mask.shape)}, {shapes()})"
             )
-        _check_additive("attn_mask", attn_mask, target, query)
+        _check_additive("attn_mask", attn_mask, target, query, shapes)
     if bias is not None:
-        if not isinstance(bias, Tensor):
-            raise TypeError(f"bias is a Tensor, got {type(bias).__name__}")
-        if bias.dtype not in FLOATS:
+        if check_tensor("bias", bias).dtype not in FLOATS:
             raise TypeError(f"bias is floating and added to the scores, got {bias.dtype}")
-        _check_additive("bias", bias, target, query)
+        _check_additive("bias", bias, target, query, shapes)
     if key_mask is not None:
-        if not isinstance(key_mask, Tensor):
-            raise TypeError(f"key_mask is a Tensor, got {type(key_mask).__name__}")
-        if key_mask.dtype != torch.bool:
-            raise TypeError(f"key_mask is boolean, True where a key takes part, got {key_mask.dtype}")
+        if check_tensor("key_mask", key_mask).dtype != torch.bool:
+            raise TypeError(
+                f"key_mask is boolean, True where a key takes part, got {key_mask.dtype}"
+            )
         if tuple(key_mask.shape) != (batch, keys):
             raise ValueError(
-                f"key_mask is (B, S) = ({batch}, {keys}), got {tuple(key_mask.shape)} "
-                f"({describe(query=query, key=key)})"
+                f"key_mask is (B, S) = ({batch}, {keys}), got {tuple(key_mask.shape)} ({shapes()})"
             )
+        _check_device("key_mask", key_mask, query, shapes)
     if window is not None:
         check_count("window", window, 1)
-    check_count("query_offset", query_offset, -(2**62))
+    check_count("query_offset", query_offset, -MOST)
     if alibi_slopes is not None:
-        if not isinstance(alibi_slopes, Tensor):
-            raise TypeError(f"alibi_slopes is a Tensor, got {type(alibi_slopes).__name__}")
+        if check_tensor("alibi_slopes", alibi_slopes).dtype not in FLOATS:
+            raise TypeError(f"alibi_slopes is a floating Tensor, got {alibi_slopes.dtype}")
         if tuple(alibi_slopes.shape) != (query_heads,):
             raise ValueError(
-                f"alibi_slopes is (Hq,) = ({query_heads},), got {tuple(alibi_slopes.shape)}"
+                f"alibi_slopes is (Hq,) = ({query_heads},), got {tuple(alibi_slopes.shape)} "
+                f"({shapes()})"
+            )
+        _check_device("alibi_slopes", alibi_slopes, query, shapes)
+        if alibi_slopes.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "alibi_slopes are constants, got a tensor that requires a gradient: detach it, or "
+                "pass learned slopes as a bias"
             )
     rows, columns = _documents(document_ids, cu_seqlens, batch, queries, keys, query_offset)
+    for name, ids in (("document_ids of queries", rows), ("document_ids of keys", columns)):
+        if ids is not None:
+            _check_device(name, ids, query, shapes)
     return Masking(
         batch=batch,
         heads=heads,
@@ -327,17 +372,12 @@ def check_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
     """
     if sinks is None:
         return None
-    if not isinstance(sinks, Tensor) or sinks.dtype not in FLOATS:
-        got = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise TypeError(f"sinks is a floating Tensor, got {got}")
+    if check_tensor("sinks", sinks).dtype not in FLOATS:
+        raise TypeError(f"sinks is a floating Tensor, got {sinks.dtype}")
     if tuple(sinks.shape) != (query.shape[1],):
         raise ValueError(
             f"sinks is (Hq,) = ({query.shape[1]},), got {tuple(sinks.shape)} "
             f"(query {tuple(query.shape)})"
         )
-    if sinks.device != query.device:
-        raise ValueError(
-            f"sinks are on the query's device {query.device}, got {sinks.device} "
-            f"(sinks {tuple(sinks.shape)}, query {tuple(query.shape)})"
-        )
+    _check_device("sinks", sinks, query, lambda: describe(query=query))
     return sinks

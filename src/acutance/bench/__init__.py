@@ -42,13 +42,13 @@ def run(
 ) -> BenchReport:
     """Check, time and weigh the contenders of some cases, on the CPU.
 
-    Interrupting it (^C) loses only the call in flight: the report then holds what was finished, with
-    ``complete`` False, and may be given to a later run as ``resume``.
+    Interrupting it (^C) loses only the call in flight: the report then holds what was finished,
+    with ``complete`` False, and may be given to a later run as ``resume``.
 
     Args:
         cases: names from :data:`CASES` or :data:`SETS`, or cases of your own.
         threads: torch's threads while it runs; the former number is restored.
-        rounds: timed rounds; in each every contender runs once, the order reversed every other round.
+        rounds: timed rounds; each contender has a turn in each, every other in reverse order.
         backward: time the forward and backward passes of a loss on output and entropy together.
         memory: also measure each contender's peak memory, in a fresh process.
         progress: called before each step.

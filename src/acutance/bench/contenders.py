@@ -55,7 +55,7 @@ class Inputs:
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """(B or 1, 1, L or 1, S), True where a key is hidden, or None; eager models make it once."""
+        """(B or 1, 1, L or 1, S), True at hidden keys, or None; eager models make it once."""
         hidden = None if self.key_mask is None else ~self.key_mask[:, None, None, :]
         if self.case.causal:
             future = torch.ones(self.case.queries, self.case.keys, dtype=torch.bool).triu_(1)
@@ -111,6 +111,56 @@ class Contender:
         return case.batch * case.heads * case.queries * case.keys * MAP_BYTES * maps
 
 
+@dataclass(frozen=True)
+class Upstream:
+    """What a loss hands back to a contender, as gradients of its results.
+
+    Attributes:
+        output: (B, Hq, L, E), the query's dtype.
+        entropy: (B, Hq, L), float32.
+    """
+
+    output: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A contender's result and, after a backward pass, the gradients of query, key and value."""
+
+    result: Result
+    gradients: tuple[Tensor | None, ...] = ()
+
+
+def execute(contender: Contender, inputs: Inputs, upstream: Upstream | None = None) -> Outcome:
+    """One call as it is timed: forward, and backward through what the contender gives."""
+    if upstream is None:
+        with torch.no_grad():
+            return Outcome(contender.call(inputs))
+    result = contender.call(inputs)
+    found, back = [], []
+    if result.output is not None:
+        found.append(result.output)
+        back.append(upstream.output)
+    if result.entropy is not None:
+        found.append(result.entropy)
+        back.append(upstream.entropy.to(result.entropy.dtype))
+    return Outcome(result, torch.autograd.grad(found, inputs.leaves, back, allow_unused=True))
+
+
+def make_upstream(inputs: Inputs, rows: Tensor | None = None, *, seed: int = 1) -> Upstream:
+    """Standard normal gradients of the results, zero outside ``rows`` where these are given."""
+    generator = torch.Generator().manual_seed(seed)
+    query = inputs.query
+    output = torch.randn(query.shape, generator=generator, dtype=query.dtype)
+    entropy = torch.randn(query.shape[:3], generator=generator)
+    if rows is not None:
+        others = torch.ones(query.shape[2], dtype=torch.bool).index_fill_(0, rows, False)
+        output.masked_fill_(others[:, None], 0.0)
+        entropy.masked_fill_(others, 0.0)
+    return Upstream(output, entropy)
+
+
 def make_inputs(case: Case, *, requires_grad: bool = False, seed: int = 0) -> Inputs:
     """Standard normal tensors for a case, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
@@ -146,7 +196,7 @@ def sdpa(x: Inputs) -> Result:
 
 
 def acutance_all(x: Inputs) -> Result:
-    """Output and statistics; every metric is read, or the entropy alone where a loss needs only that."""
+    """Output and statistics; every metric is read, or only the entropy where a loss needs it."""
     output, statistics = attention(
         x.query,
         x.key,
@@ -200,7 +250,7 @@ def naive(x: Inputs) -> Result:
     scores = torch.matmul(x.query, key.transpose(2, 3)) * x.scale
     if x.hidden is not None:
         scores = scores.masked_fill(x.hidden, torch.finfo(scores.dtype).min)
-    weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32)
     del scores
     weights = weights.to(x.query.dtype)
     entropy = -(weights * torch.log(weights + 1e-9)).sum(-1)
@@ -222,7 +272,7 @@ CONTENDERS: dict[str, Contender] = {
         entropy_trick,
     ),
     "naive": Contender(
-        "scores, softmax, −Σ p log(p + 1e-9) and p@v, the maps in memory: the output and the entropy",
+        "maps in memory: scores, softmax, −Σ p log(p + 1e-9), p@v: the output and the entropy",
         naive,
         maps=3,
         # Σ p log(1 + ε/p) ≤ n ε

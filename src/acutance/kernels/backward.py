@@ -1,12 +1,13 @@
 """Gradients of the output and of every row sum in one recomputing pass of O(n) memory.
 
-The state's sums are the variables: given their gradients, and the output's, the gradient of score j is
+The state's sums are the variables: given their gradients, and the output's, the gradient of
+score j is
 
     e_j [gZ + gU (1 + t) + gW ((t − μ)² + 2 (t − μ)) + 2 gQ e_j] + p_j (dO·v_j − δ)
     + g_mean / n + 2 g_M2 (s_j − mean) + [j first] g_first + [j largest] g_m
 
-with t = s_j − m, μ = U/Z, δ = dO·o. Metrics are plain functions of the sums, so any of them, and any
-mixture, is differentiable through this one pass.
+with t = s_j − m, μ = U/Z, δ = dO·o. Metrics are plain functions of the sums, so any of them, and
+any mixture, is differentiable through this one pass.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from acutance.kernels.blocked import (
     Sums,
     _Buffers,
     _dropout,
+    _folded,
     _generator,
-    _hide,
     _inverse_normaliser,
     _ratio,
     _rows,
@@ -34,8 +35,11 @@ from acutance.kernels.blocked import (
     _Work,
     _work,
     accumulate_dtype,
+    finite,
 )
 from acutance.masks import Masking, Tile
+
+__all__ = ["Gradients", "SumGradients", "backward"]
 
 
 class SumGradients(NamedTuple):
@@ -78,7 +82,11 @@ def backward(
     Args:
         grad: gradients of the results.
         sums: what the forward call returned.
-        query, key, value, masking, rule: what it was given.
+        query: what it was given, like the next four.
+        key: (B, H, S, E).
+        value: (B, H, S, Ev), or None.
+        masking: which keys each row sees.
+        rule: scale, softcap, sinks and dropout.
         wanted: whether each field of :class:`Gradients` is asked for.
 
     Returns:
@@ -118,8 +126,10 @@ def backward(
         for tile in masking.tiles(region, width):
             columns = slice(tile.start, tile.stop)
             s = _scores(q, work, tile, rule.softcap, scratch)
-            t = s.sub_(row.shift.unsqueeze(-1))
-            _hide(t, work, tile, FLOOR)
+            t, folded = s.sub_(row.shift.unsqueeze(-1)), _folded(s, work)
+            if tile.hidden is not None:
+                tile.hidden.blank(folded)
+                tile.hidden.bury(folded, FLOOR)
             e = torch.mul(t, LOG2E, out=scratch("weights", *t.shape)).exp2_()
             keep = _dropout(tuple(e.shape), rule, generator, e)
             ds = scratch("gradient", *t.shape)
@@ -134,7 +144,8 @@ def backward(
             else:
                 ds.zero_()
             row.scores(ds, t, e)
-            _hide(ds, work, tile, 0.0)
+            if tile.hidden is not None:
+                tile.hidden.blank(_folded(ds, work))
             _put_single(ds, row.first_index, row.gfirst, tile)
             _put_single(ds, largest, row.gm, tile)
             for shared in (added_mask, added_bias):
@@ -157,7 +168,8 @@ def backward(
         value=None if dv is None or value is None else dv.to(value.dtype),
         attn_mask=None if added_mask is None else added_mask.result(),
         bias=None if added_bias is None else added_bias.result(),
-        sinks=dsinks.view(-1).to(rule.sinks.dtype) if want_sinks and rule.sinks is not None else None,
+        sinks=dsinks.view(-1).to(rule.sinks.dtype) if want_sinks and rule.sinks is not None
+        else None,
     )
 
 
@@ -169,7 +181,7 @@ class _RowGradients:
     ) -> None:
         m, Z = sums["m"], sums["Z"]
         dtype = Z.dtype
-        self.shift = m.clamp(min=torch.finfo(dtype).min)
+        self.shift = finite(m)
         mu = _ratio(sums["U"], Z)
         self.constant = torch.zeros_like(Z)  # coefficients of e · t^k
         self.linear = torch.zeros_like(Z)
@@ -237,7 +249,9 @@ def _largest(
     index = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
     for tile in masking.tiles(work.region, width):
         s = _scores(q, work, tile, rule.softcap, scratch)
-        _hide(s, work, tile, -torch.inf)
+        if tile.hidden is not None:
+            tile.hidden.blank(_folded(s, work))
+            tile.hidden.bury(_folded(s, work), -torch.inf)
         top, column = s.max(-1)
         index = torch.where(top > best, column + tile.start, index)
         best = torch.maximum(best, top)
@@ -255,7 +269,7 @@ class _SharedGradient:
 
     def add(self, ds: Tensor, work: _Work, tile: Tile) -> None:
         """Add a tile's gradient."""
-        folded = ds.view(*work.fold, tile.width)
+        folded = _folded(ds, work)
         region = work.region
         cuts = (region.batch, region.heads, slice(None), region.rows, slice(tile.start, tile.stop))
         sizes = self._sum.shape

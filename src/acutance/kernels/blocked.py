@@ -29,6 +29,8 @@ FLOOR = -1e4
 TILE_ELEMENTS = 1 << 19
 TILE_ROWS = 256
 NO_KEY = torch.iinfo(torch.int64).max
+#: Sums that are stored together, one copy a tile row.
+_STACKED = ("n", "m", "Z", "U", "W", "Q", "mean", "M2", "first")
 
 
 class Sums(NamedTuple):
@@ -144,7 +146,7 @@ def _scores(q: Tensor, work: _Work, tile: Tile, softcap: float | None, scratch: 
         slope = scratch("slope", *shape)
         torch.mul(s, s, out=slope).neg_().add_(1.0)
         s.mul_(softcap)
-    folded = s.view(*work.fold, tile.width)
+    folded = _folded(s, work)
     if tile.alibi is not None:
         slopes, distance = tile.alibi
         folded.addcmul_(slopes.to(s.dtype), distance.to(s.dtype), value=-1.0)
@@ -153,13 +155,14 @@ def _scores(q: Tensor, work: _Work, tile: Tile, softcap: float | None, scratch: 
     return s
 
 
-def _hide(s: Tensor, work: _Work, tile: Tile, fill: float) -> None:
-    """Overwrite the hidden columns of a tile in place."""
-    if tile.hidden is not None:
-        hidden = tile.hidden
-        s.view(*work.fold, tile.width)[..., hidden.start : hidden.stop].masked_fill_(
-            hidden.mask, fill
-        )
+def _folded(s: Tensor, work: _Work) -> Tensor:
+    """View a tile (blocks, group × rows, keys) as its masks are: (batch, heads, group, rows, keys)."""
+    return s.view(*work.fold, s.shape[-1])
+
+
+def finite(m: Tensor) -> Tensor:
+    """A maximum that can be subtracted: 0 for a row that has seen no key."""
+    return torch.where(m == -torch.inf, 0.0, m)
 
 
 def _per_row(values: Tensor, work: _Work) -> Tensor:
@@ -168,8 +171,8 @@ def _per_row(values: Tensor, work: _Work) -> Tensor:
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Quotient that is 0 where the denominator is 0 (a block that holds nothing)."""
-    return torch.where(denominator == 0, 0.0, numerator / denominator)
+    """Quotient of a sum by its weight, 0 where both are 0 (a block that holds nothing)."""
+    return numerator / denominator.clamp(min=torch.finfo(denominator.dtype).tiny)
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:
@@ -191,14 +194,58 @@ class _Running:
         zero = like.new_zeros(like.shape[:2])
         self.m = torch.full_like(zero, -torch.inf)
         self.Z, self.U, self.W, self.Q = zero, zero, zero, zero
-        self.mean, self.M2, self.count = zero, zero, zero
+        self.n, self.mean, self.M2 = zero, zero, zero
         self.first, self.found = zero, False
         self.first_index = torch.full_like(zero, NO_KEY, dtype=torch.int64)
         self.O = like.new_zeros(*like.shape[:2], value_width)
         self.R1 = torch.zeros_like(self.O) if noise else self.O[..., :0]
         self.R2 = zero
+        self.fresh = True
 
-    def observe_first(self, s: Tensor, work: _Work, tile: Tile) -> None:
+    def observe(
+        self,
+        s: Tensor,
+        work: _Work,
+        tile: Tile,
+        scratch: _Buffers,
+        keep: Tensor | None,
+        centre: Tensor | None,
+    ) -> None:
+        """Add a tile, given its scores; they are overwritten."""
+        self._first(s, work, tile)
+        hidden, folded = tile.hidden, _folded(s, work)
+        count = tile.count()
+        if isinstance(count, int):
+            n = torch.full_like(self.n, count)
+        else:
+            n = _per_row(count, work).to(s.dtype)
+        if hidden is not None:
+            hidden.blank(folded)
+        mean = s.sum(-1) / n.clamp(min=1.0)
+        if hidden is not None:
+            hidden.bury(folded, -torch.inf)
+        m = s.amax(-1) if self.fresh else torch.maximum(self.m, s.amax(-1))
+        shift = finite(m)
+        t = s.sub_(shift.unsqueeze(-1)).mul_(LOG2E)
+        if hidden is not None:
+            t.clamp_(min=FLOOR)
+        e = torch.exp2(t, out=scratch("weights", *t.shape))
+        self._decay(shift)
+        self._values(e, work, tile, keep, centre)
+        Z, Q = e.sum(-1), torch.linalg.vector_norm(e, dim=-1).square_()
+        # moments about the tile's own means, in units of log 2; each step leaves t ready for the next
+        average = _ratio(_dot(e, t), Z)
+        t.sub_(average.unsqueeze(-1))
+        W = _dot(e.mul_(t), t) * LN2**2
+        t.sub_(((mean - shift) * LOG2E - average).unsqueeze(-1))
+        if hidden is not None:
+            hidden.erase(folded)
+        M2 = torch.linalg.vector_norm(t, dim=-1).square_() * LN2**2
+        self._weighted(Z, average * LN2, W, Q)
+        self._plain(n, mean, M2)
+        self.m, self.fresh = m, False
+
+    def _first(self, s: Tensor, work: _Work, tile: Tile) -> None:
         """Keep the score and index of each row's first visible key."""
         if self.found:
             return
@@ -212,76 +259,57 @@ class _Running:
         new = index < self.first_index
         self.first = torch.where(new, score, self.first)
         self.first_index = torch.minimum(index, self.first_index)
-        self.found = bool((self.first_index != NO_KEY).all())
+        self.found = first is None or bool((self.first_index != NO_KEY).all())
 
-    def observe_plain(self, s: Tensor, work: _Work, tile: Tile, scratch: _Buffers) -> None:
-        """Count, mean and squared deviations of the visible scores (Chan's merge)."""
-        deviation = scratch("spare", *s.shape)
-        count = tile.count()
-        _hide(s, work, tile, 0.0)
-        if isinstance(count, int):
-            n = torch.full_like(self.count, count)
-            mean = s.sum(-1) / n
-        else:
-            n = _per_row(count, work).to(s.dtype)
-            mean = _ratio(s.sum(-1), n)
-        torch.sub(s, mean.unsqueeze(-1), out=deviation)
-        _hide(deviation, work, tile, 0.0)
-        M2 = torch.linalg.vector_norm(deviation, dim=-1).square_()
-        _hide(s, work, tile, -torch.inf)
-        total = self.count + n
-        step = torch.where(n == 0, 0.0, mean - self.mean)
-        share = _ratio(n, total)
-        self.M2 = self.M2 + M2 + step.square() * (self.count * share)
-        self.mean = self.mean + step * share
-        self.count = total
-
-    def shift(self, s: Tensor) -> Tensor:
-        """Raise the running maximum to the tile's and rescale the sums; returns the tile's shift."""
-        m = torch.maximum(self.m, s.amax(-1))
-        shift = m.clamp(min=torch.finfo(m.dtype).min)
+    def _decay(self, shift: Tensor) -> None:
+        """Rescale the sums to a maximum that has risen."""
+        if self.fresh:
+            return
         drop = (self.m - shift).clamp_(min=FLOOR)
         decay = torch.exp(drop)
         self.U = (self.U + drop * self.Z) * decay
         self.Z, self.W = self.Z * decay, self.W * decay
         self.Q = self.Q * decay.square()
-        self.m = m
         self.O.mul_(decay.unsqueeze(-1))
         if self.R1.shape[-1]:
             self.R1.mul_(decay.square().unsqueeze(-1))
             self.R2 = self.R2 * decay.square()
-        return shift
 
-    def observe_weights(self, t: Tensor, e: Tensor) -> None:
-        """Add a tile's Z, U, W (about its own mean, then merged) and Q; overwrites ``t``.
-
-        ``t`` is (s − m) log₂ e, so its moments come back to natural units here.
-        """
-        Z = e.sum(-1)
-        U = _dot(e, t)
-        mean = _ratio(U, Z)
-        t.sub_(mean.unsqueeze(-1))
-        t.mul_(t)
-        W = _dot(e, t) * LN2**2
-        U, mean = U * LN2, mean * LN2
-        step = mean - _ratio(self.U, self.Z)
-        total = self.Z + Z
-        self.W = self.W + W + step.square() * (self.Z * _ratio(Z, total))
-        self.Z, self.U = total, self.U + U
-        self.Q = self.Q + torch.linalg.vector_norm(e, dim=-1).square_()
-
-    def observe_values(
-        self, e: Tensor, value: Tensor, keep: Tensor | None, centre: Tensor | None
+    def _values(
+        self, e: Tensor, work: _Work, tile: Tile, keep: Tensor | None, centre: Tensor | None
     ) -> None:
         """Add Σ e v (with dropout where given) and, about ``centre``, the sums of e² v."""
+        if work.value is None:
+            return
+        value = work.value[:, tile.start : tile.stop]
         if centre is not None:
             squared = e * e
             v = value - centre
             self.R1.baddbmm_(squared, v)
             self.R2 = self.R2 + torch.bmm(squared, v.square().sum(-1, keepdim=True)).squeeze(-1)
-        if keep is not None:
-            e = e.mul_(keep)
-        self.O.baddbmm_(e, value)
+        self.O.baddbmm_(e if keep is None else e * keep, value)
+
+    def _weighted(self, Z: Tensor, average: Tensor, W: Tensor, Q: Tensor) -> None:
+        """Add a tile's weighted sums, given its weighted mean."""
+        if self.fresh:
+            self.Z, self.U, self.W, self.Q = Z, average * Z, W, Q
+            return
+        total = self.Z + Z
+        step = average - _ratio(self.U, self.Z)
+        self.W = self.W + W + step.square() * (self.Z * _ratio(Z, total))
+        self.Z, self.U, self.Q = total, self.U + average * Z, self.Q + Q
+
+    def _plain(self, n: Tensor, mean: Tensor, M2: Tensor) -> None:
+        """Add a tile's count, mean and squared deviations (Chan's merge)."""
+        if self.fresh:
+            self.n, self.mean, self.M2 = n, mean, M2
+            return
+        total = self.n + n
+        step, share = mean - self.mean, n / total.clamp(min=1.0)
+        step = torch.where(n * self.n == 0, torch.where(n == 0, 0.0, mean), step)
+        self.M2 = self.M2 + M2 + step.square() * (self.n * share)
+        self.mean = self.mean + step * share
+        self.n = total
 
 
 def _dropout(
@@ -341,10 +369,10 @@ def forward(
         return query.new_empty(B, H, g, L, *extra, dtype=dtype)
 
     kept = width if noise else 0
+    stacked = query.new_empty(len(_STACKED), B, H, g, L, dtype=dtype)
     sums = Sums(
         out=rows(width, dtype=query.dtype),
-        n=rows(dtype=torch.int64),
-        **{name: rows() for name in ("m", "Z", "U", "W", "Q", "mean", "M2", "first")},
+        **dict(zip(_STACKED, stacked, strict=True)),
         first_index=rows(dtype=torch.int64),
         O=rows(kept),
         R1=rows(kept),
@@ -360,24 +388,24 @@ def forward(
         centre = work.value.mean(1, keepdim=True) if noise and work.value is not None else None
         for tile in masking.tiles(region, tile_width):
             s = _scores(q, work, tile, rule.softcap, scratch)
-            running.observe_first(s, work, tile)
-            running.observe_plain(s, work, tile, scratch)
-            s.sub_(running.shift(s).unsqueeze(-1)).mul_(LOG2E)
-            if tile.hidden is not None:
-                s.clamp_(min=FLOOR)
-            e = torch.exp2(s, out=scratch("spare", *s.shape))
-            running.observe_weights(s, e)
-            if work.value is not None:
-                keep = _dropout(tuple(e.shape), rule, generator, e)
-                running.observe_values(e, work.value[:, tile.start : tile.stop], keep, centre)
-        _store(sums, running, work, rule, masking, centre)
+            keep = _dropout(tuple(s.shape), rule, generator, s)
+            running.observe(s, work, tile, scratch, keep, centre)
+        _store(sums, stacked, running, work, rule, masking, centre)
+    apart = {name: part.clone() for name, part in zip(_STACKED, stacked, strict=True)}
+    sums = sums._replace(**apart | {"n": apart["n"].to(torch.int64)})
     return sums._replace(
         **{name: part.reshape(B, H * g, *part.shape[3:]) for name, part in sums._asdict().items()}
     )
 
 
 def _store(
-    sums: Sums, running: _Running, work: _Work, rule: Rule, masking: Masking, centre: Tensor | None
+    sums: Sums,
+    stacked: Tensor,
+    running: _Running,
+    work: _Work,
+    rule: Rule,
+    masking: Masking,
+    centre: Tensor | None,
 ) -> None:
     """Write a finished tile row into the results."""
     region = work.region
@@ -386,9 +414,9 @@ def _store(
         part = target[region.batch, region.heads, :, region.rows]
         part.copy_(rows.view(part.shape))
 
-    for name in ("m", "Z", "U", "W", "Q", "mean", "M2", "first", "first_index"):
-        put(getattr(sums, name), getattr(running, name))
-    put(sums.n, running.count)
+    part = stacked[:, region.batch, region.heads, :, region.rows]
+    part.copy_(torch.stack([getattr(running, name) for name in _STACKED]).view(part.shape))
+    put(sums.first_index, running.first_index)
     if sums.O.shape[-1] and centre is not None:
         # moments of the values about their own e²-weighted mean: no cancellation when they merge
         average = running.R1 * _ratio(torch.ones_like(running.Q), running.Q).unsqueeze(-1)

@@ -13,13 +13,16 @@ from acutance.kernels.backward import SumGradients, backward
 from acutance.kernels.blocked import Rule, Sums
 from acutance.masks import Masking
 
+__all__ = ["row_sums", "row_sums_backward"]
+
 #: Results that carry a gradient, as positions in :class:`~acutance.kernels.blocked.Sums`.
 _DIFFERENTIABLE = tuple(Sums._fields.index(name) for name in SumGradients._fields)
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor? value, Tensor? attn_mask, Tensor? bias, Tensor? key_mask, "
     "Tensor? query_documents, Tensor? key_documents, Tensor? alibi_slopes, Tensor? sinks, "
-    "bool causal, int offset, int? window, float scale, float? softcap, float dropout_p, int seed"
+    "Tensor? seed, bool causal, SymInt offset, SymInt? window, float scale, float? softcap, "
+    "float dropout_p"
 )
 _RESULTS = ", ".join(["Tensor"] * len(Sums._fields))
 
@@ -35,20 +38,20 @@ def _arguments(
     key_documents: Tensor | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    seed: Tensor | None,
     causal: bool,
     offset: int,
     window: int | None,
     scale: float,
     softcap: float | None,
     dropout_p: float,
-    seed: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Masking, Rule]:
     batch, query_heads, queries, _ = query.shape
     heads, keys = key.shape[1], key.shape[2]
     masking = Masking(
         batch=batch,
         heads=heads,
-        group=query_heads // heads,
+        group=query_heads // max(1, heads),
         queries=queries,
         keys=keys,
         attn_mask=attn_mask,
@@ -62,7 +65,13 @@ def _arguments(
         window=window,
         device=query.device,
     )
-    rule = Rule(scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, seed=seed)
+    rule = Rule(
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        seed=0 if seed is None else int(seed),
+    )
     return query, key, value, masking, rule
 
 
@@ -124,7 +133,7 @@ def _(
     sinks = call[9]
     parts = (query, key, value, attn_mask, bias, sinks)
     return [
-        torch.empty_like(part) if want and part is not None else query.new_empty(0)
+        part.new_empty(part.shape) if want and part is not None else query.new_empty(0)
         for part, want in zip(parts, wanted, strict=True)
     ]
 

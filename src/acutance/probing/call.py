@@ -43,6 +43,7 @@ class AttentionCall:
         softcap: bound of the scaled scores.
         sinks: (Hq,) logits in the normaliser.
         cross: whether the queries are of another sequence than the keys.
+        real: boolean (B, L), False on queries known to be padding; None where only the masks tell.
     """
 
     module: str
@@ -62,6 +63,7 @@ class AttentionCall:
     softcap: float | None = None
     sinks: Tensor | None = None
     cross: bool = False
+    real: Tensor | None = None
 
     def statistics(self, noise: bool) -> RowStatistics:
         """Row statistics without the output."""
@@ -110,11 +112,14 @@ class AttentionCall:
         return self.query.shape[1] != self.key.shape[1]
 
     def real_rows(self) -> Tensor | None:
-        """Boolean (B, L), False on queries that are padding; None where none can be.
+        """Boolean (B, L), False on queries that are padding; None where none can be told.
 
         In self-attention over a whole sequence a padded token is a key that no query sees.
         """
-        queries, keys = self.query.shape[2], self.key.shape[2]
+        if self.real is not None:
+            return self.real
+        batch, _, queries, _ = self.query.shape
+        keys = self.key.shape[2]
         if self.cross or queries != keys:
             return None
         seen = None
@@ -125,7 +130,7 @@ class AttentionCall:
             seen = mask.any(2).any(1).expand(-1, keys)
         if self.key_mask is not None:
             seen = self.key_mask if seen is None else seen & self.key_mask
-        return None if seen is None else seen.expand(self.query.shape[0], keys)
+        return None if seen is None else seen.expand(batch, keys)
 
 
 def relative_error(rebuilt: Tensor, output: Tensor, kept: Tensor) -> float:
@@ -151,19 +156,28 @@ def relative_error(rebuilt: Tensor, output: Tensor, kept: Tensor) -> float:
     return difference / size if size > 0 else difference
 
 
-def observe_scores(scores: Tensor) -> RowStatistics:
+def observe_scores(scores: Tensor) -> tuple[RowStatistics, Tensor | None]:
     """Row statistics of scores that exist already, a few rows at a time.
 
     Args:
         scores: (B, H, L, S); values a mask would hold hide their key.
+
+    Returns:
+        The statistics, and a boolean (B, L) that is False on padding: a key no query sees, where
+        there are as many queries as keys.
     """
-    rows = max(1, _ROWS_AT_ONCE // max(1, scores.shape[0] * scores.shape[1] * scores.shape[3]))
-    parts = []
-    for start in range(0, scores.shape[2], rows):
+    batch, heads, queries, keys = scores.shape
+    rows = max(1, _ROWS_AT_ONCE // max(1, batch * heads * keys))
+    parts: list[RowState] = []
+    seen = torch.zeros(batch, keys, dtype=torch.bool, device=scores.device)
+    for start in range(0, queries, rows):
         part = scores[:, :, start : start + rows].detach()
-        parts.append(observe(part, torch.logical_not(hides(part))))
-    joined = [
-        None if column[0] is None else torch.cat(column, dim=2)
-        for column in zip(*parts, strict=True)
-    ]
-    return RowStatistics(RowState(*joined))
+        visible = torch.logical_not(hides(part))
+        seen |= visible.any(2).any(1)
+        parts.append(observe(part, visible))
+    joined = {
+        name: torch.cat([getattr(part, name) for part in parts], dim=2)
+        for name in RowState._fields
+        if getattr(parts[0], name) is not None
+    }
+    return RowStatistics(RowState(**joined)), seen if queries == keys else None

@@ -1,28 +1,23 @@
 """Captures attention of Hugging Face models where every implementation is chosen.
 
-Since transformers 5.1 each attention layer asks ``AttentionInterface.get_interface`` for the function
-to call, eager included, and calls it with ``(module, query, key, value, mask, ...)``. Wrapping what it
-returns shows every argument and changes none.
+Since transformers 5.1 each attention layer asks ``AttentionInterface.get_interface`` for the
+function to call, eager included, and calls it with ``(module, query, key, value, mask, ...)``.
+Wrapping what it returns shows every argument and changes none.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from acutance.probing.call import AttentionCall
-
-#: Keywords that change the result and are understood here, and those that are known not to change it.
-_UNDERSTOOD = frozenset(
-    ["attention_mask", "scaling", "dropout", "is_causal", "softcap", "s_aux", "position_bias"]
-    + ["sliding_window", "cu_seq_lens_q", "cu_seq_lens_k"]
-)
 
 
 class Observer(Protocol):
@@ -46,6 +41,12 @@ class Observer(Protocol):
         """Context in which captures inside are ignored."""
 
 
+#: Open captures, innermost last; the first to open wraps ``get_interface``, the last restores it.
+_observers: list[Observer] = []
+_lock = threading.Lock()
+_original: Callable[..., Any] | None = None
+
+
 @contextmanager
 def capture(observer: Observer) -> Iterator[None]:
     """Wrap the attention functions transformers hands out, for the length of the context."""
@@ -54,40 +55,53 @@ def capture(observer: Observer) -> Iterator[None]:
     except ImportError:  # transformers is not installed: nothing of it can be running
         yield
         return
-    original = getattr(AttentionInterface, "get_interface", None)
-    if original is None:
+    if not hasattr(AttentionInterface, "get_interface"):
         yield
         return
-
-    @functools.wraps(original)
-    def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Any:
-        function = original(self, attn_implementation, default)
-        return _wrapped(function, attn_implementation, observer)
-
-    AttentionInterface.get_interface = get_interface
+    with _lock:
+        if not _observers:
+            _wrap(AttentionInterface)
+        _observers.append(observer)
     try:
         yield
     finally:
-        AttentionInterface.get_interface = original
+        with _lock:
+            _observers.remove(observer)
+            if not _observers:
+                AttentionInterface.get_interface = _original
 
 
-def _wrapped(
-    function: Callable[..., Any], implementation: str, observer: Observer
-) -> Callable[..., Any]:
+def _wrap(interface: Any) -> None:
+    global _original
+    _original = original = interface.get_interface
+
+    @functools.wraps(original)
+    def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Any:
+        return _wrapped(original(self, attn_implementation, default), attn_implementation)
+
+    interface.get_interface = get_interface
+
+
+def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def attend(*args: Any, **kwargs: Any) -> Any:
         module = args[0] if args else kwargs.get("module")
-        name = observer.name_of(module) if isinstance(module, torch.nn.Module) else None
-        if name is None or observer.muted():
-            return function(*args, **kwargs)
-        with observer.mute():
+        listening: list[tuple[Observer, str]] = []
+        for observer in tuple(_observers):
+            name = observer.name_of(module) if isinstance(module, torch.nn.Module) else None
+            if name is not None and not observer.muted():
+                listening.append((observer, name))
+        with ExitStack() as quiet:
+            for observer, _ in listening:
+                quiet.enter_context(observer.mute())
             result = function(*args, **kwargs)
         output = result[0] if isinstance(result, tuple) else result
-        observer.observe(
-            lambda: _call(function, implementation, name, args, kwargs),
-            name,
-            lambda: output.transpose(1, 2),  # the interface returns (B, L, Hq, Ev)
-        )
+        for observer, name in listening:
+            observer.observe(
+                functools.partial(_call, function, implementation, name, args, kwargs),
+                name,
+                lambda: output.transpose(1, 2),  # the interface returns (B, L, Hq, Ev)
+            )
         return result
 
     return attend
@@ -117,7 +131,7 @@ def _call(
         "value": value,
         "scale": None if scale is None else float(scale),
         "dropout_p": float(given.get("dropout") or 0.0),
-        "cross": _is_cross(name, module),
+        "cross": is_cross(name, module),
     }
     kind = implementation or "eager"
     if kind.startswith("flash") or "flash_attention" in kind:
@@ -128,7 +142,7 @@ def _call(
     if _takes(kind, accepts, "softcap") and given.get("softcap") is not None:
         call["softcap"] = float(given["softcap"])
     call["sinks"] = _sinks(kind, given, module)
-    call.update(_mask(kind, given, query, key, mask, module))
+    call.update(_mask(kind, given.get("is_causal"), query, key, mask, module))
     return AttentionCall(**call)
 
 
@@ -138,13 +152,12 @@ def _takes(kind: str, accepts: set[str], keyword: str) -> bool:
 
 
 def _mask(
-    kind: str, given: dict[str, Any], query: Tensor, key: Tensor, mask: Any, module: Any
+    kind: str, causal: bool | None, query: Tensor, key: Tensor, mask: Any, module: Any
 ) -> dict[str, Any]:
     queries, keys = query.shape[2], key.shape[2]
     if mask is None:
         if kind == "eager":
             return {}
-        causal = given.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         return {"is_causal": bool(causal) and queries > 1}
     if not isinstance(mask, Tensor):
@@ -198,7 +211,8 @@ def _sinks(kind: str, given: dict[str, Any], module: Any) -> Tensor | None:
     return sinks.reshape(-1) if isinstance(sinks, Tensor) else None
 
 
-def _is_cross(name: str, module: Any) -> bool:
+def is_cross(name: str, module: Any = None) -> bool:
+    """Whether a module's queries are of another sequence than its keys, by what it says of itself."""
     if getattr(module, "is_cross_attention", False):
         return True
     last = name.lower().split(".")[-2:]

@@ -6,6 +6,7 @@ rounding in float64: counts, extremes and histograms exactly, means and spreads 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -38,23 +39,10 @@ SCALES: dict[str, Scale] = {
 _MOST_NATS, _OCTAVES, _DECADES, _MOST_SIGNED = 16.0, 32.0, 6.0, 1e5
 
 
-def _place(values: Tensor, scale: Scale) -> Tensor:
-    """Map a metric's values to 0..1 on its scale; beyond either end is the end."""
-    if scale == "nats":
-        place = values / _MOST_NATS
-    elif scale == "keys":
-        place = torch.log2(values.clamp(min=1.0)) / _OCTAVES
-    elif scale == "positive":
-        place = 0.5 + torch.log10(values.clamp(min=10.0**-_DECADES)) / (2 * _DECADES)
-    elif scale == "signed":
-        place = 0.5 + torch.asinh(values) / (2 * math.asinh(_MOST_SIGNED))
-    else:
-        place = values
-    return place
-
-
 def edges(name: str) -> list[float]:
     """The 65 bin edges of a metric's histogram; the outer bins also take what lies beyond.
+
+    A bin holds the values from its lower edge up to, and without, its upper edge.
 
     Example:
         >>> edges("top_weight")[:3]
@@ -62,8 +50,11 @@ def edges(name: str) -> list[float]:
         >>> edges("effective_keys")[:3]
         [1.0, 1.4142135623730951, 2.0]
     """
+    return _edges(_scale(name))
+
+
+def _edges(scale: Scale) -> list[float]:
     steps = [index / BINS for index in range(BINS + 1)]
-    scale = SCALES.get(name, "unit")
     if scale == "nats":
         return [_MOST_NATS * step for step in steps]
     if scale == "keys":
@@ -73,6 +64,15 @@ def edges(name: str) -> list[float]:
     if scale == "signed":
         return [math.sinh(2 * math.asinh(_MOST_SIGNED) * (step - 0.5)) for step in steps]
     return steps
+
+
+@functools.lru_cache
+def _boundaries(scale: Scale, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The inner edges in a dtype, rounded up: a value of that dtype is then in the right bin."""
+    exact = torch.tensor(_edges(scale)[1:-1], dtype=torch.float64, device="cpu")
+    near = exact.to(dtype)
+    up = torch.nextafter(near, torch.full_like(near, torch.inf))
+    return torch.where(near.to(torch.float64) < exact, up, near).to(device)
 
 
 @dataclass(frozen=True)
@@ -98,41 +98,83 @@ class Moments:
     @staticmethod
     def none(heads: int, metrics: int) -> Moments:
         """The record of no rows: the identity of :meth:`merge`."""
-        zero = torch.zeros(heads, metrics, dtype=torch.float64)
+        zero = torch.zeros(heads, metrics, dtype=torch.float64, device="cpu")
         return Moments(
-            count=torch.zeros(heads, metrics, dtype=torch.int64),
+            count=torch.zeros_like(zero, dtype=torch.int64),
             mean=zero,
             M2=zero.clone(),
             low=torch.full_like(zero, torch.inf),
             high=torch.full_like(zero, -torch.inf),
-            histogram=torch.zeros(heads, metrics, BINS, dtype=torch.int64),
+            histogram=torch.zeros(heads, metrics, BINS, dtype=torch.int64, device="cpu"),
         )
 
     @staticmethod
     def of(values: Tensor, names: tuple[str, ...]) -> Moments:
-        """The record of rows given as (metrics, heads, rows); NaN and infinity are left out."""
-        x = values.detach().to("cpu", torch.float64).transpose(0, 1)
-        heads, metrics, _ = x.shape
+        """The record of rows given as (metrics, heads, rows); NaN and infinity are left out.
+
+        Args:
+            values: float64 or float32 (anything else is widened to float64).
+            names: what the metrics are called, which says on what scale they are binned.
+
+        Returns:
+            The record, on the CPU. Sums are made in float64 where the values are, except on devices
+            that have none.
+        """
+        x = values.detach()
+        if x.device.type == "mps":
+            x = x.cpu()
+        if x.dtype != torch.float32:
+            x = x.to(torch.float64)
+        metrics, heads, rows = x.shape
+        if x.numel() == 0:
+            return Moments.none(heads, metrics)
         there = x.isfinite()
         count = there.sum(-1)
-        clean = torch.where(there, x, 0.0)
-        mean = clean.sum(-1) / count.clamp(min=1)
-        M2 = torch.where(there, x - mean.unsqueeze(-1), 0.0).square().sum(-1)
-        places = torch.stack(
-            [_place(clean[:, index], SCALES.get(name, "unit")) for index, name in enumerate(names)], 1
+        whole = (count == rows).all(-1)
+        if bool(whole.any()) and not bool(whole.all()):  # only some need the careful way
+            order = whole.logical_not().to(torch.int8).argsort(stable=True).tolist()
+            most = int(whole.sum())
+            parts = [
+                Moments.of(x[part], tuple(names[index] for index in part))
+                for part in (order[:most], order[most:])
+            ]
+            back = torch.tensor(order, device="cpu").argsort()
+            return Moments(
+                **{
+                    field.name: torch.cat([getattr(part, field.name) for part in parts], 1)[:, back]
+                    for field in fields(Moments)
+                }
+            )
+        bins = torch.stack(
+            [
+                torch.bucketize(x[index], _boundaries(_scale(name), x.dtype, x.device), right=True)
+                for index, name in enumerate(names)
+            ]
         )
-        bins = (places * BINS).floor().clamp(0, BINS - 1).to(torch.int64)
-        histogram = torch.zeros(heads, metrics, BINS, dtype=torch.int64)
-        histogram.scatter_add_(-1, bins, there.to(torch.int64))
-        if x.shape[-1] == 0:
-            return Moments.none(heads, metrics)
+        if bool(whole.all()):
+            low, high = x.aminmax(dim=-1)
+            wide = x.to(torch.float64)
+            mean = wide.sum(-1) / rows
+            away = wide - mean.unsqueeze(-1)
+        else:
+            low = torch.where(there, x, torch.inf).amin(-1)
+            high = torch.where(there, x, -torch.inf).amax(-1)
+            wide = torch.where(there, x, 0.0).to(torch.float64)
+            mean = wide.sum(-1) / count.clamp(min=1)
+            away = torch.where(there, wide - mean.unsqueeze(-1), 0.0)
+            bins = torch.where(there, bins, BINS)  # a bin more for what is left out
+        each = torch.arange(metrics * heads, device=x.device).view(metrics, heads, 1) * (BINS + 1)
+        histogram = torch.bincount((bins + each).flatten(), minlength=metrics * heads * (BINS + 1))
+        found = {
+            "count": count,
+            "mean": mean,
+            "M2": torch.linalg.vector_norm(away, dim=-1).square(),
+            "low": low.to(torch.float64),
+            "high": high.to(torch.float64),
+            "histogram": histogram.view(metrics, heads, BINS + 1)[..., :BINS],
+        }
         return Moments(
-            count=count,
-            mean=mean,
-            M2=M2,
-            low=torch.where(there, x, torch.inf).amin(-1),
-            high=torch.where(there, x, -torch.inf).amax(-1),
-            histogram=histogram,
+            **{name: part.transpose(0, 1).contiguous().cpu() for name, part in found.items()}
         )
 
     def merge(self, other: Moments) -> Moments:
@@ -154,7 +196,8 @@ class Moments:
     @property
     def std(self) -> Tensor:
         """Standard deviation over rows; NaN where there is none."""
-        return torch.sqrt(self.M2 / self.count.to(torch.float64).masked_fill(self.count == 0, math.nan))
+        count = self.count.to(torch.float64).masked_fill(self.count == 0, math.nan)
+        return torch.sqrt(self.M2 / count)
 
     def tensors(self) -> dict[str, Tensor]:
         """The arrays by name."""
@@ -173,3 +216,7 @@ class Moments:
     def heads(self, start: int, stop: int) -> Moments:
         """The record of some of the heads."""
         return Moments(**{name: tensor[start:stop] for name, tensor in self.tensors().items()})
+
+
+def _scale(name: str) -> Scale:
+    return SCALES.get(name, "unit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -46,8 +47,8 @@ def probe(
         model: any module; calls inside it are read, whatever else runs.
         metrics: names from :data:`acutance.METRICS`; None is all of them (``noise_gain`` only with
             ``noise``).
-        verify: rebuild each call's output from what was captured and compare, which catches a capture
-            that misses something at the price of computing the output twice.
+        verify: rebuild each call's output from what was captured and compare, which catches a
+            capture that misses something at the price of computing the output twice.
         noise: also record ``noise_gain``, which needs a third matrix product.
 
     Returns:
@@ -68,6 +69,49 @@ def probe(
         ([0, 1, 2, 3], [20, 20, 20, 20])
     """
     return Probe(model, metrics=metrics, verify=verify, noise=noise)
+
+
+_Read = tuple[RowStatistics, Tensor | None, Status, float | None, str]
+
+
+class _Eager:
+    """Runs compiled models uncompiled while any probe is open.
+
+    A graph compiled earlier would run without ever calling what is captured here. The compiler's
+    stance is one for the process, so the first probe to open sets it and the last restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._open == 0:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._open += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                self._stance.__exit__(None, None, None)
+
+
+_EAGER = _Eager()
+
+
+class _Thread(threading.local):
+    """What one thread is doing inside a probed model."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        #: modules running, innermost last: name, attention calls so far
+        self.stack: list[tuple[str, list[int]]] = []
+        #: the last self-attention: module, boolean (B, L) of its real rows
+        self.rows: tuple[str, Tensor] | None = None
 
 
 class _Record:
@@ -110,27 +154,30 @@ class Probe:
         self._records: dict[str, _Record] = {}
         self._names: dict[int, str] = {}
         self._order: dict[str, int] = {}
-        self._stack: list[tuple[str, dict[str, int]]] = []
-        self._local = threading.local()
+        self._thread = _Thread()
         self._lock = threading.Lock()
         self._context: ExitStack | None = None
-        self._runs = 0
+        self._runs = self._calls = 0
 
     # -- the context ------------------------------------------------------------------------------
 
     def __enter__(self) -> Probe:
         if self._context is not None:
             raise ProbeError("this probe is already open; open another for a nested one")
+        self._runs = self._calls = 0
+        self._names.clear()
         for index, (name, module) in enumerate(self._model.named_modules()):
-            self._names.setdefault(id(module), name or type(module).__name__)
-            self._order.setdefault(name or type(module).__name__, index)
+            label = self._label(name)
+            self._names[id(module)] = label
+            self._order.setdefault(label, index)
         with ExitStack() as context:
-            # a graph compiled earlier would run without ever calling what is captured here
-            context.enter_context(torch.compiler.set_stance("force_eager"))
+            context.enter_context(_EAGER)
             for module in self._model.modules():
-                before = module.register_forward_pre_hook(self._enter_module)
-                after = module.register_forward_hook(self._leave_module, always_call=True)
+                before = module.register_forward_pre_hook(lambda m, *_: self._enter_module(m))
                 context.callback(before.remove)
+                after = module.register_forward_hook(
+                    lambda m, *_: self._leave_module(m), always_call=True
+                )
                 context.callback(after.remove)
             context.enter_context(huggingface.capture(self))
             context.enter_context(FunctionCapture(self))
@@ -144,11 +191,16 @@ class Probe:
         trace: TracebackType | None,
     ) -> None:
         context, self._context = self._context, None
-        self._stack.clear()
+        self._thread = _Thread()
         if context is not None:
             context.close()
-        if kind is None and not self._records:
+        if kind is None and not self._calls:
             raise ProbeError(self._saw_nothing())
+
+    def _label(self, name: str) -> str:
+        """A module's name, the same for a compiled model as for the model itself."""
+        parts = [part for part in name.split(".") if part and part != "_orig_mod"]
+        return ".".join(parts) or type(getattr(self._model, "_orig_mod", self._model)).__name__
 
     def _saw_nothing(self) -> str:
         model = type(self._model).__name__
@@ -166,36 +218,37 @@ class Probe:
 
     def here(self) -> str | None:
         """Name for an attention call of the running module; a second call of one gets ``#1``."""
-        if not self._stack:
+        if not self._thread.stack:
             return None
-        name, calls = self._stack[-1]
-        seen = calls["calls"]
-        calls["calls"] = seen + 1
+        name, calls = self._thread.stack[-1]
+        seen = calls[0]
+        calls[0] = seen + 1
         place = f"{name}#{seen}" if seen else name
         self._order.setdefault(place, self._order[name])
         return place
 
     def muted(self) -> bool:
         """Whether this thread is inside a call that is being captured, or inside the probe."""
-        return bool(getattr(self._local, "depth", 0))
+        return self._thread.depth > 0
 
     @contextmanager
     def mute(self) -> Iterator[None]:
         """Ignore captures of this thread in the context: a call counts once."""
-        self._local.depth = getattr(self._local, "depth", 0) + 1
+        thread = self._thread
+        thread.depth += 1
         try:
             yield
         finally:
-            self._local.depth -= 1
+            thread.depth -= 1
 
     def observe(
         self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
     ) -> None:
         """Record a call: its statistics and, with ``verify``, whether its output can be rebuilt."""
 
-        def read() -> tuple[RowStatistics, Tensor | None, Status, float | None, str]:
+        def read() -> _Read:
             call = make()
-            real = call.real_rows()
+            real = self._real_rows(call)
             if not self._verify or output is None or call.dropout_p > 0.0:
                 return call.statistics(self._noise), real, "captured", None, call.source
             rebuilt, stats = call.rebuilt(self._noise)
@@ -214,8 +267,9 @@ class Probe:
     def observe_scores(self, scores: Tensor, module: str) -> None:
         """Record rows of which only the scores are known."""
 
-        def read() -> tuple[RowStatistics, Tensor | None, Status, float | None, str]:
-            return observe_scores(scores), None, "unverified", None, "softmax"
+        def read() -> _Read:
+            stats, real = observe_scores(scores)
+            return stats, real, "unverified", None, "softmax"
 
         self._read(module, read)
 
@@ -226,19 +280,33 @@ class Probe:
             if text not in self.unread:
                 self.unread.append(text)
 
-    def _read(
-        self,
-        module: str,
-        read: Callable[[], tuple[RowStatistics, Tensor | None, Status, float | None, str]],
-    ) -> None:
+    def _read(self, module: str, read: Callable[[], _Read]) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpointed forward pass run again for the backward pass
-        with self.mute(), torch.no_grad():
+        # no function mode sees what happens here: not another probe, not a default device
+        with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
             try:
                 stats, real, status, error, source = read()
                 self._add(module, stats, real, status, error, source)
             except Exception as problem:  # the model must go on; the reason is kept and shown
                 self.unreadable(module, " ".join(str(problem).split()) or type(problem).__name__)
+
+    def _real_rows(self, call: AttentionCall) -> Tensor | None:
+        """Boolean (B, L), False on padding; cross-attention has the queries of its own block.
+
+        Its masks are about the keys, so what is padding among its queries is known only from the
+        self-attention that ran before it in the same numbered block of the model.
+        """
+        batch, _, queries, _ = call.query.shape
+        if call.cross:
+            if self._thread.rows is None:
+                return None
+            module, real = self._thread.rows
+            fits = tuple(real.shape) == (batch, queries) and _one_block(module, call.module)
+            return real if fits else None
+        real_rows = call.real_rows()
+        self._thread.rows = None if real_rows is None else (call.module, real_rows)
+        return real_rows
 
     def _add(
         self,
@@ -256,18 +324,17 @@ class Probe:
             if name not in values:  # noise_gain of rows known by their scores alone
                 values[name] = torch.full_like(stats.state.Z, torch.nan)
         moments = summarise(values, kept, self.metrics)
-        batch, heads, queries = stats.state.n.shape
-        empty = int((stats.state.n[:, 0] == 0).sum())
+        batch, heads, queries = kept.shape
+        rows = int(kept.sum((0, 2)).max()) if kept.numel() else 0
         padded = 0 if real is None else int((~real).sum())
-        both = 0 if real is None else int((~real & (stats.state.n[:, 0] == 0)).sum())
         layer = Layer(
             module=module,
             heads=heads,
             status=status,
             calls=1,
-            rows=int(kept[:, 0].sum()),
+            rows=rows,
             padded=padded,
-            empty=empty - both,
+            empty=batch * queries - padded - rows,
             error=error,
             source=source,
         )
@@ -277,16 +344,20 @@ class Probe:
                 record = self._records[module] = _Record(module, heads, len(self.metrics))
             record.layer = record.layer.merge(layer)
             record.moments = record.moments.merge(moments)
+            self._calls += 1
 
     # -- which module runs ------------------------------------------------------------------------
 
-    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
-        self._stack.append((self._names[id(module)], {"calls": 0}))
-        self._runs += 1
+    def _enter_module(self, module: torch.nn.Module) -> None:
+        name = self._names.get(id(module))
+        if name is not None:  # a copy of a probed module carries its hooks along
+            self._thread.stack.append((name, [0]))
+            self._runs += 1
 
-    def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
-            self._stack.pop()
+    def _leave_module(self, module: torch.nn.Module) -> None:
+        stack = self._thread.stack
+        if stack and stack[-1][0] == self._names.get(id(module)):
+            stack.pop()
 
     # -- results ----------------------------------------------------------------------------------
 
@@ -330,15 +401,24 @@ class Probe:
 
     def report(self, path: str) -> None:
         """Write the summary as one self-contained HTML file."""
-        from acutance.report import write_html
-
-        write_html(self.summary(), path)
+        # reports are drawn from records, so their stage comes after this one: reached by name
+        importlib.import_module("acutance.report").write_html(self.summary(), path)
 
 
 def _kept(stats: RowStatistics, real: Tensor | None) -> Tensor:
     """Rows that count: they see a key, and their token is not padding."""
     kept = stats.state.n > 0
     return kept if real is None else kept & real[:, None, :]
+
+
+def _one_block(left: str, right: str) -> bool:
+    """Whether two modules lie in the same numbered block, as ``decoder.layers.3`` is one."""
+    for mine, theirs in zip(left.split("."), right.split("."), strict=False):
+        if mine != theirs:
+            return False
+        if mine.isdigit():
+            return True
+    return False
 
 
 __all__ = ["Probe", "ProbeError", "probe"]

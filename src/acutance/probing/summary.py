@@ -1,4 +1,4 @@
-"""HeadSummary: what a probe knows about every head, mergeable, and written to disk whole or not at all."""
+"""HeadSummary: what a probe knows about every head; it merges, and is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class HeadSummary:
         return [(i, head) for i, layer in enumerate(self.layers) for head in range(layer.heads)]
 
     def mean(self, name: str) -> Tensor:
-        """Mean of a metric for each head, all layers one after the other; NaN where no row counts."""
+        """Mean of a metric for each head, all layers in a row; NaN where no row counts."""
         column = self._column(name)
         count = self.moments.count[:, column]
         return self.moments.mean[:, column].masked_fill(count == 0, math.nan)
@@ -178,7 +178,8 @@ class HeadSummary:
             parts.append(moments)
         joined = Moments.join(parts) if parts else self.moments
         unread = dict.fromkeys(self.unread + other.unread)
-        return HeadSummary(tuple(layers), self.metrics, joined, {**other.about, **self.about}, tuple(unread))
+        about = {**other.about, **self.about}
+        return HeadSummary(tuple(layers), self.metrics, joined, about, tuple(unread))
 
     def _by_module(self) -> dict[str, tuple[Layer, Moments]]:
         found, start = {}, 0
@@ -201,11 +202,11 @@ class HeadSummary:
             "status": [self.layers[layer].status for layer, _ in places],
             "rows": [self.layers[layer].rows for layer, _ in places],
         }
-        moments = self.moments
+        moments, std = self.moments, self.moments.std
         for column, name in enumerate(self.metrics):
             none = moments.count[:, column] == 0
-            parts = {"mean": moments.mean, "std": moments.std, "min": moments.low, "max": moments.high}
-            for part, values in parts.items():
+            columns = (moments.mean, std, moments.low, moments.high)
+            for part, values in zip(("mean", "std", "min", "max"), columns, strict=True):
                 table[f"{name}_{part}"] = values[:, column].masked_fill(none, math.nan).tolist()
         return table
 
@@ -239,7 +240,7 @@ class HeadSummary:
             for column, name in enumerate(self.metrics):
                 none = int(moments.count[index, column]) == 0
                 parts = (moments.mean, std, moments.low, moments.high)
-                values = [None if none else _plain(part[index, column]) for part in parts]
+                values = [None if none else _plain(float(part[index, column])) for part in parts]
                 metrics[name] = {
                     "count": int(moments.count[index, column]),
                     **dict(zip(("mean", "std", "min", "max"), values, strict=True)),
@@ -248,8 +249,10 @@ class HeadSummary:
             heads.append({"layer": layer, "head": head, "metrics": metrics})
         return {
             "schema": SCHEMA,
-            "about": dict(self.about),
-            "layers": [{"layer": i, **asdict(layer)} for i, layer in enumerate(self.layers)],
+            "about": _plain(dict(self.about)),
+            "layers": [
+                _plain({"layer": i, **asdict(layer)}) for i, layer in enumerate(self.layers)
+            ],
             "metrics": {
                 name: {
                     "unit": METRICS[name].unit,
@@ -269,7 +272,7 @@ class HeadSummary:
         _write_whole(path, lambda where: Path(where).write_text(text, encoding="utf-8"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the summary as a safetensors file, atomically; :func:`load` reads it back exactly."""
+        """Write the summary as a safetensors file, atomically; :func:`load` reads it exactly."""
         from safetensors.torch import save_file
 
         header = {
@@ -303,9 +306,7 @@ def load(path: str | os.PathLike[str]) -> HeadSummary:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(
-            f"{os.fspath(path)} is not a whole safetensors file: {error}"
-        ) from error
+        raise ValueError(f"{os.fspath(path)} is not a whole safetensors file: {error}") from error
     if header.get("schema") != SCHEMA:
         raise ValueError(
             f"{os.fspath(path)} is not a head summary this version reads: its schema is "
@@ -314,16 +315,19 @@ def load(path: str | os.PathLike[str]) -> HeadSummary:
     try:
         record = json.loads(header["summary"])
         layers = tuple(Layer(**layer) for layer in record["layers"])
-        return HeadSummary(
-            layers, tuple(record["metrics"]), Moments(**tensors), record["about"], tuple(record["unread"])
-        )
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        metrics, unread = tuple(record["metrics"]), tuple(record["unread"])
+        return HeadSummary(layers, metrics, Moments(**tensors), record["about"], unread)
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{os.fspath(path)} has a damaged header: {error}") from error
 
 
-def _plain(value: Tensor) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None
+def _plain(value: Any) -> Any:
+    """The same value with every number that is not finite replaced by None, as JSON has none."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _write_whole(path: str | os.PathLike[str], write: Any) -> None:
@@ -357,6 +361,16 @@ def summarise(values: dict[str, Tensor], kept: Tensor, metrics: tuple[str, ...])
     Returns:
         Moments of (heads, metrics).
     """
-    stacked = torch.stack([values[name].detach().to(torch.float64) for name in metrics])
-    rows = torch.where(kept, stacked, torch.nan).transpose(1, 2).flatten(2)
+    first = values[metrics[0]]
+    dtype = torch.float64 if torch.float64 in {v.dtype for v in values.values()} else torch.float32
+    stacked = first.new_empty((len(metrics), *first.transpose(0, 1).shape), dtype=dtype)
+    for index, name in enumerate(metrics):
+        stacked[index] = values[name].detach().transpose(0, 1)
+    rows = stacked.flatten(2)
+    shown = kept.transpose(0, 1).flatten(1)
+    if bool((shown == shown[:1]).all()):
+        if not bool(shown.all()):
+            rows = rows[..., shown[0]]
+    else:
+        rows = torch.where(shown, rows, torch.nan)
     return Moments.of(rows, metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from acutance.rowstats.dense import dense_statistics
 from acutance.rowstats.metrics import (
     METRICS,
     Metric,
@@ -38,6 +39,7 @@ __all__ = [
     "RowState",
     "RowStatistics",
     "collision",
+    "dense_statistics",
     "effective_keys",
     "empty",
     "entropy",

@@ -1,7 +1,7 @@
 """METRICS: every statistic of an attention row, each a function of its :class:`RowState`.
 
-One table of name, symbol, unit, range, meaning, source and the function that computes it. The probe,
-the reports, the command line and the documentation iterate it; nothing else lists metrics.
+One table of name, symbol, unit, range, meaning, source and the function that computes it. The
+probe, the reports, the command line and the documentation iterate it; nothing else lists metrics.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from acutance.rowstats.gaussian import expected_entropy
-from acutance.rowstats.state import RowState
+from acutance.rowstats.state import RowState, has_noise, has_sink
 
 MILAKOV = "Milakov & Gimelshein (2018), arXiv:1805.02867"
 SU_ROBUST = "Su Jianlin, kexue.fm article 9593"
@@ -57,6 +57,8 @@ def _count(state: RowState) -> Tensor:
 
 def _with_sink(state: RowState) -> RowState:
     """The sums with the sink as one more outcome of the distribution (unchanged without a sink)."""
+    if not has_sink(state):
+        return state
     m, sink = state.m.detach(), state.sink
     none = sink == -torch.inf
     top = torch.maximum(m, sink.detach())
@@ -256,6 +258,8 @@ def jacobian_trace(state: RowState) -> Tensor:
 
 def sink_mass(state: RowState) -> Tensor:
     """Weight of the sink, which takes part in the normaliser without being a key; 0 without one."""
+    if not has_sink(state):
+        return _where_any(state, torch.zeros_like(state.Z))
     full = _with_sink(state)
     none = (state.sink == -torch.inf) | (state.n == 0)
     mass = torch.exp(torch.where(none, 0.0, state.sink - full.m)) / torch.where(none, 1.0, full.Z)
@@ -263,11 +267,14 @@ def sink_mass(state: RowState) -> Tensor:
 
 
 def noise_gain(state: RowState) -> Tensor:
-    r""":math:`\sum_j p_j^2 \lVert v_j - o \rVert^2`: iid logit noise of relative variance ν moves the
-    output by :math:`E\lVert\tilde o - o\rVert^2 \approx \nu` times this. Not differentiable.
+    r""":math:`\sum_j p_j^2 \lVert v_j - o \rVert^2`, how far noise in the logits moves the output.
+
+    For iid logit noise of variance ν, :math:`E\lVert\tilde o - o\rVert^2 \approx \nu` times this.
+    It carries no gradient: the kernel has none for the values' moments.
     """
-    if state.O is None or state.R1 is None or state.R2 is None:
+    if not has_noise(state):
         raise ValueError("noise_gain needs values: ask for it with value=... and noise=True")
+    state = RowState(*(part.detach() for part in state))
     full = _with_sink(state)
     empty = state.n == 0
     scale = torch.where(empty, 1.0, full.Z)
@@ -493,6 +500,7 @@ def metric(name: str) -> Metric:
     """
     if name not in METRICS:
         close = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.4)
-        nearest = f"; did you mean {close[0]!r}?" if close else f": choose from {', '.join(METRICS)}"
+        known = f": choose from {', '.join(METRICS)}"
+        nearest = f"; did you mean {close[0]!r}?" if close else known
         raise ValueError(f"no metric is named {name!r}{nearest}")
     return METRICS[name]

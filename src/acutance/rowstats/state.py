@@ -1,8 +1,8 @@
 """The sums a row of attention is known by: build them, merge them.
 
-A :class:`RowState` holds, for each row, sums over its visible keys taken relative to the row's largest
-score. :func:`observe` makes one from scores, :func:`merge` joins the states of two sets of keys exactly,
-and every metric (:mod:`acutance.rowstats.metrics`) is a function of the result.
+A :class:`RowState` holds, for each row, sums over its visible keys taken relative to the row's
+largest score. :func:`observe` makes one from scores, :func:`merge` joins the states of two sets of
+keys exactly, and every metric (:mod:`acutance.rowstats.metrics`) is a function of the result.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ class RowState(NamedTuple):
         M2: plain sum of squared deviations from ``mean``.
         first: score of the first visible key.
         first_index: position of that key among all keys, int64.
-        sink: logit of a sink that shares the normaliser without being a key; −inf where there is none.
-        O: :math:`\sum_j e_j v_j`, (..., Ev); None without values.
-        R1: :math:`\sum_j e_j^2 v_j / Q`, (..., Ev); None unless noise metrics were asked for.
-        R2: :math:`\sum_j e_j^2 \lVert v_j - R_1 \rVert^2`; None likewise.
+        sink: logit of a sink that shares the normaliser without being a key; no element, (..., 0),
+            without one.
+        O: :math:`\sum_j e_j v_j`, (..., Ev); like the next two, it has no element, (..., 0), unless
+            noise metrics were asked for.
+        R1: :math:`\sum_j e_j^2 v_j / Q`, (..., Ev).
+        R2: :math:`\sum_j e_j^2 \lVert v_j - R_1 \rVert^2`.
 
     The maximum inside ``Z, U, W, Q`` is a reference point, not a variable: autograd treats it as a
     constant there, and every metric is a function of the state for which that is exact.
@@ -52,9 +54,19 @@ class RowState(NamedTuple):
     first: Tensor
     first_index: Tensor
     sink: Tensor
-    O: Tensor | None = None  # noqa: E741 - the symbol of the output sum in the formulas
-    R1: Tensor | None = None
-    R2: Tensor | None = None
+    O: Tensor
+    R1: Tensor
+    R2: Tensor
+
+
+def has_noise(state: RowState) -> bool:
+    """Whether a state carries the sums of its values, ``O``, ``R1`` and ``R2``."""
+    return state.R2.dim() == state.Z.dim()
+
+
+def has_sink(state: RowState) -> bool:
+    """Whether a state's normaliser includes a sink."""
+    return state.sink.dim() == state.Z.dim()
 
 
 def empty(
@@ -92,12 +104,23 @@ def empty(
         M2=zero,
         first=zero,
         first_index=torch.full_like(count, NO_KEY),
-        sink=none,
+        sink=_nothing(zero),
+        **_no_values(zero),
     )
     if value_width is None:
         return state
     wide = zero.new_zeros(*rows, value_width)
     return state._replace(O=wide, R1=wide, R2=zero)
+
+
+def _no_values(rows: Tensor) -> dict[str, Tensor]:
+    """The fields of a state without values: tensors all the same, so that ``vmap`` takes them."""
+    none = _nothing(rows)
+    return {"O": none, "R1": none, "R2": none}
+
+
+def _nothing(rows: Tensor) -> Tensor:
+    return rows.unsqueeze(-1)[..., :0]
 
 
 def observe(
@@ -142,7 +165,6 @@ def observe(
     mean = plain.sum(-1) / n.clamp(min=1)
     away = (plain - mean.unsqueeze(-1)).masked_fill(hidden, 0.0)
     column = seen.to(torch.uint8).argmax(-1)
-    none = torch.full_like(Z, -torch.inf)
     state = RowState(
         n=n,
         m=m,
@@ -154,7 +176,8 @@ def observe(
         M2=away.square().sum(-1),
         first=plain.gather(-1, column.unsqueeze(-1)).squeeze(-1),
         first_index=torch.where(n > 0, column + first_key, NO_KEY),
-        sink=none if sink is None else sink.to(dtype).expand_as(Z),
+        sink=_nothing(Z.detach()) if sink is None else sink.to(dtype).expand_as(Z),
+        **_no_values(Z.detach()),
     )
     if value is None:
         return state
@@ -199,8 +222,10 @@ def merge(left: RowState, right: RowState) -> RowState:
     Z = a.Z + b.Z
     gap = _ratio(a.U, a.Z) - _ratio(b.U, b.Z)
     n = left.n + right.n
-    share = right.n / n.clamp(min=1)
-    step = torch.where(right.n == 0, 0.0, torch.where(left.n == 0, right.mean, right.mean - left.mean))
+    count = left.n.to(Z.dtype)  # a quotient of integers would be float32 whatever the sums are
+    share = right.n.to(Z.dtype) / n.clamp(min=1)
+    apart = torch.where(left.n == 0, right.mean, right.mean - left.mean)
+    step = torch.where(right.n == 0, 0.0, apart)
     state = RowState(
         n=n,
         m=m,
@@ -209,27 +234,33 @@ def merge(left: RowState, right: RowState) -> RowState:
         W=a.W + b.W + gap.square() * a.Z * _ratio(b.Z, Z),
         Q=a.Q + b.Q,
         mean=torch.where(left.n == 0, 0.0, left.mean) + step * share,
-        M2=left.M2 + right.M2 + step.square() * left.n * share,
+        M2=left.M2 + right.M2 + step.square() * count * share,
         first=torch.where(right.first_index < left.first_index, right.first, left.first),
         first_index=torch.minimum(left.first_index, right.first_index),
-        sink=torch.maximum(left.sink, right.sink),
+        sink=_same_sink(left, right),
+        **_no_values(Z.detach()),
     )
-    if a.O is None or b.O is None:
-        return state
-    state = state._replace(O=a.O + b.O)
-    if a.R1 is None or b.R1 is None or a.R2 is None or b.R2 is None:
+    if not (has_noise(a) and has_noise(b)):
         return state
     part = _ratio(b.Q, state.Q)
-    apart = b.R1 - a.R1
+    between = b.R1 - a.R1
     return state._replace(
-        R1=a.R1 + apart * part.unsqueeze(-1),
-        R2=a.R2 + b.R2 + apart.square().sum(-1) * a.Q * part,
+        O=a.O + b.O,
+        R1=a.R1 + between * part.unsqueeze(-1),
+        R2=a.R2 + b.R2 + between.square().sum(-1) * a.Q * part,
     )
 
 
 def _finite(m: Tensor) -> Tensor:
     """A reference that can be subtracted: the maximum, or the lowest number where there is none."""
     return m.clamp(min=torch.finfo(m.dtype).min)
+
+
+def _same_sink(left: RowState, right: RowState) -> Tensor:
+    """The rows' sink: a row has one, so states that both know it agree."""
+    if has_sink(left) and has_sink(right):
+        return torch.maximum(left.sink, right.sink)
+    return left.sink if has_sink(left) else right.sink
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -249,7 +280,6 @@ def _shift(state: RowState, reference: Tensor) -> RowState:
         W=state.W * decay,
         Q=state.Q * decay.square(),
     )
-    if state.O is None:
+    if not has_noise(state):
         return shifted
-    shifted = shifted._replace(O=state.O * decay.unsqueeze(-1))
-    return shifted if state.R2 is None else shifted._replace(R2=state.R2 * decay.square())
+    return shifted._replace(O=state.O * decay.unsqueeze(-1), R2=state.R2 * decay.square())

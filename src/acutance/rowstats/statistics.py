@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from acutance.rowstats.metrics import METRICS, metric
-from acutance.rowstats.state import RowState, merge
+from acutance.rowstats.state import RowState, has_noise, merge
 
 
 def _read(name: str) -> property:
@@ -72,7 +72,7 @@ class RowStatistics:
     @property
     def available(self) -> tuple[str, ...]:
         """Names of the metrics this result can give, in the table's order."""
-        noise = self.state.R2 is not None
+        noise = has_noise(self.state)
         return tuple(name for name, entry in METRICS.items() if noise or not entry.needs_values)
 
     def as_dict(self) -> dict[str, Tensor]:
@@ -80,5 +80,5 @@ class RowStatistics:
         return {name: self[name] for name in self.available}
 
     def merge(self, other: RowStatistics) -> RowStatistics:
-        """Statistics of the same rows over both sets of keys (see :func:`acutance.rowstats.merge`)."""
+        """Statistics of the same rows over both sets of keys (:func:`~acutance.rowstats.merge`)."""
         return RowStatistics(merge(self.state, other.state))

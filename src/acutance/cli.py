@@ -1,0 +1,285 @@
+"""The ``acutance`` command. Every command imports what it needs when it runs, so help is quick."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from acutance.probing import HeadSummary, Probe
+    from acutance.probing.models import TextModel
+
+app = typer.Typer(
+    name="acutance",
+    help="How sharply does attention focus? Measure it on any model, for every head and row.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+INTERRUPTED = 130
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        from importlib.metadata import version
+
+        typer.echo(f"acutance {version('acutance')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """How sharply does attention focus? Measure it on any model, for every head and row."""
+
+
+@app.command("probe")
+def probe_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Directory of a saved model, or a name transformers can load. "
+            "Left out: the MiniLM that comes with acutance\\[demo].",
+        ),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option("--text", metavar="FILE", help="Text to read, '-' for standard input; repeat it for more."),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option("--length", min=2, help="Tokens in a window. Default: the model's longest, at most 512."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Windows run at once.")] = 8,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="HTML", help="Write a page with the heat map.")
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write every number as JSON, '-' for standard output."),
+    ] = None,
+    parquet: Annotated[
+        Path | None, typer.Option("--parquet", metavar="FILE", help="Write a table, one row per head.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE", help="Write the state, to merge or reload.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Rebuild each output and compare.")
+    ] = True,
+    noise: Annotated[bool, typer.Option("--noise", help="Also measure noise_gain.")] = False,
+    attention: Annotated[
+        str | None, typer.Option("--attention", help="Attention implementation: sdpa, eager, ...")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, mps.")] = "cpu",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
+    ] = False,
+) -> None:
+    """Show how sharply every head of a model focuses on a text."""
+    targets = {"--report": report, "--json": json, "--parquet": parquet, "--save": save}
+    _check_targets(targets)
+    with _plain_errors():
+        from acutance.probing import corpus, models
+
+        texts = corpus.read(text) if text else [corpus.bundled()]
+        with _console().status("loading the model"):
+            loaded = models.load(
+                model,
+                attention=attention,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                allow_pickle=allow_pickle,
+            )
+        window = loaded.window(length)
+        pieces = corpus.windows(texts, loaded.tokenizer, window)
+        summary, complete = _run(loaded, pieces, batch_size, window, texts, device, verify, noise)
+        _write(summary, report, json, parquet, save)
+        if json is None or str(json) != "-":
+            from acutance.report import console_table
+
+            _console(stderr=False).print(console_table(summary))
+        for option, path in targets.items():
+            if path is not None and str(path) != "-":
+                _console().print(f"[dim]{option[2:]} written to[/] {path}", highlight=False)
+    if not complete:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _run(
+    loaded: TextModel,
+    pieces: list[list[int]],
+    batch_size: int,
+    window: int,
+    texts: list[Any],
+    device: str,
+    verify: bool,
+    noise: bool,
+) -> tuple[HeadSummary, bool]:
+    """Probe window by window; an interrupt ends it early and keeps what was read."""
+    import torch
+
+    from acutance.probing import ProbeError, corpus, probe
+
+    done, tokens, complete = 0, 0, True
+    opened: Probe = probe(loaded.model, verify=verify, noise=noise)
+    try:
+        with opened, torch.inference_mode(), _progress(sum(map(len, pieces))) as advance:
+            for batch in corpus.batches(pieces, batch_size, loaded.pad):
+                loaded.run(batch.input_ids.to(device), batch.attention_mask.to(device))
+                done, tokens = done + batch.input_ids.shape[0], tokens + batch.tokens
+                advance(batch.tokens)
+    except KeyboardInterrupt:
+        complete = False
+        if not done:
+            raise
+        _console().print(f"[yellow]interrupted[/] after {done} of {len(pieces)} windows")
+    except ProbeError:
+        raise
+    about = {
+        "model": loaded.name,
+        "architecture": type(loaded.model).__name__,
+        "text": [text.name for text in texts],
+        "windows": done,
+        "windows_in_all": len(pieces),
+        "window_length": window,
+        "tokens": tokens,
+        "complete": complete,
+        "attention": str(getattr(loaded.model.config, "_attn_implementation", "")),
+        "dtype": str(next(loaded.model.parameters()).dtype).removeprefix("torch."),
+        "device": device,
+    } | _versions()
+    return opened.summary(about), complete
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("acutance", "transformers")}
+
+
+@contextmanager
+def _progress(tokens: int) -> Iterator[Any]:
+    """A progress bar on standard error, with rate and remaining time; silent where it is no terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = _console()
+    columns = (
+        TextColumn("probing"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("probing", total=tokens, rate="")
+
+        def advance(count: int) -> None:
+            bar.advance(task, count)
+            speed = bar.tasks[0].speed
+            bar.update(task, rate=f"{speed:,.0f} tokens/s" if speed else "")
+
+        yield advance
+
+
+def _write(
+    summary: HeadSummary, report: Path | None, json: Path | None, parquet: Path | None, save: Path | None
+) -> None:
+    if report is not None:
+        from acutance.report import write_html
+
+        write_html(summary, report)
+    if json is not None and str(json) == "-":
+        import json as encoder
+
+        sys.stdout.write(encoder.dumps(summary.to_dict(), allow_nan=False) + "\n")
+    elif json is not None:
+        summary.to_json(json)
+    if parquet is not None:
+        summary.to_parquet(parquet)
+    if save is not None:
+        summary.save(save)
+
+
+def _check_targets(targets: dict[str, Path | None]) -> None:
+    """Refuse what cannot be written before a long run, not after it."""
+    for option, path in targets.items():
+        if path is None or str(path) == "-":
+            continue
+        if path.is_dir():
+            raise typer.BadParameter(f"{path} is a directory", param_hint=option)
+        if not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"there is no directory {path.parent}", param_hint=option)
+
+
+@app.command("bench")
+def bench_command(
+    case: Annotated[
+        list[str] | None, typer.Option("--case", help="Case to run; repeat it for more. Default: the quick set.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="All cases, up to 16384 tokens.")] = False,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads torch may use.")] = 1,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds a case.")] = 7,
+    backward: Annotated[bool, typer.Option("--backward", help="Time forward and backward.")] = False,
+    memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")] = True,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record.")] = None,
+) -> None:
+    """Check, then time, attention with statistics against PyTorch's own and the usual way."""
+    _check_targets({"--json": json})
+    with _plain_errors():
+        from acutance import bench
+
+        chosen = list(case) if case else bench.names(full=full)
+        result = bench.run(
+            chosen, threads=threads, rounds=rounds, backward=backward, memory=memory
+        )
+        _console(stderr=False).print(bench.table(result))
+        if json is not None:
+            json.write_text(result.to_json(), encoding="utf-8")
+    if not result.complete:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _console(*, stderr: bool = True) -> Any:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Expected failures end with one sentence on standard error and exit code 1."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _fail("interrupted before anything was read")
+        raise typer.Exit(INTERRUPTED) from None
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        _fail(str(error) or type(error).__name__)
+        raise typer.Exit(1) from error
+
+
+def _fail(message: str) -> None:
+    sys.stderr.write(f"acutance: {' '.join(message.split())}\n")
+
+
+def main() -> None:
+    """Entry point of the ``acutance`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Texts for the command line: read them, cut them into windows of tokens, batch the windows."""
+
+from __future__ import annotations
+
+import importlib.resources
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class CorpusError(ValueError):
+    """A text that cannot be read or holds nothing."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text and what to call it.
+
+    Attributes:
+        name: file name, ``standard input`` or the bundled text's title.
+        content: what it says.
+    """
+
+    name: str
+    content: str
+
+
+def bundled() -> Text:
+    """The page of English prose that comes with acutance.
+
+    Example:
+        >>> len(bundled().content.split()) > 1000
+        True
+    """
+    page = importlib.resources.files("acutance.data").joinpath("prose.txt")
+    return Text("bundled prose", page.read_text(encoding="utf-8"))
+
+
+def read(names: Sequence[str]) -> list[Text]:
+    """Read files (``-`` is standard input), as UTF-8.
+
+    Raises:
+        CorpusError: naming the file, if one is missing, unreadable, not text or empty.
+    """
+    return [_read_one(name) for name in names]
+
+
+def _read_one(name: str) -> Text:
+    label = "standard input" if name == "-" else name
+    try:
+        if name == "-":
+            content = sys.stdin.buffer.read().decode("utf-8")
+        else:
+            content = Path(name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CorpusError(f"there is no text file at {name}") from None
+    except IsADirectoryError:
+        raise CorpusError(f"{name} is a directory; give its files one by one") from None
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{label} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise CorpusError(f"{label} cannot be read: {error.strerror or error}") from None
+    if not content.strip():
+        raise CorpusError(f"{label} holds no text")
+    return Text(label, content)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Windows of one batch, right-padded.
+
+    Attributes:
+        input_ids: (windows, length) int64.
+        attention_mask: (windows, length) int64, 0 on padding.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are no padding."""
+        return int(self.attention_mask.sum())
+
+
+def windows(texts: Sequence[Text], tokenizer: Any, length: int) -> list[list[int]]:
+    """Cut every text into windows of at most ``length`` tokens, special tokens included.
+
+    A text's last window is shorter; windows never span texts. A window of special tokens alone is
+    left out.
+
+    Raises:
+        CorpusError: if a text gives no token.
+    """
+    found: list[list[int]] = []
+    for text in texts:
+        ids = tokenizer(text.content, add_special_tokens=False, verbose=False)["input_ids"]
+        if not ids:
+            raise CorpusError(f"{text.name} holds no token of this model's vocabulary")
+        room = length - tokenizer.num_special_tokens_to_add(pair=False)
+        if room < 1:
+            raise CorpusError(
+                f"a window of {length} tokens has no room beside the model's special tokens"
+            )
+        for start in range(0, len(ids), room):
+            found.append(_with_special_tokens(tokenizer, ids[start : start + room]))
+    return found
+
+
+def _with_special_tokens(tokenizer: Any, ids: list[int]) -> list[int]:
+    """Wrap a window as the tokenizer wraps a whole text."""
+    if tokenizer.num_special_tokens_to_add(pair=False) == 0:
+        return ids
+    if hasattr(tokenizer, "build_inputs_with_special_tokens"):
+        return list(tokenizer.build_inputs_with_special_tokens(ids))
+    before, after = _special_tokens(tokenizer)
+    return [*before, *ids, *after]
+
+
+def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text, read off a text of one token."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a")["input_ids"]
+    start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+    return full[:start], full[start + len(bare) :]
+
+
+def batches(pieces: Sequence[Sequence[int]], size: int, pad: int) -> Iterator[Batch]:
+    """Right-padded batches of at most ``size`` windows, in order.
+
+    Example:
+        >>> batch = next(batches([[5, 6, 7], [8]], 2, 0))
+        >>> batch.input_ids.tolist(), batch.attention_mask.tolist()
+        ([[5, 6, 7], [8, 0, 0]], [[1, 1, 1], [1, 0, 0]])
+    """
+    for start in range(0, len(pieces), size):
+        chosen = pieces[start : start + size]
+        longest = max(len(piece) for piece in chosen)
+        ids = torch.full((len(chosen), longest), pad, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, piece in enumerate(chosen):
+            ids[row, : len(piece)] = torch.tensor(piece, dtype=torch.int64)
+            mask[row, : len(piece)] = 1
+        yield Batch(ids, mask)

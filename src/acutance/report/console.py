@@ -1,0 +1,315 @@
+"""The terminal table: every head's mean normalized entropy, coloured, at any width."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from statistics import fmean, quantiles
+
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
+from rich.style import Style
+from rich.text import Text
+
+from acutance.probing import STATUSES, HeadSummary, Layer
+from acutance.report.colours import as_hex, colour, ink, scale_of
+from acutance.rowstats import METRICS
+
+#: A folded table of more lines than this gives way to one line for each layer.
+MOST_LINES = 100
+_PREFERRED = ("normalized_entropy", "entropy", "effective_keys")
+_ASCII = str.maketrans(
+    {"–": "-", "−": "-", "×": "x", "…": "...", "│": "|", "·": "-", "²": "^2", "∞": "inf"}
+)
+_Line = list[tuple[str, Style | None]]
+
+
+def console_table(summary: HeadSummary) -> ConsoleRenderable:
+    """A rich renderable: layer × head, each cell a mean over rows on its colour, and what was read.
+
+    Heads that do not fit beside each other fold onto further lines; where that would take more than
+    100 lines, each layer gets one line with its lowest, quartile, median and highest head instead.
+    Numbers say everything colour does, so it reads as well in a file or with ``NO_COLOR``.
+
+    Args:
+        summary: any head summary; one without ``normalized_entropy`` shows the next best metric.
+
+    Example:
+        >>> import torch, acutance
+        >>> from rich.console import Console
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        >>> with acutance.probe(layer) as probe:
+        ...     _ = layer(*[torch.zeros(1, 4, 8)] * 3)
+        >>> Console(width=80, no_color=True).print(console_table(probe.summary()))
+        How diffuse attention is: mean normalized entropy over rows, layer × head
+        sharp, one key  0.0  0.2  0.4  0.6  0.8  1.0  diffuse, all keys alike
+        <BLANKLINE>
+        layer    h0    h1 │  mean
+            0  1.00  1.00 │  1.00
+        <BLANKLINE>
+        4 rows read for each head; left out: 0 padded, 0 that see no key.
+        Captured: read from the call's own arguments, output not rebuilt.
+    """
+    return _HeadTable(summary)
+
+
+class _HeadTable:
+    """What :func:`console_table` returns; it is laid out when it is printed, for that width."""
+
+    def __init__(self, summary: HeadSummary) -> None:
+        self.summary = summary
+        self.metric = next(
+            (name for name in _PREFERRED if name in summary.metrics),
+            summary.metrics[0] if summary.metrics else "",
+        )
+        self.grid = summary.grid(self.metric) if self.metric else []
+        self.scale = scale_of(self.metric, (value for row in self.grid for value in row))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        coloured = console.color_system in ("256", "truecolor")
+        for line in self._lines(options.max_width):
+            text = Text()
+            for part, style in line:
+                bare = style is not None and style.bgcolor is not None and not coloured
+                text.append(_clean(part, options.ascii_only), None if bare else style)
+            if any(style is not None and style.bgcolor is not None for _, style in line):
+                text.no_wrap, text.overflow = True, "crop"
+            yield text
+
+    def _lines(self, width: int) -> Iterator[_Line]:
+        if any(self.grid):
+            yield from self._head()
+            yield []
+            yield from self._body(width)
+            yield []
+        for line, style in _below(self.summary):
+            yield [(line, style)]
+
+    def _head(self) -> Iterator[_Line]:
+        name = self.metric.replace("_", " ")
+        bold, dim = Style(bold=True), Style(dim=True)
+        if self.metric == "normalized_entropy":
+            title, low, high = (
+                "How diffuse attention is: ",
+                "sharp, one key",
+                "diffuse, all keys alike",
+            )
+        else:
+            title, low, high = "", "low", "high" + (", log scale" if self.scale.log else "")
+        unit = METRICS[self.metric].unit
+        of = "" if unit == "1" else f" ({unit})"
+        yield [(f"{title}mean {name}{of} over rows, layer × head", bold)]
+        ticks = self.scale.ticks(6)
+        digits = 1 if self.metric == "normalized_entropy" else 2
+        ramp: _Line = [(f" {_number(tick, digits)} ", self._style(tick)) for tick in ticks]
+        yield [(f"{low} ", dim), *ramp, (f" {high}", dim)]
+
+    def _body(self, width: int) -> Iterator[_Line]:
+        widest = max(len(row) for row in self.grid)
+        texts = [_number(value) for row in self.grid for value in row]
+        cell = max(4, *map(len, texts), len(f"h{widest - 1}"))
+        label = max(5, len(str(len(self.grid) - 1)))
+        room = width - label - 1 - (cell + 4)  # the mean has its own column
+        if widest * (cell + 2) <= room:
+            cell, chunk = cell + 2, widest
+        else:
+            cell, chunk = cell + 1, widest
+            if widest * cell > room:  # folded lines are labelled with their heads
+                label += 2 * len(str(widest - 1)) + 3
+                chunk = _chunk(widest, max(1, (width - label - 1 - cell - 3) // cell))
+        lines = sum(max(1, math.ceil(len(row) / chunk)) for row in self.grid)
+        if chunk < widest and lines > MOST_LINES:
+            yield from self._digest(cell - 1)
+        else:
+            yield from self._folded(chunk, widest, cell, label)
+
+    def _folded(self, chunk: int, widest: int, cell: int, label: int) -> Iterator[_Line]:
+        bold, dim = Style(bold=True), Style(dim=True)
+        pad = " " if cell % 2 == 0 else ""  # a six-wide cell has a space on both sides
+        folded = chunk < widest
+        names = [f"h{'+' * folded}{head}{pad}".rjust(cell) for head in range(chunk)]
+        title = "layer" + (" heads".rjust(label - 5) if folded else " " * (label - 5))
+        yield [
+            (f"{title} ", bold),
+            *((name, dim) for name in names),
+            (" │ ", dim),
+            (f"mean{pad}".rjust(cell), bold),
+        ]
+        for layer, row in enumerate(self.grid):
+            mean = _mean(row)
+            for start in range(0, max(1, len(row)), chunk):
+                part = row[start : start + chunk]
+                index = str(layer).rjust(5) if start == 0 else " " * 5
+                heads = f"{start}–{start + len(part) - 1}" if folded else ""
+                line: _Line = [(index + heads.rjust(label - 5) + " ", bold if start == 0 else dim)]
+                line += [
+                    (f"{_number(value)}{pad}".rjust(cell), self._style(value)) for value in part
+                ]
+                line += [(" " * (cell * (chunk - len(part))), None), (" │ ", dim)]
+                if start == 0:
+                    line.append((f"{_number(mean)}{pad}".rjust(cell), self._style(mean)))
+                yield line
+
+    def _digest(self, cell: int) -> Iterator[_Line]:
+        """One line for each layer: its heads' spread, and which are at its ends."""
+        bold, dim = Style(bold=True), Style(dim=True)
+        wide = max(cell, 6) + 2
+        names = ("lowest", "head", "25 %", "median", "75 %", "highest", "head")
+        widths = (wide, 5, wide, wide, wide, wide + 1, 5)
+        yield [("The heads do not fit side by side: the spread over each layer's heads.", dim)]
+        yield []
+        header: _Line = [("layer", bold)]
+        header += [(name.rjust(size), dim) for name, size in zip(names, widths, strict=True)]
+        yield [*header, (" │ ", dim), ("mean".rjust(cell + 1), bold)]
+        for layer, row in enumerate(self.grid):
+            there = sorted((value, head) for head, value in enumerate(row) if math.isfinite(value))
+            line: _Line = [(str(layer).rjust(5), bold)]
+            if there:
+                values = [value for value, _ in there]
+                quarters = (
+                    quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+                )
+                low, high = there[0], there[-1]
+                for value, size in zip(
+                    (low[0], low[1], *quarters, high[0], high[1]), widths, strict=True
+                ):
+                    if isinstance(value, int):
+                        line.append((f"h{value}".rjust(size), dim))
+                    else:
+                        line.append((_number(value).rjust(size), self._style(value)))
+            else:
+                line.append(("–".rjust(wide).ljust(sum(widths)), None))
+            mean = _mean(row)
+            yield [*line, (" │ ", dim), (_number(mean).rjust(cell + 1), self._style(mean))]
+
+    def _style(self, value: float) -> Style | None:
+        place = self.scale.place(value)
+        if place is None:
+            return None
+        background = colour(place)
+        return Style(color=as_hex(ink(background)), bgcolor=as_hex(background))
+
+
+def _below(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
+    """What was read and how far to trust it."""
+    layers = summary.layers
+    yield (
+        f"{span(layer.rows for layer in layers)} rows read for each head; left out: "
+        f"{span(layer.padded for layer in layers)} padded, "
+        f"{span(layer.empty for layer in layers)} that see no key.",
+        None,
+    )
+    for sentence, wrong in status_sentences(layers):
+        yield sentence, Style(bold=True, color="red") if wrong else None
+    if len(layers) > 1 or not layers:
+        for sentence in module_sentences(layers):
+            yield sentence, Style(dim=True)
+    if summary.unread:
+        yield "Attention that could not be read:", Style(bold=True)
+        for reason in summary.unread:
+            yield f"  – {reason}", None
+
+
+def span(values: Iterable[int]) -> str:
+    """One number where all are alike, else the smallest and largest.
+
+    Example:
+        >>> span([1752, 1752]), span([12, 1752]), span([])
+        ('1,752', '12 to 1,752', '0')
+    """
+    there = sorted(set(values)) or [0]
+    return f"{there[0]:,}" if len(there) == 1 else f"{there[0]:,} to {there[-1]:,}"
+
+
+def status_sentences(layers: tuple[Layer, ...]) -> list[tuple[str, bool]]:
+    """For each status met, how many layers have it and what it means; True where it is a mismatch.
+
+    Example:
+        >>> status_sentences((Layer("a", 1, "verified", error=1e-6), Layer("b", 1, "verified")))
+        [("Verified: the call's output was rebuilt from what was captured and agrees, to a relative
+        difference of 1.0e-06.", False)]
+    """
+    sentences = []
+    for status, meaning in STATUSES.items():
+        those = [index for index, layer in enumerate(layers) if layer.status == status]
+        if not those:
+            continue
+        errors = [error for index in those if (error := layers[index].error) is not None]
+        which = "" if len(those) == len(layers) else f" ({ranges(those, 'layer')})"
+        close = (
+            f", to a relative difference of {max(errors):.1e}"
+            if errors and status == "verified"
+            else ""
+        )
+        wrong = (
+            f" (relative difference {max(errors):.1e})" if errors and status == "mismatch" else ""
+        )
+        sentences.append(
+            (f"{status.capitalize()}{which}: {meaning}{close}{wrong}.", status == "mismatch")
+        )
+    return sentences
+
+
+def module_sentences(layers: tuple[Layer, ...]) -> list[str]:
+    """Which modules the layers are, those named alike together.
+
+    Example:
+        >>> module_sentences((Layer("h.0.attn", 2), Layer("h.1.attn", 2), Layer("pool", 1)))
+        ['layers 0–1: h.*.attn', 'layer 2: pool']
+    """
+    alike: dict[str, list[int]] = {}
+    for index, layer in enumerate(layers):
+        alike.setdefault(re.sub(r"\d+", "*", layer.module), []).append(index)
+    sentences = []
+    for pattern, those in alike.items():
+        names = [re.split(r"(\d+)", layers[index].module) for index in those]
+        parts = [column[0] if len(set(column)) == 1 else "*" for column in zip(*names, strict=True)]
+        assert len(parts) % 2 == 1, pattern  # text, digits, …, text
+        sentences.append(f"{ranges(those, 'layer')}: {''.join(parts)}")
+    return sentences
+
+
+def ranges(indices: list[int], noun: str) -> str:
+    """Ascending indices in words.
+
+    Example:
+        >>> ranges([3], "layer"), ranges([0, 1, 2, 5], "layer")
+        ('layer 3', 'layers 0–2, 5')
+    """
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    text = ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"{noun}{'s' * (len(indices) > 1)} {text}"
+
+
+def _chunk(heads: int, fit: int) -> int:
+    """Heads on one line of a fold: a divisor if one fills half the room, else lines alike."""
+    divisor = max(size for size in range(1, min(fit, heads) + 1) if heads % size == 0)
+    return divisor if 2 * divisor > fit else math.ceil(heads / math.ceil(heads / fit))
+
+
+def _mean(row: list[float]) -> float:
+    there = [value for value in row if math.isfinite(value)]
+    return fmean(there) if there else math.nan
+
+
+def _number(value: float, digits: int = 2) -> str:
+    """Two decimals, fewer where there is more before the point; a dash for NaN."""
+    if not math.isfinite(value):
+        return "–"
+    size = abs(value)
+    if size >= 1e5:
+        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+    return f"{value:.{digits if size < 10 else 1 if size < 100 else 0}f}"
+
+
+def _clean(text: str, ascii_only: bool) -> str:
+    """Without control characters, which could drive a terminal, or what it cannot encode."""
+    shown = "".join(part if part.isprintable() else "�" for part in text)
+    if not ascii_only:
+        return shown
+    return shown.translate(_ASCII).encode("ascii", "replace").decode()

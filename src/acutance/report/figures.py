@@ -1,0 +1,141 @@
+"""Pictures of a summary, drawn with matplotlib (the extra ``plots``)."""
+
+from __future__ import annotations
+
+import os
+
+from acutance.probing import HeadSummary
+from acutance.probing.summary import _write_whole
+from acutance.report.colours import as_hex, colour, ink, scale_of
+from acutance.rowstats import METRICS
+
+_WIDTH, _DPI = 10.0, 160  # inches and dots per inch: 1600 pixels
+_EDGE, _INK, _MUTED = "#d0d7de", "#1f2328", "#59636e"
+
+
+def draw_heads(
+    summary: HeadSummary, path: str | os.PathLike[str], metric: str = "normalized_entropy"
+) -> None:
+    """Draw a heat map, layer × head, of a metric's mean over rows, as a PNG file 1600 pixels wide.
+
+    The picture is a white card with round corners on nothing, so that it sits well on white and on
+    dark pages.
+
+    Args:
+        summary: any head summary.
+        path: where to write it, atomically.
+        metric: a metric the summary has.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: if the metric does not exist or was not recorded, or there is no head.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import ListedColormap, LogNorm, Normalize
+        from matplotlib.figure import Figure
+        from matplotlib.patches import FancyBboxPatch
+    except ImportError as error:
+        raise ImportError(
+            "acutance.report.figures draws with matplotlib; "
+            'install it with: pip install "acutance[plots]"'
+        ) from error
+    grid = summary.grid(metric)
+    layers, heads = len(grid), max((len(row) for row in grid), default=0)
+    if not heads:
+        raise ValueError(f"draw_heads draws at least one head, got a summary of {layers} layers")
+    scale = scale_of(metric, (value for row in grid for value in row))
+    name, unit = metric.replace("_", " "), METRICS[metric].unit
+
+    left, right, top, bottom = 0.95, 1.75, 1.15, 0.75  # margins in inches
+    across = _WIDTH - left - right
+    down = min(max(across / heads * layers, 1.6), 9.0)
+    down = max(min(down, 0.52 * layers), 1.6)
+    height = down + top + bottom
+    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="none")
+    FigureCanvasAgg(figure)
+    figure.add_artist(
+        FancyBboxPatch(
+            (0.012 * 10 / _WIDTH, 0.12 / height),
+            1 - 0.024,
+            1 - 0.24 / height,
+            boxstyle=f"round,pad=0,rounding_size={0.012}",
+            mutation_aspect=_WIDTH / height,
+            facecolor="white",
+            edgecolor=_EDGE,
+            linewidth=1.0,
+            transform=figure.transFigure,
+            zorder=-1,
+        )
+    )
+    axes = figure.add_axes((left / _WIDTH, bottom / height, across / _WIDTH, down / height))
+    cells = [row + [float("nan")] * (heads - len(row)) for row in grid]
+    colours = ListedColormap([as_hex(colour(step / 255)) for step in range(256)], name="viridis")
+    norm = (LogNorm if scale.log else Normalize)(scale.low, scale.high)
+    mesh = axes.pcolormesh(
+        cells, cmap=colours, norm=norm, edgecolors="white", linewidth=_gap(layers, heads)
+    )
+    axes.set_xlim(0, heads)
+    axes.set_ylim(layers, 0)
+    axes.set_facecolor("#f6f8fa")
+    if heads <= 16 and layers <= 32:
+        size = 9.5 if heads <= 12 else 8
+        for layer, row in enumerate(grid):
+            for head, value in enumerate(row):
+                place = scale.place(value)
+                shade = _MUTED if place is None else as_hex(ink(colour(place)))
+                text = "–" if place is None else _short(value)
+                axes.text(
+                    head + 0.5, layer + 0.5, text, ha="center", va="center", color=shade, size=size
+                )
+    for axis, count, room in ((axes.xaxis, heads, 32), (axes.yaxis, layers, 24)):
+        step = next(step for step in (1, 2, 4, 5, 8, 10, 16, 32, 64, count) if count <= room * step)
+        axis.set_ticks(
+            [index + 0.5 for index in range(0, count, step)], list(map(str, range(0, count, step)))
+        )
+    axes.tick_params(length=0, labelsize=10, labelcolor=_MUTED, pad=5)
+    axes.set_xlabel("head", size=11, color=_INK, labelpad=6)
+    axes.set_ylabel("layer", size=11, color=_INK, labelpad=8)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+    model = str(summary.about.get("model", "")).encode("utf-8", "replace").decode()
+    subject = f"{model}: " if model else ""
+    rows = sorted({layer.rows for layer in summary.layers})
+    per_head = f"{rows[0]:,}" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,}"
+    figure.text(
+        left / _WIDTH, 1 - 0.52 / height, f"{subject}{name} of every head",
+        size=15, weight="bold", color=_INK, va="center", parse_math=False,
+    )  # fmt: skip
+    figure.text(
+        left / _WIDTH, 1 - 0.85 / height, f"mean over {per_head} rows; {METRICS[metric].meaning}",
+        size=10.5, color=_MUTED, va="center", parse_math=False,
+    )  # fmt: skip
+    bar_axes = figure.add_axes(
+        ((left + across + 0.32) / _WIDTH, bottom / height, 0.2 / _WIDTH, down / height)
+    )
+    bar = figure.colorbar(mesh, cax=bar_axes)
+    bar.outline.set_visible(False)
+    bar.set_ticks(scale.ticks(5), labels=[_short(value) for value in scale.ticks(5)])
+    bar_axes.minorticks_off()
+    bar_axes.tick_params(length=0, labelsize=10, labelcolor=_MUTED, pad=5)
+    ends = "  (0 sharp, 1 diffuse)" if metric == "normalized_entropy" else ""
+    bar.set_label(
+        f"{name}{ends}" if unit == "1" else f"{name}, {unit}", size=10.5, color=_INK, labelpad=8
+    )
+    _write_whole(
+        path, lambda where: figure.savefig(where, format="png", metadata={"Software": None})
+    )
+
+
+def _gap(layers: int, heads: int) -> float:
+    """Line width between cells, thinner the more there are."""
+    return 1.5 if max(layers, heads) <= 24 else 0.6
+
+
+def _short(value: float) -> str:
+    """Two decimals below 10, three significant digits above."""
+    if abs(value) >= 1e5:
+        return f"{value:.0e}"
+    decimals = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:.{decimals}f}".replace("-", "−")

@@ -1,0 +1,289 @@
+"""Findings: the heads worth a look first, each with a sentence for a person who debugs a model.
+
+A finding repeats what was measured and names what it can mean; it proves nothing about the model.
+Layers whose capture is known to be wrong (status ``mismatch``) yield none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from acutance.probing import HeadSummary
+
+Kind = Literal["sharpest", "most_diffuse", "first_key_sink", "collapsed", "dead", "largest_logit"]
+
+#: What each kind of finding is called in reports.
+LABELS: dict[Kind, str] = {
+    "sharpest": "Sharpest head",
+    "most_diffuse": "Most diffuse head",
+    "first_key_sink": "First-key sink",
+    "collapsed": "Collapsed onto one key",
+    "dead": "Averages everything",
+    "largest_logit": "Largest logit",
+}
+
+# Thresholds, all on a head's mean over rows. They say which heads are worth naming; none is a law.
+DEAD = 0.98  # normalized entropy above it: nearly the most a row can have
+COLLAPSED = 1.5  # effective keys below it: one key has most of the weight
+SINK = 0.3  # weight of the first visible key above it: the usual mark of an attention sink
+LARGE_LOGIT = 32.0  # from here on neighbouring bfloat16 numbers are a quarter of a logit apart
+LEAST_KEYS = 4.0  # rows of fewer visible keys cannot be called a sink, dead or collapsed
+FEW_ROWS = 30  # with fewer rows a sentence says how many there were
+MOST_NAMED = 3  # heads named for each kind; the last sentence counts the rest
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One head worth a look.
+
+    Attributes:
+        kind: one of :data:`LABELS`.
+        layer: index of the layer, in model order.
+        head: index of the head in its layer.
+        module: qualified name of the layer's module.
+        value: the number it was found by: mean normalized entropy ("sharpest", "most_diffuse",
+            "dead"; in a summary without it, mean entropy or effective keys), mean weight of the
+            first key ("first_key_sink"), mean effective keys ("collapsed") or the largest of all
+            rows' maximum logits ("largest_logit").
+        sentence: what it is and what it can mean.
+    """
+
+    kind: Kind
+    layer: int
+    head: int
+    module: str
+    value: float
+    sentence: str
+
+
+class _Head:
+    """One head's numbers by name, NaN for what was not recorded."""
+
+    def __init__(self, summary: HeadSummary, columns: dict[str, list[float]], index: int) -> None:
+        self.layer, self.head = summary.places[index]
+        self.record = summary.layers[self.layer]
+        self._columns, self._index = columns, index
+
+    def mean(self, name: str) -> float:
+        return self._get(f"{name}_mean")
+
+    def high(self, name: str) -> float:
+        return self._get(f"{name}_max")
+
+    def _get(self, column: str) -> float:
+        return self._columns[column][self._index] if column in self._columns else math.nan
+
+    @property
+    def name(self) -> str:
+        return f"Layer {self.layer} head {self.head}"
+
+    @property
+    def many_keys(self) -> bool:
+        """Whether rows see keys enough, as far as that was recorded."""
+        return not self.mean("n_keys") < LEAST_KEYS
+
+    @property
+    def caveat(self) -> str:
+        """What limits every sentence about this head."""
+        parts = []
+        if self.record.rows < FEW_ROWS:
+            rows = f"{self.record.rows} row{'s' * (self.record.rows != 1)}"
+            parts.append(f" Only {rows} {'were' if self.record.rows != 1 else 'was'} read.")
+        if self.record.status == "unverified":
+            parts.append(" Read from a softmax alone, so not checked.")
+        return "".join(parts)
+
+
+def findings(summary: HeadSummary) -> list[Finding]:
+    """The heads worth a look first.
+
+    The sharpest and the most diffuse head, up to three each of the heads that look like attention
+    sinks, collapsed or dead (those furthest beyond their threshold; the constants of this module
+    are the thresholds), and the head with the largest logit. Metrics that were not recorded find
+    nothing.
+
+    Args:
+        summary: any head summary.
+
+    Returns:
+        Findings in that order; none where no head has a row.
+
+    Example:
+        >>> import torch, acutance
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        >>> with acutance.probe(layer) as probe:
+        ...     _ = layer(*[torch.zeros(1, 40, 8)] * 3)
+        >>> [(found.kind, found.head) for found in findings(probe.summary())]
+        [('sharpest', 0), ('most_diffuse', 1), ('dead', 0), ('dead', 1), ('largest_logit', 0)]
+        >>> print(findings(probe.summary())[2].sentence)
+        Layer 0 head 0 averages everything: its entropy is 1.000 of the most it could be, ...
+    """
+    columns = summary.columns()
+    heads = [_Head(summary, columns, index) for index in range(len(summary.places))]
+    trusted = [head for head in heads if head.record.status != "mismatch"]
+    return [
+        *_extremes(trusted),
+        *_beyond(
+            trusted,
+            "first_key_sink",
+            lambda head: head.mean("first_weight"),
+            lambda value: value > SINK,
+            _sink,
+            f"give the first visible key more than {SINK:.0%} of their weight",
+            largest=True,
+        ),
+        *_beyond(
+            trusted,
+            "collapsed",
+            lambda head: head.mean("effective_keys"),
+            lambda value: value < COLLAPSED,
+            _collapsed,
+            f"have fewer than {COLLAPSED} effective keys",
+            largest=False,
+        ),
+        *_beyond(
+            trusted,
+            "dead",
+            lambda head: head.mean("normalized_entropy"),
+            lambda value: value > DEAD,
+            _dead,
+            f"are above {DEAD} of the most entropy they could have",
+            largest=True,
+        ),
+        *_largest_logit(trusted),
+    ]
+
+
+def _extremes(heads: list[_Head]) -> list[Finding]:
+    for name in ("normalized_entropy", "entropy", "effective_keys"):
+        there = [head for head in heads if math.isfinite(head.mean(name))]
+        if there:
+            break
+    else:
+        return []
+    sharpest = min(there, key=lambda head: head.mean(name))
+    # of heads that tie, the last: two heads all alike are still two heads
+    diffuse = max(reversed(there), key=lambda head: head.mean(name))
+    found = [_finding("sharpest", sharpest, sharpest.mean(name), _spread(sharpest, "the sharpest"))]
+    if diffuse is not sharpest:
+        sentence = _spread(diffuse, "the most diffuse")
+        found.append(_finding("most_diffuse", diffuse, diffuse.mean(name), sentence))
+    return found
+
+
+def _spread(head: _Head, title: str) -> str:
+    """How widely a head attends, from whatever was recorded."""
+    keys, entropy = head.mean("effective_keys"), head.mean("entropy")
+    share = head.mean("normalized_entropy")
+    most = entropy + head.mean("information")
+    if math.isfinite(keys):
+        among = f" of {_number(n)}" if math.isfinite(n := head.mean("n_keys")) else ""
+        text = f"it spreads a row over {_number(keys)} effective keys{among} on average"
+        if math.isfinite(entropy):
+            of = f" of {most:.2f}" if math.isfinite(most) else ""
+            text += f" (entropy {entropy:.2f}{of} nats)"
+    elif math.isfinite(share):
+        text = f"its rows have {share:.1%} of the entropy they could have on average"
+    else:
+        text = f"its rows have {entropy:.2f} nats of entropy on average"
+    if keys < 3.0:
+        text += ", close to picking one key"
+    elif share > 0.95:
+        text += ", close to weighing all keys alike"
+    elif share < 0.5:
+        text += ", a small part of what it could look at"
+    return f"{head.name} is {title}: {text}."
+
+
+def _sink(head: _Head, value: float) -> str:
+    n = head.mean("n_keys")
+    even = f", where an even share of {_number(n)} keys would be {1 / n:.1%}" if n > 1 else ""
+    return (
+        f"{head.name} gives {value:.0%} of its weight to the first visible key on average{even}: "
+        f"an attention sink where a head parks weight it does not need, unless the first token "
+        f"carries content (such as [CLS])."
+    )
+
+
+def _collapsed(head: _Head, value: float) -> str:
+    where = ""
+    if (first := head.mean("first_weight")) > 0.5:
+        where = f", mostly the first visible one (weight {first:.2f})"
+    return (
+        f"{head.name} looks collapsed: a row amounts to {value:.2f} effective keys on "
+        f"average{where}. A head that copies one position does this by design; otherwise its "
+        f"logits have grown too large and little gradient passes."
+    )
+
+
+def _dead(head: _Head, value: float) -> str:
+    n = head.mean("n_keys")
+    of = f" over {_number(n)} keys" if math.isfinite(n) else ""
+    return (
+        f"{head.name} averages everything: its entropy is {value:.3f} of the most it could be"
+        f"{of}, so it hardly selects. It may be dead, untrained, or average by design."
+    )
+
+
+def _largest_logit(heads: list[_Head]) -> list[Finding]:
+    there = [head for head in heads if math.isfinite(head.high("max_logit"))]
+    if not there:
+        return []
+    head = max(there, key=lambda head: head.high("max_logit"))
+    value, typical = head.high("max_logit"), head.mean("max_logit")
+    text = (
+        f"{head.name} has the largest attention logit, {_number(value)}; its rows' maxima "
+        f"average {_number(typical)}. "
+    )
+    if value < LARGE_LOGIT:
+        text += "That is no size to worry about; watch whether it grows as training goes on."
+    else:
+        step = 2.0 ** (math.floor(math.log2(value)) - 7)  # bfloat16 has eight significant bits
+        off = math.expm1(step / 2)
+        change = f"{off:.0%}" if off < 1 else f"a factor of {off + 1:.2g}"
+        text += (
+            f"Scores of this size kept in bfloat16 come in steps of {step:g}, so rounding can "
+            f"change a weight by {change}; growth as training goes on is an early sign of "
+            f"instability."
+        )
+    return [_finding("largest_logit", head, value, text)]
+
+
+def _beyond(
+    heads: list[_Head],
+    kind: Kind,
+    measure: Callable[[_Head], float],
+    triggers: Callable[[float], bool],
+    sentence: Callable[[_Head, float], str],
+    rest: str,
+    *,
+    largest: bool,
+) -> list[Finding]:
+    """Findings for the heads furthest beyond a threshold; NaN is beyond none."""
+    hits: Iterable[_Head] = (head for head in heads if head.many_keys and triggers(measure(head)))
+    ranked = sorted(hits, key=measure, reverse=largest)
+    named = [
+        _finding(kind, head, measure(head), sentence(head, measure(head)))
+        for head in ranked[:MOST_NAMED]
+    ]
+    more = len(ranked) - len(named)
+    if more:
+        last = named[-1]
+        text = f"{last.sentence} In all, {len(ranked)} of {len(heads)} heads {rest}."
+        named[-1] = Finding(last.kind, last.layer, last.head, last.module, last.value, text)
+    return named
+
+
+def _finding(kind: Kind, head: _Head, value: float, sentence: str) -> Finding:
+    return Finding(kind, head.layer, head.head, head.record.module, value, sentence + head.caveat)
+
+
+def _number(value: float) -> str:
+    """Three significant digits, no exponent below a million."""
+    if abs(value) >= 1e6:
+        return f"{value:.2e}"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+    return f"{value:,.{min(decimals, 1 if abs(value) >= 1 else 4)}f}"

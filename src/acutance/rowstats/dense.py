@@ -1,0 +1,233 @@
+r"""The oracle: every statistic again, in float64, on the whole matrix, from its definition.
+
+Nothing here is shared with the sums: the visible keys are one dense boolean matrix made from the
+options themselves, :math:`p` is a softmax that is really formed, and each metric is the formula a
+textbook has for it. That costs L × S numbers a head and is for tests, on small inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from acutance.masks import hides
+from acutance.rowstats.gaussian import expected_entropy
+
+__all__ = ["dense_statistics"]
+
+
+def dense_statistics(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    query_offset: int = 0,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> dict[str, Tensor]:
+    r"""Every metric of attention rows by definition, materialised, in float64.
+
+    Takes the options of :func:`acutance.attention` and assumes they are legal. Differentiable
+    wherever no visible weight is so small that it is exactly 0.
+
+    Args:
+        query: (B, Hq, L, E), any floating dtype; its numbers are taken as exact.
+        key: (B, H, S, E).
+        value: (B, H, S, Ev); without it there is no ``noise_gain`` and no ``output``.
+        attn_mask: boolean or additive, as everything below as in :func:`acutance.attention`.
+        is_causal: row i sees keys j ≤ i + query_offset.
+        scale: factor of the scores; None is 1/√E.
+        enable_gqa: let Hq be a multiple of H.
+        query_offset: position of query 0 among the keys.
+        window: a row at position i sees keys with |i − j| < window.
+        key_mask: boolean (B, S), True where a key takes part.
+        document_ids: a row sees only keys of its own document.
+        cu_seqlens: the same as cumulative lengths.
+        bias: added to the scores.
+        alibi_slopes: (Hq,); adds −slope · |position − j|.
+        softcap: bounds scaled scores.
+        sinks: (Hq,) learned logits in the normaliser.
+
+    Returns:
+        By name, each metric (B, Hq, L) in float64 (``n_keys`` int64) and, with values, ``output``
+        (B, Hq, L, Ev): 0 for a row with no visible key, whose metrics are NaN except ``n_keys`` 0
+        and ``lse`` and ``max_logit`` −inf.
+
+    Example:
+        >>> query = torch.zeros(1, 1, 3, 8)
+        >>> dense_statistics(query, query, is_causal=True)["effective_keys"]
+        tensor([[[1., 2., 3.]]], dtype=torch.float64)
+    """
+    visible = _visible(
+        query,
+        key,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        window=window,
+        key_mask=key_mask,
+        document_ids=document_ids,
+        cu_seqlens=cu_seqlens,
+        bias=bias,
+    )
+    added = [part for part in (attn_mask, bias) if part is not None and part.dtype != torch.bool]
+    group = query.shape[1] // max(1, key.shape[1]) if enable_gqa else 1
+    s = query.double() @ key.double().repeat_interleave(group, 1).transpose(-1, -2)
+    s = s * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    if alibi_slopes is not None:
+        s = s - alibi_slopes.double()[:, None, None] * _distance(query, key, query_offset).abs()
+    for part in added:
+        s = s + part.double()
+    s = s.masked_fill(torch.logical_not(visible), 0.0)  # hidden scores are never looked at
+
+    with_sink = None
+    if sinks is not None:
+        with_sink = sinks.double()[:, None, None].expand(*s.shape[:-1], 1)
+    found = _metrics(s, visible, with_sink, value, group)
+    return found
+
+
+def _metrics(
+    s: Tensor, visible: Tensor, sink: Tensor | None, value: Tensor | None, group: int
+) -> dict[str, Tensor]:
+    """The definitions, for finite scores with 0 at the hidden places."""
+    count = visible.sum(-1)
+    none = count == 0
+    n = count.double().masked_fill(none, torch.nan)
+    hidden = torch.logical_not(visible)
+    outcomes, seen = s.masked_fill(hidden, -torch.inf), visible
+    if sink is not None:
+        outcomes = torch.cat([outcomes, sink], -1)
+        seen = torch.cat([seen, torch.ones_like(seen[..., :1])], -1)
+    # a row without keys gets one outcome, so that its gradient is 0 and not NaN; its results go
+    # below
+    lost = none.unsqueeze(-1) & (torch.arange(seen.shape[-1], device=s.device) == 0)
+    outcomes = torch.where(lost, 0.0, outcomes)
+    p = torch.softmax(outcomes, -1)
+    log_p = torch.log_softmax(outcomes, -1).masked_fill(torch.logical_not(seen), 0.0)
+    lse = torch.logsumexp(outcomes, -1)
+    keys_p = p[..., : s.shape[-1]]
+
+    entropy = -torch.xlogy(torch.where(seen, p, 1.0), torch.where(seen, p, 1.0)).sum(-1)
+    varentropy = (p * (log_p - (p * log_p).sum(-1, keepdim=True)).square()).sum(-1)
+    collision = p.square().sum(-1)
+    if s.shape[-1]:
+        top = torch.where(none, -torch.inf, s.masked_fill(hidden, -torch.inf).amax(-1))
+        first = visible.double().argmax(-1, keepdim=True)  # the earliest of equals
+        first_weight = keys_p.gather(-1, first).squeeze(-1)
+        top_weight = keys_p.masked_fill(hidden, 0.0).amax(-1)
+    else:
+        top = torch.full_like(n, -torch.inf)
+        first_weight = top_weight = torch.full_like(n, torch.nan)
+    mean = s.sum(-1) / n
+    deviations = (s - mean.unsqueeze(-1)).masked_fill(hidden, 0.0)
+    spread = deviations.square().sum(-1)
+    # the slope of √ at 0 is infinite, that of the standard deviation of one key is 0
+    std = torch.where(spread > 0, (torch.where(spread > 0, spread, 1.0) / n).sqrt(), spread)
+    everything = s if sink is None else torch.cat([s, sink], -1)
+    weighted_mean = torch.where(seen, p * everything, 0.0).sum(-1)
+
+    found = {
+        "n_keys": count,
+        "entropy": entropy,
+        "normalized_entropy": torch.where(count == 1, torch.nan, entropy / n.log()),
+        "information": n.log() - entropy,
+        "effective_keys": 1 / collision,
+        "sparsity": (p.sum(-1) / n) / (collision / n).sqrt(),  # E|a| / √E[a²]
+        "collision": collision,
+        "top_weight": top_weight,
+        "first_weight": first_weight,
+        "sink_mass": torch.zeros_like(n) if sink is None else p[..., -1],
+        "max_logit": top,
+        "lse": lse,
+        "logit_mean": mean,
+        "logit_std": std,
+        "varentropy": varentropy,
+        "entropy_slope": -(p * (log_p + entropy.unsqueeze(-1)).square()).sum(-1),
+        "mean_field_entropy": n.log() - (top - mean),
+        "jensen_gap": lse - n.log() - mean,
+        "max_gap": top - weighted_mean,
+        "gaussian_entropy": expected_entropy(n, std),
+        "jacobian_trace": (p * (1 - p)).sum(-1),
+    }
+    if value is not None:
+        v = value.double().repeat_interleave(group, 1)
+        output = keys_p @ v
+        found["noise_gain"] = _noise_gain(keys_p, v, output)
+        found["output"] = torch.where(none.unsqueeze(-1), 0.0, output)
+    otherwise = {"n_keys": 0, "max_logit": -torch.inf, "lse": -torch.inf}
+    return {
+        name: values
+        if name == "output"
+        else torch.where(none, otherwise.get(name, torch.nan), values).to(values.dtype)
+        for name, values in found.items()
+    }
+
+
+def _noise_gain(p: Tensor, value: Tensor, output: Tensor) -> Tensor:
+    """Σ_j p_j² Σ_e (v_je − o_e)², one query at a time: the differences are L × S × Ev numbers."""
+    rows = [
+        (p[:, :, i].square().unsqueeze(-1) * (value - output[:, :, i : i + 1]).square()).sum((-1,
+        -2)) for i in range(p.shape[2])
+    ]
+    return torch.stack(rows, -1) if rows else p.new_zeros(p.shape[:3])
+
+
+def _distance(query: Tensor, key: Tensor, offset: int) -> Tensor:
+    """How far each key lies before each query, (L, S)."""
+    positions = torch.arange(query.shape[2], device=query.device) + offset
+    return positions[:, None] - torch.arange(key.shape[2], device=query.device)[None, :]
+
+
+def _visible(
+    query: Tensor,
+    key: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    query_offset: int,
+    window: int | None,
+    key_mask: Tensor | None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None,
+    cu_seqlens: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """The whole boolean matrix, (B, Hq, L, S)."""
+    batch, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    seen = torch.ones(batch, heads, queries, keys, dtype=torch.bool, device=query.device)
+    before = _distance(query, key, query_offset)
+    if is_causal:
+        seen = seen & (before >= 0)
+    if window is not None:
+        seen = seen & (before < window) & (before > -window)
+    for part in (attn_mask, bias):
+        if part is not None:
+            seen = seen & (part if part.dtype == torch.bool else torch.logical_not(hides(part)))
+    if key_mask is not None:
+        seen = seen & key_mask[:, None, None, :]
+    if cu_seqlens is not None:
+        lengths = cu_seqlens.long().diff()
+        document_ids = torch.repeat_interleave(torch.arange(lengths.numel()), lengths.cpu())
+        document_ids = document_ids.to(query.device)
+    if document_ids is not None:
+        if isinstance(document_ids, tuple):
+            rows, columns = document_ids
+        else:
+            columns = document_ids
+            rows = columns[..., query_offset : query_offset + queries]
+        same = rows[..., :, None] == columns[..., None, :]
+        seen = seen & (same[:, None] if same.dim() == 3 else same)
+    return seen
