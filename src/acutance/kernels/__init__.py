@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from acutance.kernels.blocked import Sums, accumulate_dtype
+from acutance.kernels.blocked import Sums
+from acutance.kernels.tiles import accumulate_dtype
 
 __all__ = ["Sums", "accumulate_dtype"]

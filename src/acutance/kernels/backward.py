@@ -17,25 +17,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.kernels.blocked import (
-    FLOOR,
-    LOG2E,
+from acutance.kernels.blocked import Sums
+from acutance.kernels.running import FLOOR, LOG2E, finite, inverse_normaliser, ratio
+from acutance.kernels.tiles import (
+    Buffers,
     Rule,
-    Sums,
-    _Buffers,
-    _dropout,
-    _folded,
-    _generator,
-    _inverse_normaliser,
-    _ratio,
-    _rows,
-    _scores,
-    _shape,
-    _sink_rows,
-    _Work,
-    _work,
+    Work,
     accumulate_dtype,
-    finite,
+    draw_kept,
+    dropout_generator,
+    fold_rows,
+    sink_rows,
+    tile_rows,
+    tile_scores,
+    tile_shape,
+    unfold,
 )
 from acutance.masks import Masking, Tile
 
@@ -109,29 +105,29 @@ def backward(
     dsinks = torch.zeros(H, g, dtype=dtype, device=query.device)
     added_mask = _SharedGradient(masking, masking.attn_mask, dtype) if want_mask else None
     added_bias = _SharedGradient(masking, masking.bias, dtype) if want_bias else None
-    _, width, _ = _shape(masking)
-    scratch = _Buffers(query, dtype)
-    generator = _generator(rule, query.device)
-    for work in _work(key, value, masking, dtype):
+    _, width, _ = tile_shape(masking)
+    scratch = Buffers(query, dtype)
+    generator = dropout_generator(rule, query.device)
+    for work in tile_rows(key, value, masking, dtype):
         region = work.region
-        q = _rows(q5, work).to(dtype) * rule.scale
+        q = fold_rows(q5, work).to(dtype) * rule.scale
         row = _RowGradients(
-            {name: _rows(part, work) for name, part in rows.items() if part.numel()},
-            {name: None if part is None else _rows(part, work) for name, part in grads.items()},
-            _sink_rows(rule, work, masking, q),
+            {name: fold_rows(part, work) for name, part in rows.items() if part.numel()},
+            {name: None if part is None else fold_rows(part, work) for name, part in grads.items()},
+            sink_rows(rule, work, masking, q),
         )
         row_dq = torch.zeros_like(q)
         part_dk = dk[region.batch, region.heads]
         largest = _largest(q, work, masking, rule, scratch, width) if row.gm is not None else None
         for tile in masking.tiles(region, width):
             columns = slice(tile.start, tile.stop)
-            s = _scores(q, work, tile, rule.softcap, scratch)
-            t, folded = s.sub_(row.shift.unsqueeze(-1)), _folded(s, work)
+            s = tile_scores(q, work, tile, rule.softcap, scratch)
+            t, folded = s.sub_(row.shift.unsqueeze(-1)), unfold(s, work)
             if tile.hidden is not None:
                 tile.hidden.blank(folded)
                 tile.hidden.bury(folded, FLOOR)
             e = torch.mul(t, LOG2E, out=scratch("weights", *t.shape)).exp2_()
-            keep = _dropout(tuple(e.shape), rule, generator, e)
+            keep = draw_kept(tuple(e.shape), rule, generator, e)
             ds = scratch("gradient", *t.shape)
             if row.dO is not None and work.value is not None:
                 torch.bmm(row.dO, work.value[:, columns].transpose(1, 2), out=ds)
@@ -145,7 +141,7 @@ def backward(
                 ds.zero_()
             row.scores(ds, t, e)
             if tile.hidden is not None:
-                tile.hidden.blank(_folded(ds, work))
+                tile.hidden.blank(unfold(ds, work))
             _put_single(ds, row.first_index, row.gfirst, tile)
             _put_single(ds, largest, row.gm, tile)
             for shared in (added_mask, added_bias):
@@ -168,7 +164,8 @@ def backward(
         value=None if dv is None or value is None else dv.to(value.dtype),
         attn_mask=None if added_mask is None else added_mask.result(),
         bias=None if added_bias is None else added_bias.result(),
-        sinks=dsinks.view(-1).to(rule.sinks.dtype) if want_sinks and rule.sinks is not None
+        sinks=dsinks.view(-1).to(rule.sinks.dtype)
+        if want_sinks and rule.sinks is not None
         else None,
     )
 
@@ -182,7 +179,7 @@ class _RowGradients:
         m, Z = sums["m"], sums["Z"]
         dtype = Z.dtype
         self.shift = finite(m)
-        mu = _ratio(sums["U"], Z)
+        mu = ratio(sums["U"], Z)
         self.constant = torch.zeros_like(Z)  # coefficients of e · t^k
         self.linear = torch.zeros_like(Z)
         self.square = torch.zeros_like(Z)
@@ -211,7 +208,7 @@ class _RowGradients:
         self.first_index, self.gfirst = sums["first_index"], grads["first"]
         self.gm = grads["m"]
         if (gO := grads["out"]) is not None:
-            inverse = _inverse_normaliser(Z, m, sink)
+            inverse = inverse_normaliser(Z, m, sink)
             delta = (gO * sums["out"].to(dtype)).sum(-1)
             self.dO = gO * inverse.unsqueeze(-1)
             self.constant = self.constant - delta * inverse
@@ -242,16 +239,16 @@ def _put_single(ds: Tensor, index: Tensor | None, grad: Tensor | None, tile: Til
 
 
 def _largest(
-    q: Tensor, work: _Work, masking: Masking, rule: Rule, scratch: _Buffers, width: int
+    q: Tensor, work: Work, masking: Masking, rule: Rule, scratch: Buffers, width: int
 ) -> Tensor:
     """Index of each row's largest visible score (the earliest of equals)."""
     best = torch.full(q.shape[:2], -torch.inf, dtype=q.dtype, device=q.device)
     index = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
     for tile in masking.tiles(work.region, width):
-        s = _scores(q, work, tile, rule.softcap, scratch)
+        s = tile_scores(q, work, tile, rule.softcap, scratch)
         if tile.hidden is not None:
-            tile.hidden.blank(_folded(s, work))
-            tile.hidden.bury(_folded(s, work), -torch.inf)
+            tile.hidden.blank(unfold(s, work))
+            tile.hidden.bury(unfold(s, work), -torch.inf)
         top, column = s.max(-1)
         index = torch.where(top > best, column + tile.start, index)
         best = torch.maximum(best, top)
@@ -267,9 +264,9 @@ class _SharedGradient:
         self._tensor = tensor
         self._sum = torch.zeros_like(masking.spread(tensor), dtype=dtype)
 
-    def add(self, ds: Tensor, work: _Work, tile: Tile) -> None:
+    def add(self, ds: Tensor, work: Work, tile: Tile) -> None:
         """Add a tile's gradient."""
-        folded = _folded(ds, work)
+        folded = unfold(ds, work)
         region = work.region
         cuts = (region.batch, region.heads, slice(None), region.rows, slice(tile.start, tile.stop))
         sizes = self._sum.shape

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from acutance.kernels import blocked
 from acutance.kernels.backward import SumGradients, backward
-from acutance.kernels.blocked import Rule, Sums
+from acutance.kernels.blocked import Sums
+from acutance.kernels.tiles import Rule, accumulate_dtype
 from acutance.masks import Masking
 
 __all__ = ["row_sums", "row_sums_backward"]
@@ -89,12 +90,12 @@ def row_sums(*inputs: Any) -> tuple[Tensor, ...]:
 @row_sums.register_fake
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     query, _, value, *_, noise = inputs
-    dtype = blocked.accumulate_dtype(query.dtype)
+    dtype = accumulate_dtype(query.dtype)
     rows = query.shape[:3]
     width = 0 if value is None else value.shape[-1]
 
     def new(*extra: int, dtype: torch.dtype = dtype) -> Tensor:
-        return query.new_empty(*rows, *extra, dtype=dtype)
+        return torch.empty(*rows, *extra, dtype=dtype, device=query.device)
 
     kept = width if noise else 0
     return (

@@ -226,8 +226,8 @@ def status_sentences(layers: tuple[Layer, ...]) -> list[tuple[str, bool]]:
 
     Example:
         >>> status_sentences((Layer("a", 1, "verified", error=1e-6), Layer("b", 1, "verified")))
-        [("Verified: the call's output was rebuilt from what was captured and agrees, to a relative
-        difference of 1.0e-06.", False)]
+        [("Verified: the call's output was rebuilt from what was captured and agrees
+        (relative difference up to 1.0e-06).", False)]
     """
     sentences = []
     for status, meaning in STATUSES.items():
@@ -237,7 +237,7 @@ def status_sentences(layers: tuple[Layer, ...]) -> list[tuple[str, bool]]:
         errors = [error for index in those if (error := layers[index].error) is not None]
         which = "" if len(those) == len(layers) else f" ({ranges(those, 'layer')})"
         close = (
-            f", to a relative difference of {max(errors):.1e}"
+            f" (relative difference up to {max(errors):.1e})"
             if errors and status == "verified"
             else ""
         )

@@ -198,33 +198,34 @@ def _spread(head: _Head, title: str) -> str:
     return f"{head.name} is {title}: {text}."
 
 
-def _sink(head: _Head, value: float) -> str:
+def _sink(head: _Head, value: float) -> tuple[str, str]:
     n = head.mean("n_keys")
-    even = f", where an even share of {_number(n)} keys would be {1 / n:.1%}" if n > 1 else ""
+    even = f" (an even share of {_number(n)} keys is {1 / n:.1%})" if n > 1 else ""
     return (
-        f"{head.name} gives {value:.0%} of its weight to the first visible key on average{even}: "
-        f"an attention sink where a head parks weight it does not need, unless the first token "
-        f"carries content (such as [CLS])."
+        f"{head.name} gives {value:.0%} of its weight to the first visible key on average{even}.",
+        "It may be an attention sink, where a head parks weight it has no use for, or real "
+        "interest in that token (such as [CLS]).",
     )
 
 
-def _collapsed(head: _Head, value: float) -> str:
+def _collapsed(head: _Head, value: float) -> tuple[str, str]:
     where = ""
     if (first := head.mean("first_weight")) > 0.5:
         where = f", mostly the first visible one (weight {first:.2f})"
     return (
         f"{head.name} looks collapsed: a row amounts to {value:.2f} effective keys on "
-        f"average{where}. A head that copies one position does this by design; otherwise its "
-        f"logits have grown too large and little gradient passes."
+        f"average{where}.",
+        "Heads that copy one position do this by design; if this one should not, its logits may "
+        "have grown too large, and little gradient passes through such rows.",
     )
 
 
-def _dead(head: _Head, value: float) -> str:
+def _dead(head: _Head, value: float) -> tuple[str, str]:
     n = head.mean("n_keys")
     of = f" over {_number(n)} keys" if math.isfinite(n) else ""
     return (
-        f"{head.name} averages everything: its entropy is {value:.3f} of the most it could be"
-        f"{of}, so it hardly selects. It may be dead, untrained, or average by design."
+        f"{head.name} averages everything: its entropy is {value:.3f} of the most it could be{of}.",
+        "A head that hardly selects may be dead, untrained, or average by design.",
     )
 
 
@@ -257,23 +258,25 @@ def _beyond(
     kind: Kind,
     measure: Callable[[_Head], float],
     triggers: Callable[[float], bool],
-    sentence: Callable[[_Head, float], str],
+    describe: Callable[[_Head, float], tuple[str, str]],
     rest: str,
     *,
     largest: bool,
 ) -> list[Finding]:
-    """Findings for the heads furthest beyond a threshold; NaN is beyond none."""
+    """Findings for the heads furthest beyond a threshold; NaN is beyond none.
+
+    The first says what it can mean, the last how many heads there are in all.
+    """
     hits: Iterable[_Head] = (head for head in heads if head.many_keys and triggers(measure(head)))
     ranked = sorted(hits, key=measure, reverse=largest)
-    named = [
-        _finding(kind, head, measure(head), sentence(head, measure(head)))
-        for head in ranked[:MOST_NAMED]
-    ]
-    more = len(ranked) - len(named)
-    if more:
-        last = named[-1]
-        text = f"{last.sentence} In all, {len(ranked)} of {len(heads)} heads {rest}."
-        named[-1] = Finding(last.kind, last.layer, last.head, last.module, last.value, text)
+    named = []
+    for index, head in enumerate(ranked[:MOST_NAMED]):
+        sentence, meaning = describe(head, measure(head))
+        if index == 0:
+            sentence += f" {meaning}"
+        if index == MOST_NAMED - 1 and len(ranked) > MOST_NAMED:
+            sentence += f" In all, {len(ranked)} of {len(heads)} heads {rest}."
+        named.append(_finding(kind, head, measure(head), sentence))
     return named
 
 

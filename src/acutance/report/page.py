@@ -1,4 +1,4 @@
-"""The HTML report: one file that holds its data, style and script, and asks the network for nothing.
+"""The HTML report: one file with its data, style and script, which asks the network for nothing.
 
 The data is JSON in a script element that is no script; the page's code puts every string of it into
 the document as text, never as markup, and a content security policy lets no other code run.
@@ -29,16 +29,14 @@ from acutance.rowstats import METRICS
 #: Summaries of more heads have their histogram bins joined in pairs, which bounds the file.
 MOST_FINE_HEADS = 2000
 _DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
-#: Characters that could end the data's script element, or that old script parsers take for a line end.
-_ESCAPED = {ord(part): f"\\u{ord(part):04x}" for part in "<>&\u2028\u2029"}
+#: Characters that could end the data's script element; JSON itself leaves nothing beyond ASCII.
+_ESCAPED = {ord(part): f"\\u{ord(part):04x}" for part in "<>&"}
 
 
 def write_html(summary: HeadSummary, path: str | os.PathLike[str]) -> None:
     """Write :func:`html` of a summary to a file, which is replaced whole or not at all."""
     text = html(summary)
-    _write_whole(
-        path, lambda where: Path(where).write_bytes(text.encode("ascii", "xmlcharrefreplace"))
-    )
+    _write_whole(path, lambda where: Path(where).write_bytes(text.encode("utf-8")))
 
 
 def html(summary: HeadSummary) -> str:
