@@ -54,25 +54,44 @@ def probe_command(
     ] = None,
     text: Annotated[
         list[str] | None,
-        typer.Option("--text", metavar="FILE", help="Text to read, '-' for standard input; repeat it for more."),
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="Text to read, '-' for standard input; repeat it for more.",
+        ),
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option("--length", min=2, help="Tokens in a window. Default: the model's longest, at most 512."),
+        typer.Option(
+            "--length", min=2, help="Tokens in a window. Default: the model's longest, at most 512."
+        ),
     ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Windows run at once.")] = 8,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, help="Windows run at once.")
+    ] = 8,
     report: Annotated[
-        Path | None, typer.Option("--report", metavar="HTML", help="Write a page with the heat map.")
+        Path | None,
+        typer.Option("--report", metavar="HTML", help="Write a page with the heat map."),
     ] = None,
     json: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Write every number as JSON, '-' for standard output."),
+        typer.Option(
+            "--json", metavar="FILE", help="Write every number as JSON, '-' for standard output."
+        ),
     ] = None,
     parquet: Annotated[
-        Path | None, typer.Option("--parquet", metavar="FILE", help="Write a table, one row per head.")
+        Path | None,
+        typer.Option("--parquet", metavar="FILE", help="Write a table, one row per head."),
     ] = None,
     save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Write the state, to merge or reload.")
+        Path | None,
+        typer.Option("--save", metavar="FILE", help="Write the state, to merge or reload."),
+    ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(
+            "--figure", metavar="PNG", help="Draw the heat map (needs acutance\\[plots])."
+        ),
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Rebuild each output and compare.")
@@ -90,7 +109,13 @@ def probe_command(
     ] = False,
 ) -> None:
     """Show how sharply every head of a model focuses on a text."""
-    targets = {"--report": report, "--json": json, "--parquet": parquet, "--save": save}
+    targets = {
+        "--report": report,
+        "--json": json,
+        "--parquet": parquet,
+        "--save": save,
+        "--figure": figure,
+    }
     _check_targets(targets)
     with _plain_errors():
         from acutance.probing import corpus, models
@@ -107,7 +132,7 @@ def probe_command(
         window = loaded.window(length)
         pieces = corpus.windows(texts, loaded.tokenizer, window)
         summary, complete = _run(loaded, pieces, batch_size, window, texts, device, verify, noise)
-        _write(summary, report, json, parquet, save)
+        _write(summary, targets)
         if json is None or str(json) != "-":
             from acutance.report import console_table
 
@@ -132,7 +157,7 @@ def _run(
     """Probe window by window; an interrupt ends it early and keeps what was read."""
     import torch
 
-    from acutance.probing import ProbeError, corpus, probe
+    from acutance.probing import corpus, probe
 
     done, tokens, complete = 0, 0, True
     opened: Probe = probe(loaded.model, verify=verify, noise=noise)
@@ -140,15 +165,13 @@ def _run(
         with opened, torch.inference_mode(), _progress(sum(map(len, pieces))) as advance:
             for batch in corpus.batches(pieces, batch_size, loaded.pad):
                 loaded.run(batch.input_ids.to(device), batch.attention_mask.to(device))
-                done, tokens = done + batch.input_ids.shape[0], tokens + batch.tokens
+                done, tokens = done + len(batch.input_ids), tokens + batch.tokens
                 advance(batch.tokens)
     except KeyboardInterrupt:
         complete = False
         if not done:
             raise
         _console().print(f"[yellow]interrupted[/] after {done} of {len(pieces)} windows")
-    except ProbeError:
-        raise
     about = {
         "model": loaded.name,
         "architecture": type(loaded.model).__name__,
@@ -173,7 +196,7 @@ def _versions() -> dict[str, str]:
 
 @contextmanager
 def _progress(tokens: int) -> Iterator[Any]:
-    """A progress bar on standard error, with rate and remaining time; silent where it is no terminal."""
+    """A bar on standard error with rate and remaining time; silent where that is no terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = _console()
@@ -184,7 +207,9 @@ def _progress(tokens: int) -> Iterator[Any]:
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("probing", total=tokens, rate="")
 
         def advance(count: int) -> None:
@@ -195,23 +220,27 @@ def _progress(tokens: int) -> Iterator[Any]:
         yield advance
 
 
-def _write(
-    summary: HeadSummary, report: Path | None, json: Path | None, parquet: Path | None, save: Path | None
-) -> None:
-    if report is not None:
+def _write(summary: HeadSummary, targets: dict[str, Path | None]) -> None:
+    """Write what was asked for; the figure last, since it may lack its library."""
+    if (path := targets["--save"]) is not None:
+        summary.save(path)
+    if (path := targets["--json"]) is not None:
+        if str(path) == "-":
+            import json
+
+            sys.stdout.write(json.dumps(summary.to_dict(), allow_nan=False) + "\n")
+        else:
+            summary.to_json(path)
+    if (path := targets["--parquet"]) is not None:
+        summary.to_parquet(path)
+    if (path := targets["--report"]) is not None:
         from acutance.report import write_html
 
-        write_html(summary, report)
-    if json is not None and str(json) == "-":
-        import json as encoder
+        write_html(summary, path)
+    if (path := targets["--figure"]) is not None:
+        from acutance.report import draw_heads
 
-        sys.stdout.write(encoder.dumps(summary.to_dict(), allow_nan=False) + "\n")
-    elif json is not None:
-        summary.to_json(json)
-    if parquet is not None:
-        summary.to_parquet(parquet)
-    if save is not None:
-        summary.save(save)
+        draw_heads(summary, path)
 
 
 def _check_targets(targets: dict[str, Path | None]) -> None:
@@ -228,27 +257,44 @@ def _check_targets(targets: dict[str, Path | None]) -> None:
 @app.command("bench")
 def bench_command(
     case: Annotated[
-        list[str] | None, typer.Option("--case", help="Case to run; repeat it for more. Default: the quick set.")
+        list[str] | None,
+        typer.Argument(metavar="[CASE]...", help="Cases or sets. Default: the set 'quick'."),
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="All cases, up to 16384 tokens.")] = False,
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads torch may use.")] = 1,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds a case.")] = 7,
-    backward: Annotated[bool, typer.Option("--backward", help="Time forward and backward.")] = False,
-    memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")] = True,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record.")] = None,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="Time forward and backward together.")
+    ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")
+    ] = True,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the record.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table.")
+    ] = None,
 ) -> None:
     """Check, then time, attention with statistics against PyTorch's own and the usual way."""
-    _check_targets({"--json": json})
+    _check_targets({"--json": json, "--markdown": markdown})
     with _plain_errors():
         from acutance import bench
 
-        chosen = list(case) if case else bench.names(full=full)
-        result = bench.run(
-            chosen, threads=threads, rounds=rounds, backward=backward, memory=memory
-        )
-        _console(stderr=False).print(bench.table(result))
+        console = _console()
+        with console.status("starting") as status:
+            result = bench.run(
+                case or "quick",
+                threads=threads,
+                rounds=rounds,
+                backward=backward,
+                memory=memory,
+                progress=lambda step: status.update(f"{step.done}/{step.total} {step.message}"),
+            )
+        _console(stderr=False).print(bench.render.table(result))
         if json is not None:
             json.write_text(result.to_json(), encoding="utf-8")
+        if markdown is not None:
+            markdown.write_text(bench.render.markdown(result), encoding="utf-8")
     if not result.complete:
         raise typer.Exit(INTERRUPTED)
 

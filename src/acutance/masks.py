@@ -104,18 +104,22 @@ class Hidden:
     def bury(self, scores: Tensor, depth: float) -> None:
         """Set hidden keys, which :meth:`blank` has zeroed, to ``depth``, in place."""
         block = scores[..., self.start : self.stop]
-        if self.band is None:
-            block.masked_fill_(self.mask, depth)
-        else:
+        if self._shared(block):
             block.add_(self._weights(scores, depth, 0.0))
+        else:
+            block.masked_fill_(self.mask, depth)
 
     def erase(self, values: Tensor) -> None:
         """Zero hidden keys that hold finite values, in place."""
         block = values[..., self.start : self.stop]
-        if self.band is None:
-            block.masked_fill_(self.mask, 0.0)
-        else:
+        if self._shared(block):
             block.mul_(self._weights(values, 0.0, 1.0))
+        else:
+            block.masked_fill_(self.mask, 0.0)
+
+    def _shared(self, block: Tensor) -> bool:
+        """Whether several heads or rows share the mask, so that a float copy of it is cheap."""
+        return self.band is not None or 4 * self.mask.numel() <= block.numel()
 
     def _weights(self, like: Tensor, hidden: float, visible: float) -> Tensor:
         name = (self.band, self.mask.shape, like.dtype, hidden)
@@ -150,13 +154,10 @@ class Tile:
         return self.width - self.hidden.count()
 
     def first(self) -> tuple[Tensor, Tensor] | None:
-        """Column of each row's first visible key and whether there is one; None: all see all."""
-        if self.hidden is None:
+        """Column of each row's first visible key, and whether it has one; None where all see 0."""
+        if self.hidden is None or self.hidden.start > 0:
             return None
-        mask = self.hidden.mask
-        if self.hidden.start > 0:  # the columns before the hidden part are visible to every row
-            return mask.new_zeros(mask.shape[:-1], dtype=torch.long), mask.new_ones(mask.shape[:-1])
-        seen = torch.logical_not(mask)
+        seen = torch.logical_not(self.hidden.mask)
         inside = seen.any(-1)
         column = seen.to(torch.uint8).argmax(-1)
         if self.hidden.stop < self.width:
@@ -285,7 +286,10 @@ class Masking:
         seen = None
         for part in parts:
             seen = part if seen is None else seen & part
-        return seen
+        if seen is None:
+            return None
+        # a mask of the rows alone still hides every key: counts need them one by one
+        return seen.expand(*seen.shape[:-1], columns.stop - columns.start)
 
     def _band(self, region: Region, columns: slice, start: int) -> Hidden:
         """What position hides in a block, as columns of the tile that begins at ``start``."""

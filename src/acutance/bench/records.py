@@ -79,7 +79,7 @@ class Row:
         contender: its name.
         status: "timed"; "failed" (the gate refused it: no times); "not run" (no room for it);
             "unfinished" (interrupted before a round of it was complete).
-        reason: why it has no times; empty if it has.
+        reason: why it failed, was not run, or lacks its memory; otherwise empty.
         checks: the gate's comparisons.
         milliseconds: wall time of a call.
         cpu_milliseconds: CPU time of a call, summed over the process's threads.

@@ -247,10 +247,10 @@ class _CaseRun:
         return CaseResult(self.case, tuple(map(self._row, self.case.contenders)), self.complete)
 
     def _row(self, name: str) -> Row:
-        status, reason = self._status.get(name, ("unfinished", "interrupted"))
+        status, reason = self._status.get(name, ("unfinished", ""))
         checks = self._checks.get(name, ())
         if status == "timed" and not self._rounds:
-            status, reason = "unfinished", "interrupted"
+            status, reason = "unfinished", ""
         if status != "timed":
             return Row(name, status, reason, checks)
         taken = [found[name] for found in self._rounds]

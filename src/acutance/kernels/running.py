@@ -77,20 +77,19 @@ class Running:
         self._first(s, work, tile)
         hidden, folded = tile.hidden, unfold(s, work)
         count = tile.count()
-        if isinstance(count, int):
-            n = torch.full_like(self.n, count)
+        if hidden is None or isinstance(count, int):
+            n = torch.full_like(self.n, tile.width)
+            mean = s.sum(-1).div_(tile.width)
         else:
             n = per_row(count, work).to(s.dtype)
-        if hidden is not None:
             hidden.blank(folded)
-        mean = s.sum(-1) / n.clamp(min=1.0)
-        if hidden is not None:
+            mean = s.sum(-1).div_(n.clamp(min=1.0))
             hidden.bury(folded, -torch.inf)
         m = s.amax(-1) if self.fresh else torch.maximum(self.m, s.amax(-1))
-        shift = finite(m)
+        shift = m if hidden is None else finite(m)
         t = s.sub_(shift.unsqueeze(-1)).mul_(LOG2E)
         if hidden is not None:
-            t.clamp_(min=FLOOR)
+            folded[..., hidden.start : hidden.stop].clamp_(min=FLOOR)
         e = torch.exp2(t, out=scratch("weights", *t.shape))
         self._decay(shift)
         self._values(e, work, tile, keep, centre)
@@ -112,6 +111,10 @@ class Running:
         if self.found:
             return
         first = tile.first()
+        if first is None and self.fresh:
+            self.first, self.found = s[..., 0].clone(), True
+            self.first_index = torch.full_like(self.first_index, tile.start)
+            return
         if first is None:
             score, index = s[..., 0], torch.full_like(self.first_index, tile.start)
         else:

@@ -35,7 +35,7 @@ __all__ = [
 
 #: Elements of one tile: a buffer of 2 MiB in float32, which stays in a shared cache.
 TILE_ELEMENTS = 1 << 19
-TILE_ROWS = 256
+TILE_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,19 @@ class Work(NamedTuple):
 
 
 def tile_shape(masking: Masking) -> tuple[int, int, int]:
-    """Query rows, keys and (batch × key heads) per tile."""
+    """Query rows, keys and (batch × key heads) of a tile.
+
+    A tile grows with the threads that share each of its operations, so that starting them pays.
+    """
+    elements = TILE_ELEMENTS * _workers(masking.device)
     rows = max(1, min(masking.queries, TILE_ROWS // masking.group))
-    width = min(masking.keys, max(256, TILE_ELEMENTS // (rows * masking.group)))
-    blocks = max(1, TILE_ELEMENTS // (rows * masking.group * width))
+    width = min(masking.keys, max(256, elements // (rows * masking.group)))
+    blocks = max(1, elements // (rows * masking.group * max(1, width)))
     return rows, width, blocks
+
+
+def _workers(device: torch.device) -> int:
+    return min(8, torch.get_num_threads()) if device.type == "cpu" else 32
 
 
 def tile_rows(

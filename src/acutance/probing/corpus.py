@@ -62,7 +62,9 @@ def _read_one(name: str) -> Text:
     except IsADirectoryError:
         raise CorpusError(f"{name} is a directory; give its files one by one") from None
     except UnicodeDecodeError as error:
-        raise CorpusError(f"{label} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise CorpusError(
+            f"{label} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from None
     except OSError as error:
         raise CorpusError(f"{label} cannot be read: {error.strerror or error}") from None
     if not content.strip():

@@ -162,7 +162,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 
 def _not_padding(mask: Tensor | None) -> Tensor | None:
-    """Boolean (B, L), False on padding, from a ``key_padding_mask``: True, or very low, on padding."""
+    """Boolean (B, L), False where a ``key_padding_mask`` marks padding: True, or very low."""
     if mask is None:
         return None
     real = torch.logical_not(mask if mask.dtype == torch.bool else hides(mask))

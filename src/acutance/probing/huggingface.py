@@ -212,7 +212,7 @@ def _sinks(kind: str, given: dict[str, Any], module: Any) -> Tensor | None:
 
 
 def is_cross(name: str, module: Any = None) -> bool:
-    """Whether a module's queries are of another sequence than its keys, by what it says of itself."""
+    """Whether a module's queries are of another sequence than its keys, as far as it says."""
     if getattr(module, "is_cross_attention", False):
         return True
     last = name.lower().split(".")[-2:]

@@ -155,12 +155,14 @@ def _why(name: str, error: Exception) -> str:
     """What went wrong, in one line."""
     text = " ".join(str(error).split())
     if "safetensors" in text and "allow_pickle" not in text:
-        return f"{name} has no safetensors weights; pass --allow-pickle to load others ({text[:200]})"
+        return (
+            f"{name} has no safetensors weights; pass --allow-pickle to load others ({text[:200]})"
+        )
     if "trust_remote_code" in text:
         return f"{name} comes with code of its own; pass --trust-remote-code to run it"
     if isinstance(error, OSError) and ("not a local folder" in text or "connect" in text.lower()):
         return (
-            f"there is no model {name!r}: it is no directory here, and it could not be had from the "
-            f"model hub"
+            f"there is no model {name!r}: it is no directory here, and it could not be had from "
+            f"the model hub"
         )
     return f"{name} could not be loaded: {text[:300]}"

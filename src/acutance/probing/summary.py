@@ -1,4 +1,4 @@
-"""HeadSummary: what a probe knows about every head; it merges, and is written whole or not at all."""
+"""HeadSummary: what a probe knows about every head; it merges, and is written whole."""
 
 from __future__ import annotations
 

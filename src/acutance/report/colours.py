@@ -14,6 +14,9 @@ from acutance.probing.moments import SCALES
 
 Colour = tuple[int, int, int]
 
+#: A scale over the data spans at least this share of the numbers on it: noise must not get colours.
+LEAST_SPREAD = 0.05
+
 _ANCHORS = bytes.fromhex(
     "440154 470d60 48186a 482374 472d7b 453781 424086 3e4989 3b528b 375b8d 33638d "
     "2f6b8e 2c728e 297a8e 26828e 23898e 21918c 1f988b 1fa088 22a785 28ae80 32b67a "
@@ -88,9 +91,37 @@ def scale_of(name: str, means: Iterable[float]) -> ColourScale:
         return ColourScale(low, high, log=True)
     if kind in ("nats", "positive"):
         low = min(low, 0.0)
-    if high - low <= 1e-6 * max(abs(low), abs(high)):  # all alike: rounding must not get colours
-        return ColourScale(low - max(0.5, abs(low) / 10), high + max(0.5, abs(high) / 10))
+    least = LEAST_SPREAD * max(abs(low), abs(high)) or 1.0
+    if high - low < least:
+        middle = (low + high) / 2
+        return ColourScale(middle - least / 2, middle + least / 2)
     return ColourScale(low, high)
+
+
+def brief(value: float, name: str) -> str:
+    """A metric's value in a cell, short; a dash for NaN.
+
+    Shares have two decimals; others fewer above 10 and two significant digits below 0.1.
+
+    Example:
+        >>> [brief(value, "effective_keys") for value in (1.5, 15.03, 126.8, 123456.0, math.nan)]
+        ['1.50', '15.0', '127', '1e5', '–']
+        >>> [brief(value, "noise_gain") for value in (0.0123, 2e-7, 0.0)]
+        ['0.012', '2e-7', '0.00']
+        >>> brief(0.0123, "top_weight")
+        '0.01'
+    """
+    size = abs(value)
+    if not math.isfinite(value):
+        return "–"
+    if SCALES.get(name, "unit") == "unit":
+        return f"{value:.2f}"
+    if size >= 1e5 or 0 < size < 1e-3:
+        mantissa, _, exponent = f"{value:.0e}".partition("e")
+        return f"{mantissa}e{int(exponent)}"
+    if 0 < size < 0.1:
+        return f"{value:.2g}"
+    return f"{value:.{2 if size < 10 else 1 if size < 100 else 0}f}"
 
 
 def colour(place: float) -> Colour:

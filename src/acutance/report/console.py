@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.text import Text
 
 from acutance.probing import STATUSES, HeadSummary, Layer
-from acutance.report.colours import as_hex, colour, ink, scale_of
+from acutance.report.colours import as_hex, brief, colour, ink, scale_of
 from acutance.rowstats import METRICS
 
 #: A folded table of more lines than this gives way to one line for each layer.
@@ -42,7 +42,7 @@ def console_table(summary: HeadSummary) -> ConsoleRenderable:
         ...     _ = layer(*[torch.zeros(1, 4, 8)] * 3)
         >>> Console(width=80, no_color=True).print(console_table(probe.summary()))
         How diffuse attention is: mean normalized entropy over rows, layer × head
-        sharp, one key  0.0  0.2  0.4  0.6  0.8  1.0  diffuse, all keys alike
+        sharp, one key  0.00  0.20  0.40  0.60  0.80  1.00  diffuse, all keys alike
         <BLANKLINE>
         layer    h0    h1 │  mean
             0  1.00  1.00 │  1.00
@@ -71,8 +71,8 @@ class _HeadTable:
             text = Text()
             for part, style in line:
                 bare = style is not None and style.bgcolor is not None and not coloured
-                text.append(_clean(part, options.ascii_only), None if bare else style)
-            if any(style is not None and style.bgcolor is not None for _, style in line):
+                text.append(printable(part, options.ascii_only), None if bare else style)
+            if len(line) > 1:  # a row of cells; sentences are one part
                 text.no_wrap, text.overflow = True, "crop"
             yield text
 
@@ -100,13 +100,12 @@ class _HeadTable:
         of = "" if unit == "1" else f" ({unit})"
         yield [(f"{title}mean {name}{of} over rows, layer × head", bold)]
         ticks = self.scale.ticks(6)
-        digits = 1 if self.metric == "normalized_entropy" else 2
-        ramp: _Line = [(f" {_number(tick, digits)} ", self._style(tick)) for tick in ticks]
+        ramp: _Line = [(f" {self._text(tick)} ", self._style(tick)) for tick in ticks]
         yield [(f"{low} ", dim), *ramp, (f" {high}", dim)]
 
     def _body(self, width: int) -> Iterator[_Line]:
         widest = max(len(row) for row in self.grid)
-        texts = [_number(value) for row in self.grid for value in row]
+        texts = [self._text(value) for row in self.grid for value in row]
         cell = max(4, *map(len, texts), len(f"h{widest - 1}"))
         label = max(5, len(str(len(self.grid) - 1)))
         room = width - label - 1 - (cell + 4)  # the mean has its own column
@@ -140,14 +139,14 @@ class _HeadTable:
             for start in range(0, max(1, len(row)), chunk):
                 part = row[start : start + chunk]
                 index = str(layer).rjust(5) if start == 0 else " " * 5
-                heads = f"{start}–{start + len(part) - 1}" if folded else ""
+                heads = _from_to(start, start + len(part) - 1) if folded and part else ""
                 line: _Line = [(index + heads.rjust(label - 5) + " ", bold if start == 0 else dim)]
                 line += [
-                    (f"{_number(value)}{pad}".rjust(cell), self._style(value)) for value in part
+                    (f"{self._text(value)}{pad}".rjust(cell), self._style(value)) for value in part
                 ]
                 line += [(" " * (cell * (chunk - len(part))), None), (" │ ", dim)]
                 if start == 0:
-                    line.append((f"{_number(mean)}{pad}".rjust(cell), self._style(mean)))
+                    line.append((f"{self._text(mean)}{pad}".rjust(cell), self._style(mean)))
                 yield line
 
     def _digest(self, cell: int) -> Iterator[_Line]:
@@ -176,11 +175,14 @@ class _HeadTable:
                     if isinstance(value, int):
                         line.append((f"h{value}".rjust(size), dim))
                     else:
-                        line.append((_number(value).rjust(size), self._style(value)))
+                        line.append((self._text(value).rjust(size), self._style(value)))
             else:
                 line.append(("–".rjust(wide).ljust(sum(widths)), None))
             mean = _mean(row)
-            yield [*line, (" │ ", dim), (_number(mean).rjust(cell + 1), self._style(mean))]
+            yield [*line, (" │ ", dim), (self._text(mean).rjust(cell + 1), self._style(mean))]
+
+    def _text(self, value: float) -> str:
+        return brief(value, self.metric)
 
     def _style(self, value: float) -> Style | None:
         place = self.scale.place(value)
@@ -282,8 +284,12 @@ def ranges(indices: list[int], noun: str) -> str:
             runs[-1].append(index)
         else:
             runs.append([index])
-    text = ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    text = ", ".join(_from_to(run[0], run[-1]) for run in runs)
     return f"{noun}{'s' * (len(indices) > 1)} {text}"
+
+
+def _from_to(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}–{last}"
 
 
 def _chunk(heads: int, fit: int) -> int:
@@ -297,18 +303,13 @@ def _mean(row: list[float]) -> float:
     return fmean(there) if there else math.nan
 
 
-def _number(value: float, digits: int = 2) -> str:
-    """Two decimals, fewer where there is more before the point; a dash for NaN."""
-    if not math.isfinite(value):
-        return "–"
-    size = abs(value)
-    if size >= 1e5:
-        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
-    return f"{value:.{digits if size < 10 else 1 if size < 100 else 0}f}"
+def printable(text: str, ascii_only: bool = False) -> str:
+    r"""Without control characters, which could drive a terminal, or what it cannot encode.
 
-
-def _clean(text: str, ascii_only: bool) -> str:
-    """Without control characters, which could drive a terminal, or what it cannot encode."""
+    Example:
+        >>> printable("0–5 \x1b[31m"), printable("0–5 ³", ascii_only=True)
+        ('0–5 �[31m', '0-5 ?')
+    """
     shown = "".join(part if part.isprintable() else "�" for part in text)
     if not ascii_only:
         return shown

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import textwrap
 
 from acutance.probing import HeadSummary
 from acutance.probing.summary import _write_whole
-from acutance.report.colours import as_hex, colour, ink, scale_of
+from acutance.report.colours import as_hex, brief, colour, ink, scale_of
+from acutance.report.console import printable
 from acutance.rowstats import METRICS
 
 _WIDTH, _DPI = 10.0, 160  # inches and dots per inch: 1600 pixels
@@ -84,7 +86,7 @@ def draw_heads(
             for head, value in enumerate(row):
                 place = scale.place(value)
                 shade = _MUTED if place is None else as_hex(ink(colour(place)))
-                text = "–" if place is None else _short(value)
+                text = "–" if place is None else _short(value, metric)
                 axes.text(
                     head + 0.5, layer + 0.5, text, ha="center", va="center", color=shade, size=size
                 )
@@ -99,7 +101,7 @@ def draw_heads(
     for spine in axes.spines.values():
         spine.set_visible(False)
 
-    model = str(summary.about.get("model", "")).encode("utf-8", "replace").decode()
+    model = textwrap.shorten(printable(str(summary.about.get("model", ""))), 44, placeholder="…")
     subject = f"{model}: " if model else ""
     rows = sorted({layer.rows for layer in summary.layers})
     per_head = f"{rows[0]:,}" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,}"
@@ -116,7 +118,7 @@ def draw_heads(
     )
     bar = figure.colorbar(mesh, cax=bar_axes)
     bar.outline.set_visible(False)
-    bar.set_ticks(scale.ticks(5), labels=[_short(value) for value in scale.ticks(5)])
+    bar.set_ticks(scale.ticks(5), labels=[_short(value, metric) for value in scale.ticks(5)])
     bar_axes.minorticks_off()
     bar_axes.tick_params(length=0, labelsize=10, labelcolor=_MUTED, pad=5)
     ends = "  (0 sharp, 1 diffuse)" if metric == "normalized_entropy" else ""
@@ -133,9 +135,5 @@ def _gap(layers: int, heads: int) -> float:
     return 1.5 if max(layers, heads) <= 24 else 0.6
 
 
-def _short(value: float) -> str:
-    """Two decimals below 10, three significant digits above."""
-    if abs(value) >= 1e5:
-        return f"{value:.0e}"
-    decimals = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
-    return f"{value:.{decimals}f}".replace("-", "−")
+def _short(value: float, metric: str) -> str:
+    return brief(value, metric).replace("-", "−")

@@ -119,7 +119,8 @@ def findings(summary: HeadSummary) -> list[Finding]:
         >>> [(found.kind, found.head) for found in findings(probe.summary())]
         [('sharpest', 0), ('most_diffuse', 1), ('dead', 0), ('dead', 1), ('largest_logit', 0)]
         >>> print(findings(probe.summary())[2].sentence)
-        Layer 0 head 0 averages everything: its entropy is 1.000 of the most it could be, ...
+        Layer 0 head 0 averages everything: its entropy is 1.000 of the most it could be over 40
+        keys. A head that hardly selects may be dead, untrained, or average by design.
     """
     columns = summary.columns()
     heads = [_Head(summary, columns, index) for index in range(len(summary.places))]
@@ -285,7 +286,9 @@ def _finding(kind: Kind, head: _Head, value: float, sentence: str) -> Finding:
 
 
 def _number(value: float) -> str:
-    """Three significant digits, no exponent below a million."""
+    """Three significant digits, whole numbers as they are, no exponent below a million."""
+    if value == round(value) and abs(value) < 1e6:
+        return f"{value:,.0f}"
     if abs(value) >= 1e6:
         return f"{value:.2e}"
     decimals = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0

@@ -58,7 +58,7 @@ def _count(state: RowState) -> Tensor:
 def _with_sink(state: RowState) -> RowState:
     """The sums with the sink as one more outcome of the distribution (unchanged without a sink)."""
     if not has_sink(state):
-        return state
+        return state._replace(m=state.m.detach())
     m, sink = state.m.detach(), state.sink
     none = sink == -torch.inf
     top = torch.maximum(m, sink.detach())
