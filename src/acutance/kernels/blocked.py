@@ -137,7 +137,7 @@ def _store(
     if sums.O.shape[-1] and centre is not None:
         # moments of the values about their own e²-weighted mean: no cancellation when they merge
         average = running.R1 * ratio(torch.ones_like(running.Q), running.Q).unsqueeze(-1)
-        put(sums.O, running.O)
+        put(sums.O, running.O if running.whole is None else running.whole)
         put(sums.R1, torch.where((running.Q == 0).unsqueeze(-1), 0.0, average + centre))
         spread = running.R2 - running.Q * average.square().sum(-1)
         put(sums.R2, spread.clamp(min=0.0))

@@ -12,9 +12,9 @@ __all__ = ["FLOOR", "LOG2E", "NO_KEY", "Running", "finite", "inverse_normaliser"
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
-#: Scores this far below the maximum weigh exactly nothing in float64; masked ones are clamped here
-#: so that weight × score is 0 and never 0 · −inf.
-FLOOR = -1e4
+#: Hidden scores are clamped here, so that weight × score is 0 and never 0 · −inf. Visible ones in the
+#: same block pass through the clamp too: it lies below any of them, and its square is finite.
+FLOOR = -1e18
 #: Index of the first visible key of a row that has none.
 NO_KEY = torch.iinfo(torch.int64).max
 
@@ -62,6 +62,7 @@ class Running:
         self.O = like.new_zeros(*like.shape[:2], value_width)
         self.R1 = torch.zeros_like(self.O) if noise else self.O[..., :0]
         self.R2 = zero
+        self.whole: Tensor | None = None  # O before dropout, where the noise sums need it
         self.fresh = True
 
     def observe(
@@ -136,6 +137,8 @@ class Running:
         self.Z, self.W = self.Z * decay, self.W * decay
         self.Q = self.Q * decay.square()
         self.O.mul_(decay.unsqueeze(-1))
+        if self.whole is not None:
+            self.whole.mul_(decay.unsqueeze(-1))
         if self.R1.shape[-1]:
             self.R1.mul_(decay.square().unsqueeze(-1))
             self.R2 = self.R2 * decay.square()
@@ -152,6 +155,9 @@ class Running:
             v = value - centre
             self.R1.baddbmm_(squared, v)
             self.R2 = self.R2 + torch.bmm(squared, v.square().sum(-1, keepdim=True)).squeeze(-1)
+            if keep is not None:
+                self.whole = torch.zeros_like(self.O) if self.whole is None else self.whole
+                self.whole.baddbmm_(e, value)
         self.O.baddbmm_(e if keep is None else e * keep, value)
 
     def _weighted(self, Z: Tensor, average: Tensor, W: Tensor, Q: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,7 @@ def load(
     import transformers
 
     transformers.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # one sentence says it instead
     transformers.logging.disable_progress_bar()
     label, source = (DEFAULT_NAME, _embedded()) if name is None else (name, _located(name))
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}

@@ -142,7 +142,9 @@ def _metrics(
     found = {
         "n_keys": count,
         "entropy": entropy,
-        "normalized_entropy": torch.where(count == 1, torch.nan, entropy / n.log()),
+        "normalized_entropy": torch.where(
+            count == 1, torch.nan, entropy / torch.where(count == 1, 1.0, n.log())
+        ),
         "information": n.log() - entropy,
         "effective_keys": 1 / collision,
         "sparsity": (p.sum(-1) / n) / (collision / n).sqrt(),  # E|a| / √E[a²]

@@ -234,6 +234,7 @@ def _tolerances(
 ) -> dict[str, Tensor]:
     """The tolerance of each metric and row (see the module's text)."""
     u, tiny = torch.finfo(dtype).eps / 2, torch.finfo(dtype).tiny
+    exact = torch.finfo(torch.float64).eps
     n = oracle["n_keys"].double()
     H, V = oracle["entropy"], oracle["varentropy"]
     C, std = oracle["collision"], oracle["logit_std"]
@@ -278,7 +279,7 @@ def _tolerances(
         "jensen_gap": stored + r,
         "max_gap": (2 + root) * d + r * (1 + H),
         "gaussian_entropy": (2 + 2 * log_n).sqrt() * spread + 16 * u * (1 + log_n),
-        "jacobian_trace": collision + u,
+        "jacobian_trace": collision + u + exact * n.sqrt(),  # Σp = 1 in the oracle, up to that
     }
     if "noise_gain" in oracle:
         gain, reach = oracle["noise_gain"], 2 * value_norm

@@ -1,0 +1,241 @@
+"""The acutance command as a shell user meets it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import acutance
+from acutance.cli import INTERRUPTED, app
+from acutance.probing import corpus, models
+
+TEXT = (
+    "The lens turned until the far tree stood clear of its leaves. "
+    "Nobody spoke while the tide came in, and the boats lifted one after another.\n"
+) * 12
+
+
+@pytest.fixture
+def run() -> Callable[..., Any]:
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="session")
+def tokenizer_files() -> list[Path]:
+    folder = Path(models._embedded())
+    return [folder / name for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")]
+
+
+@pytest.fixture
+def save_model(tmp_path: Path, tokenizer_files: list[Path]) -> Callable[[Any, str], Path]:
+    """Save a model with a tokenizer of the embedded model's vocabulary."""
+
+    def save(model: Any, name: str = "model") -> Path:
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        for file in tokenizer_files:
+            shutil.copy(file, folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def _tiny_gpt2() -> Any:
+    from transformers import GPT2Config, GPT2Model
+
+    torch.manual_seed(0)
+    return GPT2Model(GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=64, vocab_size=30522))
+
+
+def test_help_is_quick_and_needs_no_torch() -> None:
+    code = "import sys, acutance.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    spent = []
+    for _ in range(5):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "acutance", "--help"], capture_output=True, check=True
+        )
+        spent.append(time.perf_counter() - start)
+    assert b"probe" in done.stdout
+    assert min(spent) < 0.3  # the quickest: a busy machine delays a start, and never hastens it
+
+
+def test_the_default_run_reads_every_head(run: Callable[..., Any], tmp_path: Path) -> None:
+    out, table, state, page = (
+        tmp_path / name for name in ("o.json", "o.parquet", "o.safetensors", "o.html")
+    )
+    result = run("probe", "--json", out, "--parquet", table, "--save", state, "--report", page)
+    assert result.exit_code == 0, result.output
+    record = json.loads(out.read_text())
+    assert len(record["heads"]) == 72
+    assert {layer["status"] for layer in record["layers"]} == {"verified"}
+    assert record["about"]["complete"] is True
+    assert record["about"]["windows"] == record["about"]["windows_in_all"] > 3
+    frame = pyarrow.parquet.read_table(table)
+    assert frame.num_rows == 72
+    assert frame.column_names[:2] == ["layer", "head"]
+    summary = acutance.load(state)
+    entropy = [head["metrics"]["entropy"]["mean"] for head in record["heads"]]
+    assert summary.mean("entropy").tolist() == pytest.approx(entropy, rel=1e-12)
+    assert "<html" in page.read_text(encoding="utf-8")
+    assert all(f"{layer}" in result.output for layer in range(6))
+
+
+def test_windows_cover_every_token_of_every_text_once(
+    run: Callable[..., Any],
+    save_model: Callable[..., Path],
+    text: Path,
+    tmp_path: Path,
+) -> None:
+    folder, out = save_model(_tiny_gpt2()), tmp_path / "o.json"
+    other = tmp_path / "other.txt"
+    other.write_text("A second, shorter text.", encoding="utf-8")
+    texts = ("--text", text, "--text", other)
+    result = run("probe", folder, *texts, "--length", 32, "--batch-size", 3, "--json", out)
+    assert result.exit_code == 0, result.output
+    record = json.loads(out.read_text())
+    tokenizer = models.load(str(folder)).tokenizer
+    bare = [
+        len(tokenizer(file.read_text(), add_special_tokens=False)["input_ids"])
+        for file in (text, other)
+    ]
+    room = 32 - tokenizer.num_special_tokens_to_add(pair=False)
+    windows = sum(-(-count // room) for count in bare)
+    extra = tokenizer.num_special_tokens_to_add(pair=False)
+    assert record["about"]["windows"] == windows
+    assert record["about"]["tokens"] == sum(bare) + extra * windows
+    assert {layer["rows"] for layer in record["layers"]} == {sum(bare) + extra * windows}
+
+
+def test_text_comes_from_standard_input(save_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = save_model(_tiny_gpt2())
+    done = subprocess.run(
+        [sys.executable, "-m", "acutance", "probe", str(folder), "--text", "-", "--json", "-"],
+        input=TEXT.encode(),
+        capture_output=True,
+        check=True,
+    )
+    record = json.loads(done.stdout)
+    assert record["about"]["text"] == ["standard input"]
+    assert len(record["heads"]) == 8
+
+
+def test_an_interrupt_keeps_what_was_read(
+    run: Callable[..., Any],
+    save_model: Callable[..., Path],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, out = save_model(_tiny_gpt2()), tmp_path / "o.json"
+    plain, calls = models.TextModel.run, []
+
+    def stopped(self: models.TextModel, *inputs: torch.Tensor) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        plain(self, *inputs)
+
+    monkeypatch.setattr(models.TextModel, "run", stopped)
+    result = run("probe", folder, "--text", text, "--length", 32, "--batch-size", 2, "--json", out)
+    assert result.exit_code == INTERRUPTED
+    about = json.loads(out.read_text())["about"]
+    assert about["complete"] is False
+    assert about["windows"] == 4 < about["windows_in_all"]
+    calls[:] = [1, 1]
+    first = tmp_path / "none.json"
+    result = run("probe", folder, "--text", text, "--json", first)
+    assert result.exit_code == INTERRUPTED
+    assert not first.exists()
+
+
+def test_failures_are_one_sentence_and_exit_1(
+    run: Callable[..., Any], save_model: Callable[..., Path], text: Path, tmp_path: Path
+) -> None:
+    from transformers import MambaConfig, MambaModel
+
+    empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
+    empty.write_text(" \n")
+    binary.write_bytes(b"\xff\xfe\x00abc")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    gpt2 = save_model(_tiny_gpt2())
+    mamba = save_model(
+        MambaModel(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=30522)), "mamba"
+    )
+    cases = [
+        ([tmp_path / "nowhere" / "model"], "there is no model directory at"),
+        ([bare], "holds no config.json"),
+        ([text], "is a file; MODEL is the directory"),
+        ([gpt2, "--text", tmp_path / "missing.txt"], "there is no text file at"),
+        ([gpt2, "--text", tmp_path], "is a directory"),
+        ([gpt2, "--text", empty], "holds no text"),
+        ([gpt2, "--text", binary], "is not UTF-8 text"),
+        ([gpt2, "--text", text, "--length", 65], "--length 65 is more than the 64 positions"),
+        ([mamba, "--text", text], "the probe saw no attention call in MambaModel"),
+    ]
+    for arguments, sentence in cases:
+        result = run("probe", *arguments)
+        assert result.exit_code == 1, (arguments, result.output)
+        assert sentence in result.stderr.replace("\n", " "), (arguments, result.stderr)
+        lines = [line for line in result.stderr.splitlines() if line.startswith("acutance: ")]
+        assert len(lines) == 1
+        assert "Traceback" not in result.output
+
+
+def test_misuse_is_exit_2_before_anything_runs(run: Callable[..., Any], tmp_path: Path) -> None:
+    for arguments in (
+        ["probe", "--lenght", "3"],
+        ["probe", "--length", "1"],
+        ["probe", "--json", tmp_path / "no" / "where.json"],
+        ["probe", "--report", tmp_path],
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2, result.output
+    assert "length" in run("probe", "--lenght", "3").output
+
+
+def test_special_tokens_are_put_as_the_tokenizer_puts_them() -> None:
+    loaded = models.load(None)
+    tokenizer = loaded.tokenizer
+    sentence = corpus.Text("one", "Look at the picture again.")
+    (piece,) = corpus.windows([sentence], tokenizer, 64)
+    assert piece == tokenizer(sentence.content)["input_ids"]
+
+
+def test_an_encoder_decoder_is_read_on_both_sides(
+    run: Callable[..., Any], save_model: Callable[..., Path], text: Path, tmp_path: Path
+) -> None:
+    from transformers import T5Config, T5Model
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=30522, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    folder, out = save_model(T5Model(config)), tmp_path / "o.json"
+    result = run("probe", folder, "--text", text, "--length", 32, "--json", out)
+    assert result.exit_code == 0, result.output
+    layers = json.loads(out.read_text())["layers"]
+    assert [layer["module"].split(".")[0] for layer in layers] == ["encoder", "decoder", "decoder"]
+    assert {layer["status"] for layer in layers} == {"verified"}
