@@ -338,9 +338,10 @@ def _autocast(
     query: Tensor, key: Tensor, value: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast as autocast casts the inputs of SDPA: to its dtype, float64 left alone."""
-    if not torch.is_autocast_enabled(query.device.type):
+    kind = query.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return query, key, value
-    dtype = torch.get_autocast_dtype(query.device.type)
+    dtype = torch.get_autocast_dtype(kind)
 
     def cast(tensor: Tensor) -> Tensor:
         eligible = tensor.is_floating_point() and tensor.dtype != torch.float64

@@ -134,9 +134,7 @@ def probe_command(
         summary, complete = _run(loaded, pieces, batch_size, window, texts, device, verify, noise)
         _write(summary, targets)
         if json is None or str(json) != "-":
-            from acutance.report import console_table
-
-            _console(stderr=False).print(console_table(summary))
+            _show(summary)
         for option, path in targets.items():
             if path is not None and str(path) != "-":
                 _console().print(f"[dim]{option[2:]} written to[/] {path}", highlight=False)
@@ -218,6 +216,22 @@ def _progress(tokens: int) -> Iterator[Any]:
             bar.update(task, rate=f"{speed:,.0f} tokens/s" if speed else "")
 
         yield advance
+
+
+def _show(summary: HeadSummary) -> None:
+    """Print the table, then what stands out in it."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from acutance.report import console_table, findings
+
+    console = _console(stderr=False)
+    console.print(console_table(summary))
+    found = findings(summary)
+    if found:
+        console.print("\nWhat stands out", style="bold")
+    for finding in found:
+        console.print(Padding(Text(f"• {finding.sentence}"), (0, 0, 0, 1)))
 
 
 def _write(summary: HeadSummary, targets: dict[str, Path | None]) -> None:

@@ -69,7 +69,7 @@ def make_summary(
     return HeadSummary(
         tuple(layers),
         tuple(metrics),
-        Moments.of(table.transpose(0, 1), tuple(metrics)),
+        Moments.of(table.transpose(0, 1).contiguous(), tuple(metrics)),
         dict(about or {"model": "synthetic"}),
         tuple(unread),
     )

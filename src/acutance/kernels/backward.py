@@ -95,7 +95,10 @@ def backward(
         return tensor.reshape(B, H, g, L, *tensor.shape[3:])
 
     q5, rows = split(query), {name: split(part) for name, part in sums._asdict().items()}
-    grads = {name: None if t is None else split(t.to(dtype)) for name, t in grad._asdict().items()}
+    grads = {  # no values, no output: its gradient has no element
+        name: None if t is None or not t.numel() else split(t.to(dtype))
+        for name, t in grad._asdict().items()
+    }
     dq = torch.zeros(q5.shape, dtype=dtype, device=query.device)
     dk = torch.zeros(key.shape, dtype=dtype, device=key.device)
     want_q, want_k, want_v, want_mask, want_bias, want_sinks = wanted
@@ -279,4 +282,4 @@ class _SharedGradient:
 
     def result(self) -> Tensor:
         """The gradient in the mask's own shape and dtype."""
-        return self._sum.reshape(self._tensor.shape).to(self._tensor.dtype)
+        return self._sum.reshape(self._tensor.shape).to(self._tensor.dtype).contiguous()

@@ -80,7 +80,7 @@ def forward(
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
     width = 0 if value is None else value.shape[-1]
-    q5 = query.reshape(B, H, g, L, -1)
+    q5 = query.reshape(B, H, g, L, query.shape[-1])
 
     def rows(*extra: int, dtype: torch.dtype = dtype) -> Tensor:
         return query.new_empty(B, H, g, L, *extra, dtype=dtype)

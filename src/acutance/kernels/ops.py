@@ -52,7 +52,7 @@ def _arguments(
     masking = Masking(
         batch=batch,
         heads=heads,
-        group=query_heads // max(1, heads),
+        group=query_heads // heads if heads else 1,
         queries=queries,
         keys=keys,
         attn_mask=attn_mask,

@@ -102,12 +102,12 @@ def tile_rows(
 ) -> Iterator[Work]:
     """The tile rows of a call, heads first, so that a head's keys are gathered once."""
     rows, _, blocks = tile_shape(masking)
-    heads = min(masking.heads, blocks)
-    batches = max(1, min(masking.batch, blocks // masking.heads))
+    heads = max(1, min(masking.heads, blocks))
+    batches = max(1, min(masking.batch, blocks // max(1, masking.heads)))
 
     def gather(tensor: Tensor, batch: slice, head: slice) -> Tensor:
         part = tensor[batch, head]
-        return part.to(dtype).reshape(-1, *part.shape[2:])
+        return part.to(dtype).flatten(0, 1)
 
     for b in range(0, masking.batch, batches):
         batch = slice(b, min(b + batches, masking.batch))

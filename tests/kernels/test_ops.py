@@ -1,0 +1,274 @@
+"""The kernel as an operator: compiled, fake, under autocast and in inference mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from acutance.attend import attention, row_statistics
+from acutance.kernels.blocked import Sums
+from acutance.kernels.ops import row_sums, row_sums_backward
+from acutance.rowstats import METRICS, dense_statistics
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """(2, 4, 9, 8) queries laid out as a projection leaves them, 11 keys of 2 heads, Ev = 3."""
+    query = normal(2, 9, 4, 8, dtype=dtype).transpose(1, 2)
+    key, value = normal(2, 2, 11, 8, seed=1, dtype=dtype), normal(2, 2, 11, 3, seed=2, dtype=dtype)
+    return tuple(part.detach().requires_grad_() for part in (query, key, value))  # type: ignore[return-value]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True, "query_offset": 2},
+    "masked": {"attn_mask": normal(9, 11) > 0, "window": 5},
+    "everything": {
+        "bias": normal(11, 9, seed=3).T.requires_grad_(),
+        "sinks": normal(4, seed=4).requires_grad_(),
+        "softcap": 5.0,
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.1]),
+        "key_mask": torch.arange(11) < torch.tensor([[7], [11]]),
+        "document_ids": (torch.arange(9) // 4, torch.arange(11)[None] // 4),
+    },
+    "lengths": {"cu_seqlens": torch.tensor([0, 4, 11])},
+}
+
+
+def everything(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> list[Tensor]:
+    """The output and every metric, all read inside the graph."""
+    out, stats = attention(
+        query, key, value, enable_gqa=True, return_stats=True, noise=True, **options
+    )
+    return [out, *(getattr(stats, name) for name in METRICS)]
+
+
+def gradients(results: list[Tensor], variables: list[Tensor]) -> list[Tensor]:
+    total = sum(
+        (i + 1) * part.nan_to_num(0.0, neginf=0.0).sum()
+        for i, part in enumerate(results)
+        if part.requires_grad
+    )
+    assert isinstance(total, Tensor)
+    return list(torch.autograd.grad(total, variables))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def same(left: list[Tensor], right: list[Tensor], tolerance: float) -> None:
+    assert len(left) == len(right)
+    for ours, theirs in zip(left, right, strict=True):
+        torch.testing.assert_close(
+            ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True, check_stride=False
+        )
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_a_whole_graph_without_a_break(case: str) -> None:
+    options = OPTIONS[case]
+    variables = [*inputs(), *(part for part in options.values() if requires_grad(part))]
+    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
+    results, wanted = compiled(*variables[:3], **options), everything(*variables[:3], **options)
+    same(results, wanted, 0.0)
+    same(gradients(results, variables), gradients(wanted, variables), 0.0)
+
+
+def requires_grad(part: object) -> bool:
+    return isinstance(part, Tensor) and part.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore")  # the default backend's own, about itself
+def test_the_default_backend() -> None:
+    def loss(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out, stats = attention(
+            query, key, value, is_causal=True, query_offset=2, enable_gqa=True, return_stats=True
+        )
+        return out.square().mean() + (stats.entropy - 1.0).square().mean() + stats.lse.mean()
+
+    variables = list(inputs())
+    compiled = torch.compile(loss, fullgraph=True)
+    result, wanted = compiled(*variables), loss(*variables)
+    torch.testing.assert_close(result, wanted, rtol=1e-6, atol=1e-6)
+    same(
+        list(torch.autograd.grad(result, variables)),
+        list(torch.autograd.grad(wanted, variables)),
+        1e-6,
+    )
+
+
+def test_lengths_offsets_and_scales_that_change_are_one_graph() -> None:
+    def decode(query: Tensor, key: Tensor, offset: int, window: int, scale: float) -> Tensor:
+        stats = row_statistics(
+            query, key, is_causal=True, query_offset=offset, window=window, scale=scale
+        )
+        return stats.entropy + stats.gaussian_entropy
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(decode, fullgraph=True, backend=counter, dynamic=True)
+    for length in (7, 8, 13, 40):
+        query, key = normal(2, 3, 5, 8), normal(2, 3, length, 8, seed=length)
+        arguments = (query, key, length - 5, length // 2, 0.1 * length)
+        torch.testing.assert_close(compiled(*arguments), decode(*arguments), equal_nan=True)
+    assert counter.frame_count == 1
+
+
+def test_dropout_does_not_break_the_graph() -> None:
+    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
+    variables = list(inputs())
+    first, second = compiled(*variables, dropout_p=0.5), compiled(*variables, dropout_p=0.5)
+    plain = everything(*variables)
+    assert not torch.equal(first[0], second[0])
+    same(first[1:], plain[1:], 0.0)
+    assert all(grad.isfinite().all() for grad in gradients(first, variables))
+
+
+def test_bad_input_is_refused_while_compiling() -> None:
+    query, key, _ = (part.detach() for part in inputs())
+    compiled = torch.compile(row_statistics, backend="aot_eager")
+    with pytest.raises(Exception, match="key and value share the source length S"):
+        compiled(query, key, key[:, :, 1:], enable_gqa=True)
+
+
+# -- the operators ----------------------------------------------------------------------------
+
+NAMES = ["query", "key", "value", "attn_mask", "bias", "key_mask", "query_documents", "key_documents", "alibi_slopes", "sinks", "seed", "causal", "offset", "window", "scale", "softcap", "dropout_p"]
+
+
+def arguments(dtype: torch.dtype = torch.float32, **changed: Any) -> list[Any]:
+    """Arguments of the operator by position."""
+    query, key, value = inputs(dtype)
+    given = dict.fromkeys(NAMES) | {
+        "query": query,
+        "key": key,
+        "value": value,
+        "causal": False,
+        "offset": 0,
+        "scale": 0.3,
+        "dropout_p": 0.0,
+    }
+    assert set(changed) <= set(given)
+    return list((given | changed).values())
+
+
+CALLS: dict[str, tuple[dict[str, Any], bool]] = {
+    "plain": ({}, False),
+    "noise": ({}, True),
+    "no values": ({"value": None}, False),
+    "causal window": ({"causal": True, "window": 4, "offset": 1}, True),
+    "masks": (
+        {
+            "attn_mask": normal(9, 2 * 11)[:, ::2].requires_grad_(),
+            "bias": normal(4, 11, 9).transpose(1, 2).requires_grad_(),
+            "key_mask": torch.ones(2, 11, dtype=torch.bool),
+            "sinks": normal(4).requires_grad_(),
+            "softcap": 4.0,
+            "alibi_slopes": torch.ones(4),
+        },
+        True,
+    ),
+    "expanded mask": ({"bias": normal(9, 1).expand(2, 4, 9, 11).requires_grad_()}, False),
+    "documents": (
+        {
+            "query_documents": torch.zeros(1, 9, dtype=torch.int64),
+            "key_documents": torch.zeros(2, 11, dtype=torch.int64),
+        },
+        False,
+    ),
+    "dropout": ({"dropout_p": 0.5, "seed": torch.tensor(3)}, True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("call", CALLS)
+def test_the_operator_keeps_its_promises(call: str, dtype: torch.dtype) -> None:
+    changed, noise = CALLS[call]
+    torch.library.opcheck(row_sums, (*arguments(dtype, **changed), noise))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_backward_operator_keeps_its_promises(call: str) -> None:
+    changed, noise = CALLS[call]
+    given = [
+        part.detach() if isinstance(part, Tensor) else part for part in arguments(**changed)
+    ]
+    sums = Sums(*row_sums(*given, noise))
+    grads = [torch.ones_like(sums.out), *[torch.ones_like(sums.Z)] * 8]
+    places = (0, 1, 2, 3, 4, 9)
+    wanted = [
+        isinstance(given[place], Tensor) and given[place].is_floating_point() for place in places
+    ]
+    torch.library.opcheck(row_sums_backward, (grads, list(sums), wanted, *given))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("noise", [False, True])
+def test_meta_tensors_have_the_shapes_of_real_ones(dtype: torch.dtype, noise: bool) -> None:
+    real = row_sums(*arguments(dtype), noise)
+    meta = row_sums(
+        *[part.to("meta") if isinstance(part, Tensor) else part for part in arguments(dtype)], noise
+    )
+    for name, ours, theirs in zip(Sums._fields, real, meta, strict=True):
+        assert theirs.is_meta
+        assert (ours.shape, ours.dtype, ours.stride()) == (
+            theirs.shape,
+            theirs.dtype,
+            theirs.stride(),
+        ), name
+
+
+def test_attention_runs_on_meta_tensors() -> None:
+    query, key, value = (part.to("meta") for part in inputs())
+    out, stats = attention(query, key, value, enable_gqa=True, is_causal=True, return_stats=True)
+    assert (out.shape, out.device.type) == ((2, 4, 9, 3), "meta")
+    assert stats.effective_keys.shape == (2, 4, 9)
+
+
+# -- modes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_what_pytorch_casts_and_nothing_inside(dtype: torch.dtype) -> None:
+    query, key, value = inputs()
+    with torch.autocast("cpu", dtype=dtype):
+        out, stats = attention(query, key, value, enable_gqa=True, return_stats=True)
+        want = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        mixed = attention(query, key.to(dtype), value, enable_gqa=True)
+        entropy = stats.entropy
+    assert out.dtype == want.dtype == mixed.dtype == dtype
+    torch.testing.assert_close(out, want, rtol=0.02, atol=0.02)
+    assert entropy.dtype == torch.float32
+    half = [part.to(dtype) for part in (query, key, value)]
+    oracle = dense_statistics(*half, enable_gqa=True)
+    assert (entropy.double() - oracle["entropy"]).abs().max() <= 1e-5
+    grads = torch.autograd.grad(out.float().sum() + entropy.sum(), (query, key, value))
+    assert [grad.dtype for grad in grads] == [torch.float32] * 3
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    query, key, value = inputs(torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, stats = attention(query, key, value, enable_gqa=True, return_stats=True)
+    assert out.dtype == stats.entropy.dtype == torch.float64
+
+
+def test_inference_mode() -> None:
+    query, key, value = inputs()
+    want = everything(query, key, value)
+    with torch.inference_mode():
+        found = everything(query, key, value)
+        assert all(part.is_inference() for part in found)
+    same(found, [part.detach() for part in want], 0.0)
+

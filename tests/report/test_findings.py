@@ -1,0 +1,161 @@
+"""Findings: each kind is found where it is, and not where it is not."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from acutance.probing import HeadSummary, Moments
+from acutance.report import Finding, findings
+from acutance.report.findings import COLLAPSED, DEAD, LABELS, LARGE_LOGIT, MOST_NAMED, SINK
+from acutance.rowstats import METRICS
+
+Make = Callable[..., HeadSummary]
+
+
+def kinds(summary: HeadSummary) -> list[str]:
+    return [found.kind for found in findings(summary)]
+
+
+def only(summary: HeadSummary, kind: str) -> Finding:
+    (found,) = [found for found in findings(summary) if found.kind == kind]
+    return found
+
+
+def test_ordinary_heads_yield_extremes_and_the_largest_logit_alone(summary_of: Make) -> None:
+    assert kinds(summary_of((3, 3))) == ["sharpest", "most_diffuse", "largest_logit"]
+
+
+def test_the_sharpest_and_the_most_diffuse_head(summary_of: Make) -> None:
+    summary = summary_of(
+        (3, 5),
+        normalized_entropy={(1, 4): 0.12, (0, 1): 0.9},
+        entropy={(1, 4): 0.61},
+        information={(1, 4): 4.37},
+        effective_keys={(1, 4): 2.1},
+        n_keys={(1, 4): 154.0},
+    )
+    sharp, diffuse = only(summary, "sharpest"), only(summary, "most_diffuse")
+    assert (sharp.layer, sharp.head, sharp.module) == (1, 4, "model.layers.1.attn")
+    assert sharp.value == pytest.approx(0.12)
+    assert sharp.sentence == (
+        "Layer 1 head 4 is the sharpest: it spreads a row over 2.1 effective keys of 154 on "
+        "average (entropy 0.61 of 4.98 nats), close to picking one key."
+    )
+    assert (diffuse.layer, diffuse.head) == (0, 1)
+
+
+def test_one_head_is_not_called_both(summary_of: Make) -> None:
+    assert kinds(summary_of((1,))) == ["sharpest", "largest_logit"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "beyond", "within"),
+    [
+        ("first_key_sink", "first_weight", SINK + 0.01, SINK - 0.01),
+        ("collapsed", "effective_keys", COLLAPSED - 0.01, COLLAPSED + 0.01),
+        ("dead", "normalized_entropy", DEAD + 0.001, DEAD - 0.001),
+    ],
+)
+def test_a_kind_is_found_beyond_its_threshold_only(
+    summary_of: Make, kind: str, metric: str, beyond: float, within: float
+) -> None:
+    found = only(summary_of((2, 2), **{metric: {(1, 0): beyond}}), kind)
+    assert (found.layer, found.head) == (1, 0)
+    assert found.value == pytest.approx(beyond)
+    assert found.sentence.startswith("Layer 1 head 0 ")
+    assert kind not in kinds(summary_of((2, 2), **{metric: {(1, 0): within}}))
+
+
+def test_rows_of_few_keys_are_neither_sink_nor_collapsed_nor_dead(summary_of: Make) -> None:
+    changes = {
+        "first_weight": {(0, 0): 0.9},
+        "effective_keys": {(0, 0): 1.1},
+        "normalized_entropy": {(0, 1): 1.0},
+    }
+    few = {(0, 0): 2.0, (0, 1): 3.0}
+    assert {"first_key_sink", "collapsed", "dead"} <= set(kinds(summary_of((2,), **changes)))
+    assert kinds(summary_of((2,), **changes, n_keys=few)) == [
+        "sharpest",
+        "most_diffuse",
+        "largest_logit",
+    ]
+
+
+def test_many_heads_of_a_kind_are_named_in_part_and_counted(summary_of: Make) -> None:
+    sinks = {(0, head): 0.4 + head / 100 for head in range(5)}
+    found = [one for one in findings(summary_of((8,), first_weight=sinks)) if "sink" in one.kind]
+    assert [one.head for one in found] == [4, 3, 2]
+    assert len(found) == MOST_NAMED
+    assert "It may be an attention sink" in found[0].sentence
+    assert found[-1].sentence.endswith(
+        "In all, 5 of 8 heads give the first visible key more than 30% of their weight."
+    )
+
+
+def test_the_largest_logit_says_what_bfloat16_makes_of_it(summary_of: Make) -> None:
+    calm = only(summary_of((2,), max_logit={(0, 1): LARGE_LOGIT - 1}), "largest_logit")
+    large = only(summary_of((2,), max_logit={(0, 1): 67.0}), "largest_logit")
+    huge = only(summary_of((2,), max_logit={(0, 1): 1e4}), "largest_logit")
+    assert "no size to worry about" in calm.sentence
+    assert "steps of 0.5, so rounding can change a weight by 28%" in large.sentence
+    assert "steps of 64, so rounding can change a weight by a factor of 7.9e+13" in huge.sentence
+
+
+def test_the_largest_logit_is_of_all_rows_not_of_means(summary_of: Make) -> None:
+    found = only(summary_of((2,), max_logit={(0, 0): -3.0, (0, 1): -5.0}), "largest_logit")
+    assert (found.head, found.value) == (0, -3.0)
+
+
+def test_a_layer_that_did_not_verify_yields_nothing(summary_of: Make) -> None:
+    summary = summary_of((1, 2), layer={0: {"status": "mismatch"}}, first_weight={(0, 0): 0.9})
+    assert {found.layer for found in findings(summary)} == {1}
+    assert "first_key_sink" not in kinds(summary)
+
+
+def test_sentences_say_what_limits_them(summary_of: Make) -> None:
+    summary = summary_of((2,), rows=3, layer={0: {"status": "unverified"}})
+    for found in findings(summary):
+        assert found.sentence.endswith(
+            "Only 3 rows were read. Read from a softmax alone, so not checked."
+        )
+    assert "Only 1 row was read." in findings(summary_of((2,), rows=1))[0].sentence
+
+
+@pytest.mark.parametrize("metrics", [("entropy",), ("effective_keys",), ("normalized_entropy",)])
+def test_a_single_metric_is_enough_for_the_extremes(
+    summary_of: Make, metrics: tuple[str, ...]
+) -> None:
+    found = findings(summary_of((2, 2), metrics=metrics))
+    assert [one.kind for one in found] == ["sharpest", "most_diffuse"]
+    assert not any("nan" in one.sentence for one in found)
+
+
+def test_metrics_that_were_not_recorded_find_nothing(summary_of: Make) -> None:
+    assert findings(summary_of((2, 2), metrics=("sink_mass", "logit_std"))) == []
+
+
+def test_nan_finds_nothing(summary_of: Make) -> None:
+    nan = {(0, 0): math.nan, (0, 1): math.nan}
+    everything = dict.fromkeys(METRICS, nan)
+    assert findings(summary_of((2,), **everything)) == []
+    some = summary_of((3,), **everything)
+    assert {found.head for found in findings(some)} == {2}
+    assert not any("nan" in found.sentence for found in findings(some))
+
+
+def test_no_head_finds_nothing() -> None:
+    assert findings(HeadSummary((), tuple(METRICS), Moments.none(0, len(METRICS)))) == []
+
+
+def test_every_kind_has_a_label_and_a_test(summary_of: Make) -> None:
+    summary = summary_of(
+        (6,),
+        first_weight={(0, 0): 0.9},
+        effective_keys={(0, 1): 1.1},
+        normalized_entropy={(0, 2): 0.99},
+    )
+    assert Counter(kinds(summary)) == Counter(list(LABELS))
