@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -233,9 +234,7 @@ def test_causal_and_window_are_their_explicit_mask(offset: int, window: int | No
         noise=True,
     )
     for explicit in (mask, torch.zeros(7, 13).masked_fill(~mask, -torch.inf)):
-        other, others = attention(
-            query, key, value, explicit, return_stats=True, noise=True
-        )
+        other, others = attention(query, key, value, explicit, return_stats=True, noise=True)
         torch.testing.assert_close(out, other, rtol=1e-12, atol=1e-12)
         assert_same(stats, others)
     assert torch.equal(stats.n_keys, mask.sum(-1).expand(2, 2, 7))
@@ -343,11 +342,13 @@ def test_nan_in_a_query_stays_in_its_row() -> None:
 
 def test_a_hidden_key_may_hold_anything_in_its_scores() -> None:
     query, key = normal(1, 1, 6, 8), normal(1, 1, 9, 8, seed=1)
-    seen = torch.arange(9) != 4
-    want = row_statistics(query, key, key_mask=seen[None])
-    for bad in (torch.nan, torch.inf, 1e300):
-        key[0, 0, 4] = bad
-        assert_same(row_statistics(query, key, key_mask=seen[None]), want, 0.0)
+    seen = torch.arange(9) != 8
+    for options in ({"key_mask": seen[None]}, {"is_causal": True}, {"attn_mask": seen}):
+        want = row_statistics(query, key, **options)
+        for bad in (torch.nan, torch.inf, 1e300):
+            spoilt = key.clone()
+            spoilt[0, 0, 8] = bad
+            assert_same(row_statistics(query, spoilt, **options), want, 0.0)
 
 
 def test_packed_documents_are_separate_calls() -> None:
@@ -365,7 +366,7 @@ def test_packed_documents_are_separate_calls() -> None:
         out, stats = attention(
             query, key, value, is_causal=True, **option, return_stats=True, noise=True
         )
-        for a, b in zip(cuts, cuts[1:], strict=False):
+        for a, b in itertools.pairwise(cuts):
             part = slice(a, b)
             alone, its = attention(
                 query[:, :, part],
@@ -420,9 +421,7 @@ def test_softcap_bounds_the_scores_before_the_mask() -> None:
     query, key, value = normal(1, 2, 7, 8), normal(1, 2, 7, 8, seed=1), normal(1, 2, 7, 3, seed=2)
     scores = 2.0 * torch.tanh(query @ key.mT * 8**-0.5 * 10 / 2.0)
     scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf)
-    out, stats = attention(
-        10 * query, key, value, is_causal=True, softcap=2.0, return_stats=True
-    )
+    out, stats = attention(10 * query, key, value, is_causal=True, softcap=2.0, return_stats=True)
     torch.testing.assert_close(out, torch.softmax(scores, -1) @ value, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(stats.max_logit, scores.amax(-1), rtol=1e-12, atol=1e-12)
     assert stats.max_logit.abs().max() <= 2.0
@@ -447,8 +446,11 @@ def test_a_sink_takes_weight_and_gives_nothing() -> None:
 # -- dropout ----------------------------------------------------------------------------------
 
 
-def test_statistics_are_of_the_weights_before_dropout() -> None:
-    query, key, value = normal(1, 2, 7, 8), normal(1, 2, 9, 8, seed=1), normal(1, 2, 9, 3, seed=2)
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("keys", [9, 600])
+def test_statistics_are_of_the_weights_before_dropout(keys: int) -> None:
+    query, key = normal(1, 2, 7, 8), normal(1, 2, keys, 8, seed=1)
+    value = normal(1, 2, keys, 3, seed=2)
     out, stats = attention(query, key, value, return_stats=True, noise=True)
     dropped, others = attention(query, key, value, dropout_p=0.5, return_stats=True, noise=True)
     assert_same(stats, others, 0.0)
@@ -471,7 +473,8 @@ def test_dropout_keeps_the_expectation_and_drops_its_share(p: float) -> None:
     assert abs(out.mean() - 1) < 4 * error / math.sqrt(2 * rows)
     assert 0.9 * error < out.std() < 1.1 * error
     # whole weights are dropped: identity values show which
-    kept = attention(query[:, :, :, :], key, torch.eye(keys)[None, None].expand(1, 2, -1, -1), dropout_p=p)
+    each = torch.eye(keys).expand(1, 2, -1, -1)
+    kept = attention(query, key, each, dropout_p=p)
     assert kept.unique().numel() == 2
     share = float((kept > 0).float().mean())
     assert abs(share - (1 - p)) < 4 * math.sqrt(p * (1 - p) / kept.numel())

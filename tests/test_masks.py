@@ -110,7 +110,7 @@ CASES = {
 @pytest.mark.parametrize("size", [(1, 1), (4, 5), (11, 17), (100, 100)])
 @pytest.mark.parametrize("case", CASES)
 def test_tiles_are_the_dense_mask(case: str, size: tuple[int, int]) -> None:
-    masking = Masking(batch=2, heads=3, group=2, queries=11, keys=17, **CASES[case])  # type: ignore[arg-type]
+    masking = Masking(batch=2, heads=3, group=2, queries=11, keys=17, **CASES[case])
     seen, count, first, added = dense(masking, *size)
     want = expected(masking)
     assert torch.equal(seen, want)

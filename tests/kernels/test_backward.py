@@ -35,7 +35,7 @@ def visible(*shape: int, seed: int = 9) -> Tensor:
     return mask
 
 
-#: Constant options, and tensors to be differentiated, of calls with (1, 4, 3, 2) queries, five keys.
+#: Constant options, and tensors to differentiate, of calls with (1, 4, 3, 2) queries, five keys.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
     "plain": ({}, {}),
     "causal": ({"is_causal": True}, {}),
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
 
 
 def tensors() -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(  # type: ignore[return-value]
+    return tuple(
         part.requires_grad_()
         for part in (normal(1, 4, 3, 2), normal(1, 2, 5, 2, seed=1), normal(1, 2, 5, 3, seed=2))
     )
@@ -94,14 +94,15 @@ def test_output_and_every_metric_pass_gradcheck(case: str) -> None:
 
 @pytest.mark.parametrize("name", SMOOTH)
 def test_one_metric_alone_has_the_dense_gradient(name: str) -> None:
-    """Absent gradients of the other sums are not taken for zeros that must be read, nor the reverse."""
+    """Most sums then get no gradient at all, which is not the same as one of zero."""
     results = []
     for measure in (attended, dense):
         query, key, _ = tensors()
         bias = normal(4, 3, 5, seed=4).requires_grad_()
         sinks = normal(4, seed=3).requires_grad_()
         found = measure(query, key, bias=bias, sinks=sinks, enable_gqa=True, key_mask=KEYS)[name]
-        results.append(torch.autograd.grad(found.sum(), (query, key, bias, sinks), allow_unused=True))
+        variables = (query, key, bias, sinks)
+        results.append(torch.autograd.grad(found.sum(), variables, allow_unused=True))
     for ours, theirs in zip(*results, strict=True):
         theirs = torch.zeros(()) if theirs is None else theirs
         ours = torch.zeros_like(theirs) if ours is None else ours
@@ -135,6 +136,33 @@ def test_dropout_passes_gradcheck(p: float) -> None:
         return out, stats.entropy.nan_to_num(0.0)
 
     assert torch.autograd.gradcheck(call, tensors())
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_gradcheck_over_many_tiles(p: float) -> None:
+    """Along random directions; the drawn weights are the forward pass's in every tile."""
+    inputs = normal(2, 4, 5, 2), normal(2, 2, 600, 2, seed=1), normal(2, 2, 600, 1, seed=2)
+    added = normal(4, seed=3), normal(4, 1, 600, seed=4)
+
+    def call(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        out, stats = attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            query_offset=550,
+            enable_gqa=True,
+            sinks=sinks,
+            bias=bias,
+            dropout_p=p,
+            return_stats=True,
+        )
+        return torch.cat([out, torch.stack([stats[name] for name in SMOOTH], -1)], -1)
+
+    variables = tuple(part.requires_grad_() for part in (*inputs, *added))
+    assert torch.autograd.gradcheck(call, variables, fast_mode=True, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", SMOOTH)
@@ -184,10 +212,14 @@ def test_float32_gradients_over_many_tiles_are_the_dense_ones(options: dict[str,
 
     def total(found: dict[str, Tensor], out: Tensor) -> Tensor:
         weights = normal(2, 4, 40, seed=8).to(out.dtype)
-        names = ("entropy", "varentropy", "lse", "collision", "logit_std", "first_weight")
-        return sum((found[name].nan_to_num(0.0) * weights).sum() for name in names) + (
-            out * weights.unsqueeze(-1)
-        ).sum()
+        names = (
+            *("entropy", "varentropy", "lse", "collision", "logit_std", "first_weight"),
+            *("top_weight", "max_gap", "mean_field_entropy"),
+        )
+        return (
+            sum((found[name].nan_to_num(0.0) * weights).sum() for name in names)
+            + (out * weights.unsqueeze(-1)).sum()
+        )
 
     inputs = normal(2, 4, 40, 16), normal(2, 2, 300, 16, seed=1), normal(2, 2, 300, 8, seed=2)
     exact = [part.clone().requires_grad_() for part in inputs]
@@ -195,7 +227,7 @@ def test_float32_gradients_over_many_tiles_are_the_dense_ones(options: dict[str,
     wanted = torch.autograd.grad(total(found, found["output"]), exact)
     single = [part.float().requires_grad_() for part in inputs]
     out, stats = attention(*single, **options, enable_gqa=True, return_stats=True)
-    for ours, want in zip(torch.autograd.grad(total(stats, out), single), wanted, strict=True):  # type: ignore[arg-type]
+    for ours, want in zip(torch.autograd.grad(total(stats, out), single), wanted, strict=True):
         assert ours.dtype == torch.float32
         assert (ours.double() - want).abs().max() <= 1e-5 * want.abs().max()
 
@@ -203,10 +235,10 @@ def test_float32_gradients_over_many_tiles_are_the_dense_ones(options: dict[str,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gradients_come_back_in_their_dtype(dtype: torch.dtype) -> None:
     inputs = [part.detach().to(dtype).requires_grad_() for part in tensors()]
-    out, stats = attention(*inputs, enable_gqa=True, return_stats=True)  # type: ignore[misc]
+    out, stats = attention(*inputs, enable_gqa=True, return_stats=True)
     (out.float().sum() + stats.entropy.sum()).backward()
     exact = [part.detach().double().requires_grad_() for part in inputs]
-    found = dense_statistics(*exact, enable_gqa=True)  # type: ignore[misc]
+    found = dense_statistics(*exact, enable_gqa=True)
     (found["output"].sum() + found["entropy"].sum()).backward()
     for ours, want in zip(inputs, exact, strict=True):
         assert ours.grad is not None

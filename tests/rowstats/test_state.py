@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import reduce
 
@@ -30,7 +31,7 @@ def blocks(scores: Tensor, value: Tensor, cuts: list[int], sink: Tensor | None) 
     edges = [0, *sorted(min(cut, scores.shape[-1]) for cut in cuts), scores.shape[-1]]
     return [
         observe(scores[..., a:b], None, value[a:b], sink=sink, first_key=a)
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in itertools.pairwise(edges)
         if a < b
     ]
 
@@ -78,7 +79,7 @@ def statistics(state: RowState) -> dict[str, Tensor]:
 
 @QUICK
 @given(SCORES, st.lists(st.integers(0, 12), max_size=5), st.randoms(use_true_random=False))
-def test_any_split_in_any_order_is_the_oracle(scores: list[float], cuts: list[int], random) -> None:  # type: ignore[no-untyped-def]
+def test_any_split_in_any_order_is_the_oracle(scores: list[float], cuts: list[int], random) -> None:
     row, value = torch.tensor(scores, dtype=torch.float64), values(len(scores))
     parts = blocks(row, value, cuts, None)
     random.shuffle(parts)
@@ -106,7 +107,9 @@ def test_a_sink_survives_the_split(scores: list[float], cut: int, sink: float) -
 
 @QUICK
 @given(SCORES, SCORES, SCORES)
-def test_merge_is_associative_and_commutative(a: list[float], b: list[float], c: list[float]) -> None:
+def test_merge_is_associative_and_commutative(
+    a: list[float], b: list[float], c: list[float]
+) -> None:
     rows = [torch.tensor(part, dtype=torch.float64) for part in (a, b, c)]
     starts = [0, len(a), len(a) + len(b)]
     x, y, z = (
@@ -215,8 +218,9 @@ def test_states_and_metrics_pass_through_vmap(with_values: bool) -> None:
         return observe(scores, None, value if with_values else None, first_key=first_key)
 
     def of_one(scores: Tensor, value: Tensor) -> dict[str, Tensor]:
-        left, right = see(scores[..., :4], value[..., :4, :], 0), see(
-            scores[..., 4:], value[..., 4:, :], 4
+        left, right = (
+            see(scores[..., :4], value[..., :4, :], 0),
+            see(scores[..., 4:], value[..., 4:, :], 4),
         )
         return statistics(merge(left, right))
 

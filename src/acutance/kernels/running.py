@@ -12,8 +12,8 @@ __all__ = ["FLOOR", "LOG2E", "NO_KEY", "Running", "finite", "inverse_normaliser"
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
-#: Hidden scores are clamped here, so that weight × score is 0 and never 0 · −inf. Visible ones in the
-#: same block pass through the clamp too: it lies below any of them, and its square is finite.
+#: Hidden scores are clamped here, so that weight × score is 0 and never 0 · −inf. Visible ones in
+#: the same block pass through the clamp too: it lies below any of them; its square is finite.
 FLOOR = -1e18
 #: Index of the first visible key of a row that has none.
 NO_KEY = torch.iinfo(torch.int64).max

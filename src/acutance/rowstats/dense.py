@@ -181,8 +181,10 @@ def _metrics(
 def _noise_gain(p: Tensor, value: Tensor, output: Tensor) -> Tensor:
     """Σ_j p_j² Σ_e (v_je − o_e)², one query at a time: the differences are L × S × Ev numbers."""
     rows = [
-        (p[:, :, i].square().unsqueeze(-1) * (value - output[:, :, i : i + 1]).square()).sum((-1,
-        -2)) for i in range(p.shape[2])
+        (p[:, :, i].square().unsqueeze(-1) * (value - output[:, :, i : i + 1]).square()).sum(
+            (-1, -2)
+        )
+        for i in range(p.shape[2])
     ]
     return torch.stack(rows, -1) if rows else p.new_zeros(p.shape[:3])
 

@@ -185,9 +185,7 @@ def observe(
     squared = e.square().unsqueeze(-1)
     R1 = _ratio((squared * v).sum(-2), squared.sum(-2))
     spread = (v - R1.unsqueeze(-2)).square().sum(-1)
-    return state._replace(
-        O=(e.unsqueeze(-1) * v).sum(-2), R1=R1, R2=(e.square() * spread).sum(-1)
-    )
+    return state._replace(O=(e.unsqueeze(-1) * v).sum(-2), R1=R1, R2=(e.square() * spread).sum(-1))
 
 
 def merge(left: RowState, right: RowState) -> RowState:
