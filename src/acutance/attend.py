@@ -115,13 +115,13 @@ def attention(
         noise: with statistics, sum what ``noise_gain`` needs (a third matrix product).
         dropout_p: probability of dropping a weight; statistics are of the weights before dropout.
         query_offset: position of query 0 among the keys: S − L when decoding with a cache.
-        window: a row at position i sees keys with |i − j| < window.
+        window: a row at position i sees keys with ``abs(i - j) < window``.
         key_mask: boolean (B, S), True where a key takes part (False on padding).
         document_ids: integers (S,) or (B, S), or a pair for queries and keys; a row sees only keys
             of its own document.
         cu_seqlens: the same as cumulative lengths, from 0 to S.
         bias: added to the scores, broadcastable to (B, Hq, L, S); differentiable.
-        alibi_slopes: (Hq,); adds −slope · |position − j| without forming the matrix.
+        alibi_slopes: (Hq,); adds ``-slope * abs(position - j)`` without forming the matrix.
         softcap: c bounds scaled scores as c · tanh(s / c).
         sinks: (Hq,) learned logits that share each row's normaliser without being keys.
 
@@ -210,12 +210,12 @@ def row_statistics(
         enable_gqa: let Hq be a multiple of H.
         noise: also give ``noise_gain``.
         query_offset: position of query 0 among the keys.
-        window: a row at position i sees keys with |i − j| < window.
+        window: a row at position i sees keys with ``abs(i - j) < window``.
         key_mask: boolean (B, S), True where a key takes part.
         document_ids: a row sees only keys of its own document.
         cu_seqlens: the same as cumulative lengths.
         bias: added to the scores.
-        alibi_slopes: (Hq,); adds −slope · |position − j|.
+        alibi_slopes: (Hq,); adds ``-slope * abs(position - j)``.
         softcap: bounds scaled scores.
         sinks: (Hq,) learned logits in the normaliser.
 

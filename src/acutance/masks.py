@@ -179,7 +179,7 @@ class Masking:
         alibi_slopes: (Hq,); adds −slope · |position − key|.
         causal: whether key j is visible only where j ≤ position.
         offset: position of query 0 among the keys.
-        window: a row sees keys with |position − j| < window.
+        window: a row sees keys with ``abs(position - j) < window``.
         device: where positions are computed.
     """
 

@@ -89,7 +89,9 @@ def test_output_and_every_metric_pass_gradcheck(case: str) -> None:
         return torch.cat([out, torch.stack(found, -1)], -1)
 
     inputs = (*tensors(), *(variables[name].clone().requires_grad_() for name in names))
-    assert torch.autograd.gradcheck(call, inputs, atol=1e-6)
+    # entry by entry where it matters most, elsewhere along random directions
+    fast = case not in ("plain", "masked", "sinks")
+    assert torch.autograd.gradcheck(call, inputs, atol=1e-6, fast_mode=fast)
 
 
 @pytest.mark.parametrize("name", SMOOTH)
@@ -143,7 +145,8 @@ def test_dropout_passes_gradcheck(p: float) -> None:
 def test_gradcheck_over_many_tiles(p: float) -> None:
     """Along random directions; the drawn weights are the forward pass's in every tile."""
     inputs = normal(2, 4, 5, 2), normal(2, 2, 600, 2, seed=1), normal(2, 2, 600, 1, seed=2)
-    added = normal(4, seed=3), normal(4, 1, 600, seed=4)
+    # sinks as heavy as the 600 keys together
+    added = normal(4, seed=3) + 6, normal(4, 1, 600, seed=4)
 
     def call(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor) -> Tensor:
         torch.manual_seed(5)

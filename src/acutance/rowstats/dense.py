@@ -49,12 +49,12 @@ def dense_statistics(
         scale: factor of the scores; None is 1/√E.
         enable_gqa: let Hq be a multiple of H.
         query_offset: position of query 0 among the keys.
-        window: a row at position i sees keys with |i − j| < window.
+        window: a row at position i sees keys with ``abs(i - j) < window``.
         key_mask: boolean (B, S), True where a key takes part.
         document_ids: a row sees only keys of its own document.
         cu_seqlens: the same as cumulative lengths.
         bias: added to the scores.
-        alibi_slopes: (Hq,); adds −slope · |position − j|.
+        alibi_slopes: (Hq,); adds ``-slope * abs(position - j)``.
         softcap: bounds scaled scores.
         sinks: (Hq,) learned logits in the normaliser.
 

@@ -1,0 +1,623 @@
+r"""Softmax rows of cosine logits: how much a temperature lets one row say.
+
+A row of n keys has logits :math:`\cos\theta_j / \tau` and weights :math:`p = \mathrm{softmax}`.
+Its information is :math:`\log n - H` nats, H the Shannon entropy of p. Only the span
+:math:`A = \mathrm{width} / \tau` of the logits matters; cosines in [-1, 1] have width 2.
+
+*The least entropy.* Along any one logit H has no interior minimum, so the minimum over the box
+puts k keys at the top and the other n - k at the bottom. With :math:`r = (n - k) e^{-A}`
+
+.. math::
+
+    H_k = \log(k + r) + \frac{A r}{k + r}, \qquad
+    \log n - \min_k H_k \to D(A) = B - 1 - \log B, \quad B = \frac{A}{1 - e^{-A}},
+
+the limit for many keys, reached at :math:`k / n = (B - 1) / (e^A - 1)`.
+
+*Random directions.* Cosines of uniform directions in :math:`R^d` instead give the entropy drop of
+the von Mises-Fisher law, at :math:`\kappa = 1/\tau`.
+
+Each formula is evaluated in the form that keeps its relative accuracy: differences that vanish
+with A as series, Bessel functions scaled by their growth, and the entropy drop with its growing
+parts cancelled by hand.
+
+Sources: Su (2023), https://kexue.fm/archives/9593 (the range at a temperature); Mardia & Jupp
+(2000), Directional Statistics, section 9.3 (von Mises-Fisher); NIST DLMF, sections 10.40 and 10.41
+(expansions of Bessel functions).
+"""
+
+import math
+from collections.abc import Callable
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import brentq
+from scipy.special import bernoulli
+
+__all__ = [
+    "cosine_best_count",
+    "cosine_entropy_lower_bound",
+    "information_range_limit",
+    "match_dimension",
+    "retrieval_capacity",
+    "tau_for_information",
+    "vmf_entropy_drop",
+]
+
+Array = NDArray[np.float64]
+Setting = Literal["free", "simplex", "random_keys"]
+
+_EPS = float(np.finfo(np.float64).eps)
+#: A / (1 - e^-A) - 1 = A/2 + A²/12 - A⁴/720 + ..., enough terms for A <= 1.
+_ODD_HALF = [0.0, 0.5] + [bernoulli(20)[k] / math.factorial(k) for k in range(2, 21)]
+#: (atanh t - t) / t³ = 1/3 + t²/5 + ..., in powers of t², enough terms for |t| <= 0.21.
+_ATANH_TAIL = [1 / (2 * j + 3) for j in range(13)]
+#: (1 - φ) / y², φ = (1 - y²) atanh(y) / y, in powers of y², enough terms for y <= 1/3.
+_MIDPOINT = [2 / ((2 * j + 1) * (2 * j + 3)) for j in range(17)]
+#: log Γ(v + 1) less Stirling's formula, times v, in powers of 1/v², for v >= 30.
+_STIRLING = [bernoulli(12)[2 * j] / (2 * j * (2 * j - 1)) for j in range(1, 7)]
+_DEBYE_FROM = 30.0  # the order of the Bessel function, and its argument, for Debye's expansion
+_DEBYE_TERMS = 12
+
+
+def information_range_limit(tau: ArrayLike, *, width: ArrayLike = 2.0) -> float | Array:
+    r"""Most information a row of cosine logits can carry at temperature tau, for many keys.
+
+    .. math:: D = B - 1 - \log B, \qquad B = \frac{A}{1 - e^{-A}}, \quad A = \mathrm{width} / \tau
+
+    It is A²/8 for small A (Hoeffding's bound) and A - 1 - log A for large A. At a finite n the
+    largest log n - H is slightly lower, and never above log n.
+
+    Args:
+        tau: Temperature, tau > 0.
+        width: Range of the cosines, width > 0: 2 for [-1, 1].
+
+    Returns:
+        D in nats, float64 of the broadcast shape; a float for scalars. It does not know n:
+        where it exceeds log n, the whole range from 0 to log n is within reach.
+
+    Raises:
+        ValueError: If some tau or width is not finite and positive.
+
+    Example:
+        >>> information_range_limit(1.0)
+        0.474474647070527
+        >>> information_range_limit([1000.0, 0.1])
+        array([4.99999972e-07, 1.60042678e+01])
+
+    Source:
+        Su (2023), https://kexue.fm/archives/9593, which prints 0.4745 for tau = 1.
+    """
+    span = _span(tau, width)
+    return _result(_excess(_bulge(span)))
+
+
+def cosine_best_count(n: ArrayLike, tau: ArrayLike, *, width: ArrayLike = 2.0) -> float | Array:
+    r"""Number of keys at the top of the cosine row with the least entropy.
+
+    .. math:: k^* \in \{\lfloor n x^* \rfloor, \lceil n x^* \rceil\} \cap [1, n - 1], \qquad
+              x^* = \frac{B - 1}{e^A - 1}, \quad B = \frac{A}{1 - e^{-A}}, \quad
+              A = \mathrm{width} / \tau
+
+    The better of the two is found from the sign of :math:`H_{k+1} - H_k`, in exact arithmetic
+    where float64 cannot tell. It is n/2 for high temperatures and 1 for low ones.
+
+    Args:
+        n: Number of keys, an integer n >= 2.
+        tau: Temperature, tau > 0.
+        width: Range of the cosines, width > 0: 2 for [-1, 1].
+
+    Returns:
+        k* as float64 of the broadcast shape; a float for scalars. Of two equally good counts, the
+        smaller.
+
+    Raises:
+        ValueError: If some n is not an integer of at least 2, or some tau or width is not finite
+            and positive.
+
+    Example:
+        >>> cosine_best_count(256, 1.0)
+        53.0
+        >>> cosine_best_count(65536, [1e6, 0.2, 0.05])
+        array([3.2768e+04, 2.7000e+01, 1.0000e+00])
+
+    Source:
+        Su (2023), https://kexue.fm/archives/9593, for the limit x*.
+    """
+    span, keys = _span(tau, width), _keys(n)
+    tau, width = np.asarray(tau, np.float64), np.asarray(width, np.float64)
+    keys, span, tau, width = np.broadcast_arrays(keys, span, tau, width)
+    count, unsure = _best_count(keys, span)
+    for index in np.argwhere(unsure):
+        at = tuple(index)
+        count[at] = _best_count_exactly(count[at], keys[at], tau[at], width[at])
+    return _result(count)
+
+
+def cosine_entropy_lower_bound(
+    n: ArrayLike, tau: ArrayLike, *, width: ArrayLike = 2.0
+) -> float | Array:
+    r"""Least entropy of a softmax over n cosines divided by tau.
+
+    .. math:: H_{\min} = \min_k \left[ \log(k + r) + \frac{A r}{k + r} \right], \qquad
+              r = (n - k) e^{-A}, \quad A = \mathrm{width} / \tau
+
+    It is attained: for one query, any n cosines occur in two dimensions or more. It is also the
+    sharp lower bound for any n logits that span A.
+
+    Args:
+        n: Number of keys, an integer n >= 2.
+        tau: Temperature, tau > 0.
+        width: Range of the cosines, width > 0: 2 for [-1, 1]. For a row with one aligned key
+            and the others spread as evenly as all rows at once allow it is 1 + 1/(n - 1).
+
+    Returns:
+        H in nats, between 0 and log n, float64 of the broadcast shape; a float for scalars.
+
+    Raises:
+        ValueError: If some n is not an integer of at least 2, or some tau or width is not finite
+            and positive.
+
+    Example:
+        >>> cosine_entropy_lower_bound(16, 1.0)  # 0.4731 below log 16
+        2.29943887538679
+        >>> cosine_entropy_lower_bound(65536, [1.0, 0.1])
+        array([1.06158802e+01, 2.83625776e-03])
+
+    Source:
+        Su (2023), https://kexue.fm/archives/9593.
+    """
+    span, keys = _span(tau, width), _keys(n)
+    keys, span = np.broadcast_arrays(keys, span)
+    count, _ = _best_count(keys, span)  # where that is unsure, both counts give the same entropy
+    rest = (keys - count) * np.exp(-span)
+    entropy = np.where(count > 1, np.log(count + rest), np.log1p(rest))
+    entropy += np.minimum(span, 1e300) * (rest / (count + rest))
+    return _result(entropy)
+
+
+def tau_for_information(
+    n: ArrayLike,
+    fraction: ArrayLike,
+    *,
+    setting: Setting = "free",
+    d: ArrayLike | None = None,
+) -> float | Array:
+    r"""Temperature at which a row of cosine logits can carry a fraction of log n.
+
+    .. math:: \frac{\log n - H(\tau)}{\log n} = \mathrm{fraction}
+
+    What H is depends on the keys:
+
+    * ``"free"``: the least entropy over all cosines in [-1, 1], with the best count of keys at
+      the top (``cosine_best_count``; several at moderate fractions). One row can have it.
+    * ``"simplex"``: one key at cosine 1, the others at -1/(n - 1). That is the most that every
+      row of n queries aligned with their own keys can have at once, and needs d >= n - 1.
+    * ``"random_keys"``: one key at cosine 1, the others in uniform directions of :math:`R^d`. The
+      others enter by their average, :math:`Z = e^\kappa + (n-1)\, {}_0F_1(;d/2;\kappa^2/4)` with
+      :math:`\kappa = 1/\tau`, and by their largest typical cosine once that average is carried
+      by fewer than one key. An estimate, fit for many keys; the two others are exact.
+
+    Args:
+        n: Number of keys, an integer n >= 2.
+        fraction: Information as a fraction of log n, 0 < fraction < 1.
+        setting: ``"free"``, ``"simplex"`` or ``"random_keys"``.
+        d: Dimension of queries and keys, d >= 2, for ``"random_keys"`` and only there.
+
+    Returns:
+        tau, float64 of the broadcast shape; a float for scalars. It tends to infinity as
+        fraction tends to 0, and to 0 as fraction tends to 1.
+
+    Raises:
+        ValueError: If an argument is outside its domain, d is missing or d is not used.
+
+    Example:
+        >>> tau_for_information(256, 0.9)
+        0.24086598760663
+        >>> tau_for_information(256, [0.5, 0.9], setting="simplex")
+        array([0.15635782, 0.12090528])
+        >>> tau_for_information(65536, 0.9, setting="random_keys", d=128)
+        0.06953
+
+    Source:
+        Su (2023), https://kexue.fm/archives/9593, for the free setting.
+    """
+    keys, wanted = _keys(n), np.asarray(fraction, np.float64)
+    _require("fraction", wanted, (wanted > 0) & (wanted < 1), "the fraction lies between 0 and 1")
+    if setting not in ("free", "simplex", "random_keys"):
+        raise ValueError(
+            f'setting: one of "free", "simplex" and "random_keys", got setting={setting!r}'
+        )
+    if (d is not None) != (setting == "random_keys"):
+        raise ValueError(
+            f'd: the dimension goes with setting="random_keys", got d={d} and setting="{setting}"'
+        )
+    dimension = _dimension(2.0 if d is None else d)
+    keys, wanted, dimension = np.broadcast_arrays(keys, wanted, dimension)
+
+    def point(count: float, part: float, dim: float) -> float:
+        if setting == "random_keys":
+            return 1 / _solve(_match_among_random(count, dim), count, part)
+        if setting == "simplex":
+            return count / (count - 1) / _solve(lambda span: _two_level(count, 1, span), count, part)
+
+        def free(span: float) -> tuple[float, float]:
+            best, _ = _best_count(np.asarray(count), np.asarray(span))
+            return _two_level(count, float(best), span)
+
+        return 2 / _solve(free, count, part)
+
+    return _pointwise(point, keys, wanted, dimension)
+
+
+def vmf_entropy_drop(d: ArrayLike, kappa: ArrayLike) -> float | Array:
+    r"""Information of a row of cosine logits at scale kappa over many random directions.
+
+    .. math:: D = \kappa A_d(\kappa) - \log {}_0F_1(; d/2; \kappa^2/4), \qquad
+              A_d = \frac{I_{d/2}(\kappa)}{I_{d/2-1}(\kappa)}
+
+    the relative entropy of the von Mises-Fisher law to the uniform one. log n - H tends to D for
+    many keys, while D < log n.
+
+    It is κ²/(2d) for κ ≪ d, is 0.2406 d at κ = d ≫ 1, and grows as (d-1)/2 log κ for κ ≫ d.
+
+    Args:
+        d: Dimension of queries and keys, d >= 2. Values between the integers continue the formula.
+        kappa: Scale of the cosines, one over the temperature, kappa >= 0.
+
+    Returns:
+        D in nats, float64 of the broadcast shape; a float for scalars.
+
+    Raises:
+        ValueError: If some d is below 2, some kappa is negative, or either is not finite.
+
+    Example:
+        >>> vmf_entropy_drop(64, 64.0)
+        15.473400160234
+        >>> vmf_entropy_drop([2, 768], [1.0, 30.0])
+        array([0.21047561, 0.58460437])
+
+    Source:
+        Mardia & Jupp (2000), Directional Statistics, section 9.3.
+    """
+    dimension, scale = _dimension(d), np.asarray(kappa, np.float64)
+    _require(
+        "kappa", scale, (scale >= 0) & np.isfinite(scale), "the scale is finite and at least 0"
+    )
+    return _pointwise(
+        lambda dim, k: _von_mises_fisher(dim, k)[2], *np.broadcast_arrays(dimension, scale)
+    )
+
+
+def match_dimension(n: ArrayLike, mass: ArrayLike = 0.5) -> float | Array:
+    r"""Dimension from which a perfect match can hold a given weight among n random keys.
+
+    .. math:: d \ge 2 \left( \log(n - 1) + \log \frac{p}{1 - p} \right)
+
+    The match has cosine 1, the other n - 1 keys cosines N(0, 1/d). Their average exponential at
+    scale λ is exp(λ²/2d), so the match has weight p where λ - λ²/2d = log(n-1) + logit p. The left
+    side is at most d/2, at λ = d. ``needle_scale`` with gap 1 and sigma d^(-1/2) gives the scale.
+
+    Args:
+        n: Number of keys, n >= 2. Values between the integers continue the formula.
+        mass: Weight p of the match, 1/n <= mass < 1; 1/n is what it has at scale 0.
+
+    Returns:
+        The least d, not rounded, float64 of the broadcast shape; a float for scalars.
+
+    Raises:
+        ValueError: If some n is below 2 or not finite, or some mass is outside [1/n, 1).
+
+    Example:
+        >>> match_dimension(512)
+        12.4727
+        >>> match_dimension([4096, 65536], 0.9)
+        array([21.02950461, 26.57513638])
+
+    Source:
+        The planted row of the random energy model, Derrida (1981), Phys. Rev. B 24, 2613; the
+        growth with log n is that of Johnson & Lindenstrauss, see https://kexue.fm/archives/9588.
+    """
+    keys, weight = np.asarray(n, np.float64), np.asarray(mass, np.float64)
+    _require("n", keys, (keys >= 2) & np.isfinite(keys), "the number of keys is at least 2")
+    keys, weight = np.broadcast_arrays(keys, weight)
+    _require(
+        "mass", weight, (weight * keys >= 1 - _EPS) & (weight < 1), "the mass lies in [1/n, 1)"
+    )
+    return _result(2 * np.log1p(np.maximum(keys * weight - 1, 0.0) / (1 - weight)))
+
+
+def retrieval_capacity(d: ArrayLike, mass: ArrayLike = 0.5) -> float | Array:
+    r"""Number of keys among which scaled dot products still give a perfect match its weight.
+
+    .. math:: \log(n - 1) \le \sqrt{d} - \tfrac12 - \log \frac{p}{1 - p}
+
+    Query and match are the same vector of squared length d, so the match's logit is sqrt(d) at
+    the usual scale 1/sqrt(d); the other keys are N(0, I), so their logits are N(0, 1), with average
+    exponential sqrt(e).
+
+    Args:
+        d: Dimension of queries and keys, d >= 2.
+        mass: Weight p of the match, 0 < mass < 1.
+
+    Returns:
+        The largest n, the match included, not rounded; float64 of the broadcast shape, a float
+        for scalars. Infinite above 1e308.
+
+    Raises:
+        ValueError: If some d is below 2 or not finite, or some mass is outside (0, 1).
+
+    Example:
+        The match and 1808 others:
+
+        >>> retrieval_capacity(64)
+        1809.04
+        >>> retrieval_capacity([128, 256])
+        array([  49697.81541998, 5389699.48...])
+
+    Source:
+        The planted row of the random energy model, Derrida (1981), Phys. Rev. B 24, 2613.
+    """
+    dimension, weight = _dimension(d), np.asarray(mass, np.float64)
+    _require("mass", weight, (weight > 0) & (weight < 1), "the mass lies between 0 and 1")
+    with np.errstate(over="ignore"):
+        others = np.exp(np.sqrt(dimension) - 0.5) * ((1 - weight) / weight)
+    return _result(1 + others)
+
+
+def _best_count(keys: Array, span: Array) -> tuple[Array, NDArray[np.bool_]]:
+    """Best number of keys at the top, and where rounding leaves it unsure.
+
+    H_{k+1} - H_k has the sign of m - n x* - c(m) at the midpoint m = k + 1/2, with a small c >= 0.
+    """
+    small = np.exp(-span)
+    lift = -np.expm1(-span)  # 1 - e^-A
+    best = keys * (_bulge(span) * (small / lift))
+    low = np.clip(np.floor(best), 1.0, keys - 1)
+    total = keys * small + (low + 0.5) * lift
+    square = (lift / (2 * total)) ** 2
+    gap = square * _series(_MIDPOINT, square)
+    shift = np.minimum(span, 1e300) * small * keys / (2 * total) / (2 * total)
+    side = low + 0.5 - best - shift * _series(_MIDPOINT, square) / (1 - gap)
+    count = np.minimum(low + (side < 0), keys - 1)
+    doubt = (16 + 4 * np.minimum(span, 1e3)) * _EPS * (best + 1)
+    return count, (np.abs(side) < doubt) & (keys > 2)
+
+
+def _best_count_exactly(near: float, n: float, tau: float, width: float) -> float:
+    """The count next to ``near`` with the least entropy, in decimal arithmetic."""
+    digits = max(0, math.ceil(math.log10(tau) - math.log10(width)))
+    with localcontext() as context:
+        context.prec = 80 + 3 * digits
+        keys, span = Decimal(int(n)), Decimal(width) / Decimal(tau)
+        small = (-span).exp()
+
+        def step(count: Decimal) -> Decimal:  # H_{k+1} - H_k
+            here = count + (keys - count) * small
+            after = here + 1 - small
+            return (after / here).ln() - span * keys * small / (here * after)
+
+        lowest = max(1, int(near) - 1)
+        counts = range(lowest, min(int(n) - 1, int(near) + 2))
+        return float(next((k for k in counts if step(Decimal(k)) >= 0), min(int(n) - 1, counts.stop)))
+
+
+def _two_level(n: float, count: float, span: float) -> tuple[float, float]:
+    """Information and entropy of ``count`` keys lifted by ``span`` above the other n - count."""
+    rest = (n - count) * math.exp(-min(span, 800.0))
+    logarithm = math.log1p(rest) if count == 1 else math.log(count + rest)
+    information = _bernoulli_information(count / n, span)[0]
+    return information, logarithm + span * (rest / (count + rest))
+
+
+def _bernoulli_information(share: float, lift: float) -> tuple[float, float]:
+    """Relative entropy to x = ``share`` of the mass P with odds e^lift times x's, and 1 - P.
+
+    As x h(P/x - 1) + (1-x) h((1-P)/(1-x) - 1), h(u) = (1 + u) log(1 + u) - u: nothing cancels.
+    """
+    small = math.exp(-min(lift, 800.0))
+    total = share + (1 - share) * small
+    rise = -math.expm1(-lift) / total
+    parts = share * _entropy_excess((1 - share) * rise)
+    parts += (1 - share) * _entropy_excess(max(-share * rise, -1.0))
+    return parts, (1 - share) * small / total
+
+
+def _match_among_random(n: float, d: float) -> Callable[[float], tuple[float, float]]:
+    """Information and entropy, as a function of kappa, of one match among random directions.
+
+    The other keys' share of log Z is that of the random energy model: its average until their
+    entropy log(n-1) - D is used up, from there linear in kappa.
+    """
+    log_others = math.log(n - 1)
+    frozen_from, slope = 0.0, 1.0  # with one other key
+    if n > 2:
+        frozen_from = _root(lambda kappa: _von_mises_fisher(d, kappa)[2] / log_others - 1)
+        slope = _von_mises_fisher(d, frozen_from)[1] / frozen_from
+
+    def at(kappa: float) -> tuple[float, float]:
+        if kappa < frozen_from:
+            lift, below, drop = _von_mises_fisher(d, kappa)
+        else:
+            lift, below, drop = log_others + slope * kappa, slope * kappa, log_others
+        information, rest = _bernoulli_information(1 / n, lift)
+        odds = log_others - lift
+        logarithm = odds + math.log1p(math.exp(-odds)) if odds > 0 else math.log1p(math.exp(odds))
+        return information + rest * drop, logarithm + rest * below
+
+    return at
+
+
+def _solve(row: Callable[[float], tuple[float, float]], n: float, fraction: float) -> float:
+    """Scale at which the row's information is a fraction of log n; by its entropy above 1/2."""
+    log_n = math.log(n)
+    if fraction <= 0.5:
+        return _root(lambda scale: row(scale)[0] / (fraction * log_n) - 1)
+    return _root(lambda scale: 1 - row(scale)[1] / ((1 - fraction) * log_n))
+
+
+def _root(rising: Callable[[float], float]) -> float:
+    """Positive zero of a rising function, of any order of magnitude."""
+    low = high = 1.0
+    while rising(high) < 0:
+        low, high = high, 8 * high
+    while rising(low) > 0:
+        low, high = low / 8, low
+    return float(brentq(rising, low, high, xtol=1e-300, rtol=4 * _EPS, maxiter=500))
+
+
+def _von_mises_fisher(d: float, kappa: float) -> tuple[float, float, float]:
+    """Three expressions in log F = log 0F1(; d/2; κ²/4): κ - log F, κ - κA and D = κA - log F.
+
+    Each cancels in one regime when made from Bessel functions, so each is kept by itself.
+    """
+    order = d / 2 - 1
+    if kappa >= 20 + order * order / 2:
+        return _far_from_order(order, kappa)
+    if order >= _DEBYE_FROM and kappa >= _DEBYE_FROM:
+        return _large_order(order, kappa)
+    term = tail = slope = 0.0
+    quarter = kappa * kappa / 4
+    term, k = 1.0, 0
+    while term > 1e-18 * slope or k == 0:  # positive terms; past the peak they fall geometrically
+        k += 1
+        term *= quarter / (k * (order + k))
+        tail += term
+        slope += 2 * k * term
+    log_f, product = math.log1p(tail), slope / (1 + tail)
+    return kappa - log_f, kappa - product, product - log_f
+
+
+def _far_from_order(order: float, kappa: float) -> tuple[float, float, float]:
+    """The same for κ ≫ order², from Hankel's expansion of I_v(κ) e^-κ sqrt(2 π κ)."""
+    term, total, moment = 1.0, 0.0, 0.0
+    for k in range(200):
+        total += term
+        moment += k * term
+        factor = ((k + 0.5) - order) * ((k + 0.5) + order) / (2 * kappa * (k + 1))
+        if abs(factor * term) > abs(term) and k > order:
+            break  # the expansion is asymptotic
+        term *= factor
+        if abs(term) < 1e-19 * abs(total):
+            break
+    lift = order * math.log(kappa / 2) + 0.5 * math.log(2 * math.pi * kappa)
+    lift -= math.lgamma(order + 1) + math.log(total)
+    below = order + 0.5 + moment / total
+    return lift, below, lift - below
+
+
+def _large_order(order: float, kappa: float) -> tuple[float, float, float]:
+    """The same for a large order, from Debye's expansion, uniform in κ."""
+    z = kappa / order
+    s = math.hypot(1.0, z)
+    p = 1 / s
+    u = w = 0.0
+    for value, slope in reversed(_debye_polynomials()):
+        first = _horner(value, p)
+        u = u / order + first
+        w = w / order + 0.5 * first + p * _horner(slope, p)
+    correction = (z / s) ** 2 * w / u
+    stirling = _horner(_STIRLING, 1 / (order * order)) / order
+    rise = order * math.log1p(z * (z / (1 + s)) / 2) + 0.5 * math.log(s) - math.log(u) - stirling
+    slack = order * (z + z * (z / (1 + s))) / (s + z)  # κ - order (s - 1)
+    return slack + rise, slack + correction, rise - correction
+
+
+@lru_cache(maxsize=1)
+def _debye_polynomials() -> list[tuple[list[float], list[float]]]:
+    """Coefficients of u_0, u_1, ... of DLMF 10.41.10, and of their derivatives."""
+    u, table = [Fraction(1)], []
+    for _ in range(_DEBYE_TERMS):
+        slope = [k * c for k, c in enumerate(u)][1:] or [Fraction(0)]
+        table.append(([float(c) for c in u], [float(c) for c in slope]))
+        after = [Fraction(0)] * (len(u) + 3)
+        for k, c in enumerate(u):
+            after[k + 1] += c * (Fraction(k, 2) + Fraction(1, 8 * (k + 1)))
+            after[k + 3] -= c * (Fraction(k, 2) + Fraction(5, 8 * (k + 3)))
+        u = after
+    return table
+
+
+def _horner(coefficients: list[float], x: float) -> float:
+    total = 0.0
+    for c in reversed(coefficients):
+        total = total * x + c
+    return total
+
+
+def _series(coefficients: list[float], x: Array) -> Array:
+    values: Array = np.polynomial.polynomial.polyval(x, coefficients)
+    return values
+
+
+def _bulge(span: Array) -> Array:
+    """B - 1 = A / (1 - e^-A) - 1."""
+    far = np.maximum(span, 1.0)
+    return np.where(span < 1, _series(_ODD_HALF, np.minimum(span, 1.0)), far / -np.expm1(-far) - 1)
+
+
+def _excess(b: Array) -> Array:
+    """B - 1 - log B for b = B - 1 >= 0, with t = b / (2 + b) where it would cancel."""
+    t = np.minimum(b, 0.5) / (2 + np.minimum(b, 0.5))
+    near = 2 * t * t * (1 / (1 - t) - t * _series(_ATANH_TAIL, t * t))
+    return np.where(b < 0.5, near, b - np.log1p(b))
+
+
+def _entropy_excess(u: float) -> float:
+    """(1 + u) log(1 + u) - u for u >= -1, with t = u / (2 + u) where it would cancel."""
+    if u <= -1:
+        return 1.0
+    t = u / (2 + u)
+    if abs(t) > 0.2:
+        return (1 + u) * math.log1p(u) - u
+    return 2 * t * t * (1 + (1 + t) * t * _horner(_ATANH_TAIL, t * t)) / (1 - t)
+
+
+def _span(tau: ArrayLike, width: ArrayLike) -> Array:
+    tau, width = np.asarray(tau, np.float64), np.asarray(width, np.float64)
+    _require(
+        "tau", tau, (tau > 0) & np.isfinite(tau), "the temperature is finite and greater than 0"
+    )
+    _require(
+        "width", width, (width > 0) & np.isfinite(width), "the width is finite and greater than 0"
+    )
+    with np.errstate(over="ignore"):
+        span: Array = np.asarray(width / tau)
+    return np.clip(span, 1e-300, None)
+
+
+def _keys(n: ArrayLike) -> Array:
+    keys = np.asarray(n, np.float64)
+    whole = np.isfinite(keys) & (keys >= 2)
+    whole &= np.floor(np.where(whole, keys, 0.5)) == keys
+    _require("n", keys, whole, "the number of keys is an integer of at least 2")
+    return keys
+
+
+def _dimension(d: ArrayLike) -> Array:
+    values = np.asarray(d, np.float64)
+    _require(
+        "d", values, (values >= 2) & np.isfinite(values), "the dimension is finite and at least 2"
+    )
+    return values
+
+
+def _require(name: str, values: Array, holds: NDArray[np.bool_], rule: str) -> None:
+    wrong = values[~np.asarray(holds)]
+    if wrong.size:
+        raise ValueError(f"{name}: {rule}, got {name}={wrong[0]:g}")
+
+
+def _pointwise(point: Callable[..., float], *arrays: Array) -> float | Array:
+    """Evaluate point by point over arrays of one shape."""
+    rows = zip(*(array.ravel().tolist() for array in arrays), strict=True)
+    return _result(np.array([point(*row) for row in rows]).reshape(arrays[0].shape))
+
+
+def _result(values: Array) -> float | Array:
+    values = np.asarray(values, np.float64)
+    return values if values.ndim else float(values)

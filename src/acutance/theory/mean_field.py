@@ -1,0 +1,457 @@
+r"""Entropy of one row of logits: exact, its mean-field approximation, and bounds from a few numbers.
+
+A row has weights :math:`p = \mathrm{softmax}(\lambda s)`. The mean-field entropy replaces the
+normaliser by its Jensen bound and the mean attended logit by the maximum,
+:math:`H_{mf} = \log n - \lambda (s_{max} - \bar s)`. Both steps lower it, and what they cost is exact:
+
+.. math::
+
+    H = H_{mf} + J + G, \qquad
+    J = \log \frac1n \sum_j e^{\lambda s_j} - \lambda \bar s \ge 0, \qquad
+    G = \lambda \Bigl( s_{max} - \sum_j p_j s_j \Bigr) \ge 0.
+
+So the mean-field entropy is a rigorous lower bound, and says nothing once it is negative. The two
+steps cannot be merged: the first is right at small scales, the second at large ones.
+
+Everything is computed from the gaps below the maximum, so that no logit is too large, and entropies
+and gaps keep 12 digits down to the smallest float64.
+
+Sources: Su Jianlin, kexue.fm/archives/9034 (the mean-field entropy, as a quick derivation of a
+scale log n); Zhai et al. (2023), arXiv:2303.06296 (lowest entropy at a given norm of the logits).
+"""
+
+from dataclasses import dataclass
+from math import factorial
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import xlog1py, xlogy, zeta
+
+__all__ = [
+    "EntropyBounds",
+    "entropy_bounds",
+    "entropy_floor_from_spectral_norm",
+    "entropy_lower_bound",
+    "jensen_gap",
+    "max_gap",
+    "mean_field_entropy",
+    "onehot_entropy",
+    "softmax_entropy",
+    "uniform_entropy_drop",
+]
+
+Array = NDArray[np.float64]
+
+_LARGE = float(np.finfo(np.float64).max)
+_TOLERANCE = 1e-6  # of what is given, relative: room for float32
+#: (e^x - 1 - x) / x² = 1/2 + x/6 + ..., 16 terms: to the last bit for abs(x) <= 0.5.
+_EXP_REST = [1 / factorial(k) for k in range(2, 18)]
+#: D = half_range²/6 - half_range⁴/60 + ..., 18 terms: to the last bit for half_range <= 1.
+_K = np.arange(1, 19)
+_DROP = -((-1.0) ** _K) * (2 - 1 / _K) * zeta(2 * _K) / np.pi ** (2.0 * _K)
+
+
+@dataclass(frozen=True)
+class EntropyBounds:
+    """Entropies between which a row must lie, in nats.
+
+    Attributes:
+        lower: No row with the given numbers has a smaller entropy.
+        upper: No row with the given numbers has a larger entropy.
+    """
+
+    lower: float | Array
+    upper: float | Array
+
+
+def softmax_entropy(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
+    r"""Shannon entropy of softmax(scale · logits) along the last axis.
+
+    .. math:: H = \log \sum_j e^{-g_j} + \sum_j p_j g_j, \qquad g_j = \lambda (s_{max} - s_j)
+
+    It falls from log n at scale 0 to 0, or to log k where k logits share the maximum.
+
+    Args:
+        logits: Finite logits, shape (..., n).
+        scale: Factor lambda >= 0 of the logits; broadcasts against the leading shape of ``logits``.
+
+    Returns:
+        H in nats, float64 of the broadcast leading shape; a float for a single row. Both terms
+        are positive, so it keeps its relative accuracy until it underflows.
+
+    Raises:
+        ValueError: If there is no logit, a logit or a scale is not finite, or a scale is negative.
+
+    Example:
+        >>> softmax_entropy([2.0, 1.0, 0.5, -0.25, -3.0], [0.0, 0.1, 10.0])
+        array([1.60943791e+00, 1.59650450e+00, 5.04275637e-04])
+
+    Source:
+        Shannon (1948); the form with gaps is used by streaming softmax statistics.
+    """
+    gaps = _gaps(logits, scale)
+    rest, _ = _weights(gaps)
+    return _result(np.log1p(rest.sum(axis=-1)) + _mean_gap(gaps))
+
+
+def jensen_gap(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
+    r"""Excess of the log-mean-exp of scaled logits over their mean.
+
+    .. math:: J = \log \frac1n \sum_j e^{\lambda s_j} - \lambda \bar s
+              = \mathrm{KL}(\mathrm{uniform} \,\|\, p), \qquad
+              0 \le J \le \tfrac18 \lambda^2 (s_{max} - s_{min})^2
+
+    It is the error of replacing the normaliser by its Jensen bound; about half the variance of
+    the scaled logits at small scales.
+
+    Args:
+        logits: Finite logits, shape (..., n).
+        scale: Factor lambda >= 0 of the logits; broadcasts against the leading shape of ``logits``.
+
+    Returns:
+        J in nats, float64 of the broadcast leading shape; a float for a single row.
+
+    Raises:
+        ValueError: If there is no logit, a logit or a scale is not finite, or a scale is negative.
+
+    Example:
+        >>> jensen_gap([2.0, 1.0, 0.5, -0.25, -3.0], [0.0, 0.1, 10.0])
+        array([ 0. ,  0.01362015, 17.89060779])
+
+    Source:
+        Su Jianlin, kexue.fm/archives/9034, first approximation.
+    """
+    gaps = _gaps(logits, scale)
+    n = gaps.shape[-1]
+    mean = (gaps / n).sum(axis=-1, keepdims=True)
+    centred = mean - gaps
+    centred -= (centred / n).sum(axis=-1, keepdims=True)
+    near = np.log1p(_exp_rest(np.clip(centred, None, 500)).sum(axis=-1) / n)
+    rest, _ = _weights(gaps)
+    far = mean[..., 0] + np.log1p(rest.sum(axis=-1)) - np.log(n)
+    return _result(np.where(mean[..., 0] < 500, near, far))
+
+
+def max_gap(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
+    r"""Distance of the mean attended logit from the maximum, scaled.
+
+    .. math:: G = \lambda \Bigl( s_{max} - \sum_j p_j s_j \Bigr) = \sum_j p_j g_j \ge 0
+
+    It is the error of replacing the mean attended logit by the maximum.
+
+    Args:
+        logits: Finite logits, shape (..., n).
+        scale: Factor lambda >= 0 of the logits; broadcasts against the leading shape of ``logits``.
+
+    Returns:
+        G in nats, float64 of the broadcast leading shape; a float for a single row.
+
+    Raises:
+        ValueError: If there is no logit, a logit or a scale is not finite, or a scale is negative.
+
+    Example:
+        >>> max_gap([2.0, 1.0, 0.5, -0.25, -3.0], [0.0, 0.1, 10.0])
+        array([0.00000000e+00, 1.68446439e-01, 4.58570680e-04])
+
+    Source:
+        Su Jianlin, kexue.fm/archives/9034, second approximation.
+    """
+    return _result(_mean_gap(_gaps(logits, scale)))
+
+
+def mean_field_entropy(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
+    r"""Mean-field approximation of the entropy of softmax(scale · logits), a lower bound.
+
+    .. math:: H_{mf} = \log n - \lambda (s_{max} - \bar s) = H - J - G \le H
+
+    Args:
+        logits: Finite logits, shape (..., n).
+        scale: Factor lambda >= 0 of the logits; broadcasts against the leading shape of ``logits``.
+
+    Returns:
+        The approximation in nats, float64 of the broadcast leading shape; a float for a single row.
+        Negative where the bound says nothing.
+
+    Raises:
+        ValueError: If there is no logit, a logit or a scale is not finite, or a scale is negative.
+
+    Example:
+        >>> row = [2.0, 1.0, 0.5, -0.25, -3.0]
+        >>> mean_field_entropy(row, 0.5)
+        0.634437912434
+        >>> softmax_entropy(row, 0.5) - jensen_gap(row, 0.5) - max_gap(row, 0.5)
+        0.634437912434
+
+    Source:
+        Su Jianlin, kexue.fm/archives/9034.
+    """
+    gaps = _gaps(logits, scale)
+    n = gaps.shape[-1]
+    return _result(np.log(n) - (gaps / n).sum(axis=-1))
+
+
+def uniform_entropy_drop(half_range: ArrayLike) -> float | Array:
+    r"""How far below log n the entropy is, for many logits uniform on an interval.
+
+    .. math:: D = \lambda \coth \lambda - 1 - \log \frac{\sinh \lambda}{\lambda}
+
+    for scaled logits uniform on [-lambda, lambda]. It is about lambda²/6 near 0 and
+    log(2 lambda) - 1 far from it.
+
+    Args:
+        half_range: Half the length of the interval, lambda >= 0, scale included.
+
+    Returns:
+        D in nats, shape of ``half_range``; a float for a scalar.
+
+    Raises:
+        ValueError: If some half_range is negative or not finite.
+
+    Example:
+        >>> uniform_entropy_drop([1e-6, 0.5, 4.0])
+        array([1.66666667e-13, 4.06518523e-02, 1.08246166e+00])
+
+    Source:
+        Differential entropy of an exponential density cut to an interval; kexue.fm/archives/9034
+        treats the same logits.
+    """
+    size = _checked("half_range", half_range, "half the range is finite and at least 0", 0.0)
+    low, high = np.minimum(size, 1), np.maximum(size, 1)
+    with np.errstate(under="ignore"):
+        series = low * low * np.polynomial.polynomial.polyval(low * low, _DROP)
+    shrink = np.exp(-2 * np.minimum(high, 400))  # 1 / (1 - shrink) would overflow as expm1
+    coth = 2 * np.minimum(high, 400) * shrink / -np.expm1(-2 * high)  # lambda (coth lambda - 1)
+    closed = np.log(high) + (np.log(2) - 1) + coth - np.log1p(-shrink)
+    return _result(np.where(size < 1, series, closed))
+
+
+def onehot_entropy(n: ArrayLike, lam: ArrayLike) -> float | Array:
+    r"""Entropy of a row in which one logit is ``lam`` above n - 1 equal ones.
+
+    .. math:: H = \log(1 + w) + \frac{\lambda w}{1 + w}, \qquad w = (n - 1) e^{-\lambda}
+
+    Args:
+        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        lam: Distance of the one logit above the others, scale included, lam >= 0.
+
+    Returns:
+        H in nats, float64 of the broadcast shape; a float for scalars. It is log n at lam = 0.
+
+    Raises:
+        ValueError: If some n is below 1, some lam negative, or either is not finite.
+
+    Example:
+        >>> onehot_entropy(10, [0.0, 1.0, 10.0])
+        array([2.30258509, 2.22918086, 0.00449257])
+
+    Source:
+        Su Jianlin, kexue.fm/archives/9034 (its comments take lam = n).
+    """
+    keys = _checked("n", n, "the number of keys is finite and at least 1", 1.0)
+    gap = _checked("lam", lam, "the distance of the top logit is finite and at least 0", 0.0)
+    return _result(_onehot(keys, gap))
+
+
+def entropy_bounds(
+    n: ArrayLike,
+    s_max: ArrayLike,
+    mean: ArrayLike,
+    spread: ArrayLike,
+    p_max: ArrayLike | None = None,
+    scale: ArrayLike = 1.0,
+) -> EntropyBounds:
+    r"""Rigorous bounds on the entropy of a softmax row of which only a few numbers are known.
+
+    .. math::
+
+        \max\bigl(\log n - \lambda (s_{max} - \bar s),\; H_{min}(n, \lambda R)\bigr) \le H \le
+        \min\bigl(\log n,\; h(p_{max}) + (1 - p_{max}) \log(n - 1)\bigr)
+
+    The first lower bound is the mean-field entropy. The second, the lowest entropy of n logits in
+    an interval of length R, is positive and never below log n - (lambda R)²/8. The upper bound
+    spreads the weight that is not on the top key evenly; h is the entropy of a coin.
+
+    Args:
+        n: Number of keys, a whole number n >= 2.
+        s_max: Largest logit.
+        mean: Plain mean of the logits, between s_max - spread and s_max.
+        spread: Range R of the logits, s_max - s_min >= 0.
+        p_max: Largest weight, between 1/n and 1; without it the upper bound is log n.
+        scale: Factor lambda >= 0 of the logits. All arguments broadcast.
+
+    Returns:
+        ``EntropyBounds`` with fields ``lower`` and ``upper``, in nats, float64 of the broadcast
+        shape; floats for scalars.
+
+    Raises:
+        ValueError: If an argument is outside its domain or not finite.
+
+    Example:
+        >>> row = np.array([2.0, 1.0, 0.5, -0.25, -3.0])
+        >>> entropy_bounds(5, row.max(), row.mean(), np.ptp(row), p_max=0.5619)
+        EntropyBounds(lower=0.0966, upper=1.2928)
+        >>> softmax_entropy(row)
+        1.1387
+
+    Source:
+        Su Jianlin, kexue.fm/archives/9034 and 9593, for the lower bounds; Fano's inequality for
+        the upper one.
+    """
+    from acutance.theory.cosine import cosine_entropy_lower_bound
+
+    keys = _checked("n", n, "the number of keys is finite and at least 2", 2.0)
+    top = _checked("s_max", s_max, "the largest logit is finite")
+    average = _checked("mean", mean, "the mean of the logits is finite")
+    length = _checked("spread", spread, "the range of the logits is finite and at least 0", 0.0)
+    factor = _checked("scale", scale, "the scale of the logits is finite and at least 0", 0.0)
+    below = top - average
+    slack = _TOLERANCE * (np.abs(top) + length)
+    rule = "the mean of the logits is between s_max - spread and s_max"
+    _require("mean", average, (below >= -slack) & (below <= length + slack), rule)
+
+    log_n = np.log(keys)
+    tau = 2 / np.maximum(factor * length, 1e-300)
+    box = np.where(factor * length > 0, cosine_entropy_lower_bound(keys, tau), log_n)
+    lower = np.minimum(np.maximum(log_n - factor * np.maximum(below, 0), box), log_n)
+    upper = log_n
+    if p_max is not None:
+        rule = "the largest weight is between 1/n and 1"
+        share = _checked("p_max", p_max, rule, 0.0, 1 + _TOLERANCE)
+        _require("p_max", share, share * keys >= 1 - _TOLERANCE, rule)
+        share = np.clip(share, 1 / keys, 1)
+        others = (1 - share) * np.log(keys - 1)
+        upper = np.minimum(others - xlogy(share, share) - xlog1py(1 - share, -share), log_n)
+    lower, upper = np.broadcast_arrays(lower, upper)
+    return EntropyBounds(_result(lower.copy()), _result(upper.copy()))
+
+
+def entropy_lower_bound(n: ArrayLike, logit_norm: ArrayLike) -> float | Array:
+    r"""Lowest entropy of a softmax row of n logits with a given Euclidean norm.
+
+    .. math:: H \ge \log(1 + (n-1) b) + \frac{s \sqrt{n(n-1)}\, b}{1 + (n-1) b}, \qquad
+              b = e^{-s \sqrt{n/(n-1)}}
+
+    It is attained by one logit above n - 1 equal ones. Since softmax ignores a common shift, the
+    norm of the logits less their mean may be used, and gives the better bound.
+
+    Args:
+        n: Number of keys, n >= 2. Values between the integers continue the formula.
+        logit_norm: Euclidean norm s of the row of scaled logits (or an upper bound of it), s >= 0.
+
+    Returns:
+        The bound in nats, float64 of the broadcast shape; a float for scalars. It is log n at
+        norm 0 and vanishes like n s exp(-s).
+
+    Raises:
+        ValueError: If some n is below 2, some logit_norm negative, or either is not finite.
+
+    Example:
+        >>> entropy_lower_bound(16, [0.0, 1.0, 3.0, 6.0, 10.0])
+        array([2.77258872, 2.71680058, 1.76746741, 0.21367203, 0.00556093])
+
+    Source:
+        Zhai et al. (2023), arXiv:2303.06296, theorem 3.1.
+    """
+    keys = _checked("n", n, "the number of keys is finite and at least 2", 2.0)
+    norm = _checked("logit_norm", logit_norm, "the norm of the logits is finite and at least 0", 0)
+    return _result(_onehot(keys, norm * np.sqrt(keys / (keys - 1))))
+
+
+def entropy_floor_from_spectral_norm(
+    n: ArrayLike, spectral_norm: ArrayLike, gram_norm: ArrayLike = 1.0, scale: ArrayLike = 1.0
+) -> float | Array:
+    r"""Lowest entropy that the weights of one attention head allow, from their spectral norm.
+
+    For inputs X of shape (n, d_model) a head's scaled logits are
+    :math:`\lambda X W_Q W_K^\top X^\top` (W_Q and W_K map an input to query and key). One row
+    has a Euclidean norm of at most the spectral norm of this matrix, so
+
+    .. math:: s \le \lambda \lVert W_Q W_K^\top \rVert_2 \, \lVert X X^\top \rVert_2,
+
+    and the row's entropy is at least ``entropy_lower_bound(n, s)`` with that s.
+
+    Args:
+        n: Number of keys, n >= 2.
+        spectral_norm: Largest singular value of the product of one head's query and key
+            projections, d_model by d_model; at most the product of their spectral norms.
+        gram_norm: Largest eigenvalue of X X^T, the squared spectral norm of the inputs; at
+            most n r² for inputs of norm r (r² = d_model after a layer norm without weights).
+        scale: Factor of the dot products, usually 1/sqrt(head dimension).
+
+    Returns:
+        The bound in nats, float64 of the broadcast shape; a float for scalars. It is usually
+        far below the entropy of real rows: the norm of the inputs is that of their worst direction.
+
+    Raises:
+        ValueError: If some n is below 2, another argument negative, or any not finite.
+
+    Example:
+        >>> entropy_floor_from_spectral_norm(16, 0.75, gram_norm=32.0, scale=0.125)
+        1.76746741
+
+    Source:
+        Zhai et al. (2023), arXiv:2303.06296, theorem 3.1, who take scale = 1.
+    """
+    size = _checked("spectral_norm", spectral_norm, "a spectral norm is finite and at least 0", 0.0)
+    gram = _checked("gram_norm", gram_norm, "a spectral norm is finite and at least 0", 0.0)
+    factor = _checked("scale", scale, "the scale of the logits is finite and at least 0", 0.0)
+    return entropy_lower_bound(n, factor * size * gram)
+
+
+def _gaps(logits: ArrayLike, scale: ArrayLike) -> Array:
+    """Check the domains, then lambda (s_max - s_j), shape (..., n), at most the largest float64."""
+    rows = _checked("logits", logits, "logits are finite")
+    factor = _checked("scale", scale, "the scale of the logits is finite and at least 0", 0.0)
+    if rows.ndim == 0 or rows.shape[-1] == 0:
+        raise ValueError(f"logits: a row has the shape (..., n) with n >= 1, got {rows.shape}")
+    with np.errstate(over="ignore", under="ignore"):
+        below = np.minimum(rows.max(axis=-1, keepdims=True) - rows, _LARGE)
+        return np.minimum(factor[..., None] * below, _LARGE)
+
+
+def _weights(gaps: Array) -> tuple[Array, Array]:
+    """Weights relative to that of one top key: with 0 in its place, and their sum with it."""
+    with np.errstate(under="ignore"):
+        rest = np.exp(-gaps)
+    np.put_along_axis(rest, gaps.argmin(axis=-1)[..., None], 0.0, axis=-1)
+    return rest, 1 + rest.sum(axis=-1)
+
+
+def _mean_gap(gaps: Array) -> Array:
+    rest, total = _weights(gaps)
+    with np.errstate(under="ignore"):
+        return np.asarray((rest * gaps).sum(axis=-1) / total)
+
+
+def _exp_rest(x: Array) -> Array:
+    """Give e^x - 1 - x >= 0."""
+    near = np.clip(x, -0.5, 0.5)
+    with np.errstate(under="ignore"):
+        series = near * near * np.polynomial.polynomial.polyval(near, _EXP_REST)
+        return np.where(np.abs(x) < 0.5, series, np.expm1(x) - x)
+
+
+def _onehot(n: Array, gap: Array) -> Array:
+    with np.errstate(under="ignore"):
+        half = np.exp(-gap / 2)
+        others = (n - 1) * half * half  # in two steps: the product may be normal where e^-gap is 0
+        return np.asarray(np.log1p(others) + gap * (others / (1 + others)))
+
+
+def _checked(
+    name: str, value: ArrayLike, rule: str, least: float = -np.inf, most: float = np.inf
+) -> Array:
+    """As float64, if finite and within [least, most]."""
+    values = np.asarray(value, dtype=np.float64)
+    _require(name, values, np.isfinite(values) & (values >= least) & (values <= most), rule)
+    return values
+
+
+def _require(name: str, values: Array, valid: NDArray[np.bool_], rule: str) -> None:
+    if not valid.all():
+        values, valid = np.broadcast_arrays(values, valid)
+        raise ValueError(f"{name}: {rule}, got {name}={values[~valid][0]:g}")
+
+
+def _result(values: Array) -> float | Array:
+    return values if np.ndim(values) else float(values)
