@@ -23,7 +23,7 @@ class Case:
         eager: gives attention maps; what a probe reads is compared with them.
         models: every implementation to probe, by name; ``eager`` is one of them.
         inputs: keyword arguments of a call.
-        layers: for each layer of the probe, in model order, the output's field and index with its map.
+        layers: for each layer of the probe, in model order, the output field and place of its map.
         real: boolean (B, L) of the queries that are no padding, by output field.
         sinks: whether a map's rows sum to less than one because a sink takes the rest.
     """

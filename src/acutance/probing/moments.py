@@ -180,7 +180,7 @@ class Moments:
     def merge(self, other: Moments) -> Moments:
         """The record of both sets of rows."""
         count = self.count + other.count
-        share = other.count / count.clamp(min=1)
+        share = other.count / count.clamp(min=1).to(torch.float64)  # of two integers: float32
         step = torch.where(other.count == 0, 0.0, other.mean - self.mean)
         step = torch.where(self.count == 0, torch.where(other.count == 0, 0.0, other.mean), step)
         base = torch.where(self.count == 0, 0.0, self.mean)

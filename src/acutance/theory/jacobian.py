@@ -15,9 +15,9 @@ weights have a small one too.
 
 The ``frozen`` functions are *asymptotic*: means over rows of very many Gaussian logits whose
 deviation gamma is above sqrt(2 log n), where few keys hold all the weight (Poisson–Dirichlet
-distribution with parameter m = sqrt(2 log n)/gamma; with m = M_n/gamma, M_n the expected maximum,
-they are closer at finite n, yet 4 to 10 % off at n = 65536 and gamma = 2 M_n). The ``expected_*_gauss``
-functions are exact.
+distribution with parameter m = sqrt(2 log n)/gamma). At finite n they are closer with
+m = M_n/gamma, M_n the expected maximum, yet the entropy is still 10 % high at n = 65536 and
+gamma = 2 M_n. The ``expected_*_gauss`` functions are exact.
 
 Sources: Su Jianlin, kexue.fm/archives/9593 and 9812; Derrida (1981), Phys. Rev. B 24, 2613;
 Pitman & Yor (1997), Annals of Probability 25, 855.
@@ -27,7 +27,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import lambertw, zetac
 
-from acutance.theory.mean_field import Array, _checked, _gaps, _require, _result, _weights
+from acutance.theory.mean_field import _gaps, _weights
+from acutance.theory.sparsity import Array, _checked, _require, _result
 
 __all__ = [
     "frozen_collision",
@@ -100,13 +101,12 @@ def jacobian_fro2(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
         Su Jianlin, kexue.fm/archives/9593 and 9812, treat other norms of the same matrix.
     """
     others, top, lost = _probabilities(logits, scale)
-    with np.errstate(under="ignore"):
-        squares = others * others
-        rest = squares.sum(axis=-1)
-        # Y less one square; for keys other than the top one it is at least half of Y
-        without = (top * top + rest)[..., None] - squares
-        total = (squares * ((1 - others) ** 2 + without)).sum(axis=-1)
-        return _result(total + top * top * (lost * lost + rest))
+    squares = others * others
+    rest = squares.sum(axis=-1)
+    # Y less one square; for keys other than the top one it is at least half of Y
+    without = (top * top + rest)[..., None] - squares
+    total = (squares * ((1 - others) ** 2 + without)).sum(axis=-1)
+    return _result(total + top * top * (lost * lost + rest))
 
 
 def scale_gradmax_annealed(n: ArrayLike) -> float | Array:
@@ -125,15 +125,15 @@ def scale_gradmax_annealed(n: ArrayLike) -> float | Array:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
 
     Returns:
-        The scale, shape of ``n``; a float for a scalar. It is 0 for n = 1, and within a few
-        per cent of 0.84 sqrt(log n) for the usual lengths.
+        The scale, shape of ``n``; a float for a scalar. It is 0 for n = 1, and near
+        0.84 sqrt(log n) for usual lengths (4 % below at n = 512, 1 % above at 20000).
 
     Raises:
         ValueError: If some n is below 1 or not finite.
 
     Example:
         >>> scale_gradmax_annealed([512, 4096])
-        array([2.00838938, 2.40119747])
+        array([2.0083949, 2.4054633])
 
     Source:
         Su Jianlin, kexue.fm/archives/9812.
@@ -231,8 +231,9 @@ def frozen_jacobian_fro2(m: ArrayLike) -> float | Array:
 
 def _probabilities(logits: ArrayLike, scale: ArrayLike) -> tuple[Array, Array, Array]:
     """Weights of all keys but one top key (0 in its place), its weight p, and 1 - p."""
-    rest, total = _weights(_gaps(logits, scale))
-    return rest / total[..., None], 1 / total, (total - 1) / total
+    others, rest = _weights(_gaps(logits, scale))
+    total = 1 + rest
+    return others / total[..., None], 1 / total, rest / total
 
 
 def _freezing(m: ArrayLike) -> Array:
