@@ -199,7 +199,7 @@ def check_scale(kind: str, scale: ArrayLike, moment: int = 0) -> Array:
     if wrong.size:
         rule = "the scale of the noise is finite and at least 0"
         raise ValueError(f"scale: {rule}, got scale={wrong[0]:g}")
-    wide = b[moment * b >= 1] if kind in _HEAVY else b[:0]
+    wide = b[(moment * b >= 1) & (kind in _HEAVY)]
     if wide.size:
         name = {2: "second", 3: "third", 4: "fourth"}[moment]
         raise ValueError(
@@ -278,10 +278,10 @@ def _tilted_rows(
     tilted = mass * np.exp(-product)
     kept = tilted.sum(axis=1)
     lost = (mass * -np.expm1(-product)).sum(axis=1) + _survival(kind, scale, end[:, 0])
-    with np.errstate(divide="ignore"):
-        log_transform = np.where(lost < 0.5, np.log1p(-np.minimum(lost, 0.5)), np.log(kept))
+    kept = np.maximum(kept, 1e-300)
+    log_transform = np.where(lost < 0.5, np.log1p(-np.minimum(lost, 0.5)), np.log(kept))
 
-    tilted /= np.maximum(kept, 1e-300)[:, None]
+    tilted /= kept[:, None]
     offset = np.exp(column) * np.expm1(noise) if scale <= _NARROW else product
     mean = (tilted * offset).sum(axis=1)
     variance = (tilted * (offset - mean[:, None]) ** 2).sum(axis=1)
