@@ -135,8 +135,6 @@ ROWS = {
     "all equal 1e4/3": torch.full((1000,), 1e4 / 3),
     "two at the top": torch.full((1000,), -1e4).index_fill(0, torch.tensor([7, 8]), 1e4),
 }
-#: Made from two numbers of 1e4 that are stored in float32, ulp 1e-3: a difference cannot be better.
-STORED = ("mean_field_entropy", "jensen_gap", "logit_std")
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -152,9 +150,8 @@ def test_exact_logits_of_size_1e4(row: str, masked: bool) -> None:
     oracle = dense_statistics(query, key, scale=1.0, key_mask=mask)
     assert_close_to_oracle(stats, oracle, name=row)
     for name in stats.available:
-        scale = 1e4 if name in STORED else 1.0
         error = (stats[name].double() - oracle[name].double()).abs()
-        assert (error <= 2e-5 * oracle[name].abs().clamp(min=scale / 20)).all(), (name, error)
+        assert (error <= 2e-5 * oracle[name].abs().clamp(min=0.05)).all(), (name, error)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -364,6 +364,7 @@ def _state(sums: Sums, sinks: Tensor | None) -> RowState:
         Q=sums.Q,
         mean=sums.mean,
         M2=sums.M2,
+        depth=sums.depth,
         first=sums.first,
         first_index=sums.first_index,
         sink=sink,

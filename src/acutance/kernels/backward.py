@@ -49,6 +49,7 @@ class SumGradients(NamedTuple):
     Q: Tensor | None
     mean: Tensor | None
     M2: Tensor | None
+    depth: Tensor | None
     first: Tensor | None
 
 
@@ -206,8 +207,11 @@ class _RowGradients:
             self.plain = gmean / n
         if (gM2 := grads["M2"]) is not None:
             self.slope = 2 * gM2
-            offset = self.slope * torch.where(sums["n"] == 0, 0.0, self.shift - sums["mean"])
+            offset = self.slope * sums["depth"]
             self.plain = offset if self.plain is None else self.plain + offset
+        if (gdepth := grads["depth"]) is not None:
+            fall = -gdepth / n
+            self.plain = fall if self.plain is None else self.plain + fall
         self.first_index, self.gfirst = sums["first_index"], grads["first"]
         self.gm = grads["m"]
         if (gO := grads["out"]) is not None:

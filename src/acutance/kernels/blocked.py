@@ -35,7 +35,7 @@ from acutance.masks import Masking
 __all__ = ["Sums", "forward"]
 
 #: Sums that are stored together, one copy a tile row.
-_STACKED = ("n", "m", "Z", "U", "W", "Q", "mean", "M2", "first")
+_STACKED = ("n", "m", "Z", "U", "W", "Q", "mean", "M2", "depth", "first")
 
 
 class Sums(NamedTuple):
@@ -54,6 +54,7 @@ class Sums(NamedTuple):
     Q: Tensor
     mean: Tensor
     M2: Tensor
+    depth: Tensor
     first: Tensor
     first_index: Tensor
     O: Tensor

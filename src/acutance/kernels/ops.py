@@ -101,7 +101,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     return (
         new(width, dtype=query.dtype),
         new(dtype=torch.int64),
-        *(new() for _ in range(8)),
+        *(new() for _ in range(9)),
         new(dtype=torch.int64),
         new(kept),
         new(kept),

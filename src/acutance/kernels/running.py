@@ -56,7 +56,7 @@ class Running:
         zero = like.new_zeros(like.shape[:2])
         self.m = torch.full_like(zero, -torch.inf)
         self.Z, self.U, self.W, self.Q = zero, zero, zero, zero
-        self.n, self.mean, self.M2 = zero, zero, zero
+        self.n, self.mean, self.M2, self.depth = zero, zero, zero, zero
         self.first, self.found = zero, False
         self.first_index = torch.full_like(zero, NO_KEY, dtype=torch.int64)
         self.O = like.new_zeros(*like.shape[:2], value_width)
@@ -99,12 +99,15 @@ class Running:
         average = ratio(row_dot(e, t), Z)
         t.sub_(average.unsqueeze(-1))
         W = row_dot(e.mul_(t), t) * LN2**2
-        t.sub_(((mean - shift) * LOG2E - average).unsqueeze(-1))
+        if hidden is not None:
+            hidden.erase(folded)
+        offset = t.sum(-1).div_(n.clamp(min=1.0))
+        t.sub_(offset.unsqueeze(-1))
         if hidden is not None:
             hidden.erase(folded)
         M2 = torch.linalg.vector_norm(t, dim=-1).square_() * LN2**2
         self._weighted(Z, average * LN2, W, Q)
-        self._plain(n, mean, M2)
+        self._plain(n, mean, (average + offset) * -LN2, M2)
         self.m, self.fresh = m, False
 
     def _first(self, s: Tensor, work: Work, tile: Tile) -> None:
@@ -133,6 +136,7 @@ class Running:
             return
         drop = (self.m - shift).clamp_(min=FLOOR)
         decay = torch.exp(drop)
+        self.depth = torch.where(self.n == 0, 0.0, self.depth - drop)
         self.U = (self.U + drop * self.Z) * decay
         self.Z, self.W = self.Z * decay, self.W * decay
         self.Q = self.Q * decay.square()
@@ -170,14 +174,15 @@ class Running:
         self.W = self.W + W + step.square() * (self.Z * ratio(Z, total))
         self.Z, self.U, self.Q = total, self.U + average * Z, self.Q + Q
 
-    def _plain(self, n: Tensor, mean: Tensor, M2: Tensor) -> None:
-        """Add a tile's count, mean and squared deviations (Chan's merge)."""
+    def _plain(self, n: Tensor, mean: Tensor, depth: Tensor, M2: Tensor) -> None:
+        """Add a tile's count, means and squared deviations (Chan's merge)."""
         if self.fresh:
-            self.n, self.mean, self.M2 = n, mean, M2
+            self.n, self.mean, self.depth, self.M2 = n, mean, depth, M2
             return
         total = self.n + n
-        step, share = mean - self.mean, n / total.clamp(min=1.0)
-        step = torch.where(n * self.n == 0, torch.where(n == 0, 0.0, mean), step)
+        share = n / total.clamp(min=1.0)
+        step = depth - self.depth  # between means, told from the maximum: exact at large logits
         self.M2 = self.M2 + M2 + step.square() * (self.n * share)
-        self.mean = self.mean + step * share
+        self.mean = self.mean + (mean - self.mean) * share
+        self.depth = self.depth + step * share
         self.n = total

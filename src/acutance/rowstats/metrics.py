@@ -223,8 +223,7 @@ def mean_field_entropy(state: RowState) -> Tensor:
     :math:`H = H_{mf} + J + G` exactly, with :func:`jensen_gap` J and :func:`max_gap` G. With a sink
     the identity holds and the bound does not.
     """
-    above = torch.where(state.n == 0, 0.0, state.m) - state.mean
-    return torch.log(_count(state)) - above
+    return torch.log(_count(state)) - (_moving(state.m) + state.depth)
 
 
 def jensen_gap(state: RowState) -> Tensor:
@@ -232,8 +231,14 @@ def jensen_gap(state: RowState) -> Tensor:
     full = _with_sink(state)
     empty = state.n == 0
     n = _count(state)
-    m = torch.where(empty, 0.0, full.m.detach())
-    return _where_any(state, torch.log(torch.where(empty, 1.0, full.Z) / n) + (m - state.mean))
+    above = torch.where(empty, 0.0, full.m.detach() - state.m.detach())  # of a sink, if any
+    return _where_any(state, torch.log(torch.where(empty, 1.0, full.Z) / n) + (above + state.depth))
+
+
+def _moving(m: Tensor) -> Tensor:
+    """0, with the gradient of the maximum: what the constant reference point leaves out."""
+    top = torch.where(m == -torch.inf, 0.0, m)
+    return top - top.detach()
 
 
 def max_gap(state: RowState) -> Tensor:

@@ -30,6 +30,7 @@ class RowState(NamedTuple):
         Q: :math:`\sum_j e_j^2`.
         mean: plain mean of the scores.
         M2: plain sum of squared deviations from ``mean``.
+        depth: plain mean of :math:`m - s_j`, which ``m - mean`` would lose to rounding.
         first: score of the first visible key.
         first_index: position of that key among all keys, int64.
         sink: logit of a sink that shares the normaliser without being a key; no element, (..., 0),
@@ -51,6 +52,7 @@ class RowState(NamedTuple):
     Q: Tensor
     mean: Tensor
     M2: Tensor
+    depth: Tensor
     first: Tensor
     first_index: Tensor
     sink: Tensor
@@ -102,6 +104,7 @@ def empty(
         Q=zero,
         mean=zero,
         M2=zero,
+        depth=zero,
         first=zero,
         first_index=torch.full_like(count, NO_KEY),
         sink=_nothing(zero),
@@ -163,7 +166,8 @@ def observe(
     centre = _ratio(U, Z).unsqueeze(-1)
     plain = s.masked_fill(hidden, 0.0)
     mean = plain.sum(-1) / n.clamp(min=1)
-    away = (plain - mean.unsqueeze(-1)).masked_fill(hidden, 0.0)
+    depth = -t.sum(-1) / n.clamp(min=1)
+    away = (t + depth.unsqueeze(-1)).masked_fill(hidden, 0.0)
     column = seen.to(torch.uint8).argmax(-1)
     state = RowState(
         n=n,
@@ -174,6 +178,7 @@ def observe(
         Q=e.square().sum(-1),
         mean=mean,
         M2=away.square().sum(-1),
+        depth=depth,
         first=plain.gather(-1, column.unsqueeze(-1)).squeeze(-1),
         first_index=torch.where(n > 0, column + first_key, NO_KEY),
         sink=_nothing(Z.detach()) if sink is None else sink.to(dtype).expand_as(Z),
@@ -222,8 +227,7 @@ def merge(left: RowState, right: RowState) -> RowState:
     n = left.n + right.n
     count = left.n.to(Z.dtype)  # a quotient of integers would be float32 whatever the sums are
     share = right.n.to(Z.dtype) / n.clamp(min=1)
-    apart = torch.where(left.n == 0, right.mean, right.mean - left.mean)
-    step = torch.where(right.n == 0, 0.0, apart)
+    step = b.depth - a.depth  # between the two means, told from the maximum
     state = RowState(
         n=n,
         m=m,
@@ -231,8 +235,9 @@ def merge(left: RowState, right: RowState) -> RowState:
         U=a.U + b.U,
         W=a.W + b.W + gap.square() * a.Z * _ratio(b.Z, Z),
         Q=a.Q + b.Q,
-        mean=torch.where(left.n == 0, 0.0, left.mean) + step * share,
+        mean=left.mean + (right.mean - left.mean) * share,
         M2=left.M2 + right.M2 + step.square() * count * share,
+        depth=a.depth + step * share,
         first=torch.where(right.first_index < left.first_index, right.first, left.first),
         first_index=torch.minimum(left.first_index, right.first_index),
         sink=_same_sink(left, right),
@@ -277,6 +282,7 @@ def _shift(state: RowState, reference: Tensor) -> RowState:
         U=torch.where(decay == 0, 0.0, (state.U + drop * state.Z) * decay),
         W=state.W * decay,
         Q=state.Q * decay.square(),
+        depth=torch.where(empty_rows, 0.0, state.depth - drop),
     )
     if not has_noise(state):
         return shifted
