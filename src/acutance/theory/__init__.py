@@ -1,18 +1,119 @@
-"""Statistical models of attention rows: what the metrics are before anything is measured.
+"""What the statistics of an attention row should be, from a few parameters of its scores.
 
-One model per file, on NumPy and SciPy alone. The names follow the metrics they predict.
+NumPy and SciPy only: nothing here is shared with what measures. Names are those of the metrics.
 """
 
+from __future__ import annotations
+
+from acutance.theory.cosine import (
+    cosine_best_count,
+    cosine_entropy_lower_bound,
+    information_range_limit,
+    match_dimension,
+    retrieval_capacity,
+    tau_for_information,
+    vmf_entropy_drop,
+)
 from acutance.theory.gaussian import (
     expected_collision_gauss,
     expected_entropy_gauss,
     expected_logsumexp_gauss,
     expected_max_gauss,
 )
+from acutance.theory.jacobian import (
+    frozen_collision,
+    frozen_entropy,
+    frozen_jacobian_fro2,
+    jacobian_fro2,
+    jacobian_trace,
+    scale_gradmax_annealed,
+)
+from acutance.theory.laws import (
+    ScalingLaw,
+    critical_scale,
+    gap_count,
+    gauss_hazard_scale,
+    gauss_invariant_scale,
+    hazard_scale,
+    needle_scale,
+    scaling_exponent,
+)
+from acutance.theory.mean_field import (
+    EntropyBounds,
+    entropy_bounds,
+    entropy_floor_from_spectral_norm,
+    entropy_lower_bound,
+    jensen_gap,
+    max_gap,
+    mean_field_entropy,
+    onehot_entropy,
+    softmax_entropy,
+    uniform_entropy_drop,
+)
+from acutance.theory.sparsity import (
+    effective_keys,
+    effective_keys_decay,
+    log_sparsity_decay,
+    log_sparsity_exp,
+    log_sparsity_identity,
+    log_sparsity_linear,
+    log_sparsity_linear_iid,
+    log_sparsity_relu2,
+    sparsity_decay,
+    sparsity_exp,
+    sparsity_identity,
+    sparsity_linear,
+    sparsity_linear_iid,
+    sparsity_relu2,
+)
 
 __all__ = [
+    "EntropyBounds",
+    "ScalingLaw",
+    "cosine_best_count",
+    "cosine_entropy_lower_bound",
+    "critical_scale",
+    "effective_keys",
+    "effective_keys_decay",
+    "entropy_bounds",
+    "entropy_floor_from_spectral_norm",
+    "entropy_lower_bound",
     "expected_collision_gauss",
     "expected_entropy_gauss",
     "expected_logsumexp_gauss",
     "expected_max_gauss",
+    "frozen_collision",
+    "frozen_entropy",
+    "frozen_jacobian_fro2",
+    "gap_count",
+    "gauss_hazard_scale",
+    "gauss_invariant_scale",
+    "hazard_scale",
+    "information_range_limit",
+    "jacobian_fro2",
+    "jacobian_trace",
+    "jensen_gap",
+    "log_sparsity_decay",
+    "log_sparsity_exp",
+    "log_sparsity_identity",
+    "log_sparsity_linear",
+    "log_sparsity_linear_iid",
+    "log_sparsity_relu2",
+    "match_dimension",
+    "max_gap",
+    "mean_field_entropy",
+    "needle_scale",
+    "onehot_entropy",
+    "retrieval_capacity",
+    "scaling_exponent",
+    "softmax_entropy",
+    "sparsity_decay",
+    "sparsity_exp",
+    "sparsity_identity",
+    "sparsity_linear",
+    "sparsity_linear_iid",
+    "sparsity_relu2",
+    "tau_for_information",
+    "uniform_entropy_drop",
+    "vmf_entropy_drop",
 ]
