@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.modeling_utils import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import acutance
 from acutance.probing import huggingface
@@ -269,6 +270,37 @@ def test_nested_probes_read_the_same(weights: bool) -> None:
             "verified",
             "verified",
         ]
+
+
+def test_nested_probes_do_not_take_a_run_without_dropout_for_the_models_own() -> None:
+    model, x = nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=True), torch.randn(2, 5, 16)
+    with acutance.probe(model, verify=True) as outer, acutance.probe(model, verify=True) as inner:
+        model(x, x, x, need_weights=True)
+    for probe in (outer, inner):
+        assert [(layer.calls, layer.status) for layer in probe.summary().layers] == [
+            (1, "captured")
+        ]
+
+
+def test_an_implementation_that_calls_another_counts_once(
+    gpt2_models: Any, random_tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = gpt2_models["sdpa"], random_tokens(2, 6)
+    plain = model(ids).logits
+
+    def detour(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)(module, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "detour", detour)
+    monkeypatch.setattr(model.config, "_attn_implementation", "detour")
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "detour", sdpa_mask)
+    with acutance.probe(model, verify=True) as probe:
+        assert torch.equal(model(ids).logits, plain)
+    layers = probe.summary().layers
+    assert [(layer.calls, layer.rows, layer.status) for layer in layers] == [
+        (1, 12, "verified")
+    ] * 3
+    assert {layer.source for layer in layers} == {"transformers detour"}
 
 
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])

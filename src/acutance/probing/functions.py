@@ -133,8 +133,8 @@ class FunctionCapture(TorchFunctionMode):
 def _run_again(
     func: Callable[..., Any], given: Mapping[str, Any], seen: list[tuple[dict[str, Any], Tensor]]
 ) -> tuple[Tensor, Any]:
-    """Run multi-head attention without weights and dropout."""
-    with _watch_sdpa() as calls:
+    """Run multi-head attention without weights and dropout, which concerns no outer watcher."""
+    with _watch_sdpa(alone=True) as calls:
         result: tuple[Tensor, Any] = func(**{**given, "need_weights": False, "training": False})
     seen.extend(calls)
     return result
@@ -177,12 +177,16 @@ _original: Callable[..., Tensor] = _SDPA
 
 
 @contextmanager
-def _watch_sdpa() -> Iterator[_Calls]:
-    """Arguments and results of this thread's SDPA calls made through ``torch.nn.functional``."""
+def _watch_sdpa(*, alone: bool = False) -> Iterator[_Calls]:
+    """Arguments and results of this thread's SDPA calls made through ``torch.nn.functional``.
+
+    Args:
+        alone: hide the calls from the contexts around this one.
+    """
     global _watchers, _original
     seen: _Calls = []
     outer: tuple[_Calls, ...] = getattr(_thread, "lists", ())
-    _thread.lists = (*outer, seen)
+    _thread.lists = (seen,) if alone else (*outer, seen)
     with _lock:
         if _watchers == 0:
             _original = F.scaled_dot_product_attention

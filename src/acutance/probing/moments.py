@@ -75,6 +75,17 @@ def _boundaries(scale: Scale, dtype: torch.dtype, device: torch.device) -> Tenso
     return torch.where(near.to(torch.float64) < exact, up, near).to(device)
 
 
+def _find_bins(values: Tensor, scale: Scale, out: Tensor) -> None:
+    """Write the bin of each finite value; where bins are even, by a product that is exact."""
+    if scale in ("unit", "nats"):
+        per_bin = BINS if scale == "unit" else BINS / _MOST_NATS
+        out.copy_((values * per_bin).clamp_(0, BINS - 1).nan_to_num_(0.0))
+    else:
+        torch.bucketize(
+            values, _boundaries(scale, values.dtype, values.device), right=True, out=out
+        )
+
+
 @dataclass(frozen=True)
 class Moments:
     """What is kept of the rows of some heads: (heads, metrics) arrays.
@@ -145,17 +156,14 @@ class Moments:
                     for field in fields(Moments)
                 }
             )
-        bins = torch.stack(
-            [
-                torch.bucketize(x[index], _boundaries(_scale(name), x.dtype, x.device), right=True)
-                for index, name in enumerate(names)
-            ]
-        )
+        bins = torch.empty(x.shape, dtype=torch.int64, device=x.device)
+        for index, name in enumerate(names):
+            _find_bins(x[index], _scale(name), bins[index])
         if bool(whole.all()):
             low, high = x.aminmax(dim=-1)
-            wide = x.to(torch.float64)
+            wide = x.to(torch.float64, copy=True)
             mean = wide.sum(-1) / rows
-            away = wide - mean.unsqueeze(-1)
+            away = wide.sub_(mean.unsqueeze(-1))
         else:
             low = torch.where(there, x, torch.inf).amin(-1)
             high = torch.where(there, x, -torch.inf).amax(-1)
@@ -164,7 +172,9 @@ class Moments:
             away = torch.where(there, wide - mean.unsqueeze(-1), 0.0)
             bins = torch.where(there, bins, BINS)  # a bin more for what is left out
         each = torch.arange(metrics * heads, device=x.device).view(metrics, heads, 1) * (BINS + 1)
-        histogram = torch.bincount((bins + each).flatten(), minlength=metrics * heads * (BINS + 1))
+        histogram = torch.bincount(
+            bins.add_(each).flatten(), minlength=metrics * heads * (BINS + 1)
+        )
         found = {
             "count": count,
             "mean": mean,
