@@ -105,6 +105,7 @@ __all__ = [
     "needle_scale",
     "onehot_entropy",
     "retrieval_capacity",
+    "scale_gradmax_annealed",
     "scaling_exponent",
     "softmax_entropy",
     "sparsity_decay",
