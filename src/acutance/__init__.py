@@ -1,4 +1,4 @@
-"""acutance says how sharply attention focuses: measure it, predict it, compare it, fix it."""
+"""acutance says how sharply attention focuses: measure it, and predict it."""
 
 from __future__ import annotations
 
