@@ -36,7 +36,11 @@ def dense(masking: Masking, rows: int, width: int) -> tuple[Tensor, Tensor, Tens
                     if tile.alibi is not None:
                         slopes, distance = tile.alibi
                         sums -= slopes * distance
-                    count[place] += tile.count()
+                    count[place] += (
+                        tile.width
+                        if tile.hidden is None
+                        else tile.hidden.visible(tile.width, count.dtype)
+                    )
                     found = tile.first()
                     if found is None:
                         found = torch.tensor(0), torch.tensor(True)

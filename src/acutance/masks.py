@@ -84,14 +84,19 @@ class Hidden:
     band: Band | None = None
     made: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
-    def count(self) -> Tensor:
-        """Number of hidden keys of each row."""
+    @property
+    def width(self) -> int:
+        """Number of columns that hold hidden keys."""
+        return self.stop - self.start
+
+    def visible(self, width: int, dtype: torch.dtype) -> Tensor:
+        """Number of visible keys of each row of a tile that is ``width`` keys wide."""
         if self.band is None:
-            return self.mask.sum(-1)
-        name = (self.band, self.mask.shape, "count")
+            return width - self.mask.sum(-1).to(dtype)
+        name = (self.band, self.mask.shape, dtype, "count")
         if name not in self.made:
-            self.made[name] = self.mask.sum(-1)
-        return self.made[name]
+            self.made[name] = self.mask.sum(-1).to(dtype)
+        return width - self.made[name]
 
     def blank(self, scores: Tensor) -> None:
         """Zero the hidden keys of (..., rows, keys) scores, whatever they hold, in place."""
@@ -146,12 +151,6 @@ class Tile:
     def width(self) -> int:
         """Number of columns."""
         return self.stop - self.start
-
-    def count(self) -> Tensor | int:
-        """Number of visible keys of each row in this tile (an int where all rows see all)."""
-        if self.hidden is None:
-            return self.width
-        return self.width - self.hidden.count()
 
     def first(self) -> tuple[Tensor, Tensor] | None:
         """Column of each row's first visible key, and whether it has one; None where all see 0."""

@@ -109,7 +109,7 @@ def backward(
     dsinks = torch.zeros(H, g, dtype=dtype, device=query.device)
     added_mask = _SharedGradient(masking, masking.attn_mask, dtype) if want_mask else None
     added_bias = _SharedGradient(masking, masking.bias, dtype) if want_bias else None
-    _, width, _ = tile_shape(masking)
+    _, width = tile_shape(masking)
     scratch = Buffers(query, dtype)
     generator = dropout_generator(rule, query.device)
     for work in tile_rows(key, value, masking, dtype):

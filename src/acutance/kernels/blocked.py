@@ -11,12 +11,21 @@ log₂ e *after* that subtraction (folding it into the query costs half an ulp o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from acutance.kernels.running import Running, inverse_normaliser, ratio
+from acutance.kernels.running import (
+    LOG2E,
+    MODERATE,
+    Part,
+    Running,
+    inverse_normaliser,
+    ratio,
+    row_fields,
+)
 from acutance.kernels.tiles import (
     Buffers,
     Rule,
@@ -33,9 +42,6 @@ from acutance.kernels.tiles import (
 from acutance.masks import Masking
 
 __all__ = ["Sums", "forward"]
-
-#: Sums that are stored together, one copy a tile row.
-_STACKED = ("n", "m", "Z", "U", "W", "Q", "mean", "M2", "depth", "first")
 
 
 class Sums(NamedTuple):
@@ -87,62 +93,104 @@ def forward(
         return query.new_empty(B, H, g, L, *extra, dtype=dtype)
 
     kept = width if noise else 0
-    stacked = query.new_empty(len(_STACKED), B, H, g, L, dtype=dtype)
-    sums = Sums(
+    found = _Found(
+        parts=query.new_empty(len(Part._fields) + 1, B, H, g, L, dtype=dtype),
+        first_index=rows(dtype=torch.int64).zero_(),
         out=rows(width, dtype=query.dtype),
-        **dict(zip(_STACKED, stacked, strict=True)),
-        first_index=rows(dtype=torch.int64),
         O=rows(kept),
         R1=rows(kept),
         R2=rows() if noise else rows(0),
     )
-    _, tile_width, _ = tile_shape(masking)
+    _, tile_width = tile_shape(masking)
     scratch = Buffers(query, dtype)
     generator = dropout_generator(rule, query.device)
+    small = _moderate(query, key, masking, rule)
+    # small scores take log₂ e along from the query, others are multiplied about their maximum
+    folds = small and rule.softcap is None
+    scale, log2 = (rule.scale * LOG2E, 1.0) if folds else (rule.scale, LOG2E)
     for work in tile_rows(key, value, masking, dtype):
-        region = work.region
-        q = fold_rows(q5, work).to(dtype) * rule.scale
-        running = Running(q, width, noise)
+        q = fold_rows(q5, work).to(dtype) * scale
+        running = Running(q, small, log2)
         centre = work.value.mean(1, keepdim=True) if noise and work.value is not None else None
-        for tile in masking.tiles(region, tile_width):
+        for tile in masking.tiles(work.region, tile_width):
             s = tile_scores(q, work, tile, rule.softcap, scratch)
             keep = draw_kept(tuple(s.shape), rule, generator, s)
             running.observe(s, work, tile, scratch, keep, centre)
-        _store(sums, stacked, running, work, rule, masking, centre)
-    apart = {name: part.clone() for name, part in zip(_STACKED, stacked, strict=True)}
-    sums = sums._replace(**apart | {"n": apart["n"].to(torch.int64)})
-    return sums._replace(
-        **{name: part.reshape(B, H * g, *part.shape[3:]) for name, part in sums._asdict().items()}
-    )
+        found.store(running, work, rule, masking, centre)
+    fields = row_fields(found.parts, log2)
+    if found.raw:
+        sink = None if rule.sinks is None else rule.sinks.to(dtype).view(H, g, 1)
+        found.out.mul_(inverse_normaliser(fields["Z"], fields["m"], sink).unsqueeze(-1))
+    fields |= {name: getattr(found, name) for name in ("out", "first_index", "O", "R1", "R2")}
+    fields["n"] = fields["n"].to(torch.int64)
+    return Sums(**{name: part.view(B, H * g, *part.shape[3:]) for name, part in fields.items()})
 
 
-def _store(
-    sums: Sums,
-    stacked: Tensor,
-    running: Running,
-    work: Work,
-    rule: Rule,
-    masking: Masking,
-    centre: Tensor | None,
-) -> None:
-    """Write a finished tile row into the results."""
-    region = work.region
+@dataclass(frozen=True)
+class _Found:
+    """Where finished tile rows are written; every tensor but ``parts`` begins (B, H, group, L)."""
 
-    def put(target: Tensor, rows: Tensor) -> None:
-        part = target[region.batch, region.heads, :, region.rows]
-        part.copy_(rows.view(part.shape))
+    parts: Tensor  # (fields of Part and the first score, B, H, group, L)
+    first_index: Tensor
+    out: Tensor
+    O: Tensor
+    R1: Tensor
+    R2: Tensor
 
-    part = stacked[:, region.batch, region.heads, :, region.rows]
-    part.copy_(torch.stack([getattr(running, name) for name in _STACKED]).view(part.shape))
-    put(sums.first_index, running.first_index)
-    if sums.O.shape[-1] and centre is not None:
-        # moments of the values about their own e²-weighted mean: no cancellation when they merge
-        average = running.R1 * ratio(torch.ones_like(running.Q), running.Q).unsqueeze(-1)
-        put(sums.O, running.O if running.whole is None else running.whole)
-        put(sums.R1, torch.where((running.Q == 0).unsqueeze(-1), 0.0, average + centre))
-        spread = running.R2 - running.Q * average.square().sum(-1)
-        put(sums.R2, spread.clamp(min=0.0))
-    if sums.out.shape[-1]:
-        sink = sink_rows(rule, work, masking, running.Z)
-        inverse = inverse_normaliser(running.Z, running.m, sink)
-        put(sums.out, running.O.mul_(inverse.unsqueeze(-1)))
+    @property
+    def raw(self) -> bool:
+        """Whether ``out`` takes Σ e v as it is, to be divided for all rows at once."""
+        return self.out.dtype == self.parts.dtype
+
+    def store(
+        self, running: Running, work: Work, rule: Rule, masking: Masking, centre: Tensor | None
+    ) -> None:
+        """Write a finished tile row."""
+        region = work.region
+
+        def put(target: Tensor, rows: Tensor | float) -> None:
+            where = target[region.batch, region.heads, :, region.rows]
+            if not isinstance(rows, Tensor):
+                where.fill_(rows)
+            elif rows.numel():
+                where.copy_(rows.view(where.shape))
+
+        part = running.part()
+        first = torch.zeros_like(part.Z) if running.first is None else running.first
+        where = self.parts[:, region.batch, region.heads, :, region.rows]
+        where.copy_(torch.stack([*part, first]).view(where.shape))
+        if isinstance(running.first_index, Tensor) or running.first_index > 0:
+            put(self.first_index, running.first_index)
+        if running.O is None:  # no values, or no key in sight
+            for target in (self.out, self.O, self.R1, self.R2):
+                put(target, 0.0)
+            return
+        if centre is not None and running.R1 is not None and running.R2 is not None:
+            # moments of the values about their own e²-weighted mean: no cancellation on merging
+            Q = part.norm.square().unsqueeze(-1)
+            average = running.R1 * ratio(torch.ones_like(Q), Q)
+            put(self.O, running.O if running.whole is None else running.whole)
+            put(self.R1, torch.where(Q == 0, 0.0, average + centre))
+            spread = running.R2 - Q * average.square().sum(-1, keepdim=True)
+            put(self.R2, spread.clamp(min=0.0))
+        if self.raw:
+            put(self.out, running.O)
+        else:
+            m = part.m * running.unit
+            inverse = inverse_normaliser(part.Z, m, sink_rows(rule, work, masking, m))
+            put(self.out, running.O.mul_(inverse.unsqueeze(-1)))
+
+
+def _moderate(query: Tensor, key: Tensor, masking: Masking, rule: Rule) -> bool:
+    """Whether no score can be large, by ‖q‖ ‖k‖; only asked where it costs next to nothing."""
+    if query.device.type != "cpu" or masking.additive or masking.alibi_slopes is not None:
+        return False
+    if rule.softcap is not None and rule.softcap < MODERATE:
+        return True
+    if masking.queries < 256:
+        return False
+    longest = [
+        float(torch.linalg.vector_norm(t, dim=-1, dtype=accumulate_dtype(t.dtype)).amax())
+        for t in (query, key)
+    ]
+    return abs(rule.scale) * longest[0] * longest[1] < MODERATE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -16,12 +17,14 @@ from torch import Tensor
 from acutance.masks import Masking, Region, Tile
 
 __all__ = [
+    "LEVEL_ROWS",
     "TILE_ELEMENTS",
     "TILE_ROWS",
     "Buffers",
     "Rule",
     "Work",
     "accumulate_dtype",
+    "columns",
     "draw_kept",
     "dropout_generator",
     "fold_rows",
@@ -36,6 +39,7 @@ __all__ = [
 #: Elements of one tile: a buffer of 2 MiB in float32, which stays in a shared cache.
 TILE_ELEMENTS = 1 << 19
 TILE_ROWS = 128
+LEVEL_ROWS = 512  # where every row sees the same keys
 
 
 @dataclass(frozen=True)
@@ -55,20 +59,31 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Buffers:
-    """Tile-sized scratch tensors, allocated once per call and reshaped for ragged tiles."""
+    """Tile-sized scratch tensors, allocated once per call and reshaped for ragged tiles.
+
+    Views are kept too: tiles of few shapes come again and again.
+    """
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._like, self._dtype = like, dtype
         self._store: dict[str, Tensor] = {}
+        self._views: dict[tuple[str | float, tuple[int, ...]], Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         """The tensor of that name, viewed in a shape; what it holds is whatever was left there."""
-        count = 1
-        for size in shape:
-            count *= size
-        if name not in self._store or self._store[name].numel() < count:
-            self._store[name] = self._like.new_empty(count, dtype=self._dtype)
-        return self._store[name][:count].view(shape)
+        if (name, shape) not in self._views:
+            count = prod(shape)
+            if name not in self._store or self._store[name].numel() < count:
+                self._store[name] = self._like.new_empty(count, dtype=self._dtype)
+                self._views = {key: view for key, view in self._views.items() if key[0] != name}
+            self._views[name, shape] = self._store[name][:count].view(shape)
+        return self._views[name, shape]
+
+    def full(self, value: float, *shape: int) -> Tensor:
+        """A tensor that holds one number; not to be written to."""
+        if (value, shape) not in self._views:
+            self._views[value, shape] = self._like.new_full(shape, value, dtype=self._dtype)
+        return self._views[value, shape]
 
 
 class Work(NamedTuple):
@@ -81,49 +96,83 @@ class Work(NamedTuple):
     value: Tensor | None  # (blocks, S, Ev)
 
 
-def tile_shape(masking: Masking) -> tuple[int, int, int]:
-    """Query rows, keys and (batch × key heads) of a tile.
+def tile_shape(masking: Masking) -> tuple[int, int]:
+    """Query rows and keys of a tile.
 
-    A tile grows with the threads that share each of its operations, so that starting them pays.
+    Where position hides keys, fewer rows leave less of the diagonal to compute in vain. A tile
+    grows with the threads that share each of its operations, so that starting them pays.
     """
-    elements = TILE_ELEMENTS * _workers(masking.device)
-    rows = max(1, min(masking.queries, TILE_ROWS // masking.group))
-    width = min(masking.keys, max(256, elements // (rows * masking.group)))
-    blocks = max(1, elements // (rows * masking.group * max(1, width)))
-    return rows, width, blocks
+    banded = masking.causal or masking.window is not None
+    rows = max(1, min(masking.queries, (TILE_ROWS if banded else LEVEL_ROWS) // masking.group))
+    width = min(masking.keys, max(256, _elements(masking) // (rows * masking.group)))
+    return rows, width
 
 
-def _workers(device: torch.device) -> int:
-    return min(8, torch.get_num_threads()) if device.type == "cpu" else 32
+def _elements(masking: Masking) -> int:
+    threads = min(8, torch.get_num_threads()) if masking.device.type == "cpu" else 32
+    return TILE_ELEMENTS * threads
 
 
 def tile_rows(
     key: Tensor, value: Tensor | None, masking: Masking, dtype: torch.dtype
 ) -> Iterator[Work]:
-    """The tile rows of a call, heads first, so that a head's keys are gathered once."""
-    rows, _, blocks = tile_shape(masking)
+    """The tile rows of a call, each of as many heads as fill a tile.
+
+    Keys and values that need no copy are cut for every tile row anew: early causal rows, which
+    see few keys, then take several heads together. Others are gathered once for all rows.
+    """
+    rows, width = tile_shape(masking)
+    starts = range(0, masking.queries, rows)
+    if all(_mergeable(t, dtype) for t in (key, value) if t is not None):
+        for i in starts:
+            row = slice(i, min(i + rows, masking.queries))
+            first, last, *_ = masking.band(row.start, row.stop - 1)
+            for batch, head in _blocks(masking, rows, min(width, last - first)):
+                yield _work(key, value, masking, Region(batch, head, row), dtype)
+        return
+    for batch, head in _blocks(masking, rows, width):
+        whole = _work(key, value, masking, Region(batch, head, slice(0, rows)), dtype)
+        for i in starts:
+            row = slice(i, min(i + rows, masking.queries))
+            fold = (*whole.fold[:3], row.stop - i)
+            yield whole._replace(region=Region(batch, head, row), fold=fold)
+
+
+def _mergeable(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether batch and heads fold into one dimension of a view."""
+    batch, heads = tensor.shape[:2]
+    folds = batch == 1 or heads == 1 or tensor.stride(0) == heads * tensor.stride(1)
+    return folds and tensor.dtype == dtype
+
+
+def _blocks(masking: Masking, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Batches and key heads of the tiles of one tile row."""
+    blocks = max(1, _elements(masking) // (rows * masking.group * max(1, width)))
     heads = max(1, min(masking.heads, blocks))
     batches = max(1, min(masking.batch, blocks // max(1, masking.heads)))
-
-    def gather(tensor: Tensor, batch: slice, head: slice) -> Tensor:
-        part = tensor[batch, head]
-        return part.to(dtype).flatten(0, 1)
-
     for b in range(0, masking.batch, batches):
-        batch = slice(b, min(b + batches, masking.batch))
         for h in range(0, masking.heads, heads):
-            head = slice(h, min(h + heads, masking.heads))
-            k = gather(key, batch, head)
-            v = None if value is None else gather(value, batch, head)
-            for i in range(0, masking.queries, rows):
-                row = slice(i, min(i + rows, masking.queries))
-                fold = (
-                    batch.stop - batch.start,
-                    head.stop - head.start,
-                    masking.group,
-                    row.stop - i,
-                )
-                yield Work(Region(batch, head, row), k.shape[0], fold, k, v)
+            yield (
+                slice(b, min(b + batches, masking.batch)),
+                slice(h, min(h + heads, masking.heads)),
+            )
+
+
+def _work(
+    key: Tensor, value: Tensor | None, masking: Masking, region: Region, dtype: torch.dtype
+) -> Work:
+    k, v = (
+        None if tensor is None else tensor[region.batch, region.heads].to(dtype).flatten(0, 1)
+        for tensor in (key, value)
+    )
+    fold = (
+        region.batch.stop - region.batch.start,
+        region.heads.stop - region.heads.start,
+        masking.group,
+        region.rows.stop - region.rows.start,
+    )
+    assert k is not None
+    return Work(region, fold[0] * fold[1], fold, k, v)
 
 
 def fold_rows(tensor: Tensor, work: Work) -> Tensor:
@@ -142,19 +191,24 @@ def tile_scores(
     """
     shape = (work.blocks, q.shape[1], tile.width)
     s = scratch("scores", *shape)
-    torch.bmm(q, work.key[:, tile.start : tile.stop].transpose(1, 2), out=s)
+    torch.bmm(q, columns(work.key, tile).mT, out=s)
     if softcap is not None:
         s.div_(softcap).tanh_()
         slope = scratch("slope", *shape)
         torch.mul(s, s, out=slope).neg_().add_(1.0)
         s.mul_(softcap)
-    folded = unfold(s, work)
+    folded = unfold(s, work) if tile.alibi is not None or tile.biases else s
     if tile.alibi is not None:
         slopes, distance = tile.alibi
         folded.addcmul_(slopes.to(s.dtype), distance.to(s.dtype), value=-1.0)
     for bias in tile.biases:
         folded.add_(bias.to(s.dtype))
     return s
+
+
+def columns(rows: Tensor, tile: Tile) -> Tensor:
+    """Cut keys or values, (blocks, S, …), to a tile."""
+    return rows if tile.width == rows.shape[1] else rows[:, tile.start : tile.stop]
 
 
 def unfold(s: Tensor, work: Work) -> Tensor:
