@@ -1,0 +1,68 @@
+"""From scores to weights: softmax and what is used in its place.
+
+A weighting is a small record. It is named (``weights="relu2"``) or, with options of its own, given
+(``weights=ReLU2(normalize="sum")``).
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from acutance.weights.base import Weighting
+from acutance.weights.exponential import Exp, Sink, Softmax, SoftmaxOne, TopKSoftmax
+from acutance.weights.pointwise import L1, L2, Identity, Power, ReLU, ReLU2, Sigmoid
+from acutance.weights.sparse import Entmax, Entmax15, Sparsemax
+
+__all__ = [
+    "L1",
+    "L2",
+    "WEIGHTS",
+    "Entmax",
+    "Entmax15",
+    "Exp",
+    "Identity",
+    "Power",
+    "ReLU",
+    "ReLU2",
+    "Sigmoid",
+    "Sink",
+    "Softmax",
+    "SoftmaxOne",
+    "Sparsemax",
+    "TopKSoftmax",
+    "Weighting",
+    "get",
+]
+
+#: Every weighting by its name.
+WEIGHTS: dict[str, type[Weighting]] = {
+    kind.name: kind
+    for kind in (
+        Softmax, SoftmaxOne, Sink, TopKSoftmax, Exp, Sigmoid, ReLU, ReLU2, Power, Identity, L1, L2,
+        Sparsemax, Entmax15, Entmax,
+    )
+}  # fmt: skip
+
+
+def get(weights: str | Weighting) -> Weighting:
+    """The weighting of a name, with its defaults, or the one that is given.
+
+    Raises:
+        ValueError: if there is none of that name, naming the nearest, or it needs parameters.
+        TypeError: if it is neither a name nor a weighting.
+
+    Example:
+        >>> get("relu2")
+        ReLU2(normalize='n')
+    """
+    if isinstance(weights, Weighting):
+        return weights
+    if not isinstance(weights, str):
+        raise TypeError(f"weights is a name or a Weighting, got {type(weights).__name__}")
+    if weights == Sink.name:
+        raise ValueError("weights='sink' has a parameter: give weights.Sink(sinks), sinks (Hq,)")
+    if weights not in WEIGHTS:
+        close = difflib.get_close_matches(weights, WEIGHTS, n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"weights={weights!r} is none of {', '.join(WEIGHTS)}{hint}")
+    return WEIGHTS[weights]()

@@ -1,0 +1,88 @@
+"""What every weighting is: scores of whole rows in, weights of whole rows out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["Normalization", "Weighting", "count", "masked", "normalized"]
+
+#: What unnormalised weights are divided by: the number of visible keys, their sum, or nothing.
+Normalization = Literal["n", "sum", "none"]
+
+
+@dataclass(frozen=True)
+class Weighting(ABC):
+    """How a row of scores becomes a row of weights.
+
+    Attributes:
+        name: as in :data:`~acutance.weights.WEIGHTS`.
+        source: article.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def distribution(self) -> bool:
+        """Whether a row is a distribution: nothing below 0, sum 1. Only then it has an entropy."""
+
+    @property
+    def signed(self) -> bool:
+        """Whether weights can be negative."""
+        return False
+
+    def __call__(self, scores: Tensor, visible: Tensor | None = None) -> Tensor:
+        """Weights of whole rows.
+
+        Args:
+            scores: (..., Hq, rows, S), floating point.
+            visible: boolean, broadcastable to the scores, True where a key takes part; None: all
+                do. Hidden scores may hold anything.
+
+        Returns:
+            Weights, shaped as the scores: 0 at hidden keys, and in rows without a visible one.
+        """
+        if visible is not None:
+            scores = torch.where(visible, scores, 0.0)  # no gradient, no NaN from hidden scores
+        weights = self.weigh(scores, visible)
+        return weights if visible is None else torch.where(visible, weights, 0.0)
+
+    @abstractmethod
+    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """Weights of finite scores, 0 where hidden; what it returns there is discarded."""
+
+
+def masked(scores: Tensor, visible: Tensor | None, value: float = -torch.inf) -> Tensor:
+    """Scores with hidden ones set to ``value``; a row that sees nothing stays finite."""
+    if visible is None:
+        return scores
+    some = visible.any(-1, keepdim=True)
+    return torch.where(visible | ~some, scores, value)
+
+
+def count(scores: Tensor, visible: Tensor | None) -> Tensor | int:
+    """Visible keys of each row, at least 1: (..., rows, 1), or one number for all."""
+    if visible is None:
+        return max(1, scores.shape[-1])
+    seen = visible.expand(*visible.shape[:-1], scores.shape[-1])
+    return seen.sum(-1, keepdim=True).clamp(min=1).to(scores.dtype)
+
+
+def normalized(
+    weights: Tensor, scores: Tensor, visible: Tensor | None, by: Normalization
+) -> Tensor:
+    """Divide weights that are not negative by n or by their sum; a row of zeros stays zero."""
+    if visible is not None:
+        weights = torch.where(visible, weights, 0.0)
+    if by == "n":
+        return weights / count(scores, visible)
+    if by == "sum":
+        total = weights.sum(-1, keepdim=True)
+        return weights / torch.where(total > 0, total, 1.0)
+    return weights

@@ -1,0 +1,246 @@
+"""Weightings that take each score by itself, then divide by n, by their sum, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, get_args
+
+import torch
+from torch import Tensor
+
+from acutance.shapes import check_number
+from acutance.weights.base import Normalization, Weighting, count, normalized
+
+__all__ = ["Identity", "L1", "L2", "Power", "ReLU", "ReLU2", "Sigmoid"]
+
+
+def _check_normalization(by: str) -> None:
+    if by not in get_args(Normalization):
+        raise ValueError(f"normalize is 'n', 'sum' or 'none', got {by!r}")
+
+
+@dataclass(frozen=True)
+class Sigmoid(Weighting):
+    r"""Each key by itself, :math:`\sigma(s_j + b)`.
+
+    Args:
+        bias: b, a number or a tensor (Hq,); None is −log n, n the visible keys of the row, so that
+            a row of zeros sums to about one at the start.
+
+    Example:
+        >>> Sigmoid()(torch.zeros(1, 3))
+        tensor([[0.2500, 0.2500, 0.2500]])
+
+    Source:
+        Ramapuram et al. (2024), arXiv:2409.04431.
+    """
+
+    name: ClassVar[str] = "sigmoid"
+    source: ClassVar[str] = "Ramapuram et al. (2024), arXiv:2409.04431"
+    bias: float | Tensor | None = field(default=None, compare=False)
+
+    @property
+    def distribution(self) -> bool:
+        """Its weights sum to anything."""
+        return False
+
+    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """Sigmoids."""
+        if self.bias is None:
+            n = torch.as_tensor(count(scores, visible), dtype=scores.dtype, device=scores.device)
+            return torch.sigmoid(scores - n.log())
+        if isinstance(self.bias, Tensor) and self.bias.dim():
+            if scores.dim() < 3 or self.bias.shape != scores.shape[-3:-2]:
+                raise ValueError(
+                    f"bias (Hq,) has one number for each query head: it is"
+                    f" {tuple(self.bias.shape)}, scores are {tuple(scores.shape)}"
+                )
+            return torch.sigmoid(scores + self.bias.to(scores.dtype).view(-1, 1, 1))
+        return torch.sigmoid(scores + self.bias)
+
+
+@dataclass(frozen=True)
+class ReLU(Weighting):
+    r"""What is positive of a score, :math:`(s_j)_+`.
+
+    Args:
+        normalize: divide by "n" (the visible keys), by the "sum", or by nothing ("none").
+
+    Example:
+        >>> ReLU()(torch.tensor([[2.0, -1.0]]))
+        tensor([[1., 0.]])
+
+    Source:
+        Wortsman et al. (2023), arXiv:2309.08586.
+    """
+
+    name: ClassVar[str] = "relu"
+    source: ClassVar[str] = "Wortsman et al. (2023), arXiv:2309.08586"
+    normalize: Normalization = "n"
+
+    def __post_init__(self) -> None:
+        _check_normalization(self.normalize)
+
+    @property
+    def distribution(self) -> bool:
+        """Only divided by its sum."""
+        return self.normalize == "sum"
+
+    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """Positive parts."""
+        return normalized(torch.relu(scores), scores, visible, self.normalize)
+
+
+@dataclass(frozen=True)
+class ReLU2(Weighting):
+    r"""The square of what is positive of a score, :math:`(s_j)_+^2`.
+
+    Args:
+        normalize: divide by "n" (the visible keys), by the "sum", or by nothing ("none").
+
+    Example:
+        >>> ReLU2()(torch.tensor([[2.0, -1.0]]))
+        tensor([[2., 0.]])
+
+    Source:
+        Hua et al. (2022), arXiv:2202.10447; Su Jianlin, kexue.fm article 9889.
+    """
+
+    name: ClassVar[str] = "relu2"
+    source: ClassVar[str] = "Hua et al. (2022), arXiv:2202.10447"
+    normalize: Normalization = "n"
+
+    def __post_init__(self) -> None:
+        _check_normalization(self.normalize)
+
+    @property
+    def distribution(self) -> bool:
+        """Only divided by its sum."""
+        return self.normalize == "sum"
+
+    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """Squared positive parts."""
+        return normalized(torch.relu(scores).square(), scores, visible, self.normalize)
+
+
+@dataclass(frozen=True)
+class Power(Weighting):
+    r"""A power of a score's size, :math:`|s_j|^k`.
+
+    Args:
+        k: exponent, positive.
+        normalize: divide by "n", by the "sum", or by nothing ("none").
+
+    Example:
+        >>> Power(k=2.0)(torch.tensor([[3.0, -1.0]]))
+        tensor([[0.9000, 0.1000]])
+
+    Source:
+        Su Jianlin, kexue.fm article 9019.
+    """
+
+    name: ClassVar[str] = "power"
+    source: ClassVar[str] = "Su Jianlin, kexue.fm article 9019"
+    k: float = 2.0
+    normalize: Normalization = "sum"
+
+    def __post_init__(self) -> None:
+        check_number("k", self.k, above=0.0)
+        _check_normalization(self.normalize)
+
+    @property
+    def distribution(self) -> bool:
+        """Only divided by its sum."""
+        return self.normalize == "sum"
+
+    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """Powers."""
+        return normalized(scores.abs().pow(self.k), scores, visible, self.normalize)
+
+
+@dataclass(frozen=True)
+class Identity(Weighting):
+    r"""The scores themselves, :math:`s_j / n` or :math:`s_j`.
+
+    Args:
+        normalize: divide by "n" (the visible keys) or by nothing ("none").
+
+    Example:
+        >>> Identity()(torch.tensor([[2.0, -1.0]]))
+        tensor([[ 1.0000, -0.5000]])
+
+    Source:
+        Su Jianlin, kexue.fm article 9889.
+    """
+
+    name: ClassVar[str] = "identity"
+    source: ClassVar[str] = "Su Jianlin, kexue.fm article 9889"
+    normalize: Normalization = "n"
+
+    def __post_init__(self) -> None:
+        if self.normalize not in ("n", "none"):
+            raise ValueError(
+                f"normalize is 'n' or 'none' for signed weights, got {self.normalize!r}"
+            )
+
+    @property
+    def distribution(self) -> bool:
+        """Its weights have both signs."""
+        return False
+
+    @property
+    def signed(self) -> bool:
+        """Its weights have both signs."""
+        return True
+
+    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """Scores."""
+        return scores if self.normalize == "none" else scores / count(scores, visible)
+
+
+@dataclass(frozen=True)
+class L1(Weighting):
+    r"""Scores divided by their l1 norm, :math:`s_j / \sum_k |s_k|`.
+
+    Example:
+        >>> L1()(torch.tensor([[3.0, -1.0]]))
+        tensor([[ 0.7500, -0.2500]])
+
+    Source:
+        Su Jianlin, kexue.fm article 9889.
+    """
+
+    name: ClassVar[str] = "l1"
+    source: ClassVar[str] = "Su Jianlin, kexue.fm article 9889"
+    order: ClassVar[int] = 1
+
+    @property
+    def distribution(self) -> bool:
+        """Its weights have both signs."""
+        return False
+
+    @property
+    def signed(self) -> bool:
+        """Its weights have both signs."""
+        return True
+
+    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """Scores over their norm; a row of zeros stays zero."""
+        norm = torch.linalg.vector_norm(scores, self.order, dim=-1, keepdim=True)
+        return scores / torch.where(norm > 0, norm, 1.0)
+
+
+@dataclass(frozen=True)
+class L2(L1):
+    r"""Scores divided by their l2 norm, :math:`s_j / \sqrt{\sum_k s_k^2}`.
+
+    Example:
+        >>> L2()(torch.tensor([[3.0, -4.0]]))
+        tensor([[ 0.6000, -0.8000]])
+
+    Source:
+        Su Jianlin, kexue.fm article 9889.
+    """
+
+    name: ClassVar[str] = "l2"
+    order: ClassVar[int] = 2

@@ -1,0 +1,130 @@
+"""Weightings with exact zeros, from the entmax library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from acutance.shapes import check_number
+from acutance.weights.base import Weighting, masked
+
+__all__ = ["Entmax", "Entmax15", "Sparsemax"]
+
+#: Far below any score, and finite: the solvers subtract it.
+_HIDDEN = -1e9
+
+
+def _entmax() -> ModuleType:
+    try:
+        import entmax
+    except ImportError as error:
+        raise ImportError(
+            "sparsemax and entmax weights are computed by the entmax library; install it with:"
+            ' pip install "acutance[entmax]"'
+        ) from error
+    return cast(ModuleType, entmax)
+
+
+def _solve(name: str, scores: Tensor, visible: Tensor | None, **options: float) -> Tensor:
+    """Call a solver; half precision would not let its threshold settle."""
+    precise = scores if scores.dtype == torch.float64 else scores.float()
+    solver = getattr(_entmax(), name)
+    weights: Tensor = solver(masked(precise, visible, _HIDDEN), dim=-1, **options)
+    return weights.to(scores.dtype)
+
+
+@dataclass(frozen=True)
+class Sparsemax(Weighting):
+    r"""The distribution nearest to the scores in Euclidean distance; most keys get exactly 0.
+
+    Raises:
+        ImportError: when called without the entmax library; it says what to install.
+
+    Example:
+        >>> Sparsemax()(torch.tensor([[1.0, 0.5, -1.0]]))
+        tensor([[0.7500, 0.2500, 0.0000]])
+
+    Source:
+        Martins & Astudillo (2016), arXiv:1602.02068.
+    """
+
+    name: ClassVar[str] = "sparsemax"
+    source: ClassVar[str] = "Martins & Astudillo (2016), arXiv:1602.02068"
+
+    @property
+    def distribution(self) -> bool:
+        """It is one."""
+        return True
+
+    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """Project the scores."""
+        return _solve("sparsemax", scores, visible)
+
+
+@dataclass(frozen=True)
+class Entmax15(Weighting):
+    r"""Entmax with α = 1.5, between softmax and sparsemax.
+
+    Raises:
+        ImportError: when called without the entmax library; it says what to install.
+
+    Example:
+        >>> Entmax15()(torch.tensor([[1.0, 0.0, -4.0]])).sum()
+        tensor(1.)
+
+    Source:
+        Peters et al. (2019), arXiv:1905.05702.
+    """
+
+    name: ClassVar[str] = "entmax15"
+    source: ClassVar[str] = "Peters et al. (2019), arXiv:1905.05702"
+
+    @property
+    def distribution(self) -> bool:
+        """It is one."""
+        return True
+
+    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """Solve by sorting."""
+        return _solve("entmax15", scores, visible)
+
+
+@dataclass(frozen=True)
+class Entmax(Weighting):
+    r"""Entmax of any α above 1, found by bisection; α = 2 is sparsemax.
+
+    Args:
+        alpha: α > 1.
+
+    Raises:
+        ValueError: if α is not a number above 1.
+        ImportError: when called without the entmax library; it says what to install.
+
+    Example:
+        >>> Entmax(alpha=2.0)(torch.tensor([[1.0, 0.5, -1.0]]))
+        tensor([[0.7500, 0.2500, 0.0000]])
+
+    Source:
+        Peters et al. (2019), arXiv:1905.05702.
+    """
+
+    name: ClassVar[str] = "entmax"
+    source: ClassVar[str] = "Peters et al. (2019), arXiv:1905.05702"
+    alpha: float = 1.5
+
+    def __post_init__(self) -> None:
+        check_number("alpha", self.alpha, above=1.0)
+
+    @property
+    def distribution(self) -> bool:
+        """It is one."""
+        return True
+
+    def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """Solve by bisection."""
+        steps = 60 if scores.dtype == torch.float64 else 40
+        return _solve("entmax_bisect", scores, visible, alpha=self.alpha, n_iter=steps)
