@@ -12,6 +12,7 @@ from docutils import nodes
 from sphinx.errors import ExtensionError
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
+from sphinx.util.math import get_node_equation_number
 
 import acutance
 
@@ -39,6 +40,7 @@ html_css_files = ["acutance.css"]
 
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
+numfig = True  # equation 9 of page 7 is (7.9), so that pages can refer to one another
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
@@ -55,18 +57,51 @@ logger = logging.getLogger(__name__)
 # neither a script nor a network.
 
 
-# LaTeX sets "log n" with a thin space, latex2mathml without.
-NAMED_FUNCTION = re.compile(r"\\(?:cos|erf|exp|log|sin|tanh)(?= *(?!\\left)(?:[^\W_]|\\))")
+# LaTeX sets "2 log n" with thin spaces, latex2mathml without.
+NAMED_FUNCTION = re.compile(
+    r"\\(?:cosh?|coth|erf|exp|log|sinh?|tanh)(?![a-z])(?= *(?!\\left)(?:[^\W_]|\\))"
+)
+BEFORE_FUNCTION = re.compile(
+    r"((?<![\\A-Za-z])[A-Za-z]|[0-9})\]]|\\(?:beta|gamma|kappa|lambda|sigma))"
+    r" *(?=\\(?:cosh?|coth|erf|exp|log|max|min|sinh?|tanh)(?![a-z]))"
+)
+
+# Browsers set a stroke, a bar, a sign and a single capital Greek letter otherwise than LaTeX does.
+FINISH = [
+    (
+        re.compile(
+            r"(<mo[^>]*>(?:[(\[=,]|&#x(?:00028|0003[CDE]|0005B|02192|02248|0226[45]);)</mo>"
+            r"(?:<mspace[^>]*>)?)<mo>(&#x02212;)</mo>"
+        ),
+        r'\1<mo form="prefix">\2</mo>',
+    ),
+    (re.compile(r"<mo>(&#x0002F;)</mo>"), r'<mo lspace="0" rspace="0">\1</mo>'),
+    (
+        re.compile(r'<mo(?: stretchy="false")?>(&#x02016;|&#x0007C;)</mo>'),
+        r'<mo stretchy="false" lspace="0" rspace="0">\1</mo>',
+    ),
+    (re.compile(r"<mi>(&#x0039[1-9A-F];|&#x003A[0-9];)"), r'<mi mathvariant="normal">\1'),
+]
+
+# Of the alphabets, browsers know the code points alone. (Where Unicode has a gap, none is used.)
+ALPHABET = re.compile(r'<(mi|mn) mathvariant="(bold|script)">([A-Z0-9])<')
+FIRST = {("mi", "bold"): 0x1D400, ("mi", "script"): 0x1D49C, ("mn", "bold"): 0x1D7CE}
+
+
+def code_point(found: re.Match[str]) -> str:
+    tag, alphabet, letter = found.groups()
+    return f"<{tag}>&#x{FIRST[tag, alphabet] + ord(letter) - ord('0' if tag == 'mn' else 'A'):X};<"
+
 
 # What latex2mathml does not know it passes on as it stands: a \command, an environment's &.
-UNKNOWN = re.compile(r"<m[io]>(\\\w+|&)</m[io]>")
+UNKNOWN = re.compile(r"<m[io][^>]*>(\\\w+|&)</m[io]>")
 
 
 def mathml(latex: str, node: nodes.Node, *, display: bool) -> str:
     latex = latex.replace("{aligned}", "{split}")  # the same layout; only split is known
     if r"\\" in latex and not latex.lstrip().startswith(r"\begin"):
         latex = rf"\begin{{split}}{latex}\end{{split}}"
-    latex = NAMED_FUNCTION.sub(r"\g<0>\,", latex)
+    latex = BEFORE_FUNCTION.sub(r"\1\,", NAMED_FUNCTION.sub(r"\g<0>\,", latex))
     try:
         result = latex2mathml.converter.convert(latex, display="block" if display else "inline")
         if unknown := UNKNOWN.search(result):
@@ -74,19 +109,57 @@ def mathml(latex: str, node: nodes.Node, *, display: bool) -> str:
     except Exception as error:  # each kind of bad input has its own exception
         logger.warning("cannot set %r: %r", latex, error, location=node)
         return ""
-    return result
+    for pattern, replacement in FINISH:
+        result = pattern.sub(replacement, result)
+    return ALPHABET.sub(code_point, result)
 
 
 def visit_inline_math(translator: HTML5Translator, node: nodes.math) -> None:
-    translator.body.append(mathml(node.astext(), node, display=False))
+    formula = mathml(node.astext(), node, display=False)
+    if mark := node.get("mark"):
+        formula = f'<span class="unbroken">{formula}{mark}</span>'
+    translator.body.append(formula)
     raise nodes.SkipNode
 
 
 def visit_display_math(translator: HTML5Translator, node: nodes.math_block) -> None:
-    translator.body.append(translator.starttag(node, "div", CLASS="formula"))
+    """A formula that scrolls if it is wide, and beside it the number, which does not."""
+    if node.parent.get("ids") == node["ids"]:  # the theme's wrapper carries the anchor
+        translator.body.append('<div class="formula"><div class="formula-line">')
+    else:
+        translator.body.append(translator.starttag(node, "div", CLASS="formula"))
+        translator.body.append('<div class="formula-line">')
     translator.body.append(mathml(node.astext(), node, display=True))
+    translator.body.append("</div>")
+    if node.get("number"):
+        number = get_node_equation_number(translator, node)
+        translator.body.append(
+            f'<a class="equation-number" href="#{node["ids"][0]}">({number})</a>'
+        )
     translator.body.append("</div>\n")
     raise nodes.SkipNode
+
+
+def keep_marks_with_formulas(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """A browser may end a line between a formula and the comma after it."""
+    for node in list(doctree.findall(nodes.math)):
+        after = node.next_node(descend=False, siblings=True)
+        if isinstance(after, nodes.Text) and (mark := re.match(r"[,.;:)?]+", after)):
+            node["mark"] = mark[0]
+            after.parent.replace(after, nodes.Text(after[mark.end() :]))
+
+
+class EquationCheck(SphinxDirective):
+    """Examples that check the equations named by label; the test suite runs them."""
+
+    has_content = True
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        equations = ", ".join(f"{{eq}}`{label}`" for label in self.arguments[0].split())
+        lines = [":::{container} check", f"Check of {equations}", "", "```pycon", *self.content]
+        return self.parse_text_to_nodes("\n".join([*lines, "```", ":::"]))
 
 
 class MetricsTable(SphinxDirective):
@@ -125,7 +198,9 @@ def setup(app: Sphinx) -> dict[str, bool]:
         block_renderers=(visit_display_math, None),
     )
     app.connect("autodoc-skip-member", skip_named_tuple_field)
+    app.connect("doctree-resolved", keep_marks_with_formulas)
     app.add_directive("metrics-table", MetricsTable)
+    app.add_directive("check", EquationCheck)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
