@@ -24,4 +24,5 @@ def poison() -> Iterator[None]:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 256 keys, the fewest there are, by at most four rows."""
     monkeypatch.setattr(tiles, "TILE_ROWS", 4)
+    monkeypatch.setattr(tiles, "LEVEL_ROWS", 4)
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 512)

@@ -38,8 +38,9 @@ __all__ = [
 
 #: Elements of one tile: a buffer of 2 MiB in float32, which stays in a shared cache.
 TILE_ELEMENTS = 1 << 19
+#: Query rows of a tile: at least, where position hides keys, and at most.
 TILE_ROWS = 128
-LEVEL_ROWS = 512  # where every row sees the same keys
+LEVEL_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,11 @@ def tile_shape(masking: Masking) -> tuple[int, int]:
     Where position hides keys, fewer rows leave less of the diagonal to compute in vain. A tile
     grows with the threads that share each of its operations, so that starting them pays.
     """
-    banded = masking.causal or masking.window is not None
-    rows = max(1, min(masking.queries, (TILE_ROWS if banded else LEVEL_ROWS) // masking.group))
+    level = LEVEL_ROWS
+    span = masking.keys if masking.window is None else 2 * masking.window
+    if masking.causal or masking.window is not None:
+        level = min(level, max(TILE_ROWS, span // 32))
+    rows = max(1, min(masking.queries, level // masking.group))
     width = min(masking.keys, max(256, _elements(masking) // (rows * masking.group)))
     return rows, width
 
