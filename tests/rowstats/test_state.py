@@ -286,3 +286,12 @@ def test_scores_are_summed_in_float32_at_least(dtype: torch.dtype) -> None:
     assert empty((2,), dtype=torch.float64).Z.dtype == torch.float64
     merged = merge(state, empty((), dtype=state.Z.dtype))
     assert merged.mean.dtype == state.mean.dtype
+
+
+@pytest.mark.parametrize("value", [None, torch.zeros(2, 0, 3)])
+def test_no_keys_at_all_are_the_empty_rows(value: Tensor | None) -> None:
+    got = observe(torch.zeros(2, 0), value=value, sink=torch.ones(2))
+    want = empty((2,), None if value is None else 3)
+    assert got.sink.tolist() == [1.0, 1.0]
+    for name in set(got._fields) - {"sink"}:
+        assert torch.equal(getattr(got, name), getattr(want, name)), name

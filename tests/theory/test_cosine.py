@@ -10,7 +10,8 @@ import pytest
 from scipy.integrate import quad
 from scipy.special import log_softmax
 
-from acutance.theory import cosine, laws
+from acutance import theory
+from acutance.theory import cosine
 from acutance.theory.cosine import (
     cosine_best_count,
     cosine_entropy_lower_bound,
@@ -20,14 +21,14 @@ from acutance.theory.cosine import (
     tau_for_information,
     vmf_entropy_drop,
 )
-from acutance.theory.laws import needle_scale
+from acutance.theory.scales import needle_scale
 
 REFERENCE = json.loads(Path(__file__).with_name("reference_cosine.json").read_text())
 FUNCTIONS = sorted({case["function"] for case in REFERENCE})
 
 
 def function_named(name):
-    return getattr(cosine if name in cosine.__all__ else laws, name)
+    return getattr(theory, name)
 
 
 def entropy_of(logits):

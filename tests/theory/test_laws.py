@@ -1,21 +1,22 @@
-"""Scale laws against exact solves for independent logits, tables, and brute force on scores."""
+"""Scale laws and scales in closed form against exact solves, sampling and tables."""
 
 import dataclasses
 import math
-import tracemalloc
 
 import numpy as np
 import pytest
 from scipy import stats
 from scipy.optimize import brentq
 
-from acutance.theory import expected_collision_gauss, expected_entropy_gauss, laws
-from acutance.theory.laws import (
-    critical_scale,
-    gap_count,
+from acutance.theory import (
+    expected_collision,
+    expected_collision_gauss,
+    expected_entropy_gauss,
+    families,
     gauss_hazard_scale,
     gauss_invariant_scale,
     hazard_scale,
+    laws,
     needle_scale,
     scaling_exponent,
 )
@@ -194,6 +195,21 @@ def test_constants_of_the_poisson_limit():
     assert scaling_exponent("uniform").constant == pytest.approx(1.2328105 / 2, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("family", "parameter", "n", "rel"),
+    [
+        ("uniform", {}, 1e12, 1e-9),
+        ("cosine", {"d": 2}, 1e7, 1e-7),
+        ("cosine", {"d": 4}, 1e12, 1e-8),
+    ],
+)
+def test_constants_of_bounded_logits_by_exact_rows(family, parameter, n, rel):
+    """Where the gaps at the end are 1e-14 of the range and the scale is their inverse."""
+    law = scaling_exponent(family, **parameter)
+    scale = law.constant * n**law.exponent
+    assert expected_collision(n, scale, family, **parameter) == pytest.approx(0.5, rel=rel)
+
+
 @pytest.mark.parametrize("a", [0.5, 3.5])
 def test_constants_by_sampling_the_poisson_limit(a):
     rng = np.random.default_rng(5)
@@ -267,128 +283,6 @@ def test_pareto_rows_are_one_hot_or_flat():
     assert (top > 0.5).mean() == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(200) + 0.1)
 
 
-def scores_for_counting(rng):
-    scores = rng.standard_normal((3, 5, 40))
-    scores[0, 0, 10:] = -np.inf
-    scores[1, 2] = np.round(scores[1, 2], 1)  # ties below the maximum
-    scores[1, 2, 7] = 9.0
-    return scores
-
-
-def test_supremum_is_attained_at_a_gap():
-    rng = np.random.default_rng(0)
-    scores = scores_for_counting(rng)
-    scale = critical_scale(scores)
-    assert scale.shape == (3, 5)
-    everywhere = np.geomspace(1e-6, 20, 3000)
-    for at in np.ndindex(3, 5):
-        row = scores[at]
-        gaps = np.sort(row.max() - row)
-        gaps = gaps[np.isfinite(gaps) & (gaps > 0)]
-        at_gaps = np.log(gap_count(row, gaps)) / gaps
-        assert scale[at] == at_gaps.max()
-        elsewhere = np.log(gap_count(row, everywhere)) / everywhere
-        assert elsewhere.max() <= scale[at]
-        just_below = gaps * (1 - 1e-9)
-        assert (np.log(gap_count(row, just_below)) / just_below).max() < scale[at]
-
-
-def test_gap_count_by_comparison():
-    scores = scores_for_counting(np.random.default_rng(1))
-    t = np.array([[0.0, 0.1], [1.0, 2.5], [50.0, np.inf]])
-    gaps = scores.max(-1, keepdims=True) - scores
-    expected = ((gaps[..., None, None] <= t) & np.isfinite(gaps)[..., None, None]).sum(2)
-    counts = gap_count(scores, t)
-    assert counts.shape == (3, 5, 3, 2)
-    assert (counts == expected).all()
-    assert isinstance(gap_count(scores[0, 0], 1.0), float)
-
-
-def test_ties_and_masks():
-    low = -math.inf
-    rows = [[1.0, 1.0, 0.0], [1.0, low, low], [low, low, low], [1.0, 0.0, low], [2.0, 2.0, 2.0]]
-    assert critical_scale(rows) == pytest.approx([np.inf, 0, np.nan, math.log(2), np.inf], nan_ok=1)
-    assert gap_count(rows, 0.0).tolist() == [2, 1, 0, 1, 3]
-    assert gap_count(rows, math.inf).tolist() == [3, 1, 0, 2, 3]
-    # Keys tied below the maximum count together: three at gap 2.
-    assert critical_scale([2.0, 0.0, 0.0]) == math.log(3) / 2
-    assert critical_scale([5.0]) == 0.0
-    assert critical_scale(np.float16([7.0, 7.001])) == math.inf
-
-
-def test_critical_scale_shifts_and_scales():
-    scores = np.random.default_rng(2).standard_normal((4, 100))
-    scale = critical_scale(scores)
-    assert critical_scale(scores + 3) == pytest.approx(scale, rel=1e-11)
-    assert critical_scale(4 * scores) == pytest.approx(scale / 4, rel=1e-13)
-    assert (critical_scale(scores[:, ::-1]) == scale).all()
-
-
-def test_entropy_collapses_above_the_critical_scale():
-    scores = np.random.default_rng(3).standard_normal((50, 2000))
-    scale = critical_scale(scores)[:, None]
-    gaps = scores.max(-1, keepdims=True) - scores
-    below, above = (np.median(1 / np.exp(-f * scale * gaps).sum(-1)) for f in (0.3, 4.0))
-    assert below < 0.05
-    assert above > 0.95
-
-
-@pytest.mark.parametrize("n", [64, 1024, 16384])
-def test_one_gap_needs_log_n(n):
-    scores = np.zeros((2, n))
-    scores[0, 3], scores[1, n - 1] = 0.5, 4.0
-    assert critical_scale(scores).tolist() == [math.log(n) / 0.5, math.log(n) / 4.0]
-
-
-def test_gap_law_of_random_rows():
-    """A row's Λ scatters with a tail so heavy that its mean is infinite, so quantiles: what was
-    seen once, and √(2 log n), lie in the middle half; the median grows as it should."""
-    rng, sizes = np.random.default_rng(7), [64, 1024, 16384]
-    seen = {"normal": [3.05, 3.61, 4.79], "uniform": [63, 1083, 13927]}
-    medians = {"normal": [], "uniform": []}
-    for index, n in enumerate(sizes):
-        rows = 400 if n < 10_000 else 150
-        for name, draw in (("normal", rng.standard_normal), ("uniform", rng.random)):
-            scale = critical_scale(draw((rows, n)))
-            low, middle, high = np.quantile(scale, [0.25, 0.5, 0.75])
-            medians[name].append(middle)
-            assert low < seen[name][index] < high
-            if name == "normal":
-                assert low < math.sqrt(2 * math.log(n)) < high
-    assert (np.diff(medians["normal"]) > 0).all()
-    assert medians["normal"][2] < 2 * medians["normal"][0]
-
-    # n times the largest uniform spacings are independent exponentials: Λ/n has a limit law.
-    spacings = np.cumsum(rng.exponential(size=(4000, 400)), axis=1)
-    limit = np.sort((np.log(np.arange(2, 402)) / spacings).max(axis=1))
-    rank = 2000
-    for n, middle in zip(sizes, medians["uniform"], strict=True):
-        rows = 400 if n < 10_000 else 150
-        band = 4 * 0.5 * 4000 * (rows**-0.5 + 4000**-0.5)  # ranks, 4 standard errors of a median
-        assert limit[int(rank - band)] < middle / n < limit[int(rank + band)]
-
-
-def test_rows_are_read_block_by_block(monkeypatch):
-    scores = np.random.default_rng(9).standard_normal((4, 256, 1024)).astype(np.float32)
-    view = scores.transpose(1, 0, 2)[:, ::-1]  # not contiguous
-    whole, counts = critical_scale(view), gap_count(view, [0.5, 3.0])
-    monkeypatch.setattr(laws, "_BLOCK", 10_000)
-    tracemalloc.start()
-    in_blocks = critical_scale(view)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert (in_blocks == whole).all()
-    assert (gap_count(view, [0.5, 3.0]) == counts).all()
-    assert whole.shape == (256, 4)
-    assert whole[3, 0] == critical_scale(scores[3, 3])
-    assert peak < 10 * 8 * 10_000 < scores.nbytes  # float64 blocks, never a copy of the scores
-
-
-def test_no_rows():
-    assert critical_scale(np.empty((0, 4))).shape == (0,)
-    assert gap_count(np.empty((0, 4)), [1.0, 2.0]).shape == (0, 2)
-
-
 def test_arguments_broadcast():
     n = np.array([[16], [4096]])
     assert needle_scale(n, [1.0, 2.0, 3.0], 0.0, 0.5).shape == (2, 3)
@@ -415,14 +309,14 @@ DOMAINS = [
     (hazard_scale, ("uniform", 0), {}, r"^n: .* got n=0$"),
     (hazard_scale, ("uniform", 16), {"c": 0}, r"^c: .* greater than 0, got c=0$"),
     (hazard_scale, ("normal", 16), {}, r'^family: one of "gaussian", .* got family="normal"$'),
-    (hazard_scale, (3, 16), {}, r"^family: a name, or .* scipy.stats, got 3$"),
     (hazard_scale, ("cosine", 16), {}, r'^d: family="cosine" needs it, got d=None$'),
     (hazard_scale, ("cosine", 16), {"d": 1}, r"^d: .* at least 2, got d=1$"),
     (hazard_scale, ("stretched", 16), {"rho": 0}, r"^rho: .* greater than 0, got rho=0$"),
     (hazard_scale, ("uniform", 16), {"d": 8}, r"^d: family='uniform' has no such .* got d=8$"),
     (scaling_exponent, ("gaussian", "entropy"), {}, r"^target: one of .* got target='entropy'$"),
     (scaling_exponent, ("normal",), {}, r'^family: one of "two_level", .* got family="normal"$'),
-    (scaling_exponent, (stats.norm(),), {}, r"^family: a name, .* got <scipy"),
+    (scaling_exponent, (stats.norm(),), {}, r"^family: .* hazard_scale.* got scipy.stats.norm$"),
+    (hazard_scale, (stats.norm(), 16), {"d": 8}, r"^d: .* has no such parameter, got d=8$"),
     (scaling_exponent, ("stretched",), {"rho": 0.5}, r"^rho: .* at least 1, got rho=0.5$"),
     (scaling_exponent, ("pareto",), {"a": -1}, r"^a: .* greater than 0, got a=-1$"),
     (scaling_exponent, ("pareto",), {}, r'^a: family="pareto" needs it, got a=None$'),
@@ -431,12 +325,6 @@ DOMAINS = [
     (scaling_exponent, ("uniform",), {"effective_keys": 1}, r"^effective_keys: .* got .*=1$"),
     (scaling_exponent, ("uniform",), {"fraction": 1}, r"^fraction: .* got fraction=1$"),
     (scaling_exponent, ("cosine",), {"d": 8, "n": 1}, r"^n: .* got n=1$"),
-    (gap_count, ([1.0], -1.0), {}, r"^t: .* at least 0, got t=-1$"),
-    (gap_count, ([1.0], math.nan), {}, r"^t: .* got t=nan$"),
-    (gap_count, ([math.nan, 1.0], 1.0), {}, r"^scores: .* got NaN or \+inf$"),
-    (critical_scale, ([math.inf, 1.0],), {}, r"^scores: .* got NaN or \+inf$"),
-    (critical_scale, (np.empty((3, 0)),), {}, r"^scores: .* at least one key, .* \(3, 0\)$"),
-    (critical_scale, (1.0,), {}, r"^scores: .* got \(\)$"),
 ]
 
 
@@ -444,3 +332,30 @@ DOMAINS = [
 def test_domain(function, arguments, options, message):
     with pytest.raises(ValueError, match=message):
         function(*arguments, **options)
+
+
+@pytest.mark.parametrize("function", [hazard_scale, lambda family, _: scaling_exponent(family)])
+@pytest.mark.parametrize("family", [3, stats.poisson(3), stats.norm])
+def test_family_is_a_continuous_law(function, family):
+    with pytest.raises(TypeError, match=r"^family: a name or a frozen continuous distribution"):
+        function(family, 16)
+
+
+@pytest.mark.parametrize(("family", "parameter", "law"), FAMILIES, ids=FAMILY_IDS)
+def test_families_by_name_and_as_objects(family, parameter, law):
+    kind = families.as_family(family, **parameter)
+    n = np.array([16, 4096, 1e12])
+    assert (hazard_scale(kind, n) == hazard_scale(family, n, **parameter)).all()
+    assert hazard_scale(families.as_family(law), n).tolist() == hazard_scale(law, n).tolist()
+    for target in ("effective_keys", "entropy_fraction"):
+        by_name = scaling_exponent(family, target, **parameter)
+        assert dataclasses.asdict(scaling_exponent(kind, target)) == dataclasses.asdict(by_name)
+
+
+def test_every_family_of_independent_logits_has_a_law():
+    assert set(laws._LAWS) - set(families.FAMILIES) == {"two_level", "planted"}
+
+
+def test_newer_distributions_of_scipy():
+    law = stats.Normal(mu=1.0, sigma=2.0)
+    assert hazard_scale(law, 64) == pytest.approx(gauss_hazard_scale(64) / 2, rel=1e-12)

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from acutance.files import write_whole
 from acutance.probing.moments import Moments, edges
 from acutance.rowstats import METRICS, metric
 
@@ -229,7 +229,7 @@ class HeadSummary:
         import pyarrow.parquet
 
         table = self.to_arrow()
-        _write_whole(path, lambda where: pyarrow.parquet.write_table(table, where))
+        write_whole(path, lambda where: pyarrow.parquet.write_table(table, where))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values: numbers that are not finite become None."""
@@ -269,7 +269,7 @@ class HeadSummary:
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict` as a JSON file, atomically."""
         text = json.dumps(self.to_dict(), allow_nan=False)
-        _write_whole(path, lambda where: Path(where).write_text(text, encoding="utf-8"))
+        write_whole(path, lambda where: Path(where).write_text(text, encoding="utf-8"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the summary as a safetensors file, atomically; :func:`load` reads it exactly."""
@@ -287,7 +287,7 @@ class HeadSummary:
             ),
         }
         tensors = {name: tensor.contiguous() for name, tensor in self.moments.tensors().items()}
-        _write_whole(path, lambda where: save_file(tensors, where, metadata=header))
+        write_whole(path, lambda where: save_file(tensors, where, metadata=header))
 
 
 def load(path: str | os.PathLike[str]) -> HeadSummary:
@@ -328,26 +328,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(part) for key, part in value.items()}
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _write_whole(path: str | os.PathLike[str], write: Any) -> None:
-    """Write beside the target and rename, so that a reader never sees half a file."""
-    target = Path(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-    os.close(handle)
-    try:
-        write(name)
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def summarise(values: dict[str, Tensor], kept: Tensor, metrics: tuple[str, ...]) -> Moments:

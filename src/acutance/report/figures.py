@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import textwrap
 
+from acutance.files import write_whole
 from acutance.probing import HeadSummary
-from acutance.probing.summary import _write_whole
 from acutance.report.colours import as_hex, brief, colour, ink, scale_of
 from acutance.report.console import printable
 from acutance.rowstats import METRICS
@@ -125,7 +125,7 @@ def draw_heads(
     bar.set_label(
         f"{name}{ends}" if unit == "1" else f"{name}, {unit}", size=10.5, color=_INK, labelpad=8
     )
-    _write_whole(
+    write_whole(
         path, lambda where: figure.savefig(where, format="png", metadata={"Software": None})
     )
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from acutance.files import write_whole
 from acutance.probing import STATUSES, HeadSummary, edges
 from acutance.probing.moments import BINS, SCALES
-from acutance.probing.summary import _write_whole
 from acutance.report.colours import ANCHORS, as_hex, scale_of
 from acutance.report.findings import LABELS, findings
 from acutance.rowstats import METRICS
@@ -36,7 +36,7 @@ _ESCAPED = {ord(part): f"\\u{ord(part):04x}" for part in "<>&"}
 def write_html(summary: HeadSummary, path: str | os.PathLike[str]) -> None:
     """Write :func:`html` of a summary to a file, which is replaced whole or not at all."""
     text = html(summary)
-    _write_whole(path, lambda where: Path(where).write_bytes(text.encode("utf-8")))
+    write_whole(path, lambda where: Path(where).write_bytes(text.encode("utf-8")))
 
 
 def html(summary: HeadSummary) -> str:

@@ -32,16 +32,26 @@ from acutance.rowstats.metrics import (
 )
 from acutance.rowstats.state import RowState, empty, merge, observe
 from acutance.rowstats.statistics import RowStatistics
+from acutance.rowstats.weighted import (
+    WeightStatistics,
+    WeightSums,
+    empty_weights,
+    merge_weights,
+    observe_weights,
+)
 
 __all__ = [
     "METRICS",
     "Metric",
     "RowState",
     "RowStatistics",
+    "WeightStatistics",
+    "WeightSums",
     "collision",
     "dense_statistics",
     "effective_keys",
     "empty",
+    "empty_weights",
     "entropy",
     "entropy_slope",
     "first_weight",
@@ -56,11 +66,13 @@ __all__ = [
     "max_logit",
     "mean_field_entropy",
     "merge",
+    "merge_weights",
     "metric",
     "n_keys",
     "noise_gain",
     "normalized_entropy",
     "observe",
+    "observe_weights",
     "sink_mass",
     "sparsity",
     "top_weight",

@@ -154,6 +154,10 @@ def observe(
     """
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     s = scores.to(dtype)
+    if s.shape[-1] == 0:
+        width = None if value is None else value.shape[-1]
+        state = empty(tuple(s.shape[:-1]), width, dtype=dtype, device=s.device)
+        return state if sink is None else state._replace(sink=sink.to(dtype).expand_as(state.Z))
     seen = s != -torch.inf
     if mask is not None:
         seen = seen & mask

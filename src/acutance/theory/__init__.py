@@ -5,6 +5,11 @@ NumPy and SciPy only: nothing here is shared with what measures. Names are those
 
 from __future__ import annotations
 
+from acutance.theory.asymptotic import (
+    asymptotic_collision_gauss,
+    asymptotic_entropy_gauss,
+    asymptotic_logsumexp_gauss,
+)
 from acutance.theory.cosine import (
     cosine_best_count,
     cosine_entropy_lower_bound,
@@ -14,11 +19,25 @@ from acutance.theory.cosine import (
     tau_for_information,
     vmf_entropy_drop,
 )
+from acutance.theory.extremes import expected_max, gauss_hazard_scale, hazard_scale
+from acutance.theory.gaps import critical_scale, gap_count
 from acutance.theory.gaussian import (
     expected_collision_gauss,
     expected_entropy_gauss,
     expected_logsumexp_gauss,
     expected_max_gauss,
+)
+from acutance.theory.iid import (
+    expected_collision,
+    expected_entropy,
+    expected_logsumexp,
+    expected_power_sum,
+    expected_weighted_mean,
+)
+from acutance.theory.inverse import (
+    scale_for_effective_keys,
+    scale_for_entropy,
+    scale_for_information,
 )
 from acutance.theory.jacobian import (
     frozen_collision,
@@ -28,16 +47,7 @@ from acutance.theory.jacobian import (
     jacobian_trace,
     scale_gradmax_annealed,
 )
-from acutance.theory.laws import (
-    ScalingLaw,
-    critical_scale,
-    gap_count,
-    gauss_hazard_scale,
-    gauss_invariant_scale,
-    hazard_scale,
-    needle_scale,
-    scaling_exponent,
-)
+from acutance.theory.laws import ScalingLaw, scaling_exponent
 from acutance.theory.mean_field import (
     EntropyBounds,
     entropy_bounds,
@@ -51,6 +61,13 @@ from acutance.theory.mean_field import (
     uniform_entropy_drop,
 )
 from acutance.theory.noise_laws import noise_central_moment, noise_variance_ratio
+from acutance.theory.prediction import (
+    KINDS,
+    PREDICTED_MECHANISMS,
+    MetricRecord,
+    Prediction,
+    predict,
+)
 from acutance.theory.robustness import (
     NoiseSample,
     QuantizationNoise,
@@ -64,6 +81,13 @@ from acutance.theory.robustness import (
     set_bound,
     tv_bound,
 )
+from acutance.theory.row_means import (
+    expected_effective_keys,
+    expected_jacobian_fro2,
+    expected_sparsity,
+    expected_varentropy,
+)
+from acutance.theory.scales import gauss_invariant_scale, needle_scale
 from acutance.theory.sparsity import (
     effective_keys,
     effective_keys_decay,
@@ -80,12 +104,20 @@ from acutance.theory.sparsity import (
     sparsity_linear_iid,
     sparsity_relu2,
 )
+from acutance.theory.top_weight import expected_top_weight
 
 __all__ = [
     "EntropyBounds",
+    "KINDS",
+    "MetricRecord",
     "NoiseSample",
+    "PREDICTED_MECHANISMS",
+    "Prediction",
     "QuantizationNoise",
     "ScalingLaw",
+    "asymptotic_collision_gauss",
+    "asymptotic_entropy_gauss",
+    "asymptotic_logsumexp_gauss",
     "certificate",
     "cosine_best_count",
     "cosine_entropy_lower_bound",
@@ -96,10 +128,21 @@ __all__ = [
     "entropy_floor_from_spectral_norm",
     "entropy_lower_bound",
     "exact_noise_mse",
+    "expected_collision",
     "expected_collision_gauss",
+    "expected_effective_keys",
+    "expected_entropy",
     "expected_entropy_gauss",
+    "expected_jacobian_fro2",
+    "expected_logsumexp",
     "expected_logsumexp_gauss",
+    "expected_max",
     "expected_max_gauss",
+    "expected_power_sum",
+    "expected_sparsity",
+    "expected_top_weight",
+    "expected_varentropy",
+    "expected_weighted_mean",
     "first_order_bias",
     "first_order_mse",
     "frozen_collision",
@@ -127,8 +170,12 @@ __all__ = [
     "noise_central_moment",
     "noise_variance_ratio",
     "onehot_entropy",
+    "predict",
     "quantization_noise",
     "retrieval_capacity",
+    "scale_for_effective_keys",
+    "scale_for_entropy",
+    "scale_for_information",
     "scale_gradmax_annealed",
     "scaling_exponent",
     "second_order_mse",

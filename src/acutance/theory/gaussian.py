@@ -292,12 +292,12 @@ def _integrate(integrand: Callable[[Array], Array], lowest: float, highest: floa
 
 
 def _broadcast(
-    point: Callable[[float, float], float], n: ArrayLike, gamma: ArrayLike
+    point: Callable[[float, float], float], n: ArrayLike, gamma: ArrayLike, least: float = 1.0
 ) -> float | Array:
     """Check the domains, then evaluate point by point over the broadcast shape."""
     keys, deviation = np.asarray(n, dtype=np.float64), np.asarray(gamma, dtype=np.float64)
-    _check("n", keys, 1.0, "the number of keys is finite and at least 1")
-    _check("gamma", deviation, 0.0, "the standard deviation of the logits is finite and at least 0")
+    _check("n", keys, least, f"the number of keys is finite and at least {least:g}")
+    _check("gamma", deviation, 0.0, "the scale of the logits is finite and at least 0")
     keys, deviation = np.broadcast_arrays(keys, deviation)
     pairs = zip(keys.ravel().tolist(), deviation.ravel().tolist(), strict=True)
     values = np.array([point(*pair) for pair in pairs]).reshape(keys.shape)

@@ -1,0 +1,346 @@
+"""A prediction in the terminal: every metric at n keys, the formula for many keys, and sentences.
+
+The formula beside a value is ``Prediction.population``. It is said to hold where it is within 1 %
+of the exact value, and the sentences say why it does not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from acutance.report.console import printable
+from acutance.rowstats import METRICS
+from acutance.theory import Prediction, effective_keys_decay, expected_max_gauss, frozen_entropy
+from acutance.theory.prediction.population import gaussian_break_points
+
+SCHEMA = "acutance.prediction/1"
+HOLDS, NEAR = 0.01, 0.1  # relative difference up to which a formula holds, or nearly does
+_WIDE = 110  # columns from which the meanings fit beside the numbers
+_MINUS = re.compile(r"(?<!\w)-(?=\d)|(?<=\de)-(?=\d)")
+_GAUSSIAN = ("softmax", "dot", "scaled_dot")
+
+
+def prediction_table(prediction: Prediction, measured: Any = None) -> ConsoleRenderable:
+    """A rich renderable: a line for each metric that theory has a value for.
+
+    Args:
+        prediction: from :func:`acutance.theory.predict`.
+        measured: means and standard errors by name, to stand beside it; none if left out.
+
+    Example:
+        >>> from acutance import theory
+        >>> from rich.console import Console
+        >>> row = theory.predict("decay", 64, lam=0.5, metrics=["entropy", "effective_keys"])
+        >>> Console(width=80, no_color=True).print(prediction_table(row))
+        decay, 64 keys: lam 0.5
+        <BLANKLINE>
+        metric            exact    n → ∞  formula  unit
+        entropy         1.38629        –           nat
+        effective_keys  3.00000  3.00000  holds    keys
+    """
+    return _PredictionTable(prediction, measured or {})
+
+
+class _PredictionTable:
+    """What :func:`prediction_table` returns; it is laid out when it is printed."""
+
+    def __init__(self, prediction: Prediction, measured: Any) -> None:
+        self.prediction, self.measured = prediction, measured
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        ascii_only = options.ascii_only
+
+        def shown(text: str) -> str:
+            return printable(text, ascii_only)
+
+        row = self.prediction
+        yield Text(shown(_heading(row)), style="bold")
+        yield Text()
+        gap = 1 if self.measured and options.max_width < 90 else 2
+        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+        fixed = all(kind == "fixed" for kind in row.kinds.values())
+        table.add_column("metric", no_wrap=True)
+        table.add_column("exact" if fixed else "expected", justify="right", no_wrap=True)
+        if self.measured:
+            table.add_column("measured", justify="right", no_wrap=True)
+            table.add_column("off by", justify="right", no_wrap=True)
+        table.add_column("n → ∞" if not ascii_only else "n -> inf", justify="right", no_wrap=True)
+        table.add_column("formula", no_wrap=True)
+        table.add_column("unit", no_wrap=True)
+        if options.max_width >= _WIDE:
+            table.add_column("meaning", style="dim")
+        for name in METRICS:
+            if name not in row.kinds:
+                continue
+            exact, limit = row[name], row.population[name]
+            verdict = _verdict(exact, limit, row.kinds[name])
+            cells = [name, shown(_number(exact) + ("≈" if row.kinds[name] == "plug-in" else ""))]
+            if self.measured:
+                mean, error = self.measured.get(name, (math.nan, math.nan))
+                cells += [shown(_number(mean)), shown(_distance(mean, error, exact))]
+            style = Style(bold=True) if verdict.startswith("off") else Style()
+            cells.append(shown(_number(limit)))
+            unit = METRICS[name].unit
+            line: list[Any] = [
+                *cells,
+                Text(shown(verdict), style),
+                shown("" if unit == "1" else unit),
+            ]
+            if options.max_width >= _WIDE:
+                line.append(shown(METRICS[name].meaning))
+            table.add_row(*line)
+        yield table
+
+
+def remarks(prediction: Prediction) -> list[str]:
+    r"""What stands out in a prediction, in sentences: which formulas hold, and why others do not.
+
+    Example:
+        >>> from acutance import theory
+        >>> print("\n".join(remarks(theory.predict("softmax", 4096, logit_std=2.0))[:2]))
+        Entropy: log n − γ²/2 = 6.318 is 0.033 nat below the exact 6.351; it holds while the
+        deviation of the logits γ is well below √(2 log n) = 4.08, and γ is 2.
+        Sparsity: exp(−γ²/2) = 0.1353 does not hold at this n, where the exact mean is 0.1892 (40 %
+        more): it breaks about γ = √(log n / 2) = 2.04, half as far as the entropy's.
+    """
+    return [_MINUS.sub("−", sentence) for sentence in _remarks(prediction)]
+
+
+def prediction_record(prediction: Prediction) -> dict[str, Any]:
+    """Everything as plain values for JSON; NaN and infinities as None."""
+    return {
+        "schema": SCHEMA,
+        "mechanism": prediction.mechanism,
+        "parameters": {name: _plain(value) for name, value in prediction.parameters.items()},
+        "metrics": {
+            name: {
+                "value": _plain(prediction[name]),
+                "kind": prediction.kinds.get(name),
+                "why": prediction.why.get(name),
+                "population": _plain(prediction.population[name]),
+                "unit": METRICS[name].unit,
+            }
+            for name in METRICS
+        },
+        "remarks": remarks(prediction),
+    }
+
+
+def deviation_of(prediction: Prediction) -> float | None:
+    """Deviation of the logits where they are Gaussian under a softmax, else None."""
+    given = prediction.parameters
+    if prediction.mechanism not in _GAUSSIAN or given.get("family", "gaussian") != "gaussian":
+        return None
+    if prediction.mechanism == "softmax":
+        return float(given["logit_std"])
+    return float(given["scale"] * given["query_norm"])
+
+
+def _remarks(row: Prediction) -> Iterator[str]:
+    n = float(row.parameters["n"])
+    gamma = deviation_of(row)
+    if gamma is not None and n >= 2:
+        yield from _gaussian_remarks(row, n, gamma)
+    elif row.mechanism in (*_GAUSSIAN, "cosine") and n < 2:
+        yield "One key has all the weight."
+    elif row.mechanism in (*_GAUSSIAN, "cosine"):
+        yield from _family_remarks(row)
+    elif row.mechanism == "relu2":
+        yield from _relu2_remarks(row, n)
+    elif row.mechanism == "decay":
+        yield from _decay_remarks(row, n)
+    elif row.mechanism == "identity":
+        yield (
+            f"Sparsity of weights of both signs is never below √(2/π) = 0.798 for many normal"
+            f" scores, whatever their scale; here it is {_number(row.sparsity)}."
+        )
+    elif row.mechanism == "linear":
+        yield (
+            "The values are those of a population with this mean and covariance; with the mean and"
+            " covariance of the n keys themselves they are exact."
+        )
+    if "mean_field_entropy" in row.kinds and "entropy" in row.kinds:
+        bound = row.mean_field_entropy
+        says = f"guarantees {bound:.2f} nat" if bound > 0 else "says nothing (it is negative)"
+        yield (
+            f"The mean-field bound log n − (max − mean) {says} of the {row.entropy:.2f}: it loses"
+            f" {row.jensen_gap:.2f} to the logsumexp and {row.max_gap:.2f} to the maximum."
+        )
+    yield from _why(row)
+
+
+def _gaussian_remarks(row: Prediction, n: float, gamma: float) -> Iterator[str]:
+    sparse_to, entropy_to = gaussian_break_points(n)
+    limit = row.population
+    if "entropy" in row.kinds:
+        gap = limit.entropy - row.entropy
+        where = f"γ is {gamma:.4g}"
+        if gamma < entropy_to:
+            side = f"is {_small(gap)} nat {'below' if gap < 0 else 'above'}"
+            side = "agrees with" if abs(gap) < 1e-6 else side
+            yield (
+                f"Entropy: log n − γ²/2 = {limit.entropy:.3f} {side} the"
+                f" exact {row.entropy:.3f}; it holds while the deviation of the logits γ is well"
+                f" below √(2 log n) = {entropy_to:.2f}, and {where}."
+            )
+        else:
+            frozen = float(expected_max_gauss(n)) / gamma
+            near = ""
+            if frozen < 1:
+                near = " (the law of frozen weights, ψ(1) − ψ(1 − M/γ), gives"
+                near += f" {float(frozen_entropy(frozen)):.3g})"
+            yield (
+                f"Entropy: log n − γ²/2 = {limit.entropy:.3g} does not hold: {where}, above"
+                f" √(2 log n) = {entropy_to:.2f}, where a few keys take all the weight. The exact"
+                f" mean is {row.entropy:.4g}{near}."
+            )
+    if "sparsity" in row.kinds:
+        ratio = row.sparsity / limit.sparsity if limit.sparsity else math.inf
+        if abs(ratio - 1) <= HOLDS:
+            yield (
+                f"Sparsity: exp(−γ²/2) = {_number(limit.sparsity)} holds within 1 %; it would break"
+                f" about γ = √(log n / 2) = {sparse_to:.2f}."
+            )
+        else:
+            away = f"{abs(ratio - 1):.0%} {'more' if ratio > 1 else 'less'}".replace("%", " %")
+            more = away if ratio < 3 else f"{ratio:.3g} times"
+            yield (
+                f"Sparsity: exp(−γ²/2) = {limit.sparsity:.4g} does not hold at this n, where the"
+                f" exact mean is {row.sparsity:.4g} ({more}): it breaks about γ = √(log n / 2) ="
+                f" {sparse_to:.2f}, half as far as the entropy's."
+            )
+    if "effective_keys" in row.kinds and "collision" in row.kinds:
+        pooled = 1 / row.collision
+        if row.effective_keys > 1.05 * pooled:
+            yield (
+                f"Rows differ: their mean of effective keys is {row.effective_keys:.4g}, one over"
+                f" their mean collision only {pooled:.4g}, and the formula n exp(−γ²) gives"
+                f" {limit.effective_keys:.4g}."
+            )
+
+
+def _family_remarks(row: Prediction) -> Iterator[str]:
+    limit = row.population
+    if "entropy" not in row.kinds:
+        return
+    if math.isnan(limit.entropy):
+        yield (
+            "There is no formula for many keys: the mean of exp(logit) is infinite, so a few keys"
+            " carry every sum at any n. The expected values are exact all the same."
+        )
+        return
+    gap = abs(limit.entropy - row.entropy)
+    holds = gap <= HOLDS * abs(row.entropy)
+    yield (
+        f"Entropy: the formula for many keys, {limit.entropy:.4g}, "
+        + ("holds" if holds else "does not hold at this n")
+        + f": it is {_small(gap)} nat off the exact {row.entropy:.4g}."
+    )
+    if "sparsity" in row.kinds and abs(limit.sparsity / row.sparsity - 1) > HOLDS:
+        yield (
+            f"Sparsity: the formula for many keys gives {_number(limit.sparsity)} where the exact"
+            f" mean is {_number(row.sparsity)}: what is made of Σp² breaks at half the scale."
+        )
+
+
+def _relu2_remarks(row: Prediction, n: float) -> Iterator[str]:
+    from scipy.special import ndtr
+
+    given = row.parameters
+    ratio = given["logit_mean"] / given["logit_std"]
+    active, floor = n * float(ndtr(ratio)), n**-0.5
+    yield (
+        f"Only the ratio of mean to deviation counts, {ratio:.3g}: {active:.3g} of {n:,.0f} keys"
+        f" are active on average. A common factor of the scores changes nothing."
+    )
+    if "sparsity" in row.kinds and abs(row.population.sparsity / row.sparsity - 1) > HOLDS:
+        yield (
+            f"Sparsity: the formula for many keys, {row.population.sparsity:.4g}, does not hold at"
+            f" this n: the exact mean is {row.sparsity:.4g}, and none is below 1/√n = {floor:.4g}."
+        )
+
+
+def _decay_remarks(row: Prediction, n: float) -> Iterator[str]:
+    lam = row.parameters["lam"]
+    if lam < 1:
+        limit = (1 + lam) / (1 - lam)
+        yield (
+            f"Effective keys tend to (1 + λ)/(1 − λ) = {limit:.4g} as n grows, here"
+            f" {float(effective_keys_decay(lam, n)):.4g}; sparsity falls to 0 only because keys"
+            " without weight are appended."
+        )
+
+
+def _why(row: Prediction) -> Iterator[str]:
+    """The metrics without a value, those with the same reason together."""
+    grouped: dict[str, list[str]] = {}
+    for name, reason in row.why.items():
+        grouped.setdefault(reason, []).append(name)
+    for reason, names in grouped.items():
+        yield f"Not predicted: {', '.join(names)}. {reason}"
+    if any(kind == "plug-in" for kind in row.kinds.values()):
+        yield "≈ marks a formula at expected values; it is not the metric's own expectation."
+
+
+def _heading(row: Prediction) -> str:
+    given = {name: value for name, value in row.parameters.items() if name != "n"}
+    if given.get("value_variance") == 1.0:
+        del given["value_variance"]
+    parts = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+             for name, value in given.items()]  # fmt: skip
+    return f"{row.mechanism}, {row.parameters['n']:,.0f} keys: {', '.join(parts)}"
+
+
+def _verdict(exact: float, limit: float, kind: str) -> str:
+    if math.isnan(limit) or not math.isfinite(exact):
+        return ""
+    if exact == limit:
+        return "holds"
+    away = abs(limit - exact) / max(abs(exact), 1e-12)
+    if away <= HOLDS:
+        return "holds"
+    sign = "+" if limit > exact else "−"
+    amount = f"{sign}{away:.0%}".replace("%", " %") if away < 10 else "over 10 ×"
+    return f"near, {amount}" if away <= NEAR else f"off, {amount}"
+
+
+def _distance(mean: float, error: float, exact: float) -> str:
+    if math.isnan(mean) or not error > 0:
+        return "–"
+    return f"{round((mean - exact) / error, 1) + 0.0:+.1f} se".replace("-", "−")
+
+
+def _number(value: float) -> str:
+    """Six significant digits, plain where that is short."""
+    if math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    size = abs(value)
+    if size and (size < 1e-4 or size >= 1e7):
+        return f"{value:.3e}".replace("-", "−").replace("e+", "e")
+    if value == int(value) and (size >= 100 or not size):
+        return f"{value + 0.0:.0f}"
+    digits = next(count for count in range(9) if size * 10**count >= 99999.5 or count == 8)
+    return f"{value:.{min(digits, 5)}f}".replace("-", "−") if size >= 0.1 else f"{value:.4g}"
+
+
+def _small(value: float) -> str:
+    size = abs(value)
+    return f"{size:.3f}" if size >= 0.001 else f"{size:.0e}" if size else "0"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, (int, str)) or value is None:
+        return value
+    return value.tolist() if hasattr(value, "tolist") else list(value)

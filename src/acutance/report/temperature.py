@@ -1,0 +1,212 @@
+"""Which temperature a softmax of cosines needs to say a share of log n, and what stands behind it.
+
+The three arrangements of keys are those of :func:`acutance.theory.tau_for_information`: cosines
+chosen freely, aligned pairs with all other keys spread evenly, and one match among random keys.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from acutance.theory import (
+    cosine_best_count,
+    cosine_entropy_lower_bound,
+    expected_max,
+    information_range_limit,
+    match_dimension,
+    onehot_entropy,
+    tau_for_information,
+)
+
+SCHEMA = "acutance.temperature/1"
+Key = Literal["free", "simplex", "random_keys"]
+#: What the command calls each arrangement, and how the theory does.
+NEGATIVES: dict[str, Key] = {"box": "free", "simplex": "simplex", "random": "random_keys"}
+
+#: From here on the estimate for random keys was compared with drawn ones.
+_CHECKED_KEYS, _CHECKED_DIMENSION = 64, 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One arrangement of keys.
+
+    Attributes:
+        key: as :func:`acutance.theory.tau_for_information` calls it.
+        name: in words.
+        tau: temperature at which it carries the information asked for.
+        at_one: the most it says at temperature 1, in nats; None where no formula gives it.
+        needs: what it takes.
+        feasible: whether the dimension, if given, allows it.
+    """
+
+    key: Key
+    name: str
+    tau: float
+    at_one: float | None
+    needs: str
+    feasible: bool
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A recommended temperature, and the sentences that explain it.
+
+    Attributes:
+        n: keys in a row.
+        fraction: information asked for, as a share of log n.
+        d: dimension of queries and keys; None if not given.
+        settings: the arrangements that could be computed.
+        chosen: the one whose temperature is recommended.
+        sentences: the explanation.
+    """
+
+    n: int
+    fraction: float
+    d: float | None
+    settings: tuple[Setting, ...]
+    chosen: Setting
+    sentences: tuple[str, ...]
+
+    @property
+    def tau(self) -> float:
+        """The recommended temperature."""
+        return self.chosen.tau
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values for JSON."""
+        return {"schema": SCHEMA, "tau": self.tau, "scale": 1 / self.tau, **asdict(self)}
+
+
+def advise(n: int, fraction: float, d: float | None = None, negatives: str | None = None) -> Advice:
+    """Recommend a temperature for a softmax over n cosines.
+
+    Args:
+        n: keys in a row, at least 2.
+        fraction: information as a share of log n, between 0 and 1.
+        d: dimension of queries and keys, at least 2, if known.
+        negatives: "box" (the cosines may be anything), "simplex" (aligned pairs, the others spread
+            evenly) or "random" (needs ``d``). If left out, "random" with ``d`` and "simplex"
+            without.
+
+    Raises:
+        ValueError: if an argument is outside its domain, or "random" lacks ``d``.
+
+    Example:
+        >>> advice = advise(256, 0.9)
+        >>> advice.chosen.name, advice.tau
+        ('even negatives', 0.12090528)
+        >>> advise(65536, 0.9, d=128).tau
+        0.069818793
+    """
+    if d is not None and not (math.isfinite(d) and d >= 2):
+        raise ValueError(f"d: the dimension is finite and at least 2, got d={d:g}")
+    if negatives is None:
+        negatives = "simplex" if d is None else "random"
+    if negatives not in NEGATIVES:
+        raise ValueError(f"negatives: one of {', '.join(NEGATIVES)}, got {negatives!r}")
+    if negatives == "random" and d is None:
+        raise ValueError('d: "random" negatives need the dimension, got d=None')
+    settings = _settings(n, fraction, d)
+    chosen = next(setting for setting in settings if setting.key == NEGATIVES[negatives])
+    return Advice(
+        n, fraction, d, settings, chosen, tuple(_sentences(n, fraction, d, settings, chosen))
+    )
+
+
+def _settings(n: int, fraction: float, d: float | None) -> tuple[Setting, ...]:
+    log_n = math.log(n) if n >= 1 else math.nan
+    free = float(tau_for_information(n, fraction))
+    even = float(tau_for_information(n, fraction, setting="simplex"))
+    found = [
+        Setting(
+            "free",
+            "free cosines",
+            free,
+            log_n - float(cosine_entropy_lower_bound(n, 1.0)),
+            "one row alone; d ≥ 2",
+            True,
+        ),
+        Setting(
+            "simplex",
+            "even negatives",
+            even,
+            log_n - float(onehot_entropy(n, n / (n - 1))),
+            f"aligned pairs; d ≥ {n - 1:,}",
+            d is None or d >= n - 1,
+        ),
+    ]
+    if d is not None:
+        tau = float(tau_for_information(n, fraction, setting="random_keys", d=d))
+        needs = f"one match at cosine 1; d = {d:g}"
+        found.append(Setting("random_keys", "random negatives", tau, None, needs, True))
+    return tuple(found)
+
+
+def _sentences(
+    n: int, fraction: float, d: float | None, settings: tuple[Setting, ...], chosen: Setting
+) -> list[str]:
+    log_n = math.log(n)
+    free, even = settings[0], settings[1]
+    share = f"{100 * fraction:.4g} % of log {n:,} = {log_n:.4g} nat"
+    said = [
+        f"Use τ = {chosen.tau:.4g}: multiply the cosines by {1 / chosen.tau:.4g}, as in"
+        f" scaled_dot_product_attention of normalised q and k with scale={1 / chosen.tau:.4g}."
+    ]
+    count = int(cosine_best_count(n, free.tau))
+    tops = "1 key at +1" if count == 1 else f"{count:,} keys at +1"
+    said.append(
+        f"Box bound: no τ above {free.tau:.4g} lets a row say {share}, even with every cosine"
+        f" chosen freely in [−1, 1] ({tops}, {n - count:,} at −1)."
+        + ("" if count == 1 else " That optimum is not attention to a single key.")
+    )
+    weight = 1 / (1 + (n - 1) * math.exp(-n / (n - 1) / even.tau))
+    said.append(
+        f"Aligned pairs: if every query equals its own key and the other{'s' * (n > 2)} ({n - 1:,})"
+        f" lie evenly, at cosine {-1 / (n - 1):.3g}, every row reaches it at τ = {even.tau:.4g},"
+        f" with weight {weight:.3f} on its key; rows cannot do better all at once."
+    )
+    if d is None:
+        said.append(f"Such an even arrangement needs d ≥ {n - 1:,}; --d says what random keys do.")
+    else:
+        said += _dimension_sentences(n, d, even, settings[2])
+    limit = float(information_range_limit(1.0))
+    assert free.at_one is not None
+    said.append(
+        f"At τ = 1 a row says at most {free.at_one:.4f} nat, {100 * free.at_one / log_n:.3g} % of"
+        f" log n, and never above {limit:.4f} however many the keys: entropy stays within"
+        f" [log n − {limit:.4f}, log n], so cosines need a temperature."
+    )
+    return [sentence.replace("-", "−") if "cosine -" in sentence else sentence for sentence in said]
+
+
+def _dimension_sentences(n: int, d: float, even: Setting, random: Setting) -> list[str]:
+    best = round(float(expected_max(n - 1, "cosine", d=d)), 6) + 0.0
+    trust = "an estimate, within half a per cent of log n where it was checked"
+    if n < _CHECKED_KEYS or d < _CHECKED_DIMENSION:
+        trust = "a rough estimate: it is made for many keys and dimensions"
+    said = [
+        f"Random keys: in d = {d:g} other keys have cosines of about ±{d**-0.5:.3g}, the best of"
+        f" {n - 1:,} about {best:.3g}; a match at cosine 1 then says it at τ = {random.tau:.4g}"
+        f" ({trust})."
+    ]
+    if not even.feasible:
+        said.append(
+            f"With d = {d:g} the even arrangement does not exist for all rows: it needs"
+            f" d ≥ {n - 1:,}."
+        )
+    least = float(match_dimension(n))
+    if d >= least:
+        said.append(
+            f"d = {d:g} is enough for a match to hold half the weight among {n - 1:,} random keys:"
+            f" that takes d ≥ 2 log(n − 1) = {least:.3g}."
+        )
+    else:
+        said.append(
+            f"d = {d:g} is below 2 log(n − 1) = {least:.3g}: were cosines normal, no temperature"
+            " would give a match half the weight. They are bounded, so a low one still does, but"
+            " other keys come close."
+        )
+    return said

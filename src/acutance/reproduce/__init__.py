@@ -1,0 +1,73 @@
+"""Published claims about attention, tested: predicted beside measured, with a verdict on each.
+
+One experiment is one file. It states its prediction and the verdict it expects before it runs,
+measures with what measures everything else in acutance, compares with :mod:`acutance.theory`, and
+leaves a record (JSON) and a figure (PNG and SVG, light and dark).
+"""
+
+from __future__ import annotations
+
+from acutance.reproduce import (
+    entropy_floor,
+    finite_n,
+    freezing,
+    gap_law,
+    homogeneous,
+    information,
+    invariance,
+    mean_field,
+    noise,
+    scores,
+    simplex,
+    sparsity_decay,
+    sparsity_exp,
+    sparsity_identity,
+    sparsity_linear,
+    sparsity_relu2,
+    ssmax,
+    temperature,
+)
+from acutance.reproduce.experiment import Experiment, Run
+from acutance.reproduce.record import Claim, Judgement, Record, Row, judge, load
+from acutance.reproduce.runner import Outcome, pick, run, run_one
+
+#: Every experiment by name, in the order they run.
+EXPERIMENTS: dict[str, Experiment] = {
+    module.EXPERIMENT.name: module.EXPERIMENT
+    for module in (
+        noise,
+        information,
+        temperature,
+        invariance,
+        mean_field,
+        sparsity_exp,
+        sparsity_relu2,
+        sparsity_identity,
+        sparsity_linear,
+        sparsity_decay,
+        homogeneous,
+        scores,
+        finite_n,
+        gap_law,
+        simplex,
+        entropy_floor,
+        ssmax,
+        freezing,
+    )
+}
+
+__all__ = [
+    "Claim",
+    "EXPERIMENTS",
+    "Experiment",
+    "Judgement",
+    "Outcome",
+    "Record",
+    "Row",
+    "Run",
+    "judge",
+    "load",
+    "pick",
+    "run",
+    "run_one",
+]

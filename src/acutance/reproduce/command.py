@@ -1,0 +1,99 @@
+"""What ``acutance reproduce`` does: state, run, show, and leave an exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.padding import Padding
+from rich.text import Text
+
+from acutance.files import write_whole
+from acutance.reproduce import render
+from acutance.reproduce.experiment import Experiment
+from acutance.reproduce.record import SCHEMA, Record
+from acutance.reproduce.runner import run
+
+AS_EXPECTED, OTHERWISE, INTERRUPTED = 0, 1, 130
+
+
+def reproduce(
+    chosen: Sequence[Experiment],
+    out: Path,
+    *,
+    quick: bool,
+    seed: int,
+    force: bool,
+    figures: bool,
+    to_json: Path | None,
+    console: Callable[..., Any],
+) -> int:
+    """Run experiments and print what they found.
+
+    Each prediction is printed before its experiment begins. An interrupt keeps what has finished.
+
+    Args:
+        chosen: which experiments.
+        out: directory of records and figures.
+        quick: run at the small size.
+        seed: of all random numbers.
+        force: measure again whatever is there.
+        figures: draw.
+        to_json: one file with every record; "-" is standard output, in place of the table.
+        console: makes a rich console on standard error, or output with ``stderr=False``.
+
+    Returns:
+        Exit status: 0 if every verdict is of the kind expected, 1 if one is not, 130 if
+        interrupted.
+    """
+    notes = console()
+    records: list[Record] = []
+    complete = True
+    try:
+        outcomes = run(chosen, out, quick=quick, seed=seed, force=force, figures=figures)
+        for index, experiment in enumerate(chosen, 1):
+            notes.print(Text(f"{experiment.name}: {experiment.title}", style="bold"))
+            notes.print(Padding(Text(f"predicted: {experiment.prediction}"), (0, 0, 0, 2)))
+            with notes.status(f"{index}/{len(chosen)} {experiment.name}"):
+                outcome = next(outcomes)
+            records.append(outcome.record)
+            how = (
+                "read from an earlier run" if outcome.resumed else f"{outcome.record.seconds:.1f} s"
+            )
+            line = Text("found: ").append_text(render.verdict(outcome.record.judgements[0]))
+            notes.print(Padding(line.append(f"  ({how})", style="dim"), (0, 0, 1, 2)))
+    except KeyboardInterrupt:
+        complete = False
+        notes.print(
+            f"[yellow]interrupted[/] after {len(records)} of {len(chosen)} experiments; "
+            "the same command goes on from there"
+        )
+    if to_json is not None:
+        _write(records, chosen, complete, to_json)
+    if records and str(to_json) != "-":
+        output = console(stderr=False)
+        output.print(render.summary(records, output.width))
+        notes.print(f"[dim]records and figures in[/] {out}", highlight=False)
+    if not complete:
+        return INTERRUPTED
+    return AS_EXPECTED if all(record.as_expected for record in records) else OTHERWISE
+
+
+def _write(
+    records: Sequence[Record], chosen: Sequence[Experiment], complete: bool, path: Path
+) -> None:
+    """All records in one JSON file, or on standard output."""
+    whole: Mapping[str, Any] = {
+        "schema": SCHEMA,
+        "complete": complete,
+        "asked_for": [experiment.name for experiment in chosen],
+        "records": [record.to_dict() for record in records],
+    }
+    text = json.dumps(whole, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+    else:
+        write_whole(path, lambda where: Path(where).write_text(text, encoding="utf-8"))

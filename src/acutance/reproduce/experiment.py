@@ -1,0 +1,140 @@
+"""What an experiment is: a name, a prediction, claims, a measurement and a figure."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from acutance.report.style import Theme
+from acutance.reproduce.record import Claim, Estimate, Record, Row
+from acutance.rowstats import RowStatistics, observe
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_BLOCK = 1 << 17  # scores at a time: they stay in the cache
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a measurement is given: its size and its random numbers.
+
+    Attributes:
+        name: the experiment's; each has its own numbers, whichever others run.
+        quick: whether to run at the small size.
+        seed: of all random numbers.
+    """
+
+    name: str
+    quick: bool
+    seed: int = 0
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """The only source of random numbers."""
+        return torch.Generator().manual_seed(zlib.crc32(f"{self.name} {self.seed}".encode()))
+
+    def normal(self, *shape: int) -> Tensor:
+        """Independent standard normal numbers, float64."""
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Independent numbers uniform on (0, 1), float64."""
+        tiny = torch.finfo(torch.float64).tiny
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64).clamp(min=tiny)
+
+    def size(self, quick: int, full: int) -> int:
+        """One of two sizes."""
+        return quick if self.quick else full
+
+    def blocks(self, rows: int, n: int) -> Iterable[int]:
+        """Cut ``rows`` rows of n keys into blocks that fit in memory."""
+        step = max(1, _BLOCK // n)
+        return (min(step, rows - start) for start in range(0, rows, step))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A published claim, or several about one thing, with what tests them.
+
+    Attributes:
+        name: of the experiment, its files and its argument on the command line.
+        title: what it is about, in a line.
+        prediction: what is expected, with the formula, stated before it runs.
+        claims: the first gives the experiment its verdict.
+        measure: makes the rows.
+        draw: makes the figure from the record.
+    """
+
+    name: str
+    title: str
+    prediction: str
+    claims: tuple[Claim, ...]
+    measure: Callable[[Run], Sequence[Row]]
+    draw: Callable[[Record, Theme], Figure]
+
+
+def statistics(scores: Tensor) -> RowStatistics:
+    """The statistics of rows given by their scores, as acutance measures them."""
+    return RowStatistics(observe(scores))
+
+
+def of_weights(weights: Tensor) -> RowStatistics:
+    """The statistics of rows given by weights of any sign, not necessarily normalised.
+
+    Any non-negative weights are the softmax of their logarithms, so the sums are those of rows
+    with scores log abs(a); a weight of 0 is a hidden key.
+    """
+    return statistics(weights.abs().log())
+
+
+def sparsity(weights: Tensor) -> Tensor:
+    """S = E abs(a) / sqrt(E a²) of each row of weights, from its measured collision.
+
+    Args:
+        weights: (..., n), any sign; a row of zeros gives NaN.
+
+    Example:
+        >>> sparsity(torch.tensor([[1.0, -1.0, 0.0, 0.0]]))
+        tensor([0.7071])
+    """
+    collision: Tensor = of_weights(weights).collision
+    return (collision * weights.shape[-1]).rsqrt()
+
+
+def mean(values: Tensor | Sequence[Tensor]) -> Estimate:
+    """The mean of independent numbers and its standard error.
+
+    Example:
+        >>> mean(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        Estimate(value=2.5, error=0.645497)
+    """
+    x = _flat(values)
+    return Estimate(float(x.mean()), float(x.std()) / math.sqrt(x.numel()))
+
+
+def median(values: Tensor | Sequence[Tensor]) -> Estimate:
+    """The median of independent numbers; its error is half the span of ± one deviation in rank.
+
+    Example:
+        >>> median(torch.arange(1.0, 102.0))
+        Estimate(value=51.0, error=5.0)
+    """
+    x = _flat(values).sort().values
+    middle = (x.numel() - 1) / 2
+    reach = max(1, round(math.sqrt(x.numel()) / 2))
+    low, high = max(0, int(middle) - reach), min(x.numel() - 1, math.ceil(middle) + reach)
+    centre = float(x[int(middle)] + x[math.ceil(middle)]) / 2
+    return Estimate(centre, float(x[high] - x[low]) / 2)
+
+
+def _flat(values: Tensor | Sequence[Tensor]) -> Tensor:
+    parts = [values] if isinstance(values, Tensor) else list(values)
+    return torch.cat([part.detach().reshape(-1) for part in parts]).double()

@@ -1,0 +1,179 @@
+"""Logits scaled by log n: for which of them attention stays as focused when n grows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from acutance import theory
+from acutance.report import style
+from acutance.reproduce import sampling
+from acutance.reproduce.experiment import Experiment, Run, mean, statistics
+from acutance.reproduce.record import Claim, Estimate, Record, Row, Where
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SOURCE = "Su Jianlin, kexue.fm/archives/8823 and 9034"
+START = 512
+D = 64
+#: Families of independent logits, with what theory calls them.
+LAWS: dict[str, tuple[sampling.Draw, str, dict[str, Any]]] = {
+    "Gaussian": (sampling.gaussian, "gaussian", {}),
+    "uniform": (sampling.uniform, "uniform", {}),
+    "exponential": (sampling.exponential, "exponential", {}),
+    f"cosine, d = {D}": (sampling.cosine(D), "cosine", {"d": D}),
+}
+ONE = "one key above the rest"
+
+INVARIANT = Claim(
+    "invariant", "λ ∝ log n keeps Σp² what it was at n = 512", SOURCE, "holds only where",
+    within=0.03, bound="logits", sense="in",
+)  # fmt: skip
+ENTROPY = Claim(
+    "entropy", "Gaussian logits of deviation log n / log 512 keep H", SOURCE, "does not hold",
+    within=0.03,
+)  # fmt: skip
+COLLISION = Claim("collision", "under that law E Σp² is the exact integral")
+SCALE = Claim("scale", "the scale that does keep 1/E Σp² = 2 is the integral's solution")
+DRIFT = Claim("drift", "Gaussian: the entropy under that law is the exact integral")
+
+
+def measured_scale(scores: Sequence[torch.Tensor], start: float) -> Estimate:
+    """The scale at which the mean Σp² of rows is 1/2, and its standard error, by secants."""
+
+    def collision(scale: float) -> Estimate:
+        return mean([statistics(scale * part).collision for part in scores])
+
+    low, high = 0.9 * start, 1.1 * start
+    at_low, at_high = collision(low)[0], collision(high)[0]
+    error = math.inf
+    for _ in range(4):
+        slope = (at_high - at_low) / (high - low)
+        low, at_low, high = high, at_high, high + (0.5 - at_high) / slope
+        at_high, spread = collision(high)
+        error = spread / slope
+        if abs(at_high - 0.5) < 1e-9:
+            break
+    return Estimate(high, error)
+
+
+def measure(run: Run) -> Sequence[Row]:
+    """Rows of every family at lengths from 512 on, under λ ∝ log n and at the exact scale."""
+    rows = []
+    ns = (START, 16384) if run.quick else (START, 1024, 4096, 16384, 65536)
+    for name, (law, family, parameter) in LAWS.items():
+        first = float(theory.scale_for_effective_keys(START, 2.0, family, **parameter))
+        for n in ns:
+            count = run.size(4000 if n == START else 1000, 6000 if n <= 4096 else (1 << 26) // n)
+            scores = [law(run, size, n) for size in run.blocks(count, n)]
+            lam = first * math.log(n) / math.log(START)
+            found = mean([statistics(lam * part).collision for part in scores])
+            where: Where = {"logits": name, "n": n, "λ": lam}
+            exact = float(theory.expected_collision(n, lam, family, **parameter))
+            kept = float(theory.scale_for_effective_keys(n, 2.0, family, **parameter))
+            rows += [
+                INVARIANT.row("mean Σp²", 0.5, found, where),
+                COLLISION.row("mean Σp²", exact, found, where),
+                SCALE.row(
+                    "λ that keeps it",
+                    kept,
+                    measured_scale(scores[: len(scores) // 3 + 1], kept),
+                    where,
+                ),
+            ]
+            if name == "Gaussian":
+                gamma = math.log(n) / math.log(START)
+                H = mean([statistics(gamma * part).entropy for part in scores])
+                same = float(theory.expected_entropy_gauss(START, 1.0))
+                there = float(theory.expected_entropy_gauss(n, gamma))
+                rows += [
+                    ENTROPY.row("mean H, nat", same, H, {"n": n, "γ": gamma}),
+                    DRIFT.row("mean H, nat", there, H, {"n": n, "γ": gamma}),
+                ]
+    half = float(theory.needle_scale(START, 1.0))  # half of the weight on the one key
+    for n in ns:
+        one = torch.zeros(1, n, dtype=torch.float64)
+        one[0, 0] = 1.0
+        lam = half * math.log(n) / math.log(START)
+        collision = float(statistics(lam * one).collision)
+        kept = 0.25 * START / (START - 1)  # ¼ + ¼/(n − 1)
+        rows.append(INVARIANT.row("Σp²", kept, collision, {"n": n, "λ": lam, "logits": ONE}))
+    return rows
+
+
+@cache
+def _lines(name: str, at: tuple[float, ...]) -> tuple[sampling.Array, sampling.Array]:
+    """Effective keys under λ ∝ log n, and the scale that keeps them, of a family over n."""
+    _, family, parameter = LAWS[name]
+    n = np.array(at)
+    kept = np.asarray(theory.scale_for_effective_keys(n, 2.0, family, **parameter))
+    lam = kept[0] * np.log(n) / math.log(START)
+    return 1 / np.asarray(theory.expected_collision(n, lam, family, **parameter)), kept
+
+
+def draw(record: Record, theme: style.Theme) -> Figure:
+    """Collision under λ ∝ log n, and the scale that keeps it, against n."""
+    figure, [left, right] = style.new_figure(
+        "Scaling by log n keeps attention focused for one kind of logits, not for all",
+        "Left: effective keys under λ ∝ log n, matched at n = 512; lines exact, marks sampled. "
+        "Right: the scale that does keep them; for uniform logits it leaves the panel, λ ∝ n.",
+        panels=2,
+        theme=theme,
+    )
+    names = [*LAWS, ONE]
+    line = np.unique(np.geomspace((START,) * 2, (1800, 65536), 6).round())
+    for name, curve in zip(names, style.curves(len(names), theme), strict=True):
+        own = record.of("invariant", logits=name)
+        at = [row.condition["n"] for row in own]
+        if name == ONE:
+            first = float(theory.needle_scale(START, 1.0))
+            odds = (line - 1) * np.exp(-first * np.log(line) / math.log(START))
+            left_line = (1 + odds) ** 2 / (1 + odds**2 / (line - 1))
+            kept = np.asarray(theory.needle_scale(line, 1.0)) / first
+            marks: list[float] = []
+        else:
+            left_line, kept = _lines(name, tuple(line))
+            first = kept[0]
+            kept = kept / first
+            marks = [row.measured / first for row in record.of("scale", logits=name)]
+        found = [own[0].predicted / row.measured for row in own]
+        style.both(left, line, left_line / left_line[0], at, found, curve, name)
+        style.predicted(right, line, kept, curve)
+        if marks:
+            style.measured(right, at, marks, curve)
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        ticks = (512, 2048, 8192, 65536)
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+    left.set_yscale("log")
+    left.set_yticks((0.5, 1, 2, 5, 10, 30, 60), ["0.5", "1", "2", "5", "10", "30", "60"])
+    left.minorticks_off()
+    right.set_ylim(0.85, 3.05)
+    style.label(left, x="keys n", y="effective keys, relative to n = 512", title="under λ ∝ log n")
+    style.label(
+        right,
+        x="keys n",
+        y="scale λ(n), relative to n = 512",
+        title="what keeps the effective keys",
+    )
+    style.legend(left, theme, where="upper left", title="logits")
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="invariance",
+    title="entropy invariance by scaling with log n",
+    prediction="λ ∝ log n is right for one key above the rest; Gaussian logits need √log n, "
+    "uniform ones n, exponential ones a constant; H of Gaussian logits drifts 5.74, 6.88, 7.97 at "
+    "n = 512, 2048, 8192",
+    claims=(INVARIANT, ENTROPY, COLLISION, SCALE, DRIFT),
+    measure=measure,
+    draw=draw,
+)

@@ -1,0 +1,203 @@
+"""Noise on the logits and what it does to the output: averaged away, or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import acutance.attend
+from acutance import theory
+from acutance.report import style
+from acutance.reproduce.experiment import Experiment, Run, mean, statistics
+from acutance.reproduce.record import Claim, Estimate, Record, Row, Where
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Kind = Literal["gaussian", "laplace", "gumbel", "uniform"]
+
+SOURCE = "Su Jianlin, kexue.fm/archives/9593"
+WIDTH = 128  # of the values; the more, the less the error itself varies
+#: Rows: keys and the deviation of their Gaussian logits; then two special ones.
+ROWS = {"γ = 0": 0.0, "γ = 1": 1.0, "γ = 2": 2.0, "γ = 3": 3.0}
+N = 256
+GAUSSIAN = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0)
+OTHERS: tuple[tuple[Kind, float], ...] = (
+    ("uniform", 0.5), ("uniform", 2.0), ("laplace", 0.1), ("laplace", 0.3), ("laplace", 2.0),
+    ("gumbel", 0.1), ("gumbel", 0.3), ("gumbel", 1.0),
+)  # fmt: skip
+#: Noise whose averaging is followed over n, with the rate r of its right tail, P(ε > x) ~ e^(−rx).
+TAILS: tuple[tuple[Kind, float, float], ...] = (
+    ("gaussian", 0.5, math.inf), ("laplace", 0.2, 5.0), ("laplace", 2 / 3, 1.5),
+    ("laplace", 2.0, 0.5),
+)  # fmt: skip
+
+FIRST = Claim(
+    "first order", "E‖õ − o‖² ≈ ν·Σp²‖v − o‖²", SOURCE, "holds only where", within=0.02,
+    bound="ν/N_eff",
+)  # fmt: skip
+EXACT = Claim("exact", "E‖õ − o‖² is the exact integral, for any noise and row")
+AVERAGES = Claim(
+    "averages", "n evenly weighted keys average the noise away: the error falls as 1/n",
+    SOURCE, "holds only where", within=0.02, bound="tail rate r", sense="from",
+)  # fmt: skip
+COLLAPSE = Claim("collapse", "where r < 1, Σp̃² → 1 − r however many keys", within=0.01)
+
+
+def sample(run: Run, kind: Kind, scale: float, rows: int, n: int) -> Tensor:
+    """Noise of a kind, (rows, n), by inverting its distribution function."""
+    if kind == "gaussian":
+        return scale * run.normal(rows, n)
+    u = run.uniform(rows, n)
+    if kind == "uniform":
+        return scale * (2 * u - 1)
+    if kind == "gumbel":
+        return -scale * (-u.log()).log()
+    side = u - 0.5
+    return -scale * side.sign() * torch.log1p(-2 * side.abs().clamp(max=0.5 - 2**-54))
+
+
+def output_error(
+    run: Run, logits: Tensor, value: Tensor, kind: Kind, scale: float, samples: int
+) -> Estimate:
+    """Mean square error of attention's output under noise.
+
+    Every query of a call is the same row with its own noise, added as a bias.
+    """
+    n = len(logits)
+    errors = []
+    key = torch.zeros(1, 1, n, 1, dtype=torch.float64)
+    clean = torch.softmax(logits, 0) @ value
+    for size in run.blocks(samples, n):
+        noisy = logits + sample(run, kind, scale, size, n)
+        query = torch.zeros(1, 1, size, 1, dtype=torch.float64)
+        found = acutance.attend.attention(query, key, value[None, None], bias=noisy[None, None])
+        assert isinstance(found, Tensor)
+        errors.append((found[0, 0] - clean).square().sum(-1))
+    return mean(errors)
+
+
+def measure(run: Run) -> Sequence[Row]:
+    """Rows of every width under every noise, then even rows of more and more keys."""
+    rows = []
+    samples = run.size(1500, 10000)
+    value = run.normal(N, WIDTH)
+    z = run.normal(N)
+    cases = {name: gamma * z for name, gamma in ROWS.items()}
+    cases["two keys"] = torch.zeros(2, dtype=torch.float64)
+    cases["0.999 on one key"] = torch.tensor([0.999] + [0.001 / 15] * 15, dtype=torch.float64).log()
+    noises: list[tuple[Kind, float]] = [("gaussian", b) for b in GAUSSIAN]
+    noises += OTHERS
+    for name, logits in cases.items():
+        v = value[: len(logits)]
+        p = torch.softmax(logits, 0)
+        p_np, v_np = (p / p.sum()).numpy(), v.numpy()
+        keys = float(statistics(logits).effective_keys)
+        repeat = 16 if keys < 1.5 else 1  # the errors of a nearly one-hot row are rare
+        for kind, b in noises:
+            found = output_error(run, logits, v, kind, b, samples * repeat)
+            where: Where = {"row": name, "N_eff": keys, "noise": kind, "b": b}
+            exact = theory.exact_noise_mse(p_np, v_np, kind, b)
+            rows.append(EXACT.row("E‖õ − o‖²", exact, found, where))
+            if kind in ("laplace", "gumbel") and b >= 0.5:
+                continue  # ν is infinite
+            nu = float(theory.noise_variance_ratio(kind, b))
+            first = theory.first_order_mse(p_np, v_np, kind, b)
+            where[FIRST.bound] = nu / keys
+            rows.append(FIRST.row("E‖õ − o‖²", first, found, where))
+    for kind, b, rate in TAILS:
+        before = None
+        for n in (256, 4096) if run.quick else (256, 4096, 65536):
+            v = run.normal(n, WIDTH)
+            v = v - v.mean(0)
+            v = v / v.square().sum(1).mean().sqrt()  # ν/n to the first order, the same law at any n
+            even = torch.zeros(n, dtype=torch.float64)
+            runs = run.size(4000 if n == 256 else 1500, 20000 if n <= 4096 else 500)
+            found = output_error(run, even, v, kind, b, runs)
+            at: Where = {"noise": kind, "b": b, "n": n, "tail rate r": min(rate, 1e9)}
+            exact = theory.exact_noise_mse(np.full(n, 1 / n), v.numpy(), kind, b)
+            rows.append(EXACT.row("E‖õ − o‖²", exact, found, at))
+            if before is not None:
+                ratio = found.value / before.value
+                error = ratio * math.hypot(found.error / found.value, before.error / before.value)
+                rows.append(
+                    AVERAGES.row("error here / at n/16", 1 / 16, Estimate(ratio, error), at)
+                )
+            if rate < 1:
+                rolls = run.size(10000 if n == 256 else 2000, 20000 if n <= 4096 else 2000)
+                draws = (sample(run, kind, b, size, n) for size in run.blocks(rolls, n))
+                collision = mean([statistics(noisy).collision for noisy in draws])
+                rows.append(COLLAPSE.row("mean Σp̃²", 1 - rate, collision, at))
+            before = found
+    return rows
+
+
+def draw(record: Record, theme: style.Theme) -> Figure:
+    """Error against noise for rows of every width, and against n for noise of every tail."""
+    figure, [left, right] = style.new_figure(
+        "Attention averages light-tailed logit noise away, and no other",
+        "Lines: exact integral. Thin grey lines: ν·Σp²‖v − o‖², the first order. Marks: mean over "
+        "noisy runs of attention, bars of one standard error.",
+        panels=2,
+        theme=theme,
+    )
+    names = list(dict.fromkeys(str(row.condition["row"]) for row in record.of("first order")))
+    for name, curve in zip(names, style.curves(len(names), theme), strict=True):
+        own = record.of("exact", row=name, noise="gaussian")
+        first = record.of("first order", row=name, noise="gaussian")
+        at = [row.condition["b"] for row in own]
+        keys = float(own[0].condition["N_eff"])
+        left.plot(at, [row.predicted for row in first], color=theme.muted, lw=1.0, zorder=1.5)
+        style.both(
+            left, at, [row.predicted for row in own], at, [row.measured for row in own], curve,
+            f"{keys:.3g}", error=[row.error for row in own],
+        )  # fmt: skip
+    for (kind, b, rate), curve in zip(TAILS, style.curves(len(TAILS), theme), strict=True):
+        own = [row for row in record.of("exact", noise=kind, b=b) if "n" in row.condition]
+        at = [row.condition["n"] for row in own]
+        tail = "r = ∞" if math.isinf(rate) else f"r = {rate:g}"
+        style.both(
+            right, at, [row.predicted for row in own], at, [row.measured for row in own], curve,
+            f"{kind.capitalize() if kind == 'laplace' else 'Gaussian'}, b = {b:.2g}, {tail}",
+            error=[row.error for row in own],
+        )  # fmt: skip
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.minorticks_off()
+    left.set_xticks(GAUSSIAN, [f"{b:g}" for b in GAUSSIAN])
+    ticks = sorted({int(row.condition["n"]) for row in record.of("exact") if "n" in row.condition})
+    right.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    left.set_ylim(1e-8, 3e2)
+    right.set_ylim(1e-7, 2.0)
+    style.label(
+        left,
+        x="standard deviation b of Gaussian noise, nat",
+        y="mean square error of the output, value²",
+        title="rows of 1 to 256 effective keys",
+    )
+    style.label(
+        right,
+        x="keys n, evenly weighted",
+        y="mean square error of the output, value²",
+        title="tail rate r of the noise",
+    )
+    style.legend(left, theme, where="lower right", title="effective keys", columns=2)
+    style.legend(right, theme, where="lower left")
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="noise",
+    title="robustness to noise on the logits",
+    prediction="E‖õ − o‖² ≈ ν·Σp²‖v − o‖² while ν/N_eff ≪ 1, an exact integral otherwise; the "
+    "error falls as 1/n only for a right tail lighter than e^(−2x), and not at all from e^(−x) on",
+    claims=(FIRST, EXACT, AVERAGES, COLLAPSE),
+    measure=measure,
+    draw=draw,
+)

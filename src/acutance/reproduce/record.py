@@ -1,0 +1,363 @@
+"""Records of an experiment: claims, rows of predicted beside measured, and verdicts judged on them.
+
+A claim says beforehand how its rows are compared and what verdict is expected; the verdict itself
+is a function of the rows alone (:func:`judge`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from acutance.files import write_whole
+
+SCHEMA = 1
+#: A measurement may be this many standard errors away from what is predicted.
+Z = 4.0
+
+Relation = Literal["=", "<=", ">="]
+Kind = Literal["holds", "holds only where", "does not hold"]
+Value = float | int | str
+Where = dict[str, Value]
+
+
+class Estimate(NamedTuple):
+    """A measured mean or median with its standard error."""
+
+    value: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement an experiment tests.
+
+    Attributes:
+        key: names it among the experiment's claims.
+        text: the statement, one line.
+        source: who makes it; "" for what follows from the mathematics of this library.
+        expected: the verdict expected, stated before anything runs.
+        relation: how a measurement must compare with its prediction.
+        within: share of the prediction that the claim itself leaves open, for approximations.
+        rounding: absolute difference that float64 may leave.
+        bound: the condition that limits it, a key of its rows' conditions; "" for none.
+        sense: whether it is to hold up to a value of ``bound``, from one on, or in categories.
+    """
+
+    key: str
+    text: str
+    source: str = ""
+    expected: Kind = "holds"
+    relation: Relation = "="
+    within: float = 0.0
+    rounding: float = 1e-12
+    bound: str = ""
+    sense: Literal["up to", "from", "in"] = "up to"
+
+    def row(
+        self,
+        quantity: str,
+        predicted: float,
+        measured: float | Estimate,
+        where: Mapping[str, Value],
+    ) -> Row:
+        """Compare a measurement with its prediction.
+
+        Args:
+            quantity: what is measured, with its unit if it has one.
+            predicted: from theory.
+            measured: from a run; a plain number if nothing in it is random.
+            where: the condition: n, γ, kind of logits, ...
+
+        Returns:
+            The row. It agrees if the measurement is no further on the wrong side of the prediction
+            than 4 standard errors, ``rounding`` and the share ``within`` together.
+
+        Example:
+            >>> claim = Claim("mean", "the mean is 1")
+            >>> claim.row("mean", 1.0, Estimate(1.03, 0.01), {"n": 100}).agrees
+            True
+            >>> claim.row("mean", 1.05, Estimate(1.0, 0.01), {"n": 100}).agrees
+            False
+        """
+        if not isinstance(measured, Estimate):
+            measured = Estimate(float(measured), 0.0)
+        predicted, (value, error) = float(predicted), measured
+        allowed = Z * error + self.rounding + self.within * abs(predicted)
+        miss = {
+            "=": abs(value - predicted),
+            "<=": value - predicted,
+            ">=": predicted - value,
+        }[self.relation]
+        agrees = bool(miss <= allowed)  # False if anything is NaN
+        return Row(
+            self.key, quantity, dict(where), self.relation, predicted, value, error, allowed, agrees
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prediction beside its measurement.
+
+    Attributes:
+        claim: key of the claim it tests.
+        quantity: what was measured.
+        condition: where.
+        relation: how the measurement must compare with the prediction.
+        predicted: from theory.
+        measured: from the run.
+        error: standard error of the measurement.
+        allowed: how far it may be off.
+        agrees: whether it is not.
+    """
+
+    claim: str
+    quantity: str
+    condition: Mapping[str, Value]
+    relation: Relation
+    predicted: float
+    measured: float
+    error: float
+    allowed: float
+    agrees: bool
+
+    @property
+    def miss(self) -> float:
+        """How far off, in units of what is allowed; a miss the relation allows is negative."""
+        gap = self.measured - self.predicted
+        gap = {"=": abs(gap), "<=": gap, ">=": -gap}[self.relation]
+        if math.isnan(gap):
+            return math.inf
+        if not self.allowed:
+            return math.copysign(math.inf, gap) if gap else 0.0
+        return gap / self.allowed
+
+
+def seen(quantity: str, measured: float | Estimate, where: Mapping[str, Value]) -> Row:
+    """A measurement that tests no claim, kept with the others for the figure."""
+    value, error = measured if isinstance(measured, Estimate) else (float(measured), 0.0)
+    return Row("", quantity, dict(where), "=", math.nan, value, error, math.inf, True)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the rows say about a claim.
+
+    Attributes:
+        claim: the claim.
+        kind: "holds", "holds only where" or "does not hold".
+        condition: where it holds, in words, for the second kind; else "".
+        agree: how many rows agree.
+        rows: how many there are.
+        worst: the row that is furthest off for what it is allowed.
+    """
+
+    claim: Claim
+    kind: Kind
+    condition: str
+    agree: int
+    rows: int
+    worst: Row
+
+    @property
+    def verdict(self) -> str:
+        """The verdict as a sentence."""
+        return f"{self.kind} {self.condition}".strip()
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether the verdict is of the kind stated beforehand."""
+        return self.kind == self.claim.expected
+
+
+def judge(claim: Claim, rows: Sequence[Row]) -> Judgement:
+    """The verdict on a claim, from its rows alone.
+
+    It *holds* if every row agrees. If the claim names a condition that may bound it, take the
+    longest run of that condition's values, from its safe end, in which every row agrees: with at
+    least two rows in it the claim *holds only where* the condition is in that range. For a
+    condition that is a kind rather than a number, the range is the kinds of which every row
+    agrees. Otherwise it *does not hold*.
+
+    Args:
+        claim: the claim.
+        rows: the rows that test it, and possibly others.
+
+    Raises:
+        ValueError: if no row tests it.
+
+    Example:
+        >>> claim = Claim("root", "√(1 + x) is 1 + x/2", within=0.01, bound="x")
+        >>> rows = [
+        ...     claim.row("√", 1 + x / 2, (1 + x) ** 0.5, {"x": x}) for x in (0.1, 0.2, 0.5, 1.0)
+        ... ]
+        >>> judge(claim, rows).verdict
+        'holds only where x ≤ 0.2'
+    """
+    own = [row for row in rows if row.claim == claim.key]
+    if not own:
+        raise ValueError(f"no row tests the claim {claim.key!r}")
+    agree = sum(row.agrees for row in own)
+    worst = max(own, key=lambda row: row.miss)
+    kind: Kind = "holds"
+    condition = ""
+    if agree < len(own):
+        kind = "does not hold"
+        found = _domain(claim, own) if claim.bound else ""
+        if found:
+            kind, condition = "holds only where", found
+    return Judgement(claim, kind, condition, agree, len(own), worst)
+
+
+def _domain(claim: Claim, rows: Sequence[Row]) -> str:
+    """Where all of the rows agree, in words; "" if nowhere."""
+    if claim.sense == "in":
+        kinds = dict.fromkeys(row.condition[claim.bound] for row in rows)
+        good = [
+            kind if isinstance(kind, str) else f"{kind:g}"
+            for kind in kinds
+            if all(row.agrees for row in rows if row.condition[claim.bound] == kind)
+        ]
+        return f"{claim.bound}: {' or '.join(good)}" if good else ""
+    rising = claim.sense == "up to"
+    ordered = sorted(
+        rows, key=lambda row: float(row.condition[claim.bound]) * (1 if rising else -1)
+    )
+    first = next(index for index, row in enumerate(ordered) if not row.agrees)
+    fails = float(ordered[first].condition[claim.bound])
+    safe = [row for row in ordered[:first] if float(row.condition[claim.bound]) != fails]
+    if len(safe) < 2:
+        return ""
+    last = float(safe[-1].condition[claim.bound])
+    shown = f"{last:,.0f}" if last.is_integer() else f"{last:.3g}"
+    return f"{claim.bound} {'≤' if rising else '≥'} {shown}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything one run of an experiment found.
+
+    Attributes:
+        name: the experiment's.
+        title: what it is about.
+        prediction: what was stated before it ran.
+        judgements: a verdict for each claim; the first is the experiment's.
+        rows: every prediction beside its measurement.
+        seed: of all its random numbers.
+        quick: whether it ran at the small size.
+        seconds: how long the measurement took.
+        about: versions of what it ran with and the digest of its code.
+    """
+
+    name: str
+    title: str
+    prediction: str
+    judgements: tuple[Judgement, ...]
+    rows: tuple[Row, ...]
+    seed: int
+    quick: bool
+    seconds: float
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether every verdict is of the kind stated beforehand."""
+        return all(judgement.as_expected for judgement in self.judgements)
+
+    def of(self, claim: str, **condition: Value) -> list[Row]:
+        """The rows of a claim, in order, that meet conditions."""
+        return [
+            row
+            for row in self.rows
+            if row.claim == claim
+            and all(row.condition.get(key) == value for key, value in condition.items())
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values; numbers that are not finite become strings."""
+        judgements = [
+            {
+                **asdict(judgement.claim),
+                "verdict": judgement.verdict,
+                "kind": judgement.kind,
+                "where": judgement.condition,
+                "as_expected": judgement.as_expected,
+                "agree": judgement.agree,
+                "rows": judgement.rows,
+                "worst": self.rows.index(judgement.worst),
+            }
+            for judgement in self.judgements
+        ]
+        plain: dict[str, Any] = {
+            "schema": SCHEMA,
+            "name": self.name,
+            "title": self.title,
+            "prediction": self.prediction,
+            "verdict": self.judgements[0].verdict,
+            "as_expected": self.as_expected,
+            "seed": self.seed,
+            "quick": self.quick,
+            "seconds": self.seconds,
+            "about": dict(self.about),
+            "claims": judgements,
+            "rows": [asdict(row) for row in self.rows],
+        }
+        return _encode(plain)  # type: ignore[no-any-return]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON, atomically; :func:`load` reads it back."""
+        text = json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+        write_whole(path, lambda where: Path(where).write_text(text, encoding="utf-8"))
+
+
+def load(path: str | os.PathLike[str]) -> Record:
+    """Read a record that :meth:`Record.save` wrote; its verdicts are judged anew from its rows.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is no such record, or of another schema.
+    """
+    try:
+        read = json.loads(Path(path).read_text(encoding="utf-8"))
+        if read["schema"] != SCHEMA:
+            raise ValueError(
+                f"{os.fspath(path)} has schema {read['schema']}, this version reads {SCHEMA}"
+            )
+        rows = tuple(Row(**_decode(row)) for row in read["rows"])
+        names = Claim.__dataclass_fields__
+        claims = [Claim(**{key: claim[key] for key in names}) for claim in read["claims"]]
+        return Record(
+            name=read["name"],
+            title=read["title"],
+            prediction=read["prediction"],
+            judgements=tuple(judge(claim, rows) for claim in claims),
+            rows=rows,
+            seed=read["seed"],
+            quick=read["quick"],
+            seconds=read["seconds"],
+            about=read["about"],
+        )
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{os.fspath(path)} is not a record of acutance reproduce") from error
+
+
+def _encode(value: Any) -> Any:
+    """Plain JSON: infinities and NaN as text."""
+    if isinstance(value, dict):
+        return {key: _encode(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encode(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _decode(row: dict[str, Any]) -> dict[str, Any]:
+    """A row's numbers, those that were text included."""
+    numbers = ("predicted", "measured", "error", "allowed")
+    return row | {key: float(row[key]) for key in numbers}

@@ -1,0 +1,347 @@
+r"""Statistics of weights that are no softmax: signed, unnormalised, or known by their sums alone.
+
+:class:`WeightSums` is to weights what :class:`~acutance.rowstats.RowState` is to scores: sums over
+a row's visible keys that merge exactly. :class:`WeightStatistics` reads every metric of
+:data:`~acutance.rowstats.METRICS` from them, NaN where weights of that kind have none. Sizes
+:math:`p_j = |a_j| / \sum_k |a_k|` take the place of probabilities, so neither the sign nor the unit
+of the weights matters, only how unequal they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from acutance.rowstats.metrics import METRICS, metric
+from acutance.rowstats.state import NO_KEY, RowState
+from acutance.rowstats.state import merge as merge_scores
+
+__all__ = ["WeightStatistics", "WeightSums", "empty_weights", "merge_weights", "observe_weights"]
+
+
+class WeightSums(NamedTuple):
+    r"""Sums over the visible keys of each row; every field is (...), the rows' shape.
+
+    Sums are in units of a reference size c, so that squares neither overflow nor vanish. A field
+    that is not known has no element, (..., 0); a merge knows what both sides know.
+
+    Attributes:
+        n: number of visible keys, int64.
+        c: the reference, a constant for autograd; 0 for a row without weight.
+        T: :math:`\sum_j a_j / c`, with signs.
+        A: :math:`\sum_j |a_j| / c`.
+        Q: :math:`\sum_j a_j^2 / c^2`.
+        X: :math:`\sum_j |a_j|/c \, \log(|a_j|/c)`, known only for rows that are distributions.
+        top: :math:`\max_j |a_j|`.
+        first: weight of the first visible key.
+        first_index: position of that key among all keys, int64.
+    """
+
+    n: Tensor
+    c: Tensor
+    T: Tensor
+    A: Tensor
+    Q: Tensor
+    X: Tensor
+    top: Tensor
+    first: Tensor
+    first_index: Tensor
+
+
+def unknown(like: Tensor) -> Tensor:
+    """A field that is not known, for rows of this shape."""
+    return like.detach().unsqueeze(-1)[..., :0]
+
+
+def _known(sums: WeightSums, field: Tensor) -> bool:
+    return field.dim() == sums.n.dim()
+
+
+def empty_weights(
+    rows: tuple[int, ...],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> WeightSums:
+    """The sums of rows that have seen no key: the identity of :func:`merge_weights`.
+
+    Args:
+        rows: shape of the rows.
+        dtype: floating dtype of the sums.
+        device: where they live.
+
+    Example:
+        >>> sums = observe_weights(torch.tensor([1.0, -3.0]))
+        >>> merge_weights(empty_weights(()), sums).A == sums.A
+        tensor(True)
+    """
+    zero = torch.zeros(rows, dtype=dtype, device=device)
+    count = torch.zeros(rows, dtype=torch.int64, device=device)
+    index = torch.full_like(count, NO_KEY)
+    return WeightSums(count, zero, zero, zero, zero, zero, zero, zero, index)
+
+
+def observe_weights(
+    weights: Tensor,
+    mask: Tensor | None = None,
+    *,
+    distribution: bool = False,
+    first_key: int = 0,
+) -> WeightSums:
+    r"""The sums of rows given as explicit weights: one block of keys, or all of them.
+
+    Args:
+        weights: (..., S), of either sign and any sum. float16 and bfloat16 are widened.
+        mask: boolean, broadcastable to ``weights``; True where the key takes part. Hidden weights
+            may hold anything.
+        distribution: whether whole rows are distributions (or would be, divided by their sum), so
+            that they have an entropy.
+        first_key: position of column 0 among all keys, for blocks that are merged out of order.
+
+    Returns:
+        The rows' sums, shape ``weights.shape[:-1]``.
+
+    Example:
+        >>> sums = observe_weights(torch.tensor([2.0, -2.0, 0.0]))
+        >>> WeightStatistics(sums).effective_keys
+        tensor(2.)
+    """
+    dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
+    a = weights.to(dtype)
+    if mask is None:
+        seen = torch.ones_like(a, dtype=torch.bool)
+    else:
+        seen = mask.expand(a.shape)
+        a = torch.where(seen, a, 0.0)
+    size = a.abs()
+    empty = size.shape[-1] == 0
+    top = size.sum(-1) if empty else size.amax(-1)
+    c = top.detach()
+    unit = torch.where(c > 0, c, 1.0).unsqueeze(-1)
+    share = size / unit
+    some = share > 0  # log 0 has no gradient, and 0 log 0 = 0
+    logs = torch.where(some, share * torch.log(torch.where(some, share, 1.0)), 0.0)
+    n = seen.sum(-1)
+    if empty:
+        column, first = n, top
+    else:
+        column = seen.to(torch.uint8).argmax(-1)
+        first = a.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+    return WeightSums(
+        n=n,
+        c=c,
+        T=(a / unit).sum(-1),
+        A=share.sum(-1),
+        Q=share.square().sum(-1),
+        X=logs.sum(-1) if distribution else unknown(c),
+        top=top,
+        first=first,
+        first_index=torch.where(n > 0, column + first_key, NO_KEY),
+    )
+
+
+def merge_weights(left: WeightSums, right: WeightSums) -> WeightSums:
+    """The sums of two disjoint sets of keys of the same rows, exactly.
+
+    Associative and commutative, with :func:`empty_weights` as identity. The weights of both sides
+    are on one scale: those of a row normalised block by block are not.
+
+    Args:
+        left: one set of keys.
+        right: the other; its rows broadcast against ``left``'s.
+
+    Returns:
+        The joint sums, of what both sides know.
+
+    Example:
+        >>> a = torch.tensor([0.5, -1.0, 4.0])
+        >>> parts = merge_weights(observe_weights(a[:1]), observe_weights(a[1:], first_key=1))
+        >>> all(torch.equal(x, y) for x, y in zip(parts, observe_weights(a)))
+        True
+    """
+    c = torch.maximum(left.c, right.c)
+    x, y = _rescaled(left, c), _rescaled(right, c)
+    nothing = unknown(c)
+
+    def both(name: str) -> bool:
+        return _known(left, getattr(left, name)) and _known(right, getattr(right, name))
+
+    earlier = right.first_index < left.first_index
+    return WeightSums(
+        n=left.n + right.n,
+        c=c,
+        T=x.T + y.T if both("T") else nothing,
+        A=x.A + y.A if both("A") else nothing,
+        Q=x.Q + y.Q if both("Q") else nothing,
+        X=x.X + y.X if both("X") else nothing,
+        top=torch.maximum(left.top, right.top) if both("top") else nothing,
+        first=torch.where(earlier, right.first, left.first) if both("first") else nothing,
+        first_index=torch.minimum(left.first_index, right.first_index),
+    )
+
+
+def _rescaled(sums: WeightSums, c: Tensor) -> WeightSums:
+    """The sums in units of c, at or above their own."""
+    ratio = sums.c / torch.where(c > 0, c, 1.0)
+    log_ratio = torch.log(torch.where(ratio > 0, ratio, 1.0))
+    scaled = sums._replace(
+        **{
+            name: part * ratio**power if _known(sums, part) else part
+            for name, part, power in (("T", sums.T, 1), ("A", sums.A, 1), ("Q", sums.Q, 2))
+        }
+    )
+    if not _known(sums, sums.X):
+        return scaled
+    return scaled._replace(X=(sums.X + log_ratio * sums.A) * ratio)
+
+
+#: Metrics that are functions of the sums, and the fields each needs.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "n_keys": (),
+    "entropy": ("A", "X"),
+    "normalized_entropy": ("A", "X"),
+    "information": ("A", "X"),
+    "effective_keys": ("A", "Q"),
+    "sparsity": ("A", "Q"),
+    "collision": ("A", "Q"),
+    "top_weight": ("A", "top"),
+    "first_weight": ("A", "first"),
+    "sink_mass": (),
+}
+#: Metrics that are of the scores, whatever weights are made of them.
+_OF_SCORES = ("max_logit", "logit_mean", "logit_std")
+
+
+def _read(name: str) -> property:
+    entry = METRICS[name]
+
+    def value(self: WeightStatistics) -> Tensor:
+        return self[name]
+
+    value.__doc__ = f"{entry.meaning}; unit {entry.unit}; NaN where these weights have none."
+    return property(value)
+
+
+@dataclass(frozen=True)
+class WeightStatistics:
+    r"""Every metric of :data:`~acutance.rowstats.METRICS` of weights that are no softmax.
+
+    Sparsity :math:`S = \sum|a| / \sqrt{n \sum a^2}` and effective keys
+    :math:`(\sum|a|)^2 / \sum a^2` exist for weights of any sign and sum; ``collision``,
+    ``top_weight`` and ``first_weight`` are of the sizes :math:`|a_j| / \sum|a|`. Entropy exists
+    where the sums know rows to be distributions. What belongs to softmax alone (``lse``,
+    ``varentropy``, ``entropy_slope``, ``mean_field_entropy``, ``jensen_gap``, ``max_gap``,
+    ``gaussian_entropy``, ``jacobian_trace``, ``noise_gain``) is NaN, and so is every ratio of a
+    row whose weights are all 0.
+
+    Attributes:
+        sums: the mergeable sums, fields (...).
+        scores: the state of the scores the weights were made of, if there are any; it gives
+            ``max_logit``, ``logit_mean`` and ``logit_std``.
+
+    Example:
+        >>> stats = WeightStatistics(observe_weights(torch.tensor([[3.0, -1.0, 0.0, 0.0]])))
+        >>> stats.sparsity, stats.effective_keys, stats.entropy
+        (tensor([0.6325]), tensor([1.6000]), tensor([nan]))
+        >>> stats.available
+        ('n_keys', 'effective_keys', 'sparsity', 'collision', 'top_weight', 'first_weight', 'sink_mass')
+
+    Source:
+        Su Jianlin, kexue.fm article 9889.
+    """  # noqa: E501 (the doctest's output is one line)
+
+    sums: WeightSums
+    scores: RowState | None = None
+
+    n_keys = _read("n_keys")
+    entropy = _read("entropy")
+    normalized_entropy = _read("normalized_entropy")
+    information = _read("information")
+    effective_keys = _read("effective_keys")
+    sparsity = _read("sparsity")
+    collision = _read("collision")
+    top_weight = _read("top_weight")
+    first_weight = _read("first_weight")
+    sink_mass = _read("sink_mass")
+    max_logit = _read("max_logit")
+    lse = _read("lse")
+    logit_mean = _read("logit_mean")
+    logit_std = _read("logit_std")
+    varentropy = _read("varentropy")
+    entropy_slope = _read("entropy_slope")
+    mean_field_entropy = _read("mean_field_entropy")
+    jensen_gap = _read("jensen_gap")
+    max_gap = _read("max_gap")
+    gaussian_entropy = _read("gaussian_entropy")
+    jacobian_trace = _read("jacobian_trace")
+    noise_gain = _read("noise_gain")
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = metric(name)
+        if name not in self.available:
+            return torch.full_like(self.sums.c, torch.nan)
+        if name in _OF_SCORES and self.scores is not None:
+            return entry.compute(self.scores)
+        return _compute(name, self.sums)
+
+    @property
+    def available(self) -> tuple[str, ...]:
+        """Names of the metrics these weights have, in the table's order; the others are NaN."""
+        sums = self.sums
+        names = {
+            name
+            for name, needs in _NEEDS.items()
+            if all(_known(sums, getattr(sums, field)) for field in needs)
+        }
+        if self.scores is not None:
+            names.update(_OF_SCORES)
+        return tuple(name for name in METRICS if name in names)
+
+    def as_dict(self) -> dict[str, Tensor]:
+        """All available metrics by name."""
+        return {name: self[name] for name in self.available}
+
+    def merge(self, other: WeightStatistics) -> WeightStatistics:
+        """Statistics of the same rows over both sets of keys (:func:`merge_weights`)."""
+        scores = None
+        if self.scores is not None and other.scores is not None:
+            scores = merge_scores(self.scores, other.scores)
+        return WeightStatistics(merge_weights(self.sums, other.sums), scores)
+
+
+def _compute(name: str, sums: WeightSums) -> Tensor:
+    """A metric of :data:`_NEEDS`, from fields that are known."""
+    if name == "n_keys":
+        return sums.n
+    if name == "sink_mass":
+        return torch.where(sums.n == 0, torch.nan, torch.zeros_like(sums.c))
+    A, n = sums.A, sums.n.to(sums.A.dtype)
+    some = (sums.n > 0) & (A > 0)
+    whole = torch.where(some, A, 1.0)
+    if name in ("top_weight", "first_weight"):
+        part = sums.top if name == "top_weight" else sums.first.abs()
+        found = part / (whole * torch.where(some, sums.c, 1.0))
+    elif name in ("effective_keys", "sparsity", "collision"):
+        Q = torch.where(some, sums.Q, 1.0)
+        keys = whole.square() / Q
+        if name == "effective_keys":
+            found = keys
+        elif name == "sparsity":
+            found = whole * torch.rsqrt(torch.where(some, n, 1.0) * Q)
+        else:
+            found = 1.0 / keys
+    else:
+        entropy = torch.log(whole) - sums.X / whole
+        several = n > 1
+        log_n = torch.log(torch.where(several, n, 2.0))
+        if name == "entropy":
+            found = entropy
+        elif name == "normalized_entropy":
+            some = some & several
+            found = entropy / log_n
+        else:
+            found = torch.where(several, log_n, 0.0) - entropy
+    return torch.where(some, found, torch.nan)

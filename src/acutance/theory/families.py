@@ -1,0 +1,370 @@
+r"""Laws of a single score, by name or from SciPy.
+
+A family gives the density and the quantiles of one score at unit scale. Quantiles take the
+log-odds :math:`v = \log(F / (1 - F))`, which tell the two tails apart to the last bit: in v every
+law has tails of the same exponential shape, a singular edge of the density is smooth, and a heavy
+tail is one exponential.
+"""
+
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import betaincinv, betaln, expit, log_expit, ndtri_exp
+
+__all__ = [
+    "FAMILIES",
+    "Cosine",
+    "Exponential",
+    "Family",
+    "Gaussian",
+    "Gumbel",
+    "Laplace",
+    "Logistic",
+    "Pareto",
+    "Scipy",
+    "Stretched",
+    "Uniform",
+    "as_family",
+    "name_and_parameter",
+]
+
+Array = NDArray[np.float64]
+
+_LOG_2 = float(np.log(2.0))
+
+
+@dataclass(frozen=True)
+class Family:
+    """Law of one score; its subclasses are the families of this module."""
+
+    def pdf(self, x: Array) -> Array:
+        """Give the density at x."""
+        raise NotImplementedError
+
+    def quantile(self, logit: Array) -> Array:
+        """Give the x below which lies a probability of log-odds ``logit``."""
+        raise NotImplementedError
+
+    def origin(self) -> float:
+        """Give what offsets are counted from: the median, or the upper end if that is known.
+
+        The keys that matter are next to the upper end, with gaps that float64 must resolve.
+        """
+        return float(self.quantile(np.zeros(())))
+
+    def offset(self, logit: Array) -> Array:
+        """Give the quantile less the origin."""
+        return np.asarray(self.quantile(logit) - self.origin())
+
+    def density(self, offset: Array) -> Array:
+        """Give the density at origin + offset."""
+        return self.pdf(self.origin() + offset)
+
+    def rounding(self) -> float:
+        """Give the error of offsets that comes from the origin."""
+        return abs(self.origin()) * float(np.finfo(np.float64).eps)
+
+
+@dataclass(frozen=True)
+class _Symmetric(Family):
+    """A law that is the same for -x: the lower half follows from the upper one."""
+
+    def quantile(self, logit: Array) -> Array:
+        log_upper_tail = log_expit(-np.abs(logit))  # at most log(1/2)
+        return np.asarray(np.copysign(self._upper(log_upper_tail), logit))
+
+    def _upper(self, log_sf: Array) -> Array:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Gaussian(_Symmetric):
+    """Standard normal."""
+
+    def pdf(self, x: Array) -> Array:
+        """Give exp(-x²/2) / sqrt(2 pi)."""
+        density: Array = np.exp(-0.5 * x * x) / np.sqrt(2 * np.pi)
+        return density
+
+    def _upper(self, log_sf: Array) -> Array:
+        return np.asarray(-ndtri_exp(log_sf))
+
+
+class _Interval(Family):
+    """A law on [-1, 1] that is the same for -x, with distances to the ends known exactly."""
+
+    def origin(self) -> float:
+        return 1.0
+
+    def rounding(self) -> float:
+        return 0.0
+
+    def quantile(self, logit: Array) -> Array:
+        return np.asarray(np.copysign(1 - self._from_end(log_expit(-np.abs(logit))), logit))
+
+    def offset(self, logit: Array) -> Array:
+        nearer = self._from_end(log_expit(-np.abs(logit)))
+        return np.asarray(np.where(np.asarray(logit) < 0, nearer - 2, -nearer))
+
+    def pdf(self, x: Array) -> Array:
+        return self.density(np.asarray(x) - 1)
+
+    def _from_end(self, log_sf: Array) -> Array:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Uniform(_Interval):
+    """Uniform on [-1, 1]."""
+
+    def density(self, offset: Array) -> Array:
+        """Give 1/2 on [-2, 0]."""
+        return np.where((offset <= 0) & (offset >= -2), 0.5, 0.0)
+
+    def _from_end(self, log_sf: Array) -> Array:
+        return np.asarray(2 * np.exp(log_sf))
+
+
+@dataclass(frozen=True)
+class Cosine(_Interval):
+    """Cosine between a fixed direction and a uniform one in R^d."""
+
+    d: float
+
+    def density(self, offset: Array) -> Array:
+        """Give a multiple of (1 - x²)^((d - 3)/2), x = 1 + offset."""
+        a = (self.d - 1) / 2
+        inside = np.maximum(-offset * (2 + offset), 1e-300)
+        log_density = (a - 1) * np.log(inside) - (2 * a - 1) * _LOG_2 - betaln(a, a)
+        return np.where((offset <= 0) & (offset >= -2), np.exp(log_density), 0.0)
+
+    def _from_end(self, log_sf: Array) -> Array:
+        a = (self.d - 1) / 2
+        return np.asarray(2 * betaincinv(a, a, np.exp(log_sf)))
+
+
+@dataclass(frozen=True)
+class Laplace(_Symmetric):
+    """Density exp(-abs(x)) / 2."""
+
+    def pdf(self, x: Array) -> Array:
+        """Give exp(-abs(x)) / 2."""
+        return np.asarray(0.5 * np.exp(-np.abs(x)))
+
+    def _upper(self, log_sf: Array) -> Array:
+        return -(log_sf + _LOG_2)
+
+
+@dataclass(frozen=True)
+class Logistic(_Symmetric):
+    """Distribution function 1 / (1 + exp(-x))."""
+
+    def pdf(self, x: Array) -> Array:
+        """Give F (1 - F)."""
+        return np.asarray(expit(x) * expit(-x))
+
+    def quantile(self, logit: Array) -> Array:
+        """Give the log-odds themselves."""
+        return np.asarray(logit, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Gumbel(Family):
+    """Distribution function exp(-exp(-x))."""
+
+    def pdf(self, x: Array) -> Array:
+        """Give exp(-x - exp(-x))."""
+        height = np.exp(-np.maximum(x, -7.0))  # the density is 0 in float64 below -7
+        return np.asarray(height * np.exp(-height))
+
+    def quantile(self, logit: Array) -> Array:
+        """Give -log(-log F)."""
+        return np.asarray(-np.log(-log_expit(logit)))
+
+
+@dataclass(frozen=True)
+class Exponential(Family):
+    """Upper tail exp(-x) on x >= 0."""
+
+    def pdf(self, x: Array) -> Array:
+        """Give exp(-x) for x >= 0."""
+        return np.where(x >= 0, np.exp(-np.maximum(x, 0.0)), 0.0)
+
+    def quantile(self, logit: Array) -> Array:
+        """Give -log(1 - F)."""
+        return np.asarray(-log_expit(-logit))
+
+
+@dataclass(frozen=True)
+class Stretched(Family):
+    """Upper tail exp(-x^rho) on x >= 0."""
+
+    rho: float
+
+    def pdf(self, x: Array) -> Array:
+        """Give rho x^(rho - 1) exp(-x^rho) for x >= 0."""
+        inside = np.maximum(x, 1e-300)
+        power = inside**self.rho
+        return np.where(x >= 0, self.rho * power / inside * np.exp(-power), 0.0)
+
+    def quantile(self, logit: Array) -> Array:
+        """Give (-log(1 - F))^(1/rho)."""
+        return np.asarray((-log_expit(-logit)) ** (1 / self.rho))
+
+
+@dataclass(frozen=True)
+class Pareto(Family):
+    """Upper tail x^(-a) on x >= 1."""
+
+    a: float
+
+    def pdf(self, x: Array) -> Array:
+        """Give a x^(-a - 1) for x >= 1."""
+        return np.where(x >= 1, self.a * np.maximum(x, 1.0) ** (-self.a - 1), 0.0)
+
+    def quantile(self, logit: Array) -> Array:
+        """Give (1 - F)^(-1/a)."""
+        return np.asarray(np.exp(-log_expit(-logit) / self.a))
+
+
+@dataclass(frozen=True, repr=False)
+class Scipy(Family):
+    """A frozen continuous distribution of ``scipy.stats``."""
+
+    law: Any
+
+    def __repr__(self) -> str:
+        return f"scipy.stats.{_distribution_name(self.law)}"
+
+    def pdf(self, x: Array) -> Array:
+        """Give the distribution's own."""
+        return np.asarray(self.law.pdf(x), dtype=np.float64)
+
+    def quantile(self, logit: Array) -> Array:
+        """Give the distribution's own, from whichever tail is the smaller."""
+        below, above = ("ppf", "isf") if hasattr(self.law, "isf") else ("icdf", "iccdf")
+        tail = np.exp(log_expit(-np.abs(logit)))
+        lower = np.asarray(logit) < 0
+        values = np.empty(tail.shape)
+        values[lower] = getattr(self.law, below)(tail[lower])
+        values[~lower] = getattr(self.law, above)(tail[~lower])
+        return values
+
+
+#: Every family by name, with the name of the parameter it needs and the least value of it.
+FAMILIES: dict[str, tuple[type[Family], str | None, float]] = {
+    "gaussian": (Gaussian, None, 0.0),
+    "uniform": (Uniform, None, 0.0),
+    "exponential": (Exponential, None, 0.0),
+    "laplace": (Laplace, None, 0.0),
+    "gumbel": (Gumbel, None, 0.0),
+    "logistic": (Logistic, None, 0.0),
+    "cosine": (Cosine, "d", 2.0),
+    "stretched": (Stretched, "rho", 0.05),
+    "pareto": (Pareto, "a", 0.05),
+}
+
+
+def as_family(
+    family: Any, *, d: float | None = None, rho: float | None = None, a: float | None = None
+) -> Family:
+    """Family of a name and its parameter, of a frozen SciPy distribution, or itself.
+
+    Args:
+        family: A name of ``FAMILIES``, a frozen continuous distribution of ``scipy.stats``, or a
+            ``Family``.
+        d: Dimension for ``"cosine"``, d >= 2; not only integers.
+        rho: Exponent for ``"stretched"``, rho >= 0.05.
+        a: Tail index for ``"pareto"``, a >= 0.05.
+
+    Returns:
+        The family; equal for equal arguments, so that what is computed once for it is kept.
+
+    Raises:
+        TypeError: If ``family`` is neither a name nor a continuous distribution.
+        ValueError: If the name is unknown, its parameter is missing or outside its domain, or a
+            parameter is given that the family does not have.
+
+    Example:
+        >>> as_family("cosine", d=64)
+        Cosine(d=64.0)
+    """
+    given = {"d": d, "rho": rho, "a": a}
+    kind, parameter, least = _look_up(family)
+    for name, value in given.items():
+        if value is not None and name != parameter:
+            raise ValueError(f"{name}: the family {family!r} has no {name}, got {name}={value!r}")
+    if not isinstance(kind, type):
+        return kind
+    if parameter is None:
+        return kind()
+    wanted: Any = given[parameter]
+    if wanted is None:
+        raise ValueError(f'{parameter}: the family "{family}" needs {parameter}, got None')
+    if not (isinstance(wanted, Real) and least <= float(wanted) < np.inf):
+        raise ValueError(
+            f'{parameter}: the {parameter} of the family "{family}" is one finite number of at'
+            f" least {least:g}, got {parameter}={wanted}"
+        )
+    return kind(**{parameter: float(wanted)})
+
+
+def _look_up(family: Any) -> tuple[Family | type[Family], str | None, float]:
+    if isinstance(family, str):
+        if family not in FAMILIES:
+            known = ", ".join(f'"{name}"' for name in FAMILIES)
+            raise ValueError(f'family: one of {known}, got "{family}"')
+        return FAMILIES[family]
+    if isinstance(family, Family):
+        return family, None, 0.0
+    if not _is_continuous_law(family):
+        raise TypeError(
+            "family: a name or a frozen continuous distribution of scipy.stats, such as"
+            f" scipy.stats.norm(0, 2), got {type(family).__name__} {_distribution_name(family)}"
+        )
+    median = np.asarray(family.median())
+    if median.ndim or not np.isfinite(median):
+        raise ValueError(
+            "family: a frozen distribution has scalar parameters inside its domain,"
+            f" got {type(family).__name__} {_distribution_name(family)} with median {median}"
+        )
+    return Scipy(family), None, 0.0
+
+
+def _is_continuous_law(family: Any) -> bool:
+    if any(kind.__name__ == "ContinuousDistribution" for kind in type(family).__mro__):
+        return hasattr(family, "iccdf")  # SciPy's newer kind, such as scipy.stats.Normal(mu=1)
+    if not hasattr(family, "isf"):
+        return False
+    from scipy.stats import rv_continuous  # takes a second, unless the caller has loaded it
+
+    return isinstance(getattr(family, "dist", None), rv_continuous)
+
+
+def _distribution_name(law: Any) -> str:
+    name = getattr(getattr(law, "dist", law), "name", None)
+    return name if isinstance(name, str) else repr(law)[:80]
+
+
+def name_and_parameter(family: Family) -> tuple[str, float] | None:
+    """Name of a family in ``FAMILIES`` and its parameter, 0 if it has none; None for SciPy's.
+
+    Args:
+        family: Any family.
+
+    Returns:
+        The name and the parameter, or None.
+
+    Example:
+        >>> name_and_parameter(Cosine(64.0))
+        ('cosine', 64.0)
+        >>> name_and_parameter(Laplace())
+        ('laplace', 0.0)
+    """
+    for name, (kind, parameter, _) in FAMILIES.items():
+        if type(family) is kind:
+            return name, float(getattr(family, parameter)) if parameter else 0.0
+    return None

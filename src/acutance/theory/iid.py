@@ -1,0 +1,381 @@
+r"""Softmax rows with independent logits of any law: exact expectations at finite n.
+
+A row of n keys has logits :math:`\gamma s_j`, the scores s_j independent with a common continuous
+law, weights :math:`p = \mathrm{softmax}(\gamma s)` and normaliser
+:math:`Z = \sum_j e^{\gamma s_j}`.
+
+As for Gaussian scores (``acutance.theory.gaussian``), let :math:`G_j` be independent standard
+Gumbel variables: the largest :math:`\gamma s_j + G_j` is distributed as :math:`\log Z + G`, and its
+index is a draw from p. With :math:`a = e^{\gamma s - y}` and
+
+.. math::
+
+    F(y) = E e^{-a}, \quad f(y) = E a e^{-a}, \quad k(y) = E K(y - \gamma s), \quad
+    K(g) = \int_g^\infty (x - c) e^{-x - e^{-x}} dx,
+
+c Euler's constant,
+
+.. math::
+
+    E H &= n(n-1) \int F^{n-2} f k \, dy, \\
+    E \sum_j p_j^\kappa &= \frac{n}{\Gamma(\kappa)} \int F^{n-1} E[a^\kappa e^{-a}] \, dy, \\
+    E \sum_j p_j s_j &= n \int F^{n-1} E[s \, a e^{-a}] \, dy, \\
+    E \log Z &= E H + \gamma \, E \textstyle\sum_j p_j s_j.
+
+The first is :math:`E[G_I] - c` at the index I of the maximum, by parts: it needs no moment of the
+scores, so heavy tails with an infinite :math:`E e^{\gamma s}`, or no mean at all, have their
+entropy too. Integrands of entropy and powers are positive, so nothing cancels.
+
+Averages over s and integrals over y are those of ``acutance.theory.row``, for laws of
+``acutance.theory.families``. Against long-double sums of other formulas the families given by name
+keep a relative accuracy of 3e-13, over n = 2 to 1e7 and gamma = 0.001 to 10.
+
+Sources: Derrida (1981), Phys. Rev. B 24, 2613 (the random energy model, whose partition function
+is Z); Maddison, Tarlow & Minka (2014), arXiv:1411.0030 (the Gumbel representation).
+"""
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import exp1, gammaln
+
+from acutance.theory.families import Family, as_family
+from acutance.theory.gaussian import _EIN, _broadcast
+from acutance.theory.grid import grid
+from acutance.theory.row import Row
+
+__all__ = [
+    "expected_collision",
+    "expected_entropy",
+    "expected_logsumexp",
+    "expected_power_sum",
+    "expected_weighted_mean",
+]
+
+Array = NDArray[np.float64]
+
+
+def expected_logsumexp(
+    n: ArrayLike,
+    gamma: ArrayLike,
+    family: Any = "gaussian",
+    *,
+    d: float | None = None,
+    rho: float | None = None,
+    a: float | None = None,
+) -> float | Array:
+    r"""Expected log-normaliser of a softmax row with n independent logits.
+
+    .. math:: E \log \sum_{j=1}^n e^{\gamma s_j} = E H + \gamma E \textstyle\sum_j p_j s_j
+
+    It is log n at gamma = 0, log n + log E exp(gamma s) while that is finite and n large, and
+    tends to gamma E max s.
+
+    Args:
+        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        gamma: Scale of the logits, gamma >= 0.
+        family: Law of the scores s; see :func:`expected_entropy`.
+        d: Dimension for ``"cosine"``, d >= 2.
+        rho: Exponent for ``"stretched"``, rho >= 0.05.
+        a: Tail index for ``"pareto"``, a >= 0.05.
+
+    Returns:
+        E log Z in nats, float64 of the broadcast shape; a float for scalars. It is gamma E s for
+        n = 1.
+
+    Raises:
+        TypeError: If ``family`` is neither a name nor a continuous distribution.
+        ValueError: If an argument is outside its domain, or the scores have no mean.
+
+    Example:
+        >>> expected_logsumexp(256, [0.0, 1.0], "uniform")  # log 256; about log sinh(1) more
+        array([5.54517744, 5.70600489])
+
+    Source:
+        Derrida (1981), Phys. Rev. B 24, 2613.
+    """
+    law = as_family(family, d=d, rho=rho, a=a)
+    return _broadcast(lambda keys, scale: _expected_logsumexp(keys, scale, law), n, gamma)
+
+
+def expected_entropy(
+    n: ArrayLike,
+    gamma: ArrayLike,
+    family: Any = "gaussian",
+    *,
+    d: float | None = None,
+    rho: float | None = None,
+    a: float | None = None,
+) -> float | Array:
+    r"""Expected Shannon entropy of a softmax row with n independent logits.
+
+    .. math:: E H = -E \sum_{j=1}^n p_j \log p_j, \qquad p = \mathrm{softmax}(\gamma s)
+
+    ======================== ==================================================
+    family                   law of a score s, at unit scale
+    ======================== ==================================================
+    ``"gaussian"``           standard normal
+    ``"uniform"``            uniform on [-1, 1]
+    ``"exponential"``        P(s > x) = exp(-x) on x >= 0
+    ``"laplace"``            density exp(-abs(x)) / 2
+    ``"gumbel"``             distribution function exp(-exp(-x))
+    ``"logistic"``           distribution function 1 / (1 + exp(-x))
+    ``"cosine"``, d          cosine of two uniform directions of R^d, d >= 2
+    ``"stretched"``, rho     P(s > x) = exp(-x^rho) on x >= 0
+    ``"pareto"``, a          P(s > x) = x^(-a) on x >= 1
+    a SciPy distribution     its own: frozen and continuous, such as ``norm(0, 2)``
+    ======================== ==================================================
+
+    The entropy falls with gamma, from log n to 0. It needs no moment of the scores: heavy tails
+    are welcome. A SciPy distribution is as exact as its own quantiles; if SciPy finds these by
+    search, the first call takes a few seconds.
+
+    Args:
+        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        gamma: Scale of the logits, gamma >= 0.
+        family: Law of the scores s, from the table.
+        d: Dimension for ``"cosine"``, d >= 2.
+        rho: Exponent for ``"stretched"``, rho >= 0.05.
+        a: Tail index for ``"pareto"``, a >= 0.05.
+
+    Returns:
+        E H in nats, float64 of the broadcast shape; a float for scalars. It is 0 for n = 1.
+
+    Raises:
+        TypeError: If ``family`` is neither a name nor a continuous distribution.
+        ValueError: If an argument is outside its domain, or the family's parameter is missing.
+
+    Example:
+        >>> expected_entropy(2, 1.0)
+        0.539500061688
+        >>> expected_entropy(65536, [8.0, 16.0], "cosine", d=128)
+        array([10.84179248, 10.11282535])
+        >>> from scipy.stats import norm
+        >>> expected_entropy(2, 0.5, norm(3, 2))  # a shift changes nothing, a width is a scale
+        0.539500061688
+
+    Source:
+        Derrida (1981), Phys. Rev. B 24, 2613.
+    """
+    law = as_family(family, d=d, rho=rho, a=a)
+    return _broadcast(lambda keys, scale: _expected_entropy(keys, scale, law), n, gamma)
+
+
+def expected_power_sum(
+    n: ArrayLike,
+    gamma: ArrayLike,
+    family: Any = "gaussian",
+    k: float = 2.0,
+    *,
+    d: float | None = None,
+    rho: float | None = None,
+    a: float | None = None,
+) -> float | Array:
+    r"""Expected sum of the k-th powers of the weights of a softmax row with n independent logits.
+
+    .. math:: E \sum_{j=1}^n p_j^k = \frac{n}{\Gamma(k)} \int F^{n-1} E[a^k e^{-a}] \, dy,
+              \qquad a = e^{\gamma s - y}
+
+    It rises with gamma from n^(1-k) to 1.
+
+    Args:
+        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        gamma: Scale of the logits, gamma >= 0.
+        family: Law of the scores s; see :func:`expected_entropy`.
+        k: The power, 1 <= k <= 1000; not only integers.
+        d: Dimension for ``"cosine"``, d >= 2.
+        rho: Exponent for ``"stretched"``, rho >= 0.05.
+        a: Tail index for ``"pareto"``, a >= 0.05.
+
+    Returns:
+        E Σ p^k, float64 of the broadcast shape; a float for scalars. It is 1 for k = 1 or n = 1.
+
+    Raises:
+        TypeError: If ``family`` is neither a name nor a continuous distribution.
+        ValueError: If an argument is outside its domain, or the family's parameter is missing.
+
+    Example:
+        >>> expected_power_sum(64, 2.0, "laplace", k=3)
+        0.380097088341
+
+    Source:
+        Derrida (1981), Phys. Rev. B 24, 2613.
+    """
+    law = as_family(family, d=d, rho=rho, a=a)
+    if np.ndim(k) != 0 or not 1 <= k <= 1000:
+        raise ValueError(f"k: the power is one number between 1 and 1000, got k={k}")
+    power = float(k)
+    return _broadcast(lambda keys, scale: _expected_power(keys, scale, law, power), n, gamma)
+
+
+def expected_collision(
+    n: ArrayLike,
+    gamma: ArrayLike,
+    family: Any = "gaussian",
+    *,
+    d: float | None = None,
+    rho: float | None = None,
+    a: float | None = None,
+) -> float | Array:
+    r"""Expected collision probability of a softmax row with n independent logits.
+
+    .. math:: E Y = E \sum_{j=1}^n p_j^2
+
+    Its inverse measures the number of keys that share the weight. It rises with gamma, from 1/n
+    to 1.
+
+    Args:
+        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        gamma: Scale of the logits, gamma >= 0.
+        family: Law of the scores s; see :func:`expected_entropy`.
+        d: Dimension for ``"cosine"``, d >= 2.
+        rho: Exponent for ``"stretched"``, rho >= 0.05.
+        a: Tail index for ``"pareto"``, a >= 0.05.
+
+    Returns:
+        E Y, between 1/n and 1, float64 of the broadcast shape; a float for scalars. It is 1 for
+        n = 1.
+
+    Raises:
+        TypeError: If ``family`` is neither a name nor a continuous distribution.
+        ValueError: If an argument is outside its domain, or the family's parameter is missing.
+
+    Example:
+        >>> expected_collision(2, 1.0)
+        0.636838153968
+        >>> expected_collision(4096, [1.0, 2.0], "exponential")  # E e^(gamma s) is infinite
+        array([0.09421799, 0.50007773])
+
+    Source:
+        Derrida (1981), Phys. Rev. B 24, 2613.
+    """
+    return expected_power_sum(n, gamma, family, 2.0, d=d, rho=rho, a=a)
+
+
+def expected_weighted_mean(
+    n: ArrayLike,
+    gamma: ArrayLike,
+    family: Any = "gaussian",
+    *,
+    d: float | None = None,
+    rho: float | None = None,
+    a: float | None = None,
+) -> float | Array:
+    r"""Expected mean score under the weights of a softmax row with n independent logits.
+
+    .. math:: E \langle s \rangle = E \sum_{j=1}^n p_j s_j = \frac{d}{d\gamma} E \log Z
+
+    It rises with gamma, from the mean of a score to the expected maximum of n.
+
+    Args:
+        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        gamma: Scale of the logits, gamma >= 0.
+        family: Law of the scores s; see :func:`expected_entropy`.
+        d: Dimension for ``"cosine"``, d >= 2.
+        rho: Exponent for ``"stretched"``, rho >= 0.05.
+        a: Tail index for ``"pareto"``, a >= 0.05.
+
+    Returns:
+        E⟨s⟩ in the unit of the scores (gamma is not in it), float64 of the broadcast shape; a
+        float for scalars. It is the mean of a score for n = 1.
+
+    Raises:
+        TypeError: If ``family`` is neither a name nor a continuous distribution.
+        ValueError: If an argument is outside its domain, or the scores have no mean.
+
+    Example:
+        >>> expected_weighted_mean(2, 1.0)  # gamma (1 - E Y) for Gaussian scores
+        0.363161846032
+        >>> expected_weighted_mean(64, [0.0, 4.0], "exponential")
+        array([1.        , 4.67574332])
+
+    Source:
+        Derrida (1981), Phys. Rev. B 24, 2613.
+    """
+    law = as_family(family, d=d, rho=rho, a=a)
+    return _broadcast(lambda keys, scale: _expected_mean(keys, scale, law), n, gamma)
+
+
+@lru_cache(maxsize=1024)
+def _expected_entropy(n: float, gamma: float, family: Family) -> float:
+    if gamma == 0 or n == 1:
+        return math.log(n)
+    row, scale = Row.of(n, gamma, family), max(gamma, 1.0)  # two densities carry 1 / scale each
+
+    def integrand(y: Array) -> Array:
+        below, above, density, tail = row.average(y, [_density, _tail_mean])
+        pairs = row.others(below, above, 2) * (n * scale * density) * ((n - 1) * tail)
+        return np.asarray(pairs)
+
+    return _within(row.integrate(integrand) / scale, 0.0, math.log(n), gamma, family)
+
+
+def _expected_logsumexp(n: float, gamma: float, family: Family) -> float:
+    if gamma == 0:
+        return math.log(n)
+    return _expected_entropy(n, gamma, family) + gamma * _expected_mean(n, gamma, family)
+
+
+def _expected_mean(n: float, gamma: float, family: Family) -> float:
+    cells = grid(family)
+    cells.require_mean("the weighted mean and log Z")
+    if gamma == 0 or n == 1:
+        return cells.origin + float((cells.weights * cells.scores).sum())
+    row = Row.of(n, gamma, family, moment=True)
+
+    def integrand(y: Array) -> Array:
+        below, above, moment = row.average(y, [_density], moment=True)
+        return np.asarray(row.others(below, above, 1) * (n * moment))
+
+    return cells.origin + row.integrate(integrand)
+
+
+@lru_cache(maxsize=1024)
+def _expected_power(n: float, gamma: float, family: Family, k: float) -> float:
+    if n == 1 or k == 1:
+        return 1.0
+    if gamma == 0:
+        return float(n ** (1 - k))
+    row = Row.of(n, gamma, family, power=k)
+    shift = float(gammaln(k))
+
+    def density(g: Array) -> Array:
+        return np.asarray(np.exp(-k * g - np.exp(-g) - shift))
+
+    def integrand(y: Array) -> Array:
+        below, above, square = row.average(y, [density])
+        return np.asarray(row.others(below, above, 1) * (n * square))
+
+    return _within(row.integrate(integrand), float(n ** (1 - k)), 1.0, gamma, family)
+
+
+def _within(value: float, least: float, most: float, gamma: float, family: Family) -> float:
+    """Give the value, which only rounding may put outside its bounds."""
+    if not least * (1 - 1e-8) <= value <= most * (1 + 1e-8):
+        raise ValueError(
+            f"gamma: at this scale the gaps that matter are below what float64 resolves of the"
+            f" scores of {family}, got gamma={gamma:g}"
+        )
+    return min(max(value, least), most)
+
+
+def _tail_mean(g: Array) -> Array:
+    """K(g), with the exponential integral only where it is needed."""
+    a = np.exp(-g)
+    small = np.minimum(a, 1.0)
+    values = np.zeros_like(a)  # Ein(small)
+    for coefficient in reversed(_EIN):
+        values *= small
+        values += coefficient
+    values += np.expm1(-small) * (np.euler_gamma - g)
+    near = g < 0
+    if near.any():
+        values[near] = np.exp(-a[near]) * (np.euler_gamma - g[near]) + exp1(a[near])
+    return values
+
+
+def _density(g: Array) -> Array:
+    return np.asarray(np.exp(-g - np.exp(-g)))

@@ -1,0 +1,8 @@
+"""Every metric of a row, predicted from a few parameters of its scores: one record, a mechanism."""
+
+from __future__ import annotations
+
+from acutance.theory.prediction.mechanisms import PREDICTED_MECHANISMS, predict
+from acutance.theory.prediction.record import KINDS, MetricRecord, Prediction
+
+__all__ = ["KINDS", "PREDICTED_MECHANISMS", "MetricRecord", "Prediction", "predict"]

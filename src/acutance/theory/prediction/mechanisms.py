@@ -1,0 +1,385 @@
+r"""What every metric of an attention row should be, for a mechanism and a number of keys.
+
+The prediction has the shape of what is measured, one field for each metric of ``acutance.METRICS``,
+so that comparing is a subtraction. Softmax, cosine, relu² and identity rows are taken at finite n,
+by the exact means of ``iid``, ``row_means``, ``top_weight`` and ``prediction.weights``; the
+formulas for infinitely many keys stand beside them in ``Prediction.population``.
+
+Sources: Su Jianlin, kexue.fm/archives/9889, 9593, 9034; Derrida (1981), Phys. Rev. B 24, 2613.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from acutance.theory.families import Family, Gaussian, as_family
+from acutance.theory.prediction.fixed import (
+    decay_formulas,
+    linear_formulas,
+    relu2_formulas,
+    size_formulas,
+)
+from acutance.theory.prediction.population import softmax_population, sparse_population
+from acutance.theory.prediction.record import NAMES, Kind, MetricRecord, Prediction
+from acutance.theory.prediction.softmax import Formulas, score_moments, softmax_formulas
+from acutance.theory.sparsity import (
+    sparsity_decay,
+    sparsity_identity,
+    sparsity_linear,
+    sparsity_linear_iid,
+    sparsity_relu2,
+)
+
+__all__ = ["PREDICTED_MECHANISMS", "predict"]
+
+
+class _Case(NamedTuple):
+    """What a mechanism makes of its parameters."""
+
+    formulas: Formulas
+    population: MetricRecord
+    parameters: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Mechanism:
+    """A mechanism's parameters, and how to read them."""
+
+    takes: tuple[str, ...]
+    build: Callable[..., _Case]
+
+
+def predict(
+    mechanism: str,
+    n: float,
+    *,
+    logit_std: float | None = None,
+    logit_mean: float | None = None,
+    scale: float | None = None,
+    family: Any = None,
+    d: float | None = None,
+    rho: float | None = None,
+    a: float | None = None,
+    query_norm: float | None = None,
+    tau: float | None = None,
+    lam: float | None = None,
+    q: ArrayLike | None = None,
+    mu: ArrayLike | None = None,
+    Sigma: ArrayLike | None = None,
+    sigma: float | None = None,
+    value_variance: float = 1.0,
+    metrics: Iterable[str] | None = None,
+) -> Prediction:
+    """Predict every metric of a row of n keys.
+
+    =================  ====================================================================
+    mechanism          the row, and the parameters it takes
+    =================  ====================================================================
+    ``"softmax"``      independent logits of deviation ``logit_std`` (or ``scale`` times a
+                       score of the ``family``, Gaussian if left out), shifted to
+                       ``logit_mean``; ``d``, ``rho`` or ``a`` as the family needs
+    ``"scaled_dot"``   q·k · ``scale`` (d^-1/2 if left out), keys N(0, I) in ``d`` dimensions
+                       and a query of length ``query_norm`` (sqrt(d) if left out)
+    ``"dot"``          the same with ``scale`` 1
+    ``"cosine"``       cos(q, k) / ``tau``, keys in uniform directions of R^``d``
+    ``"relu2"``        max(s, 0)² over its sum, s normal of ``logit_mean`` and ``logit_std``
+    ``"identity"``     s itself, of both signs, measured by size
+    ``"linear"``       q·k >= 0, from ``q`` and the keys' mean ``mu`` and covariance
+                       ``Sigma``, or ``sigma`` for independent components
+    ``"decay"``        weights ``lam``^(n-1), ..., ``lam``, 1
+    =================  ====================================================================
+
+    A row's query is one of many: the means are over keys, with the query's norm held fixed.
+
+    Args:
+        mechanism: A name from the table.
+        n: Number of visible keys, n >= 1.
+        logit_std: Standard deviation of the logits.
+        logit_mean: Their mean; 0 if left out, or what the family and scale make it.
+        scale: Factor of the scores.
+        family: Law of a score; see :func:`~acutance.theory.iid.expected_entropy`.
+        d: Dimension of queries and keys.
+        rho: Exponent of the family ``"stretched"``.
+        a: Tail index of the family ``"pareto"``.
+        query_norm: Length of the query.
+        tau: Temperature.
+        lam: Decay per key, 0 < lam <= 1.
+        q: Query features, shape (d,).
+        mu: Mean of the key features, shape (d,), or of each component beside ``sigma``.
+        Sigma: Covariance of the key features, shape (d, d).
+        sigma: Standard deviation of independent, alike key components.
+        value_variance: Variance of a value, summed over its components, for ``noise_gain``:
+            values are independent of each other and of the weights.
+        metrics: Names to compute; all if left out.
+
+    Returns:
+        A :class:`Prediction`. Its ``kinds`` say which numbers are expectations, its ``why`` what
+        theory has nothing to say about. For relu² rows, means are over rows with some weight.
+
+    Raises:
+        TypeError: If ``family`` is neither a name nor a continuous distribution.
+        ValueError: If the mechanism or a metric is unknown, or a parameter is missing, outside its
+            domain, or not one the mechanism takes.
+
+    Example:
+        >>> row = predict("softmax", 4096, logit_std=2.0)
+        >>> row.entropy, row.population.entropy
+        (6.3508791, 6.3177662)
+        >>> row.kinds["effective_keys"], row.effective_keys
+        ('mean', 155.728014)
+        >>> row - {"entropy": 6.0}
+        MetricRecord(entropy=0.350879...)
+        >>> predict("decay", 4096, lam=0.9).effective_keys
+        19.0
+
+    Source:
+        Su Jianlin, kexue.fm/archives/9889, 9593, 9034; Derrida (1981), Phys. Rev. B 24, 2613.
+    """
+    given = {
+        "logit_std": logit_std, "logit_mean": logit_mean, "scale": scale, "family": family, "d": d,
+        "rho": rho, "a": a, "query_norm": query_norm, "tau": tau, "lam": lam, "q": q, "mu": mu,
+        "Sigma": Sigma, "sigma": sigma,
+    }  # fmt: skip
+    if mechanism not in PREDICTED_MECHANISMS:
+        known = ", ".join(f'"{name}"' for name in PREDICTED_MECHANISMS)
+        raise ValueError(f"mechanism: one of {known}, got {mechanism!r}")
+    entry = PREDICTED_MECHANISMS[mechanism]
+    keys = _number("n", n, 1.0, "the number of keys is finite and at least 1")
+    variance = _number("value_variance", value_variance, 0.0, "a variance is finite and at least 0")
+    for name, value in given.items():
+        if value is not None and name not in entry.takes:
+            raise ValueError(
+                f'{name}: "{mechanism}" takes {", ".join(entry.takes)}, got {name}={value!r}'
+            )
+    wanted = _wanted(metrics)
+    chosen = {name: value for name, value in given.items() if value is not None}
+    case = entry.build(mechanism, keys, variance, **chosen)
+    values: dict[str, float] = {}
+    kinds: dict[str, Kind] = {}
+    why: dict[str, str] = {}
+    for name in NAMES:
+        formula = case.formulas[name]
+        if isinstance(formula, str):
+            why[name] = formula
+        elif name not in wanted:
+            why[name] = "It was not asked for."
+        else:
+            kinds[name], compute = formula
+            values[name] = float(compute())
+    return Prediction(
+        **values,
+        mechanism=mechanism,
+        parameters={"n": keys, **case.parameters, "value_variance": variance},
+        kinds=kinds,
+        why=why,
+        population=case.population,
+    )
+
+
+def _softmax(
+    mechanism: str,
+    n: float,
+    value_variance: float,
+    *,
+    logit_std: float | None = None,
+    logit_mean: float | None = None,
+    scale: float | None = None,
+    family: Any = "gaussian",
+    d: float | None = None,
+    rho: float | None = None,
+    a: float | None = None,
+) -> _Case:
+    law = as_family(family, d=d, rho=rho, a=a)
+    mean, variance = score_moments(law)
+    if (logit_std is None) == (scale is None):
+        raise ValueError(
+            f'logit_std, scale: "{mechanism}" takes one of the two, got logit_std={logit_std!r} and'
+            f" scale={scale!r}"
+        )
+    if logit_std is not None:
+        deviation = _deviation(logit_std)
+        if math.isnan(variance):
+            raise ValueError(
+                f"logit_std: the scores' law {law} has no variance within float64; give scale"
+            )
+        gamma = deviation / math.sqrt(variance)
+    else:
+        gamma = _number("scale", scale, 0.0, "the scale of the logits is finite and at least 0")
+    shift = 0.0
+    if logit_mean is not None:
+        if math.isnan(mean):
+            raise ValueError(f"logit_mean: the scores' law {law} has no mean within float64")
+        shift = _mean(logit_mean) - gamma * mean
+    given = {"d": d, "rho": rho, "a": a, "logit_mean": logit_mean}
+    parameters = {"family": family, "logit_std" if isinstance(law, Gaussian) else "scale": gamma}
+    parameters |= {name: value for name, value in given.items() if value is not None}
+    return _row(n, gamma, law, shift, value_variance, parameters)
+
+
+def _dot(
+    mechanism: str,
+    n: float,
+    value_variance: float,
+    *,
+    d: float | None = None,
+    scale: float | None = None,
+    query_norm: float | None = None,
+) -> _Case:
+    dimension = _needed(mechanism, "d", d, 1.0, "the dimension is finite and at least 1")
+    usual = 1.0 if mechanism == "dot" else dimension**-0.5
+    factor = _number("scale", usual if scale is None else scale, 0.0, "a scale is at least 0")
+    norm = math.sqrt(dimension) if query_norm is None else query_norm
+    norm = _number("query_norm", norm, 0.0, "a length is finite and at least 0")
+    parameters = {"d": dimension, "scale": factor, "query_norm": norm}
+    return _row(n, factor * norm, as_family("gaussian"), 0.0, value_variance, parameters)
+
+
+def _cosine(
+    mechanism: str,
+    n: float,
+    value_variance: float,
+    *,
+    tau: float | None = None,
+    d: float | None = None,
+) -> _Case:
+    dimension = _needed(mechanism, "d", d, 2.0, "the dimension is finite and at least 2")
+    rule = "the temperature is finite and greater than 0"
+    temperature = _needed(mechanism, "tau", tau, 1e-300, rule)
+    law = as_family("cosine", d=dimension)
+    parameters = {"tau": temperature, "d": dimension}
+    return _row(n, 1 / temperature, law, 0.0, value_variance, parameters)
+
+
+def _row(
+    n: float,
+    gamma: float,
+    law: Family,
+    shift: float,
+    value_variance: float,
+    parameters: dict[str, Any],
+) -> _Case:
+    return _Case(
+        softmax_formulas(n, gamma, law, shift, value_variance),
+        softmax_population(n, gamma, law, shift, value_variance),
+        parameters,
+    )
+
+
+def _normal_scores(
+    mechanism: str,
+    n: float,
+    value_variance: float,
+    *,
+    logit_std: float | None = None,
+    logit_mean: float | None = None,
+) -> _Case:
+    rule = "the deviation of the scores is finite and greater than 0"
+    deviation = _needed(mechanism, "logit_std", logit_std, 1e-300, rule)
+    mean = _mean(0.0 if logit_mean is None else logit_mean)
+    if mechanism == "relu2":
+        formulas, population = relu2_formulas, sparsity_relu2
+    else:
+        formulas, population = size_formulas, sparsity_identity
+    return _Case(
+        formulas(n, mean, deviation),
+        sparse_population(
+            n, float(population(mean, deviation)), logit_mean=mean, logit_std=deviation
+        ),
+        {"logit_mean": mean, "logit_std": deviation},
+    )
+
+
+def _linear(
+    mechanism: str,
+    n: float,
+    value_variance: float,
+    *,
+    q: ArrayLike | None = None,
+    mu: ArrayLike | None = None,
+    Sigma: ArrayLike | None = None,
+    sigma: float | None = None,
+) -> _Case:
+    if q is None or mu is None or (Sigma is None) == (sigma is None):
+        missing = [name for name, value in (("q", q), ("mu", mu)) if value is None]
+        named = ", ".join(missing) or "Sigma, sigma"
+        raise ValueError(f'{named}: "{mechanism}" takes q, mu and one of Sigma and sigma')
+    query = np.asarray(q, np.float64)
+    if query.ndim != 1:
+        raise ValueError(f"q: the features of one query have shape (d,), got {query.shape}")
+    if sigma is None:
+        assert Sigma is not None
+        value = float(sparsity_linear(query, mu, Sigma))
+        mean = float(query @ np.asarray(mu, np.float64))
+    else:
+        rule = "beside sigma it is one number, the mean of every key component"
+        component = _number("mu", mu, -math.inf, rule)
+        value = float(sparsity_linear_iid(query, component, sigma))
+        mean = float(query.sum()) * component
+    given = {"q": q, "mu": mu, "Sigma": Sigma, "sigma": sigma}
+    parameters = {name: part for name, part in given.items() if part is not None}
+    population = sparse_population(n, value, logit_mean=mean)
+    return _Case(linear_formulas(n, mean, value), population, parameters)
+
+
+def _decay(mechanism: str, n: float, value_variance: float, *, lam: float | None = None) -> _Case:
+    rule = "a decay is above 0 and at most 1"
+    factor = _needed(mechanism, "lam", lam, 1e-300, rule, 1.0)
+    return _Case(
+        decay_formulas(n, factor, value_variance),
+        sparse_population(n, float(sparsity_decay(factor, n))),
+        {"lam": factor},
+    )
+
+
+#: Every mechanism that can be predicted, with the parameters it takes.
+PREDICTED_MECHANISMS: dict[str, _Mechanism] = {
+    "softmax": _Mechanism(
+        ("logit_std", "logit_mean", "scale", "family", "d", "rho", "a"), _softmax
+    ),
+    "scaled_dot": _Mechanism(("d", "scale", "query_norm"), _dot),
+    "dot": _Mechanism(("d", "scale", "query_norm"), _dot),
+    "cosine": _Mechanism(("tau", "d"), _cosine),
+    "relu2": _Mechanism(("logit_std", "logit_mean"), _normal_scores),
+    "identity": _Mechanism(("logit_std", "logit_mean"), _normal_scores),
+    "linear": _Mechanism(("q", "mu", "Sigma", "sigma"), _linear),
+    "decay": _Mechanism(("lam",), _decay),
+}
+
+
+def _wanted(metrics: Iterable[str] | None) -> set[str]:
+    if metrics is None:
+        return set(NAMES)
+    if isinstance(metrics, str):
+        raise ValueError(f"metrics: names in a list or tuple, got {metrics!r}")
+    wanted = set(metrics)
+    if unknown := wanted - set(NAMES):
+        raise ValueError(f"metrics: no metric is named {min(unknown)!r}")
+    return wanted
+
+
+def _needed(
+    mechanism: str, name: str, value: Any, least: float, rule: str, most: float = math.inf
+) -> float:
+    if value is None:
+        raise ValueError(f'{name}: "{mechanism}" needs {name}, got None')
+    return _number(name, value, least, rule, most)
+
+
+def _deviation(value: Any) -> float:
+    return _number("logit_std", value, 0.0, "the deviation of the logits is finite and at least 0")
+
+
+def _mean(value: Any) -> float:
+    return _number("logit_mean", value, -math.inf, "the mean of the logits is finite")
+
+
+def _number(name: str, value: Any, least: float, rule: str, most: float = math.inf) -> float:
+    """As a float, if it is one finite number within [least, most]."""
+    values = np.asarray(value, dtype=np.float64)
+    if values.ndim or not (np.isfinite(values) and least <= values <= most):
+        raise ValueError(f"{name}: {rule}, got {name}={value!r}")
+    return float(values)

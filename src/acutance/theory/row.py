@@ -1,0 +1,239 @@
+r"""One softmax row of independent logits: averages over a score, and the integral over y.
+
+Every expectation of ``acutance.theory.iid`` is :math:`\int \Psi(F(y), E\,\kappa(y - \gamma s)) dy`
+with kernels κ that live within a few units of 0, :math:`F(y) = E \exp(-e^{\gamma s - y})` and a
+smooth Ψ. Averages over s are Gauss sums on the cells of ``acutance.theory.grid``; where a cell is
+wide for the kernels, it is cut anew around each y. Integrals over y are Gauss sums on panels that
+are bisected until their Legendre coefficients fall off.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from acutance.theory.families import Family
+from acutance.theory.grid import LEGENDRE, NODES, WEIGHTS, grid
+
+__all__ = ["Row"]
+
+Array = NDArray[np.float64]
+Kernel = Callable[[Array], Array]
+
+_TOLERANCE = 1e-13  # of the integral over y
+_NEGLIGIBLE = 1e-20  # expected number of keys in a tail that is left out
+_RESOLVED = 3.0  # logits across a cell, up to which its own nodes are enough
+_EMPTY = 42.0  # beyond this g + log n, all keys together have a = e^-g = 0
+_MOST_PANELS = 1 << 13  # in all; more are asked for only by rounding
+_MOST_PAIRS = 1 << 13  # (y, score) at a time, for a processor's cache
+
+
+@dataclass(frozen=True)
+class Row:
+    """The averages over one score, and the integral over y, at one n, gamma and family.
+
+    Scores are relative to the family's origin.
+    """
+
+    n: float
+    gamma: float
+    family: Family
+    scores: Array  # nodes of the cells that are narrow for the kernels, ascending
+    weights: Array
+    wide: Array  # (cells, 2): lower and upper logit of the others
+    masses: Array  # their probabilities
+    panels: Array  # g between which a kernel is a polynomial
+    edges: Array  # y from which to start
+    sharpness: float  # width of the kernels in y
+
+    @classmethod
+    def of(
+        cls, n: float, gamma: float, family: Family, power: float = 1.0, moment: bool = False
+    ) -> "Row":
+        """Lay out the row for kernels up to a^power e^-a, and with ``moment`` those times s."""
+        cells = grid(family)
+        cells.require_tail(n)
+        keys = n * cells.mass  # expected number in a cell
+        if moment:
+            keys = keys * (1 + np.abs(cells.scores).max(axis=1) / cells.unit)
+        live = np.flatnonzero(keys > _NEGLIGIBLE)
+        keep = slice(live[0], live[-1] + 1)
+        low, high = gamma * cells.low[keep], gamma * cells.high[keep]
+        sharpness = min(1.0, 2 / math.sqrt(power))
+        narrow = high - low <= _RESOLVED * sharpness
+        panels = _kernel_panels(power, math.log(n) + _EMPTY)
+        return cls(
+            n,
+            gamma,
+            family,
+            cells.scores[keep][narrow].ravel(),
+            cells.weights[keep][narrow].ravel(),
+            np.stack([low[~narrow], high[~narrow]], axis=1),
+            cells.mass[keep][~narrow],
+            panels,
+            _first_edges(np.concatenate([low, high[-1:]]), panels, power, 2 * sharpness),
+            sharpness,
+        )
+
+    def others(self, below: Array, above: Array, chosen: int) -> Array:
+        """F^(n - chosen), from F and 1 - F."""
+        near_one = np.log1p(-np.minimum(above, 0.5))
+        log_below = np.where(above < 0.5, near_one, np.log(np.maximum(below, 1e-300)))
+        return np.asarray(np.exp((self.n - chosen) * log_below))
+
+    def average(self, y: Array, kernels: list[Kernel], moment: bool = False) -> Array:
+        """F, 1 - F and the means of the kernels at y, ascending; with ``moment`` those times s."""
+        sums = np.zeros((2 + len(kernels), y.size))
+
+        def values(g: Array, scores: Array) -> list[Array]:
+            a = np.exp(-g)
+            found = [kernel(g) for kernel in kernels]
+            if moment:
+                found = [value * scores for value in found]
+            return [np.exp(-a), -np.expm1(-a), *found]
+
+        if self.scores.size:
+            self._add_narrow(y, sums, values)
+        if self.wide.size:
+            block = max(1, _MOST_PAIRS // (8 * len(self.wide)))
+            for begin in range(0, y.size, block):
+                rows = slice(begin, begin + block)
+                self._add_wide(y[rows], sums[:, rows], values)
+        return sums
+
+    def _add_narrow(
+        self, y: Array, sums: Array, values: Callable[[Array, Array], list[Array]]
+    ) -> None:
+        logits = self.gamma * self.scores
+        mass = np.concatenate([[0.0], np.cumsum(self.weights)])
+        mass_above = np.concatenate([np.cumsum(self.weights[::-1])[::-1], [0.0]])
+        begin = 0
+        while begin < y.size:
+            first = int(np.searchsorted(logits, y[begin] - self.panels[-1]))
+            end, last = begin, first
+            while end < y.size:  # as many y as share most of their nodes
+                upto = int(np.searchsorted(logits, y[end] - self.panels[0]))
+                if end > begin and (
+                    y[end] > y[begin] + 12 or (upto - first) * (end + 1 - begin) > _MOST_PAIRS
+                ):
+                    break
+                end, last = end + 1, upto
+            rows, near = slice(begin, end), slice(first, last)
+            found = values(y[rows, None] - logits[near], self.scores[near])
+            for total, value in zip(sums, found, strict=True):
+                total[rows] += value @ self.weights[near]
+            sums[0, rows] += mass[first]
+            sums[1, rows] += mass_above[last]
+            begin = end
+
+    def _add_wide(
+        self, y: Array, sums: Array, values: Callable[[Array, Array], list[Array]]
+    ) -> None:
+        low, high = self.wide.T
+        # Scores out of the kernels' reach from each y: whole cells, and a part of one.
+        end = y - self.panels[-1]
+        cell = np.searchsorted(high, end, side="right")
+        part = np.minimum(cell, high.size - 1)
+        sums[0] += np.concatenate([[0.0], np.cumsum(self.masses)])[cell]
+        sums[0] += self._mass(low[part], np.clip(end, low[part], high[part])) * (cell == part)
+        end = y - self.panels[0]
+        cell = np.searchsorted(low, end)
+        part = np.maximum(cell - 1, 0)
+        sums[1] += np.concatenate([np.cumsum(self.masses[::-1])[::-1], [0.0]])[cell]
+        sums[1] += self._mass(np.clip(end, low[part], high[part]), high[part]) * (cell > part)
+        cell_low, cell_high = y[:, None] - high, y[:, None] - low
+        # Scores within it, by cell of the law and panel of the kernels.
+        at, cell = np.nonzero((cell_low < self.panels[-1]) & (cell_high > self.panels[0]))
+        left = np.maximum(cell_low[at, cell][:, None], self.panels[:-1])
+        right = np.minimum(cell_high[at, cell][:, None], self.panels[1:])
+        pair, panel = np.nonzero(right > left)
+        if not pair.size:
+            return
+        half = 0.5 * (right - left)[pair, panel][:, None]
+        g = 0.5 * (right + left)[pair, panel][:, None] + half * NODES
+        logits = y[at[pair], None] - g
+        weights = half * WEIGHTS * self._density(logits)
+        for total, value in zip(sums, values(g, logits / self.gamma), strict=True):
+            total += np.bincount(at[pair], weights=(value * weights).sum(axis=1), minlength=y.size)
+
+    def _mass(self, left: Array, right: Array) -> Array:
+        """Probability between two logits of one cell."""
+        half = 0.5 * (right - left)
+        logits = 0.5 * (right + left)[:, None] + half[:, None] * NODES
+        return half * (self._density(logits) @ WEIGHTS)
+
+    def _density(self, logits: Array) -> Array:
+        return self.family.density(logits / self.gamma) / self.gamma
+
+    def integrate(self, integrand: Kernel) -> float:
+        """Gauss sums over panels, bisected until each is a polynomial to rounding."""
+        left, right = self.edges[:-1], self.edges[1:]
+        total = size = 0.0
+        count = 0
+        with np.errstate(all="ignore"):
+            while left.size:
+                half = 0.5 * (right - left)
+                y = 0.5 * (right + left)[:, None] + half[:, None] * NODES
+                values = integrand(y.ravel()).reshape(y.shape)
+                area = half * (values @ WEIGHTS)
+                sizes = half * (np.abs(values) @ WEIGHTS)
+                top = np.abs(values).max(axis=1)
+                rough = np.abs(values @ LEGENDRE)[:, -3:].max(axis=1) / np.maximum(top, 1e-300)
+                # Coefficients up to degree 15 are seen, errors begin with degree 32.
+                error = half * top * rough**1.7
+                split = error > _TOLERANCE * (size + sizes.sum())
+                # Nothing is sharper than the kernels; what looks so is rounding.
+                split &= (rough > 1e-12) & (half > 0.1 * self.sharpness)
+                count += left.size
+                if count > _MOST_PANELS:
+                    split[:] = False
+                total += area[~split].sum()
+                size += sizes[~split].sum()
+                middle = 0.5 * (left + right)[split]
+                left, right = (
+                    np.stack([left[split], middle], axis=1).ravel(),
+                    np.stack([middle, right[split]], axis=1).ravel(),
+                )
+        return float(total)
+
+
+def _kernel_panels(power: float, reach: float) -> Array:
+    """Panels of g = -log a: a^power e^-a peaks at a = power, and falls off as e^(-power g)."""
+    lowest = -math.log(power + 44 + 10 * math.sqrt(power))  # e^-a is 0 below it
+    width = 1 / math.sqrt(power)
+    near = -math.log(power) + width * np.arange(-1.5, 9.0, 2.5)
+    far = near[-1] + width * 3.5 * (2.0 ** np.arange(1, 24) - 1)
+    panels = np.concatenate([near, far])
+    inside = (panels > lowest) & (panels < reach)
+    return np.concatenate([[lowest], panels[inside], [reach]])
+
+
+def _first_edges(logits: Array, panels: Array, power: float, step: float) -> Array:
+    """Panels of y to start from, fine where an end of the law or the kernel's peak may show."""
+    lowest, reach = float(panels[0]), float(panels[-1])
+    start, stop = logits[0] + lowest, logits[-1] + min(reach, reach / power + 12)
+    around = np.array([lowest, 0.5 * lowest, 0, 3, 6, 10, 15, 22, 30, 40, reach])
+    edges = np.concatenate(
+        [
+            [start, stop],
+            logits,
+            logits[0] + around,
+            logits[-1] + around,
+            np.arange(logits[-1], stop, 3 * step),
+            np.arange(-8, 8) * step - math.log(power),
+        ]
+    )
+    return _thinned(np.unique(np.clip(edges, start, stop)), step)
+
+
+def _thinned(edges: Array, step: float) -> Array:
+    """Ascending edges at least ``step`` apart, the ends among them."""
+    kept = [edges[0]]
+    for edge in edges[1:-1]:
+        if edge >= kept[-1] + step:
+            kept.append(edge)
+    if edges[-1] < kept[-1] + step and len(kept) > 1:
+        kept.pop()
+    return np.array([*kept, edges[-1]])

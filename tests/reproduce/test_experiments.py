@@ -1,0 +1,152 @@
+"""Every experiment at its quick size: verdicts as stated, and none that a wrong formula keeps."""
+
+from __future__ import annotations
+
+import math
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from acutance.report import style
+from acutance.reproduce import EXPERIMENTS, Claim, Record, Row, judge
+from acutance.reproduce.record import Estimate
+from acutance.reproduce.runner import draw
+
+Quick = Callable[[str], Record]
+
+FROM_ARTICLES = {
+    "noise", "information", "temperature", "invariance", "mean_field", "sparsity_exp",
+    "sparsity_relu2", "sparsity_identity", "sparsity_linear", "sparsity_decay", "homogeneous",
+    "scores",
+}  # fmt: skip
+BEYOND = {"finite_n", "gap_law", "simplex", "entropy_floor", "ssmax", "freezing"}
+
+
+def wrong(claim: Claim, rows: tuple[Row, ...], factor: float) -> list[Row]:
+    """The rows with every prediction off by a factor."""
+    return [
+        claim.row(
+            row.quantity, row.predicted * factor, Estimate(row.measured, row.error), row.condition
+        )
+        for row in rows
+        if row.claim == claim.key
+    ]  # fmt: skip
+
+
+def test_every_experiment_is_there() -> None:
+    assert set(EXPERIMENTS) == FROM_ARTICLES | BEYOND
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_verdicts_are_those_stated_beforehand(name: str, quick_record: Quick) -> None:
+    record = quick_record(name)
+    unexpected = {
+        judgement.claim.key: (judgement.verdict, dict(judgement.worst.condition))
+        for judgement in record.judgements
+        if not judgement.as_expected
+    }
+    assert not unexpected
+    assert {row.claim for row in record.rows} - {""} == {
+        judgement.claim.key for judgement in record.judgements
+    }
+    for row in record.rows:
+        assert math.isfinite(row.measured), row
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_formula_that_is_5_per_cent_off_changes_the_verdict(
+    name: str, quick_record: Quick
+) -> None:
+    record, tried = quick_record(name), 0
+    for judgement in record.judgements:
+        claim = judgement.claim
+        own = [row for row in record.rows if row.claim == claim.key]
+        if claim.relation != "=" or judgement.kind == "does not hold":
+            continue
+        if not any(row.predicted for row in own):  # off by a factor, 0 stays 0
+            continue
+        for factor in (1.05, 0.95):
+            verdict = judge(claim, wrong(claim, record.rows, factor)).verdict
+            assert verdict != judgement.verdict, (claim.key, factor)
+        tried += 1
+    assert tried >= 1
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_bound_that_is_overstepped_changes_the_verdict(name: str, quick_record: Quick) -> None:
+    record = quick_record(name)
+    for judgement in record.judgements:
+        claim = judgement.claim
+        if claim.relation == "=" or judgement.kind == "does not hold":
+            continue
+        side = 1.0 if claim.relation == "<=" else -1.0
+        rows = [
+            claim.row(
+                row.quantity, row.predicted,
+                Estimate(row.predicted + side * (2 * row.allowed + 1e-6), row.error), row.condition,
+            )
+            for row in record.of(claim.key)
+        ]  # fmt: skip
+        assert judge(claim, rows).kind == "does not hold", claim.key
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_figures_are_whole_and_titled(name: str, quick_record: Quick, tmp_path: Path) -> None:
+    record, experiment = quick_record(name), EXPERIMENTS[name]
+    for theme in (style.LIGHT, style.DARK):
+        figure = experiment.draw(record, theme)
+        for axes in figure.axes:
+            assert axes.get_xlabel()
+            assert axes.get_ylabel()
+            assert axes.has_data()
+        assert any(axes.get_legend() for axes in figure.axes)
+        titles = [text.get_text() for text in figure.texts]
+        assert titles
+        assert all(titles)
+        # a mark that leaves its panel would be a measurement that nobody sees
+        width, height = figure.get_size_inches()
+        canvas = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+        for text in figure.texts:
+            box = text.get_window_extent(canvas)
+            assert box.x1 <= width * figure.dpi, text.get_text()
+            assert box.y1 <= height * figure.dpi
+
+
+def test_figures_are_written_light_and_dark(quick_record: Quick, tmp_path: Path) -> None:
+    record = quick_record("ssmax")
+    paths = draw(EXPERIMENTS["ssmax"], record, tmp_path)
+    assert [path.name for path in paths] == [
+        "ssmax.png", "ssmax.svg", "ssmax-dark.png", "ssmax-dark.svg",
+    ]  # fmt: skip
+    for path in (paths[1], paths[3]):
+        root = ET.fromstring(path.read_text(encoding="utf-8"))
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert len(list(root.iter("{http://www.w3.org/2000/svg}path"))) > 20
+    pictures = []
+    for path in paths[::2]:
+        with Image.open(path) as picture:
+            pictures.append(np.asarray(picture.convert("L"), float))
+    light, dark = pictures
+    assert light.shape == dark.shape
+    assert light[0, 0] > 250
+    assert dark[0, 0] < 30
+    assert light.std() > 10
+    assert dark.std() > 10
+    before = [path.read_bytes() for path in paths]
+    for path in paths:
+        path.unlink()
+    assert [path.read_bytes() for path in draw(EXPERIMENTS["ssmax"], record, tmp_path)] == before
+
+
+def test_numbers_differ_by_seed_and_not_otherwise() -> None:
+    from acutance.reproduce import run_one
+
+    one, again, other = (run_one(EXPERIMENTS["homogeneous"], quick=True, seed=s) for s in (0, 0, 1))
+    assert replace(one, seconds=0.0) == replace(again, seconds=0.0)
+    assert one.rows != other.rows
+    assert other.as_expected

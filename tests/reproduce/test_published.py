@@ -1,0 +1,121 @@
+"""Records against figures computed elsewhere: published tables, other formulas, plain loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from scipy import integrate, stats
+
+from acutance.reproduce import Record
+from acutance.reproduce.entropy_floor import one_above_rest
+from acutance.reproduce.gap_law import limit_constant
+from acutance.reproduce.homogeneous import power_entropy
+from acutance.reproduce.simplex import closed_form, outputs_cosine
+from acutance.reproduce.sparsity_relu2 import printed
+
+Quick = Callable[[str], Record]
+
+
+def measured(record: Record, claim: str, **where: float | int | str) -> tuple[float, float]:
+    (row,) = record.of(claim, **where)
+    return row.measured, row.error
+
+
+def test_ssmax_gives_the_weights_of_its_paper(quick_record: Quick) -> None:
+    record = quick_record("ssmax")
+    assert measured(record, "softmax", n=1000)[0] == pytest.approx(0.129, abs=5e-4)
+    assert measured(record, "ssmax", n=1000)[0] == pytest.approx(0.9997, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("norm", "H"), [(1.0, 2.7168), (3.0, 1.7675), (6.0, 0.2137), (10.0, 0.0056)]
+)
+def test_the_entropy_floor_is_that_of_its_paper(norm: float, H: float) -> None:
+    logits = one_above_rest(16, norm)[0].numpy()
+    assert np.linalg.norm(logits) == pytest.approx(norm)
+    assert stats.entropy(np.exp(logits)) == pytest.approx(H, abs=5e-5)
+
+
+def test_the_simplex_meets_at_0_8() -> None:
+    assert outputs_cosine(1024, 0.5, 2.0) == pytest.approx(0.8, abs=1e-3)
+    assert closed_form(10**9, 0.5, 2.0) == pytest.approx(0.8, abs=1e-6)
+    assert closed_form(10**9, 0.5, 1.0) == pytest.approx(1.0, abs=1e-6)
+    assert closed_form(10**9, 0.5, 4.0) == pytest.approx(0.5, abs=1e-6)
+
+
+def test_gap_counts_are_those_of_a_plain_loop(quick_record: Quick) -> None:
+    record, generator = quick_record("gap_law"), np.random.default_rng(11)
+    draws = {"normal": generator.standard_normal, "uniform": lambda n: generator.uniform(-1, 1, n)}
+    for family, draw in draws.items():
+        found = []
+        for _ in range(3000):
+            gaps = np.sort(draw(64))[::-1]
+            gaps = gaps[0] - gaps[1:]
+            found.append(max(math.log(rank) / gap for rank, gap in enumerate(gaps, 2)))
+        value, error = measured(record, "limit", logits=family, n=64)
+        low, high = np.quantile(found, [0.5 - 2 / math.sqrt(3000), 0.5 + 2 / math.sqrt(3000)])
+        assert low - 4 * error <= value <= high + 4 * error, family
+
+
+def test_the_constant_of_the_gaps_is_that_of_simulated_exponential_rows() -> None:
+    # below an exponential tail the gaps of n keys are sums of e_i / i (Rényi): no sorting, no tail
+    generator = np.random.default_rng(5)
+    steps = generator.exponential(size=(4000, 499)) / np.arange(1, 500)
+    best = (np.log(np.arange(2, 501)) / steps.cumsum(axis=1)).max(axis=1)
+    constant = limit_constant("exponential tail", 4000, 0)
+    spread = 1.6 * best.std() / math.sqrt(len(best)) if best.std() < 1 else 0.05
+    assert np.median(best) == pytest.approx(constant.value, abs=4 * constant.error + spread)
+
+
+@pytest.mark.parametrize(("beta", "gamma"), [(-1.0, 0.7), (0.0, 2.0), (1.5, 1.0)])
+def test_equation_6_is_a_ratio_of_integrals(beta: float, gamma: float) -> None:
+    def moment(power: int) -> float:
+        found = integrate.quad(
+            lambda s: s**power * stats.norm.pdf(s, beta, gamma), 0, 12 * gamma + beta, limit=200
+        )
+        return float(found[0])
+
+    assert printed(beta, gamma) == pytest.approx(moment(2) / math.sqrt(moment(4)), rel=1e-8)
+
+
+def test_entropy_of_powers_is_that_of_many_draws() -> None:
+    z = np.random.default_rng(1).standard_normal(2_000_000)
+    for k in (1.0, 2.0, 3.0):
+        weights = np.abs(z) ** k
+        H = stats.entropy(weights)
+        assert power_entropy(len(z), k, 1.0) == pytest.approx(H, abs=5e-3)
+
+
+def test_temperature_finds_the_published_range(quick_record: Quick) -> None:
+    record = quick_record("temperature")
+    (row,) = record.of("limit", n=4096)
+    assert row.measured == pytest.approx(0.4745, abs=5e-5)
+    (share,) = record.of("share")
+    assert share.measured == pytest.approx(0.2055, abs=2e-4)
+
+
+def test_entropy_under_log_n_drifts_as_computed_elsewhere(quick_record: Quick) -> None:
+    record = quick_record("invariance")
+    value, error = measured(record, "drift", n=512)
+    assert value == pytest.approx(5.7419, abs=4 * error + 5e-5)
+
+
+def test_finite_n_agrees_with_other_quadrature(quick_record: Quick) -> None:
+    # E H of two keys is a plain integral over their difference, N(0, 2γ²)
+    from acutance import theory
+
+    for gamma in (0.5, 2.0):
+        spread = math.sqrt(2) * gamma
+
+        def entropy(gap: float, spread: float = spread) -> float:
+            p = 1 / (1 + math.exp(-gap))
+            return float(stats.entropy([p, 1 - p])) * float(stats.norm.pdf(gap, 0, spread))
+
+        exact = integrate.quad(entropy, -12 * spread, 12 * spread, limit=200)[0]
+        assert theory.expected_entropy_gauss(2, gamma) == pytest.approx(exact, rel=1e-6)
+    record = quick_record("finite_n")
+    assert all(row.agrees for row in record.of("entropy"))
+    assert len(record.of("entropy")) == 36

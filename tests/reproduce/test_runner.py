@@ -1,0 +1,158 @@
+"""Runs keep what finished, pick up where they ended, and say how they went."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from acutance.cli import INTERRUPTED, app
+from acutance.reproduce import EXPERIMENTS, Experiment, Row, Run, load, pick, run
+from acutance.reproduce import command as command_module
+
+QUICKEST = ("sparsity_decay", "ssmax")
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Callable[..., Any]:
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(
+        app,
+        ["reproduce", "--quick", "--out", str(tmp_path), *map(str, arguments)],
+        env={"COLUMNS": "200"},
+    )
+
+
+def counted(experiment: Experiment, calls: list[str]) -> Experiment:
+    def measure(run: Run) -> Any:
+        calls.append(run.name)
+        return experiment.measure(run)
+
+    return replace(experiment, measure=measure)
+
+
+def test_names_are_picked_once_in_order() -> None:
+    assert [one.name for one in pick([], EXPERIMENTS)] == list(EXPERIMENTS)
+    assert [one.name for one in pick(["ssmax", "noise", "ssmax"], EXPERIMENTS)] == [
+        "noise",
+        "ssmax",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("frezing", "did you mean 'freezing'"), ("zzz", "there are: noise, ")]
+)
+def test_an_unknown_name_gets_the_nearest_one(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=hint):
+        pick(["noise", name], EXPERIMENTS)
+
+
+def test_a_rerun_measures_only_what_is_not_there(tmp_path: Path) -> None:
+    calls: list[str] = []
+    chosen = [counted(EXPERIMENTS[name], calls) for name in QUICKEST]
+    first = list(run(chosen, tmp_path, quick=True, figures=False))
+    assert calls == list(QUICKEST)
+    assert not any(outcome.resumed for outcome in first)
+    again = list(run(chosen, tmp_path, quick=True, figures=False))
+    assert calls == list(QUICKEST)
+    assert all(outcome.resumed for outcome in again)
+    assert [one.record.rows for one in again] == [one.record.rows for one in first]
+    # another seed or a half-written record is another measurement; force is one in any case
+    list(run(chosen[:1], tmp_path, quick=True, figures=False, seed=1))
+    assert len(calls) == 3
+    (tmp_path / "ssmax.json").write_text("{", encoding="utf-8")
+    list(run(chosen[1:], tmp_path, quick=True, figures=False))
+    assert len(calls) == 4
+    list(run(chosen[1:], tmp_path, quick=True, figures=False, force=True))
+    assert len(calls) == 5
+
+
+def test_figures_of_other_numbers_do_not_stay(tmp_path: Path) -> None:
+    chosen = [EXPERIMENTS["ssmax"]]
+    (outcome,) = run(chosen, tmp_path, quick=True)
+    stamps = {path: path.read_bytes() for path in outcome.files}
+    assert len(stamps) == 5
+    (tmp_path / "ssmax.png").write_bytes(b"old")
+    list(run(chosen, tmp_path, quick=True, force=True))
+    assert (tmp_path / "ssmax.png").read_bytes() == stamps[tmp_path / "ssmax.png"]
+    (tmp_path / "ssmax.svg").unlink()
+    (resumed,) = run(chosen, tmp_path, quick=True)
+    assert resumed.resumed
+    assert (tmp_path / "ssmax.svg").read_bytes() == stamps[tmp_path / "ssmax.svg"]
+
+
+def test_the_command_writes_records_and_a_table(call: Callable[..., Any], tmp_path: Path) -> None:
+    result = call(*QUICKEST, "--json", tmp_path / "all.json", "--no-figures")
+    assert result.exit_code == 0, result.output
+    assert "holds only where n ≤ 149" in " ".join(result.output.split())
+    whole = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))
+    assert whole["complete"] is True
+    assert [record["name"] for record in whole["records"]] == list(QUICKEST)
+    assert load(tmp_path / "ssmax.json").as_expected
+    assert result.output.index("predicted:") < result.output.index("found:")
+
+
+def test_an_interrupt_keeps_what_finished(
+    call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(run: Run) -> list[Row]:
+        raise KeyboardInterrupt
+
+    one = replace(EXPERIMENTS["ssmax"], measure=interrupted)
+    with monkeypatch.context() as patch:
+        patch.setitem(EXPERIMENTS, "ssmax", one)
+        result = call(*QUICKEST, "--json", tmp_path / "all.json", "--no-figures")
+    assert result.exit_code == INTERRUPTED == command_module.INTERRUPTED
+    assert "interrupted after 1 of 2 experiments" in result.output
+    assert load(tmp_path / "sparsity_decay.json").as_expected
+    assert not (tmp_path / "ssmax.json").exists()
+    whole = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))
+    assert whole["complete"] is False
+    assert [record["name"] for record in whole["records"]] == ["sparsity_decay"]
+    rest = call(*QUICKEST, "--no-figures")
+    assert rest.exit_code == 0
+    assert "read from an earlier run" in rest.output
+
+
+def test_another_verdict_than_expected_is_exit_1(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssmax = EXPERIMENTS["ssmax"]
+    claims = (replace(ssmax.claims[0], expected="does not hold"), *ssmax.claims[1:])
+    monkeypatch.setitem(EXPERIMENTS, "ssmax", replace(ssmax, claims=claims))
+    result = call("ssmax", "--no-figures")
+    assert result.exit_code == 1
+    assert "expected: does not hold" in " ".join(result.output.split())
+
+
+def test_misuse_is_exit_2_before_anything_runs(call: Callable[..., Any], tmp_path: Path) -> None:
+    result = call("frezing")
+    assert result.exit_code == 2
+    assert "did you mean 'freezing'" in " ".join(result.output.replace("│", " ").split())
+    assert not list(tmp_path.iterdir())
+    assert call("ssmax", "--json", tmp_path).exit_code == 2
+
+
+def test_the_list_names_every_experiment(call: Callable[..., Any]) -> None:
+    result = call("--list")
+    assert result.exit_code == 0
+    assert all(name in result.output for name in EXPERIMENTS)
+
+
+def test_help_needs_no_torch() -> None:
+    check = (
+        "import sys\n"
+        "from acutance import cli\n"
+        "try: cli.app(['reproduce', '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert "--quick" in done.stdout
