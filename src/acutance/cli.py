@@ -408,7 +408,7 @@ def reproduce_command(
         typer.Argument(metavar="[NAME]...", help="Experiments. Default: all of them."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Run at small sizes: two minutes in all.")
+        bool, typer.Option("--quick", help="Run at small sizes: a minute or two in all.")
     ] = False,
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where records and figures go.")

@@ -82,7 +82,7 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     figure, [axes] = style.new_figure(
         "Logits scaled by γ log n: tokens merge below a critical γ",
         f"Tokens of pairwise cosine ρ = {rho}. Lines: closed form. Marks: attention run on such "
-        "tokens. At the critical γ the cosine of two outputs is 4ρ/(1 + 3ρ) = 0.8 for every n.",
+        "tokens. At the critical γ the cosine of two outputs is 4ρ/(1 + 3ρ) = 0.8 for n ≫ 1.",
         theme=theme,
     )
     line = np.linspace(0.05, 3.1, 300)

@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import exp1, gammaln
+from scipy.special import exp1, expit, gammaln
 
 from acutance.theory.families import Family, as_family
 from acutance.theory.gaussian import _EIN, _broadcast
@@ -56,6 +56,8 @@ __all__ = [
 ]
 
 Array = NDArray[np.float64]
+
+_RARE = 1e-10  # part of a sum of powers that may come from beyond the cells
 
 
 def expected_logsumexp(
@@ -195,7 +197,8 @@ def expected_power_sum(
 
     Raises:
         TypeError: If ``family`` is neither a name nor a continuous distribution.
-        ValueError: If an argument is outside its domain, or the family's parameter is missing.
+        ValueError: If an argument is outside its domain, the family's parameter is missing, or the
+            power is so high that only rows with scores beyond float64's quantiles count.
 
     Example:
         >>> expected_power_sum(64, 2.0, "laplace", k=3)
@@ -349,7 +352,17 @@ def _expected_power(n: float, gamma: float, family: Family, k: float) -> float:
         below, above, square = row.average(y, [density])
         return np.asarray(row.others(below, above, 1) * (n * square))
 
-    return _within(row.integrate(integrand), float(n ** (1 - k)), 1.0, gamma, family)
+    value = _within(row.integrate(integrand), float(n ** (1 - k)), 1.0, gamma, family)
+    cells = grid(family)
+    mean = (cells.weights * cells.scores).sum() if cells.has_mean else family.offset(np.zeros(()))
+    gap = gamma * float(cells.high[-1] - mean)
+    rare = n * expit(-cells.end) * expit(gap - math.log(n - 1)) ** k if n > 2 else 0.0
+    if rare > _RARE * value:
+        raise ValueError(
+            f"k: this power of the weights is that of rows with scores beyond the known quantiles"
+            f" of {family}, got k={k:g} with n={n:g} and gamma={gamma:g}"
+        )
+    return value
 
 
 def _within(value: float, least: float, most: float, gamma: float, family: Family) -> float:

@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 Kernel = Callable[[Array], Array]
 
 _TOLERANCE = 1e-13  # of the integral over y
-_NEGLIGIBLE = 1e-20  # expected number of keys in a tail that is left out
+_NEGLIGIBLE = 1e-20  # of the result: expected number of keys in a tail that is left out
 _RESOLVED = 3.0  # logits across a cell, up to which its own nodes are enough
 _EMPTY = 42.0  # beyond this g + log n, all keys together have a = e^-g = 0
 _MOST_PANELS = 1 << 13  # in all; more are asked for only by rounding
@@ -58,7 +58,8 @@ class Row:
         keys = n * cells.mass  # expected number in a cell
         if moment:
             keys = keys * (1 + np.abs(cells.scores).max(axis=1) / cells.unit)
-        live = np.flatnonzero(keys > _NEGLIGIBLE)
+        # A sum of powers is at least n^(1 - power).
+        live = np.flatnonzero(keys > _NEGLIGIBLE * n ** (1 - max(power, 1.0)))
         keep = slice(live[0], live[-1] + 1)
         low, high = gamma * cells.low[keep], gamma * cells.high[keep]
         sharpness = min(1.0, 2 / math.sqrt(power))
