@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from acutance import kernels, rowstats, shapes, testing, theory
+    from acutance import kernels, rowstats, scaling, scores, shapes, testing, theory, weights
     from acutance.attend import attention, row_statistics
     from acutance.probing import HeadSummary, Probe, ProbeError, load, probe
     from acutance.rowstats import METRICS, Metric, RowState, RowStatistics
@@ -28,9 +28,12 @@ __all__ = [
     "probe",
     "row_statistics",
     "rowstats",
+    "scaling",
+    "scores",
     "shapes",
     "testing",
     "theory",
+    "weights",
 ]
 
 #: Where each public name lives. They load on first use, so that ``acutance --help`` needs no torch.
@@ -47,7 +50,7 @@ _HOMES = {
     "load": "acutance.probing",
     "probe": "acutance.probing",
 }
-_MODULES = ("kernels", "rowstats", "shapes", "testing", "theory")
+_MODULES = ("kernels", "rowstats", "scaling", "scores", "shapes", "testing", "theory", "weights")
 
 
 def __getattr__(name: str) -> Any:

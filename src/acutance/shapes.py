@@ -43,8 +43,12 @@ def describe(**tensors: Tensor | None) -> str:
     return ", ".join(given)
 
 
-def check_inputs(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: bool) -> None:
+def check_inputs(
+    query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: bool, *, same_width: bool = True
+) -> None:
     """Check rank, sizes, dtype and device of query, key and value.
+
+    Some scores take queries and keys of unlike widths, ``same_width=False``.
 
     Raises:
         TypeError: if one is no tensor, or dtypes are not floating, not supported or not alike.
@@ -82,7 +86,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: b
                 f"query, key and value share the batch size B: query has B={query.shape[0]}, "
                 f"{name} has B={tensor.shape[0]} ({shapes()})"
             )
-    if query.shape[3] != key.shape[3]:
+    if same_width and query.shape[3] != key.shape[3]:
         raise ValueError(
             f"query and key share the width E: query has E={query.shape[3]}, key has "
             f"E={key.shape[3]} ({shapes()})"

@@ -44,6 +44,7 @@ def weigh_rows(
     weighting: Weighting,
     *,
     scale: float,
+    row_scale: Tensor | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
     score: ScoreTile | None = None,
@@ -57,6 +58,7 @@ def weigh_rows(
         masking: which keys each row sees, and what is added to its scores.
         weighting: how scores become weights.
         scale: factor of the scores.
+        row_scale: another for each row, (B, Hq, L, 1).
         softcap: bounds the scaled scores as c · tanh(s / c).
         dropout_p: probability of dropping a weight, after the statistics are taken.
         score: scores of a block, before the scale; None is the dot product.
@@ -71,7 +73,18 @@ def weigh_rows(
 
     def block(region: Region) -> tuple[Tensor | None, WeightSums, RowState]:
         return _block(
-            query, key, value, masking, weighting, scale, softcap, dropout_p, score, region, dtype
+            query,
+            key,
+            value,
+            masking,
+            weighting,
+            scale,
+            row_scale,
+            softcap,
+            dropout_p,
+            score,
+            region,
+            dtype,
         )
 
     grad = grad or (torch.is_grad_enabled() and (score is not None or _learned(weighting)))
@@ -115,6 +128,7 @@ def _block(
     masking: Masking,
     weighting: Weighting,
     scale: float,
+    row_scale: Tensor | None,
     softcap: float | None,
     dropout_p: float,
     score: ScoreTile | None,
@@ -131,8 +145,11 @@ def _block(
     if score is None:
         s = (q.reshape(*fold[:2], fold[2] * rows, q.shape[-1]) @ k.mT).view(*fold, stop - start)
     else:
-        s = score(q, k, start).view(*fold, stop - start)
+        s = score(q, k, start).to(dtype).view(*fold, stop - start)
     s = s * scale
+    if row_scale is not None:
+        part = row_scale[region.batch, :, region.rows].to(dtype)
+        s = s * part.view(*fold, 1)
     if softcap is not None:
         s = torch.tanh(s / softcap) * softcap
     seen = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from acutance.probing.moments import Moments, edges
-from acutance.probing.probe import Probe, ProbeError, probe
+from acutance.probing.context import Probe, ProbeError, probe
 from acutance.probing.summary import SCHEMA, STATUSES, HeadSummary, Layer, load
 
 __all__ = [

@@ -1,23 +1,16 @@
-"""Attention with its statistics: :func:`attention` and :func:`row_statistics`."""
+"""The signatures: :func:`attention` and :func:`row_statistics`."""
 
 from __future__ import annotations
 
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
-from acutance.kernels.blocked import Sums
-from acutance.kernels.ops import row_sums
-from acutance.rowstats import RowState, RowStatistics
-from acutance.shapes import (
-    check_flag,
-    check_inputs,
-    check_masking,
-    check_number,
-    check_sinks,
-    check_tensor,
-)
+from acutance.attend.run import Options, Score, run
+from acutance.rowstats import RowStatistics, WeightStatistics
+from acutance.scaling import AnyScaling
+from acutance.shapes import check_flag, check_inputs
+from acutance.weights import Weighting
 
 __all__ = ["attention", "row_statistics"]
 
@@ -44,6 +37,9 @@ def attention(
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    score: str | Score = "scaled_dot",
+    weights: str | Weighting = "softmax",
+    scaling: str | AnyScaling | None = None,
 ) -> Tensor: ...
 
 
@@ -69,7 +65,38 @@ def attention(
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    score: str | Score = "scaled_dot",
+    weights: Literal["softmax", "softmax_one"] = "softmax",
+    scaling: str | AnyScaling | None = None,
 ) -> tuple[Tensor, RowStatistics]: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_stats: Literal[True],
+    noise: bool = False,
+    dropout_p: float = 0.0,
+    query_offset: int = 0,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    score: str | Score = "scaled_dot",
+    weights: str | Weighting,
+    scaling: str | AnyScaling | None = None,
+) -> tuple[Tensor, RowStatistics | WeightStatistics]: ...
 
 
 def attention(
@@ -93,10 +120,15 @@ def attention(
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> Tensor | tuple[Tensor, RowStatistics]:
-    r"""Softmax attention that can say how sharply each row focuses, in memory of O(n).
+    score: str | Score = "scaled_dot",
+    weights: str | Weighting = "softmax",
+    scaling: str | AnyScaling | None = None,
+) -> Tensor | tuple[Tensor, RowStatistics | WeightStatistics]:
+    r"""Attention that can say how sharply each row focuses, in memory of O(n).
 
     .. math:: o_i = \sum_j p_{ij} v_j, \qquad p_{ij} = \mathrm{softmax}_j(s_{ij})
+
+    Other scores, weights and length scalings are options; each has its defaults by name.
 
     The first arguments mean what they mean in
     :func:`torch.nn.functional.scaled_dot_product_attention`. Scores are ``scale · q·k``, then
@@ -109,7 +141,7 @@ def attention(
         attn_mask: boolean (True takes part) or additive, broadcastable to (B, Hq, L, S). An
             additive value of −inf, or at or below −1e9 (float16: half its minimum), hides its key.
         is_causal: row i sees keys j ≤ i + query_offset; at offset 0 aligned top-left, as in SDPA.
-        scale: factor of the scores; None is 1/√E.
+        scale: factor of the scores; None is the score's own, 1/√E for scaled dot products.
         enable_gqa: let Hq be a multiple of H, consecutive query heads sharing a key head.
         return_stats: also return the statistics.
         noise: with statistics, sum what ``noise_gain`` needs (a third matrix product).
@@ -124,10 +156,16 @@ def attention(
         alibi_slopes: (Hq,); adds ``-slope * abs(position - j)`` without forming the matrix.
         softcap: c bounds scaled scores as c · tanh(s / c).
         sinks: (Hq,) learned logits that share each row's normaliser without being keys.
+        score: a name or a score of :mod:`acutance.scores`, or a function of a block of queries, a
+            block of keys and the first key's position.
+        weights: a name or a weighting of :mod:`acutance.weights`.
+        scaling: a name or a law of :mod:`acutance.scaling`; its factor of each row's visible keys
+            multiplies the query, after whatever ``score`` does to it.
 
     Returns:
         The output (B, Hq, L, Ev) in the query's dtype; with ``return_stats`` also the
-        :class:`~acutance.rowstats.RowStatistics`, rows (B, Hq, L), accumulated in float32 at least.
+        :class:`~acutance.rowstats.RowStatistics`, rows (B, Hq, L), accumulated in float32 at least,
+        or for weights that are no softmax the :class:`~acutance.rowstats.WeightStatistics`.
         A row with no visible key has output 0, ``n_keys`` 0, ``lse`` and ``max_logit`` −inf, and
         NaN for the rest.
 
@@ -143,6 +181,13 @@ def attention(
         >>> stats.effective_keys
         tensor([[[1., 2., 3.]]])
 
+        Squared ReLU of cosines, scaled by log n:
+
+        >>> law = acutance.scaling.LogN(train_length=2)
+        >>> out = acutance.attention(
+        ...     query, query, query, score="cosine", weights="relu2", scaling=law
+        ... )
+
     Source:
         Vaswani et al. (2017), arXiv:1706.03762; Milakov & Gimelshein (2018), arXiv:1805.02867.
     """
@@ -150,14 +195,11 @@ def attention(
         raise TypeError("value is a Tensor, got None; row_statistics needs no values")
     check_flag("return_stats", return_stats)
     check_flag("noise", noise)
-    sums, sink = _sums(
-        query,
-        key,
-        value,
-        attn_mask,
-        is_causal,
-        scale,
-        enable_gqa,
+    options = Options(
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
         noise=noise and return_stats,
         dropout_p=dropout_p,
         query_offset=query_offset,
@@ -169,10 +211,64 @@ def attention(
         alibi_slopes=alibi_slopes,
         softcap=softcap,
         sinks=sinks,
+        score=score,
+        weights=weights,
+        scaling=scaling,
     )
-    if not return_stats:
-        return sums.out
-    return sums.out, RowStatistics(_state(sums, sink))
+    out, stats = run(query, key, value, options)
+    return (out, stats) if return_stats else out
+
+
+@overload
+def row_statistics(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    noise: bool = False,
+    query_offset: int = 0,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    score: str | Score = "scaled_dot",
+    weights: Literal["softmax", "softmax_one"] = "softmax",
+    scaling: str | AnyScaling | None = None,
+) -> RowStatistics: ...
+
+
+@overload
+def row_statistics(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    noise: bool = False,
+    query_offset: int = 0,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    score: str | Score = "scaled_dot",
+    weights: str | Weighting,
+    scaling: str | AnyScaling | None = None,
+) -> RowStatistics | WeightStatistics: ...
 
 
 def row_statistics(
@@ -194,7 +290,10 @@ def row_statistics(
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> RowStatistics:
+    score: str | Score = "scaled_dot",
+    weights: str | Weighting = "softmax",
+    scaling: str | AnyScaling | None = None,
+) -> RowStatistics | WeightStatistics:
     """Statistics of each attention row, without computing the output.
 
     Options are those of :func:`attention`. Values are read only for ``noise_gain``, so they are
@@ -206,7 +305,7 @@ def row_statistics(
         value: (B, H, S, Ev), with ``noise=True``.
         attn_mask: see :func:`attention`, as everything below.
         is_causal: row i sees keys j ≤ i + query_offset.
-        scale: factor of the scores; None is 1/√E.
+        scale: factor of the scores; None is the score's own.
         enable_gqa: let Hq be a multiple of H.
         noise: also give ``noise_gain``.
         query_offset: position of query 0 among the keys.
@@ -218,6 +317,9 @@ def row_statistics(
         alibi_slopes: (Hq,); adds ``-slope * abs(position - j)``.
         softcap: bounds scaled scores.
         sinks: (Hq,) learned logits in the normaliser.
+        score: name, score or function.
+        weights: name or weighting.
+        scaling: name or law.
 
     Returns:
         The statistics, rows (B, Hq, L).
@@ -239,15 +341,18 @@ def row_statistics(
     if noise and value is None:
         raise ValueError("noise=True measures how the output moves and so needs value, got None")
     if value is not None and not noise:
-        check_inputs(query, key, value, check_flag("enable_gqa", enable_gqa))
-    sums, sink = _sums(
-        query,
-        key,
-        value if noise else None,
-        attn_mask,
-        is_causal,
-        scale,
-        enable_gqa,
+        check_inputs(
+            query,
+            key,
+            value,
+            check_flag("enable_gqa", enable_gqa),
+            same_width=score == "scaled_dot",
+        )
+    options = Options(
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
         noise=noise,
         dropout_p=0.0,
         query_offset=query_offset,
@@ -259,116 +364,8 @@ def row_statistics(
         alibi_slopes=alibi_slopes,
         softcap=softcap,
         sinks=sinks,
+        score=score,
+        weights=weights,
+        scaling=scaling,
     )
-    return RowStatistics(_state(sums, sink))
-
-
-def _sums(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    *,
-    noise: bool,
-    dropout_p: float,
-    query_offset: int,
-    window: int | None,
-    key_mask: Tensor | None,
-    document_ids: Tensor | tuple[Tensor, Tensor] | None,
-    cu_seqlens: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Sums, Tensor | None]:
-    """Validate everything once and run the kernel."""
-    check_flag("is_causal", is_causal)
-    check_flag("enable_gqa", enable_gqa)
-    check_flag("noise", noise)
-    for name, tensor in {"query": query, "key": key}.items():
-        check_tensor(name, tensor)
-    query, key, value = _autocast(query, key, value)
-    check_inputs(query, key, value, enable_gqa)
-    factor = query.shape[3] ** -0.5 if scale is None else check_number("scale", scale)
-    if softcap is not None:
-        check_number("softcap", softcap, above=0.0)
-    check_number("dropout_p", dropout_p, above=0.0, below=1.0, including=True)
-    masking = check_masking(
-        query,
-        key,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        query_offset=query_offset,
-        window=window,
-        key_mask=key_mask,
-        document_ids=document_ids,
-        cu_seqlens=cu_seqlens,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-    )
-    sinks = check_sinks(sinks, query)
-    seed = torch.randint(2**62, ()) if dropout_p > 0.0 else None  # a tensor: no graph break
-    results = row_sums(
-        query,
-        key,
-        value,
-        masking.attn_mask,
-        masking.bias,
-        masking.key_mask,
-        masking.query_documents,
-        masking.key_documents,
-        masking.alibi_slopes,
-        sinks,
-        seed,
-        is_causal,
-        query_offset,
-        window,
-        factor,
-        softcap,
-        float(dropout_p),
-        noise,
-    )
-    return Sums(*results), sinks
-
-
-def _autocast(
-    query: Tensor, key: Tensor, value: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast as autocast casts the inputs of SDPA: to its dtype, float64 left alone."""
-    kind = query.device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(kind)
-
-    def cast(tensor: Tensor) -> Tensor:
-        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if eligible else tensor
-
-    return cast(query), cast(key), None if value is None else cast(check_tensor("value", value))
-
-
-def _state(sums: Sums, sinks: Tensor | None) -> RowState:
-    if sinks is None:
-        sink = sums.Z.detach().unsqueeze(-1)[..., :0]
-    else:
-        sink = sinks.to(sums.Z.dtype).view(1, -1, 1).expand_as(sums.Z)
-    return RowState(
-        n=sums.n,
-        m=sums.m,
-        Z=sums.Z,
-        U=sums.U,
-        W=sums.W,
-        Q=sums.Q,
-        mean=sums.mean,
-        M2=sums.M2,
-        depth=sums.depth,
-        first=sums.first,
-        first_index=sums.first_index,
-        sink=sink,
-        O=sums.O,
-        R1=sums.R1,
-        R2=sums.R2,
-    )
+    return run(query, key, value if noise else None, options)[1]

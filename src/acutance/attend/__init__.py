@@ -1,0 +1,7 @@
+"""Attention with its statistics: :func:`attention` and :func:`row_statistics`."""
+
+from __future__ import annotations
+
+from acutance.attend.public import attention, row_statistics
+
+__all__ = ["attention", "row_statistics"]

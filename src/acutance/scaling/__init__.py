@@ -1,0 +1,219 @@
+"""From visible keys to a factor on the query: the published laws of attention temperature.
+
+A scaling is a small record. It is named (``scaling="ssmax"``) or, with parameters of its own, given
+(``scaling=LogN(train_length=512)``); the ``Learned`` ones are modules and train. Each has
+``factor(n)``, n the visible keys of every row (:func:`visible_keys`), and :func:`apply_scaling`
+multiplies it into the query, in the query's dtype.
+
+Apply a scaling after query-key normalisation, which would undo it, and leave layers with a sliding
+window alone: their rows see no more keys in a longer text.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from acutance.scaling.adaptive import AdaptivePoly
+from acutance.scaling.base import Scaling
+from acutance.scaling.entropy import EntropyTarget, fit_entropy, newton_step
+from acutance.scaling.learned import (
+    LearnedASEntmax,
+    LearnedScaling,
+    LearnedSSMax,
+    LearnedTemperature,
+)
+from acutance.scaling.lengths import visible_keys
+from acutance.scaling.logarithmic import (
+    ASEntmax,
+    ClipLogN,
+    CosineLogN,
+    Critical,
+    LogN,
+    NoScaling,
+    SqrtLogN,
+    SSMax,
+)
+from acutance.scaling.released import Llama4, Mistral3, Yarn
+from acutance.scaling.tables import HeadTable
+from acutance.shapes import check_tensor
+
+__all__ = [
+    "SCALINGS",
+    "ASEntmax",
+    "AdaptivePoly",
+    "AnyScaling",
+    "ClipLogN",
+    "CosineLogN",
+    "Critical",
+    "EntropyTarget",
+    "HeadTable",
+    "LearnedASEntmax",
+    "LearnedSSMax",
+    "LearnedScaling",
+    "LearnedTemperature",
+    "Llama4",
+    "LogN",
+    "Mistral3",
+    "NoScaling",
+    "SSMax",
+    "Scaling",
+    "SqrtLogN",
+    "Yarn",
+    "apply_scaling",
+    "fit_entropy",
+    "from_dict",
+    "get",
+    "newton_step",
+    "visible_keys",
+]
+
+#: A constant record or a trained module; both have ``factor``.
+AnyScaling: TypeAlias = Scaling | LearnedScaling
+
+#: Every scaling by its name.
+SCALINGS: dict[str, type[Scaling]] = {
+    kind.name: kind
+    for kind in (
+        NoScaling, LogN, ClipLogN, SSMax, Yarn, Llama4, Mistral3, SqrtLogN, CosineLogN, Critical,
+        EntropyTarget, AdaptivePoly, ASEntmax, HeadTable,
+    )
+}  # fmt: skip
+
+_UNDECIDED = {
+    "log_n": "train_length or base",
+    "yarn": "s or train_length",
+    "critical": "gap or critical_scale",
+}
+
+
+def get(scaling: str | AnyScaling | None) -> AnyScaling:
+    """The scaling of a name, with its defaults, or the one that is given; None is no scaling.
+
+    Raises:
+        ValueError: if there is none of that name, naming the nearest, or it needs parameters.
+        TypeError: if it is neither a name nor a scaling.
+
+    Example:
+        >>> get("ssmax")
+        SSMax(s=0.43, bias=0.0)
+    """
+    if scaling is None:
+        return NoScaling()
+    if isinstance(scaling, Scaling | LearnedScaling):
+        return scaling
+    if not isinstance(scaling, str):
+        raise TypeError(f"scaling is a name or a Scaling, got {type(scaling).__name__}")
+    kind = _named(scaling)
+    needed = [part.name for part in fields(kind) if part.default is MISSING]
+    lacks = _UNDECIDED.get(scaling, " and ".join(needed))
+    if lacks:
+        raise ValueError(
+            f"scaling={scaling!r} has parameters: give scaling.{kind.__name__}(...) with {lacks}"
+        )
+    return kind()
+
+
+def from_dict(record: Mapping[str, Any]) -> Scaling:
+    """The scaling that :meth:`Scaling.to_dict` wrote, from a mapping such as read JSON.
+
+    Raises:
+        ValueError: if the name or a parameter is unknown, or one is missing or out of range.
+        TypeError: if a parameter is of the wrong type.
+
+    Example:
+        >>> from_dict({"name": "clip_log_n", "train_length": 8192})
+        ClipLogN(train_length=8192)
+    """
+    if "name" not in record:
+        raise ValueError(f"a scaling's record has a name, got {', '.join(record) or 'nothing'}")
+    kind = _named(record["name"])
+    given = {key: value for key, value in record.items() if key != "name"}
+    known = [part.name for part in fields(kind)]
+    for key in given:
+        if key not in known:
+            takes = f"its parameters are {', '.join(known)}" if known else "it has no parameters"
+            raise ValueError(f"{kind.name} has no {key!r}: {takes}")
+    missing = [
+        part.name for part in fields(kind) if part.default is MISSING and part.name not in given
+    ]
+    if missing:
+        raise ValueError(f"{kind.name} needs {' and '.join(missing)}")
+    return kind(**given)
+
+
+def apply_scaling(
+    query: Tensor,
+    scaling: str | AnyScaling | None,
+    n: Tensor,
+    positions: Tensor | None = None,
+    *,
+    entropy: Tensor | None = None,
+) -> Tensor:
+    """Multiply each row's factor into the query, in the query's dtype.
+
+    Call it after query-key normalisation and rotary embedding, on the query alone.
+
+    Args:
+        query: (B, Hq, L, E).
+        scaling: a name, a record or a learned module.
+        n: visible keys of each row, broadcastable to (B, Hq, L): from :func:`visible_keys`.
+        positions: position of each row's token, from 0, broadcastable to (B, Hq, L); None is n − 1.
+        entropy: measured entropy of each unscaled row, for ``adaptive_poly``.
+
+    Returns:
+        The query, scaled; the factor is computed in float32 (float64 for a float64 query) and
+        rounded to the query's dtype before it multiplies.
+
+    Raises:
+        ValueError: if n or the heads of the scaling do not fit the query.
+
+    Example:
+        >>> query = torch.ones(1, 1, 3, 2)
+        >>> n = torch.tensor([[[1, 512, 4096]]])
+        >>> apply_scaling(query, LogN(train_length=512), n)[..., 0]
+        tensor([[[0.4444, 1.0000, 1.3333]]])
+    """
+    law = get(scaling)
+    if check_tensor("query", query).dim() != 4:
+        raise ValueError(f"query is (B, Hq, L, E), got {tuple(query.shape)}")
+    rows = tuple(query.shape[:3])
+    for name, value in {"n": n, "positions": positions, "entropy": entropy}.items():
+        if value is not None and not _fits(check_tensor(name, value), rows):
+            raise ValueError(
+                f"{name} broadcasts to (B, Hq, L) = {rows}, got {tuple(value.shape)} "
+                f"(query {tuple(query.shape)})"
+            )
+    if isinstance(law, NoScaling):
+        return query
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    factor = law.factor(n, positions, entropy=entropy, dtype=dtype)
+    if not _fits(factor, rows):
+        raise ValueError(
+            f"the scaling's factors broadcast to (B, Hq, L) = {rows}, got {tuple(factor.shape)}: "
+            f"it has parameters for {factor.shape[-2] if factor.dim() > 1 else 1} heads "
+            f"(query {tuple(query.shape)})"
+        )
+    return query * factor.to(query.dtype).unsqueeze(-1)
+
+
+def _fits(tensor: Tensor, rows: tuple[int, ...]) -> bool:
+    if tensor.dim() > len(rows):
+        return False
+    pairs = zip(reversed(tensor.shape), reversed(rows), strict=False)
+    return all(size in (1, full) for size, full in pairs)
+
+
+def _named(name: object) -> type[Scaling]:
+    if not isinstance(name, str):
+        raise TypeError(f"a scaling's name is text, got {type(name).__name__}")
+    if name not in SCALINGS:
+        close = difflib.get_close_matches(name, SCALINGS, n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"scaling={name!r} is none of {', '.join(SCALINGS)}{hint}")
+    return SCALINGS[name]

@@ -1,0 +1,174 @@
+"""What every scaling is: visible keys in, a factor on the query out."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from acutance.shapes import check_count, check_tensor
+
+__all__ = ["PerHead", "Rows", "Scaling", "by_head", "check_per_head", "gather_rows"]
+
+#: One number for all heads, or one for each query head.
+PerHead: TypeAlias = float | Sequence[float] | Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one call, as a law reads them.
+
+    Attributes:
+        n: visible keys, at least 1, floating point.
+        positions: position of each row's token among all, counted from 0.
+        entropy: measured entropy in nats, where a law needs it.
+    """
+
+    n: Tensor
+    positions: Tensor
+    entropy: Tensor | None = None
+
+    @property
+    def log_n(self) -> Tensor:
+        """Natural logarithm of n."""
+        return self.n.log()
+
+
+@dataclass(frozen=True)
+class Scaling(ABC):
+    """A law that says by how much the logits are multiplied where a row sees n keys.
+
+    The factor multiplies the query, after query-key normalisation and rotary embedding, and so the
+    logits. Parameters that differ from head to head are tuples, whatever they were given as, so
+    that records compare, hash and write themselves as JSON.
+
+    Attributes:
+        name: as in :data:`~acutance.scaling.SCALINGS`.
+        source: article, or the model that uses it.
+        needs_entropy: whether :meth:`factor` needs the measured entropy of each row.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    needs_entropy: ClassVar[bool] = False
+
+    def factor(
+        self,
+        n: Tensor | int,
+        positions: Tensor | None = None,
+        *,
+        entropy: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """What multiplies the query of each row.
+
+        Args:
+            n: visible keys of each row, (..., L), as :func:`visible_keys` counts them; a row that
+                sees none is treated as if it saw one.
+            positions: position of each row's token, counted from 0, broadcastable with ``n``. None
+                is n − 1, where a causal row without window, padding or packing stands.
+            entropy: measured entropy of each row, in nats; only ``adaptive_poly`` reads it.
+            dtype: of the result; None is that of ``n`` where it is float32 or float64, otherwise
+                the default dtype.
+
+        Returns:
+            The factor, shaped as ``n``; with parameters per head, (..., Hq, L), broadcast with
+            ``n``.
+
+        Raises:
+            TypeError: if an argument is no Tensor.
+            ValueError: if the law needs an entropy and there is none.
+        """
+        return self.law(gather_rows(n, positions, entropy, dtype))
+
+    @abstractmethod
+    def law(self, rows: Rows) -> Tensor:
+        """The factor of rows that are already checked."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name and parameters as what JSON can hold; :func:`from_dict` reads them back.
+
+        Example:
+            >>> from acutance import scaling
+            >>> scaling.SSMax(s=(0.25, 0.5)).to_dict()
+            {'name': 'ssmax', 's': [0.25, 0.5], 'bias': 0.0}
+        """
+        return {"name": self.name} | {
+            part.name: _plain(getattr(self, part.name)) for part in fields(self)
+        }
+
+    def _set(self, **values: object) -> None:
+        """Keep arguments in the form the record holds; only for ``__post_init__``."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+def gather_rows(
+    n: Tensor | int, positions: Tensor | None, entropy: Tensor | None, dtype: torch.dtype | None
+) -> Rows:
+    """Check and convert the arguments of :meth:`Scaling.factor`."""
+    if not isinstance(n, Tensor):
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise TypeError(f"n is a Tensor or an integer, got {type(n).__name__}")
+        n = torch.tensor(check_count("n", n, 0))
+    if n.dtype == torch.bool or n.is_complex():
+        raise TypeError(f"n counts visible keys, got a Tensor of {n.dtype}")
+    if dtype is None:
+        dtype = n.dtype if n.dtype in (torch.float32, torch.float64) else torch.get_default_dtype()
+    if positions is None:
+        positions = (n - 1).clamp(min=0)
+    check_tensor("positions", positions)
+    if entropy is not None:
+        entropy = check_tensor("entropy", entropy).to(dtype)
+    return Rows(n.to(dtype).clamp(min=1), positions, entropy)
+
+
+def check_per_head(
+    name: str, value: PerHead, *, above: float = -math.inf
+) -> float | tuple[float, ...]:
+    """A finite number, or one for each query head, as a float or a tuple of floats.
+
+    Raises:
+        TypeError: if it is neither, or a tensor that requires a gradient: a record is constant.
+        ValueError: if it is not finite, not above the bound, or has no element or more than one
+            dimension.
+    """
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            raise TypeError(
+                f"{name} of a record is constant, got a Tensor that requires a gradient: use the "
+                f"Learned module of this scaling, or detach it"
+            )
+        if value.dim() > 1:
+            raise ValueError(f"{name} is a number or (Hq,), got {tuple(value.shape)}")
+        value = value.tolist()
+    numbers: Iterable[float] = value if isinstance(value, Sequence) else (value,)
+    checked = []
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise TypeError(
+                f"{name} is a number or one for each head, got {number!r} ({type(number).__name__})"
+            )
+        if not (math.isfinite(number) and number > above):
+            bound = "" if above == -math.inf else f" above {above:g}"
+            raise ValueError(f"{name} is finite{bound}, got {number!r}")
+        checked.append(float(number))
+    if not checked:
+        raise ValueError(f"{name} has one number for each head, got none")
+    return tuple(checked) if isinstance(value, Sequence) else checked[0]
+
+
+def by_head(value: PerHead, like: Tensor) -> Tensor | float:
+    """A parameter as it broadcasts with rows (..., L): a number, or (Hq, 1)."""
+    if isinstance(value, Tensor | Sequence):
+        return torch.as_tensor(value, dtype=like.dtype, device=like.device).unsqueeze(-1)
+    return value
+
+
+def _plain(value: object) -> object:
+    return [_plain(part) for part in value] if isinstance(value, tuple) else value

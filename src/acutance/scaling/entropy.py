@@ -1,0 +1,207 @@
+"""The factor that gives rows a wanted entropy, found by measuring."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from acutance.scaling.base import PerHead, Rows, Scaling, check_per_head
+from acutance.scaling.tables import check_lengths, check_table, check_widths, interpolate
+from acutance.shapes import check_count, check_number
+
+__all__ = ["EntropyTarget", "fit_entropy", "newton_step"]
+
+#: Varentropy below which a row is flat, or has one key: what is left is rounding.
+FLAT = 1e-12
+
+
+@dataclass(frozen=True)
+class EntropyTarget(Scaling):
+    r"""The factor that gives rows a wanted entropy, fitted at a few lengths by measuring.
+
+    :meth:`fit` measures; the record holds what it found and reads between lengths as
+    :class:`HeadTable` does.
+
+    Args:
+        lengths: where it was fitted, rising.
+        factors: what was found there, positive; (P,), or (Hq, P) for each head.
+        target: the wanted entropy in nats, a number or one for each head; None if not kept.
+
+    Example:
+        Gaussian logits have :math:`H = \log n - \lambda^2/2` while λ is moderate, so a target of 5
+        nats needs :math:`\lambda = \sqrt{2 \log n - 10}`:
+
+        >>> def measure(n, scale):
+        ...     return math.log(n) - scale**2 / 2, scale**2
+        >>> law = EntropyTarget.fit(measure, target=5.0, lengths=[512, 4096])
+        >>> law.factor(torch.tensor([512, 1024, 4096]))
+        tensor([1.5737, 1.9078, 2.5760])
+
+    Source:
+        Su (2021), https://kexue.fm/archives/8823 (keep the entropy as n grows).
+    """
+
+    name: ClassVar[str] = "entropy_target"
+    source: ClassVar[str] = "Su (2021), https://kexue.fm/archives/8823; fitted by measuring"
+    lengths: Sequence[int]
+    factors: Sequence[float] | Sequence[Sequence[float]] | Tensor
+    target: PerHead | None = None
+
+    def __post_init__(self) -> None:
+        lengths = check_lengths(self.lengths)
+        if lengths is None:
+            raise ValueError("entropy_target has the lengths it was fitted at, got None")
+        rows = check_table(self.factors)
+        check_widths(rows if rows and isinstance(rows[0], tuple) else (rows,), lengths)
+        self._set(lengths=lengths, factors=rows)
+        if self.target is not None:
+            self._set(target=check_per_head("target", self.target, above=0.0))
+
+    def law(self, rows: Rows) -> Tensor:
+        """The fitted factor at n."""
+        table = torch.tensor(self.factors, dtype=rows.n.dtype, device=rows.n.device)
+        return interpolate(rows.log_n, self.lengths, table)
+
+    @classmethod
+    def fit(
+        cls,
+        measure: Callable[[int, Tensor], tuple[Tensor | float, Tensor | float]],
+        *,
+        target: PerHead,
+        lengths: Sequence[int],
+        steps: int = 12,
+        tolerance: float = 1e-3,
+    ) -> EntropyTarget:
+        """Fit the factor at each length; the next length starts from what the last one found.
+
+        Args:
+            measure: takes n and the factors, () or (Hq,), float64; gives mean entropy and mean
+                varentropy of rows of n keys at those factors, likewise shaped.
+            target: entropy in nats, positive, below log n at every length; () or (Hq,).
+            lengths: where to fit, rising.
+            steps: most measurements at each length.
+            tolerance: how far the entropy may stay from the target, in nats.
+
+        Raises:
+            ValueError: if the target is not below log n at the shortest length.
+        """
+        wanted = check_per_head("target", target, above=0.0)
+        places = check_lengths(lengths)
+        if places is None:
+            raise ValueError("lengths are where to fit, got None")
+        aim = torch.tensor(wanted, dtype=torch.float64)
+        if float(aim.max()) >= math.log(places[0]):
+            raise ValueError(
+                f"target is below log n at every length, got {float(aim.max()):g} nats where "
+                f"log {places[0]} is {math.log(places[0]):.4g}"
+            )
+        found, scale = [], torch.ones_like(aim)
+        for n in places:
+            at_n = partial(measure, n)
+            scale = fit_entropy(at_n, aim, start=scale, steps=steps, tolerance=tolerance)
+            found.append(scale)
+        return cls(lengths=places, factors=torch.stack(found, -1), target=wanted)
+
+
+def newton_step(scale: Tensor, entropy: Tensor, varentropy: Tensor, target: Tensor) -> Tensor:
+    r"""The scale at which entropy should meet its target, from one measurement.
+
+    Entropy falls with the scale λ of the logits as :math:`dH/d\lambda^2 = -V/(2\lambda^2)`, V the
+    varentropy, the variance of the scaled logits under the weights. The step is Newton's in λ²,
+    in which the entropy of Gaussian logits is a straight line, and at most halves λ:
+
+    .. math:: \lambda \leftarrow \lambda \sqrt{1 + 2 (H - H^*) / V}
+
+    Args:
+        scale: λ, where it was measured.
+        entropy: H in nats.
+        varentropy: V in nats²; where it is 0 but for rounding, or NaN, nothing can be learnt and λ
+            stays.
+        target: the wanted entropy in nats.
+
+    Example:
+        >>> n, scale = 4096, torch.tensor(1.0)
+        >>> newton_step(scale, math.log(n) - scale**2 / 2, scale**2, torch.tensor(6.0))
+        tensor(2.1530)
+    """
+    change = 2 * (entropy - target) / varentropy
+    moved = scale * (1 + change.clamp(min=-0.75)).sqrt()
+    return torch.where((varentropy > FLAT) & moved.isfinite(), moved, scale)
+
+
+def fit_entropy(
+    measure: Callable[[Tensor], tuple[Tensor | float, Tensor | float]],
+    target: Tensor | float,
+    *,
+    start: Tensor | float = 1.0,
+    steps: int = 12,
+    tolerance: float = 1e-3,
+) -> Tensor:
+    """Scale of the logits at which measured entropy meets a target, by safeguarded Newton steps.
+
+    Entropy falls as the scale rises, so each measurement bounds the answer from one side. A step
+    that would leave the bounds, or cannot be told because the row is flat or one-hot, goes to their
+    geometric mean instead; below an upper bound alone, to an eighth of it.
+
+    Args:
+        measure: takes scales, gives entropy and varentropy there in nats and nats².
+        target: entropy in nats, () or (Hq,).
+        start: where to begin, positive, broadcast to the target.
+        steps: most measurements. From a target about 1 nat away 3 or 4 are enough; a much lower
+            one takes up to 10.
+        tolerance: how far the entropy may stay from the target, in nats; stops earlier.
+
+    Warns:
+        UserWarning: if the last measurement was still further away than the tolerance.
+
+    Returns:
+        The scale, float64, shaped as the target.
+
+    Raises:
+        ValueError: if a start is not positive or steps is below 1.
+
+    Example:
+        >>> scores = torch.linspace(-2, 2, 100, dtype=torch.float64)
+        >>> def measure(scale):
+        ...     p = torch.softmax(scale * scores, -1)
+        ...     H = torch.special.entr(p).sum(-1)
+        ...     return H, (p * (p.log() + H) ** 2).sum(-1)
+        >>> scale = fit_entropy(measure, 3.0, tolerance=1e-6)
+        >>> measure(scale)[0]
+        tensor(3.0000, dtype=torch.float64)
+    """
+    check_count("steps", steps, 1)
+    check_number("tolerance", tolerance, above=0.0)
+    away = math.inf
+    aim = torch.as_tensor(target, dtype=torch.float64)
+    scale = torch.as_tensor(start, dtype=torch.float64, device=aim.device).broadcast_to(aim.shape)
+    if not bool((scale > 0).all()):
+        raise ValueError(f"start is positive, got {start!r}")
+    low, high = torch.zeros_like(aim), torch.full_like(aim, math.inf)
+    for _ in range(steps):
+        entropy, varentropy = (
+            torch.as_tensor(part, dtype=torch.float64, device=aim.device).detach()
+            for part in measure(scale)
+        )
+        away = float((entropy - aim).abs().max())
+        if away <= tolerance:
+            return scale
+        low = torch.where(entropy >= aim, scale, low)
+        high = torch.where(entropy <= aim, scale, high)
+        moved = newton_step(scale, entropy, varentropy, aim)
+        inside = (moved > low) & (moved < high)  # a step that stays put is on a bound
+        between = torch.where(low > 0, (low * high).sqrt(), high / 8)
+        scale = torch.where(inside | between.isinf(), moved, between)
+    warnings.warn(
+        f"after {steps} measurements the entropy was still {away:.2g} nats from its target, more "
+        f"than {tolerance:g}: raise steps, or is the target out of reach?",
+        stacklevel=2,
+    )
+    return scale

@@ -1,0 +1,116 @@
+"""Factors by head, tabled over lengths: what calibration finds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from acutance.scaling.base import Rows, Scaling, check_per_head
+from acutance.shapes import check_count, check_tensor
+
+__all__ = ["HeadTable", "check_lengths", "check_table", "check_widths", "interpolate"]
+
+
+@dataclass(frozen=True)
+class HeadTable(Scaling):
+    r"""A factor for each head, the same for every row or tabled at several lengths.
+
+    Between tabled lengths the factor is linear in log n. Shorter rows have the first one's factor;
+    beyond the last the line goes on, and never below 0.
+
+    Args:
+        factors: positive; (Hq,) for one factor per head, or (Hq, P) for P lengths.
+        lengths: the P lengths, rising.
+
+    Raises:
+        ValueError: if factors and lengths do not fit, or are not positive or not rising.
+
+    Example:
+        >>> HeadTable([1.0, 1.5]).factor(torch.tensor([10, 1000]))
+        tensor([[1.0000, 1.0000],
+                [1.5000, 1.5000]])
+        >>> HeadTable([[1.0, 1.2]], lengths=[512, 2048]).factor(torch.tensor([64, 1024, 8192]))
+        tensor([[1.0000, 1.1000, 1.4000]])
+    """
+
+    name: ClassVar[str] = "head_table"
+    source: ClassVar[str] = "calibration on the model itself"
+    factors: Sequence[float] | Sequence[Sequence[float]] | Tensor
+    lengths: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        lengths = check_lengths(self.lengths)
+        rows = check_table(self.factors)
+        if not rows:
+            raise ValueError("factors has one entry for each head, got none")
+        if lengths is None:
+            if any(isinstance(row, tuple) for row in rows):
+                raise ValueError("factors is (Hq,) without lengths, got two dimensions")
+        else:
+            check_widths(rows, lengths)
+        self._set(factors=rows, lengths=lengths)
+
+    def law(self, rows: Rows) -> Tensor:
+        """Each head's factor at n."""
+        table = torch.tensor(self.factors, dtype=rows.n.dtype, device=rows.n.device)
+        if self.lengths is None:
+            return table.unsqueeze(-1) * torch.ones_like(rows.n)
+        return interpolate(rows.log_n, self.lengths, table)
+
+
+def check_lengths(lengths: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Rising lengths, as a tuple; None stays None."""
+    if lengths is None:
+        return None
+    checked = tuple(check_count("lengths", n, 1) for n in lengths)
+    rising = all(a < b for a, b in pairwise(checked))
+    if not checked or not rising:
+        raise ValueError(f"lengths rise, and there is at least one, got {list(checked)}")
+    return checked
+
+
+def check_table(factors: object) -> tuple[float, ...] | tuple[tuple[float, ...], ...]:
+    """Factors as nested tuples of positive floats."""
+    if isinstance(factors, Tensor):
+        if check_tensor("factors", factors).dim() not in (1, 2):
+            raise ValueError(f"factors is (Hq,) or (Hq, P), got {tuple(factors.shape)}")
+        factors = factors.tolist()
+    if not isinstance(factors, Sequence) or isinstance(factors, str):
+        raise TypeError(f"factors is a table of numbers, got {type(factors).__name__}")
+    rows = tuple(check_per_head("factors", row, above=0.0) for row in factors)
+    if len({isinstance(row, tuple) for row in rows}) > 1:
+        raise ValueError("factors is (Hq,) or (Hq, P), got numbers beside rows")
+    return rows  # type: ignore[return-value]
+
+
+def check_widths(rows: Sequence[object], lengths: tuple[int, ...]) -> None:
+    """Check that every row of a table has one factor for each length."""
+    widths = [len(row) if isinstance(row, tuple) else 0 for row in rows]
+    if set(widths) != {len(lengths)}:
+        raise ValueError(
+            f"each head has one factor for each of the {len(lengths)} lengths, got {widths}"
+        )
+
+
+def interpolate(log_n: Tensor, lengths: Sequence[int], table: Tensor) -> Tensor:
+    """Piecewise linear in log n; (P,) or (Hq, P) to the shape of n, or (..., Hq, L)."""
+    knots = [math.log(n) for n in lengths]
+    heads = table.dim() > 1
+
+    def column(values: Tensor) -> Tensor:
+        return values.unsqueeze(-1) if heads else values
+
+    result = column(table[..., 0]) + torch.zeros_like(log_n)
+    for i in range(len(knots) - 1):
+        width = knots[i + 1] - knots[i]
+        slope = column((table[..., i + 1] - table[..., i]) / width)
+        last = i == len(knots) - 2
+        part = log_n - knots[i]
+        result = result + slope * part.clamp(min=0.0, max=None if last else width)
+    return result.clamp(min=0.0)

@@ -1,0 +1,104 @@
+"""From query and key to scores: dot products, cosines, bilinear, additive and by position.
+
+A score is named (``score="cosine"``), given with its parameters (``score=General(weight)``, or a
+module such as :class:`GeneralScore` that trains them), or any function of a block of queries and a
+block of keys. What reduces to a dot product of transformed vectors is a :class:`DotScore` and costs
+what plain attention costs; anything else is a :class:`TileScore` and gives a tile at a time.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from acutance.scores.base import DotScore, FunctionScore, TileScore, dot_tile, with_row_factor
+from acutance.scores.hidden import Additive, additive
+from acutance.scores.modules import AdditiveScore, GeneralScore, LocationScore
+from acutance.scores.positions import Location, location
+from acutance.scores.products import (
+    Cosine,
+    Dot,
+    General,
+    ScaledDot,
+    cosine,
+    dot,
+    general,
+    scaled_dot,
+)
+from acutance.scores.qk_norm import HenryGain, QKNorm, SwinGain, l2_norm, layer_norm, rms_norm
+
+__all__ = [
+    "SCORES",
+    "Additive",
+    "AdditiveScore",
+    "Cosine",
+    "Dot",
+    "DotScore",
+    "FunctionScore",
+    "General",
+    "GeneralScore",
+    "HenryGain",
+    "Location",
+    "LocationScore",
+    "QKNorm",
+    "ScaledDot",
+    "SwinGain",
+    "TileScore",
+    "additive",
+    "cosine",
+    "dot",
+    "dot_tile",
+    "general",
+    "get",
+    "l2_norm",
+    "layer_norm",
+    "location",
+    "rms_norm",
+    "scaled_dot",
+    "with_row_factor",
+]
+
+#: Every score by its name.
+SCORES: dict[str, type[Any]] = {
+    kind.name: kind for kind in (ScaledDot, Dot, Cosine, General, Additive, Location)
+}
+
+_PARAMETERS = {
+    "general": "General(weight), or the module GeneralScore",
+    "additive": "Additive(query_weight, key_weight, vector), or the module AdditiveScore",
+    "location": "Location(weight), or the module LocationScore",
+}
+
+
+def get(
+    score: str | DotScore | TileScore | Callable[[Tensor, Tensor, int], Tensor],
+) -> DotScore | TileScore:
+    """The score of a name, with its defaults, or the one that is given; a function becomes one.
+
+    Raises:
+        ValueError: if there is none of that name, naming the nearest, or it needs parameters.
+        TypeError: if it is neither a name nor a score nor callable.
+
+    Example:
+        >>> get("cosine")
+        Cosine(temperature=1.0, eps=1e-06)
+    """
+    if isinstance(score, str):
+        if score not in SCORES:
+            close = difflib.get_close_matches(score, SCORES, n=1, cutoff=0.4)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"score={score!r} is none of {', '.join(SCORES)}{hint}")
+        if score in _PARAMETERS:
+            raise ValueError(f"score={score!r} has parameters: give scores.{_PARAMETERS[score]}")
+        found: DotScore | TileScore = SCORES[score]()
+        return found
+    if isinstance(score, type):
+        raise TypeError(f"score is an instance, got the class {score.__name__}")
+    if isinstance(score, DotScore | TileScore):
+        return score
+    if callable(score):
+        return FunctionScore(score)
+    raise TypeError(f"score is a name, a score or a function, got {type(score).__name__}")

@@ -1,0 +1,228 @@
+"""What a score is: transformed vectors whose dot product it is, or tiles on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from acutance.shapes import FLOATS, check_tensor, describe
+
+__all__ = [
+    "DotScore",
+    "FunctionScore",
+    "TileScore",
+    "check_pair",
+    "check_parameter",
+    "dot_tile",
+    "precise",
+    "with_row_factor",
+]
+
+
+@runtime_checkable
+class DotScore(Protocol):
+    r"""A score that is a dot product of transformed vectors, :math:`s_{ij} = c \, q'_i \cdot k'_j`.
+
+    It costs what plain attention costs: transform once, then stream.
+    """
+
+    def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Query (B, Hq, L, E') and key (B, H, S, E') to take products of, and the scale c."""
+        ...
+
+
+@runtime_checkable
+class TileScore(Protocol):
+    """A score that is no dot product: it makes a tile of scores when asked.
+
+    A tile's memory is a few times its own size; nothing of L×S×hidden is ever formed, forward or
+    backward.
+    """
+
+    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
+        """Scores (B, Hq, l, s) of a block of queries (B, Hq, l, E) and of keys (B, H, s, E).
+
+        In float32 at least: rounding a score to half precision would cost the row's statistics.
+        ``key_start`` is the position of the block's first key among all keys.
+        """
+        ...
+
+    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
+        """Do once for the whole call what does not depend on the tile, such as projections.
+
+        Returns a score with the query and key to cut into blocks for it; tiles of that score are
+        those of this one. Calling :meth:`tile` without preparing is right too, and slower.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FunctionScore:
+    """Any function of a block of queries and a block of keys, as a :class:`TileScore`.
+
+    Args:
+        function: called as ``function(query, key, key_start)`` with (B, Hq, l, E), (B, H, s, E) and
+            the position of the first key; gives scores (B, Hq, l, s).
+
+    Raises:
+        TypeError: if it is not callable, or gives no Tensor.
+        ValueError: if what it gives has another shape.
+
+    Example:
+        Minus the squared distance:
+
+        >>> score = FunctionScore(lambda q, k, start: -torch.cdist(q, k).square())
+        >>> score.tile(torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 3, 2))
+        tensor([[[[-2., -2., -2.]]]])
+    """
+
+    function: Callable[[Tensor, Tensor, int], Tensor]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"function is callable, got {type(self.function).__name__}")
+
+    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
+        """What the function gives, its shape checked."""
+        scores = self.function(query, key, key_start)
+        want = (*query.shape[:3], key.shape[2])
+        if not isinstance(scores, Tensor):
+            raise TypeError(f"the score function gives a Tensor, got {type(scores).__name__}")
+        if tuple(scores.shape) != want:
+            raise ValueError(
+                f"the score function gives (B, Hq, l, s) = {want}, got {tuple(scores.shape)} "
+                f"({describe(query=query, key=key)})"
+            )
+        return scores
+
+    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
+        """Nothing to do ahead."""
+        return self, query, key
+
+
+@dataclass(frozen=True)
+class _RowFactor:
+    """Tiles of a score times a factor of each row, which is the query's last component."""
+
+    score: TileScore
+
+    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
+        return self.score.tile(query[..., :-1], key, key_start) * query[..., -1:]
+
+    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
+        return self, query, key
+
+
+def with_row_factor(
+    score: TileScore, query: Tensor, key: Tensor, factor: Tensor
+) -> tuple[TileScore, Tensor, Tensor]:
+    """A scaling for scores that are not linear in the query: prepared, and multiplied row by row.
+
+    A dot product is scaled by scaling its query. An additive score is not, so its factor travels as
+    one more component of the query and multiplies the tile.
+
+    Args:
+        score: any score of tiles.
+        query: (B, Hq, L, E).
+        key: (B, H, S, E).
+        factor: of each row, broadcastable to (B, Hq, L).
+
+    Returns:
+        What :meth:`TileScore.prepare` gives, of a score whose tiles are multiplied.
+
+    Example:
+        >>> from acutance.scores import Additive
+        >>> score = Additive(torch.ones(3, 2), torch.ones(3, 2), torch.ones(3))
+        >>> query, key = torch.ones(1, 1, 2, 2), torch.ones(1, 1, 1, 2)
+        >>> scaled, q, k = with_row_factor(score, query, key, torch.tensor([1.0, 10.0]))
+        >>> scaled.tile(q, k).flatten()
+        tensor([ 2.9980, 29.9799])
+    """
+    prepared, query, key = score.prepare(query, key)
+    query = precise(query)
+    rows = factor.to(query.dtype).broadcast_to(query.shape[:3]).unsqueeze(-1)
+    return _RowFactor(prepared), torch.cat([query, rows], -1), key
+
+
+def dot_tile(score: DotScore, query: Tensor, key: Tensor) -> Tensor:
+    """The scores (B, Hq, L, S) of a :class:`DotScore`, in memory and in float32 at least.
+
+    Example:
+        >>> from acutance.scores import Dot
+        >>> dot_tile(Dot(), torch.ones(1, 2, 1, 4), torch.ones(1, 1, 3, 4)).shape
+        torch.Size([1, 2, 1, 3])
+    """
+    query, key, scale = score.transform(query, key)
+    query, key = precise(query), precise(key)
+    heads = key.shape[1]
+    grouped = query.unflatten(1, (heads, query.shape[1] // heads))
+    scores: Tensor = (grouped @ key.unsqueeze(2).mT).flatten(1, 2)
+    return scores * scale
+
+
+def precise(tensor: Tensor) -> Tensor:
+    """The tensor in the precision that norms and sums are taken in: float32 at least."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def check_pair(query: Tensor, key: Tensor, *, same_width: bool = True) -> None:
+    """Check a query and a key, or blocks of them, that a score is given.
+
+    Raises:
+        TypeError: if one is no floating Tensor.
+        ValueError: if ranks, batch, head counts or widths do not fit.
+    """
+    for name, tensor in {"query": query, "key": key}.items():
+        if check_tensor(name, tensor).dtype not in FLOATS:
+            raise TypeError(f"{name} is a floating Tensor, got {tensor.dtype}")
+
+    def shapes() -> str:
+        return describe(query=query, key=key)
+
+    for name, tensor in {"query": query, "key": key}.items():
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} has four dimensions (batch, heads, length, width), got {tensor.dim()} "
+                f"({shapes()})"
+            )
+    if query.shape[0] != key.shape[0]:
+        raise ValueError(f"query and key share the batch size B ({shapes()})")
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ValueError(f"the query heads are a multiple of the key heads ({shapes()})")
+    if same_width and query.shape[3] != key.shape[3]:
+        raise ValueError(
+            f"query and key share the width E: query has E={query.shape[3]}, key has "
+            f"E={key.shape[3]} ({shapes()})"
+        )
+
+
+def check_parameter(name: str, value: Tensor, what: str, shape: tuple[int, ...]) -> Tensor:
+    """A parameter shared by all heads, of the given shape, or one of each head before it.
+
+    Args:
+        name: of the parameter.
+        value: the parameter.
+        what: its shape in words, such as ``"(Eq, Ek)"``.
+        shape: its last dimensions; a 0 admits any size but 0.
+
+    Returns:
+        The parameter.
+
+    Raises:
+        TypeError: if it is no floating Tensor.
+        ValueError: if its shape does not fit.
+    """
+    if check_tensor(name, value).dtype not in FLOATS:
+        raise TypeError(f"{name} is a floating Tensor, got {value.dtype}")
+    trailing = value.shape[-len(shape) :] if value.dim() >= len(shape) else ()
+    fits = value.dim() in (len(shape), len(shape) + 1) and all(
+        size > 0 and want in (0, size) for size, want in zip(trailing, shape, strict=True)
+    )
+    if not fits or value.shape[0] == 0:
+        raise ValueError(f"{name} is {what}, or one for each head before it, got "
+                         f"{tuple(value.shape)}")  # fmt: skip
+    return value

@@ -1,0 +1,174 @@
+r"""Additive scores, :math:`v^\top \tanh(W_q q + W_k k)`, made tile by tile.
+
+Written out, the tanh is L×S×hidden. Here it exists for a few hidden units of one tile at a time,
+and the backward pass computes it again instead of keeping it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from acutance.scores.base import TileScore, check_pair, check_parameter, precise
+from acutance.shapes import describe
+
+__all__ = ["Additive", "additive"]
+
+#: Elements of the tanh that exist at a time, where a tile alone is not larger.
+CHUNK_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True)
+class Additive:
+    r"""A network of one hidden layer on query and key, :math:`v^\top \tanh(W_q q + W_k k + b)`.
+
+    Args:
+        query_weight: W_q, (hidden, Eq), or (Hq, hidden, Eq) with one for each query head.
+        key_weight: W_k, (hidden, Ek), or (H, hidden, Ek) with one for each key head.
+        vector: v, (hidden,), or (Hq, hidden).
+        bias: b, (hidden,), or (Hq, hidden); None is 0.
+
+    Raises:
+        TypeError: if a parameter is no floating Tensor.
+        ValueError: if shapes do not fit each other, or, when called, query and key.
+
+    Example:
+        >>> score = Additive(torch.ones(3, 2), torch.ones(3, 2), torch.ones(3))
+        >>> score.tile(torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1, 2), 0.25))  # 3 tanh(1/2)
+        tensor([[[[1.3864]]]])
+
+    Source:
+        Bahdanau et al. (2015), arXiv:1409.0473.
+    """
+
+    name: ClassVar[str] = "additive"
+    query_weight: Tensor
+    key_weight: Tensor
+    vector: Tensor
+    bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_parameter("query_weight", self.query_weight, "(hidden, Eq)", (0, 0))
+        hidden = self.query_weight.shape[-2]
+        check_parameter("key_weight", self.key_weight, f"(hidden, Ek) = ({hidden}, Ek)",
+                        (hidden, 0))  # fmt: skip
+        check_parameter("vector", self.vector, f"(hidden,) = ({hidden},)", (hidden,))
+        if self.bias is not None:
+            check_parameter("bias", self.bias, f"(hidden,) = ({hidden},)", (hidden,))
+
+    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
+        """Scores (B, Hq, l, s) of blocks of queries and keys, in float32 at least."""
+        score, query, key = self.prepare(query, key)
+        return score.tile(query, key, key_start)
+
+    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
+        """Project once: (B, Hq, L, hidden) and (B, H, S, hidden), in float32 at least."""
+        check_pair(query, key, same_width=False)
+        self._check(query, key)
+        x, y = precise(query), precise(key)
+        projected = x @ self.query_weight.to(x.dtype).mT
+        if self.bias is not None:
+            projected = projected + self.bias.to(x.dtype).unsqueeze(-2)
+        vector = self.vector.to(x.dtype).expand(query.shape[1], -1)
+        return _Projected(vector), projected, y @ self.key_weight.to(y.dtype).mT
+
+    def _check(self, query: Tensor, key: Tensor) -> None:
+        for name, parameter, tensor, sizes in (
+            ("query_weight", self.query_weight, query, 2),
+            ("key_weight", self.key_weight, key, 2),
+            ("vector", self.vector, query, 1),
+            ("bias", self.bias, query, 1),
+        ):
+            if parameter is None:
+                continue
+            if parameter.dim() > sizes and parameter.shape[0] != tensor.shape[1]:
+                raise ValueError(
+                    f"{name} is for {parameter.shape[0]} heads, there are {tensor.shape[1]} "
+                    f"({name} {tuple(parameter.shape)}, {describe(query=query, key=key)})"
+                )
+            if sizes == 2 and parameter.shape[-1] != tensor.shape[3]:
+                raise ValueError(
+                    f"{name} is for width {parameter.shape[-1]}, got {tensor.shape[3]} "
+                    f"({name} {tuple(parameter.shape)}, {describe(query=query, key=key)})"
+                )
+
+
+@dataclass(frozen=True)
+class _Projected:
+    """Additive scores of vectors that are already projected."""
+
+    vector: Tensor  # (Hq, hidden)
+
+    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
+        heads = key.shape[1]
+        grouped = query.unflatten(1, (heads, query.shape[1] // heads))
+        vector = self.vector.unflatten(0, (heads, -1))
+        scores: Tensor = _AdditiveTile.apply(grouped, key, vector)  # type: ignore[no-untyped-call]
+        return scores.flatten(1, 2)
+
+    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
+        return self, query, key
+
+
+class _AdditiveTile(torch.autograd.Function):
+    """Σ v tanh(a + b): a (B, H, g, l, hidden), b (B, H, s, hidden), v (H, g, hidden)."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b, v)
+        scores = a.new_zeros(*a.shape[:4], b.shape[2])
+        for part in _chunks(a, b):
+            torch.add(scores, _weigh(_hidden(a, b, part), v[..., part]), out=scores)
+        return scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, b, v = ctx.saved_tensors
+        da, db, dv = torch.zeros_like(a), torch.zeros_like(b), torch.zeros_like(v)
+        for part in _chunks(a, b):
+            t = _hidden(a, b, part)
+            dv[..., part] = torch.einsum("bhgls,bhglsc->hgc", grad, t)
+            slope = (1 - t.square()).mul_(grad.unsqueeze(-1))
+            slope.mul_(v[:, :, None, None, part])
+            da[..., part] = slope.sum(4)
+            db[..., part] = slope.sum((2, 3))
+        return da, db, dv
+
+
+def _chunks(a: Tensor, b: Tensor) -> list[slice]:
+    """Hidden units in groups whose tanh fits :data:`CHUNK_ELEMENTS`, one at a time at least."""
+    tile = max(1, a[..., 0].numel() * b.shape[2])
+    step = max(1, CHUNK_ELEMENTS // tile)
+    return [slice(i, i + step) for i in range(0, a.shape[-1], step)]
+
+
+def _hidden(a: Tensor, b: Tensor, part: slice) -> Tensor:
+    """The tanh of some hidden units, (B, H, g, l, s, units)."""
+    return (a[..., part].unsqueeze(4) + b[:, :, None, None, :, part]).tanh_()
+
+
+def _weigh(t: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhglsc,hgc->bhgls", t, v)
+
+
+def additive(
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    vector: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Additive scores, (B, Hq, L, S); see :class:`Additive`. Differentiable once.
+
+    Example:
+        >>> query = key = torch.zeros(1, 1, 1, 2)
+        >>> additive(query, key, torch.ones(3, 2), torch.ones(3, 2), torch.ones(3))
+        tensor([[[[0.]]]])
+    """
+    return Additive(query_weight, key_weight, vector, bias).tile(query, key)

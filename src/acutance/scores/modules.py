@@ -1,0 +1,246 @@
+"""The scores with parameters as modules, initialised as the field does.
+
+``init="xavier"`` draws each weight from a Glorot uniform distribution, head by head;
+``init="paper"`` does as the article that introduced the score.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from acutance.scores.base import TileScore
+from acutance.scores.hidden import Additive
+from acutance.scores.positions import Location
+from acutance.scores.products import General
+from acutance.shapes import check_count, check_flag
+
+__all__ = ["AdditiveScore", "GeneralScore", "Init", "LocationScore"]
+
+#: How weights start.
+Init = Literal["xavier", "paper"]
+
+
+class GeneralScore(nn.Module):
+    r"""Trained bilinear scores, :math:`q^\top W k`.
+
+    Args:
+        query_width: Eq.
+        key_width: Ek; None is Eq.
+        num_heads: Hq, for a W of each query head; None shares one.
+        init: ``"xavier"``, or ``"paper"``: uniform in [−0.1, 0.1].
+        device, dtype: of W.
+
+    Example:
+        >>> module = GeneralScore(8, num_heads=2)
+        >>> module.weight.shape
+        torch.Size([2, 8, 8])
+
+    Source:
+        Luong et al. (2015), arXiv:1508.04025; Glorot & Bengio (2010).
+    """
+
+    def __init__(
+        self,
+        query_width: int,
+        key_width: int | None = None,
+        *,
+        num_heads: int | None = None,
+        init: Init = "xavier",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        key_width = query_width if key_width is None else key_width
+        shape = _shape(num_heads, query_width=query_width, key_width=key_width)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.init: Init = _check_init(init)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw W anew."""
+        _luong(self.weight) if self.init == "paper" else _xavier(self.weight)
+
+    def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        """As :meth:`~acutance.scores.General.transform`."""
+        return General(self.weight).transform(query, key)
+
+    def extra_repr(self) -> str:
+        """The shape of W, for ``print``."""
+        return _described(self.weight)
+
+
+class AdditiveScore(nn.Module):
+    r"""Trained additive scores, :math:`v^\top \tanh(W_q q + W_k k + b)`.
+
+    Args:
+        query_width: Eq.
+        key_width: Ek; None is Eq.
+        hidden: width of the hidden layer; None is Eq.
+        num_heads: Hq, for parameters of each head; None shares them.
+        num_kv_heads: H, of which each has its W_k; None is Hq.
+        bias: whether there is a b; it starts at 0.
+        init: ``"xavier"``, v as a layer of one output; or ``"paper"``: W_q and W_k normal with
+            deviation 0.001 and v 0, so that every row starts uniform.
+        device, dtype: of the parameters.
+
+    Example:
+        >>> module = AdditiveScore(8, hidden=4, init="paper")
+        >>> scores = module.tile(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8))
+        >>> scores.shape, bool((scores == 0).all())
+        (torch.Size([1, 2, 3, 5]), True)
+
+    Source:
+        Bahdanau et al. (2015), arXiv:1409.0473, appendix B.1; Glorot & Bengio (2010).
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        query_width: int,
+        key_width: int | None = None,
+        hidden: int | None = None,
+        *,
+        num_heads: int | None = None,
+        num_kv_heads: int | None = None,
+        bias: bool = False,
+        init: Init = "xavier",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        key_width = query_width if key_width is None else key_width
+        hidden = query_width if hidden is None else hidden
+        key_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads is None and num_kv_heads is not None:
+            raise ValueError(f"num_kv_heads={num_kv_heads} goes with num_heads, got None")
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.query_weight = empty(*_shape(num_heads, hidden=hidden, query_width=query_width))
+        self.key_weight = empty(*_shape(key_heads, hidden=hidden, key_width=key_width))
+        self.vector = empty(*_shape(num_heads, hidden=hidden))
+        if check_flag("bias", bias):
+            self.bias = empty(*_shape(num_heads, hidden=hidden))
+        else:
+            self.register_parameter("bias", None)
+        self.init: Init = _check_init(init)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        with torch.no_grad():
+            if self.bias is not None:
+                self.bias.zero_()
+            if self.init == "paper":
+                self.query_weight.normal_(std=0.001)
+                self.key_weight.normal_(std=0.001)
+                self.vector.zero_()
+                return
+        _xavier(self.query_weight)
+        _xavier(self.key_weight)
+        _xavier(self.vector.unsqueeze(-2))
+
+    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
+        """As :meth:`~acutance.scores.Additive.tile`."""
+        return self._score().tile(query, key, key_start)
+
+    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
+        """As :meth:`~acutance.scores.Additive.prepare`."""
+        return self._score().prepare(query, key)
+
+    def extra_repr(self) -> str:
+        """The shapes, for ``print``."""
+        return f"{_described(self.query_weight)}, {_described(self.key_weight)}"
+
+    def _score(self) -> Additive:
+        return Additive(self.query_weight, self.key_weight, self.vector, self.bias)
+
+
+class LocationScore(nn.Module):
+    r"""Trained scores by position, :math:`(W q)_j`.
+
+    Args:
+        width: E, of the query.
+        max_keys: S_max, the longest source.
+        num_kv_heads: H, for a W of each key head; None shares one.
+        init: ``"xavier"``, or ``"paper"``: uniform in [−0.1, 0.1].
+        device, dtype: of W.
+
+    Example:
+        >>> module = LocationScore(8, max_keys=50)
+        >>> query, keys, scale = module.transform(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8))
+        >>> keys.shape
+        torch.Size([1, 2, 5, 8])
+
+    Source:
+        Luong et al. (2015), arXiv:1508.04025; Glorot & Bengio (2010).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        max_keys: int,
+        *,
+        num_kv_heads: int | None = None,
+        init: Init = "xavier",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        shape = _shape(num_kv_heads, max_keys=max_keys, width=width)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.init: Init = _check_init(init)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw W anew."""
+        _luong(self.weight) if self.init == "paper" else _xavier(self.weight)
+
+    def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        """As :meth:`~acutance.scores.Location.transform`."""
+        return Location(self.weight).transform(query, key)
+
+    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
+        """As :meth:`~acutance.scores.Location.tile`."""
+        return Location(self.weight).tile(query, key, key_start)
+
+    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
+        """Nothing to do ahead."""
+        return self, query, key
+
+    def extra_repr(self) -> str:
+        """The shape of W, for ``print``."""
+        return _described(self.weight)
+
+
+def _shape(heads: int | None, **sizes: int) -> tuple[int, ...]:
+    """The shape of a parameter, with one of each head first where there are heads."""
+    checked = tuple(check_count(name, size, 1) for name, size in sizes.items())
+    return checked if heads is None else (check_count("num_heads", heads, 1), *checked)
+
+
+def _check_init(init: Init) -> Init:
+    if init not in get_args(Init):
+        raise ValueError(f"init is one of {', '.join(get_args(Init))}, got {init!r}")
+    return init
+
+
+def _luong(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.uniform_(-0.1, 0.1)
+
+
+def _xavier(weight: Tensor) -> None:
+    """Glorot uniform over the last two dimensions, whatever heads come before."""
+    bound = (6 / (weight.shape[-1] + weight.shape[-2])) ** 0.5
+    with torch.no_grad():
+        weight.uniform_(-bound, bound)
+
+
+def _described(weight: Tensor) -> str:
+    return " × ".join(str(size) for size in weight.shape)

@@ -1,0 +1,188 @@
+"""Scores that are a dot product of transformed vectors: they stream as plain attention does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from acutance.scores.base import check_pair, check_parameter, dot_tile
+from acutance.scores.qk_norm import l2_norm
+from acutance.shapes import check_number, describe
+
+__all__ = ["Cosine", "Dot", "General", "ScaledDot", "cosine", "dot", "general", "scaled_dot"]
+
+
+@dataclass(frozen=True)
+class Dot:
+    r"""The dot product, :math:`q \cdot k`.
+
+    For components of unit variance its variance is the width E, so rows freeze as E grows.
+
+    Example:
+        >>> import torch
+        >>> Dot().transform(torch.ones(1, 1, 2, 16), torch.ones(1, 1, 3, 16))[2]
+        1.0
+
+    Source:
+        Luong et al. (2015), arXiv:1508.04025.
+    """
+
+    name: ClassVar[str] = "dot"
+
+    def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        """The vectors as they are, and 1."""
+        check_pair(query, key)
+        return query, key, 1.0
+
+
+@dataclass(frozen=True)
+class ScaledDot:
+    r"""The dot product over the root of the width, :math:`q \cdot k / \sqrt E`: variance 1.
+
+    Example:
+        >>> import torch
+        >>> ScaledDot().transform(torch.ones(1, 1, 2, 16), torch.ones(1, 1, 3, 16))[2]
+        0.25
+
+    Source:
+        Vaswani et al. (2017), arXiv:1706.03762, footnote 4.
+    """
+
+    name: ClassVar[str] = "scaled_dot"
+
+    def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        """The vectors as they are, and 1/√E."""
+        check_pair(query, key)
+        return query, key, query.shape[3] ** -0.5
+
+
+@dataclass(frozen=True)
+class Cosine:
+    r"""The cosine between query and key over a temperature, content-based addressing.
+
+    .. math:: s_{ij} = \frac{1}{\tau} \frac{q_i \cdot k_j}
+              {\max(\lVert q_i\rVert, \epsilon) \max(\lVert k_j\rVert, \epsilon)}
+
+    Both norms matter: the query's is a temperature of its row, the key's reorders the keys. At
+    τ = 1 a row can say at most 0.4745 nat, so a lower τ or a scaling belongs to it. Only two
+    vectors of the same width have a cosine.
+
+    Args:
+        temperature: τ, positive.
+        eps: a vector shorter than ε is divided by ε: a zero vector scores 0 with everything, and
+            its gradient, g/(ετ), is finite, if large.
+
+    Raises:
+        ValueError: if the temperature or ε is not positive.
+
+    Example:
+        >>> import torch
+        >>> query = torch.tensor([[3.0, 4.0], [0.0, 0.0]]).view(1, 1, 2, 2)
+        >>> cosine(query, torch.tensor([2.0, 0.0]).view(1, 1, 1, 2))
+        tensor([[[[0.6000],
+                  [0.0000]]]])
+
+    Source:
+        Graves et al. (2014), arXiv:1410.5401 (content-based addressing).
+    """
+
+    name: ClassVar[str] = "cosine"
+    temperature: float = 1.0
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_number("temperature", self.temperature, above=0.0)
+        check_number("eps", self.eps, above=0.0)
+
+    def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Vectors of length 1, and 1/τ."""
+        check_pair(query, key)
+        return l2_norm(query, self.eps), l2_norm(key, self.eps), 1 / self.temperature
+
+
+@dataclass(frozen=True)
+class General:
+    r"""A bilinear form, :math:`q^\top W k`.
+
+    Args:
+        weight: W, (Eq, Ek), or (Hq, Eq, Ek) with one for each query head. Query and key may differ
+            in width.
+
+    Raises:
+        TypeError: if the weight is no floating Tensor.
+        ValueError: if its shape is none of the two.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.tensor([[0.0, 1.0], [0.0, 0.0]])  # first of the query, second of the key
+        >>> query, key = torch.tensor([2.0, 5.0]), torch.tensor([7.0, 3.0])
+        >>> general(query.view(1, 1, 1, 2), key.view(1, 1, 1, 2), weight)
+        tensor([[[[6.]]]])
+
+    Source:
+        Luong et al. (2015), arXiv:1508.04025.
+    """
+
+    name: ClassVar[str] = "general"
+    weight: Tensor
+
+    def __post_init__(self) -> None:
+        check_parameter("weight", self.weight, "(Eq, Ek)", (0, 0))
+
+    def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        """The query times W, the key as it is, and 1."""
+        check_pair(query, key, same_width=False)
+        want = (query.shape[3], key.shape[3])
+        heads = self.weight.shape[0] if self.weight.dim() == 3 else query.shape[1]
+        if tuple(self.weight.shape[-2:]) != want or heads != query.shape[1]:
+            raise ValueError(
+                f"weight is (Eq, Ek) = {want} or (Hq, Eq, Ek) = {(query.shape[1], *want)}, got "
+                f"{tuple(self.weight.shape)} ({describe(query=query, key=key)})"
+            )
+        return query @ self.weight.to(query.dtype), key, 1.0
+
+
+def dot(query: Tensor, key: Tensor) -> Tensor:
+    """Dot products, (B, Hq, L, S), of query (B, Hq, L, E) and key (B, H, S, E).
+
+    Example:
+        >>> import torch
+        >>> dot(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 2, 4))
+        tensor([[[[4., 4.]]]])
+    """
+    return dot_tile(Dot(), query, key)
+
+
+def scaled_dot(query: Tensor, key: Tensor) -> Tensor:
+    """Dot products over √E, (B, Hq, L, S).
+
+    Example:
+        >>> import torch
+        >>> scaled_dot(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 2, 4))
+        tensor([[[[2., 2.]]]])
+    """
+    return dot_tile(ScaledDot(), query, key)
+
+
+def cosine(query: Tensor, key: Tensor, temperature: float = 1.0, eps: float = 1e-6) -> Tensor:
+    """Cosines over a temperature, (B, Hq, L, S); see :class:`Cosine`.
+
+    Example:
+        >>> import torch
+        >>> cosine(torch.ones(1, 1, 1, 4), -torch.ones(1, 1, 1, 4), temperature=0.5)
+        tensor([[[[-2.]]]])
+    """
+    return dot_tile(Cosine(temperature, eps), query, key)
+
+
+def general(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
+    """Bilinear forms qᵀWk, (B, Hq, L, S); see :class:`General`.
+
+    Example:
+        >>> import torch
+        >>> general(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 3), torch.ones(2, 3))
+        tensor([[[[6.]]]])
+    """
+    return dot_tile(General(weight), query, key)

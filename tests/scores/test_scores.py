@@ -1,0 +1,436 @@
+"""Every score is its formula, in float64, for grouped heads, blocks and each kind of mask."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import acutance
+from acutance import scores
+from acutance.scores import (
+    SCORES,
+    Additive,
+    Cosine,
+    Dot,
+    DotScore,
+    FunctionScore,
+    General,
+    Location,
+    QKNorm,
+    ScaledDot,
+    SwinGain,
+    TileScore,
+    dot_tile,
+)
+
+B, HEADS, GROUP, L, S, E, EK, HIDDEN = 2, 2, 3, 5, 7, 4, 6, 8
+HQ = HEADS * GROUP
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def loops(formula: Any, query: Tensor, key: Tensor) -> Tensor:
+    """Scores one by one: ``formula(q, k, query head, key head, key position)`` on NumPy vectors."""
+    q, k = query.detach().numpy(), key.detach().numpy()
+    group = q.shape[1] // k.shape[1]
+    out = np.empty((*q.shape[:3], k.shape[2]))
+    for b, h, i, j in np.ndindex(*out.shape):
+        out[b, h, i, j] = formula(q[b, h, i], k[b, h // group, j], h, h // group, j)
+    return torch.from_numpy(out)
+
+
+def make(name: str, by_head: bool) -> tuple[Any, Any]:
+    """A score and its formula."""
+    heads = (HQ,) if by_head else ()
+    key_heads = (HEADS,) if by_head else ()
+    if name == "dot":
+        return Dot(), lambda q, k, h, g, j: q @ k
+    if name == "scaled_dot":
+        return ScaledDot(), lambda q, k, h, g, j: q @ k / math.sqrt(E)
+    if name == "cosine":
+        return Cosine(0.1), lambda q, k, h, g, j: q @ k / math.sqrt(q @ q) / math.sqrt(k @ k) / 0.1
+    if name == "general":
+        W = rand(*heads, E, EK)
+        w = W.numpy()
+        return General(W), lambda q, k, h, g, j: q @ (w[h] if by_head else w) @ k
+    if name == "location":
+        W = rand(*key_heads, S + 3, E)
+        w = W.numpy()
+        return Location(W), lambda q, k, h, g, j: ((w[g] if by_head else w) @ q)[j]
+    assert name == "additive"
+    parts = (rand(*heads, HIDDEN, E), rand(*key_heads, HIDDEN, EK), rand(*heads, HIDDEN),
+             rand(*heads, HIDDEN))  # fmt: skip
+    wq, wk, v, c = (part.numpy() for part in parts)
+
+    def formula(q: Any, k: Any, h: int, g: int, j: int) -> float:
+        if by_head:
+            return v[h] @ np.tanh(wq[h] @ q + wk[g] @ k + c[h])
+        return v @ np.tanh(wq @ q + wk @ k + c)
+
+    return Additive(*parts), formula
+
+
+CASES = [(name, by_head) for name in SCORES for by_head in (False, True)]
+TILED = [case for case in CASES if case[0] in ("additive", "location")]
+#: The sum of at most 8 products, and a tanh: 16 roundings of numbers of about 10.
+CLOSE = {"rtol": 1e-13, "atol": 1e-13}
+
+
+def inputs(name: str) -> tuple[Tensor, Tensor]:
+    width = EK if name in ("general", "additive") else E
+    return rand(B, HQ, L, E), rand(B, HEADS, S, width)
+
+
+def dense(score: Any, query: Tensor, key: Tensor) -> Tensor:
+    return dot_tile(score, query, key) if isinstance(score, DotScore) else score.tile(query, key)
+
+
+@pytest.mark.parametrize(("name", "by_head"), CASES)
+def test_a_score_is_its_formula(name: str, by_head: bool) -> None:
+    query, key = inputs(name)
+    score, formula = make(name, by_head)
+    want = loops(formula, query, key)
+    torch.testing.assert_close(dense(score, query, key), want, **CLOSE)
+    if isinstance(score, TileScore):  # location is both
+        torch.testing.assert_close(score.tile(query, key), want, **CLOSE)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize(("name", "by_head"), TILED)
+def test_tiles_side_by_side_are_the_whole(name: str, by_head: bool, prepared: bool) -> None:
+    query, key = inputs(name)
+    score, formula = make(name, by_head)
+    want = loops(formula, query, key)
+    if prepared:
+        score, query, key = score.prepare(query, key)
+    got = torch.full_like(want, math.nan)
+    for i in range(0, L, 2):
+        for j in range(0, S, 3):
+            tile = score.tile(query[:, :, i : i + 2], key[:, :, j : j + 3], j)
+            got[:, :, i : i + 2, j : j + 3] = tile
+    torch.testing.assert_close(got, want, **CLOSE)
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "decoding": {"is_causal": True, "query_offset": S - L},
+    "window": {"window": 3},
+    "padding": {"key_mask": torch.arange(S).expand(B, S) < torch.tensor([[4], [7]])},
+    "boolean": {"attn_mask": torch.rand(B, HQ, L, S, generator=torch.Generator()) > 0.5},
+    "packed": {"document_ids": (torch.arange(L) // 2, torch.arange(S) // 3)},
+}
+
+
+def visible(options: dict[str, Any]) -> Tensor:
+    i = torch.arange(L)[:, None] + options.get("query_offset", 0)
+    j = torch.arange(S)
+    seen = torch.ones(B, HQ, L, S, dtype=torch.bool)
+    if "is_causal" in options:
+        seen &= j <= i
+    if "window" in options:
+        seen &= (i - j).abs() < 3
+    if "key_mask" in options:
+        seen &= options["key_mask"][:, None, None]
+    if "attn_mask" in options:
+        seen &= options["attn_mask"]
+    if "document_ids" in options:
+        rows, columns = options["document_ids"]
+        seen &= rows[:, None] == columns
+    return seen
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("name", "by_head"), [(n, h) for n, h in CASES if n not in ("additive",)])
+def test_the_transformed_vectors_stream(name: str, by_head: bool, mask: str) -> None:
+    """The kernel, given q' and k', gives the softmax of the formula's scores."""
+    query, key = inputs(name)
+    score, formula = make(name, by_head)
+    seen = visible(MASKS[mask])
+    s = loops(formula, query, key).masked_fill(~seen, -torch.inf)
+    value = rand(B, HEADS, S, 3)
+    p = torch.softmax(s, -1).nan_to_num(0.0)
+    q, k, scale = score.transform(query, key)
+    out, stats = acutance.attention(
+        q, k, value, scale=scale, enable_gqa=True, return_stats=True, **MASKS[mask]
+    )
+    torch.testing.assert_close(out, p @ value.repeat_interleave(GROUP, 1), rtol=1e-11, atol=1e-11)
+    some = seen.any(-1)
+    entropy = torch.special.entr(p).sum(-1)
+    torch.testing.assert_close(stats.entropy[some], entropy[some], rtol=1e-10, atol=1e-10)
+    assert some.any()
+
+
+def test_norms_do_what_they_should() -> None:
+    """A cosine ignores both lengths; the key's reorders a dot product, the query's does not."""
+    query, key = rand(1, 1, 4, E), rand(1, 1, 20, E)
+    lengths = torch.rand(20, dtype=torch.float64)[:, None] * 5 + 0.1
+    torch.testing.assert_close(
+        scores.cosine(3 * query, key * lengths), scores.cosine(query, key), **CLOSE
+    )
+    order = scores.dot(query, key).argsort(-1)
+    assert torch.equal(scores.dot(3 * query, key).argsort(-1), order)
+    assert not torch.equal(scores.dot(query, key * lengths).argsort(-1), order)
+
+
+def test_cosines_lie_between_minus_one_and_one() -> None:
+    query = rand(1, 1, 50, E)
+    s = scores.cosine(query, torch.cat([query, -query], 2))
+    assert s.abs().max() <= 1 + 1e-15
+    torch.testing.assert_close(s[0, 0].diagonal(), torch.ones(50).double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_zero_vector_scores_zero_and_has_a_finite_gradient(dtype: torch.dtype) -> None:
+    query = torch.zeros(1, 1, 2, 4, dtype=dtype)
+    query[0, 0, 1] = 1
+    query.requires_grad_()
+    s = scores.cosine(query, torch.ones(1, 1, 3, 4, dtype=dtype))
+    assert s[0, 0].tolist() == [[0.0] * 3, [1.0] * 3]
+    if dtype != torch.float16:  # whose largest number is 65504: the gradient is 1/ε = 10⁶
+        s.sum().backward()
+        assert query.grad is not None
+        assert query.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "by_head"), CASES)
+def test_half_precision_scores_are_made_in_float32(name: str, by_head: bool) -> None:
+    query, key = (t.bfloat16() for t in inputs(name))
+    score, formula = make(name, by_head)
+    want = loops(formula, query.double(), key.double())
+    got = dense(score, query, key)
+    assert got.dtype == torch.float32
+    # cosine and general round q' to bfloat16, whose ulp is 2⁻⁸: half of it, on q' and k' each
+    size = (want.abs().amax() + 1).item()
+    error = 2**-8 * 4 * size if name in ("cosine", "general", "location") else 1e-5 * size
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=error)
+
+
+@pytest.mark.parametrize(("name", "by_head"), CASES)
+def test_gradients(name: str, by_head: bool) -> None:
+    query, key = (t[:1, :, :2].contiguous().requires_grad_() for t in inputs(name))
+    score, _ = make(name, by_head)
+    parameters = [
+        part.requires_grad_() for part in vars(score).values() if isinstance(part, Tensor)
+    ]
+
+    def call(q: Tensor, k: Tensor, *parts: Tensor) -> Tensor:
+        fresh = type(score)(*parts) if parts else score
+        return dense(fresh, q, k)
+
+    assert torch.autograd.gradcheck(call, (query, key, *parameters))
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_gradients_of_additive_scores_are_autograds(by_head: bool) -> None:
+    """The backward pass is written by hand; here beside that of the whole formula."""
+    query, key = (t.requires_grad_() for t in inputs("additive"))
+    score, _ = make("additive", by_head)
+    wq, wk, v, c = (part.requires_grad_() for part in vars(score).values())
+    inner = (query @ wq.mT + c.unsqueeze(-2)).unsqueeze(3)
+    inner = inner + (key @ wk.mT).repeat_interleave(GROUP, 1).unsqueeze(2)
+    dense = (inner.tanh() * v.view(-1, 1, 1, HIDDEN)).sum(-1)
+    weight = rand(*dense.shape)
+    found, want = (
+        torch.autograd.grad((s * weight).sum(), (query, key, wq, wk, v, c))
+        for s in (score.tile(query, key), dense)
+    )
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_no_scores_of_every_hidden_unit_are_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, no tensor is larger than a tile or the chunk that is allowed."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from acutance.scores import hidden as module
+
+    class Largest(TorchDispatchMode):
+        found = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            for part in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(part, Tensor):
+                    self.found = max(self.found, part.numel())
+            return result
+
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1 << 12)
+    length, hidden = 96, 64
+    query, key = rand(1, 2, length, 8).requires_grad_(), rand(1, 1, length, 8)
+    score = Additive(rand(hidden, 8), rand(hidden, 8), rand(hidden))
+    with Largest() as mode:
+        score.tile(query, key).sum().backward()
+    assert mode.found == 2 * length * length, "the scores themselves, not 64 times as much"
+    assert query.grad is not None
+
+    # the same gradients as with the whole tanh at once
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1 << 30)
+    again = query.detach().clone().requires_grad_()
+    score.tile(again, key).sum().backward()
+    torch.testing.assert_close(query.grad, again.grad)
+
+
+def test_second_gradients_of_additive_scores_are_refused() -> None:
+    query = rand(1, 1, 2, 2).requires_grad_()
+    score = Additive(rand(3, 2), rand(3, 2), rand(3))
+    loss = score.tile(query, rand(1, 1, 2, 2)).square().sum()
+    (grad,) = torch.autograd.grad(loss, query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_a_row_factor_multiplies_the_scores_of_its_row() -> None:
+    """As a scaling must where multiplying the query would do something else."""
+    query, key = inputs("additive")
+    score, formula = make("additive", by_head=True)
+    factor = torch.rand(B, HQ, L, dtype=torch.float64, requires_grad=True)
+    scaled, q, k = scores.with_row_factor(score, query, key, factor)
+    want = loops(formula, query, key) * factor.unsqueeze(-1)
+    torch.testing.assert_close(scaled.tile(q, k), want, **CLOSE)
+    blocks = [scaled.tile(q[:, :, i : i + 2], k[:, :, 3:], 3) for i in range(0, L, 2)]
+    torch.testing.assert_close(torch.cat(blocks, 2), want[..., 3:], **CLOSE)
+    (slope,) = torch.autograd.grad(scaled.tile(q, k).sum(), factor)
+    torch.testing.assert_close(slope, loops(formula, query, key).sum(-1), rtol=1e-12, atol=1e-12)
+    plain = score.tile(query * factor.unsqueeze(-1), key)
+    assert (plain - want).abs().max() > 0.1
+    _, q, _ = scores.with_row_factor(score, query, key, torch.tensor(2.0))
+    assert (q[..., -1] == 2).all()
+
+
+def test_location_reads_positions_not_keys() -> None:
+    query = rand(1, 1, 3, E)
+    score = Location(rand(9, E))
+    one, other = score.tile(query, rand(1, 1, 5, E)), score.tile(query, rand(1, 1, 5, 2))
+    assert torch.equal(one, other)
+    later = score.tile(query, rand(1, 1, 5, E), 4)
+    torch.testing.assert_close(later[..., 0], one[..., 4])
+    _, keys, _ = score.transform(rand(2, 4, 3, E), rand(2, 2, 5, 1))
+    assert keys.shape == (2, 2, 5, E)
+    assert keys.untyped_storage().nbytes() == 9 * E * 8, "rows of W, not copies"
+
+
+def test_functions_are_scores() -> None:
+    def distance(query: Tensor, key: Tensor, start: int) -> Tensor:
+        return -torch.cdist(query, key) + start
+
+    score = scores.get(distance)
+    assert isinstance(score, FunctionScore)
+    assert isinstance(score, TileScore)
+    q, k = rand(1, 2, 3, 4), rand(1, 2, 5, 4)
+    torch.testing.assert_close(score.tile(q, k, 2), 2 - torch.cdist(q, k))
+    assert score.prepare(q, k) == (score, q, k)
+    with pytest.raises(ValueError, match=r"score function gives \(B, Hq, l, s\) = \(1, 2, 3, 5\)"):
+        FunctionScore(lambda q, k, start: q).tile(q, k)
+    with pytest.raises(TypeError, match="the score function gives a Tensor, got int"):
+        FunctionScore(lambda q, k, start: 3).tile(q, k)  # type: ignore[arg-type,return-value]
+    with pytest.raises(TypeError, match="function is callable, got int"):
+        FunctionScore(3)  # type: ignore[arg-type]
+
+
+def test_every_name_is_found_or_says_what_it_needs() -> None:
+    assert list(SCORES) == ["scaled_dot", "dot", "cosine", "general", "additive", "location"]
+    for name in ("scaled_dot", "dot", "cosine"):
+        assert type(scores.get(name)) is SCORES[name]
+        assert SCORES[name].name == name
+    for name in ("general", "additive", "location"):
+        with pytest.raises(ValueError, match=rf"score='{name}' has parameters: give scores\.\w+\("):
+            scores.get(name)
+    for given in (General(rand(2, 2)), QKNorm(4), scores.AdditiveScore(4)):
+        assert scores.get(given) is given
+    assert isinstance(QKNorm(4, gain=SwinGain(2)), DotScore)
+    assert isinstance(scores.AdditiveScore(4), TileScore)
+    assert not isinstance(scores.AdditiveScore(4), DotScore)
+    assert not isinstance(Dot(), TileScore)
+
+
+Q, K = torch.ones(1, 4, 3, 4), torch.ones(1, 2, 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: scores.get("cosin"), ValueError, "is none of scaled_dot, .*; did you mean 'cosin"),
+        (lambda: scores.get("§"), ValueError, "score='§' is none of [a-z_, ]*$"),
+        (lambda: scores.get(3), TypeError, "score is a name, a score or a function, got int"),
+        (lambda: scores.get(Dot), TypeError, "score is an instance, got the class Dot"),
+        (lambda: Cosine(0.0), ValueError, "temperature is a finite number above 0, got 0.0"),
+        (lambda: Cosine(-1.0), ValueError, "temperature is a finite number above 0, got -1.0"),
+        (lambda: Cosine(eps=0.0), ValueError, "eps is a finite number above 0, got 0.0"),
+        (lambda: General(torch.ones(4)), ValueError, r"weight is \(Eq, Ek\), or one .* got \(4,\)"),
+        (lambda: General([1.0]), TypeError, "weight is a Tensor, got list"),
+        (lambda: General(torch.ones(4, 4).long()), TypeError, "weight is a floating Tensor, got"),
+        (
+            lambda: General(torch.ones(3, 4)).transform(Q, K),
+            ValueError,
+            r"weight is \(Eq, Ek\) = \(4, 4\) or \(Hq, Eq, Ek\) = \(4, 4, 4\), got \(3, 4\)",
+        ),
+        (
+            lambda: General(torch.ones(2, 4, 4)).transform(Q, K),
+            ValueError,
+            r"got \(2, 4, 4\) \(query \(1, 4, 3, 4\), key \(1, 2, 5, 4\)\)",
+        ),
+        (
+            lambda: Additive(torch.ones(8, 4), torch.ones(7, 4), torch.ones(8)),
+            ValueError,
+            r"key_weight is \(hidden, Ek\) = \(8, Ek\), .*, got \(7, 4\)",
+        ),
+        (
+            lambda: Additive(torch.ones(8, 4), torch.ones(8, 4), torch.ones(9)),
+            ValueError,
+            r"vector is \(hidden,\) = \(8,\), .*, got \(9,\)",
+        ),
+        (
+            lambda: Additive(torch.ones(8, 4), torch.ones(8, 4), torch.ones(8), torch.ones(1)),
+            ValueError,
+            r"bias is \(hidden,\) = \(8,\), .*, got \(1,\)",
+        ),
+        (
+            lambda: Additive(torch.ones(8, 4), torch.ones(8, 5), torch.ones(8)).tile(Q, K),
+            ValueError,
+            "key_weight is for width 5, got 4",
+        ),
+        (
+            lambda: Additive(torch.ones(3, 8, 4), torch.ones(8, 4), torch.ones(8)).tile(Q, K),
+            ValueError,
+            "query_weight is for 3 heads, there are 4",
+        ),
+        (
+            lambda: Additive(torch.ones(8, 4), torch.ones(4, 8, 4), torch.ones(8)).tile(Q, K),
+            ValueError,
+            "key_weight is for 4 heads, there are 2",
+        ),
+        (
+            lambda: Location(torch.ones(4, 4)).tile(Q, K),
+            ValueError,
+            "a row for each of at most S_max=4 keys, got keys 0 to 5",
+        ),
+        (
+            lambda: Location(torch.ones(9, 4)).tile(Q, K, 5),
+            ValueError,
+            "at most S_max=9 keys, got keys 5 to 10",
+        ),
+        (lambda: Location(torch.ones(9, 3)).tile(Q, K), ValueError, "the query's width E=4, got 3"),
+        (
+            lambda: Location(torch.ones(4, 9, 4)).transform(Q, K),
+            ValueError,
+            "weight is for 4 key heads, there are 2",
+        ),
+        (lambda: scores.dot(Q[0], K), ValueError, "query has four dimensions .* got 3"),
+        (lambda: scores.dot(Q, K[..., :3]), ValueError, "share the width E: query has E=4, key ha"),
+        (lambda: scores.dot(Q[:, :3], K), ValueError, "query heads are a multiple of the key head"),
+        (lambda: scores.dot(Q, torch.ones(2, 2, 5, 4)), ValueError, "share the batch size B"),
+        (lambda: scores.dot(Q.long(), K), TypeError, "query is a floating Tensor, got torch.int64"),
+        (lambda: scores.dot(None, K), TypeError, "query is a Tensor, got NoneType"),
+    ],
+)
+def test_bad_input_is_named(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(error, match=message):
+        call()
