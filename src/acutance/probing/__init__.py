@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from acutance.probing.moments import Moments, edges
 from acutance.probing.context import Probe, ProbeError, probe
+from acutance.probing.moments import Moments, edges
 from acutance.probing.summary import SCHEMA, STATUSES, HeadSummary, Layer, load
 
 __all__ = [
