@@ -9,7 +9,7 @@ see there.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -82,7 +82,7 @@ class Hidden:
     stop: int
     mask: Tensor
     band: Band | None = None
-    made: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    made: dict[tuple[torch.dtype, float | None], Tensor] = field(default_factory=dict)
 
     @property
     def width(self) -> int:
@@ -93,7 +93,7 @@ class Hidden:
         """Number of visible keys of each row of a tile that is ``width`` keys wide."""
         if self.band is None:
             return width - self.mask.sum(-1).to(dtype)
-        name = (self.band, self.mask.shape, dtype, "count")
+        name = (dtype, None)
         if name not in self.made:
             self.made[name] = self.mask.sum(-1).to(dtype)
         return width - self.made[name]
@@ -127,7 +127,7 @@ class Hidden:
         return self.band is not None or 4 * self.mask.numel() <= block.numel()
 
     def _weights(self, like: Tensor, hidden: float, visible: float) -> Tensor:
-        name = (self.band, self.mask.shape, like.dtype, hidden)
+        name = (like.dtype, hidden)
         if name not in self.made:
             base = torch.full(self.mask.shape, visible, dtype=like.dtype, device=like.device)
             self.made[name] = base.masked_fill_(self.mask, hidden)
@@ -293,22 +293,22 @@ class Masking:
     def _band(self, region: Region, columns: slice, start: int) -> Hidden:
         """What position hides in a block, as columns of the tile that begins at ``start``."""
         diagonal = region.rows.start + self.offset - columns.start
-        highest = lowest = None
-        if self.window is not None:
-            lowest, highest = diagonal - self.window + 1, diagonal + self.window - 1
-        if self.causal:
-            highest = diagonal
-        band = Band(lowest, highest)
-        shape = (region.rows.stop - region.rows.start, columns.stop - columns.start)
-        name = (band, shape)
-        if name not in self._masks:
-            self._masks[name] = band.outside(*shape, self.device)[None, None, None]
-        mask = self._masks[name]
-        return Hidden(columns.start - start, columns.stop - start, mask, band, self._masks)
+        place = (diagonal, region.rows.stop - region.rows.start, columns.stop - columns.start)
+        if place not in self._masks:
+            highest = lowest = None
+            if self.window is not None:
+                lowest, highest = diagonal - self.window + 1, diagonal + self.window - 1
+            if self.causal:
+                highest = diagonal
+            band = Band(lowest, highest)
+            mask = band.outside(*place[1:], self.device)[None, None, None]
+            self._masks[place] = Hidden(0, place[2], mask, band)
+        made = self._masks[place]
+        return replace(made, start=columns.start - start, stop=columns.stop - start)
 
     @cached_property
-    def _masks(self) -> dict[tuple[object, ...], Tensor]:
-        """Position masks made so far: tiles along the diagonal share them."""
+    def _masks(self) -> dict[tuple[int, int, int], Hidden]:
+        """Position masks made so far: tiles along the diagonal share them and what they made."""
         return {}
 
     def _distance(self, region: Region, columns: slice) -> Tensor:
