@@ -126,6 +126,18 @@ def test_a_scaling_multiplies_the_scores_of_each_row(score: str, mask: str) -> N
     assert not torch.allclose(out, w.Softmax()(s, seen) @ VALUES, rtol=1e-3)
 
 
+def test_a_packed_row_has_the_factor_it_has_alone() -> None:
+    """A law by position counts from the start of the document, as models do."""
+    law = scaling.Llama4(length=2)
+    q = draw(1, 1, 8, E, seed=12)
+    documents = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])
+    together = acutance.attention(q, q, q, is_causal=True, document_ids=documents, scaling=law)
+    alone = acutance.attention(q[:, :, 3:], q[:, :, 3:], q[:, :, 3:], is_causal=True, scaling=law)
+    torch.testing.assert_close(together[:, :, 3:], alone)
+    plain = acutance.attention(q[:, :, 3:], q[:, :, 3:], q[:, :, 3:], is_causal=True)
+    assert not torch.allclose(alone, plain, rtol=1e-3)
+
+
 def test_a_law_that_needs_the_entropy_measures_it() -> None:
     law = scaling.AdaptivePoly()
     s = SCORES["dot"][1]

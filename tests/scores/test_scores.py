@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import acutance
-from acutance import scores
+from acutance import scaling, scores
 from acutance.scores import (
     SCORES,
     Additive,
@@ -287,22 +287,20 @@ def test_second_gradients_of_additive_scores_are_refused() -> None:
         grad.sum().backward()
 
 
-def test_a_row_factor_multiplies_the_scores_of_its_row() -> None:
-    """As a scaling must where multiplying the query would do something else."""
+def test_a_scaling_multiplies_scores_that_are_not_linear_in_the_query() -> None:
     query, key = inputs("additive")
     score, formula = make("additive", by_head=True)
-    factor = torch.rand(B, HQ, L, dtype=torch.float64, requires_grad=True)
-    scaled, q, k = scores.with_row_factor(score, query, key, factor)
-    want = loops(formula, query, key) * factor.unsqueeze(-1)
-    torch.testing.assert_close(scaled.tile(q, k), want, **CLOSE)
-    blocks = [scaled.tile(q[:, :, i : i + 2], k[:, :, 3:], 3) for i in range(0, L, 2)]
-    torch.testing.assert_close(torch.cat(blocks, 2), want[..., 3:], **CLOSE)
-    (slope,) = torch.autograd.grad(scaled.tile(q, k).sum(), factor)
-    torch.testing.assert_close(slope, loops(formula, query, key).sum(-1), rtol=1e-12, atol=1e-12)
-    plain = score.tile(query * factor.unsqueeze(-1), key)
-    assert (plain - want).abs().max() > 0.1
-    _, q, _ = scores.with_row_factor(score, query, key, torch.tensor(2.0))
-    assert (q[..., -1] == 2).all()
+    law = scaling.SSMax([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], bias=0.5)
+    n = torch.arange(1, L + 1)
+    s = loops(formula, query, key) * law.factor(n, dtype=torch.float64).unsqueeze(-1)
+    s = s.masked_fill(~visible(MASKS["causal"]), -torch.inf)
+    value = rand(B, HEADS, S, 3)
+    out = acutance.attention(
+        query, key, value, score=score, scaling=law, is_causal=True, enable_gqa=True
+    )
+    want = torch.softmax(s, -1) @ value.repeat_interleave(GROUP, 1)
+    # the factor of a row is kept in float32
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 
 
 def test_location_reads_positions_not_keys() -> None:
@@ -349,88 +347,3 @@ def test_every_name_is_found_or_says_what_it_needs() -> None:
     assert isinstance(scores.AdditiveScore(4), TileScore)
     assert not isinstance(scores.AdditiveScore(4), DotScore)
     assert not isinstance(Dot(), TileScore)
-
-
-Q, K = torch.ones(1, 4, 3, 4), torch.ones(1, 2, 5, 4)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: scores.get("cosin"), ValueError, "is none of scaled_dot, .*; did you mean 'cosin"),
-        (lambda: scores.get("§"), ValueError, "score='§' is none of [a-z_, ]*$"),
-        (lambda: scores.get(3), TypeError, "score is a name, a score or a function, got int"),
-        (lambda: scores.get(Dot), TypeError, "score is an instance, got the class Dot"),
-        (lambda: Cosine(0.0), ValueError, "temperature is a finite number above 0, got 0.0"),
-        (lambda: Cosine(-1.0), ValueError, "temperature is a finite number above 0, got -1.0"),
-        (lambda: Cosine(eps=0.0), ValueError, "eps is a finite number above 0, got 0.0"),
-        (lambda: General(torch.ones(4)), ValueError, r"weight is \(Eq, Ek\), or one .* got \(4,\)"),
-        (lambda: General([1.0]), TypeError, "weight is a Tensor, got list"),
-        (lambda: General(torch.ones(4, 4).long()), TypeError, "weight is a floating Tensor, got"),
-        (
-            lambda: General(torch.ones(3, 4)).transform(Q, K),
-            ValueError,
-            r"weight is \(Eq, Ek\) = \(4, 4\) or \(Hq, Eq, Ek\) = \(4, 4, 4\), got \(3, 4\)",
-        ),
-        (
-            lambda: General(torch.ones(2, 4, 4)).transform(Q, K),
-            ValueError,
-            r"got \(2, 4, 4\) \(query \(1, 4, 3, 4\), key \(1, 2, 5, 4\)\)",
-        ),
-        (
-            lambda: Additive(torch.ones(8, 4), torch.ones(7, 4), torch.ones(8)),
-            ValueError,
-            r"key_weight is \(hidden, Ek\) = \(8, Ek\), .*, got \(7, 4\)",
-        ),
-        (
-            lambda: Additive(torch.ones(8, 4), torch.ones(8, 4), torch.ones(9)),
-            ValueError,
-            r"vector is \(hidden,\) = \(8,\), .*, got \(9,\)",
-        ),
-        (
-            lambda: Additive(torch.ones(8, 4), torch.ones(8, 4), torch.ones(8), torch.ones(1)),
-            ValueError,
-            r"bias is \(hidden,\) = \(8,\), .*, got \(1,\)",
-        ),
-        (
-            lambda: Additive(torch.ones(8, 4), torch.ones(8, 5), torch.ones(8)).tile(Q, K),
-            ValueError,
-            "key_weight is for width 5, got 4",
-        ),
-        (
-            lambda: Additive(torch.ones(3, 8, 4), torch.ones(8, 4), torch.ones(8)).tile(Q, K),
-            ValueError,
-            "query_weight is for 3 heads, there are 4",
-        ),
-        (
-            lambda: Additive(torch.ones(8, 4), torch.ones(4, 8, 4), torch.ones(8)).tile(Q, K),
-            ValueError,
-            "key_weight is for 4 heads, there are 2",
-        ),
-        (
-            lambda: Location(torch.ones(4, 4)).tile(Q, K),
-            ValueError,
-            "a row for each of at most S_max=4 keys, got keys 0 to 5",
-        ),
-        (
-            lambda: Location(torch.ones(9, 4)).tile(Q, K, 5),
-            ValueError,
-            "at most S_max=9 keys, got keys 5 to 10",
-        ),
-        (lambda: Location(torch.ones(9, 3)).tile(Q, K), ValueError, "the query's width E=4, got 3"),
-        (
-            lambda: Location(torch.ones(4, 9, 4)).transform(Q, K),
-            ValueError,
-            "weight is for 4 key heads, there are 2",
-        ),
-        (lambda: scores.dot(Q[0], K), ValueError, "query has four dimensions .* got 3"),
-        (lambda: scores.dot(Q, K[..., :3]), ValueError, "share the width E: query has E=4, key ha"),
-        (lambda: scores.dot(Q[:, :3], K), ValueError, "query heads are a multiple of the key head"),
-        (lambda: scores.dot(Q, torch.ones(2, 2, 5, 4)), ValueError, "share the batch size B"),
-        (lambda: scores.dot(Q.long(), K), TypeError, "query is a floating Tensor, got torch.int64"),
-        (lambda: scores.dot(None, K), TypeError, "query is a Tensor, got NoneType"),
-    ],
-)
-def test_bad_input_is_named(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(error, match=message):
-        call()

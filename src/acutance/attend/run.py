@@ -15,6 +15,7 @@ from acutance import weights as weightings
 from acutance.kernels.blocked import Sums
 from acutance.kernels.ops import row_sums
 from acutance.kernels.rows import weigh_rows
+from acutance.kernels.tiles import accumulate_dtype
 from acutance.masks import Masking
 from acutance.rowstats import RowState, RowStatistics, WeightStatistics
 from acutance.scaling import AnyScaling, NoScaling, apply_scaling, visible_keys
@@ -166,10 +167,16 @@ class _Call:
         return self.softmax and isinstance(self.score, DotScore)
 
     def scaled(self, law: AnyScaling) -> _Call:
-        """Multiply each row by the law's factor of the keys it sees."""
+        """Multiply each row by the law's factor of the keys it sees.
+
+        A causal row without a window stands where its n − 1 keys before it end, whatever is padded
+        or packed; other rows are counted from the start.
+        """
         n = visible_keys(self.masking)
-        first = self.options.query_offset
-        positions = torch.arange(first, first + self.query.shape[2], device=self.query.device)
+        positions = None
+        if not self.options.is_causal or self.options.window is not None:
+            first = self.options.query_offset
+            positions = torch.arange(first, first + self.query.shape[2], device=self.query.device)
         entropy = None
         if law.needs_entropy:
             with torch.no_grad():
@@ -178,8 +185,9 @@ class _Call:
         if isinstance(self.score, DotScore):
             query = apply_scaling(self.query, law, n, positions, entropy=entropy)
             return replace(self, query=query)
-        one = self.query.new_ones(*self.query.shape[:3], 1)
-        rows = apply_scaling(one.float(), law, n, positions, entropy=entropy)
+        dtype = accumulate_dtype(self.query.dtype)
+        one = self.query.new_ones(*self.query.shape[:3], 1, dtype=dtype)
+        rows = apply_scaling(one, law, n, positions, entropy=entropy)
         return replace(self, row_scale=rows)
 
     def streamed(self) -> tuple[Tensor, RowStatistics]:

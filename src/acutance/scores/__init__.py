@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from acutance.scores.base import DotScore, FunctionScore, TileScore, dot_tile, with_row_factor
+from acutance.scores.base import DotScore, FunctionScore, TileScore, dot_tile
 from acutance.scores.hidden import Additive, additive
 from acutance.scores.modules import AdditiveScore, GeneralScore, LocationScore
 from acutance.scores.positions import Location, location
@@ -58,7 +58,6 @@ __all__ = [
     "location",
     "rms_norm",
     "scaled_dot",
-    "with_row_factor",
 ]
 
 #: Every score by its name.

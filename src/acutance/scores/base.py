@@ -19,7 +19,6 @@ __all__ = [
     "check_parameter",
     "dot_tile",
     "precise",
-    "with_row_factor",
 ]
 
 
@@ -102,50 +101,6 @@ class FunctionScore:
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
         """Nothing to do ahead."""
         return self, query, key
-
-
-@dataclass(frozen=True)
-class _RowFactor:
-    """Tiles of a score times a factor of each row, which is the query's last component."""
-
-    score: TileScore
-
-    def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
-        return self.score.tile(query[..., :-1], key, key_start) * query[..., -1:]
-
-    def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        return self, query, key
-
-
-def with_row_factor(
-    score: TileScore, query: Tensor, key: Tensor, factor: Tensor
-) -> tuple[TileScore, Tensor, Tensor]:
-    """A scaling for scores that are not linear in the query: prepared, and multiplied row by row.
-
-    A dot product is scaled by scaling its query. An additive score is not, so its factor travels as
-    one more component of the query and multiplies the tile.
-
-    Args:
-        score: any score of tiles.
-        query: (B, Hq, L, E).
-        key: (B, H, S, E).
-        factor: of each row, broadcastable to (B, Hq, L).
-
-    Returns:
-        What :meth:`TileScore.prepare` gives, of a score whose tiles are multiplied.
-
-    Example:
-        >>> from acutance.scores import Additive
-        >>> score = Additive(torch.ones(3, 2), torch.ones(3, 2), torch.ones(3))
-        >>> query, key = torch.ones(1, 1, 2, 2), torch.ones(1, 1, 1, 2)
-        >>> scaled, q, k = with_row_factor(score, query, key, torch.tensor([1.0, 10.0]))
-        >>> scaled.tile(q, k).flatten()
-        tensor([ 2.9980, 29.9799])
-    """
-    prepared, query, key = score.prepare(query, key)
-    query = precise(query)
-    rows = factor.to(query.dtype).broadcast_to(query.shape[:3]).unsqueeze(-1)
-    return _RowFactor(prepared), torch.cat([query, rows], -1), key
 
 
 def dot_tile(score: DotScore, query: Tensor, key: Tensor) -> Tensor:
