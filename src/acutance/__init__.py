@@ -6,7 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from acutance import kernels, rowstats, scaling, scores, shapes, testing, theory, weights
+    from acutance import (
+        kernels,
+        mechanisms,
+        rowstats,
+        scaling,
+        scores,
+        shapes,
+        testing,
+        theory,
+        weights,
+    )
     from acutance.attend import attention, row_statistics
     from acutance.probing import HeadSummary, Probe, ProbeError, load, probe
     from acutance.rowstats import METRICS, Metric, RowState, RowStatistics
@@ -24,6 +34,7 @@ __all__ = [
     "__version__",
     "attention",
     "kernels",
+    "mechanisms",
     "load",
     "probe",
     "row_statistics",
@@ -50,7 +61,17 @@ _HOMES = {
     "load": "acutance.probing",
     "probe": "acutance.probing",
 }
-_MODULES = ("kernels", "rowstats", "scaling", "scores", "shapes", "testing", "theory", "weights")
+_MODULES = (
+    "kernels",
+    "mechanisms",
+    "rowstats",
+    "scaling",
+    "scores",
+    "shapes",
+    "testing",
+    "theory",
+    "weights",
+)
 
 
 def __getattr__(name: str) -> Any:

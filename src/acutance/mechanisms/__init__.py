@@ -1,0 +1,38 @@
+"""Mechanisms that never form scores: linear and recurrent attention, each in O(n)."""
+
+from __future__ import annotations
+
+from acutance.mechanisms.decays import alibi_decays, decay_statistics, retnet_decays
+from acutance.mechanisms.feature_maps import FEATURE_MAPS, CosFormer, FeatureMap, feature_map
+from acutance.mechanisms.linear import decay_attention, linear_attention
+from acutance.mechanisms.recurrent import (
+    LRUParameters,
+    diagonal_recurrence,
+    linear_recurrent_unit,
+    lru_decays,
+    lru_parameters,
+    recurrence_statistics,
+)
+from acutance.mechanisms.state import LinearState
+from acutance.mechanisms.steps import linear_state, linear_step
+
+__all__ = [
+    "FEATURE_MAPS",
+    "CosFormer",
+    "FeatureMap",
+    "LRUParameters",
+    "LinearState",
+    "alibi_decays",
+    "decay_attention",
+    "decay_statistics",
+    "diagonal_recurrence",
+    "feature_map",
+    "linear_attention",
+    "linear_recurrent_unit",
+    "linear_state",
+    "linear_step",
+    "lru_decays",
+    "lru_parameters",
+    "recurrence_statistics",
+    "retnet_decays",
+]

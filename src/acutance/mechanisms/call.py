@@ -1,0 +1,202 @@
+"""One call of linear attention: its tensors, of which features are taken a stretch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from acutance.mechanisms.decays import check_decay
+from acutance.mechanisms.feature_maps import FeatureMap
+from acutance.mechanisms.feature_maps import feature_map as find_map
+from acutance.shapes import check_count, check_flag, check_number, check_tensor, describe
+
+__all__ = ["Call", "Features", "make_call"]
+
+#: Features of one stretch, over all heads: what a call forms beyond its result stays near this.
+STRETCH = 2**17
+NO_ROWS = slice(0, 0)
+
+
+class Features(NamedTuple):
+    """Features of some queries and some keys, (B, H, G, ...); ``visible`` is (B, keys)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    visible: Tensor
+    log_decay: Tensor | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call whose arguments have been checked.
+
+    Attributes:
+        query: (B, Hq, L, E).
+        key: (B, H, S, E).
+        value: (B, H, S, Ev).
+        feature_map: what makes features of them.
+        scale: factor of the weights.
+        log_decay: log λ, (H, G) or (H, 1), or None.
+        visible: (B, S), or None where every key takes part.
+        row_places: (L,), positions of the queries.
+        key_places: (S,), positions of the keys.
+        chunk: rows that meet their keys directly in a causal scan.
+        by_sum: whether outputs are divided by the sum of the weights.
+        eps: added to that sum.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    feature_map: FeatureMap
+    scale: float
+    log_decay: Tensor | None
+    visible: Tensor | None
+    row_places: Tensor
+    key_places: Tensor
+    chunk: int
+    by_sum: bool
+    eps: float
+
+    @property
+    def rows(self) -> int:
+        """L."""
+        return self.query.shape[2]
+
+    @property
+    def keys(self) -> int:
+        """S."""
+        return self.key.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the sums."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+    def features(self, rows: slice, keys: slice, missing: int = 0) -> Features:
+        """Features of these queries and keys, and of ``missing`` hidden keys after them."""
+        heads = self.key.shape[1]
+        q = self.feature_map(self.query[:, :, rows].to(self.dtype), self.row_places[rows])
+        if self.scale != 1.0:
+            q = q * self.scale
+        k, v = self.key[:, :, keys].to(self.dtype), self.value[:, :, keys].to(self.dtype)
+        if self.visible is None:
+            visible = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
+            k = self.feature_map(k, self.key_places[keys])
+        else:
+            visible = self.visible[:, keys]
+            seen = visible[:, None, :, None]
+            k, v = torch.where(seen, k, 0.0), torch.where(seen, v, 0.0)
+            k = torch.where(seen, self.feature_map(k, self.key_places[keys]), 0.0)
+        if missing:
+            k, v = pad(k, (0, 0, 0, missing)), pad(v, (0, 0, 0, missing))
+            visible = pad(visible, (0, missing))
+        group = q.shape[1] // max(1, heads)
+        q = q.unflatten(1, (heads, group))
+        return Features(q, k.unsqueeze(2), v.unsqueeze(2), visible, self.log_decay)
+
+    def turned(self) -> Call:
+        """The same call read from its end."""
+        return replace(
+            self,
+            query=self.query.flip(2),
+            key=self.key.flip(2),
+            value=self.value.flip(2),
+            visible=None if self.visible is None else self.visible.flip(1),
+            row_places=self.row_places.flip(0),
+            key_places=self.key_places.flip(0),
+        )
+
+    def stretches(self, start: int, stop: int) -> Iterator[slice]:
+        """Consecutive pieces of a sequence, in whole chunks."""
+        width = max(1, self.query.shape[0] * self.query.shape[1] * self.query.shape[3])
+        size = max(1, STRETCH // (width * self.chunk)) * self.chunk
+        for begin in range(start, stop, size):
+            yield slice(begin, min(begin + size, stop))
+
+
+def make_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    feature_map: str | FeatureMap,
+    decay: float | Tensor | None,
+    scale: float,
+    key_mask: Tensor | None,
+    chunk: int,
+    normalize: bool | None,
+    eps: float,
+    row_start: int,
+    key_start: int,
+) -> Call:
+    """The call of tensors whose shapes have been checked; everything else is checked here.
+
+    Raises:
+        TypeError: if an option is of the wrong kind.
+        ValueError: if one does not fit, or a decay is outside (0, 1].
+    """
+    chosen = find_map(feature_map)
+    check_number("scale", scale)
+    check_number("eps", eps, above=0.0, including=True)
+    check_count("chunk", chunk, 1)
+    heads = key.shape[1]
+    if key_mask is not None:
+        _check_key_mask(key_mask, query, key)
+    log_decay = None
+    if decay is not None:
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        each = torch.log(check_decay(decay, query.shape[1], query.new_empty(0, dtype=dtype)))
+        shared = not (isinstance(decay, Tensor) and decay.dim())
+        log_decay = each[:heads, None] if shared else each.view(heads, -1)
+    device = query.device
+    return Call(
+        query,
+        key,
+        value,
+        chosen,
+        scale,
+        log_decay,
+        key_mask,
+        torch.arange(row_start, row_start + query.shape[2], device=device),
+        torch.arange(key_start, key_start + key.shape[2], device=device),
+        chunk,
+        _normalizes(normalize, chosen),
+        eps,
+    )
+
+
+def _check_key_mask(key_mask: Tensor, query: Tensor, key: Tensor) -> None:
+    shape = (key.shape[0], key.shape[2])
+    if check_tensor("key_mask", key_mask).dtype != torch.bool:
+        raise TypeError(f"key_mask is boolean, True where a key takes part, got {key_mask.dtype}")
+    if tuple(key_mask.shape) != shape:
+        raise ValueError(
+            f"key_mask is (B, S) = {shape}, got {tuple(key_mask.shape)} "
+            f"({describe(query=query, key=key)})"
+        )
+    if key_mask.device != key.device:
+        raise ValueError(f"key_mask is on the key's device {key.device}, got {key_mask.device}")
+
+
+def _normalizes(normalize: bool | None, chosen: FeatureMap) -> bool:
+    """Whether a call divides by the sum of its weights.
+
+    Raises:
+        TypeError: if it is neither a bool nor None.
+        ValueError: if the weights have both signs.
+    """
+    if normalize is None:
+        return chosen.nonnegative
+    if check_flag("normalize", normalize) and not chosen.nonnegative:
+        raise ValueError(
+            f"normalize=True divides by the sum of the weights, which can be 0 for signed ones: "
+            f"feature_map={chosen.name!r} takes normalize=False"
+        )
+    return normalize

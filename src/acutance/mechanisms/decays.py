@@ -1,0 +1,183 @@
+r"""Decays: the factor λ by which a weight shrinks per key of distance, and what it leaves.
+
+Weights :math:`1, \lambda, \lambda^2, \dots` need no sums over keys at all: every statistic of them
+is a closed form.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from acutance.rowstats.state import NO_KEY
+from acutance.rowstats.weighted import WeightStatistics, WeightSums
+from acutance.shapes import FLOATS, check_count
+
+__all__ = ["alibi_decays", "check_decay", "decay_statistics", "retnet_decays"]
+
+
+def retnet_decays(
+    heads: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> Tensor:
+    r"""RetNet's decays, :math:`\lambda_h = 1 - 2^{-5-h}` for h = 0 … heads − 1.
+
+    Args:
+        heads: Hq.
+        dtype: floating dtype.
+        device: where they live.
+
+    Returns:
+        (Hq,), rising towards 1. From head 20 on they are 1 in float32.
+
+    Example:
+        >>> retnet_decays(3)
+        tensor([0.9688, 0.9844, 0.9922])
+
+    Source:
+        Sun et al. (2023), arXiv:2307.08621, equation 8.
+    """
+    check_count("heads", heads, 1)
+    exponents = torch.arange(heads, dtype=torch.float64, device=device) + 5
+    return (1 - torch.exp2(-exponents)).to(dtype)
+
+
+def alibi_decays(
+    heads: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> Tensor:
+    r"""ALiBi's slopes as decays, :math:`\lambda_h = e^{-m_h}` with :math:`m_h = 2^{-8(h+1)/H}`.
+
+    Softmax attention with a linear bias :math:`-m_h |i - j|` has :math:`\lambda_h^{|i - j|}` as
+    the part of its weights that does not depend on content. As published, a number of heads that
+    is no power of two takes the slopes of the power below, then every other one of twice as many.
+
+    Args:
+        heads: Hq.
+        dtype: floating dtype.
+        device: where they live.
+
+    Returns:
+        (Hq,).
+
+    Example:
+        >>> alibi_decays(8)[[0, 7]]
+        tensor([0.6065, 0.9961])
+
+    Source:
+        Press, Smith & Lewis (2021), arXiv:2108.12409.
+    """
+    check_count("heads", heads, 1)
+    whole = 1 << (heads.bit_length() - 1)
+
+    def slopes(count: int) -> Tensor:
+        steps = torch.arange(1, count + 1, dtype=torch.float64, device=device)
+        return torch.exp2(-8 / count * steps)
+
+    chosen = torch.cat([slopes(whole), slopes(2 * whole)[::2][: heads - whole]])
+    return torch.exp(-chosen).to(dtype)
+
+
+def check_decay(decay: float | Tensor, heads: int, like: Tensor) -> Tensor:
+    """The decays as a tensor (Hq,) of ``like``'s dtype and device.
+
+    Raises:
+        TypeError: if they are neither a number nor a floating Tensor.
+        ValueError: if there is not one, or one for each query head, or one is outside (0, 1].
+    """
+    if isinstance(decay, Tensor):
+        if decay.dtype not in FLOATS:
+            raise TypeError(f"decay is a number or a floating Tensor, got {decay.dtype}")
+        if decay.dim() and tuple(decay.shape) != (heads,):
+            raise ValueError(f"decay is one number or (Hq,) = ({heads},), got {tuple(decay.shape)}")
+        if decay.device != like.device:
+            raise ValueError(f"decay is on the query's device {like.device}, got {decay.device}")
+    elif isinstance(decay, bool) or not isinstance(decay, int | float):
+        raise TypeError(f"decay is a number or a floating Tensor, got {type(decay).__name__}")
+    values = torch.as_tensor(decay, dtype=like.dtype, device=like.device)
+    if not torch.compiler.is_compiling():
+        outside = ~((values > 0) & (values <= 1))  # NaN is outside too
+        if bool(outside.any()):
+            wrong = values.detach()[outside].flatten()[0].item()
+            raise ValueError(f"decay lies in (0, 1], got {wrong:g}")
+    return values.expand(heads)
+
+
+def decay_statistics(n: Tensor | int, decay: Tensor | float) -> WeightStatistics:
+    r"""Statistics of the weights :math:`1, \lambda, \dots, \lambda^{n-1}`, the latest key first.
+
+    With :math:`\theta = -\log \lambda`, effective keys are :math:`\tanh(n\theta/2) /
+    \tanh(\theta/2)`, below :math:`(1+\lambda)/(1-\lambda)` however many keys there are; the weights
+    divided by their sum are a distribution and have an entropy.
+
+    Args:
+        n: visible keys, integers of shape (...); 0 for a row without any.
+        decay: λ in (0, 1], or :math:`|\lambda|` of complex decays; it broadcasts against n.
+
+    Returns:
+        Statistics of the broadcast shape, float64 where the decay is and float32 otherwise, in
+        constant time a row. Differentiable in the decay.
+
+    Raises:
+        TypeError: if n is no integer, or the decay no number.
+        ValueError: if a decay is outside (0, 1].
+
+    Example:
+        >>> stats = decay_statistics(torch.tensor([1, 10, 10_000]), 0.9)
+        >>> stats.effective_keys
+        tensor([ 1.0000,  9.1757, 19.0000])
+        >>> stats.entropy
+        tensor([0.0000, 2.2580, 3.2508])
+
+    Source:
+        Su Jianlin, kexue.fm article 9889.
+    """
+    keys = n if isinstance(n, Tensor) else torch.tensor(check_count("n", n, 0))
+    if keys.is_floating_point() or keys.is_complex() or keys.dtype == torch.bool:
+        raise TypeError(f"n counts keys with integers, got {keys.dtype}")
+    dtype = torch.float32
+    if isinstance(decay, Tensor):
+        dtype = torch.float64 if decay.dtype == torch.float64 else dtype
+        lam = check_decay(decay.flatten(), decay.numel(), decay).view(decay.shape)
+    else:
+        lam = check_decay(decay, 1, keys.new_zeros((), dtype=torch.float64))[0]
+    keys, lam = torch.broadcast_tensors(keys.long(), lam.double())
+    some, count, theta = keys > 0, keys.double(), -torch.log(lam)
+    A, Q = _geometric(theta, count), _geometric(2 * theta, count)
+    X = -theta * _mean_position(theta, count) * A
+    top = some.double()
+    first = torch.where(some, torch.exp(-theta * (count - 1).clamp(min=0.0)), 0.0)
+    c, T, A, Q, X, top, first = (part.to(dtype) for part in (top, A, A, Q, X, top, first))
+    index = torch.where(some, 0, NO_KEY)
+    return WeightStatistics(WeightSums(keys, c, T, A, Q, X, top, first, index))
+
+
+def _geometric(theta: Tensor, n: Tensor) -> Tensor:
+    r""":math:`\sum_{k<n} e^{-k\theta}`, n at θ = 0."""
+    flat = n * theta < 1e-7
+    safe = torch.where(flat, 1.0, theta)
+    return torch.where(
+        flat, n - n * (n - 1) / 2 * theta, torch.expm1(-n * safe) / torch.expm1(-safe)
+    )
+
+
+def _mean_position(theta: Tensor, n: Tensor) -> Tensor:
+    r""":math:`\langle k \rangle` under :math:`e^{-k\theta}`, k < n: in the form that is exact."""
+    width = n * theta
+    near = width < 0.2
+    x = torch.where(near, theta / 2, 0.0)
+    series = (n - 1) / 2 - (n * _langevin(n * x) - _langevin(x)) / 2
+    t = torch.where(near, 1.0, theta)
+    wide = torch.where(near, 1.0, n * t)
+    exact = _excess(t) - torch.where(near, 1.0, n) * _excess(wide)
+    return torch.where(n > 0, torch.where(near, series, exact), 0.0)
+
+
+def _excess(x: Tensor) -> Tensor:
+    r""":math:`1 / (e^x - 1)`, 0 and not NaN where :math:`e^x` overflows."""
+    return torch.exp(-x) / -torch.expm1(-x)
+
+
+def _langevin(x: Tensor) -> Tensor:
+    r""":math:`\coth x - 1/x` for x ≤ 0.1, to the last digit."""
+    y = x * x
+    tail = 1 / 4725 - y * (2 / 93555 - y * 1382 / 638512875)
+    return x * (1 / 3 - y * (1 / 45 - y * (2 / 945 - y * tail)))

@@ -1,0 +1,200 @@
+r"""Feature maps: what takes q and k to q' and k', so that a weight is :math:`a = q' \cdot k'`.
+
+A map is a small record. It is named (``feature_map="elu1"``) or, with options of its own, given
+(``feature_map=CosFormer(length=4096)``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from acutance.shapes import check_number
+
+__all__ = ["FEATURE_MAPS", "CosFormer", "FeatureMap", "feature_map"]
+
+
+@dataclass(frozen=True)
+class FeatureMap(ABC):
+    """A map of queries and keys to features.
+
+    Attributes:
+        name: as in :data:`FEATURE_MAPS`.
+        source: article.
+        nonnegative: whether every weight is at or above 0, so that rows can be normalised.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    nonnegative: ClassVar[bool] = True
+
+    @abstractmethod
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Features of queries or keys.
+
+        Args:
+            x: (..., length, E), floating point.
+            positions: (length,), the place of each among all keys; most maps do not look at it.
+
+        Returns:
+            (..., length, features), of the same dtype.
+        """
+
+
+class Identity(FeatureMap):
+    """The vectors themselves: weights of both signs, which are not normalised."""
+
+    name = "identity"
+    source = "Schmidhuber (1992), Neural Computation 4:131"
+    nonnegative = False
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """X."""
+        return x
+
+
+class Elu1(FeatureMap):
+    """elu(x) + 1: above 0 everywhere."""
+
+    name = "elu1"
+    source = "Katharopoulos et al. (2020), arXiv:2006.16236"
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """exp(x) below 0, x + 1 above, without the rounding of elu(x) + 1 far below 0."""
+        return torch.where(x > 0, x + 1, torch.exp(x.clamp(max=0.0)))
+
+
+class Relu(FeatureMap):
+    """max(x, 0); a query without a positive component gives no weight to any key."""
+
+    name = "relu"
+    source = "Kasai et al. (2021), arXiv:2103.13076"
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Positive parts."""
+        return torch.relu(x)
+
+
+class Relu2(FeatureMap):
+    """max(x, 0)² of each component."""
+
+    name = "relu2"
+    source = "Hua et al. (2022), arXiv:2202.10447, and Zhang et al. (2024), arXiv:2402.04347"
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Squared positive parts."""
+        return torch.relu(x).square()
+
+
+class Exp(FeatureMap):
+    """exp(x) of each component; float32 overflows where a component is above 88."""
+
+    name = "exp"
+    source = "Su Jianlin, kexue.fm article 9889; Zhang et al. (2024), arXiv:2402.04347"
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Exponentials."""
+        return torch.exp(x)
+
+
+class Softmax(FeatureMap):
+    """softmax over the components."""
+
+    name = "softmax"
+    source = "Shen et al. (2018), arXiv:1812.01243"
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Components that sum to 1."""
+        return torch.softmax(x, -1)
+
+
+class Hedgehog(FeatureMap):
+    """softmax over the components and their negatives: twice as many features."""
+
+    name = "hedgehog"
+    source = "Zhang et al. (2024), arXiv:2402.04347"
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Softmax of (x, −x)."""
+        return torch.softmax(torch.cat([x, -x], -1), -1)
+
+
+@dataclass(frozen=True)
+class CosFormer(FeatureMap):
+    r"""relu with the weight of distance :math:`\cos\bigl(\frac{\pi}{2} \frac{i - j}{M}\bigr)`.
+
+    Args:
+        length: M, at or above the largest distance between a query and a key, so that no weight
+            is negative; twice as many features.
+
+    Raises:
+        ValueError: if length is not positive, or a position lies outside [0, M].
+
+    Example:
+        >>> x, places = torch.ones(3, 1), torch.arange(3)
+        >>> q = CosFormer(length=4)(x, places)
+        >>> q[2] @ q[0]  # cos(π/4)
+        tensor(0.7071)
+
+    Source:
+        Qin et al. (2022), arXiv:2202.08791.
+    """
+
+    name: ClassVar[str] = "cosformer"
+    source: ClassVar[str] = "Qin et al. (2022), arXiv:2202.08791"
+    length: float = 8192
+
+    def __post_init__(self) -> None:
+        check_number("length", self.length, above=0.0)
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """relu(x) times the cosine and the sine of the position's angle."""
+        if positions.numel() and not torch.compiler.is_compiling():
+            low, high = int(positions.min()), int(positions.max())
+            if low < 0 or high > self.length:
+                raise ValueError(
+                    f"positions of CosFormer lie in [0, length={self.length}], got {low} to {high}:"
+                    f" pass feature_map=CosFormer(length=...) of the longest sequence"
+                )
+        angle = (positions.double() * (math.pi / 2 / self.length)).unsqueeze(-1)
+        positive = torch.relu(x)
+        return torch.cat(
+            [positive * torch.cos(angle).to(x.dtype), positive * torch.sin(angle).to(x.dtype)], -1
+        )
+
+
+#: Every feature map by name.
+FEATURE_MAPS: dict[str, type[FeatureMap]] = {
+    entry.name: entry for entry in (Identity, Elu1, Relu, Relu2, Exp, Softmax, Hedgehog, CosFormer)
+}
+
+
+def feature_map(given: str | FeatureMap) -> FeatureMap:
+    """The feature map of that name, or the one given.
+
+    Raises:
+        ValueError: if there is none of that name; it names the nearest.
+        TypeError: if it is neither a name nor a FeatureMap.
+
+    Example:
+        >>> feature_map("hedgehog").nonnegative
+        True
+    """
+    if isinstance(given, FeatureMap):
+        return given
+    if not isinstance(given, str):
+        raise TypeError(f"feature_map is a name or a FeatureMap, got {type(given).__name__}")
+    if given not in FEATURE_MAPS:
+        close = difflib.get_close_matches(given, FEATURE_MAPS, n=1, cutoff=0.4)
+        known = f": choose from {', '.join(FEATURE_MAPS)}"
+        raise ValueError(
+            f"no feature map is named {given!r}"
+            + (f"; did you mean {close[0]!r}?" if close else known)
+        )
+    return FEATURE_MAPS[given]()

@@ -1,0 +1,353 @@
+r"""Diagonal linear recurrences, real or complex: :math:`h_t = \lambda h_{t-1} + x_t` by channel.
+
+Whole sequences are scanned in chunks, in time and memory O(n); a step needs the last state alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from acutance.mechanisms.decays import decay_statistics
+from acutance.rowstats.weighted import WeightStatistics
+from acutance.shapes import check_count, check_number, check_tensor
+
+__all__ = [
+    "LRUParameters",
+    "diagonal_recurrence",
+    "linear_recurrent_unit",
+    "lru_decays",
+    "lru_parameters",
+    "recurrence_statistics",
+]
+
+#: Positions that meet by doubling; the chunks' last states are scanned in turn.
+CHUNK = 64
+#: Numbers of x that one pass takes.
+STRETCH = 2**15
+
+
+def diagonal_recurrence(x: Tensor, decay: Tensor, state: Tensor | None = None) -> Tensor:
+    r"""Every state of :math:`h_t = \lambda h_{t-1} + x_t`.
+
+    The last state of one call is the ``state`` of the next, so that a prompt, its pieces and single
+    tokens are the same computation.
+
+    Args:
+        x: (..., L, N), real or complex, of single or double precision.
+        decay: λ, (N,), real or complex, :math:`0 < |\lambda| \le 1`.
+        state: :math:`h_{-1}`, (..., N); None is 0.
+
+    Returns:
+        h, (..., L, N), complex where x, λ or the state is. Differentiable in all three, twice;
+        the backward pass is the same scan from the other end.
+
+    Raises:
+        TypeError: if an argument is no tensor of single or double precision.
+        ValueError: if shapes do not fit, or :math:`|\lambda|` is outside (0, 1].
+
+    Example:
+        >>> diagonal_recurrence(torch.ones(4, 1), torch.tensor([0.5])).flatten()
+        tensor([1.0000, 1.5000, 1.7500, 1.8750])
+
+    Source:
+        Martin & Cundy (2017), arXiv:1709.04057.
+    """
+    for name, tensor in (("x", x), ("decay", decay), ("state", state)):
+        if tensor is None:
+            continue
+        if check_tensor(name, tensor).dtype not in _PRECISIONS:
+            raise TypeError(f"{name} is of single or double precision, got {tensor.dtype}")
+    if x.dim() < 2 or tuple(decay.shape) != (x.shape[-1],):
+        raise ValueError(
+            f"x is (..., L, N) and decay (N,), got x {tuple(x.shape)}, decay {tuple(decay.shape)}"
+        )
+    if not torch.compiler.is_compiling():
+        size = decay.detach().abs()
+        outside = ~((size > 0) & (size <= 1))
+        if bool(outside.any()):
+            raise ValueError(f"|decay| lies in (0, 1], got {size[outside][0].item():g}")
+    dtype = torch.promote_types(x.dtype, decay.dtype)
+    if state is not None:
+        if state.shape != x.shape[:-2] + x.shape[-1:]:
+            raise ValueError(
+                f"state is x without its length, {tuple(x.shape[:-2] + x.shape[-1:])}, got "
+                f"{tuple(state.shape)}"
+            )
+        dtype = torch.promote_types(dtype, state.dtype)
+    if x.shape[-2] == 0:
+        return x.to(dtype)
+    if state is None:
+        state = x.new_zeros(x.shape[:-2] + x.shape[-1:])
+    return cast(Tensor, _Recurrence.apply(x, decay, state))  # type: ignore[no-untyped-call]
+
+
+_PRECISIONS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+class _Recurrence(torch.autograd.Function):
+    """The scan, with a backward pass that keeps nothing but its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+        h = _stretched(x, decay, state)
+        ctx.save_for_backward(h, decay, state)
+        ctx.real = not x.is_complex(), not decay.is_complex(), not state.is_complex()
+        ctx.single = x.dtype, decay.dtype, state.dtype
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, ...]:
+        h, decay, state = ctx.saved_tensors
+        back = decay.conj().resolve_conj()
+        turned = upstream[0].flip(-2)
+        none = torch.zeros_like(state)
+        grad = cast(Tensor, _Recurrence.apply(turned, back, none)).flip(-2)  # type: ignore[no-untyped-call]
+        first = grad[..., 0, :]
+        by_decay = (grad[..., 1:, :] * h[..., :-1, :].conj()).flatten(0, -2).sum(0)
+        by_decay = by_decay + (first * state.conj()).flatten(0, -2).sum(0)
+        found = grad, by_decay, first * back
+        return tuple(
+            (part.real if real and part.is_complex() else part).to(dtype)
+            for part, real, dtype in zip(found, ctx.real, ctx.single, strict=True)
+        )
+
+
+def _stretched(x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+    """The scan in stretches that fit a cache, each going on from the one before."""
+    dtype = torch.promote_types(torch.promote_types(x.dtype, decay.dtype), state.dtype)
+    h = x.new_empty(x.shape, dtype=dtype)
+    exact = decay.to(torch.complex128 if decay.is_complex() else torch.float64)
+    decay, last = decay.to(dtype), state.to(dtype)
+    size = max(1, STRETCH // max(1, x[..., :1, :].numel() * CHUNK)) * CHUNK
+    for start in range(0, x.shape[-2], size):
+        piece = x[..., start : start + size, :].to(dtype, copy=True)
+        piece[..., 0, :] += decay * last
+        h[..., start : start + size, :] = _scan(piece, exact)
+        last = h[..., start + piece.shape[-2] - 1, :]
+    return h
+
+
+def _scan(x: Tensor, decay: Tensor) -> Tensor:
+    """Doubling inside chunks, then the same scan over the chunks' last states.
+
+    ``decay`` is of double precision: its high powers would carry a rounded one's error.
+    """
+    length = x.shape[-2]
+    if length <= CHUNK:
+        return _doubled(x, decay)
+    whole = length - length % CHUNK
+    h = _doubled(x[..., :whole, :].unflatten(-2, (-1, CHUNK)), decay)
+    exact = _powers(decay, CHUNK)
+    powers = exact.to(x.dtype)
+    ends = _scan(h[..., -1, :], exact[-1])
+    h[..., 1:, :, :] += powers * ends[..., :-1, None, :]
+    found = h.flatten(-3, -2)
+    if whole == length:
+        return found
+    rest = _doubled(x[..., whole:, :], decay)
+    rest += powers[: length - whole] * ends[..., -1:, :]
+    return torch.cat([found, rest], -2)
+
+
+def _doubled(x: Tensor, decay: Tensor) -> Tensor:
+    """The recurrence over at most a chunk: h_t gains λ^s h_{t−s} for s = 1, 2, 4 and so on."""
+    h, factor, step = x.clone(), decay, 1
+    while step < x.shape[-2]:
+        h[..., step:, :] += factor.to(x.dtype) * h[..., :-step, :].clone()
+        factor, step = factor * factor, 2 * step
+    return h
+
+
+def _powers(decay: Tensor, count: int) -> Tensor:
+    """λ, λ², … as (count, N)."""
+    return decay.expand(count, -1).cumprod(0)
+
+
+def recurrence_statistics(length: int, decay: Tensor) -> WeightStatistics:
+    r"""Statistics of what each state of a recurrence weighs: row t holds :math:`|\lambda|^{t-j}`.
+
+    Args:
+        length: L.
+        decay: λ, (N,), real or complex.
+
+    Returns:
+        Statistics with fields (L, N), closed forms all: see
+        :func:`~acutance.mechanisms.decay_statistics`.
+
+    Raises:
+        ValueError: if :math:`|\lambda|` is outside (0, 1].
+
+    Example:
+        >>> ring = torch.polar(torch.tensor([0.9, 0.99]), torch.tensor([0.3, 2.0]))
+        >>> recurrence_statistics(5000, ring).effective_keys[-1]
+        tensor([ 19., 199.])
+    """
+    check_count("length", length, 0)
+    rows = torch.arange(1, length + 1, device=check_tensor("decay", decay).device)
+    return decay_statistics(rows[:, None], decay.abs())
+
+
+class LRUParameters(NamedTuple):
+    r"""Parameters of a linear recurrent unit of N states, H inputs and M outputs.
+
+    Attributes:
+        nu_log: (N,), :math:`|\lambda| = e^{-e^{\nu}}`: stable whatever its value.
+        theta_log: (N,), the angle of λ is :math:`e^{\theta}`.
+        gamma_log: (N,), the inputs' scale, at first :math:`\sqrt{1 - |\lambda|^2}`.
+        B: (N, H), complex.
+        C: (M, N), complex.
+        D: (M, H), a skip connection; with M = H a vector (H,) is its diagonal.
+    """
+
+    nu_log: Tensor
+    theta_log: Tensor
+    gamma_log: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor
+
+
+def lru_decays(nu_log: Tensor, theta_log: Tensor) -> Tensor:
+    r""":math:`\lambda = e^{-e^\nu + i e^\theta}`, (N,), complex: inside the unit circle always.
+
+    Example:
+        >>> lru_decays(torch.tensor([-2.0]), torch.tensor([0.0])).abs()
+        tensor([0.8734])
+
+    Source:
+        Orvieto et al. (2023), arXiv:2303.06349.
+    """
+    return torch.polar(torch.exp(-torch.exp(nu_log)), torch.exp(theta_log))
+
+
+def lru_parameters(
+    states: int,
+    inputs: int,
+    outputs: int | None = None,
+    *,
+    r_min: float = 0.0,
+    r_max: float = 1.0,
+    max_phase: float = 2 * math.pi,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    generator: torch.Generator | None = None,
+) -> LRUParameters:
+    r"""The published initialisation: λ uniform on the ring between ``r_min`` and ``r_max``.
+
+    Args:
+        states: N.
+        inputs: H.
+        outputs: M; None is H, with a diagonal D.
+        r_min: inner radius, in [0, r_max).
+        r_max: outer radius, in (r_min, 1].
+        max_phase: largest angle, in (0, 2π].
+        dtype: float32 or float64, of the real parameters.
+        device: where they live.
+        generator: for the draws.
+
+    Returns:
+        Parameters that require no gradient yet.
+
+    Raises:
+        ValueError: if a size is not positive, or radii or phase are out of range.
+
+    Example:
+        >>> p = lru_parameters(256, 8, r_min=0.9, r_max=0.999)
+        >>> radius = lru_decays(p.nu_log, p.theta_log).abs()
+        >>> bool(((radius >= 0.9) & (radius <= 0.999)).all())
+        True
+
+    Source:
+        Orvieto et al. (2023), arXiv:2303.06349, appendix A.
+    """
+    check_count("states", states, 1)
+    check_count("inputs", inputs, 1)
+    if outputs is not None:
+        check_count("outputs", outputs, 1)
+    if not 0 <= r_min < r_max <= 1:
+        raise ValueError(f"0 <= r_min < r_max <= 1, got r_min={r_min!r}, r_max={r_max!r}")
+    if not 0 < check_number("max_phase", max_phase) <= 2 * math.pi:
+        raise ValueError(f"max_phase lies in (0, 2π], got {max_phase!r}")
+    if dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"dtype is float32 or float64, got {dtype}")
+
+    def uniform() -> Tensor:  # in (0, 1]: its logarithm is taken
+        draw = torch.rand(states, generator=generator, dtype=torch.float64, device=device)
+        return 1 - draw
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+    # an area between circles, not their radii, is divided evenly
+    nu = -0.5 * torch.log(uniform() * (r_max**2 - r_min**2) + r_min**2)
+    nu = nu.clamp(min=torch.finfo(dtype).tiny)  # a draw of 1 with r_max = 1 is λ = 1
+    theta = max_phase * uniform()
+    rows = inputs if outputs is None else outputs
+    D = normal(inputs) if outputs is None else normal(rows, inputs) / math.sqrt(inputs)
+    return LRUParameters(
+        nu_log=nu.log().to(dtype),
+        theta_log=theta.log().to(dtype),
+        gamma_log=(0.5 * torch.log(-torch.expm1(-2 * nu))).to(dtype),
+        B=torch.complex(normal(states, inputs), normal(states, inputs)) / math.sqrt(2 * inputs),
+        C=torch.complex(normal(rows, states), normal(rows, states)) / math.sqrt(states),
+        D=D,
+    )
+
+
+def linear_recurrent_unit(
+    inputs: Tensor, parameters: LRUParameters, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    r"""A linear recurrent unit over a sequence, or a piece of one.
+
+    .. math:: h_t = \lambda h_{t-1} + e^\gamma B u_t, \qquad y_t = \mathrm{Re}(C h_t) + D u_t
+
+    Args:
+        inputs: u, (..., L, H), float32 or float64.
+        parameters: of :func:`lru_parameters`, or trained from there.
+        state: h before the first input, (..., N), complex; None is 0.
+
+    Returns:
+        y, (..., L, M), and the state after the last input, (..., N).
+
+    Raises:
+        TypeError: if inputs are no real tensor of single or double precision.
+        ValueError: if widths do not fit.
+
+    Example:
+        >>> p = lru_parameters(16, 4)
+        >>> u = torch.randn(10, 4)
+        >>> whole, _ = linear_recurrent_unit(u, p)
+        >>> first, state = linear_recurrent_unit(u[:7], p)
+        >>> last, _ = linear_recurrent_unit(u[7:], p, state)
+        >>> torch.allclose(whole, torch.cat([first, last]), atol=1e-5)
+        True
+
+    Source:
+        Orvieto et al. (2023), arXiv:2303.06349.
+    """
+    if check_tensor("inputs", inputs).dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"inputs are float32 or float64, got {inputs.dtype}")
+    if inputs.dim() < 2 or inputs.shape[-1] != parameters.B.shape[-1]:
+        raise ValueError(
+            f"inputs are (..., L, H) with H={parameters.B.shape[-1]} as B is "
+            f"{tuple(parameters.B.shape)}, got {tuple(inputs.shape)}"
+        )
+    if inputs.shape[-2] == 0:
+        raise ValueError(f"inputs have a length of at least 1, got {tuple(inputs.shape)}")
+    into = parameters.B * torch.exp(parameters.gamma_log).unsqueeze(-1)
+    decay = lru_decays(parameters.nu_log, parameters.theta_log)
+    D = parameters.D
+    width = inputs[..., :1, 0].numel() * max(parameters.B.shape)
+    size = CHUNK * max(1, 4 * STRETCH // (CHUNK * max(1, width)))
+    found = []
+    for u in inputs.split(size, -2):  # complex states of a stretch at a time
+        h = diagonal_recurrence(u.to(into.dtype) @ into.mT, decay, state)
+        state = h[..., -1, :]
+        skip = D * u if D.dim() == 1 else u @ D.mT
+        found.append((h @ parameters.C.mT).real + skip)
+    assert state is not None
+    return torch.cat(found, -2), state

@@ -1,0 +1,210 @@
+r"""The sums over keys that linear attention is made of, kept as a state and advanced in chunks.
+
+With features q', k' and a decay λ, row i weighs key j by :math:`a_{ij} = \lambda^{i-j} q'_i \cdot
+k'_j`. Its numerator, sum and sum of squares are
+
+.. math::
+
+    \sum_j a_{ij} v_j = q'_i \sum_j \lambda^{i-j} k'_j v_j^\top, \qquad
+    \sum_j a_{ij} = q'_i \cdot \sum_j \lambda^{i-j} k'_j, \qquad
+    \sum_j a_{ij}^2 = q_i'^\top \Bigl( \sum_j \lambda^{2(i-j)} k'_j k_j'^\top \Bigr) q'_i,
+
+so no row is formed beyond a chunk of neighbours. Tensors here have five dimensions, (B, H, G, ...),
+G query heads to a key head; keys and values have G = 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Carry", "Sums", "absorb", "advance", "nothing", "read", "scan"]
+
+
+class Carry(NamedTuple):
+    """Sums over all keys so far, each key decayed by its distance from the last one's position.
+
+    Attributes:
+        values: of k' vᵀ, (B, H, G, F, Ev).
+        keys: of k', (B, H, G, F).
+        squares: of k' k'ᵀ under the squared decay, (B, H, G, F, F); no element, (..., 0), when
+            sums of squares are not asked for.
+    """
+
+    values: Tensor
+    keys: Tensor
+    squares: Tensor
+
+
+class Sums(NamedTuple):
+    """Sums of each row's weights.
+
+    Attributes:
+        values: numerator, (B, H, G, L, Ev).
+        total: sum of weights, (B, H, G, L).
+        squares: sum of squared weights, (B, H, G, L), or no element, (..., 0).
+    """
+
+    values: Tensor
+    total: Tensor
+    squares: Tensor
+
+
+def nothing(k: Tensor, v: Tensor, group: int, squares: bool) -> Carry:
+    """The carry before any key."""
+    batch, heads, features = k.shape[0], k.shape[1], k.shape[-1]
+    rows = (batch, heads, group, features)
+    return Carry(
+        k.new_zeros(*rows, v.shape[-1]),
+        k.new_zeros(rows),
+        k.new_zeros(*rows, features if squares else 0),
+    )
+
+
+def has_squares(carry: Carry) -> bool:
+    """Whether the carry has sums of squares."""
+    return carry.squares.shape[-1] > 0
+
+
+def _powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
+    """λ to these powers: (H, G, *exponents' shape)."""
+    shape = (*log_decay.shape, *([1] * exponents.dim()))
+    return torch.exp(log_decay.view(shape) * exponents.to(log_decay.dtype))
+
+
+def advance(carry: Carry, log_decay: Tensor | None, steps: int) -> Carry:
+    """The carry seen from ``steps`` positions later, no key in between."""
+    if log_decay is None or steps == 0:
+        return carry
+    once = torch.exp(log_decay * steps).unsqueeze(-1)
+    twice = once.square().unsqueeze(-1)
+    return Carry(carry.values * once.unsqueeze(-1), carry.keys * once, carry.squares * twice)
+
+
+def absorb(carry: Carry, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Carry:
+    """The carry after these keys, (B, H, 1, S, F) and values (B, H, 1, S, Ev), as one product."""
+    length = k.shape[-2]
+    if length == 0:
+        return carry
+    before = advance(carry, log_decay, length)
+    new = _summary(k, v, log_decay, has_squares(carry))
+    return Carry(*(x + y for x, y in zip(before, new, strict=True)))
+
+
+def _summary(k: Tensor, v: Tensor, log_decay: Tensor | None, squares: bool) -> Carry:
+    """Carry of one block, or of many: (B, H, 1, [N,] C, F) gives (B, H, G, [N,] ...)."""
+    if log_decay is not None:
+        ages = torch.arange(k.shape[-2] - 1, -1, -1, device=k.device)
+        weights = _powers(log_decay, ages).unsqueeze(-1)
+        k = k * (weights.unsqueeze(2) if k.dim() == 6 else weights)
+    turned = k.transpose(-1, -2)
+    return Carry(turned @ v, k.sum(-2), turned @ k if squares else turned[..., :0])
+
+
+def read(q: Tensor, carry: Carry) -> Sums:
+    """The sums of rows that see exactly the carry's keys, without decay: q is (..., L, F)."""
+    squares = ((q @ carry.squares) * q).sum(-1) if has_squares(carry) else q[..., :0, 0]
+    return Sums(q @ carry.values, (q @ carry.keys.unsqueeze(-1)).squeeze(-1), squares)
+
+
+def scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    carry: Carry,
+    *,
+    chunk: int,
+    strict: bool = False,
+) -> tuple[Sums, Carry]:
+    """Causal sums: row i sees the carry's keys and keys 0 … i of these.
+
+    Args:
+        q: (B, H, G, L, F).
+        k: (B, H, 1, L, F), 0 where hidden.
+        v: (B, H, 1, L, Ev), finite everywhere.
+        log_decay: log λ, (H, G) or (H, 1), or None for λ = 1.
+        carry: keys before these.
+        chunk: rows that meet their keys directly.
+        strict: leave out key i of row i.
+
+    Returns:
+        The rows' sums, and the carry after the last key.
+    """
+    length = q.shape[-2]
+    whole = length - length % chunk
+    found = []
+    for part, size in ((slice(0, whole), chunk), (slice(whole, length), length - whole)):
+        if part.stop > part.start:
+            rows, keys, values = q[..., part, :], k[..., part, :], v[..., part, :]
+            sums, carry = _chunks(rows, keys, values, log_decay, carry, size, strict)
+            found.append(sums)
+    if not found:
+        return read(q, carry), carry
+    if len(found) == 1:
+        return found[0], carry
+    return Sums(
+        torch.cat([sums.values for sums in found], -2),
+        torch.cat([sums.total for sums in found], -1),
+        torch.cat([sums.squares for sums in found], -1),
+    ), carry
+
+
+def _chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    carry: Carry,
+    size: int,
+    strict: bool,
+) -> tuple[Sums, Carry]:
+    """Whole chunks of ``size`` rows: neighbours meet directly, the rest through carries."""
+    squares = has_squares(carry)
+    q, k, v = (part.unflatten(-2, (-1, size)) for part in (q, k, v))
+    places = torch.arange(size, device=q.device)
+    near = q @ k.transpose(-1, -2)
+    seen = places[:, None] > places if strict else places[:, None] >= places
+    if log_decay is None:
+        near = near.masked_fill(~seen, 0.0)
+        far = q
+    else:
+        fade = _powers(log_decay, (places[:, None] - places).clamp(min=0))
+        near = near * fade.masked_fill(~seen, 0.0).unsqueeze(2)
+        far = q * _powers(log_decay, places + 1)[:, :, None, :, None]
+    carries, after = _prefixes(carry, _summary(k, v, log_decay, squares), log_decay, size)
+    distant = read(far, carries)
+    sums = Sums(
+        (near @ v + distant.values).flatten(-3, -2),
+        (near.sum(-1) + distant.total).flatten(-2, -1),
+        (near.square().sum(-1) + distant.squares).flatten(-2, -1) if squares else q[..., 0, :0, 0],
+    )
+    return sums, after
+
+
+def _prefixes(
+    carry: Carry, blocks: Carry, log_decay: Tensor | None, size: int
+) -> tuple[Carry, Carry]:
+    """The carry before each of N blocks, at dimension 3, and the one after the last."""
+    before, last = [], []
+    fade = None if log_decay is None else torch.exp(log_decay * size)
+    for name, first, new in zip(Carry._fields, carry, blocks, strict=True):
+        if new.shape[-1] == 0:
+            before.append(new)
+            last.append(first)
+            continue
+        if fade is None:
+            steps = torch.cat([first.unsqueeze(3), new], 3).cumsum(3)
+            before.append(steps[:, :, :, :-1])
+            last.append(steps[:, :, :, -1])
+            continue
+        factor = fade.view(*fade.shape, *([1] * (first.dim() - 3)))
+        factor = factor.square() if name == "squares" else factor
+        states = [first]
+        for block in new.unbind(3):
+            states.append(states[-1] * factor + block)
+        before.append(torch.stack(states[:-1], 3))
+        last.append(states[-1])
+    return Carry(*before), Carry(*last)
