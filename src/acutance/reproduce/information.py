@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from acutance import theory
 from acutance.report import style
@@ -37,22 +38,38 @@ TYPICAL = Claim(
 )  # fmt: skip
 ENTROPY = Claim("entropy", "E H falls from log n to 0 as the exact integral")
 RANGE = Claim("range", "0 ≤ H ≤ log n in every row", SOURCE, relation="<=", rounding=1e-9)
+FROBENIUS = Claim("frobenius", "E ‖J‖_F² = E[Σp² − 2 Σp³ + (Σp²)²], the exact integral")
+TYPICAL_NORM = Claim(
+    "typical_norm", "at scales of 4 M_n and more the median ‖λJ‖_F has lost half of its best",
+    SOURCE, relation="<=",
+)  # fmt: skip
 TRACE = Claim("trace", "1 − Σp² ≤ H in every row: low entropy, small Jacobian", relation="<=")
 
 
 def measure(run: Run) -> Sequence[Row]:
     """Entropy and gradient of sampled rows of 512 Gaussian logits over the scale."""
+    thrice = tuple(3 * lam for lam in LAMBDAS)  # log Σp³ = log Z(3λ) − 3 log Z(λ)
     found = over_scales(
-        run, gaussian, N, run.size(4000, 40000), LAMBDAS, ("entropy", "jacobian_trace")
+        run,
+        gaussian,
+        N,
+        run.size(4000, 40000),
+        LAMBDAS + thrice,
+        ("entropy", "jacobian_trace", "lse"),
     )
+    lse, Y = found["lse"], [1 - trace for trace in found["jacobian_trace"]]
+    cubes = [torch.exp(lse[at + len(LAMBDAS)] - 3 * lse[at]) for at in range(len(LAMBDAS))]
+    squares = [(y - 2 * t + y * y).clamp(min=0.0) for y, t in zip(Y, cubes, strict=False)]
+    exact_J = np.asarray(theory.expected_jacobian_fro2(N, LAMBDAS))
     best = float(theory.scale_gradmax_annealed(N))
     top = float(theory.expected_max_gauss(N))
     exact_H = np.asarray(theory.expected_entropy_gauss(N, LAMBDAS))
     exact_Y = np.asarray(theory.expected_collision_gauss(N, LAMBDAS))
     medians = [
-        median(lam * trace) for lam, trace in zip(LAMBDAS, found["jacobian_trace"], strict=True)
+        median(lam * trace) for lam, trace in zip(LAMBDAS, found["jacobian_trace"], strict=False)
     ]
-    peak = max(estimate.value for estimate in medians)
+    norms = [median(lam * square.sqrt()) for lam, square in zip(LAMBDAS, squares, strict=True)]
+    peak, height = (max(part.value for part in each) for each in (medians, norms))
     rows, before = [], None
     for at, lam in enumerate(LAMBDAS):
         H, trace = found["entropy"][at], found["jacobian_trace"][at]
@@ -65,6 +82,7 @@ def measure(run: Run) -> Sequence[Row]:
             ENTROPY.row("mean H, nat", exact_H[at], mean(H), where),
             RANGE.row("largest H, nat", math.log(N), float(H.max()), where),
             RANGE.row("largest −H, nat", 0.0, float(-H.min()), where),
+            FROBENIUS.row("mean ‖J‖_F²", exact_J[at], mean(squares[at]), where),
             TRACE.row("largest 1 − Σp² − H", 0.0, float((trace - H).max()), where),
         ]
         if lam > best and before is not None:
@@ -73,6 +91,7 @@ def measure(run: Run) -> Sequence[Row]:
             rows.append(VANISHES.row("mean λ(1 − Σp²), gain", 0.0, step, where))
         if lam >= 4 * top:
             rows.append(TYPICAL.row("median λ(1 − Σp²)", peak / 2, medians[at], where))
+            rows.append(TYPICAL_NORM.row("median ‖λJ‖_F", height / 2, norms[at], where))
         before = (lam, trace)
     rows += [
         seen("median λ(1 − Σp²)", estimate, {"n": N, "λ": lam})
@@ -83,11 +102,11 @@ def measure(run: Run) -> Sequence[Row]:
 
 def draw(record: Record, theme: style.Theme) -> Figure:
     """Entropy and gradient against λ."""
-    figure, [left, right] = style.new_figure(
+    figure, [left, right, last] = style.new_figure(
         "Large logits: entropy vanishes, and the typical gradient with it, but not the mean",
         f"n = {N} Gaussian logits. Lines: exact integrals. Marks: mean over sampled rows, and "
         "their median. Dotted: M_n, which the mean tends to.",
-        panels=2,
+        panels=3,
         theme=theme,
     )
     line = np.geomspace(0.2, 42, 61)
@@ -109,16 +128,22 @@ def draw(record: Record, theme: style.Theme) -> Figure:
         right, short, short * (1 - np.exp(short**2) / N), three, "λ(1 − exp(λ²)/n), article 9812"
     )
     style.reference(right, theme, y=float(theory.expected_max_gauss(N)), name="M_n")
-    for axes in (left, right):
+    style.both(
+        last, line, curve(theory.expected_jacobian_fro2, N, at=tuple(line)), at,
+        [row.measured for row in record.of("frobenius")], one, "mean",
+    )  # fmt: skip
+    for axes in (left, right, last):
         axes.set_xscale("log")
         ticks = (0.25, 0.5, 1, 2, 5, 10, 20, 40)
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-    right.set_ylim(0.0, 3.6)
+    right.set_ylim(0.0, 5.0)
     style.label(left, x="logit scale λ, nat", y="entropy H, nat", title="entropy")
     style.label(right, x="logit scale λ, nat", y="gradient λ(1 − Σp²)", title="gradient")
+    style.label(last, x="logit scale λ, nat", y="‖J‖_F²", title="Jacobian norm, squared")
     style.legend(left, theme, where="lower left")
-    style.legend(right, theme, where="lower right")
+    style.legend(last, theme, where="upper left")
+    style.legend(right, theme, where="upper left")
     return figure
 
 
@@ -127,7 +152,17 @@ EXPERIMENT = Experiment(
     title="entropy and gradient of large logits",
     prediction="E λ(1 − Σp²) = E⟨z⟩ rises with λ without end, to M_n = 3.04 at n = 512; its median "
     "rises and falls; the annealed optimum 2.008 is that of a surrogate",
-    claims=(VANISHES, SURROGATE, EXACT, TYPICAL, ENTROPY, RANGE, TRACE),
+    claims=(
+        VANISHES,
+        SURROGATE,
+        EXACT,
+        TYPICAL,
+        FROBENIUS,
+        TYPICAL_NORM,
+        ENTROPY,
+        RANGE,
+        TRACE,
+    ),
     measure=measure,
     draw=draw,
 )
