@@ -176,6 +176,7 @@ def attention(
 
     Example:
         >>> import acutance
+        >>> import torch
         >>> query = torch.zeros(1, 1, 3, 8)
         >>> out, stats = acutance.attention(query, query, query, is_causal=True, return_stats=True)
         >>> stats.effective_keys
@@ -332,6 +333,7 @@ def row_statistics(
         One key stands 2 above three others, so it holds e²/(e² + 3) of the weight:
 
         >>> import acutance
+        >>> import torch
         >>> query = torch.tensor([1.0]).view(1, 1, 1, 1)
         >>> key = torch.tensor([2.0, 0.0, 0.0, 0.0]).view(1, 1, 4, 1)
         >>> acutance.row_statistics(query, key).top_weight
