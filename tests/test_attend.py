@@ -557,3 +557,17 @@ def test_row_statistics_are_those_of_attention() -> None:
     for name in bare.available:
         torch.testing.assert_close(bare[name], stats[name], rtol=0, atol=0, equal_nan=True)
     assert isinstance(attention(*case.tensors, **case.options), Tensor)
+
+
+@pytest.mark.parametrize("lengths", [(0, 300, 300), (1, 300, 0), (1, 0, 300)])
+def test_nothing_to_attend_to_at_a_length_that_is_bounded_first(
+    lengths: tuple[int, int, int],
+) -> None:
+    """From 256 queries on the kernel bounds scores by the vectors; there may be none of those."""
+    batch, queries, keys = lengths
+    query, key = torch.randn(batch, 2, queries, 8), torch.randn(batch, 2, keys, 8)
+    out, stats = attention(query, key, key, return_stats=True)
+    assert out.shape == query.shape
+    assert (out == 0).all()
+    assert stats.n_keys.shape == (batch, 2, queries)
+    assert keys > 0 or (stats.lse == -torch.inf).all()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acutance import rowstats
-from acutance.rowstats import METRICS, Metric, RowStatistics, merge, metric, observe
+from acutance.rowstats import METRICS, Metric, NamedMetrics, RowStatistics, merge, metric, observe
 from acutance.rowstats.dense import dense_statistics
 
 ROWS = {
@@ -171,14 +171,14 @@ def test_the_table_is_complete() -> None:
 def test_every_metric_is_a_property_and_a_function() -> None:
     properties = {
         name
-        for name, member in vars(RowStatistics).items()
+        for name, member in vars(NamedMetrics).items()
         if isinstance(member, property) and name != "available"
     }
     assert properties == set(METRICS)
     for name, entry in METRICS.items():
         assert name in rowstats.__all__
         assert getattr(rowstats, name) is entry.compute
-        assert entry.meaning in (getattr(RowStatistics, name).__doc__ or "")
+        assert entry.meaning in (getattr(NamedMetrics, name).__doc__ or "")
 
 
 def test_the_package_exports_what_it_lists() -> None:

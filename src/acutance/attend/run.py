@@ -266,23 +266,9 @@ def _autocast(
 
 
 def _state(sums: Sums, sinks: Tensor | None) -> RowState:
-    return RowState(
-        n=sums.n,
-        m=sums.m,
-        Z=sums.Z,
-        U=sums.U,
-        W=sums.W,
-        Q=sums.Q,
-        mean=sums.mean,
-        M2=sums.M2,
-        depth=sums.depth,
-        first=sums.first,
-        first_index=sums.first_index,
-        sink=_sink(sums.Z, sinks),
-        O=sums.O,
-        R1=sums.R1,
-        R2=sums.R2,
-    )
+    fields = sums._asdict()
+    del fields["out"]
+    return RowState(sink=_sink(sums.Z, sinks), **fields)
 
 
 def _sink(Z: Tensor, sinks: Tensor | None) -> Tensor:

@@ -6,7 +6,8 @@ running sums (see :mod:`acutance.rowstats.state`).
 
 Three things keep float32 exact enough: exponents are of ``s − m`` with m the row's running
 maximum, second moments are taken about the tile's own mean, and the exponent is multiplied by
-log₂ e *after* that subtraction (folding it into the query costs half an ulp of the score itself).
+log₂ e *after* that subtraction, unless every score is small: folding it into the query costs half
+an ulp of the score itself.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def _moderate(query: Tensor, key: Tensor, masking: Masking, rule: Rule) -> bool:
         return False
     if rule.softcap is not None and rule.softcap < MODERATE:
         return True
-    if masking.queries < 256:
+    if masking.queries < 256 or not key.numel() or not query.numel():
         return False
     longest = [
         float(torch.linalg.vector_norm(t, dim=-1, dtype=accumulate_dtype(t.dtype)).amax())

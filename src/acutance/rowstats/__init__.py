@@ -30,6 +30,7 @@ from acutance.rowstats.metrics import (
     top_weight,
     varentropy,
 )
+from acutance.rowstats.named import NamedMetrics
 from acutance.rowstats.state import RowState, empty, merge, observe
 from acutance.rowstats.statistics import RowStatistics
 from acutance.rowstats.weighted import (
@@ -43,6 +44,7 @@ from acutance.rowstats.weighted import (
 __all__ = [
     "METRICS",
     "Metric",
+    "NamedMetrics",
     "RowState",
     "RowStatistics",
     "WeightStatistics",

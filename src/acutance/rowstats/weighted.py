@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from acutance.rowstats.metrics import METRICS, metric
+from acutance.rowstats.named import NamedMetrics
 from acutance.rowstats.state import NO_KEY, RowState
 from acutance.rowstats.state import merge as merge_scores
 
@@ -215,18 +216,8 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 _OF_SCORES = ("max_logit", "logit_mean", "logit_std")
 
 
-def _read(name: str) -> property:
-    entry = METRICS[name]
-
-    def value(self: WeightStatistics) -> Tensor:
-        return self[name]
-
-    value.__doc__ = f"{entry.meaning}; unit {entry.unit}; NaN where these weights have none."
-    return property(value)
-
-
 @dataclass(frozen=True)
-class WeightStatistics:
+class WeightStatistics(NamedMetrics):
     r"""Every metric of :data:`~acutance.rowstats.METRICS` of weights that are no softmax.
 
     Sparsity :math:`S = \sum|a| / \sqrt{n \sum a^2}` and effective keys
@@ -256,29 +247,6 @@ class WeightStatistics:
     sums: WeightSums
     scores: RowState | None = None
 
-    n_keys = _read("n_keys")
-    entropy = _read("entropy")
-    normalized_entropy = _read("normalized_entropy")
-    information = _read("information")
-    effective_keys = _read("effective_keys")
-    sparsity = _read("sparsity")
-    collision = _read("collision")
-    top_weight = _read("top_weight")
-    first_weight = _read("first_weight")
-    sink_mass = _read("sink_mass")
-    max_logit = _read("max_logit")
-    lse = _read("lse")
-    logit_mean = _read("logit_mean")
-    logit_std = _read("logit_std")
-    varentropy = _read("varentropy")
-    entropy_slope = _read("entropy_slope")
-    mean_field_entropy = _read("mean_field_entropy")
-    jensen_gap = _read("jensen_gap")
-    max_gap = _read("max_gap")
-    gaussian_entropy = _read("gaussian_entropy")
-    jacobian_trace = _read("jacobian_trace")
-    noise_gain = _read("noise_gain")
-
     def __getitem__(self, name: str) -> Tensor:
         entry = metric(name)
         if name not in self.available:
@@ -299,10 +267,6 @@ class WeightStatistics:
         if self.scores is not None:
             names.update(_OF_SCORES)
         return tuple(name for name in METRICS if name in names)
-
-    def as_dict(self) -> dict[str, Tensor]:
-        """All available metrics by name."""
-        return {name: self[name] for name in self.available}
 
     def merge(self, other: WeightStatistics) -> WeightStatistics:
         """Statistics of the same rows over both sets of keys (:func:`merge_weights`)."""

@@ -6,6 +6,7 @@ law has tails of the same exponential shape, a singular edge of the density is s
 tail is one exponential.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -37,16 +38,16 @@ _LOG_2 = float(np.log(2.0))
 
 
 @dataclass(frozen=True)
-class Family:
+class Family(ABC):
     """Law of one score; its subclasses are the families of this module."""
 
+    @abstractmethod
     def pdf(self, x: Array) -> Array:
         """Give the density at x."""
-        raise NotImplementedError
 
+    @abstractmethod
     def quantile(self, logit: Array) -> Array:
         """Give the x below which lies a probability of log-odds ``logit``."""
-        raise NotImplementedError
 
     def origin(self) -> float:
         """Give what offsets are counted from: the median, or the upper end if that is known.
@@ -76,8 +77,9 @@ class _Symmetric(Family):
         log_upper_tail = log_expit(-np.abs(logit))  # at most log(1/2)
         return np.asarray(np.copysign(self._upper(log_upper_tail), logit))
 
+    @abstractmethod
     def _upper(self, log_sf: Array) -> Array:
-        raise NotImplementedError
+        """Give the x above which lies a probability, by its logarithm."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,9 @@ class _Interval(Family):
     def pdf(self, x: Array) -> Array:
         return self.density(np.asarray(x) - 1)
 
+    @abstractmethod
     def _from_end(self, log_sf: Array) -> Array:
-        raise NotImplementedError
+        """Give the distance from the end above which lies a probability, by its logarithm."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ class Laplace(_Symmetric):
 
 
 @dataclass(frozen=True)
-class Logistic(_Symmetric):
+class Logistic(Family):
     """Distribution function 1 / (1 + exp(-x))."""
 
     def pdf(self, x: Array) -> Array:
