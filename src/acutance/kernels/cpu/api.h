@@ -1,0 +1,105 @@
+// The plain C interface of the native kernels: raw pointers and strides, no header of PyTorch.
+//
+// One binary serves every version of Python and torch. Tensors of rows are contiguous and laid out
+// (batch, query head, query); strides count elements; the last dimension of query, key, value and
+// grad_out has stride 1. A stride of 0 repeats what is broadcast.
+#ifndef ACUTANCE_API_H
+#define ACUTANCE_API_H
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define ACUTANCE_EXPORT __declspec(dllexport)
+#else
+#define ACUTANCE_EXPORT __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Raised whenever a structure or a meaning below changes: the caller refuses another number.
+#define ACUTANCE_ABI 1
+
+enum { ACUTANCE_F32 = 0, ACUTANCE_F64 = 1, ACUTANCE_BF16 = 2, ACUTANCE_F16 = 3 };
+
+// A matrix of numbers for every row and key that is added to the scores.
+typedef struct {
+  const void* data;    // null: none
+  int64_t stride[4];   // batch, query head, query, key
+  double limit;        // a number at or below it hides its key; -infinity hides in any case
+  int64_t dtype;
+} acutance_additive;
+
+// What a call attends with: the same for the forward and the backward pass.
+typedef struct {
+  int64_t abi;    // ACUTANCE_ABI
+  int64_t dtype;  // of query, key, value, out; sums are float, for float64 double
+  int64_t batch, heads, group, queries, keys;  // heads: key heads; group: query heads of each
+  int64_t width, value_width;                  // E and Ev; value_width 0: statistics alone
+  const void *query, *key, *value;
+  int64_t query_stride[3], key_stride[3], value_stride[3];  // batch, head, row
+  double scale;
+  double softcap;           // 0: none
+  int64_t causal;           // 0 or 1: key j is seen where j <= query + offset
+  int64_t offset;           // position of query 0 among the keys
+  int64_t window;           // keys with |query + offset - j| < window are seen; 0: all
+  const uint8_t* allowed;   // boolean mask, 1 takes part; null: none
+  int64_t allowed_stride[4];
+  acutance_additive additive[2];
+  const uint8_t* key_mask;  // 1 takes part; null: none
+  int64_t key_mask_stride[2];
+  const int64_t *query_documents, *key_documents;  // a row sees keys of its own; null: none
+  int64_t query_documents_stride[2], key_documents_stride[2];
+  const double* slopes;     // (query heads): adds -slope |query + offset - j|; null: none
+  const double* sinks;      // (query heads): logits that share the normaliser; null: none
+  int64_t threads;
+} acutance_call;
+
+// Where the forward pass writes. Fields are those of acutance.kernels.blocked.Sums; the sums are
+// float, for float64 double. A null pointer leaves a field out.
+typedef struct {
+  void* out;   // (batch, query heads, queries, Ev) in the call's dtype; null without values
+  int64_t out_stride[3];
+  int64_t* n;
+  void *m, *Z, *U, *W, *Q, *mean, *M2, *depth, *first;
+  int64_t* first_index;
+  void *O, *R1, *R2;  // all three or none: the noise sums, O and R1 (..., Ev) contiguous
+  int64_t noise;      // 1: sum them
+} acutance_sums;
+
+// Gradient of score j of a row, with t = s_j - m and e = exp(t):
+//   e (grad_out . v_j * inverse + constant + linear t + square t^2 + weight e) + slope t + plain
+//   + [j = first_index] first + [j the earliest of the largest] largest
+// Coefficients are (batch, query heads, queries), of the sums' type; null counts as zero.
+typedef struct {
+  const void* m;            // the forward pass's maxima
+  const void* grad_out;     // in the call's dtype; null: none
+  int64_t grad_out_stride[3];
+  const void* inverse;      // 1 / normaliser
+  const void *constant, *linear, *square, *weight, *slope, *plain, *first, *largest;
+  const int64_t* first_index;
+  void *query, *key, *value;  // gradients, contiguous, of the sums' type; null: not asked for
+} acutance_gradients;
+
+// Zero, or a reason: 1 another ABI, 2 not supported, 3 out of memory.
+ACUTANCE_EXPORT int acutance_forward(const acutance_call* call, const acutance_sums* sums);
+ACUTANCE_EXPORT int acutance_backward(const acutance_call* call, const acutance_gradients* grads);
+
+// Name of the instruction set in use: "avx512_bf16", "avx512", "avx2", "neon" or "baseline".
+ACUTANCE_EXPORT const char* acutance_cpu(void);
+// Choose one by name (null: the best); 0, or 2 where this machine or build has it not.
+ACUTANCE_EXPORT int acutance_use_cpu(const char* name);
+// Names of those this machine and build have, best first, separated by spaces.
+ACUTANCE_EXPORT const char* acutance_cpus(void);
+ACUTANCE_EXPORT int64_t acutance_abi(void);
+// GOMP_parallel of the OpenMP library torch runs on, so that its threads are used; null: own ones.
+ACUTANCE_EXPORT void acutance_use_threads(
+    void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags));
+// exp of count numbers, as the kernel takes it, for measuring its error. float or double.
+ACUTANCE_EXPORT void acutance_exp(int64_t dtype, const void* from, void* to, int64_t count);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,253 @@
+// The forward pass with queries in the lanes of vectors.
+//
+// A tile of scores is stored transposed, key by key, so that the maximum, every sum and every
+// moment of a row is a vertical operation; keys and values are broadcast from where they lie.
+// Between tiles a row carries its running sums: moments of t = s - m with m the running maximum,
+// the weighted second moment and the plain one about means, merged as Chan, Golub and LeVeque do.
+#ifndef ACUTANCE_FORWARD_H
+#define ACUTANCE_FORWARD_H
+
+#include <math.h>
+
+#include "mask.h"
+#include "rows.h"
+#include "work.h"
+
+namespace {
+
+constexpr int64_t BLOCK = 128;  // queries of an item, keys of a tile
+
+template <class T, class In>
+struct Forward {
+  struct Shared {
+    const acutance_call& call;
+    const acutance_sums& sums;
+    int64_t blocks;
+  };
+  typedef Vec<T> V;
+  static constexpr int LN = LANES<T>;
+  static constexpr int GROUPS = int(BLOCK) / LN;
+  static constexpr bool same = sizeof(In) == sizeof(T);
+
+  const acutance_call& call;
+  const acutance_sums& sums;
+  const int64_t E, Ev, blocks;
+  const bool noise, data, plain_scores;
+  Arena arena;
+  T *queries, *outputs, *first_moments, *scores, *squares, *keys, *values, *added, *centre, *rest;
+  Rows<T>* rows;
+  uint32_t* seen;
+  bool ready;
+
+  explicit Forward(const Shared& shared)
+      : call(shared.call), sums(shared.sums), E(call.width), Ev(call.value_width),
+        blocks(shared.blocks), noise(sums.noise), data(masked_by_data(call)),
+        plain_scores(call.softcap == 0 && !adds(call)), arena(need(shared)) {
+    ready = arena.base != nullptr;
+    if (!ready) return;
+    queries = arena.take<T>(BLOCK * E);
+    outputs = arena.take<T>(BLOCK * Ev);
+    first_moments = arena.take<T>(noise ? BLOCK * Ev : 0);
+    scores = arena.take<T>(BLOCK * LN);
+    squares = arena.take<T>(noise ? BLOCK * LN : 0);
+    keys = arena.take<T>(same ? 0 : BLOCK * E);
+    values = arena.take<T>(same ? 0 : BLOCK * Ev);
+    rest = arena.take<T>(noise ? BLOCK * Ev : 0);
+    added = arena.take<T>(adds(call) ? BLOCK * LN : 0);
+    centre = arena.take<T>(Ev);
+    rows = arena.take<Rows<T>>(GROUPS);
+    seen = arena.take<uint32_t>(BLOCK);
+  }
+
+  static size_t need(const Shared& shared) {
+    const acutance_call& call = shared.call;
+    const size_t each = sizeof(T);
+    return Arena::bytes(BLOCK * call.width, each) * 2 +
+           Arena::bytes(BLOCK * call.value_width, each) * 4 + Arena::bytes(BLOCK * LN, each) * 3 +
+           Arena::bytes(call.value_width, each) + Arena::bytes(GROUPS, sizeof(Rows<T>)) +
+           Arena::bytes(BLOCK, 4) + 1024;
+  }
+
+  // Items run through the blocks of a head; where position hides keys, long rows come first.
+  void item(int64_t i) {
+    const int64_t heads = call.heads * call.group, all = call.batch * heads;
+    int64_t block, head;
+    if (call.causal)
+      block = blocks - 1 - i / all, head = i % all;
+    else
+      block = i % blocks, head = i / blocks;
+    const int64_t row = block * BLOCK, count = imin(BLOCK, call.queries - row);
+    attend(head / heads, head % heads, row, count);
+  }
+
+  void attend(int64_t batch, int64_t head, int64_t row, int64_t count) {
+    const int64_t kv = head / call.group;
+    const In* q = (const In*)call.query + batch * call.query_stride[0] +
+                  head * call.query_stride[1] + row * call.query_stride[2];
+    const In* k = (const In*)call.key + batch * call.key_stride[0] + kv * call.key_stride[1];
+    const In* v = Ev ? (const In*)call.value + batch * call.value_stride[0] +
+                           kv * call.value_stride[1]
+                     : nullptr;
+    const int groups = int((count + LN - 1) / LN);
+    for (int g = 0; g < groups; ++g) {
+      const int64_t filled = imin(LN, count - g * LN);
+      lay_across<T, In>(q + g * LN * call.query_stride[2], call.query_stride[2], filled, E,
+                        T(call.scale), queries + g * LN * E);
+      rows[g].clear();
+    }
+    memset(outputs, 0, sizeof(T) * size_t(groups * LN * Ev));
+    if (noise) {
+      memset(first_moments, 0, sizeof(T) * size_t(groups * LN * Ev));
+      average(v);
+    }
+    const Band span = band(call, row, row + count - 1);
+    for (int64_t start = span.start; start < span.stop; start += BLOCK) {
+      const int64_t stop = imin(start + BLOCK, span.stop);
+      const T *kt, *vt;
+      int64_t ks, vs;
+      block_of(k, call.key_stride[2], start, stop, E, keys, &kt, &ks);
+      block_of(v, call.value_stride[2], start, stop, Ev, values, &vt, &vs);
+      if (noise)
+        for (int64_t j = 0; j < stop - start; ++j)
+          for (int64_t e = 0; e < Ev; ++e) rest[j * Ev + e] = vt[j * vs + e] - centre[e];
+      for (int g = 0; g < groups; ++g) {
+        const int64_t first = row + g * LN, filled = imin(LN, count - g * LN);
+        const Band own = band(call, first, first + filled - 1);
+        const int64_t a = imax(start, own.start), z = imin(stop, own.stop);
+        if (a < z)
+          tile(batch, head, first, filled, own, a, z - a, kt + (a - start) * ks, ks,
+               vt + (a - start) * vs, vs, rest + (a - start) * Ev, g);
+      }
+    }
+    for (int g = 0; g < groups; ++g)
+      finish(batch, head, row + g * LN, imin(LN, count - g * LN), g);
+  }
+
+  // Rows of keys or values as numbers of the sums' type: where they lie, or widened to scratch.
+  void block_of(const In* from, int64_t stride, int64_t start, int64_t stop, int64_t width,
+                T* scratch, const T** at, int64_t* step) {
+    if (same) {
+      *at = (const T*)from + (from ? start * stride : 0), *step = stride;
+      return;
+    }
+    if (width)
+      for (int64_t j = start; j < stop; ++j)
+        widen_row<T, In>(from + j * stride, scratch + (j - start) * width, width);
+    *at = scratch, *step = width;
+  }
+
+  void average(const In* v) {
+    for (int64_t e = 0; e < Ev; ++e) centre[e] = 0;
+    for (int64_t j = 0; j < call.keys; ++j)
+      for (int64_t e = 0; e < Ev; ++e) centre[e] += T(widen(v[j * call.value_stride[2] + e]));
+    for (int64_t e = 0; e < Ev; ++e) centre[e] /= T(call.keys);
+  }
+
+  void tile(int64_t batch, int64_t head, int64_t first, int64_t filled, const Band& own,
+            int64_t start, int64_t count, const T* k, int64_t ks, const T* v, int64_t vs,
+            const T* centred, int g) {
+    const T* q = queries + g * LN * E;
+    Rows<T>& row = rows[g];
+    const bool whole = own.all_start <= start && start + count <= own.all_stop && !data;
+    V factor[NV];
+    if (whole && plain_scores) {
+      Extremes<T> found;
+      tile_scores<T, true>(q, k, ks, E, count, scores, &found);
+      row.begin(found, T(count), factor);
+      if (!row.found) row.first_seen(start, scores);
+      row.template weigh<false>(scores, seen, count);
+    } else {
+      Masks<T> masks(call, batch, head, first, filled);
+      if (!masks.tile(start, count, own, seen, added)) return;
+      tile_scores<T, false>(q, k, ks, E, count, scores, nullptr);
+      if (!plain_scores) adjust<T>(call, head, first, start, count, scores, added, nullptr);
+      Extremes<T> found;
+      V visible[NV];
+      look<T>(scores, seen, count, &found, visible);
+      row.begin(found, visible, factor);
+      row.first_seen(start, count, scores, seen);
+      row.template weigh<true>(scores, seen, count);
+    }
+    if (!Ev) return;
+    weighted_sum<T>(outputs + g * LN * Ev, factor, v, vs, scores, count, Ev);
+    if (noise) noise_sums(row, factor, centred, count, g);
+  }
+
+  void noise_sums(Rows<T>& row, const V* factor, const T* centred, int64_t count, int g) {
+    V twice[NV];
+    for (int v = 0; v < NV; ++v) twice[v] = square(factor[v]), row.R2[v] *= twice[v];
+    for (int64_t j = 0; j < count; ++j) {
+      T size = 0;
+      for (int64_t e = 0; e < Ev; ++e) size += centred[j * Ev + e] * centred[j * Ev + e];
+      for (int v = 0; v < NV; ++v) {
+        V e = square(load(scores + j * LN + v * VL<T>));
+        store(squares + j * LN + v * VL<T>, e);
+        row.R2[v] += e * size;
+      }
+    }
+    weighted_sum<T>(first_moments + g * LN * Ev, twice, centred, Ev, squares, count, Ev);
+  }
+
+  void finish(int64_t batch, int64_t head, int64_t first, int64_t filled, int g) {
+    const int64_t heads = call.heads * call.group;
+    const int64_t base = (batch * heads + head) * call.queries + first;
+    Row<T> row;
+    T inverse[LN];
+    for (int l = 0; l < filled; ++l) {
+      rows[g].read(l, &row);
+      write(base + l, row);
+      T normaliser = row.Z;
+      if (call.sinks) normaliser += T(exp(call.sinks[head] - double(row.m)));
+      inverse[l] = normaliser == 0 ? T(0) : T(1) / normaliser;
+    }
+    if (!Ev) return;
+    const T* total = outputs + g * LN * Ev;
+    In* out = (In*)sums.out + batch * sums.out_stride[0] + head * sums.out_stride[1] +
+              first * sums.out_stride[2];
+    for (int l = 0; l < filled; ++l)
+      for (int64_t e = 0; e < Ev; ++e)
+        narrow(total[e * LN + l] * inverse[l], out + l * sums.out_stride[2] + e);
+    if (!noise) return;
+    const T* moments = first_moments + g * LN * Ev;
+    for (int l = 0; l < filled; ++l) {
+      rows[g].read(l, &row);
+      T* O = (T*)sums.O + (base + l) * Ev;
+      T* R1 = (T*)sums.R1 + (base + l) * Ev;
+      T share = row.Q == 0 ? T(0) : T(1) / row.Q, size = 0;
+      for (int64_t e = 0; e < Ev; ++e) {
+        T mean = moments[e * LN + l] * share;
+        size += mean * mean;
+        O[e] = total[e * LN + l];
+        R1[e] = row.Q == 0 ? T(0) : mean + centre[e];
+      }
+      T spread = row.R2 - row.Q * size;
+      ((T*)sums.R2)[base + l] = spread < 0 ? T(0) : spread;
+    }
+  }
+
+  void write(int64_t at, const Row<T>& row) {
+    sums.n[at] = int64_t(row.n);
+    ((T*)sums.m)[at] = row.m;
+    ((T*)sums.Z)[at] = row.Z;
+    ((T*)sums.U)[at] = row.U;
+    ((T*)sums.W)[at] = row.W;
+    ((T*)sums.Q)[at] = row.Q;
+    ((T*)sums.mean)[at] = row.n == 0 ? T(0) : row.m - row.depth;
+    ((T*)sums.M2)[at] = row.M2;
+    ((T*)sums.depth)[at] = row.depth;
+    ((T*)sums.first)[at] = row.first;
+    sums.first_index[at] = row.first_index;
+  }
+};
+
+template <class T, class In>
+int forward(const acutance_call& call, const acutance_sums& sums, acutance_parallel parallel) {
+  typedef Forward<T, In> Pass;
+  const int64_t blocks = (call.queries + BLOCK - 1) / BLOCK;
+  typename Pass::Shared shared = {call, sums, blocks};
+  const int64_t items = call.batch * call.heads * call.group * blocks;
+  return share_out<Pass>(shared, items, call.threads, parallel);
+}
+
+}  // namespace
+#endif

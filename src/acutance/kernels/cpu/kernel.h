@@ -1,0 +1,17 @@
+// What one compilation of the kernels, for one instruction set, offers the others.
+#ifndef ACUTANCE_KERNEL_H
+#define ACUTANCE_KERNEL_H
+
+#include "api.h"
+
+typedef void (*acutance_parallel)(void (*body)(void*), void* data, unsigned threads,
+                                  unsigned flags);
+
+typedef struct {
+  const char* name;
+  int (*forward)(const acutance_call*, const acutance_sums*, acutance_parallel);
+  int (*backward)(const acutance_call*, const acutance_gradients*, acutance_parallel);
+  void (*exp)(int64_t dtype, const void* from, void* to, int64_t count);
+} acutance_kernel;
+
+#endif

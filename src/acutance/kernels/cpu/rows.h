@@ -1,0 +1,292 @@
+// The rows of a lane group: what they carry from tile to tile, and what a tile does to them.
+#ifndef ACUTANCE_ROWS_H
+#define ACUTANCE_ROWS_H
+
+#include "mask.h"
+#include "vec.h"
+
+namespace {
+
+constexpr int64_t NO_KEY = INT64_MAX;  // first visible key of a row that has none
+
+// A row at its end.
+template <class T>
+struct Row {
+  T n, m, Z, U, W, Q, depth, M2, first, R2;
+  int64_t first_index;
+};
+
+// Largest and sum of a tile's visible scores.
+template <class T>
+struct Extremes {
+  Vec<T> largest[NV], total[NV];
+  Extremes() {
+    for (int v = 0; v < NV; ++v) largest[v] = splat(T(-INFINITY)), total[v] = Vec<T>{};
+  }
+};
+
+template <class T>
+struct Rows {
+  typedef Vec<T> V;
+  static constexpr int LN = LANES<T>;
+
+  V m[NV];      // largest score
+  V shift[NV];  // the same, 0 where no key was seen
+  V Z[NV], U[NV], Q[NV];  // sums of e, e t, e^2 with t = s - m, e = exp(t)
+  V W[NV];      // sum of e (t - U/Z)^2
+  V n[NV], D[NV];  // visible keys, sum of t
+  V M2[NV];     // sum of (t - D/n)^2
+  V R2[NV];     // sum of e^2 |v - centre|^2
+  V about[NV], middle[NV], visible[NV];  // of the tile at hand: references, visible keys
+  T first[LN];
+  int64_t first_index[LN];
+  uint32_t found;  // rows whose first key is known
+
+  void clear() {
+    for (int v = 0; v < NV; ++v) {
+      m[v] = splat(T(-INFINITY));
+      shift[v] = Z[v] = U[v] = Q[v] = W[v] = n[v] = D[v] = M2[v] = R2[v] = V{};
+    }
+    for (int l = 0; l < LN; ++l) first[l] = 0, first_index[l] = NO_KEY;
+    found = 0;
+  }
+
+  // Move to the maximum of a tile too; `factor` receives what sums of e shrink by.
+  ACUTANCE_INLINE void begin(const Extremes<T>& tile, const V* count, V* factor) {
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; ++v) {
+      V top = vmax(m[v], tile.largest[v]);
+      V base = top == T(-INFINITY) ? V{} : top;
+      V drop = m[v] == T(-INFINITY) ? V{} : m[v] - base;  // <= 0
+      V shrink = vexp(drop);
+      V average = Z[v] > 0 ? U[v] / Z[v] + drop : V{};
+      factor[v] = shrink;
+      U[v] = (U[v] + drop * Z[v]) * shrink;
+      Z[v] *= shrink;
+      W[v] *= shrink;
+      Q[v] *= square(shrink);
+      D[v] += n[v] * drop;
+      m[v] = top;
+      shift[v] = base;
+      // far below, what was summed before weighs nothing, and its mean is no reference
+      about[v] = average < T(-16) ? V{} : average;
+      visible[v] = count[v];
+      middle[v] = tile.total[v] / vmax(count[v], splat(T(1))) - base;
+    }
+  }
+  ACUTANCE_INLINE void begin(const Extremes<T>& tile, T count, V* factor) {
+    V counts[NV];
+    for (int v = 0; v < NV; ++v) counts[v] = splat(count);
+    begin(tile, counts, factor);
+  }
+
+  // Turn a tile's scores into weights e and sum them.
+  template <bool MASKED>
+  ACUTANCE_INLINE void weigh(T* scores, const uint32_t* seen, int64_t count) {
+    V sum[NV], first_moment[NV], second[NV], collision[NV], plain[NV], spread[NV];
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; ++v)
+      sum[v] = first_moment[v] = second[v] = collision[v] = plain[v] = spread[v] = V{};
+    V base[NV], reference[NV], centre[NV];
+    for (int v = 0; v < NV; ++v) base[v] = shift[v], reference[v] = about[v], centre[v] = middle[v];
+    for (int64_t j = 0; j < count; ++j) {
+#pragma GCC unroll 2
+      for (int v = 0; v < NV; ++v) {
+        V t = load(scores + j * LN + v * VL<T>) - base[v];
+        V off = t - centre[v], e;
+        if (MASKED) {
+          IVec<T> mask = expand<T>(seen[j], v);
+          t = choose<T>(mask, t, V{});
+          off = choose<T>(mask, off, V{});
+          e = choose<T>(mask, vexp(t), V{});
+        } else {
+          e = vexp(t);
+        }
+        V about_mean = t - reference[v];
+        sum[v] += e;
+        first_moment[v] += e * t;
+        second[v] += (e * about_mean) * about_mean;
+        collision[v] += e * e;
+        plain[v] += t;
+        spread[v] += off * off;
+        store(scores + j * LN + v * VL<T>, e);
+      }
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; ++v) {
+      const T tiny = Traits<T>::tiny;
+      V weight = vmax(sum[v], splat(tiny)), before = vmax(Z[v], splat(tiny));
+      V lead = first_moment[v] - reference[v] * sum[v];
+      V inside = second[v] - lead * lead / weight;
+      inside = inside < 0 ? V{} : inside;
+      V apart = first_moment[v] / weight - U[v] / before;
+      V both = Z[v] + sum[v];
+      V mixed = (Z[v] / vmax(both, splat(tiny))) * sum[v];
+      W[v] += inside + square(apart) * mixed;
+      Z[v] = both;
+      U[v] += first_moment[v];
+      Q[v] += collision[v];
+      V some = vmax(visible[v], splat(T(1))), had = vmax(n[v], splat(T(1)));
+      V mean = plain[v] / some, off = mean - centre[v];
+      V within = spread[v] - visible[v] * off * off;
+      within = within < 0 ? V{} : within;
+      V step = mean - D[v] / had;
+      V all = n[v] + visible[v];
+      M2[v] += within + step * step * (n[v] * visible[v] / vmax(all, splat(T(1))));
+      n[v] = all;
+      D[v] += plain[v];
+    }
+  }
+
+  void first_seen(int64_t start, const T* scores) {
+    for (int l = 0; l < LN; ++l)
+      if (!(found >> l & 1)) first[l] = scores[l], first_index[l] = start;
+    found = ~0u;
+  }
+  void first_seen(int64_t start, int64_t count, const T* scores, const uint32_t* seen) {
+    for (int64_t j = 0; j < count && ~found; ++j)
+      for (uint32_t fresh = seen[j] & ~found; fresh; fresh &= fresh - 1) {
+        const int l = __builtin_ctz(fresh);
+        first[l] = scores[j * LN + l], first_index[l] = start + j;
+        found |= 1u << l;
+      }
+  }
+
+  void read(int l, Row<T>* row) const {
+    const int v = l / VL<T>, i = l % VL<T>;
+    row->n = n[v][i], row->m = m[v][i], row->Z = Z[v][i], row->U = U[v][i], row->W = W[v][i];
+    row->Q = Q[v][i], row->M2 = M2[v][i], row->R2 = R2[v][i];
+    row->depth = row->n == 0 ? T(0) : -D[v][i] / row->n;
+    row->first = first[l], row->first_index = first_index[l];
+    // a score that is no number may have been passed over by the maximum, never by a sum
+    if (D[v][i] != D[v][i] && row->m - row->m == 0) row->m = T(NAN);
+  }
+};
+
+// Lay rows of queries across the lanes: to[e][lane] = from[lane][e] * scale, other lanes 0.
+template <class T, class In>
+inline void lay_across(const In* from, int64_t stride, int64_t count, int64_t width, T scale,
+                       T* to) {
+  constexpr int LN = LANES<T>;
+  if (count < LN) memset(to, 0, sizeof(T) * size_t(LN * width));
+  for (int64_t e0 = 0; e0 < width; e0 += 16)
+    for (int64_t l = 0; l < count; ++l)
+      for (int64_t e = e0, z = imin(e0 + 16, width); e < z; ++e)
+        to[e * LN + l] = T(widen(from[l * stride + e])) * scale;
+}
+
+template <class T, int R, bool LOOK>
+ACUTANCE_INLINE void score_rows(const T* q, const T* k, int64_t ks, int64_t width, T* scores,
+                                Extremes<T>* found) {
+  Vec<T> sum[R][NV];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; ++v) sum[r][v] = Vec<T>{};
+  multiply_add<T, R>(sum, k, ks, 1, q, width);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; ++v) {
+      store(scores + r * LANES<T> + v * VL<T>, sum[r][v]);
+      if (LOOK) {
+        found->largest[v] = vmax(found->largest[v], sum[r][v]);
+        found->total[v] += sum[r][v];
+      }
+    }
+}
+
+// scores[j][lane] = sum over e of k[j][e] q[e][lane], and with LOOK their extremes.
+template <class T, bool LOOK>
+inline void tile_scores(const T* q, const T* k, int64_t ks, int64_t width, int64_t count,
+                        T* scores, Extremes<T>* found) {
+  int64_t j = 0;
+  Extremes<T> local;
+  for (; j + ROWS <= count; j += ROWS)
+    score_rows<T, ROWS, LOOK>(q, k + j * ks, ks, width, scores + j * LANES<T>, &local);
+  for (; j + 4 <= count; j += 4)
+    score_rows<T, 4, LOOK>(q, k + j * ks, ks, width, scores + j * LANES<T>, &local);
+  for (; j < count; ++j)
+    score_rows<T, 1, LOOK>(q, k + j * ks, ks, width, scores + j * LANES<T>, &local);
+  if (LOOK) *found = local;
+}
+
+template <class T, int R>
+ACUTANCE_INLINE void sum_rows(T* total, const Vec<T>* factor, const T* a, int64_t stride,
+                              const T* weights, int64_t count) {
+  Vec<T> sum[R][NV];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; ++v) sum[r][v] = load(total + r * LANES<T> + v * VL<T>) * factor[v];
+  multiply_add<T, R>(sum, a, 1, stride, weights, count);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; ++v) store(total + r * LANES<T> + v * VL<T>, sum[r][v]);
+}
+
+// total[e][lane] = total * factor + sum over j of a[j][e] weights[j][lane].
+template <class T>
+inline void weighted_sum(T* total, const Vec<T>* factor, const T* a, int64_t stride,
+                         const T* weights, int64_t count, int64_t width) {
+  int64_t e = 0;
+  for (; e + ROWS <= width; e += ROWS)
+    sum_rows<T, ROWS>(total + e * LANES<T>, factor, a + e, stride, weights, count);
+  for (; e + 4 <= width; e += 4)
+    sum_rows<T, 4>(total + e * LANES<T>, factor, a + e, stride, weights, count);
+  for (; e < width; ++e)
+    sum_rows<T, 1>(total + e * LANES<T>, factor, a + e, stride, weights, count);
+}
+
+// Softcap scores, then add masks, biases and slopes. `slope` receives the softcap's derivative.
+template <class T>
+inline void adjust(const acutance_call& call, int64_t head, int64_t row, int64_t start,
+                   int64_t count, T* scores, const T* added, T* slope) {
+  typedef Vec<T> V;
+  constexpr int LN = LANES<T>;
+  const T cap = T(call.softcap), fall = call.slopes ? T(call.slopes[head]) : T(0);
+  const bool adds_matrix = call.additive[0].data || call.additive[1].data;
+  V place[NV];
+  for (int v = 0; v < NV; ++v)
+    for (int i = 0; i < VL<T>; ++i)
+      place[v][i] = T(row + call.offset - start + v * VL<T> + i);
+  for (int64_t j = 0; j < count; ++j)
+    for (int v = 0; v < NV; ++v) {
+      const int64_t at = j * LN + v * VL<T>;
+      V s = load(scores + at);
+      if (cap != 0) {
+        V x = vtanh<T>(s / cap);
+        if (slope) store(slope + at, T(1) - x * x);
+        s = x * cap;
+      }
+      if (call.slopes) {
+        V distance = place[v] - T(j);
+        s -= fall * (distance < 0 ? -distance : distance);
+      }
+      if (adds_matrix) s += load(added + at);
+      store(scores + at, s);
+    }
+}
+
+// Extremes of a masked tile, and how many keys each row sees in it.
+template <class T>
+inline void look(const T* scores, const uint32_t* seen, int64_t count, Extremes<T>* found,
+                 Vec<T>* visible) {
+  typedef Vec<T> V;
+  for (int v = 0; v < NV; ++v) visible[v] = V{};
+  Extremes<T> local;
+  for (int64_t j = 0; j < count; ++j)
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; ++v) {
+      IVec<T> mask = expand<T>(seen[j], v);
+      V s = load(scores + j * LANES<T> + v * VL<T>);
+      local.largest[v] = vmax(local.largest[v], choose<T>(mask, s, splat(T(-INFINITY))));
+      local.total[v] += choose<T>(mask, s, V{});
+      visible[v] += choose<T>(mask, splat(T(1)), V{});
+    }
+  *found = local;
+}
+
+}  // namespace
+#endif

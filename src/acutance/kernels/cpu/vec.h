@@ -1,0 +1,261 @@
+// Vectors of the compiler, and the few functions of them the kernels need.
+//
+// A lane group is LANES = 2 vectors of queries (or, when decoding, of keys). Nothing here calls
+// the C++ library: a template of it, compiled for AVX-512, could be the copy every other part of
+// the program gets.
+#ifndef ACUTANCE_VEC_H
+#define ACUTANCE_VEC_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define ACUTANCE_BYTES 64
+#include <immintrin.h>
+#elif defined(__AVX2__)
+#define ACUTANCE_BYTES 32
+#include <immintrin.h>
+#else
+#define ACUTANCE_BYTES 16
+#endif
+
+#define ACUTANCE_INLINE inline __attribute__((always_inline))
+
+namespace {
+
+template <class T>
+struct VecOf {
+  typedef T type __attribute__((vector_size(ACUTANCE_BYTES)));
+};
+template <class T>
+using Vec = typename VecOf<T>::type;
+
+template <class T>
+struct Traits;
+template <>
+struct Traits<float> {
+  typedef int32_t Int;
+  static constexpr float lowest = -87.3365f;  // exp of it is the smallest normal number
+  static constexpr float tiny = 1.17549435e-38f;
+};
+template <>
+struct Traits<double> {
+  typedef int64_t Int;
+  static constexpr double lowest = -708.3964;
+  static constexpr double tiny = 2.2250738585072014e-308;
+};
+template <class T>
+using IVec = Vec<typename Traits<T>::Int>;
+
+constexpr int NV = 2;  // vectors of a lane group
+template <class T>
+constexpr int VL = ACUTANCE_BYTES / int(sizeof(T));
+template <class T>
+constexpr int LANES = NV * VL<T>;
+// Rows of a register block: so many times NV sums stay in registers beside the operands.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int ROWS = 8;
+#else
+constexpr int ROWS = 6;
+#endif
+
+template <class T>
+ACUTANCE_INLINE Vec<T> splat(T x) {
+  return x - Vec<T>{};  // exact, and it keeps the sign of zero
+}
+template <class T>
+ACUTANCE_INLINE Vec<T> load(const T* from) {
+  Vec<T> x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+template <class T>
+ACUTANCE_INLINE void store(T* to, Vec<T> x) {
+  memcpy(to, &x, sizeof x);
+}
+// The larger; y where either is no number.
+template <class V>
+ACUTANCE_INLINE V vmax(V x, V y) {
+  return x > y ? x : y;
+}
+template <class V>
+ACUTANCE_INLINE V vmin(V x, V y) {
+  return x < y ? x : y;
+}
+ACUTANCE_INLINE int64_t imin(int64_t x, int64_t y) { return x < y ? x : y; }
+ACUTANCE_INLINE int64_t imax(int64_t x, int64_t y) { return x > y ? x : y; }
+template <class V>
+ACUTANCE_INLINE V square(V x) {
+  return x * x;
+}
+
+// Lanes whose bit is set, as an integer mask vector; the vector is number v of its group.
+template <class T>
+ACUTANCE_INLINE IVec<T> expand(uint32_t bits, int v) {
+  typedef typename Traits<T>::Int Int;
+  IVec<T> place;
+  for (int i = 0; i < VL<T>; ++i) place[i] = Int(1) << i;
+  return ((Int)(bits >> (v * VL<T>)) & place) != 0;
+}
+template <class T>
+ACUTANCE_INLINE Vec<T> choose(IVec<T> mask, Vec<T> yes, Vec<T> no) {
+  return mask ? yes : no;
+}
+
+// exp for x <= 0 (down to `lowest`, which everything below is taken for) and up to 88. NaN stays.
+// x = k log 2 + r with |r| <= log(2) / 2 in two steps, then a polynomial in r: Taylor's in double,
+// for float the minimax one of degree 6. Error below 1.1 (float) and 1.2 (double) ulp.
+ACUTANCE_INLINE Vec<float> vexp(Vec<float> x) {
+  typedef Vec<float> V;
+  x = x < Traits<float>::lowest ? splat(Traits<float>::lowest) : x;
+  const V magic = splat(12582912.0f);
+  V z = x * 1.44269504f + magic, k = z - magic;
+  V r = k * -0.693359375f + x;
+  r = k * 2.12194440e-4f + r;
+  V p = r * 1.381459847e-3f + 8.368716887e-3f;
+  p = p * r + 4.166838805e-2f;
+  p = p * r + 1.666652063e-1f;
+  p = p * r + 4.999999345e-1f;
+  p = p * (r * r) + r + 1.0f;
+  Vec<int32_t> bits;
+  memcpy(&bits, &z, sizeof z);
+  bits = (bits + 127) << 23;
+  V power;
+  memcpy(&power, &bits, sizeof bits);
+  return p * power;
+}
+ACUTANCE_INLINE Vec<double> vexp(Vec<double> x) {
+  typedef Vec<double> V;
+  x = x < Traits<double>::lowest ? splat(Traits<double>::lowest) : x;
+  const V magic = splat(6755399441055744.0);
+  V z = x * 1.4426950408889634 + magic, k = z - magic;
+  V r = k * -0.693147180369123816490 + x;
+  r = k * -1.90821492927058770002e-10 + r;
+  V p = r * 1.6059043836821613e-10 + 2.0876756987868099e-9;
+  p = p * r + 2.505210838544172e-8;
+  p = p * r + 2.755731922398589e-7;
+  p = p * r + 2.7557319223985893e-6;
+  p = p * r + 2.48015873015873e-5;
+  p = p * r + 1.984126984126984e-4;
+  p = p * r + 1.3888888888888889e-3;
+  p = p * r + 8.333333333333333e-3;
+  p = p * r + 4.1666666666666664e-2;
+  p = p * r + 1.6666666666666666e-1;
+  p = p * r + 0.5;
+  p = p * (r * r) + r + 1.0;
+  Vec<int64_t> bits;
+  memcpy(&bits, &z, sizeof z);
+  bits = (bits + 1023) << 52;
+  V power;
+  memcpy(&power, &bits, sizeof bits);
+  return p * power;
+}
+
+// tanh by exp, and by its odd series' rational form where that would cancel.
+template <class T>
+ACUTANCE_INLINE Vec<T> vtanh(Vec<T> x) {
+  typedef Vec<T> V;
+  V size = x < 0 ? -x : x;
+  V e = vexp(size * T(-2));
+  V big = (T(1) - e) / (T(1) + e);
+  // continued fraction x / (1 + x^2 / (3 + x^2 / (5 + ...))): at |x| < 0.35 exact after 9 steps
+  V z = x * x, f = splat(T(17));
+  for (int k = 15; k > 0; k -= 2) f = T(k) + z / f;
+  V small = size / f;
+  V y = size < T(0.35) ? small : big;
+  return x < 0 ? -y : (x != x ? x : y);
+}
+
+// Natural logarithms are taken a row at a time, outside of any loop over keys: libm serves.
+
+// Half-precision numbers as they lie in memory.
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+ACUTANCE_INLINE float bits_to_float(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+ACUTANCE_INLINE uint32_t float_to_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof x);
+  return bits;
+}
+ACUTANCE_INLINE float widen(float x) { return x; }
+ACUTANCE_INLINE double widen(double x) { return x; }
+ACUTANCE_INLINE float widen(bf16 x) { return bits_to_float(uint32_t(x.bits) << 16); }
+ACUTANCE_INLINE float widen(f16 x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#else
+  // place exponent and fraction, and let a multiplication by 2^112 set the exponent's origin; it
+  // would be wrong only with denormals flushed, so small numbers are made from their integer
+  uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
+  if (rest >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  float size = rest < 0x400 ? float(rest) * 5.9604644775390625e-8f
+                            : bits_to_float((rest << 13) + 0x38000000);
+  return bits_to_float(sign | float_to_bits(size));
+#endif
+}
+ACUTANCE_INLINE void narrow(float x, float* to) { *to = x; }
+ACUTANCE_INLINE void narrow(double x, double* to) { *to = x; }
+ACUTANCE_INLINE void narrow(float x, bf16* to) {  // round to nearest, ties to even
+  uint32_t bits = float_to_bits(x);
+  to->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+ACUTANCE_INLINE void narrow(float x, f16* to) {
+#if defined(__F16C__)
+  to->bits = uint16_t(_cvtss_sh(x, 0));
+#else
+  uint32_t bits = float_to_bits(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+  if (size > 0x7f800000) {
+    to->bits = uint16_t(sign | 0x7e00);
+  } else if (size >= 0x477ff000) {
+    to->bits = uint16_t(sign | 0x7c00);
+  } else if (size < 0x38800000) {  // below the normal numbers: count steps of 2^-24
+    float steps = bits_to_float(size) * 16777216.0f + 8388608.0f;
+    to->bits = uint16_t(sign | (float_to_bits(steps) & 0x7fff));
+  } else {
+    to->bits = uint16_t(sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
+  }
+#endif
+}
+template <class T, class In>
+ACUTANCE_INLINE void widen_row(const In* from, T* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = T(widen(from[i]));
+}
+#if defined(__F16C__)
+template <>
+ACUTANCE_INLINE void widen_row<float, f16>(const f16* from, float* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8)
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
+  for (; i < count; ++i) to[i] = widen(from[i]);
+}
+#endif
+
+// rows x NV sums += rows broadcast from `a` times the lane vectors of `b`, over `steps`:
+//   sum[r] += a[r * across + k * along] * b[k]
+template <class T, int R>
+ACUTANCE_INLINE void multiply_add(
+    Vec<T> (&sum)[R][NV], const T* a, int64_t across, int64_t along, const T* b, int64_t steps) {
+  for (int64_t k = 0; k < steps; ++k, a += along, b += LANES<T>) {
+    Vec<T> x[NV];
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; ++v) x[v] = load(b + v * VL<T>);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      T factor = a[r * across];
+#pragma GCC unroll 2
+      for (int v = 0; v < NV; ++v) sum[r][v] += x[v] * factor;
+    }
+  }
+}
+
+}  // namespace
+#endif
