@@ -37,6 +37,7 @@ struct Forward {
   T *queries, *outputs, *first_moments, *scores, *squares, *keys, *values, *added, *centre, *rest;
   Rows<T>* rows;
   uint32_t* seen;
+  int64_t packed = 0;  // rows in each panel of `values`; 0: they are read where they lie
   bool ready;
 
   explicit Forward(const Shared& shared)
@@ -51,7 +52,7 @@ struct Forward {
     scores = arena.take<T>(BLOCK * LN);
     squares = arena.take<T>(noise ? BLOCK * LN : 0);
     keys = arena.take<T>(same ? 0 : BLOCK * E);
-    values = arena.take<T>(same ? 0 : BLOCK * Ev);
+    values = arena.take<T>(BLOCK * Ev);
     rest = arena.take<T>(noise ? BLOCK * Ev : 0);
     added = arena.take<T>(adds(call) ? BLOCK * LN : 0);
     centre = arena.take<T>(Ev);
@@ -103,37 +104,38 @@ struct Forward {
     const Band span = band(call, row, row + count - 1);
     for (int64_t start = span.start; start < span.stop; start += BLOCK) {
       const int64_t stop = imin(start + BLOCK, span.stop);
-      const T *kt, *vt;
-      int64_t ks, vs;
-      block_of(k, call.key_stride[2], start, stop, E, keys, &kt, &ks);
-      block_of(v, call.value_stride[2], start, stop, Ev, values, &vt, &vs);
+      const int64_t vs = call.value_stride[2];
+      const T* kt;
+      int64_t ks;
+      block_of(k, start, stop, &kt, &ks);
+      packed = Ev && !same ? stop - start : 0;
+      if (packed) pack_panels<T, In>(v + start * vs, vs, stop - start, Ev, values);
       if (noise)
         for (int64_t j = 0; j < stop - start; ++j)
-          for (int64_t e = 0; e < Ev; ++e) rest[j * Ev + e] = vt[j * vs + e] - centre[e];
+          for (int64_t e = 0; e < Ev; ++e)
+            rest[j * Ev + e] = T(widen(v[(start + j) * vs + e])) - centre[e];
       for (int g = 0; g < groups; ++g) {
         const int64_t first = row + g * LN, filled = imin(LN, count - g * LN);
         const Band own = band(call, first, first + filled - 1);
         const int64_t a = imax(start, own.start), z = imin(stop, own.stop);
         if (a < z)
           tile(batch, head, first, filled, own, a, z - a, kt + (a - start) * ks, ks,
-               vt + (a - start) * vs, vs, rest + (a - start) * Ev, g);
+               v, a - start, g);
       }
     }
     for (int g = 0; g < groups; ++g)
       finish(batch, head, row + g * LN, imin(LN, count - g * LN), g);
   }
 
-  // Rows of keys or values as numbers of the sums' type: where they lie, or widened to scratch.
-  void block_of(const In* from, int64_t stride, int64_t start, int64_t stop, int64_t width,
-                T* scratch, const T** at, int64_t* step) {
+  // Keys as numbers of the sums' type: where they lie, or widened to scratch.
+  void block_of(const In* k, int64_t start, int64_t stop, const T** at, int64_t* step) {
     if (same) {
-      *at = (const T*)from + (from ? start * stride : 0), *step = stride;
+      *at = (const T*)k + start * call.key_stride[2], *step = call.key_stride[2];
       return;
     }
-    if (width)
-      for (int64_t j = start; j < stop; ++j)
-        widen_row<T, In>(from + j * stride, scratch + (j - start) * width, width);
-    *at = scratch, *step = width;
+    for (int64_t j = start; j < stop; ++j)
+      widen_row<T, In>(k + j * call.key_stride[2], keys + (j - start) * E, E);
+    *at = keys, *step = E;
   }
 
   void average(const In* v) {
@@ -144,8 +146,8 @@ struct Forward {
   }
 
   void tile(int64_t batch, int64_t head, int64_t first, int64_t filled, const Band& own,
-            int64_t start, int64_t count, const T* k, int64_t ks, const T* v, int64_t vs,
-            const T* centred, int g) {
+            int64_t start, int64_t count, const T* k, int64_t ks, const In* v, int64_t skipped,
+            int g) {
     const T* q = queries + g * LN * E;
     Rows<T>& row = rows[g];
     const bool whole = own.all_start <= start && start + count <= own.all_stop && !data;
@@ -169,8 +171,13 @@ struct Forward {
       row.template weigh<true>(scores, seen, count);
     }
     if (!Ev) return;
-    weighted_sum<T>(outputs + g * LN * Ev, factor, v, vs, scores, count, Ev);
-    if (noise) noise_sums(row, factor, centred, count, g);
+    T* total = outputs + g * LN * Ev;
+    if (packed)
+      weighted_sum<T>(total, factor, values, skipped, packed, scores, count, Ev);
+    else
+      weighted_sum<T>(total, factor, (const T*)v + start * call.value_stride[2],
+                      call.value_stride[2], 0, scores, count, Ev);
+    if (noise) noise_sums(row, factor, rest + skipped * Ev, count, g);
   }
 
   void noise_sums(Rows<T>& row, const V* factor, const T* centred, int64_t count, int g) {
@@ -185,14 +192,14 @@ struct Forward {
         row.R2[v] += e * size;
       }
     }
-    weighted_sum<T>(first_moments + g * LN * Ev, twice, centred, Ev, squares, count, Ev);
+    weighted_sum<T>(first_moments + g * LN * Ev, twice, centred, Ev, 0, squares, count, Ev);
   }
 
   void finish(int64_t batch, int64_t head, int64_t first, int64_t filled, int g) {
     const int64_t heads = call.heads * call.group;
     const int64_t base = (batch * heads + head) * call.queries + first;
     Row<T> row;
-    T inverse[LN];
+    T inverse[LN] = {};
     for (int l = 0; l < filled; ++l) {
       rows[g].read(l, &row);
       write(base + l, row);
@@ -204,9 +211,7 @@ struct Forward {
     const T* total = outputs + g * LN * Ev;
     In* out = (In*)sums.out + batch * sums.out_stride[0] + head * sums.out_stride[1] +
               first * sums.out_stride[2];
-    for (int l = 0; l < filled; ++l)
-      for (int64_t e = 0; e < Ev; ++e)
-        narrow(total[e * LN + l] * inverse[l], out + l * sums.out_stride[2] + e);
+    lay_along<T, In>(total, inverse, filled, Ev, out, sums.out_stride[2]);
     if (!noise) return;
     const T* moments = first_moments + g * LN * Ev;
     for (int l = 0; l < filled; ++l) {
@@ -232,7 +237,7 @@ struct Forward {
     ((T*)sums.U)[at] = row.U;
     ((T*)sums.W)[at] = row.W;
     ((T*)sums.Q)[at] = row.Q;
-    ((T*)sums.mean)[at] = row.n == 0 ? T(0) : row.m - row.depth;
+    ((T*)sums.mean)[at] = row.mean;
     ((T*)sums.M2)[at] = row.M2;
     ((T*)sums.depth)[at] = row.depth;
     ((T*)sums.first)[at] = row.first;

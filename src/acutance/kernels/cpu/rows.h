@@ -2,6 +2,8 @@
 #ifndef ACUTANCE_ROWS_H
 #define ACUTANCE_ROWS_H
 
+#include <math.h>
+
 #include "mask.h"
 #include "vec.h"
 
@@ -12,7 +14,7 @@ constexpr int64_t NO_KEY = INT64_MAX;  // first visible key of a row that has no
 // A row at its end.
 template <class T>
 struct Row {
-  T n, m, Z, U, W, Q, depth, M2, first, R2;
+  T n, m, Z, U, W, Q, mean, depth, M2, first, R2;
   int64_t first_index;
 };
 
@@ -35,6 +37,7 @@ struct Rows {
   V Z[NV], U[NV], Q[NV];  // sums of e, e t, e^2 with t = s - m, e = exp(t)
   V W[NV];      // sum of e (t - U/Z)^2
   V n[NV], D[NV];  // visible keys, sum of t
+  V total[NV];  // sum of scores
   V M2[NV];     // sum of (t - D/n)^2
   V R2[NV];     // sum of e^2 |v - centre|^2
   V about[NV], middle[NV], visible[NV];  // of the tile at hand: references, visible keys
@@ -45,7 +48,7 @@ struct Rows {
   void clear() {
     for (int v = 0; v < NV; ++v) {
       m[v] = splat(T(-INFINITY));
-      shift[v] = Z[v] = U[v] = Q[v] = W[v] = n[v] = D[v] = M2[v] = R2[v] = V{};
+      shift[v] = Z[v] = U[v] = Q[v] = W[v] = n[v] = D[v] = M2[v] = R2[v] = total[v] = V{};
     }
     for (int l = 0; l < LN; ++l) first[l] = 0, first_index[l] = NO_KEY;
     found = 0;
@@ -68,8 +71,10 @@ struct Rows {
       D[v] += n[v] * drop;
       m[v] = top;
       shift[v] = base;
-      // far below, what was summed before weighs nothing, and its mean is no reference
-      about[v] = average < T(-16) ? V{} : average;
+      // where the maximum rose far, the mean of what came before is no reference: a first moment
+      // about it would lose the digits of rows that one key holds alone
+      about[v] = drop < T(-4) ? V{} : average;
+      total[v] += tile.total[v];
       visible[v] = count[v];
       middle[v] = tile.total[v] / vmax(count[v], splat(T(1))) - base;
     }
@@ -102,10 +107,10 @@ struct Rows {
         } else {
           e = vexp(t);
         }
-        V about_mean = t - reference[v];
+        V apart = t - reference[v], moment = e * apart;
         sum[v] += e;
-        first_moment[v] += e * t;
-        second[v] += (e * about_mean) * about_mean;
+        first_moment[v] += moment;
+        second[v] += moment * apart;
         collision[v] += e * e;
         plain[v] += t;
         spread[v] += off * off;
@@ -116,15 +121,15 @@ struct Rows {
     for (int v = 0; v < NV; ++v) {
       const T tiny = Traits<T>::tiny;
       V weight = vmax(sum[v], splat(tiny)), before = vmax(Z[v], splat(tiny));
-      V lead = first_moment[v] - reference[v] * sum[v];
-      V inside = second[v] - lead * lead / weight;
+      V lead = first_moment[v] / weight, moment = first_moment[v] + reference[v] * sum[v];
+      V inside = second[v] - lead * first_moment[v];
       inside = inside < 0 ? V{} : inside;
-      V apart = first_moment[v] / weight - U[v] / before;
+      V apart = lead + reference[v] - U[v] / before;
       V both = Z[v] + sum[v];
       V mixed = (Z[v] / vmax(both, splat(tiny))) * sum[v];
       W[v] += inside + square(apart) * mixed;
       Z[v] = both;
-      U[v] += first_moment[v];
+      U[v] += moment;
       Q[v] += collision[v];
       V some = vmax(visible[v], splat(T(1))), had = vmax(n[v], splat(T(1)));
       V mean = plain[v] / some, off = mean - centre[v];
@@ -157,22 +162,76 @@ struct Rows {
     row->n = n[v][i], row->m = m[v][i], row->Z = Z[v][i], row->U = U[v][i], row->W = W[v][i];
     row->Q = Q[v][i], row->M2 = M2[v][i], row->R2 = R2[v][i];
     row->depth = row->n == 0 ? T(0) : -D[v][i] / row->n;
+    row->mean = row->n == 0 ? T(0) : total[v][i] / row->n;
     row->first = first[l], row->first_index = first_index[l];
     // a score that is no number may have been passed over by the maximum, never by a sum
     if (D[v][i] != D[v][i] && row->m - row->m == 0) row->m = T(NAN);
   }
 };
 
-// Lay rows of queries across the lanes: to[e][lane] = from[lane][e] * scale, other lanes 0.
+// A vector of a row's next numbers; beyond `count` of them, zeros. A whole one is by far the most
+// common, and must not become a call that copies some number of bytes.
+template <class T, class In>
+ACUTANCE_INLINE Vec<T> widen_vector(const In* from, int64_t count) {
+  if (sizeof(In) == sizeof(T) && count >= VL<T>) return load((const T*)from);
+  T room[VL<T>] = {};
+  if (count >= VL<T>) {
+#pragma GCC unroll 16
+    for (int i = 0; i < VL<T>; ++i) room[i] = T(widen(from[i]));
+  } else {
+    for (int64_t i = 0; i < count; ++i) room[i] = T(widen(from[i]));
+  }
+  return load(room);
+}
+template <class T, class Out>
+ACUTANCE_INLINE void narrow_vector(Vec<T> x, Out* to, int64_t count) {
+  if (sizeof(Out) == sizeof(T) && count >= VL<T>) return store((T*)to, x);
+  T room[VL<T>];
+  store(room, x);
+  if (count >= VL<T>) {
+#pragma GCC unroll 16
+    for (int i = 0; i < VL<T>; ++i) narrow(room[i], to + i);
+  } else {
+    for (int64_t i = 0; i < count; ++i) narrow(room[i], to + i);
+  }
+}
+
+// Lay rows across the lanes: to[e][lane] = from[lane][e] * scale, other lanes 0.
 template <class T, class In>
 inline void lay_across(const In* from, int64_t stride, int64_t count, int64_t width, T scale,
                        T* to) {
   constexpr int LN = LANES<T>;
-  if (count < LN) memset(to, 0, sizeof(T) * size_t(LN * width));
-  for (int64_t e0 = 0; e0 < width; e0 += 16)
-    for (int64_t l = 0; l < count; ++l)
-      for (int64_t e = e0, z = imin(e0 + 16, width); e < z; ++e)
-        to[e * LN + l] = T(widen(from[l * stride + e])) * scale;
+  for (int64_t l0 = 0; l0 < LN; l0 += VL<T>)
+    for (int64_t e0 = 0; e0 < width; e0 += VL<T>) {
+      const int64_t filled = imin(VL<T>, width - e0);
+      Vec<T> rows[VL<T>];
+      for (int64_t i = 0; i < VL<T>; ++i) {
+        rows[i] = Vec<T>{};
+        if (l0 + i < count)
+          rows[i] = widen_vector<T, In>(from + (l0 + i) * stride + e0, filled) * scale;
+      }
+      transpose<T>(rows);
+      for (int64_t i = 0; i < filled; ++i) store(to + (e0 + i) * LN + l0, rows[i]);
+    }
+}
+
+// The way back: to[lane][e] = from[e][lane] * factor[lane], narrowed.
+template <class T, class Out>
+inline void lay_along(const T* from, const T* factor, int64_t count, int64_t width, Out* to,
+                      int64_t stride) {
+  constexpr int LN = LANES<T>;
+  for (int64_t l0 = 0; l0 < count; l0 += VL<T>) {
+    const Vec<T> factors = load(factor + l0);
+    for (int64_t e0 = 0; e0 < width; e0 += VL<T>) {
+      const int64_t filled = imin(VL<T>, width - e0);
+      Vec<T> rows[VL<T>];
+      for (int64_t i = 0; i < VL<T>; ++i)
+        rows[i] = i < filled ? load(from + (e0 + i) * LN + l0) * factors : Vec<T>{};
+      transpose<T>(rows);
+      for (int64_t i = 0; i < imin(VL<T>, count - l0); ++i)
+        narrow_vector<T, Out>(rows[i], to + (l0 + i) * stride + e0, filled);
+    }
+  }
 }
 
 template <class T, int R, bool LOOK>
@@ -226,17 +285,37 @@ ACUTANCE_INLINE void sum_rows(T* total, const Vec<T>* factor, const T* a, int64_
     for (int v = 0; v < NV; ++v) store(total + r * LANES<T> + v * VL<T>, sum[r][v]);
 }
 
-// total[e][lane] = total * factor + sum over j of a[j][e] weights[j][lane].
+// Rows a[j][e] as panels of ROWS columns, each panel row after row: so a column block of many rows
+// is one stretch of memory, where rows lie a power of two apart and would evict each other.
+template <class T, class In>
+inline void pack_panels(const In* from, int64_t stride, int64_t count, int64_t width, T* to) {
+  for (int64_t j = 0; j < count; ++j, from += stride) {
+    int64_t e = 0;
+    for (; e + ROWS <= width; e += ROWS)
+      widen_row<T, In>(from + e, to + e * count + j * ROWS, ROWS);
+    for (; e + 4 <= width; e += 4) widen_row<T, In>(from + e, to + e * count + j * 4, 4);
+    for (; e < width; ++e) to[e * count + j] = T(widen(from[e]));
+  }
+}
+
+// total[e][lane] = total * factor + sum over j of a[j][e] weights[j][lane], over `count` rows.
+// Packed in panels of `packed` rows, `a` points at the first panel's first row of these; else
+// `packed` is 0 and rows lie `stride` apart.
 template <class T>
 inline void weighted_sum(T* total, const Vec<T>* factor, const T* a, int64_t stride,
-                         const T* weights, int64_t count, int64_t width) {
+                         int64_t packed, const T* weights, int64_t count, int64_t width) {
+  constexpr int LN = LANES<T>;
   int64_t e = 0;
+  const int64_t first = packed ? stride : 0;  // packed: the first row's number within its panel
   for (; e + ROWS <= width; e += ROWS)
-    sum_rows<T, ROWS>(total + e * LANES<T>, factor, a + e, stride, weights, count);
+    sum_rows<T, ROWS>(total + e * LN, factor, packed ? a + e * packed + first * ROWS : a + e,
+                      packed ? ROWS : stride, weights, count);
   for (; e + 4 <= width; e += 4)
-    sum_rows<T, 4>(total + e * LANES<T>, factor, a + e, stride, weights, count);
+    sum_rows<T, 4>(total + e * LN, factor, packed ? a + e * packed + first * 4 : a + e,
+                   packed ? 4 : stride, weights, count);
   for (; e < width; ++e)
-    sum_rows<T, 1>(total + e * LANES<T>, factor, a + e, stride, weights, count);
+    sum_rows<T, 1>(total + e * LN, factor, packed ? a + e * packed + first : a + e,
+                   packed ? 1 : stride, weights, count);
 }
 
 // Softcap scores, then add masks, biases and slopes. `slope` receives the softcap's derivative.
