@@ -23,6 +23,7 @@ struct Forward {
     const acutance_call& call;
     const acutance_sums& sums;
     int64_t blocks;
+    const T* centres;  // mean value of each key head, for the noise sums
   };
   typedef Vec<T> V;
   static constexpr int LN = LANES<T>;
@@ -34,7 +35,8 @@ struct Forward {
   const int64_t E, Ev, blocks;
   const bool noise, data, plain_scores;
   Arena arena;
-  T *queries, *outputs, *first_moments, *scores, *squares, *keys, *values, *added, *centre, *rest;
+  T *queries, *outputs, *first_moments, *scores, *squares, *keys, *values, *added, *rest, *sizes;
+  const T *centres, *centre = nullptr;
   Rows<T>* rows;
   uint32_t* seen;
   int64_t packed = 0;  // rows in each panel of `values`; 0: they are read where they lie
@@ -55,7 +57,8 @@ struct Forward {
     values = arena.take<T>(BLOCK * Ev);
     rest = arena.take<T>(noise ? BLOCK * Ev : 0);
     added = arena.take<T>(adds(call) ? BLOCK * LN : 0);
-    centre = arena.take<T>(Ev);
+    sizes = arena.take<T>(noise ? BLOCK : 0);
+    centres = shared.centres;
     rows = arena.take<Rows<T>>(GROUPS);
     seen = arena.take<uint32_t>(BLOCK);
   }
@@ -65,26 +68,50 @@ struct Forward {
     const size_t each = sizeof(T);
     return Arena::bytes(BLOCK * call.width, each) * 2 +
            Arena::bytes(BLOCK * call.value_width, each) * 4 + Arena::bytes(BLOCK * LN, each) * 3 +
-           Arena::bytes(call.value_width, each) + Arena::bytes(GROUPS, sizeof(Rows<T>)) +
+           Arena::bytes(BLOCK, each) + Arena::bytes(GROUPS, sizeof(Rows<T>)) +
            Arena::bytes(BLOCK, 4) + 1024;
   }
 
+  struct Place {
+    int64_t batch, head, row, count;
+  };
+
   // Items run through the blocks of a head; where position hides keys, long rows come first.
-  void item(int64_t i) {
+  Place place(int64_t i) const {
     const int64_t heads = call.heads * call.group, all = call.batch * heads;
     int64_t block, head;
     if (call.causal)
       block = blocks - 1 - i / all, head = i % all;
     else
       block = i % blocks, head = i / blocks;
-    const int64_t row = block * BLOCK, count = imin(BLOCK, call.queries - row);
-    attend(head / heads, head % heads, row, count);
+    const int64_t row = block * BLOCK;
+    return {head / heads, head % heads, row, imin(BLOCK, call.queries - row)};
   }
+
+  const In* query_at(const Place& at) const {
+    return (const In*)call.query + at.batch * call.query_stride[0] +
+           at.head * call.query_stride[1] + at.row * call.query_stride[2];
+  }
+
+  void item(int64_t i) {
+    // the queries a thread takes up next lie apart and would be waited for
+    const int64_t next = i + call.threads;
+    if (next < items()) {
+      const Place at = place(next);
+      const In* q = query_at(at);
+      for (int64_t l = 0; l < at.count; ++l)
+        for (int64_t e = 0; e < E; e += 64 / int64_t(sizeof(In)))
+          __builtin_prefetch(q + l * call.query_stride[2] + e, 0, 2);
+    }
+    const Place at = place(i);
+    attend(at.batch, at.head, at.row, at.count);
+  }
+
+  int64_t items() const { return call.batch * call.heads * call.group * blocks; }
 
   void attend(int64_t batch, int64_t head, int64_t row, int64_t count) {
     const int64_t kv = head / call.group;
-    const In* q = (const In*)call.query + batch * call.query_stride[0] +
-                  head * call.query_stride[1] + row * call.query_stride[2];
+    const In* q = query_at({batch, head, row, count});
     const In* k = (const In*)call.key + batch * call.key_stride[0] + kv * call.key_stride[1];
     const In* v = Ev ? (const In*)call.value + batch * call.value_stride[0] +
                            kv * call.value_stride[1]
@@ -99,7 +126,7 @@ struct Forward {
     memset(outputs, 0, sizeof(T) * size_t(groups * LN * Ev));
     if (noise) {
       memset(first_moments, 0, sizeof(T) * size_t(groups * LN * Ev));
-      average(v);
+      centre = centres + (batch * call.heads + kv) * Ev;
     }
     const Band span = band(call, row, row + count - 1);
     for (int64_t start = span.start; start < span.stop; start += BLOCK) {
@@ -112,8 +139,7 @@ struct Forward {
       if (packed) pack_panels<T, In>(v + start * vs, vs, stop - start, Ev, values);
       if (noise)
         for (int64_t j = 0; j < stop - start; ++j)
-          for (int64_t e = 0; e < Ev; ++e)
-            rest[j * Ev + e] = T(widen(v[(start + j) * vs + e])) - centre[e];
+          sizes[j] = centre_row<T, In>(v + (start + j) * vs, centre, Ev, rest + j * Ev);
       for (int g = 0; g < groups; ++g) {
         const int64_t first = row + g * LN, filled = imin(LN, count - g * LN);
         const Band own = band(call, first, first + filled - 1);
@@ -138,13 +164,6 @@ struct Forward {
     *at = keys, *step = E;
   }
 
-  void average(const In* v) {
-    for (int64_t e = 0; e < Ev; ++e) centre[e] = 0;
-    for (int64_t j = 0; j < call.keys; ++j)
-      for (int64_t e = 0; e < Ev; ++e) centre[e] += T(widen(v[j * call.value_stride[2] + e]));
-    for (int64_t e = 0; e < Ev; ++e) centre[e] /= T(call.keys);
-  }
-
   void tile(int64_t batch, int64_t head, int64_t first, int64_t filled, const Band& own,
             int64_t start, int64_t count, const T* k, int64_t ks, const In* v, int64_t skipped,
             int g) {
@@ -157,7 +176,7 @@ struct Forward {
       tile_scores<T, true>(q, k, ks, E, count, scores, &found);
       row.begin(found, T(count), factor);
       if (!row.found) row.first_seen(start, scores);
-      row.template weigh<false>(scores, seen, count);
+      weigh<false>(row, count, skipped);
     } else {
       Masks<T> masks(call, batch, head, first, filled);
       if (!masks.tile(start, count, own, seen, added)) return;
@@ -168,7 +187,7 @@ struct Forward {
       look<T>(scores, seen, count, &found, visible);
       row.begin(found, visible, factor);
       row.first_seen(start, count, scores, seen);
-      row.template weigh<true>(scores, seen, count);
+      weigh<true>(row, count, skipped);
     }
     if (!Ev) return;
     T* total = outputs + g * LN * Ev;
@@ -177,22 +196,18 @@ struct Forward {
     else
       weighted_sum<T>(total, factor, (const T*)v + start * call.value_stride[2],
                       call.value_stride[2], 0, scores, count, Ev);
-    if (noise) noise_sums(row, factor, rest + skipped * Ev, count, g);
+    if (!noise) return;
+    for (int v = 0; v < NV; ++v) factor[v] = square(factor[v]);
+    weighted_sum<T>(first_moments + g * LN * Ev, factor, rest + skipped * Ev, Ev, 0, squares, count,
+                    Ev);
   }
 
-  void noise_sums(Rows<T>& row, const V* factor, const T* centred, int64_t count, int g) {
-    V twice[NV];
-    for (int v = 0; v < NV; ++v) twice[v] = square(factor[v]), row.R2[v] *= twice[v];
-    for (int64_t j = 0; j < count; ++j) {
-      T size = 0;
-      for (int64_t e = 0; e < Ev; ++e) size += centred[j * Ev + e] * centred[j * Ev + e];
-      for (int v = 0; v < NV; ++v) {
-        V e = square(load(scores + j * LN + v * VL<T>));
-        store(squares + j * LN + v * VL<T>, e);
-        row.R2[v] += e * size;
-      }
-    }
-    weighted_sum<T>(first_moments + g * LN * Ev, twice, centred, Ev, 0, squares, count, Ev);
+  template <bool MASKED>
+  void weigh(Rows<T>& row, int64_t count, int64_t skipped) {
+    if (noise)
+      row.template weigh<MASKED, true>(scores, seen, count, squares, sizes + skipped);
+    else
+      row.template weigh<MASKED, false>(scores, seen, count, nullptr, nullptr);
   }
 
   void finish(int64_t batch, int64_t head, int64_t first, int64_t filled, int g) {
@@ -213,19 +228,19 @@ struct Forward {
               first * sums.out_stride[2];
     lay_along<T, In>(total, inverse, filled, Ev, out, sums.out_stride[2]);
     if (!noise) return;
-    const T* moments = first_moments + g * LN * Ev;
+    T ones[LN], shares[LN] = {};
+    for (int l = 0; l < LN; ++l) ones[l] = 1;
     for (int l = 0; l < filled; ++l) {
       rows[g].read(l, &row);
-      T* O = (T*)sums.O + (base + l) * Ev;
-      T* R1 = (T*)sums.R1 + (base + l) * Ev;
-      T share = row.Q == 0 ? T(0) : T(1) / row.Q, size = 0;
-      for (int64_t e = 0; e < Ev; ++e) {
-        T mean = moments[e * LN + l] * share;
-        size += mean * mean;
-        O[e] = total[e * LN + l];
-        R1[e] = row.Q == 0 ? T(0) : mean + centre[e];
-      }
-      T spread = row.R2 - row.Q * size;
+      shares[l] = row.Q == 0 ? T(0) : T(1) / row.Q;
+    }
+    T* R1 = (T*)sums.R1 + base * Ev;
+    lay_along<T, T>(total, ones, filled, Ev, (T*)sums.O + base * Ev, Ev);
+    lay_along<T, T>(first_moments + g * LN * Ev, shares, filled, Ev, R1, Ev);
+    for (int l = 0; l < filled; ++l, R1 += Ev) {
+      rows[g].read(l, &row);
+      // R1 holds the mean about the centre: the spread about the mean, then the mean itself
+      const T spread = row.R2 - row.Q * restore_row<T>(R1, centre, Ev, row.Q != 0);
       ((T*)sums.R2)[base + l] = spread < 0 ? T(0) : spread;
     }
   }
@@ -245,11 +260,29 @@ struct Forward {
   }
 };
 
+// Mean value of each key head: moments of values about it lose no digits to a common offset.
+template <class T, class In>
+void average_values(const acutance_call& call, T* means) {
+  const int64_t Ev = call.value_width;
+  for (int64_t b = 0; b < call.batch; ++b)
+    for (int64_t h = 0; h < call.heads; ++h, means += Ev) {
+      const In* v =
+          (const In*)call.value + b * call.value_stride[0] + h * call.value_stride[1];
+      for (int64_t e = 0; e < Ev; ++e) means[e] = 0;
+      for (int64_t j = 0; j < call.keys; ++j, v += call.value_stride[2])
+        for (int64_t e = 0; e < Ev; ++e) means[e] += T(widen(v[e]));
+      for (int64_t e = 0; e < Ev; ++e) means[e] /= T(call.keys);
+    }
+}
+
 template <class T, class In>
 int forward(const acutance_call& call, const acutance_sums& sums, acutance_parallel parallel) {
   typedef Forward<T, In> Pass;
   const int64_t blocks = (call.queries + BLOCK - 1) / BLOCK;
-  typename Pass::Shared shared = {call, sums, blocks};
+  Arena means(sums.noise ? sizeof(T) * size_t(call.batch * call.heads * call.value_width) : 0);
+  if (!means.base) return 3;
+  typename Pass::Shared shared = {call, sums, blocks, (const T*)means.base};
+  if (sums.noise) average_values<T, In>(call, (T*)means.base);
   const int64_t items = call.batch * call.heads * call.group * blocks;
   return share_out<Pass>(shared, items, call.threads, parallel);
 }

@@ -72,11 +72,29 @@ inline void additive_rows(
     }
     return;
   }
-  for (int64_t l = 0; l < rows; ++l)
-    for (int64_t j = 0; j < keys; ++j) {
-      T x = T(widen(from[l * across + j * along]));
-      if (x <= limit) seen[j] &= ~(1u << l), x = 0;
-      tile[j * lanes + l] += x;
+  for (int64_t l0 = 0; l0 < rows; l0 += VL<T>)
+    for (int64_t j0 = 0; j0 < keys; j0 += VL<T>) {
+      const int64_t count = imin(VL<T>, keys - j0), filled = imin(VL<T>, rows - l0);
+      Vec<T> block[VL<T>];
+      for (int64_t i = 0; i < VL<T>; ++i) {
+        const In* at = from + (l0 + i) * across + j0 * along;
+        T room[VL<T>] = {};
+        if (i >= filled)
+          block[i] = Vec<T>{};
+        else if (along == 1 && count == VL<T>)
+          block[i] = widen_vector<T, In>(at, count);
+        else {
+          for (int64_t j = 0; j < count; ++j) room[j] = T(widen(at[j * along]));
+          block[i] = load(room);
+        }
+      }
+      transpose<T>(block);
+      for (int64_t j = 0; j < count; ++j) {
+        IVec<T> hidden = block[j] <= limit;
+        seen[j0 + j] &= ~(lane_bits<T>(hidden) << l0);
+        T* to = tile + (j0 + j) * lanes + l0;
+        store(to, load(to) + choose<T>(hidden, Vec<T>{}, block[j]));
+      }
     }
 }
 

@@ -68,6 +68,7 @@ struct Rows {
       Z[v] *= shrink;
       W[v] *= shrink;
       Q[v] *= square(shrink);
+      R2[v] *= square(shrink);
       D[v] += n[v] * drop;
       m[v] = top;
       shift[v] = base;
@@ -85,13 +86,15 @@ struct Rows {
     begin(tile, counts, factor);
   }
 
-  // Turn a tile's scores into weights e and sum them.
-  template <bool MASKED>
-  ACUTANCE_INLINE void weigh(T* scores, const uint32_t* seen, int64_t count) {
-    V sum[NV], first_moment[NV], second[NV], collision[NV], plain[NV], spread[NV];
+  // Turn a tile's scores into weights e and sum them. With NOISE keep e^2 in `squares` and sum it
+  // times `sizes`, one number for each key.
+  template <bool MASKED, bool NOISE>
+  ACUTANCE_INLINE void weigh(T* scores, const uint32_t* seen, int64_t count, T* squares,
+                             const T* sizes) {
+    V sum[NV], first_moment[NV], second[NV], collision[NV], plain[NV], spread[NV], energy[NV];
 #pragma GCC unroll 2
     for (int v = 0; v < NV; ++v)
-      sum[v] = first_moment[v] = second[v] = collision[v] = plain[v] = spread[v] = V{};
+      sum[v] = first_moment[v] = second[v] = collision[v] = plain[v] = spread[v] = energy[v] = V{};
     V base[NV], reference[NV], centre[NV];
     for (int v = 0; v < NV; ++v) base[v] = shift[v], reference[v] = about[v], centre[v] = middle[v];
     for (int64_t j = 0; j < count; ++j) {
@@ -111,7 +114,14 @@ struct Rows {
         sum[v] += e;
         first_moment[v] += moment;
         second[v] += moment * apart;
-        collision[v] += e * e;
+        if (NOISE) {
+          V twice = e * e;
+          collision[v] += twice;
+          energy[v] += twice * sizes[j];
+          store(squares + j * LN + v * VL<T>, twice);
+        } else {
+          collision[v] += e * e;
+        }
         plain[v] += t;
         spread[v] += off * off;
         store(scores + j * LN + v * VL<T>, e);
@@ -131,6 +141,7 @@ struct Rows {
       Z[v] = both;
       U[v] += moment;
       Q[v] += collision[v];
+      if (NOISE) R2[v] += energy[v];
       V some = vmax(visible[v], splat(T(1))), had = vmax(n[v], splat(T(1)));
       V mean = plain[v] / some, off = mean - centre[v];
       V within = spread[v] - visible[v] * off * off;
@@ -169,33 +180,6 @@ struct Rows {
   }
 };
 
-// A vector of a row's next numbers; beyond `count` of them, zeros. A whole one is by far the most
-// common, and must not become a call that copies some number of bytes.
-template <class T, class In>
-ACUTANCE_INLINE Vec<T> widen_vector(const In* from, int64_t count) {
-  if (sizeof(In) == sizeof(T) && count >= VL<T>) return load((const T*)from);
-  T room[VL<T>] = {};
-  if (count >= VL<T>) {
-#pragma GCC unroll 16
-    for (int i = 0; i < VL<T>; ++i) room[i] = T(widen(from[i]));
-  } else {
-    for (int64_t i = 0; i < count; ++i) room[i] = T(widen(from[i]));
-  }
-  return load(room);
-}
-template <class T, class Out>
-ACUTANCE_INLINE void narrow_vector(Vec<T> x, Out* to, int64_t count) {
-  if (sizeof(Out) == sizeof(T) && count >= VL<T>) return store((T*)to, x);
-  T room[VL<T>];
-  store(room, x);
-  if (count >= VL<T>) {
-#pragma GCC unroll 16
-    for (int i = 0; i < VL<T>; ++i) narrow(room[i], to + i);
-  } else {
-    for (int64_t i = 0; i < count; ++i) narrow(room[i], to + i);
-  }
-}
-
 // Lay rows across the lanes: to[e][lane] = from[lane][e] * scale, other lanes 0.
 template <class T, class In>
 inline void lay_across(const In* from, int64_t stride, int64_t count, int64_t width, T scale,
@@ -232,6 +216,39 @@ inline void lay_along(const T* from, const T* factor, int64_t count, int64_t wid
         narrow_vector<T, Out>(rows[i], to + (l0 + i) * stride + e0, filled);
     }
   }
+}
+
+template <class T>
+ACUTANCE_INLINE T sum_lanes(Vec<T> x) {
+  T sum = 0;
+  for (int i = 0; i < VL<T>; ++i) sum += x[i];
+  return sum;
+}
+
+// to = from - centre; returns the square of its length.
+template <class T, class In>
+inline T centre_row(const In* from, const T* centre, int64_t width, T* to) {
+  Vec<T> sum = {};
+  for (int64_t e = 0; e < width; e += VL<T>) {
+    const int64_t count = width - e;
+    Vec<T> x = widen_vector<T, In>(from + e, count) - widen_vector<T, T>(centre + e, count);
+    narrow_vector<T, T>(x, to + e, count);
+    sum += x * x;
+  }
+  return sum_lanes<T>(sum);
+}
+
+// row += centre (or zero, where there is nothing); returns the square of its length before.
+template <class T>
+inline T restore_row(T* row, const T* centre, int64_t width, bool some) {
+  Vec<T> sum = {};
+  for (int64_t e = 0; e < width; e += VL<T>) {
+    const int64_t count = width - e;
+    Vec<T> x = widen_vector<T, T>(row + e, count);
+    sum += x * x;
+    narrow_vector<T, T>(some ? x + widen_vector<T, T>(centre + e, count) : Vec<T>{}, row + e, count);
+  }
+  return sum_lanes<T>(sum);
 }
 
 template <class T, int R, bool LOOK>
@@ -326,10 +343,8 @@ inline void adjust(const acutance_call& call, int64_t head, int64_t row, int64_t
   constexpr int LN = LANES<T>;
   const T cap = T(call.softcap), fall = call.slopes ? T(call.slopes[head]) : T(0);
   const bool adds_matrix = call.additive[0].data || call.additive[1].data;
-  V place[NV];
-  for (int v = 0; v < NV; ++v)
-    for (int i = 0; i < VL<T>; ++i)
-      place[v][i] = T(row + call.offset - start + v * VL<T> + i);
+  T places[LN];
+  for (int l = 0; l < LN; ++l) places[l] = T(row + call.offset - start + l);
   for (int64_t j = 0; j < count; ++j)
     for (int v = 0; v < NV; ++v) {
       const int64_t at = j * LN + v * VL<T>;
@@ -340,7 +355,7 @@ inline void adjust(const acutance_call& call, int64_t head, int64_t row, int64_t
         s = x * cap;
       }
       if (call.slopes) {
-        V distance = place[v] - T(j);
+        V distance = load(places + v * VL<T>) - T(j);
         s -= fall * (distance < 0 ? -distance : distance);
       }
       if (adds_matrix) s += load(added + at);
