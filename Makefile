@@ -1,9 +1,10 @@
 # Everything is installed into .venv. A stamp file there records each install, so that it runs again only when
-# pyproject.toml or constraints.txt has changed.
+# pyproject.toml, constraints.txt or a source of the native kernel has changed.
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
+INSTALLED_FROM = pyproject.toml constraints.txt native/CMakeLists.txt $(wildcard src/acutance/kernels/cpu/*)
 SPHINXOPTS ?=
 
 # The first of these that runs and is recent enough, or the one the caller names: make PYTHON=python3.12 test
@@ -38,7 +39,7 @@ docs: $(VENV)/.dev ## build the site into docs/_build/html; a warning is an erro
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --write-all --builder html $(SPHINXOPTS) docs docs/_build/html
 
 bench: $(VENV)/.dev ## check, then time, the benchmark cases
-	$(BIN)/acutance bench
+	$(BIN)/acutance bench --quick
 
 versions: $(VENV)/.dev ## what is installed
 	@$(BIN)/python --version
@@ -54,11 +55,11 @@ $(BIN)/pip:
 			"Install one, or name yours: make PYTHON=/path/to/python3.12 demo" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/pip
+$(VENV)/.demo: $(INSTALLED_FROM) | $(BIN)/pip
 	$(PIP_INSTALL) ".[demo]"
 	@touch $@
 
 # The development install holds the demo's, so it renews both stamps.
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/pip
+$(VENV)/.dev: $(INSTALLED_FROM) | $(BIN)/pip
 	$(PIP_INSTALL) ".[dev]"
 	@touch $(VENV)/.demo $@

@@ -12,7 +12,18 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="acutance-tests-
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels run on the CPU
+
 torch.set_num_threads(2)  # sums are split the same way on a laptop and on a large machine
+
+
+@pytest.fixture
+def blocked_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the plain PyTorch kernel take every call, as ACUTANCE_BACKEND=blocked does."""
+    from acutance.kernels import dispatch
+
+    monkeypatch.setattr(dispatch, "_forced", lambda: "blocked")
 
 
 @pytest.fixture(autouse=True)

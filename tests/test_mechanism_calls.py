@@ -199,11 +199,6 @@ def test_half_precision_in_half_precision_out(weights: str) -> None:
         ({"weights": w.Sink(SINKS[:3])}, ValueError, r"sinks is \(Hq,\) = \(4,\), got \(3,\)"),
         ({"weights": 1}, TypeError, "weights is a name or a Weighting, got int"),
         ({"score": lambda q, k, start: q}, ValueError, "the score function gives"),
-        (
-            {"weights": "relu2", "noise": True, "return_stats": True},
-            ValueError,
-            "noise=True measures softmax of dot products.*weights='relu2'",
-        ),
     ],
 )
 def test_bad_input_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:

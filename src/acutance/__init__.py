@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from acutance import (
+        comparison,
         kernels,
         mechanisms,
+        nn,
         rowstats,
         scaling,
         scores,
@@ -18,14 +20,18 @@ if TYPE_CHECKING:
         weights,
     )
     from acutance.attend import attention, row_statistics
+    from acutance.comparison import compare
+    from acutance.mechanisms import MECHANISMS, Mechanism
     from acutance.probing import HeadSummary, Probe, ProbeError, load, probe
     from acutance.rowstats import METRICS, Metric, RowState, RowStatistics
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "MECHANISMS",
     "METRICS",
     "HeadSummary",
+    "Mechanism",
     "Metric",
     "Probe",
     "ProbeError",
@@ -33,9 +39,12 @@ __all__ = [
     "RowStatistics",
     "__version__",
     "attention",
+    "compare",
+    "comparison",
     "kernels",
     "mechanisms",
     "load",
+    "nn",
     "probe",
     "row_statistics",
     "rowstats",
@@ -51,6 +60,9 @@ __all__ = [
 _HOMES = {
     "attention": "acutance.attend",
     "row_statistics": "acutance.attend",
+    "compare": "acutance.comparison",
+    "MECHANISMS": "acutance.mechanisms",
+    "Mechanism": "acutance.mechanisms",
     "METRICS": "acutance.rowstats",
     "Metric": "acutance.rowstats",
     "RowState": "acutance.rowstats",
@@ -62,8 +74,10 @@ _HOMES = {
     "probe": "acutance.probing",
 }
 _MODULES = (
+    "comparison",
     "kernels",
     "mechanisms",
+    "nn",
     "rowstats",
     "scaling",
     "scores",

@@ -93,6 +93,12 @@ def probe_command(
             "--figure", metavar="PNG", help="Draw the heat map (needs acutance\\[plots])."
         ),
     ] = None,
+    keep_qk: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep-qk", metavar="FILE", help="Write some queries and keys, for 'compare --from'."
+        ),
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Rebuild each output and compare.")
     ] = True,
@@ -115,6 +121,7 @@ def probe_command(
         "--parquet": parquet,
         "--save": save,
         "--figure": figure,
+        "--keep-qk": keep_qk,
     }
     _check_targets(targets)
     with _plain_errors():
@@ -131,7 +138,11 @@ def probe_command(
             )
         window = loaded.window(length)
         pieces = corpus.windows(texts, loaded.tokenizer, window)
-        summary, complete = _run(loaded, pieces, batch_size, window, texts, device, verify, noise)
+        opened, summary, complete = _run(
+            loaded, pieces, batch_size, window, texts, device, verify, noise, keep_qk is not None
+        )
+        if keep_qk is not None:
+            opened.queries_keys().save(keep_qk)
         _write(summary, targets)
         if json is None or str(json) != "-":
             _show(summary)
@@ -151,14 +162,15 @@ def _run(
     device: str,
     verify: bool,
     noise: bool,
-) -> tuple[HeadSummary, bool]:
+    keep: bool,
+) -> tuple[Probe, HeadSummary, bool]:
     """Probe window by window; an interrupt ends it early and keeps what was read."""
     import torch
 
     from acutance.probing import corpus, probe
 
     done, tokens, complete = 0, 0, True
-    opened: Probe = probe(loaded.model, verify=verify, noise=noise)
+    opened: Probe = probe(loaded.model, verify=verify, noise=noise, keep=keep)
     try:
         with opened, torch.inference_mode(), _progress(sum(map(len, pieces))) as advance:
             for batch in corpus.batches(pieces, batch_size, loaded.pad):
@@ -183,7 +195,7 @@ def _run(
         "dtype": str(next(loaded.model.parameters()).dtype).removeprefix("torch."),
         "device": device,
     } | _versions()
-    return opened.summary(about), complete
+    return opened, opened.summary(about), complete
 
 
 def _versions() -> dict[str, str]:
@@ -401,6 +413,73 @@ def temperature_command(
         theory_commands.show_advice(advice, json_to=json, plot_to=plot, dark=dark)
 
 
+@app.command("compare")
+def compare_command(
+    n: Annotated[
+        str | None,
+        typer.Option("--n", metavar="NUMBERS", help="Keys a row sees. Default: 256,1024,4096."),
+    ] = None,
+    d: Annotated[int, typer.Option("--d", min=2, help="Width of queries and keys.")] = 64,
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--mechanism", metavar="NAME", help="Repeat it for more; 'all'. Default: twelve."
+        ),
+    ] = None,
+    heads: Annotated[int, typer.Option("--heads", min=1, help="Heads, each with own keys.")] = 16,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 1,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Rows of each head.")] = 16,
+    mean: Annotated[
+        str, typer.Option("--mean", metavar="Q[,K]", help="Mean of queries and keys.")
+    ] = "0",
+    std: Annotated[
+        str, typer.Option("--std", metavar="Q[,K]", help="Their standard deviation.")
+    ] = "1",
+    causal: Annotated[
+        bool, typer.Option("--causal", help="Rows see the keys up to their own place only.")
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of all random numbers.")] = 0,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="STATE", help="Queries and keys that 'probe --keep-qk' wrote."
+        ),
+    ] = None,
+    costs: Annotated[
+        bool, typer.Option("--costs/--no-costs", help="Measure time and peak memory.")
+    ] = True,
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the record, '-' for standard output."),
+    ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option("--figure", metavar="FILE", help="Draw effective keys by n: .png or .svg."),
+    ] = None,
+    dark: Annotated[bool, typer.Option("--dark", help="Draw on a dark page.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="Show the mechanisms and end.")] = False,
+) -> None:
+    """Compare attention mechanisms: concentration measured and predicted, time, memory."""
+    _check_targets({"--json": json, "--figure": figure})
+    _check_ending("--figure", figure)
+    with _plain_errors():
+        from acutance.comparison import command
+    if listing:
+        _console(stderr=False).print(command.listing())
+        return
+    with _plain_errors():
+        source = command.source(state)
+    with _misuse():
+        given = command.arguments(mechanism or [], n, mean, std, source)
+    given |= {"d": d, "heads": heads, "batch": batch, "samples": samples, "is_causal": causal,
+              "seed": seed, "costs": costs}  # fmt: skip
+    with _plain_errors():
+        found = command.run(given, _console)
+        command.show(found, json_to=json, figure_to=figure, dark=dark, console=_console)
+    if not found.complete:
+        raise typer.Exit(INTERRUPTED)
+
+
 @app.command("reproduce")
 def reproduce_command(
     names: Annotated[
@@ -456,45 +535,73 @@ def reproduce_command(
 def bench_command(
     case: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CASE]...", help="Cases or sets. Default: the set 'quick'."),
+        typer.Argument(metavar="[CASE]...", help="Cases, groups or sets. Default: all."),
     ] = None,
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads torch may use.")] = 1,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds a case.")] = 7,
-    backward: Annotated[
-        bool, typer.Option("--backward", help="Time forward and backward together.")
+    group: Annotated[
+        str | None,
+        typer.Option("--group", metavar="NAME,...", help="Groups of cases, see --list."),
+    ] = None,
+    threads: Annotated[
+        str, typer.Option("--threads", metavar="N,...", help="Threads torch may use: 1,2 is both.")
+    ] = "1",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few small cases, three rounds: a minute.")
     ] = False,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", min=1, help="Interleaved rounds a case.  [default: 7]")
+    ] = None,
     memory: Annotated[
         bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")
     ] = True,
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the record.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the record, case by case.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep what the file of --json has finished.")
+    ] = False,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table.")
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the tables.")
     ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option("--figure", metavar="FILE", help="Draw (.svg, .png), light and dark."),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Measure nothing: show this record."),
+    ] = None,
+    listing: Annotated[bool, typer.Option("--list", help="Show the cases and end.")] = False,
+    info: Annotated[
+        bool, typer.Option("--info", help="Only say which kernels run here, and why.")
+    ] = False,
 ) -> None:
-    """Check, then time, attention with statistics against PyTorch's own and the usual way."""
-    _check_targets({"--json": json, "--markdown": markdown})
-    with _plain_errors():
-        from acutance import bench
+    """Check, then time, attention with statistics against PyTorch's own and the usual ways."""
+    _check_targets({"--json": json, "--markdown": markdown, "--figure": figure})
+    if info:
+        with _plain_errors():
+            from acutance import kernels
 
-        console = _console()
-        with console.status("starting") as status:
-            result = bench.run(
-                case or "quick",
-                threads=threads,
-                rounds=rounds,
-                backward=backward,
-                memory=memory,
-                progress=lambda step: status.update(f"{step.done}/{step.total} {step.message}"),
-            )
-        _console(stderr=False).print(bench.render.table(result))
-        if json is not None:
-            json.write_text(result.to_json(), encoding="utf-8")
-        if markdown is not None:
-            markdown.write_text(bench.render.markdown(result), encoding="utf-8")
-    if not result.complete:
-        raise typer.Exit(INTERRUPTED)
+            typer.echo(str(kernels.info()))
+        return
+    with _plain_errors():
+        from acutance.bench import command
+
+        status = command.bench(
+            [*(case or ()), *(group.split(",") if group else ())],
+            threads=threads,
+            quick=quick,
+            rounds=rounds,
+            memory=memory,
+            to_json=json,
+            resume=resume,
+            to_markdown=markdown,
+            to_figure=figure,
+            record=record,
+            listing=listing,
+            console=_console,
+        )
+    if status:
+        raise typer.Exit(status)
 
 
 def _console(*, stderr: bool = True) -> Any:

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["ADDITIVE_MASK_LIMIT", "Hidden", "Masking", "Region", "Tile", "hides"]
+__all__ = ["ADDITIVE_MASK_LIMIT", "Hidden", "Masking", "Region", "Tile", "hides", "mask_limit"]
 
 CPU = torch.device("cpu")
 #: An additive mask value at or below this hides its key, whatever the dtype (see :func:`hides`).
@@ -33,8 +33,12 @@ def hides(additive: Tensor) -> Tensor:
         >>> hides(torch.tensor([0.0, -5.0, -1e9, -torch.inf, torch.finfo(torch.float32).min]))
         tensor([False, False,  True,  True,  True])
     """
-    limit = max(ADDITIVE_MASK_LIMIT, torch.finfo(additive.dtype).min / 2)
-    return additive <= limit
+    return additive <= mask_limit(additive.dtype)
+
+
+def mask_limit(dtype: torch.dtype) -> float:
+    """The additive mask value at or below which a key is hidden (:func:`hides`)."""
+    return max(ADDITIVE_MASK_LIMIT, torch.finfo(dtype).min / 2)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ def poison() -> Iterator[None]:
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 256 keys, the fewest there are, by at most four rows."""
+def small_tiles(monkeypatch: pytest.MonkeyPatch, blocked_only: None) -> None:
+    """Tiles of 256 keys, the fewest there are, by at most four rows, of the blocked kernel."""
     monkeypatch.setattr(tiles, "TILE_ROWS", 4)
     monkeypatch.setattr(tiles, "LEVEL_ROWS", 4)
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 512)

@@ -126,6 +126,7 @@ def test_lengths_offsets_and_windows_that_change_are_one_graph() -> None:
     assert graphs == graphs[:1] * 4
 
 
+@pytest.mark.usefixtures("blocked_only")  # which takes dropout whatever takes the rest
 def test_dropout_does_not_break_the_graph() -> None:
     compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
     variables = list(inputs())
@@ -148,7 +149,7 @@ def test_bad_input_is_refused_while_compiling() -> None:
 NAMES = (
     *("query", "key", "value", "attn_mask", "bias", "key_mask", "query_documents"),
     *("key_documents", "alibi_slopes", "sinks", "seed", "causal", "offset", "window", "scale"),
-    *("softcap", "dropout_p"),
+    *("softcap", "dropout_p", "backend"),
 )
 
 
@@ -163,6 +164,7 @@ def arguments(dtype: torch.dtype = torch.float32, **changed: Any) -> list[Any]:
         "offset": 0,
         "scale": 0.3,
         "dropout_p": 0.0,
+        "backend": "auto",
     }
     assert set(changed) <= set(given)
     return list((given | changed).values())

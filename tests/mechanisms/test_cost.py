@@ -42,8 +42,8 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def run(form: str, n: int) -> Callable[[], Any]:
-    x = torch.randn(1, 1, n, WIDTH)
+def run(form: str, n: int, x: Tensor | None = None) -> Callable[[], Any]:
+    x = torch.randn(1, 1, n, WIDTH) if x is None else x
     if form == "recurrence":
         ring = torch.polar(torch.full((WIDTH,), 0.99), torch.linspace(0, 3, WIDTH))
         return lambda: diagonal_recurrence(x, ring)
@@ -69,6 +69,22 @@ def test_work_grows_with_the_length(form: str) -> None:
     assert made[0] > SHORT * WIDTH
     assert made[1] / made[0] < 4.3
     assert multiplied[1] <= 4.3 * multiplied[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_backward_pass_grows_with_the_length(form: str) -> None:
+    """Gradients of slices, each of full size, would give 16 here too."""
+    made = []
+    for n in (SHORT // 4, SHORT):
+        x = torch.randn(1, 2, n, WIDTH, requires_grad=True)
+        call = run(form, n, x)
+        found = call()
+        out = found if isinstance(found, Tensor) else found[0]
+        with Watch() as watch:
+            torch.autograd.grad((out.real if out.is_complex() else out).sum(), x)
+        made.append(watch.made)
+    assert made[0] > 2 * SHORT // 4 * WIDTH
+    assert made[1] / made[0] < 4.3
 
 
 @pytest.mark.parametrize("form", FORMS)

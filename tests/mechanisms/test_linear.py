@@ -436,7 +436,9 @@ def test_a_decay_outside_its_range_is_named(decay: Any, message: str) -> None:
 
 def test_a_wrong_kind_is_named() -> None:
     query, key, value = tensors(6, 6)
-    with pytest.raises(TypeError, match="feature_map is a name or a FeatureMap, got int"):
+    with pytest.raises(
+        TypeError, match="feature_map is a name, a FeatureMap or a function of a tensor, got int"
+    ):
         linear_attention(query, key, value, feature_map=3, enable_gqa=True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="decay is a number or a floating Tensor, got str"):
         decay_attention(query, key, value, decay="fast", enable_gqa=True)  # type: ignore[arg-type]

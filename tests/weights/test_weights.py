@@ -169,9 +169,23 @@ def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
         assert got.isfinite().all(), name
 
 
+@pytest.mark.parametrize(("case", "alpha"), [("sparsemax", 2.0), ("entmax15", 1.5)])
+@pytest.mark.parametrize("spread", [0.01, 3.0])
+def test_a_support_of_any_size_is_solved(case: str, alpha: float, spread: float) -> None:
+    """Solvers sort few keys at first: a nearly flat row of 300 has them all in its support."""
+    z = torch.randn(2, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = CASES[case][0](z * spread)
+    assert (found > 0).sum(-1).max() > 100 if spread < 1 else (found > 0).sum(-1).max() < 64
+    for row, got in zip(z * spread, found, strict=True):
+        torch.testing.assert_close(got, simplex(row, alpha), rtol=1e-9, atol=1e-9)
+
+
 def test_of_equal_scores_the_earlier_stay() -> None:
     got = w.TopKSoftmax(2)(torch.zeros(1, 5))
     assert got.tolist() == [[0.5, 0.5, 0.0, 0.0, 0.0]]
+    mixed = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0], [5.0, 1.0, 0.0, 1.0, 1.0]])
+    kept = w.TopKSoftmax(3)(mixed) > 0
+    assert kept.tolist() == [[True, True, False, True, False], [True, True, False, True, False]]
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, TypeAlias, overload
 
 from torch import Tensor
 
 from acutance.attend.run import Options, Score, run
+from acutance.kernels import direct, dispatch
 from acutance.rowstats import RowStatistics, WeightStatistics
 from acutance.scaling import AnyScaling
 from acutance.shapes import check_flag, check_inputs
 from acutance.weights import Weighting
 
 __all__ = ["attention", "row_statistics"]
+
+Backend: TypeAlias = Literal["auto", "native", "blocked", "triton", "dense"]
 
 
 @overload
@@ -40,6 +43,7 @@ def attention(
     score: str | Score = "scaled_dot",
     weights: str | Weighting = "softmax",
     scaling: str | AnyScaling | None = None,
+    backend: Backend = "auto",
 ) -> Tensor: ...
 
 
@@ -68,6 +72,7 @@ def attention(
     score: str | Score = "scaled_dot",
     weights: Literal["softmax", "softmax_one"] = "softmax",
     scaling: str | AnyScaling | None = None,
+    backend: Backend = "auto",
 ) -> tuple[Tensor, RowStatistics]: ...
 
 
@@ -96,6 +101,7 @@ def attention(
     score: str | Score = "scaled_dot",
     weights: str | Weighting,
     scaling: str | AnyScaling | None = None,
+    backend: Backend = "auto",
 ) -> tuple[Tensor, RowStatistics | WeightStatistics]: ...
 
 
@@ -123,6 +129,7 @@ def attention(
     score: str | Score = "scaled_dot",
     weights: str | Weighting = "softmax",
     scaling: str | AnyScaling | None = None,
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, RowStatistics | WeightStatistics]:
     r"""Attention that can say how sharply each row focuses, in memory of O(n).
 
@@ -161,6 +168,9 @@ def attention(
         weights: a name or a weighting of :mod:`acutance.weights`.
         scaling: a name or a law of :mod:`acutance.scaling`; its factor of each row's visible keys
             multiplies the query, after whatever ``score`` does to it.
+        backend: the kernel: "native" (compiled, CPU), "triton" (CUDA), "blocked" (plain PyTorch
+            anywhere) or "dense" (the whole matrix); "auto" is the fastest that takes the call. The
+            statistics' attribute ``backend`` says which it was.
 
     Returns:
         The output (B, Hq, L, Ev) in the query's dtype; with ``return_stats`` also the
@@ -171,8 +181,8 @@ def attention(
 
     Raises:
         TypeError: if a dtype or the type of an option is wrong.
-        ValueError: if shapes, masks or numbers do not fit; the message names the argument and all
-            shapes.
+        ValueError: if shapes, masks or numbers do not fit, or the backend named cannot take the
+            call; the message names the argument and all shapes, or the reason.
 
     Example:
         >>> import acutance
@@ -192,6 +202,33 @@ def attention(
     Source:
         Vaswani et al. (2017), arXiv:1706.03762; Milakov & Gimelshein (2018), arXiv:1805.02867.
     """
+    if (
+        attn_mask is None
+        and key_mask is None
+        and document_ids is None
+        and cu_seqlens is None
+        and bias is None
+        and alibi_slopes is None
+        and softcap is None
+        and sinks is None
+        and scaling is None
+        and type(value) is Tensor
+        and noise is False
+        and type(dropout_p) is float
+        and dropout_p == 0.0
+        and score == "scaled_dot"
+        and weights == "softmax"
+        and dispatch.takes_native(backend)
+    ):
+        found = direct.attend(
+            *(query, key, value, is_causal, scale, enable_gqa, query_offset, window)
+        )
+        if found is not None:
+            if return_stats is True:
+                return found
+            if return_stats is False:
+                out: Tensor = found[0]
+                return out
     if value is None:
         raise TypeError("value is a Tensor, got None; row_statistics needs no values")
     check_flag("return_stats", return_stats)
@@ -215,6 +252,7 @@ def attention(
         score=score,
         weights=weights,
         scaling=scaling,
+        backend=backend,
     )
     out, stats = run(query, key, value, options)
     return (out, stats) if return_stats else out
@@ -243,6 +281,7 @@ def row_statistics(
     score: str | Score = "scaled_dot",
     weights: Literal["softmax", "softmax_one"] = "softmax",
     scaling: str | AnyScaling | None = None,
+    backend: Backend = "auto",
 ) -> RowStatistics: ...
 
 
@@ -269,6 +308,7 @@ def row_statistics(
     score: str | Score = "scaled_dot",
     weights: str | Weighting,
     scaling: str | AnyScaling | None = None,
+    backend: Backend = "auto",
 ) -> RowStatistics | WeightStatistics: ...
 
 
@@ -294,6 +334,7 @@ def row_statistics(
     score: str | Score = "scaled_dot",
     weights: str | Weighting = "softmax",
     scaling: str | AnyScaling | None = None,
+    backend: Backend = "auto",
 ) -> RowStatistics | WeightStatistics:
     """Statistics of each attention row, without computing the output.
 
@@ -321,6 +362,7 @@ def row_statistics(
         score: name, score or function.
         weights: name or weighting.
         scaling: name or law.
+        backend: the kernel.
 
     Returns:
         The statistics, rows (B, Hq, L).
@@ -339,6 +381,27 @@ def row_statistics(
         >>> acutance.row_statistics(query, key).top_weight
         tensor([[[0.7112]]])
     """
+    if (
+        attn_mask is None
+        and key_mask is None
+        and document_ids is None
+        and cu_seqlens is None
+        and bias is None
+        and alibi_slopes is None
+        and softcap is None
+        and sinks is None
+        and scaling is None
+        and value is None
+        and noise is False
+        and score == "scaled_dot"
+        and weights == "softmax"
+        and dispatch.takes_native(backend)
+    ):
+        found = direct.attend(
+            *(query, key, None, is_causal, scale, enable_gqa, query_offset, window)
+        )
+        if found is not None:
+            return found[1]
     check_flag("noise", noise)
     if noise and value is None:
         raise ValueError("noise=True measures how the output moves and so needs value, got None")
@@ -369,5 +432,6 @@ def row_statistics(
         score=score,
         weights=weights,
         scaling=scaling,
+        backend=backend,
     )
     return run(query, key, value if noise else None, options)[1]

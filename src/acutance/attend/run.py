@@ -12,10 +12,11 @@ from torch import Tensor
 from acutance import scaling as scalings
 from acutance import scores
 from acutance import weights as weightings
+from acutance.kernels import direct, dispatch
 from acutance.kernels.blocked import Sums
 from acutance.kernels.ops import row_sums
 from acutance.kernels.rows import weigh_rows
-from acutance.kernels.tiles import accumulate_dtype
+from acutance.kernels.tiles import Rule, accumulate_dtype
 from acutance.masks import Masking
 from acutance.rowstats import RowState, RowStatistics, WeightStatistics
 from acutance.scaling import AnyScaling, NoScaling, apply_scaling, visible_keys
@@ -58,6 +59,7 @@ class Options:
     score: str | Score
     weights: str | Weighting
     scaling: str | AnyScaling | None
+    backend: str = "auto"
 
 
 def run(
@@ -71,6 +73,7 @@ def run(
     check_flag("is_causal", options.is_causal)
     check_flag("enable_gqa", options.enable_gqa)
     check_flag("noise", options.noise)
+    dispatch.check_backend(options.backend)
     score, weighting = scores.get(options.score), weightings.get(options.weights)
     law = scalings.get(options.scaling)
     for name, tensor in {"query": query, "key": key}.items():
@@ -191,8 +194,17 @@ class _Call:
         return replace(self, row_scale=rows)
 
     def streamed(self) -> tuple[Tensor, RowStatistics]:
-        """By tiles of keys."""
+        """By the kernel that takes the call."""
         masking, options = self.masking, self.options
+        dropout_p = float(options.dropout_p)
+        backend = dispatch.choose(options.backend, self.query, self.value, dropout_p)
+        if backend == "native" and direct.possible(
+            *(self.query, self.key, self.value, self.sinks, masking.attn_mask, masking.bias)
+        ):
+            rule = Rule(scale=self.scale, softcap=options.softcap, sinks=self.sinks)
+            inputs = (self.query, self.key, self.value, masking, rule, options.noise)
+            sums = dispatch.forward(backend, *inputs)
+            return sums.out, RowStatistics(_state(sums, self.sinks), backend)
         # a tensor: no graph break
         seed = torch.randint(2**62, ()) if options.dropout_p > 0.0 else None
         results = row_sums(
@@ -212,22 +224,23 @@ class _Call:
             options.window,
             self.scale,
             options.softcap,
-            float(options.dropout_p),
+            dropout_p,
+            options.backend,
             options.noise,
         )
         sums = Sums(*results)
-        return sums.out, RowStatistics(_state(sums, self.sinks))
+        return sums.out, RowStatistics(_state(sums, self.sinks), backend)
 
     def by_rows(self) -> tuple[Tensor, RowStatistics | WeightStatistics]:
         """By whole rows, a block at a time."""
-        if self.options.noise:
+        if self.options.backend not in ("auto", "blocked"):
             raise ValueError(
-                "noise=True measures softmax of dot products; it is not there for"
-                f" weights={self.weighting.name!r} and score={_name(self.score)!r}"
+                f"backend={self.options.backend!r} is for softmax of dot products; other weights"
+                " and scores are taken by whole rows, in plain PyTorch"
             )
         tile = None if isinstance(self.score, DotScore) else self.score.tile
         weighting = self.weighting if self.sinks is None else Sink(self.sinks)
-        out, sums, state = weigh_rows(
+        out, sums, state, slopes = weigh_rows(
             self.query,
             self.key,
             self.value,
@@ -238,15 +251,12 @@ class _Call:
             softcap=self.options.softcap,
             dropout_p=float(self.options.dropout_p),
             score=tile,
+            noise=self.options.noise,
         )
         out = self.query.new_empty(*self.query.shape[:3], 0) if out is None else out
         if self.softmax:
-            return out, RowStatistics(state._replace(sink=_sink(state.Z, self.sinks)))
-        return out, WeightStatistics(sums, state)
-
-
-def _name(score: DotScore | TileScore) -> str:
-    return str(getattr(score, "name", type(score).__name__))
+            return out, RowStatistics(state._replace(sink=_sink(state.Z, self.sinks)), "rows")
+        return out, WeightStatistics(sums, state, slopes, backend="rows")
 
 
 def _autocast(

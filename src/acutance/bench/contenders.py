@@ -1,14 +1,17 @@
-"""CONTENDERS: the ways of computing attention and its entropy that are compared.
+"""CONTENDERS: the ways of computing attention and its statistics that are compared.
 
-Each is a function of :class:`Inputs` that returns a :class:`Result`. ``sdpa`` is the reference of
-every ratio and gives the output alone.
+Each makes, from :class:`~acutance.bench.inputs.Inputs`, the call that is timed. ``sdpa`` is the
+reference of every ratio and gives the output alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,59 +19,24 @@ from torch import Tensor
 
 from acutance.attend import attention, row_statistics
 from acutance.bench.cases import Case
+from acutance.bench.inputs import Inputs, make_inputs
+from acutance.kernels import library
+from acutance.rowstats import METRICS
 
 MAP_BYTES = 4  # an attention map's element: float32, whatever the inputs
+#: The statistics that are measured, each a number a row; other metrics are formulas of these.
+STATISTICS = (
+    *("entropy", "lse", "max_logit", "collision", "varentropy", "top_weight", "first_weight"),
+    *("logit_mean", "logit_std"),
+)
+#: Those whose gradients the backward passes take.
+DIFFERENTIATED = tuple(name for name in STATISTICS if name != "top_weight")
+
+Call = Callable[[], Any]
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The tensors of a case.
-
-    Attributes:
-        case: what they were made for.
-        query: (B, Hq, L, E).
-        key: (B, H, S, E).
-        value: (B, H, S, E).
-        key_mask: (B, S), True where a key is real, or None if all are.
-    """
-
-    case: Case
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_mask: Tensor | None
-
-    @property
-    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value."""
-        return self.query, self.key, self.value
-
-    @property
-    def grouped(self) -> bool:
-        """Whether several query heads share a key head."""
-        return self.case.heads != self.case.key_heads
-
-    @property
-    def scale(self) -> float:
-        """Factor of the scores, 1/√E."""
-        return float(self.case.width**-0.5)
-
-    @cached_property
-    def hidden(self) -> Tensor | None:
-        """(B or 1, 1, L or 1, S), True at hidden keys, or None; eager models make it once."""
-        hidden = None if self.key_mask is None else ~self.key_mask[:, None, None, :]
-        if self.case.causal:
-            future = torch.ones(self.case.queries, self.case.keys, dtype=torch.bool).triu_(1)
-            return future[None, None] if hidden is None else hidden | future
-        return hidden
-
-    @cached_property
-    def additive(self) -> Tensor | None:
-        """The padding as an additive mask, (B, 1, 1, S), in the query's dtype, or None."""
-        if self.key_mask is None:
-            return None
-        zeros = torch.zeros_like(self.key_mask, dtype=self.query.dtype)
-        return zeros.masked_fill_(~self.key_mask, -torch.inf)[:, None, None, :]
+class UnavailableError(Exception):
+    """A contender cannot run here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +45,13 @@ class Result:
 
     Attributes:
         output: (B, Hq, L, E), or None.
-        entropy: (B, Hq, L), nats, or None.
-        metrics: the other metrics it gives, by name.
+        metrics: (B, Hq, L) each, by name.
+        backend: the kernel of this library that it was.
     """
 
     output: Tensor | None = None
-    entropy: Tensor | None = None
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    backend: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,138 +60,107 @@ class Contender:
 
     Attributes:
         meaning: what it does and gives, one line.
-        call: the computation.
+        prepare: makes the call that is timed; whatever it does itself is not.
+        read: what the call returned, as a result; not timed.
+        products: matrix products of its forward pass.
         maps: how many whole (B, Hq, L, S) maps it holds at once, forward.
         entropy_bias: an upper bound of the error its formula makes by design, nats, for a case; the
             gate allows for it and the error is still shown.
-        wide_entropy: whether it promises float32 entropy of bfloat16 and float16 inputs.
+        wide: whether it promises float32 metrics of bfloat16 and float16 inputs.
+        cpu: instruction set the native kernel is to use; empty for the one in use.
     """
 
     meaning: str
-    call: Callable[[Inputs], Result]
+    prepare: Callable[[Inputs], Call]
+    read: Callable[[Any], Result] = lambda result: result
+    products: int = 2
     maps: int = 0
     entropy_bias: Callable[[Case], float] = lambda case: 0.0
-    wide_entropy: bool = False
+    wide: bool = False
+    cpu: str = ""
 
-    def needs(self, case: Case, backward: bool) -> int:
+    def needs(self, case: Case) -> int:
         """Bytes its maps take; the backward pass keeps about as many again."""
-        maps = self.maps * (2 if backward else 1)
+        maps = self.maps * (2 if case.backward else 1)
         return case.batch * case.heads * case.queries * case.keys * MAP_BYTES * maps
 
+    def gflop(self, case: Case) -> float:
+        """Operations of its matrix products in what is timed, in 1e9.
 
-@dataclass(frozen=True)
-class Upstream:
-    """What a loss hands back to a contender, as gradients of its results.
+        A backward pass has five, one of which makes the scores again; that of a loss without the
+        output has three.
+        """
+        backward = 3 if case.loss == "entropy" and self.products == 1 else 5
+        products = self.products * (case.timing != "backward") + backward * case.backward
+        return 2e-9 * products * case.pairs * case.width
 
-    Attributes:
-        output: (B, Hq, L, E), the query's dtype.
-        entropy: (B, Hq, L), float32.
+
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    """Have the native kernel use an instruction set by name, and afterwards the former one.
+
+    Raises:
+        UnavailableError: if this machine or build has it not.
     """
-
-    output: Tensor
-    entropy: Tensor
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A contender's result and, after a backward pass, the gradients of query, key and value."""
-
-    result: Result
-    gradients: tuple[Tensor | None, ...] = ()
-
-
-def execute(contender: Contender, inputs: Inputs, upstream: Upstream | None = None) -> Outcome:
-    """One call as it is timed: forward, and backward through what the contender gives."""
-    if upstream is None:
-        with torch.no_grad():
-            return Outcome(contender.call(inputs))
-    result = contender.call(inputs)
-    found, back = [], []
-    if result.output is not None:
-        found.append(result.output)
-        back.append(upstream.output)
-    if result.entropy is not None:
-        found.append(result.entropy)
-        back.append(upstream.entropy.to(result.entropy.dtype))
-    return Outcome(result, torch.autograd.grad(found, inputs.leaves, back, allow_unused=True))
+    if not name:
+        yield
+        return
+    found = library.load()
+    if isinstance(found, str):
+        raise UnavailableError(found)
+    if name not in found.cpus:
+        raise UnavailableError(f"this machine and build have {', '.join(found.cpus)}, not {name}")
+    former = found.cpu
+    found.use_cpu(name)
+    try:
+        yield
+    finally:
+        found.use_cpu(former)
 
 
-def make_upstream(inputs: Inputs, rows: Tensor | None = None, *, seed: int = 1) -> Upstream:
-    """Standard normal gradients of the results, zero outside ``rows`` where these are given."""
-    generator = torch.Generator().manual_seed(seed)
-    query = inputs.query
-    output = torch.randn(query.shape, generator=generator, dtype=query.dtype)
-    entropy = torch.randn(query.shape[:3], generator=generator)
-    if rows is not None:
-        others = torch.ones(query.shape[2], dtype=torch.bool).index_fill_(0, rows, False)
-        output.masked_fill_(others[:, None], 0.0)
-        entropy.masked_fill_(others, 0.0)
-    return Upstream(output, entropy)
-
-
-def make_inputs(case: Case, *, requires_grad: bool = False, seed: int = 0) -> Inputs:
-    """Standard normal tensors for a case, the same for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
-    dtype: torch.dtype = getattr(torch, case.dtype)
-
-    def normal(heads: int, length: int) -> Tensor:
-        shape = (case.batch, heads, length, case.width)
-        return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(requires_grad)
-
-    query = normal(case.heads, case.queries)
-    key, value = (normal(case.key_heads, case.keys) for _ in range(2))
-    key_mask = None
-    if case.padded:
-        lengths = torch.linspace(case.keys, (case.keys + 1) // 2, case.batch).round()
-        key_mask = torch.arange(case.keys) < lengths[:, None]
-    return Inputs(case, query, key, value, key_mask)
-
-
-def _sdpa(x: Inputs, value: Tensor | None = None) -> Tensor:
-    return F.scaled_dot_product_attention(
-        x.query,
-        x.key,
-        x.value if value is None else value,
-        attn_mask=None if x.key_mask is None else x.key_mask[:, None, None, :],
-        is_causal=x.case.causal,
-        enable_gqa=x.grouped,
-    )
-
-
-def sdpa(x: Inputs) -> Result:
+def sdpa(x: Inputs) -> Call:
     """Attention alone."""
-    return Result(output=_sdpa(x))
+    return partial(F.scaled_dot_product_attention, *x.leaves, **x.sdpa_options)
 
 
-def acutance_all(x: Inputs) -> Result:
-    """Output and statistics; every metric is read, or only the entropy where a loss needs it."""
-    output, statistics = attention(
-        x.query,
-        x.key,
-        x.value,
-        is_causal=x.case.causal,
-        enable_gqa=x.grouped,
-        key_mask=x.key_mask,
-        return_stats=True,
+def ours(
+    x: Inputs, *, values: bool = True, read: tuple[str, ...] = STATISTICS, **options: Any
+) -> Call:
+    """The library's call; the statistics of a loss, or else those in ``read``, are read."""
+    options = {**x.options, **options}
+    if values:
+        options["return_stats"] = True
+        call: Call = partial(cast(Any, attention), *x.leaves, **options)
+    else:
+        call = partial(row_statistics, x.query, x.key, **options)
+    if x.case.backward:
+        read = ("entropy",) if x.case.loss == "entropy" else DIFFERENTIATED
+    if not read:
+        return call
+
+    def read_too() -> Result:
+        found = call()
+        output, stats = found if values else (None, found)
+        return Result(output, {name: getattr(stats, name) for name in read}, _backend(stats))
+
+    return read_too
+
+
+def read_ours(found: Any, also: tuple[str, ...] = ()) -> Result:
+    """What :func:`ours` returned where it left the statistics unread."""
+    if isinstance(found, Result):
+        return found
+    output, stats = found if isinstance(found, tuple) else (None, found)
+    return Result(
+        output, {name: getattr(stats, name) for name in (*STATISTICS, *also)}, _backend(stats)
     )
-    if x.query.requires_grad:
-        return Result(output, statistics.entropy)
-    metrics = statistics.as_dict()
-    return Result(output, metrics.pop("entropy"), metrics)
 
 
-def acutance_statistics(x: Inputs) -> Result:
-    """Statistics without the output; every metric is read, or the entropy alone as above."""
-    statistics = row_statistics(
-        x.query, x.key, is_causal=x.case.causal, enable_gqa=x.grouped, key_mask=x.key_mask
-    )
-    if x.query.requires_grad:
-        return Result(entropy=statistics.entropy)
-    metrics = statistics.as_dict()
-    return Result(entropy=metrics.pop("entropy"), metrics=metrics)
+def _backend(stats: Any) -> str:
+    return str(getattr(stats, "backend", "") or "")
 
 
-def entropy_trick(x: Inputs) -> Result:
+def entropy_trick(x: Inputs) -> Call:
     r"""Output and entropy from two SDPA calls, the second with the keys as values.
 
     The first call's hidden second result is the row's log-sum-exp; the second gives
@@ -231,45 +168,136 @@ def entropy_trick(x: Inputs) -> Result:
     """
     # Neither bound in torch's stubs nor public; it is what the public call runs on the CPU.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, lse = flash(*x.leaves, is_causal=x.case.causal, attn_mask=x.additive)
-    if not x.query.requires_grad:
-        mean_key = _sdpa(x, x.key)
-        return Result(output, lse - x.scale * (x.query * mean_key).sum(-1))
-    # the gradient of the entropy is minus that of q·Σpk with q and the values held fixed
-    mean_score = x.scale * (x.query.detach() * _sdpa(x, x.key.detach())).sum(-1)
-    fixed = mean_score.detach()
-    return Result(output, (lse - fixed) - (mean_score - fixed))
+    mask = None if x.case.causal and x.case.window is None else x.additive
+
+    def call() -> Result:
+        output, lse = flash(*x.leaves, is_causal=x.case.causal and mask is None, attn_mask=mask)
+        mean_key = F.scaled_dot_product_attention(x.query, x.key, x.key, **x.sdpa_options)
+        return Result(output, {"entropy": lse - x.scale * (x.query * mean_key).sum(-1)})
+
+    return call
 
 
-def naive(x: Inputs) -> Result:
+def naive(x: Inputs) -> Call:
     """Every map in memory, all heads at once, the entropy by ``log(p + 1e-9)``."""
-    key, value = x.key, x.value
-    if x.grouped:
-        group = x.case.heads // x.case.key_heads
-        key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
-    scores = torch.matmul(x.query, key.transpose(2, 3)) * x.scale
-    if x.hidden is not None:
-        scores = scores.masked_fill(x.hidden, torch.finfo(scores.dtype).min)
-    weights = F.softmax(scores, dim=-1, dtype=torch.float32)
-    del scores
-    weights = weights.to(x.query.dtype)
-    entropy = -(weights * torch.log(weights + 1e-9)).sum(-1)
-    return Result(torch.matmul(weights, value), entropy)
+    additive = x.additive
+
+    def call() -> Result:
+        key, value = x.key, x.value
+        if x.grouped:
+            key, value = (part.repeat_interleave(x.case.groups_of, dim=1) for part in (key, value))
+        scores = torch.matmul(x.query, key.transpose(2, 3)) * x.scale
+        if additive is not None:
+            scores = scores + additive
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32)
+        del scores
+        weights = weights.to(x.query.dtype)
+        entropy = -(weights * torch.log(weights + 1e-9)).sum(-1)
+        return Result(torch.matmul(weights, value), {"entropy": entropy})
+
+    return call
+
+
+def flex(x: Inputs) -> Call:
+    """FlexAttention, compiled, with the log-sum-exp.
+
+    Raises:
+        UnavailableError: where it does not run; the message is its own.
+    """
+    refusal = _flex_refusal()
+    if refusal is not None:
+        raise UnavailableError(refusal)
+    return _flex(x)
+
+
+@cache
+def _flex_refusal() -> str | None:
+    """Why it does not run, tried once on a small input: compiling takes half a minute."""
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _flex(make_inputs(Case("flex", 128, 128, heads=1)))()
+    except Exception as error:  # the compiler's own, and whatever is missing for it
+        said = str(error).splitlines() or [""]
+        return f"{type(error).__name__}: {said[0]}"
+    return None
+
+
+def _flex(x: Inputs) -> Call:
+    from torch.nn.attention import flex_attention as module
+
+    compiled: Any = torch.compile(module.flex_attention)
+    mask = None
+    if x.case.causal:
+        length = x.case.queries
+        mask = module.create_block_mask(
+            lambda batch, head, i, j: i >= j, None, None, length, length, device="cpu"
+        )
+
+    def call() -> Result:
+        output, aux = compiled(*x.leaves, block_mask=mask, return_aux=module.AuxRequest(lse=True))
+        return Result(output, {"lse": aux.lse})
+
+    return call
+
+
+def _native(cpu: str) -> Contender:
+    return Contender(
+        f"acutance, the native kernel on {cpu.upper()}",
+        partial(ours, backend="native"),
+        wide=True,
+        cpu=cpu,
+    )
 
 
 CONTENDERS: dict[str, Contender] = {
-    "sdpa": Contender("F.scaled_dot_product_attention: the output alone", sdpa),
-    "acutance": Contender(
-        "attention(…, return_stats=True): the output and every metric",
-        acutance_all,
-        wide_entropy=True,
+    "sdpa": Contender(
+        "F.scaled_dot_product_attention: the output alone", sdpa, lambda output: Result(output)
     ),
-    "acutance-statistics": Contender(
-        "row_statistics(…): every metric, no output", acutance_statistics, wide_entropy=True
+    "acutance": Contender(
+        "attention(…, return_stats=True): the output, and nine statistics read", ours, wide=True
+    ),
+    "acutance-unread": Contender(
+        "the same call alone: the sums are there, their formulas wait until they are read",
+        partial(ours, read=()),
+        read_ours,
+        wide=True,
+    ),
+    "acutance-metrics": Contender(
+        f"the same, every metric read: {len(METRICS)} with those that theory predicts",
+        partial(ours, read=tuple(name for name in METRICS if name != "noise_gain")),
+        wide=True,
+    ),
+    "acutance-avx512": _native("avx512"),
+    "acutance-avx2": _native("avx2"),
+    "acutance-baseline": _native("baseline"),
+    "blocked": Contender(
+        'acutance with backend="blocked": plain PyTorch',
+        partial(ours, backend="blocked"),
+        wide=True,
+    ),
+    "dense": Contender(
+        'acutance with backend="dense": whole maps',
+        partial(ours, backend="dense"),
+        maps=6,
+        wide=True,
+    ),
+    "statistics": Contender(
+        "row_statistics(…): nine statistics read, no output",
+        partial(ours, values=False),
+        products=1,
+        wide=True,
+    ),
+    "noise": Contender(
+        "attention(…, return_stats=True, noise=True): ten read",
+        partial(ours, noise=True, read=(*STATISTICS, "noise_gain")),
+        products=3,
+        wide=True,
     ),
     "entropy-trick": Contender(
         "two SDPA calls, the second with the keys as values: the output and the entropy",
         entropy_trick,
+        products=4,
     ),
     "naive": Contender(
         "maps in memory: scores, softmax, −Σ p log(p + 1e-9), p@v: the output and the entropy",
@@ -277,5 +305,8 @@ CONTENDERS: dict[str, Contender] = {
         maps=3,
         # Σ p log(1 + ε/p) ≤ n ε
         entropy_bias=lambda case: case.keys * 1e-9,
+    ),
+    "flex": Contender(
+        "FlexAttention, compiled, with its log-sum-exp: the output and the lse", flex
     ),
 }

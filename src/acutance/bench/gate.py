@@ -1,10 +1,13 @@
 """The gate: every contender is right on the very inputs it is timed with, or it is not timed.
 
-The reference is plain attention in float64 on some of the query rows of every head, so it fits in
-memory at any length; gradients are those of a loss on these rows alone, which makes them exact too.
-A tolerance is 2 · (error of the same plain attention in the contender's precision + eps · largest
-value), plus what a contender's formula is wrong by on purpose. Gradients, which pass through two
-more matrix products than the output, are allowed twice that.
+The reference is float64 on some of the query rows of every head, so it fits in memory at any
+length: :func:`acutance.rowstats.dense_statistics` for the metrics; gradients are those of a loss on
+these rows alone, which makes them exact too. A tolerance is 2 · (error of plain attention in the
+contender's precision + eps · largest value), plus what a contender's formula is wrong by on
+purpose. Metrics other than the entropy are allowed twice that, and what a change of every score by
+eps of the largest one does to them; gradients, which pass through two more matrix products, twice
+that. All rows of an output are held against SDPA's, which itself passed: the tolerance is twice
+that of the rows looked at, once for each of the two, and twice again for rows nobody looked at.
 """
 
 from __future__ import annotations
@@ -15,17 +18,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from acutance.bench.contenders import (
-    Contender,
-    Inputs,
-    Result,
-    Upstream,
-    execute,
-    make_upstream,
-)
+from acutance.bench.contenders import Contender, Result
+from acutance.bench.inputs import Inputs
+from acutance.bench.passes import execute, gradients, make_upstream, terms
 from acutance.bench.records import Check
+from acutance.rowstats import dense_statistics
 
 ROWS = 32
+_OF_SCORES = ("lse", "max_logit", "logit_mean", "logit_std", "varentropy")
 
 
 class Gate:
@@ -33,87 +33,150 @@ class Gate:
 
     Args:
         inputs: the tensors that will be timed.
-        backward: also check gradients.
     """
 
-    def __init__(self, inputs: Inputs, *, backward: bool = False) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
         count = min(ROWS, inputs.case.queries)
         self.rows = torch.linspace(0, inputs.case.queries - 1, count).round().long()
-        self._upstream = make_upstream(inputs, self.rows) if backward else None
+        self._upstream = make_upstream(inputs, self.rows) if inputs.case.backward else None
+        self._seen, self._added = inputs.visible(self.rows), inputs.added(self.rows)
+        self._exact = cache(self._compute_exact)
         self._plain = cache(self._compute_plain)
         self._gradients = cache(self._compute_gradients)
+        self._output: Tensor | None = None
+        #: The kernel of this library that took the call last checked; empty for other ways.
+        self.backend = ""
 
     def check(self, contender: Contender) -> tuple[Check, ...]:
-        """Run a contender once and compare what it gives: output, entropy, gradients."""
-        outcome = execute(contender, self._inputs, self._upstream)
-        result, dtype = outcome.result, self._inputs.query.dtype
-        exact, same = self._plain(torch.float64), self._plain(dtype)
+        """Run a contender once and compare what it gives: output, metrics, gradients."""
+        self.backend = ""
+        result, grads = execute(contender, self._inputs, self._upstream)
+        self.backend = result.backend
+        dtype = self._inputs.query.dtype
         checks = []
         if result.output is not None:
-            assert exact.output is not None
-            assert same.output is not None
-            found = result.output.index_select(2, self.rows)
-            checks.append(_check("output", found, exact.output, same.output, dtype))
-        if result.entropy is not None:
-            wide = torch.float32 if contender.wide_entropy else dtype
-            plain = self._plain(wide)
-            assert exact.entropy is not None
-            assert plain.entropy is not None
-            found = result.entropy.index_select(2, self.rows)
-            bias = contender.entropy_bias(self._inputs.case)
-            checks.append(_check("entropy", found, exact.entropy, plain.entropy, wide, bias))
+            checks += self._check_output(result.output.detach(), dtype)
+        wide = torch.float32 if contender.wide else dtype
+        same = self._plain(wide)
+        for name, found in result.metrics.items():
+            if name in same.metrics:
+                bias = contender.entropy_bias(self._inputs.case) if name == "entropy" else 0.0
+                checks.append(self._check_metric(name, found, same, wide, bias))
         if self._upstream is not None:
-            given = (result.output is not None, result.entropy is not None)
-            exact_gradients = self._gradients(torch.float64, *given)
-            same_gradients = self._gradients(dtype, *given)
-            names = ("query", "key", "value")
-            for name, gradient, right, plain_gradient in zip(
-                names, outcome.gradients, exact_gradients, same_gradients, strict=True
+            names = tuple(terms(result, self._inputs.case.loss))
+            exact, plain = self._gradients(torch.float64, names), self._gradients(dtype, names)
+            for name, gradient, right, near in zip(
+                ("query", "key", "value"), grads, exact, plain, strict=True
             ):
-                if gradient is not None and right is not None and plain_gradient is not None:
-                    quantity = f"gradient of {name}"
-                    checks.append(
-                        _check(quantity, gradient, right, plain_gradient, dtype, factor=4)
-                    )
+                if gradient is not None and right is not None and near is not None:
+                    what = f"gradient of {name}"
+                    checks.append(_check(what, gradient, right, near, dtype, factor=4))
         return tuple(checks)
+
+    def _check_output(self, output: Tensor, dtype: torch.dtype) -> list[Check]:
+        exact, same = self._plain(torch.float64).output, self._plain(dtype).output
+        assert exact is not None
+        assert same is not None
+        found = _check("output", output.index_select(2, self.rows), exact, same, dtype)
+        if self._output is None:  # the reference is checked first
+            self._output = output.clone() if found.passed else None
+            return [found]
+        apart = _distance(output, self._output.double())
+        return [found, _record("output beside sdpa", apart, 4 * found.tolerance)]
+
+    def _check_metric(
+        self, name: str, found: Tensor, same: Result, dtype: torch.dtype, bias: float
+    ) -> Check:
+        exact = self._exact()[name] if name != "noise_gain" else self._noise()
+        picked, near = found.index_select(2, self.rows), same.metrics[name]
+        if name == "entropy":
+            return _check(name, picked, exact, near, dtype, bias)
+        unit = 1.0 if name in _OF_SCORES else float(exact.abs().max())
+        moved = unit * float(self._exact()["max_logit"].abs().max())
+        return _check(name, picked, exact, near, dtype, factor=4, moved=moved)
+
+    def _compute_exact(self) -> dict[str, Tensor]:
+        """The oracle's metrics of the chosen rows."""
+        with torch.no_grad():
+            return dense_statistics(
+                self._inputs.query.index_select(2, self.rows),
+                self._inputs.key,
+                attn_mask=self._seen,
+                bias=self._added,
+                enable_gqa=self._inputs.grouped,
+            )
+
+    def _noise(self) -> Tensor:
+        """``noise_gain`` of the chosen rows in float64; the oracle's own takes minutes."""
+        return self._plain(torch.float64).metrics["noise_gain"]
 
     def _compute_plain(self, dtype: torch.dtype) -> Result:
         with torch.no_grad():
             return self._attend(*(leaf.to(dtype) for leaf in self._inputs.leaves))
 
     def _compute_gradients(
-        self, dtype: torch.dtype, output: bool, entropy: bool
+        self, dtype: torch.dtype, names: tuple[str, ...]
     ) -> tuple[Tensor | None, ...]:
-        leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in self._inputs.leaves]
-        result, upstream = self._attend(*leaves), self._rows_of(self._upstream)
-        assert result.output is not None
-        assert result.entropy is not None
-        found = [result.output] * output + [result.entropy] * entropy
-        back = [upstream.output] * output + [upstream.entropy] * entropy
-        back = [part.to(dtype) for part in back]
-        return torch.autograd.grad(found, leaves, back, allow_unused=True)
-
-    def _rows_of(self, upstream: Upstream | None) -> Upstream:
-        assert upstream is not None
-        output, entropy = upstream.output, upstream.entropy
-        return Upstream(output.index_select(2, self.rows), entropy.index_select(2, self.rows))
+        assert self._upstream is not None
+        leaves = tuple(leaf.detach().to(dtype).requires_grad_() for leaf in self._inputs.leaves)
+        whole = self._attend(*leaves)
+        chosen = Result(
+            whole.output if "output" in names else None,
+            {name: part for name, part in whole.metrics.items() if name in names},
+        )
+        upstream = {
+            name: part.index_select(2, self.rows).to(dtype) for name, part in self._upstream.items()
+        }
+        return gradients(chosen, Inputs(self._inputs.case, *leaves), upstream)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Result:
         """Plain attention of the chosen rows: (B, Hq, rows, E) and (B, Hq, rows)."""
-        case = self._inputs.case
-        group = case.heads // case.key_heads
+        group = self._inputs.case.groups_of
         key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
         scores = query.index_select(2, self.rows) @ key.transpose(2, 3) * self._inputs.scale
-        if case.causal:
-            scores = scores.masked_fill(torch.arange(case.keys) > self.rows[:, None], -torch.inf)
-        if self._inputs.key_mask is not None:
-            scores = scores.masked_fill(~self._inputs.key_mask[:, None, None, :], -torch.inf)
-        log_weights = scores.log_softmax(-1)
-        weights = log_weights.exp()
+        if self._added is not None:
+            scores = scores + self._added.to(scores.dtype)
+        seen = torch.ones((), dtype=torch.bool) if self._seen is None else self._seen
+        seen = seen.expand(scores.shape)
+        hidden = scores.masked_fill(seen.logical_not(), -torch.inf)
+        log_p = hidden.log_softmax(-1)
+        p = log_p.exp()
         # a hidden key's log is −inf, and 0 · −inf is NaN in the value and in the gradient
-        entropy = -(weights * log_weights.masked_fill(scores == -torch.inf, 0.0)).sum(-1)
-        return Result(weights @ value, entropy)
+        log_p = log_p.masked_fill(seen.logical_not(), 0.0)
+        entropy = -(p * log_p).sum(-1)
+        count = seen.sum(-1).to(scores.dtype)
+        shown = scores.masked_fill(seen.logical_not(), 0.0)
+        mean = shown.sum(-1) / count
+        apart = (shown - mean.unsqueeze(-1)).masked_fill(seen.logical_not(), 0.0)
+        output = p @ value
+        squares = p.square()
+        metrics = {
+            "entropy": entropy,
+            "lse": hidden.logsumexp(-1),
+            "max_logit": hidden.amax(-1),
+            "collision": squares.sum(-1),
+            "varentropy": (p * (log_p + entropy.unsqueeze(-1)).square()).sum(-1),
+            "top_weight": p.amax(-1),
+            "first_weight": p.gather(-1, seen.byte().argmax(-1, keepdim=True)).squeeze(-1),
+            "logit_mean": mean,
+            "logit_std": _root(apart.square().sum(-1) / count),
+            "noise_gain": _noise_gain(squares, value, output),
+        }
+        return Result(output, metrics)
+
+
+def _noise_gain(squares: Tensor, value: Tensor, output: Tensor) -> Tensor:
+    """Σ p² ‖v − o‖², multiplied out."""
+    lengths = squares.matmul(value.square().sum(-1, keepdim=True)).squeeze(-1)
+    crossed = (squares.matmul(value) * output).sum(-1)
+    return lengths - 2 * crossed + output.square().sum(-1) * squares.sum(-1)
+
+
+def _root(variance: Tensor) -> Tensor:
+    """The square root, with slope 0 at 0: a row of one key does not spread."""
+    some = variance > 0
+    return torch.where(some, torch.where(some, variance, 1.0).sqrt(), variance)
 
 
 def _check(
@@ -124,11 +187,15 @@ def _check(
     dtype: torch.dtype,
     bias: float = 0.0,
     factor: int = 2,
+    moved: float = 0.0,
 ) -> Check:
     """Compare a contender's values with the exact ones, by what plain attention achieves."""
-    error = _distance(found, exact)
-    largest = float(exact.abs().max())
+    largest = moved + float(exact.abs().max())
     tolerance = factor * (_distance(plain, exact) + torch.finfo(dtype).eps * largest) + bias
+    return _record(quantity, _distance(found, exact), tolerance)
+
+
+def _record(quantity: str, error: float, tolerance: float) -> Check:
     return Check(quantity, error if math.isfinite(error) else None, tolerance)
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +27,12 @@ MIB = 1 << 20
 MEMORY_CAP = 6 << 30
 #: A call shorter than this is repeated and averaged, seconds.
 SHORTEST = 0.02
+MOST_REPEATS = 5000
 WARM_LENGTH = 64
 
 Call = Callable[[], object]
+#: Prepares a turn, untimed, and gives the call that is timed.
+Job = Callable[[], AbstractContextManager[Call]]
 
 
 class Taken(NamedTuple):
@@ -58,20 +62,29 @@ def timed(call: Call, repeats: int = 1) -> Taken:
     return Taken(wall / repeats, cpu / repeats)
 
 
-def warm_up(calls: Mapping[str, Call]) -> dict[str, int]:
-    """Call each once; returns how often each is repeated so that a measurement is long enough."""
-    return {
-        name: max(1, min(1000, math.ceil(SHORTEST / max(timed(call).wall, 1e-9))))
-        for name, call in calls.items()
-    }
+def warm_up(jobs: Mapping[str, Job]) -> dict[str, int]:
+    """Call each twice; returns how often each is repeated so that a measurement is long enough."""
+    repeats = {}
+    for name, job in jobs.items():
+        with job() as call:
+            first = timed(call).wall
+            again = first if first > 50 * SHORTEST else timed(call).wall
+            if again < SHORTEST / 50:  # so short that one call says little
+                again = timed(call, 20).wall
+        repeats[name] = max(1, min(MOST_REPEATS, math.ceil(SHORTEST / max(again, 1e-9))))
+    return repeats
 
 
 def take_turns(
-    calls: Mapping[str, Call], rounds: int, repeats: Mapping[str, int]
+    jobs: Mapping[str, Job], rounds: int, repeats: Mapping[str, int]
 ) -> Iterator[dict[str, Taken]]:
     """Time calls in turns; yields each round when it is whole."""
-    for order in turns(list(calls), rounds):
-        yield {name: timed(calls[name], repeats[name]) for name in order}
+    for order in turns(list(jobs), rounds):
+        taken = {}
+        for name in order:
+            with jobs[name]() as call:
+                taken[name] = timed(call, repeats[name])
+        yield taken
 
 
 def available_memory() -> int | None:
@@ -173,30 +186,32 @@ def high_water(call: Call) -> int:
     return max(0, peak - before)
 
 
-def weigh(case: Case, contender: str, *, threads: int, backward: bool) -> float:
+def weigh(case: Case, contender: str, *, threads: int) -> float:
     """MiB above the inputs at a contender's peak, measured in this process after a small call."""
     import torch
 
-    from acutance.bench.contenders import CONTENDERS, execute, make_inputs, make_upstream
+    from acutance.bench.contenders import CONTENDERS
+    from acutance.bench.inputs import make_inputs
+    from acutance.bench.passes import execute, make_upstream
 
     torch.set_num_threads(threads)
     entry = CONTENDERS[contender]
     small = replace(case, queries=min(case.queries, WARM_LENGTH), keys=min(case.keys, WARM_LENGTH))
     for each in (small, case):
-        inputs = make_inputs(each, requires_grad=backward)
-        upstream = make_upstream(inputs) if backward else None
+        inputs = make_inputs(each)
+        upstream = make_upstream(inputs) if case.backward else None
         if each is small:
             execute(entry, inputs, upstream)
     return high_water(lambda: execute(entry, inputs, upstream)) / MIB
 
 
-def weigh_apart(case: Case, contender: str, *, threads: int, backward: bool) -> float:
+def weigh_apart(case: Case, contender: str, *, threads: int) -> float:
     """:func:`weigh` in a fresh process.
 
     Raises:
         RuntimeError: if that process fails; the message ends with its last line.
     """
-    job = {"case": asdict(case), "contender": contender, "threads": threads, "backward": backward}
+    job = {"case": asdict(case), "contender": contender, "threads": threads}
     command = [sys.executable, "-m", "acutance.bench.measure", json.dumps(job)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from acutance.bench.cases import Case
 
-FORMAT = 1
-Status = Literal["timed", "failed", "not run", "unfinished"]
+FORMAT = 2
+Status = Literal["timed", "weighed", "failed", "not run", "unfinished"]
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison with the float64 reference.
+    """One comparison with the float64 reference, or of the whole output with SDPA's.
 
     Attributes:
-        quantity: "output", "entropy" (nats) or "gradient of query", "… key", "… value".
+        quantity: "output", a metric's name, "output beside sdpa", or "gradient of query", "… key",
+            "… value".
         error: largest absolute error over the rows compared; None where it is not finite.
         tolerance: the largest that passes.
     """
@@ -77,8 +78,9 @@ class Row:
 
     Attributes:
         contender: its name.
-        status: "timed"; "failed" (the gate refused it: no times); "not run" (no room for it);
-            "unfinished" (interrupted before a round of it was complete).
+        status: "timed"; "weighed" (of memory alone); "failed" (the gate refused it: no times); "not
+            run" (it cannot run here, or has no room); "unfinished" (interrupted before a round of
+            it was complete).
         reason: why it failed, was not run, or lacks its memory; otherwise empty.
         checks: the gate's comparisons.
         milliseconds: wall time of a call.
@@ -86,8 +88,10 @@ class Row:
         ratio: wall time over the reference's of the same round.
         cpu_ratio: CPU time over the reference's of the same round.
         rounds: how many rounds the four above summarise.
+        gflop: floating-point operations of its matrix products, in 1e9, of one call.
         peak_mib: memory at the call's peak above what its inputs take, results included, MiB.
         mib_above_reference: that peak less the reference's, MiB.
+        backend: which kernel took its calls, where it is one of this library.
     """
 
     contender: str
@@ -99,8 +103,10 @@ class Row:
     ratio: Spread | None = None
     cpu_ratio: Spread | None = None
     rounds: int = 0
+    gflop: float = 0.0
     peak_mib: float | None = None
     mib_above_reference: float | None = None
+    backend: str = ""
 
     def error(self, quantity: str) -> float | None:
         """The error of one quantity, or None if it was not compared."""
@@ -109,9 +115,10 @@ class Row:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case: a row per contender, and whether it was finished."""
+    """One case at one number of threads: a row per contender, and whether it was finished."""
 
     case: Case
+    threads: int
     rows: tuple[Row, ...]
     complete: bool
 
@@ -119,14 +126,51 @@ class CaseResult:
         """The row of one contender."""
         return next(row for row in self.rows if row.contender == contender)
 
+    def ratio(self, row: Row) -> Spread | None:
+        """A contender's time over the reference's: CPU time with one thread, wall time with more.
+
+        With one thread the two agree on a quiet machine; on a busy one CPU time is the steadier.
+        """
+        return row.cpu_ratio if self.threads == 1 else row.ratio
+
+    def time(self, row: Row) -> Spread | None:
+        """The time that :meth:`ratio` is of, milliseconds."""
+        return row.cpu_milliseconds if self.threads == 1 else row.milliseconds
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What the machine can do, measured beside the cases.
+
+    Attributes:
+        threads: with so many threads.
+        gflops: by dtype, 1e9 operations a second in the fastest product or convolution found.
+        exps: exponentials a second, in 1e9.
+    """
+
+    threads: int
+    gflops: dict[str, float]
+    exps: float
+
+    def of(self, dtype: str) -> float:
+        """The most that inputs of a dtype can be multiplied with: their own, or float32's."""
+        return max(self.gflops.get(dtype, 0.0), self.gflops.get("float32", 0.0))
+
+    def floor(self, case: Case, gflop: float) -> float:
+        """Milliseconds of the products at the peak rate, and of an exponential for every pair.
+
+        Example:
+            >>> Peak(1, {"float32": 100.0}, 5.0).floor(Case("small", 1000, 1000), gflop=2.0)
+            21.6
+        """
+        return 1e3 * (gflop / self.of(case.dtype) + case.pairs / 1e9 / self.exps)
+
 
 @dataclass(frozen=True)
 class Settings:
     """How the numbers were taken; see :func:`acutance.bench.run`."""
 
-    threads: int
     rounds: int
-    backward: bool
     memory: bool
 
 
@@ -141,8 +185,11 @@ class Environment:
         platform: operating system and architecture.
         processor: model name.
         cores: logical cores.
-        date: start, UTC, ISO 8601.
+        cpu: instruction set of the native kernel, or empty where there is none.
+        compiler: what built it, or why there is none.
         memory_method: how peak memory is read here.
+        date: start, UTC, ISO 8601.
+        load: the system's load when it started, processes; None where it is not known.
     """
 
     acutance: str
@@ -151,12 +198,15 @@ class Environment:
     platform: str
     processor: str
     cores: int
-    date: str
+    cpu: str
+    compiler: str
     memory_method: str
+    date: str
+    load: float | None
 
     def same_place(self, other: Environment) -> bool:
-        """Whether numbers of the two may stand in one table: all but the date agree."""
-        return {**asdict(self), "date": ""} == {**asdict(other), "date": ""}
+        """Whether numbers of the two may stand in one table: all but date and load agree."""
+        return replace(self, date="", load=None) == replace(other, date="", load=None)
 
 
 @dataclass(frozen=True)
@@ -166,22 +216,29 @@ class BenchReport:
     Attributes:
         settings: how the numbers were taken.
         environment: where.
-        results: the cases in the order asked for.
+        peaks: what the machine can do, for each number of threads.
+        results: the cases in the order asked for, for each number of threads.
         complete: False if the run was interrupted; the cases that were not reached are missing.
     """
 
     settings: Settings
     environment: Environment
+    peaks: tuple[Peak, ...]
     results: tuple[CaseResult, ...]
     complete: bool
 
-    def result(self, name: str) -> CaseResult:
+    def result(self, name: str, threads: int = 1) -> CaseResult:
         """The result of one case."""
-        return next(result for result in self.results if result.case.name == name)
+        found = (each for each in self.results if each.case.name == name)
+        return next(each for each in found if each.threads == threads)
+
+    def peak(self, threads: int) -> Peak | None:
+        """What the machine can do with so many threads."""
+        return next((peak for peak in self.peaks if peak.threads == threads), None)
 
     def to_json(self) -> str:
         """The report as JSON text; :meth:`from_json` reads it back."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2, allow_nan=False) + "\n"
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> BenchReport:
@@ -197,6 +254,7 @@ class BenchReport:
             return cls(
                 settings=Settings(**data["settings"]),
                 environment=Environment(**data["environment"]),
+                peaks=tuple(Peak(**peak) for peak in data["peaks"]),
                 results=tuple(_case_result(result) for result in data["results"]),
                 complete=data["complete"],
             )
@@ -206,12 +264,13 @@ class BenchReport:
 
 def case_from_dict(data: dict[str, Any]) -> Case:
     """The inverse of :func:`dataclasses.asdict` on a case that went through JSON."""
-    return Case(**{**data, "contenders": tuple(data["contenders"])})
+    lists = {name: tuple(data[name]) for name in ("contenders", "goals")}
+    return Case(**{**data, **lists})
 
 
 def _case_result(data: dict[str, Any]) -> CaseResult:
     rows = tuple(_row(row) for row in data["rows"])
-    return CaseResult(case_from_dict(data["case"]), rows, data["complete"])
+    return CaseResult(case_from_dict(data["case"]), data["threads"], rows, data["complete"])
 
 
 def _row(data: dict[str, Any]) -> Row:

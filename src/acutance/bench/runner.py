@@ -2,124 +2,68 @@
 
 from __future__ import annotations
 
-import datetime
 import difflib
 import gc
-import importlib.metadata
-import os
-import platform
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from acutance.bench.cases import REFERENCE, Case, choose
-from acutance.bench.contenders import (
-    CONTENDERS,
-    Contender,
-    execute,
-    make_inputs,
-    make_upstream,
-)
+from acutance.bench.cases import CASES, REFERENCE, Case, choose
+from acutance.bench.contenders import CONTENDERS, UnavailableError
 from acutance.bench.gate import Gate
-from acutance.bench.measure import (
-    Taken,
-    memory_method,
-    no_room,
-    take_turns,
-    warm_up,
-    weigh_apart,
-)
+from acutance.bench.inputs import make_inputs
+from acutance.bench.machine import PEAK_DTYPES, describe, measure_peak
+from acutance.bench.measure import Taken, no_room, take_turns, warm_up, weigh_apart
+from acutance.bench.passes import make_upstream, ready
 from acutance.bench.records import (
     BenchReport,
     CaseResult,
     Check,
     Environment,
+    Peak,
     Progress,
     Row,
     Settings,
     Spread,
     Status,
 )
+from acutance.kernels import library
 from acutance.shapes import check_count, check_flag
 
 Report = Callable[[Progress], None]
+#: Seconds beyond which a call is not made once more to warm up.
+LONG = 2.0
+Save = Callable[[BenchReport], None]
 
 
 def run(
     cases: str | Case | Iterable[str | Case],
     *,
-    threads: int = 1,
+    threads: int | Iterable[int] = 1,
     rounds: int = 7,
-    backward: bool = False,
+    quick: bool = False,
     memory: bool = True,
     progress: Report | None = None,
+    save: Save | None = None,
     resume: BenchReport | None = None,
 ) -> BenchReport:
     """See :func:`acutance.bench.run`."""
-    chosen = choose(cases)
+    chosen = choose(cases, quick=check_flag("quick", quick))
     for case in chosen:
         _check_contenders(case)
+    counts = [threads] if isinstance(threads, int) else list(threads)
+    counts = list(dict.fromkeys(check_count("threads", count, 1) for count in counts))
+    if not counts:
+        raise ValueError("threads is a number of threads or several, got none")
     settings = Settings(
-        threads=check_count("threads", threads, 1),
-        rounds=check_count("rounds", rounds, 1),
-        backward=check_flag("backward", backward),
-        memory=check_flag("memory", memory),
+        rounds=check_count("rounds", rounds, 1), memory=check_flag("memory", memory)
     )
     environment = describe()
-    kept = _reusable(resume, settings, environment)
-    runs = [_CaseRun(case, settings) for case in chosen]
-    steps = _Steps(sum(run.steps for run in runs), progress)
-    results: list[CaseResult] = []
-    complete = True
-    former = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for each in runs:
-            if each.case in kept:
-                results.append(kept[each.case])
-                steps.skip(each.steps)
-                continue
-            try:
-                each.run(steps)
-            finally:
-                if each.begun:
-                    results.append(each.result())
-    except KeyboardInterrupt:
-        complete = False
-        steps.say(f"interrupted: {sum(r.complete for r in results)} of {len(runs)} cases finished")
-    finally:
-        torch.set_num_threads(former)
-    return BenchReport(settings, environment, tuple(results), complete)
-
-
-def describe() -> Environment:
-    """The versions and the machine, now."""
-    try:
-        version = importlib.metadata.version("acutance")
-    except importlib.metadata.PackageNotFoundError:
-        version = "not installed"
-    return Environment(
-        acutance=version,
-        torch=torch.__version__,
-        python=platform.python_version(),
-        platform=f"{platform.system()} {platform.machine()}",
-        processor=_processor(),
-        cores=os.cpu_count() or 1,
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        memory_method=memory_method(),
-    )
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"
+    if resume is not None:
+        _check_resumable(resume, settings, environment)
+    return _Run(settings, environment, progress, save, resume).run(chosen, counts)
 
 
 def _check_contenders(case: Case) -> None:
@@ -134,19 +78,86 @@ def _check_contenders(case: Case) -> None:
             raise ValueError(f"no contender is named {name!r} (case {case.name!r}){hint}")
 
 
-def _reusable(
-    resume: BenchReport | None, settings: Settings, environment: Environment
-) -> dict[Case, CaseResult]:
-    """The finished cases of an earlier report, if its numbers may stand beside new ones."""
-    if resume is None:
-        return {}
+def _check_resumable(resume: BenchReport, settings: Settings, environment: Environment) -> None:
     if resume.settings != settings:
         raise ValueError(f"the report to resume was made with {resume.settings}, not {settings}")
     if not resume.environment.same_place(environment):
         raise ValueError(
             f"the report to resume was made elsewhere: {resume.environment}, not {environment}"
         )
-    return {result.case: result for result in resume.results if result.complete}
+
+
+class _Run:
+    """A run on its way to a report."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        environment: Environment,
+        progress: Report | None,
+        save: Save | None,
+        resume: BenchReport | None,
+    ) -> None:
+        self._settings, self._progress, self._save = settings, progress, save
+        self._environment = environment if resume is None else resume.environment
+        self._peaks: dict[int, Peak] = {}
+        self._former: list[CaseResult] = []
+        if resume is not None:
+            self._former = [result for result in resume.results if result.complete]
+            self._peaks = {peak.threads: peak for peak in resume.peaks}
+        self._new: list[CaseResult] = []
+
+    def run(self, cases: tuple[Case, ...], counts: list[int]) -> BenchReport:
+        """Every case at each number of threads; what an earlier report finished is kept."""
+        finished = {(result.case, result.threads) for result in self._former}
+        runs = [
+            _CaseRun(case, count, self._settings)
+            for count in counts
+            for case in cases
+            if (case, count) not in finished
+        ]
+        peaks = [count for count in counts if self._lacks(count, cases)]
+        steps = _Steps(len(peaks) + sum(each.steps for each in runs), self._progress)
+        complete, former = True, torch.get_num_threads()
+        try:
+            for count in peaks:
+                steps.begin(f"what the machine can do with {count} threads")
+                self._peaks[count] = measure_peak(count, {case.dtype for case in cases})
+            for each in runs:
+                torch.set_num_threads(each.threads)
+                try:
+                    each.run(steps)
+                finally:
+                    if each.begun:
+                        self._new.append(each.result())
+                if self._save is not None:
+                    self._save(self._report(complete=False))
+        except KeyboardInterrupt:
+            complete = False
+            done = sum(result.complete for result in self._new)
+            steps.say(f"interrupted: {done} of {len(runs)} cases finished")
+        finally:
+            torch.set_num_threads(former)
+        report = self._report(complete)
+        if self._save is not None:
+            self._save(report)
+        return report
+
+    def _lacks(self, count: int, cases: Iterable[Case]) -> bool:
+        """Whether a rate that the cases' floors need has not been measured."""
+        named = {case.dtype for case in cases if case.timing != "memory"}
+        known = self._peaks[count].gflops if count in self._peaks else {}
+        return not named & set(PEAK_DTYPES) <= set(known) or bool(named and not known)
+
+    def _report(self, complete: bool) -> BenchReport:
+        """What is known so far, whenever it was found, in the order of :data:`CASES`."""
+        place = {name: index for index, name in enumerate(CASES)}
+        results = sorted(
+            (*self._former, *self._new),
+            key=lambda each: (place.get(each.case.name, len(place)), each.threads),
+        )
+        peaks = tuple(self._peaks[count] for count in sorted(self._peaks))
+        return BenchReport(self._settings, self._environment, peaks, tuple(results), complete)
 
 
 class _Steps:
@@ -159,67 +170,78 @@ class _Steps:
         self.say(message)
         self._done += 1
 
-    def skip(self, count: int) -> None:
-        self._done += count
-
     def say(self, message: str) -> None:
         if self._report is not None:
             self._report(Progress(self._done, self._total, message))
 
 
 class _CaseRun:
-    """One case on its way to a :class:`CaseResult`."""
+    """One case at one number of threads, on its way to a :class:`CaseResult`."""
 
-    def __init__(self, case: Case, settings: Settings) -> None:
-        self.case, self.settings = case, settings
+    def __init__(self, case: Case, threads: int, settings: Settings) -> None:
+        self.case, self.threads = case, threads
         self.begun = self.complete = False
+        self._timed = case.timing != "memory"
+        self._rounds_wanted = min(settings.rounds, case.rounds or settings.rounds)
+        self._weighed = case.weigh and settings.memory
         self._status: dict[str, tuple[Status, str]] = {}
         self._checks: dict[str, tuple[Check, ...]] = {}
         self._rounds: list[dict[str, Taken]] = []
         self._peaks: dict[str, float] = {}
         self._unweighed: dict[str, str] = {}
+        self._took: dict[str, float] = {}
+        self._backends: dict[str, str] = {}
 
     @property
     def steps(self) -> int:
         """How many steps :meth:`run` announces."""
         count = len(self.case.contenders)
-        return count + 1 + self.settings.rounds + count * self.settings.memory
+        timing = count + 1 + self._rounds_wanted if self._timed else 0
+        return timing + count * self._weighed
 
     def run(self, steps: _Steps) -> None:
         """Gate, turns, memory."""
         self.begun = True
-        self._gate_and_time(steps)
+        if self._timed:
+            self._gate_and_time(steps)
         gc.collect()  # the tensors of this process go before others measure theirs
-        if self.settings.memory:
+        if self._weighed:
             self._weigh(steps)
         self.complete = True
 
     def _gate_and_time(self, steps: _Steps) -> None:
-        name, backward = self.case.name, self.settings.backward
-        inputs = make_inputs(self.case, requires_grad=backward)
-        gate = Gate(inputs, backward=backward)
+        name = self.case.name
+        inputs = make_inputs(self.case)
+        gate = Gate(inputs)
         for contender in self.case.contenders:
             steps.begin(f"{name}: checking {contender}")
             self._status[contender] = self._admit(contender, gate)
-        upstream = make_upstream(inputs) if backward else None
-        calls = {
-            contender: partial(execute, CONTENDERS[contender], inputs, upstream)
+        upstream = make_upstream(inputs) if self.case.backward else None
+        jobs = {
+            contender: partial(ready, CONTENDERS[contender], inputs, upstream)
             for contender, (status, _) in self._status.items()
             if status == "timed"
         }
         steps.begin(f"{name}: warming up")
-        turns = take_turns(calls, self.settings.rounds, warm_up(calls))
-        for index in range(self.settings.rounds):
-            steps.begin(f"{name}: round {index + 1} of {self.settings.rounds}")
+        short = {name: job for name, job in jobs.items() if self._took[name] < LONG}
+        repeats = dict.fromkeys(jobs, 1) | warm_up(short)  # the gate warmed up the others
+        turns = take_turns(jobs, self._rounds_wanted, repeats)
+        for index in range(self._rounds_wanted):
+            steps.begin(f"{name}: round {index + 1} of {self._rounds_wanted}")
             self._rounds.append(next(turns))
 
     def _admit(self, name: str, gate: Gate) -> tuple[Status, str]:
-        contender: Contender = CONTENDERS[name]
-        crowded = no_room(contender.needs(self.case, self.settings.backward))
+        contender = CONTENDERS[name]
+        crowded = no_room(contender.needs(self.case))
         if crowded is not None:
             return "not run", crowded
         try:
+            begin = time.perf_counter()
             self._checks[name] = gate.check(contender)
+            self._took[name] = time.perf_counter() - begin
+            self._backends[name] = gate.backend
+        except UnavailableError as reason:
+            return "not run", str(reason)
         except Exception as error:  # whatever a contender raises, the others still run
             return "failed", f"{type(error).__name__}: {error}".splitlines()[0]
         wrong = [check for check in self._checks[name] if not check.passed]
@@ -230,28 +252,27 @@ class _CaseRun:
     def _weigh(self, steps: _Steps) -> None:
         for contender in self.case.contenders:
             steps.begin(f"{self.case.name}: memory of {contender}")
-            if self._status[contender][0] != "timed":
+            if self._timed and self._status[contender][0] != "timed":
                 continue
             try:
-                self._peaks[contender] = weigh_apart(
-                    self.case,
-                    contender,
-                    threads=self.settings.threads,
-                    backward=self.settings.backward,
-                )
+                self._peaks[contender] = weigh_apart(self.case, contender, threads=self.threads)
             except RuntimeError as error:
                 self._unweighed[contender] = str(error)
+            if not self._timed:
+                lost = self._unweighed.get(contender)
+                self._status[contender] = ("failed", lost) if lost else ("weighed", "")
 
     def result(self) -> CaseResult:
         """What is known so far."""
-        return CaseResult(self.case, tuple(map(self._row, self.case.contenders)), self.complete)
+        rows = tuple(map(self._row, self.case.contenders))
+        return CaseResult(self.case, self.threads, rows, self.complete)
 
     def _row(self, name: str) -> Row:
         status, reason = self._status.get(name, ("unfinished", ""))
         checks = self._checks.get(name, ())
         if status == "timed" and not self._rounds:
             status, reason = "unfinished", ""
-        if status != "timed":
+        if status not in ("timed", "weighed"):
             return Row(name, status, reason, checks)
         taken = [found[name] for found in self._rounds]
         base = [found[REFERENCE] for found in self._rounds if REFERENCE in found]
@@ -261,14 +282,28 @@ class _CaseRun:
             status,
             self._unweighed.get(name, ""),
             checks,
-            milliseconds=Spread.of([1e3 * each.wall for each in taken]),
-            cpu_milliseconds=Spread.of([1e3 * each.cpu for each in taken]),
+            milliseconds=_spread([1e3 * each.wall for each in taken]),
+            cpu_milliseconds=_spread([1e3 * each.cpu for each in taken]),
             ratio=_ratio([each.wall for each in taken], [each.wall for each in base]),
             cpu_ratio=_ratio([each.cpu for each in taken], [each.cpu for each in base]),
             rounds=len(taken),
+            gflop=CONTENDERS[name].gflop(self.case) if taken else 0.0,
             peak_mib=peak,
             mib_above_reference=None if peak is None or reference is None else peak - reference,
+            backend=_kernel(self._backends.get(name, ""), CONTENDERS[name].cpu),
         )
+
+
+def _kernel(backend: str, cpu: str) -> str:
+    """The backend and, of the native one, the instruction set."""
+    if backend != "native":
+        return backend
+    found = library.load()
+    return backend if isinstance(found, str) else f"native {cpu or found.cpu}"
+
+
+def _spread(values: list[float]) -> Spread | None:
+    return Spread.of(values) if values else None
 
 
 def _ratio(times: list[float], reference: list[float]) -> Spread | None:

@@ -35,7 +35,7 @@ from acutance.kernels.tiles import (
 )
 from acutance.masks import Masking, Tile
 
-__all__ = ["Gradients", "SumGradients", "backward"]
+__all__ = ["Coefficients", "Gradients", "SumGradients", "backward", "row_coefficients"]
 
 
 class SumGradients(NamedTuple):
@@ -174,53 +174,84 @@ def backward(
     )
 
 
+class Coefficients(NamedTuple):
+    """What multiplies the terms of each row's score gradients; None is 0.
+
+    Fields have the rows' shape. The gradient of score j is
+    ``e (dO·v_j inverse + constant + linear t + square t² + weight e) + slope t + plain``.
+    """
+
+    constant: Tensor | None
+    linear: Tensor | None
+    square: Tensor | None
+    weight: Tensor | None
+    slope: Tensor | None
+    plain: Tensor | None
+    inverse: Tensor | None  #: 1 / normaliser, where the output has a gradient
+    sink: Tensor | None  #: gradient of the row's sink
+
+
+def row_coefficients(
+    sums: dict[str, Tensor], grads: dict[str, Tensor | None], sink: Tensor | None
+) -> Coefficients:
+    """The coefficients of rows, from their sums and the gradients of these.
+
+    Args:
+        sums: fields of :class:`Sums`, of any rows; absent ones are left out.
+        grads: fields of :class:`SumGradients` for the same rows, in the sums' dtype.
+        sink: the rows' sink logits.
+    """
+    m, Z = sums["m"], sums["Z"]
+    constant, linear, plain, slope, inverse, of_sink = (None,) * 6
+
+    def plus(left: Tensor | None, right: Tensor) -> Tensor:
+        return right if left is None else left + right
+
+    if (gZ := grads["Z"]) is not None:
+        constant = plus(constant, gZ)
+    if (gU := grads["U"]) is not None:
+        constant, linear = plus(constant, gU), plus(linear, gU)
+    if (gW := grads["W"]) is not None:
+        mu = ratio(sums["U"], Z)
+        constant = plus(constant, gW * (mu.square() - 2 * mu))
+        linear = plus(linear, gW * (2 - 2 * mu))
+    n = sums["n"].to(Z.dtype).clamp(min=1)
+    if (gmean := grads["mean"]) is not None:
+        plain = plus(plain, gmean / n)
+    if (gM2 := grads["M2"]) is not None:
+        slope = 2 * gM2
+        plain = plus(plain, slope * sums["depth"])
+    if (gdepth := grads["depth"]) is not None:
+        plain = plus(plain, -gdepth / n)
+    if (gO := grads["out"]) is not None:
+        inverse = inverse_normaliser(Z, m, sink)
+        delta = (gO * sums["out"].to(Z.dtype)).sum(-1)
+        constant = plus(constant, -delta * inverse)
+        if sink is not None:
+            of_sink = -delta / (1.0 + Z * torch.exp(m - sink))
+    weight = None if (gQ := grads["Q"]) is None else 2 * gQ
+    return Coefficients(constant, linear, gW, weight, slope, plain, inverse, of_sink)
+
+
 class _RowGradients:
     """The coefficients of one tile row's score gradients, each (blocks, rows)."""
 
     def __init__(
         self, sums: dict[str, Tensor], grads: dict[str, Tensor | None], sink: Tensor | None
     ) -> None:
-        m, Z = sums["m"], sums["Z"]
-        dtype = Z.dtype
-        self.shift = finite(m)
-        mu = ratio(sums["U"], Z)
-        self.constant = torch.zeros_like(Z)  # coefficients of e · t^k
-        self.linear = torch.zeros_like(Z)
-        self.square = torch.zeros_like(Z)
-        self.weight: Tensor | None = None  # coefficient of e · e
-        self.plain: Tensor | None = None  # what every visible key gets
-        self.slope: Tensor | None = None
+        found = row_coefficients(sums, grads, sink)
+        none = torch.zeros_like(sums["Z"])
+        self.shift = finite(sums["m"])
+        self.constant, self.linear, self.square = (
+            none if part is None else part for part in found[:3]
+        )
+        self.weight, self.slope, self.plain = found.weight, found.slope, found.plain
         self.dO: Tensor | None = None
-        self.dsink: Tensor | None = None
-        if (gZ := grads["Z"]) is not None:
-            self.constant = self.constant + gZ
-        if (gU := grads["U"]) is not None:
-            self.constant, self.linear = self.constant + gU, self.linear + gU
-        if (gW := grads["W"]) is not None:
-            self.constant = self.constant + gW * (mu.square() - 2 * mu)
-            self.linear = self.linear + gW * (2 - 2 * mu)
-            self.square = gW
-        if (gQ := grads["Q"]) is not None:
-            self.weight = 2 * gQ
-        n = sums["n"].to(dtype).clamp(min=1)
-        if (gmean := grads["mean"]) is not None:
-            self.plain = gmean / n
-        if (gM2 := grads["M2"]) is not None:
-            self.slope = 2 * gM2
-            offset = self.slope * sums["depth"]
-            self.plain = offset if self.plain is None else self.plain + offset
-        if (gdepth := grads["depth"]) is not None:
-            fall = -gdepth / n
-            self.plain = fall if self.plain is None else self.plain + fall
+        if (gO := grads["out"]) is not None and found.inverse is not None:
+            self.dO = gO * found.inverse.unsqueeze(-1)
+        self.dsink = found.sink
         self.first_index, self.gfirst = sums["first_index"], grads["first"]
         self.gm = grads["m"]
-        if (gO := grads["out"]) is not None:
-            inverse = inverse_normaliser(Z, m, sink)
-            delta = (gO * sums["out"].to(dtype)).sum(-1)
-            self.dO = gO * inverse.unsqueeze(-1)
-            self.constant = self.constant - delta * inverse
-            if sink is not None:
-                self.dsink = -delta / (1.0 + Z * torch.exp(m - sink))
 
     def scores(self, ds: Tensor, t: Tensor, e: Tensor) -> None:
         """Turn ``ds``, holding dO·v / Z, into the gradient of the scores; overwrites ``t``."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.kernels import blocked
-from acutance.kernels.backward import SumGradients, backward
+from acutance.kernels import dispatch
+from acutance.kernels.backward import SumGradients
 from acutance.kernels.blocked import Sums
 from acutance.kernels.tiles import Rule, accumulate_dtype
 from acutance.masks import Masking
@@ -23,7 +23,7 @@ _INPUTS = (
     "Tensor query, Tensor key, Tensor? value, Tensor? attn_mask, Tensor? bias, Tensor? key_mask, "
     "Tensor? query_documents, Tensor? key_documents, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? seed, bool causal, SymInt offset, SymInt? window, float scale, float? softcap, "
-    "float dropout_p"
+    "float dropout_p, str backend"
 )
 _RESULTS = ", ".join(["Tensor"] * len(Sums._fields))
 
@@ -46,7 +46,8 @@ def _arguments(
     scale: float,
     softcap: float | None,
     dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor | None, Masking, Rule]:
+    backend: str,
+) -> tuple[str, tuple[Tensor, Tensor, Tensor | None, Masking, Rule]]:
     batch, query_heads, queries, _ = query.shape
     heads, keys = key.shape[1], key.shape[2]
     masking = Masking(
@@ -73,18 +74,19 @@ def _arguments(
         dropout_p=dropout_p,
         seed=0 if seed is None else int(seed),
     )
-    return query, key, value, masking, rule
+    return backend, (query, key, value, masking, rule)
 
 
 @torch.library.custom_op(
-    "acutance::row_sums", mutates_args=(), schema=f"({_INPUTS}, bool noise) -> ({_RESULTS})"
+    "acutance::attend_rows", mutates_args=(), schema=f"({_INPUTS}, bool noise) -> ({_RESULTS})"
 )
 def row_sums(*inputs: Any) -> tuple[Tensor, ...]:
-    """The output and the row sums (:func:`acutance.kernels.blocked.forward`) as an operator."""
+    """The output and the row sums (:func:`acutance.kernels.dispatch.forward`) as an operator."""
     *call, noise = inputs
     query = call[0]
+    backend, arguments = _arguments(*call)
     with torch.autocast(query.device.type, enabled=False):
-        return tuple(blocked.forward(*_arguments(*call), noise))
+        return tuple(dispatch.forward(backend, *arguments, noise))
 
 
 @row_sums.register_fake
@@ -110,7 +112,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 @torch.library.custom_op(
-    "acutance::row_sums_backward",
+    "acutance::attend_rows_backward",
     mutates_args=(),
     schema=f"(Tensor?[] grads, Tensor[] sums, bool[] wanted, {_INPUTS}) -> Tensor[]",
 )
@@ -118,10 +120,11 @@ def row_sums_backward(
     grads: Sequence[Tensor | None], sums: Sequence[Tensor], wanted: Sequence[bool], *call: Any
 ) -> list[Tensor]:
     """Gradients of the inputs of :func:`row_sums`; those not wanted are empty tensors."""
-    query, key, value, masking, rule = _arguments(*call)
+    query = call[0]
+    backend, arguments = _arguments(*call)
     with torch.autocast(query.device.type, enabled=False):
-        found = backward(
-            SumGradients(*grads), Sums(*sums), query, key, value, masking, rule, tuple(wanted)
+        found = dispatch.backward(
+            backend, SumGradients(*grads), Sums(*sums), *arguments, tuple(wanted)
         )
     return [query.new_empty(0) if part is None else part for part in found]
 

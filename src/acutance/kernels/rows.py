@@ -7,7 +7,7 @@ for its gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,12 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from acutance.kernels.tiles import accumulate_dtype
 from acutance.masks import Masking, Region, Tile
 from acutance.rowstats import RowState, WeightSums, observe, observe_weights
-from acutance.weights import Weighting
+from acutance.rowstats.state import NO_KEY
+from acutance.rowstats.weighted import Slopes
+from acutance.weights import Sink, Softmax, SoftmaxOne, Weighting
+from acutance.weights.base import Jacobian
 
 __all__ = ["ScoreTile", "WeighedRows", "weigh_rows"]
 
-#: Scores of one block: 8 MiB in float32.
-BLOCK_ELEMENTS = 1 << 21
+#: Scores of one block: 4 MiB in float32, a cache's share.
+BLOCK_ELEMENTS = 1 << 20
 
 #: Scores (b, Hq, l, s) of queries (b, Hq, l, E) with keys (b, H, s, E) that begin at a position.
 ScoreTile = Callable[[Tensor, Tensor, int], Tensor]
@@ -34,6 +37,7 @@ class WeighedRows(NamedTuple):
     out: Tensor | None
     weights: WeightSums
     scores: RowState
+    slopes: Slopes | None
 
 
 def weigh_rows(
@@ -48,6 +52,7 @@ def weigh_rows(
     softcap: float | None = None,
     dropout_p: float = 0.0,
     score: ScoreTile | None = None,
+    noise: bool = False,
 ) -> WeighedRows:
     """Weights of any kind over validated input, row block by row block.
 
@@ -62,16 +67,20 @@ def weigh_rows(
         softcap: bounds the scaled scores as c · tanh(s / c).
         dropout_p: probability of dropping a weight, after the statistics are taken.
         score: scores of a block, before the scale; None is the dot product.
+        noise: also take what noise on the scores does to the output.
 
     Returns:
-        Output and sums, the latter in float32 or float64.
+        Output and sums, the latter in float32 or float64. The state of the scores is whole for
+        softmax; for other weights it has counts, extremes and plain moments, and NaN for the sums
+        of exponentials, which no metric of theirs reads. ``slopes`` is None for softmax, and for
+        weightings that do not know their derivative.
     """
     dtype = accumulate_dtype(query.dtype)
     grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (query, key, value, *masking.additive)
     )
 
-    def block(region: Region) -> tuple[Tensor | None, WeightSums, RowState]:
+    def block(region: Region) -> _Found:
         return _block(
             query,
             key,
@@ -83,25 +92,37 @@ def weigh_rows(
             softcap,
             dropout_p,
             score,
+            noise,
             region,
             dtype,
         )
 
     grad = grad or (torch.is_grad_enabled() and (score is not None or _learned(weighting)))
     batches = [slice(b, b + 1) for b in range(masking.batch)] or [slice(0, 0)]
-    results: list[list[tuple[Tensor | None, WeightSums, RowState]]] = []
+    results: list[list[_Found]] = []
     for batch in batches:
         results.append([])
         for row in _row_blocks(masking):
             region = Region(batch, slice(0, masking.heads), row)
             again = checkpoint(block, region, use_reentrant=False) if grad else block(region)
             results[-1].append(again)
-    outs = [[out for out, _, _ in rows if out is not None] for rows in results]
+    outs = [[found.out for found in rows if found.out is not None] for rows in results]
+    slopes = [[found.slopes for found in rows if found.slopes is not None] for rows in results]
     return WeighedRows(
         out=None if value is None else torch.cat([torch.cat(rows, 2) for rows in outs]),
-        weights=WeightSums(*_joined([[weights for _, weights, _ in rows] for rows in results])),
-        scores=RowState(*_joined([[scores for _, _, scores in rows] for rows in results])),
+        weights=WeightSums(*_joined([[found.weights for found in rows] for rows in results])),
+        scores=RowState(*_joined([[found.scores for found in rows] for rows in results])),
+        slopes=Slopes(*_joined(slopes)) if slopes[0] else None,
     )
+
+
+class _Found(NamedTuple):
+    """What a block of rows gives."""
+
+    out: Tensor | None
+    weights: WeightSums
+    scores: RowState
+    slopes: Slopes | None
 
 
 def _learned(weighting: Weighting) -> bool:
@@ -115,7 +136,7 @@ def _row_blocks(masking: Masking) -> list[slice]:
     return [slice(i, min(i + rows, masking.queries)) for i in starts] or [slice(0, 0)]
 
 
-def _joined(blocks: list[list[tuple[Tensor, ...]]]) -> Iterator[Tensor]:
+def _joined(blocks: Sequence[Sequence[tuple[Tensor, ...]]]) -> Iterator[Tensor]:
     """Each field of blocks' sums as one tensor (B, Hq, L), or (B, Hq, L, 0) where it is absent."""
     for field in range(len(blocks[0][0])):
         yield torch.cat([torch.cat([block[field] for block in rows], 2) for rows in blocks])
@@ -132,9 +153,10 @@ def _block(
     softcap: float | None,
     dropout_p: float,
     score: ScoreTile | None,
+    noise: bool,
     region: Region,
     dtype: torch.dtype,
-) -> tuple[Tensor | None, WeightSums, RowState]:
+) -> _Found:
     q = query[region.batch, :, region.rows].to(dtype)
     k = key[region.batch].to(dtype)
     rows = region.rows.stop - region.rows.start
@@ -164,14 +186,135 @@ def _block(
     weights = weighting(s, seen) if s.numel() else s
     distribution = weighting.distribution
     sums = observe_weights(weights, seen, distribution=distribution, first_key=start)
-    state = observe(s, seen, first_key=start)
-    if value is None:
-        return None, sums, state
+    v = None if value is None else value[region.batch, :, start:stop].to(dtype)
+    answer = None
+    if isinstance(weighting, Softmax | SoftmaxOne | Sink):
+        state = observe(s, seen, first_key=start)
+        if noise and v is not None:
+            state = _with_values(state, s, seen, v)
+    else:
+        state = _plain(s, seen, start)
+        with torch.no_grad():
+            answer = _slopes(weighting, s, weights, seen, v if noise else None)
+    if isinstance(weighting, Softmax) and weighting.temperature != 1.0:
+        with torch.no_grad():
+            answer = _slopes(weighting, s, weights, seen, v if noise else None)
+    if v is None:
+        return _Found(None, sums, state, answer)
     if dropout_p > 0.0:
         weights = torch.nn.functional.dropout(weights, dropout_p)
-    v = value[region.batch, :, start:stop].to(dtype)
-    out = weights.view(*fold[:2], fold[2] * rows, stop - start) @ v
-    return out.view(*q.shape[:3], v.shape[-1]).to(query.dtype), sums, state
+    out = _weighed(weights, v)
+    return _Found(out.to(query.dtype), sums, state, answer)
+
+
+def _weighed(weights: Tensor, v: Tensor) -> Tensor:
+    """Sums of values: (b, Hq, rows, S) with (b, H, S, Ev) gives (b, Hq, rows, Ev)."""
+    batch, heads, rows, keys = weights.shape
+    group = heads // max(1, v.shape[1])
+    out = weights.reshape(batch, v.shape[1], group * rows, keys) @ v
+    return out.view(batch, heads, rows, v.shape[-1])
+
+
+def _plain(s: Tensor, seen: Tensor | None, first_key: int) -> RowState:
+    """What is known of scores without an exponential."""
+    rows = s.shape[:-1]
+    if s.shape[-1] == 0:
+        return observe(s, seen, first_key=first_key)
+    if seen is None:
+        n = torch.full(rows, s.shape[-1], dtype=torch.int64, device=s.device)
+        column, first, m = torch.zeros_like(n), s[..., 0], s.amax(-1)
+        away = s - m.detach().unsqueeze(-1)
+    else:
+        keys = seen.expand(*seen.shape[:-1], s.shape[-1])
+        n = keys.sum(-1).expand(rows)
+        column = keys.to(torch.uint8).argmax(-1).expand(rows)
+        s = torch.where(seen, s, 0.0)
+        first = s.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+        m = torch.where(seen, s, -torch.inf).amax(-1)
+        reference = torch.where(n == 0, 0.0, m.detach())
+        away = torch.where(seen, s - reference.unsqueeze(-1), 0.0)
+    count = n.clamp(min=1).to(s.dtype)
+    depth = -away.sum(-1) / count
+    centred = away + depth.unsqueeze(-1)
+    if seen is not None:
+        centred = torch.where(seen, centred, 0.0)
+    unknown = torch.where(n == 0, 0.0, torch.nan).to(s.dtype)
+    nothing = unknown.unsqueeze(-1)[..., :0]
+    return RowState(
+        n=n,
+        m=m,
+        Z=unknown,
+        U=unknown,
+        W=unknown,
+        Q=unknown,
+        mean=s.sum(-1) / count,
+        M2=centred.square().sum(-1),
+        depth=depth,
+        first=first,
+        first_index=torch.where(n > 0, column + first_key, NO_KEY),
+        sink=nothing,
+        O=nothing,
+        R1=nothing,
+        R2=nothing,
+    )
+
+
+def _with_values(state: RowState, s: Tensor, seen: Tensor | None, v: Tensor) -> RowState:
+    """The state of a softmax with the moments of its values, as products of matrices."""
+    with torch.no_grad():
+        e = torch.exp(s - torch.where(state.n == 0, 0.0, state.m).unsqueeze(-1))
+        e = e if seen is None else torch.where(seen, e, 0.0)
+        e = torch.where(s == -torch.inf, 0.0, e)
+        centre = v.mean(2, keepdim=True)
+        squared, moved = e.square(), v - centre
+        inverse = torch.where(state.Q > 0, 1.0 / torch.where(state.Q > 0, state.Q, 1.0), 0.0)
+        average = _weighed(squared, moved) * inverse.unsqueeze(-1)
+        R2 = _weighed(squared, moved.square().sum(-1, keepdim=True)).squeeze(-1)
+        R2 = (R2 - state.Q * average.square().sum(-1)).clamp(min=0.0)
+        group = s.shape[1] // v.shape[1]
+        R1 = average + centre.repeat_interleave(group, 1)
+        return state._replace(
+            O=_weighed(e, v), R1=torch.where(inverse.unsqueeze(-1) > 0, R1, 0), R2=R2
+        )
+
+
+def _slopes(
+    weighting: Weighting, s: Tensor, weights: Tensor, seen: Tensor | None, v: Tensor | None
+) -> Slopes | None:
+    """Trace and noise gain of a block, from the derivative of its weights."""
+    if seen is not None:
+        s = torch.where(seen, s, 0.0)
+    found = weighting.jacobian(s, weights, seen) if s.numel() else Jacobian(s)
+    if found is None:
+        return None
+    g, left, right = found
+    if seen is not None:
+        same = right is g
+        g = torch.where(seen, g, 0.0)
+        right = g if same else None if right is None else torch.where(seen, right, 0.0)
+    trace = g.sum(-1)
+    if left is not None and right is not None:
+        trace = trace - (left * right).sum(-1)
+    if v is None:
+        return Slopes(trace, trace.unsqueeze(-1)[..., :0])
+    squared = g.square()
+    if left is None or right is None:
+        noise = _weighed(squared, v.square().sum(-1, keepdim=True)).squeeze(-1)
+    elif right is g:  # about the values' mean: a shift of all of them is no noise
+        centre = v.mean(2, keepdim=True) if v.shape[2] else v.sum(2, keepdim=True)
+        moved, total = v - centre, squared.sum(-1)
+        inverse = torch.where(total > 0, 1.0 / torch.where(total > 0, total, 1.0), 0.0)
+        average = _weighed(squared, moved) * inverse.unsqueeze(-1)
+        spread = _weighed(squared, moved.square().sum(-1, keepdim=True)).squeeze(-1)
+        spread = (spread - total * average.square().sum(-1)).clamp(min=0.0)
+        about = _weighed(left, v) - centre.repeat_interleave(s.shape[1] // v.shape[1], 1)
+        noise = spread + total * (average - about).square().sum(-1)
+    else:
+        o = _weighed(left, v)
+        noise = _weighed(squared, v.square().sum(-1, keepdim=True)).squeeze(-1)
+        noise = noise - 2 * (o * _weighed(g * right, v)).sum(-1)
+        noise = (noise + o.square().sum(-1) * right.square().sum(-1)).clamp(min=0.0)
+    return Slopes(trace, noise)
 
 
 def _seen(tile: Tile, fold: tuple[int, int, int, int]) -> Tensor | None:

@@ -1,9 +1,16 @@
-"""Mechanisms that never form scores: linear and recurrent attention, each in O(n)."""
+"""Linear and recurrent attention, each in O(n), and the table of all mechanisms."""
 
 from __future__ import annotations
 
 from acutance.mechanisms.decays import alibi_decays, decay_statistics, retnet_decays
-from acutance.mechanisms.feature_maps import FEATURE_MAPS, CosFormer, FeatureMap, feature_map
+from acutance.mechanisms.entry import Mechanism, Theory
+from acutance.mechanisms.feature_maps import (
+    FEATURE_MAPS,
+    CallableMap,
+    CosFormer,
+    FeatureMap,
+    feature_map,
+)
 from acutance.mechanisms.linear import decay_attention, linear_attention
 from acutance.mechanisms.recurrent import (
     LRUParameters,
@@ -15,13 +22,18 @@ from acutance.mechanisms.recurrent import (
 )
 from acutance.mechanisms.state import LinearState
 from acutance.mechanisms.steps import linear_state, linear_step
+from acutance.mechanisms.table import MECHANISMS, mechanism
 
 __all__ = [
     "FEATURE_MAPS",
+    "CallableMap",
     "CosFormer",
     "FeatureMap",
     "LRUParameters",
     "LinearState",
+    "MECHANISMS",
+    "Mechanism",
+    "Theory",
     "alibi_decays",
     "decay_attention",
     "decay_statistics",
@@ -33,6 +45,7 @@ __all__ = [
     "linear_step",
     "lru_decays",
     "lru_parameters",
+    "mechanism",
     "recurrence_statistics",
     "retnet_decays",
 ]

@@ -11,15 +11,26 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from acutance.mechanisms.decays import check_decay
-from acutance.mechanisms.feature_maps import FeatureMap
+from acutance.mechanisms.feature_maps import FEATURE_MAPS, AnyMap, FeatureMap
 from acutance.mechanisms.feature_maps import feature_map as find_map
 from acutance.shapes import check_count, check_flag, check_number, check_tensor, describe
 
-__all__ = ["Call", "Features", "make_call"]
+__all__ = ["NO_ROWS", "Call", "Features", "Piece", "cut", "make_call"]
 
 #: Features of one stretch, over all heads: what a call forms beyond its result stays near this.
 STRETCH = 2**17
 NO_ROWS = slice(0, 0)
+
+
+class Piece(NamedTuple):
+    """Some queries and some keys of a call, with their positions."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    visible: Tensor | None
+    row_places: Tensor
+    key_places: Tensor
 
 
 class Features(NamedTuple):
@@ -79,27 +90,58 @@ class Call:
         """Of the sums."""
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
-    def features(self, rows: slice, keys: slice, missing: int = 0) -> Features:
+    def pieces(self, rows: list[slice], keys: list[slice]) -> Iterator[Piece]:
+        """Consecutive parts of the queries and of the keys, side by side."""
+        query, key, value = cut(self.query, rows), cut(self.key, keys), cut(self.value, keys)
+        for i, (row, part) in enumerate(zip(rows, keys, strict=True)):
+            visible = None if self.visible is None else self.visible[:, part]
+            yield Piece(
+                query[i], key[i], value[i], visible, self.row_places[row], self.key_places[part]
+            )
+
+    def placed(
+        self,
+        rows: slice,
+        keys: slice,
+        query: Tensor | None = None,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+    ) -> Piece:
+        """A piece of these places with tensors that were cut there; None where there is none."""
+        return Piece(
+            self.query[:, :, NO_ROWS] if query is None else query,
+            self.key[:, :, NO_ROWS] if key is None else key,
+            self.value[:, :, NO_ROWS] if value is None else value,
+            None if self.visible is None else self.visible[:, keys],
+            self.row_places[rows],
+            self.key_places[keys],
+        )
+
+    def nothing(self) -> Features:
+        """Features of no query and no key: their widths and dtypes."""
+        return self.features(self.placed(NO_ROWS, NO_ROWS), self.log_decay)
+
+    def features(self, piece: Piece, log_decay: Tensor | None, missing: int = 0) -> Features:
         """Features of these queries and keys, and of ``missing`` hidden keys after them."""
         heads = self.key.shape[1]
-        q = self.feature_map(self.query[:, :, rows].to(self.dtype), self.row_places[rows])
+        q = self.feature_map(piece.query.to(self.dtype), piece.row_places)
         if self.scale != 1.0:
             q = q * self.scale
-        k, v = self.key[:, :, keys].to(self.dtype), self.value[:, :, keys].to(self.dtype)
-        if self.visible is None:
+        k, v = piece.key.to(self.dtype), piece.value.to(self.dtype)
+        if piece.visible is None:
             visible = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
-            k = self.feature_map(k, self.key_places[keys])
+            k = self.feature_map(k, piece.key_places)
         else:
-            visible = self.visible[:, keys]
+            visible = piece.visible
             seen = visible[:, None, :, None]
             k, v = torch.where(seen, k, 0.0), torch.where(seen, v, 0.0)
-            k = torch.where(seen, self.feature_map(k, self.key_places[keys]), 0.0)
+            k = torch.where(seen, self.feature_map(k, piece.key_places), 0.0)
         if missing:
             k, v = pad(k, (0, 0, 0, missing)), pad(v, (0, 0, 0, missing))
             visible = pad(visible, (0, missing))
         group = q.shape[1] // max(1, heads)
         q = q.unflatten(1, (heads, group))
-        return Features(q, k.unsqueeze(2), v.unsqueeze(2), visible, self.log_decay)
+        return Features(q, k.unsqueeze(2), v.unsqueeze(2), visible, log_decay)
 
     def turned(self) -> Call:
         """The same call read from its end."""
@@ -113,12 +155,29 @@ class Call:
             key_places=self.key_places.flip(0),
         )
 
-    def stretches(self, start: int, stop: int) -> Iterator[slice]:
-        """Consecutive pieces of a sequence, in whole chunks."""
+    def stretches(self, start: int, stop: int) -> list[slice]:
+        """Consecutive parts of a sequence, in whole chunks."""
         width = max(1, self.query.shape[0] * self.query.shape[1] * self.query.shape[3])
         size = max(1, STRETCH // (width * self.chunk)) * self.chunk
-        for begin in range(start, stop, size):
-            yield slice(begin, min(begin + size, stop))
+        return [slice(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
+
+    @property
+    def closed(self) -> bool:
+        """Whether the feature map is one of ours, without parameters of its own."""
+        return type(self.feature_map) in FEATURE_MAPS.values()
+
+
+def cut(tensor: Tensor, parts: list[slice], dim: int = 2) -> tuple[Tensor, ...]:
+    """Consecutive parts of a tensor, cut all at once.
+
+    A slice by itself would give its gradient a tensor of full size, and n / stretch of them are no
+    longer O(n).
+    """
+    sizes = [part.stop - part.start for part in parts]
+    first = parts[0].start if parts else 0
+    rest = tensor.shape[dim] - first - sum(sizes)
+    found: tuple[Tensor, ...] = tensor.split([first, *sizes, rest], dim)
+    return found[1:-1]
 
 
 def make_call(
@@ -126,7 +185,7 @@ def make_call(
     key: Tensor,
     value: Tensor,
     *,
-    feature_map: str | FeatureMap,
+    feature_map: AnyMap,
     decay: float | Tensor | None,
     scale: float,
     key_mask: Tensor | None,

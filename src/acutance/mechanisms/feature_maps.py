@@ -1,7 +1,8 @@
 r"""Feature maps: what takes q and k to q' and k', so that a weight is :math:`a = q' \cdot k'`.
 
 A map is a small record. It is named (``feature_map="elu1"``) or, with options of its own, given
-(``feature_map=CosFormer(length=4096)``).
+(``feature_map=CosFormer(length=4096)``); any function of a tensor is one too
+(``feature_map=lambda x: torch.relu(x) + 0.1``).
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 import difflib
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from acutance.shapes import check_number
+from acutance.shapes import check_flag, check_number
 
-__all__ = ["FEATURE_MAPS", "CosFormer", "FeatureMap", "feature_map"]
+__all__ = ["FEATURE_MAPS", "AnyMap", "CallableMap", "CosFormer", "FeatureMap", "feature_map"]
 
 
 @dataclass(frozen=True)
@@ -169,18 +171,76 @@ class CosFormer(FeatureMap):
         )
 
 
+@dataclass(frozen=True)
+class CallableMap(FeatureMap):
+    """A function of a tensor, or a module, as a feature map: what a callable is taken for.
+
+    Args:
+        function: takes queries or keys, (..., length, E), to features, (..., length, F); it sees a
+            stretch of them at a time. Parameters of its own get their gradients.
+        nonnegative: whether no feature is negative, so that rows can be normalised; checked.
+
+    Raises:
+        TypeError: if the function is not callable, or gives no tensor.
+        ValueError: if its features are of another length, or negative where they are said not to
+            be.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 1, 2, 6, 4).unbind(0)
+        >>> from acutance.mechanisms import CallableMap, linear_attention
+        >>> linear_attention(query, key, value, feature_map=lambda x: x.sigmoid()).shape
+        torch.Size([1, 2, 6, 4])
+        >>> signed = CallableMap(torch.tanh, nonnegative=False)
+        >>> linear_attention(query, key, value, feature_map=signed).shape
+        torch.Size([1, 2, 6, 4])
+    """
+
+    name: ClassVar[str] = "callable"
+    source: ClassVar[str] = "the caller"
+    function: Callable[[Tensor], Tensor]
+    nonnegative: bool = field(default=True, kw_only=True)  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"function is callable, got {type(self.function).__name__}")
+        check_flag("nonnegative", self.nonnegative)
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """What the function makes of x."""
+        found: object = self.function(x)
+        if not isinstance(found, Tensor):
+            raise TypeError(f"a feature map gives a Tensor, got {type(found).__name__}")
+        if found.shape[:-1] != x.shape[:-1]:
+            raise ValueError(
+                f"a feature map takes (..., length, E) to (..., length, F), got "
+                f"{tuple(found.shape)} for {tuple(x.shape)}"
+            )
+        if self.nonnegative and not torch.compiler.is_compiling():
+            below = found.detach() < 0
+            if bool(below.any()):
+                raise ValueError(
+                    f"a callable feature map has no negative features, got "
+                    f"{found.detach()[below][0].item():g}: give signed ones as "
+                    f"CallableMap(function, nonnegative=False)"
+                )
+        return found.to(x.dtype)
+
+
+#: A name, a feature map or a function that is one.
+AnyMap: TypeAlias = str | FeatureMap | Callable[[Tensor], Tensor]
+
 #: Every feature map by name.
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     entry.name: entry for entry in (Identity, Elu1, Relu, Relu2, Exp, Softmax, Hedgehog, CosFormer)
 }
 
 
-def feature_map(given: str | FeatureMap) -> FeatureMap:
-    """The feature map of that name, or the one given.
+def feature_map(given: AnyMap | object) -> FeatureMap:
+    """The feature map of that name, the one given, or the one that a function is.
 
     Raises:
         ValueError: if there is none of that name; it names the nearest.
-        TypeError: if it is neither a name nor a FeatureMap.
+        TypeError: if it is no name, FeatureMap or function.
 
     Example:
         >>> feature_map("hedgehog").nonnegative
@@ -189,7 +249,12 @@ def feature_map(given: str | FeatureMap) -> FeatureMap:
     if isinstance(given, FeatureMap):
         return given
     if not isinstance(given, str):
-        raise TypeError(f"feature_map is a name or a FeatureMap, got {type(given).__name__}")
+        if isinstance(given, type) or not callable(given):
+            raise TypeError(
+                f"feature_map is a name, a FeatureMap or a function of a tensor, got "
+                f"{given.__name__ if isinstance(given, type) else type(given).__name__}"
+            )
+        return CallableMap(given)
     if given not in FEATURE_MAPS:
         close = difflib.get_close_matches(given, FEATURE_MAPS, n=1, cutoff=0.4)
         known = f": choose from {', '.join(FEATURE_MAPS)}"

@@ -8,6 +8,7 @@ from torch import Tensor
 from acutance.mechanisms.call import NO_ROWS, Call
 from acutance.mechanisms.scan import Carry, Sums, read
 from acutance.mechanisms.state import LinearState, Rows, begin, first_weight, follow, past
+from acutance.mechanisms.stretched import Part, in_stretches
 from acutance.rowstats.state import NO_KEY
 
 __all__ = ["causal", "full", "onwards", "remembered"]
@@ -15,10 +16,19 @@ __all__ = ["causal", "full", "onwards", "remembered"]
 
 def remembered(call: Call, state: LinearState, keys: int, length: int) -> LinearState:
     """The state after the first ``keys`` keys of a call, and empty positions up to ``length``."""
-    for part in call.stretches(0, keys):
-        state = past(state, call.features(NO_ROWS, part), part.stop - part.start)
+    parts = call.stretches(0, keys)
+
+    def absorbed(
+        index: int, log_decay: Tensor | None, state: LinearState, key: Tensor, value: Tensor
+    ) -> tuple[None, LinearState]:
+        given = call.features(call.placed(NO_ROWS, parts[index], key=key, value=value), log_decay)
+        return None, past(state, given, key.shape[2])
+
+    if parts:
+        cuts = [Part(call.key, 2, parts), Part(call.value, 2, parts)]
+        state = in_stretches(absorbed, cuts, call.log_decay, state, closed=call.closed)[1]
     if length > keys:
-        state = past(state, call.features(NO_ROWS, NO_ROWS), length - keys)
+        state = past(state, call.nothing(), length - keys)
     return state
 
 
@@ -32,18 +42,25 @@ def onwards(
     finish: bool = True,
 ) -> tuple[Rows, LinearState]:
     """Causal rows from ``row`` on after a state, the first of them at the place of key ``key``."""
-    found = []
-    for part in call.stretches(row, call.rows):
-        start, stop = part.start - row + key, part.stop - row + key
-        keys = slice(min(start, call.keys), min(stop, call.keys))
-        missing = stop - start - (keys.stop - keys.start)
-        given = call.features(part, keys, missing)
+    parts = call.stretches(row, call.rows)
+    edges = [(part.start - row + key, part.stop - row + key) for part in parts]
+    keys = [slice(min(start, call.keys), min(stop, call.keys)) for start, stop in edges]
+
+    def followed(
+        index: int, log_decay: Tensor | None, state: LinearState, *tensors: Tensor
+    ) -> tuple[Rows, LinearState]:
+        piece = call.placed(parts[index], keys[index], *tensors)
+        missing = tensors[0].shape[2] - tensors[1].shape[2]
+        given = call.features(piece, log_decay, missing)
         rows, state = follow(state, given, chunk=call.chunk, strict=strict)
-        found.append(_finished(call, rows) if finish else rows)
-    if not found:
-        given = call.features(NO_ROWS, NO_ROWS)
-        found.append(follow(state, given, chunk=call.chunk)[0])
-    return _together(found), state
+        return _finished(call, rows) if finish else rows, state
+
+    if not parts:
+        return follow(state, call.nothing(), chunk=call.chunk)
+    cuts = [Part(call.query, 2, parts), Part(call.key, 2, keys), Part(call.value, 2, keys)]
+    rows, state = in_stretches(followed, cuts, call.log_decay, state, closed=call.closed)
+    assert rows is not None
+    return rows, state
 
 
 def causal(
@@ -51,15 +68,15 @@ def causal(
 ) -> Rows:
     """Rows that see keys up to their own position, i + offset."""
     before, skip = max(offset, 0), min(max(-offset, 0), call.rows)
-    state = begin(call.features(NO_ROWS, NO_ROWS), squares)
+    state = begin(call.nothing(), squares)
     state = remembered(call, state, min(before, call.keys), before)
     rows, _ = onwards(call, state, row=skip, key=before, strict=strict, finish=finish)
-    return _together([_blank(rows, skip), rows]) if skip else rows
+    return _stacked(_blank(rows, skip), rows) if skip else rows
 
 
 def full(call: Call, offset: int, *, squares: bool) -> Rows:
     """Rows that see every key, from one sum over keys or, with a decay, one from each side."""
-    state = begin(call.features(NO_ROWS, NO_ROWS), squares)
+    state = begin(call.nothing(), squares)
     state = remembered(call, state, call.keys, call.keys)
     sums = None
     if call.log_decay is not None:
@@ -72,24 +89,30 @@ def full(call: Call, offset: int, *, squares: bool) -> Rows:
             earlier.total + later.total.flip(-1),
             earlier.squares + later.squares.flip(-1) if squares else earlier.squares,
         )
-    found = []
-    for part in call.stretches(0, call.rows) if call.rows else [NO_ROWS]:
-        given = call.features(part, NO_ROWS)
-        first = first_weight(given, state.first, state.first_index, call.row_places[part])
+    parts = call.stretches(0, call.rows) or [NO_ROWS]
+
+    def seeing_all(
+        index: int, log_decay: Tensor | None, state: LinearState, query: Tensor, *sides: Tensor
+    ) -> tuple[Rows, LinearState]:
+        piece = call.placed(parts[index], NO_ROWS, query=query)
+        given = call.features(piece, log_decay)
+        first = first_weight(given, state.first, state.first_index, piece.row_places)
         first = torch.where((state.n > 0)[:, None, None, None], first, 0.0)
-        shape = (-1, part.stop - part.start)
-        carry = Carry(state.values, state.keys, state.squares)
-        if sums is None:
-            mine = read(given.q, carry)
+        if sides:
+            mine = Sums(*sides, *(() if squares else (sides[1][..., :0],)))
         else:
-            mine = Sums(
-                sums.values[..., part, :],
-                sums.total[..., part],
-                sums.squares[..., part] if squares else sums.squares,
-            )
-        n, index = state.n[:, None].expand(shape), state.first_index[:, None].expand(shape)
-        found.append(_finished(call, Rows(mine, n, first, index)))
-    return _together(found)
+            mine = read(given.q, Carry(state.values, state.keys, state.squares))
+        shape = (-1, query.shape[2])
+        n, place = state.n[:, None].expand(shape), state.first_index[:, None].expand(shape)
+        return _finished(call, Rows(mine, n, first, place)), state
+
+    cuts = [Part(call.query, 2, parts)]
+    if sums is not None:
+        sides = [(sums.values, 3), (sums.total, 3), (sums.squares, 3)]
+        cuts += [Part(*side, parts) for side in sides[: 3 if squares else 2]]
+    rows, _ = in_stretches(seeing_all, cuts, call.log_decay, state, closed=call.closed)
+    assert rows is not None
+    return rows
 
 
 def _finished(call: Call, rows: Rows) -> Rows:
@@ -103,22 +126,14 @@ def _finished(call: Call, rows: Rows) -> Rows:
     return rows._replace(sums=sums._replace(values=out.to(call.query.dtype)))
 
 
-def _together(found: list[Rows]) -> Rows:
-    """Consecutive rows as one."""
-    if len(found) == 1:
-        return found[0]
-    sums = [rows.sums for rows in found]
-    known = sums[-1].squares.shape == sums[-1].total.shape
-    return Rows(
-        Sums(
-            torch.cat([part.values for part in sums], -2),
-            torch.cat([part.total for part in sums], -1),
-            torch.cat([part.squares for part in sums], -1) if known else sums[-1].squares,
-        ),
-        torch.cat([rows.n for rows in found], -1),
-        torch.cat([rows.first for rows in found], -1),
-        torch.cat([rows.first_index for rows in found], -1),
+def _stacked(above: Rows, below: Rows) -> Rows:
+    """Rows under others."""
+    fields = zip([*above.sums, *above[1:]], [*below.sums, *below[1:]], strict=True)
+    dims = (-2, -1, -1, -1, -1, -1)
+    values, total, squares, *rest = (
+        torch.cat(pair, dim) for pair, dim in zip(fields, dims, strict=True)
     )
+    return Rows(Sums(values, total, squares), *rest)
 
 
 def _blank(like: Rows, count: int) -> Rows:

@@ -11,7 +11,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from acutance.mechanisms.call import make_call
-from acutance.mechanisms.feature_maps import FeatureMap
+from acutance.mechanisms.feature_maps import AnyMap
 from acutance.mechanisms.forms import causal, full
 from acutance.mechanisms.rows import blockwise
 from acutance.mechanisms.state import weight_sums
@@ -30,7 +30,7 @@ def linear_attention(
     key: Tensor,
     value: Tensor,
     *,
-    feature_map: str | FeatureMap = "elu1",
+    feature_map: AnyMap = "elu1",
     is_causal: bool = False,
     normalize: bool | None = None,
     scale: float = 1.0,
@@ -50,7 +50,7 @@ def linear_attention(
     key: Tensor,
     value: Tensor,
     *,
-    feature_map: str | FeatureMap = "elu1",
+    feature_map: AnyMap = "elu1",
     is_causal: bool = False,
     normalize: bool | None = None,
     scale: float = 1.0,
@@ -69,7 +69,7 @@ def linear_attention(
     key: Tensor,
     value: Tensor,
     *,
-    feature_map: str | FeatureMap = "elu1",
+    feature_map: AnyMap = "elu1",
     is_causal: bool = False,
     normalize: bool | None = None,
     scale: float = 1.0,
@@ -91,7 +91,8 @@ def linear_attention(
             float32.
         key: (B, H, S, E).
         value: (B, H, S, Ev).
-        feature_map: φ, a name of :data:`~acutance.mechanisms.FEATURE_MAPS` or a FeatureMap.
+        feature_map: φ, a name of :data:`~acutance.mechanisms.FEATURE_MAPS`, a FeatureMap, or any
+            function of a tensor (:class:`~acutance.mechanisms.CallableMap`).
         is_causal: row i sees keys j ≤ i + query_offset.
         normalize: divide by the sum of the weights; None: where the feature map has no negative
             weights. A row whose weights are all 0 has output 0.
@@ -157,7 +158,7 @@ def decay_attention(
     value: Tensor,
     *,
     decay: float | Tensor,
-    feature_map: str | FeatureMap = "identity",
+    feature_map: AnyMap = "identity",
     is_causal: bool = True,
     normalize: bool | None = None,
     scale: float = 1.0,
@@ -178,7 +179,7 @@ def decay_attention(
     value: Tensor,
     *,
     decay: float | Tensor,
-    feature_map: str | FeatureMap = "identity",
+    feature_map: AnyMap = "identity",
     is_causal: bool = True,
     normalize: bool | None = None,
     scale: float = 1.0,
@@ -198,7 +199,7 @@ def decay_attention(
     value: Tensor,
     *,
     decay: float | Tensor,
-    feature_map: str | FeatureMap = "identity",
+    feature_map: AnyMap = "identity",
     is_causal: bool = True,
     normalize: bool | None = None,
     scale: float = 1.0,
@@ -281,7 +282,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     *,
-    feature_map: str | FeatureMap,
+    feature_map: AnyMap,
     decay: float | Tensor | None,
     is_causal: bool,
     normalize: bool | None,

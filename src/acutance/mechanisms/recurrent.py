@@ -102,18 +102,64 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, ...]:
         h, decay, state = ctx.saved_tensors
-        back = decay.conj().resolve_conj()
-        turned = upstream[0].flip(-2)
-        none = torch.zeros_like(state)
-        grad = cast(Tensor, _Recurrence.apply(turned, back, none)).flip(-2)  # type: ignore[no-untyped-call]
-        first = grad[..., 0, :]
-        by_decay = (grad[..., 1:, :] * h[..., :-1, :].conj()).flatten(0, -2).sum(0)
-        by_decay = by_decay + (first * state.conj()).flatten(0, -2).sum(0)
-        found = grad, by_decay, first * back
+        if torch.is_grad_enabled():
+            found = _by_operations(upstream[0], h, decay, state)
+        else:
+            real, dtype = ctx.real[0], ctx.single[0]
+            found = _returned(upstream[0], h, decay, state, dtype if real else h.dtype)
         return tuple(
             (part.real if real and part.is_complex() else part).to(dtype)
             for part, real, dtype in zip(found, ctx.real, ctx.single, strict=True)
         )
+
+
+def _by_operations(
+    upstream: Tensor, h: Tensor, decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a scan, as operations that have gradients in turn."""
+    back = decay.conj().resolve_conj()
+    turned, none = upstream.flip(-2), torch.zeros_like(state)
+    grad = cast(Tensor, _Recurrence.apply(turned, back, none)).flip(-2)  # type: ignore[no-untyped-call]
+    first = grad[..., 0, :]
+    by_decay = _by_channel(grad[..., 1:, :] * h[..., :-1, :].conj())
+    by_decay = by_decay + _by_channel(first * state.conj())
+    return grad, by_decay, first * back
+
+
+def _returned(
+    upstream: Tensor, h: Tensor, decay: Tensor, state: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in stretches from the end, of which nothing is kept; the first is of ``dtype``."""
+    grad = h.new_empty(h.shape, dtype=dtype)
+    back = decay.conj().resolve_conj()
+    exact = back.to(torch.complex128 if back.is_complex() else torch.float64)
+    back = back.to(h.dtype)
+    last, by_decay = torch.zeros_like(state, dtype=h.dtype), torch.zeros_like(back)
+    for start in reversed(_starts(h)):
+        stop = min(start + _size(h), h.shape[-2])
+        piece = upstream[..., start:stop, :].flip(-2).to(h.dtype)
+        piece[..., 0, :] += back * last
+        found = _scan(piece, exact).flip(-2)
+        last = found[..., 0, :]
+        grad[..., start:stop, :] = found.real if dtype != h.dtype else found
+        before = state.to(h.dtype) if start == 0 else h[..., start - 1, :]
+        by_decay += _by_channel(last * before.conj())
+        by_decay += _by_channel(found[..., 1:, :] * h[..., start : stop - 1, :].conj())
+    return grad, by_decay, last * back
+
+
+def _by_channel(products: Tensor) -> Tensor:
+    """Sum over everything but the channels."""
+    return products.reshape(-1, products.shape[-1]).sum(0)
+
+
+def _size(x: Tensor) -> int:
+    """Positions of one stretch."""
+    return max(1, STRETCH // max(1, x[..., :1, :].numel() * CHUNK)) * CHUNK
+
+
+def _starts(x: Tensor) -> range:
+    return range(0, x.shape[-2], _size(x))
 
 
 def _stretched(x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
@@ -122,11 +168,10 @@ def _stretched(x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
     h = x.new_empty(x.shape, dtype=dtype)
     exact = decay.to(torch.complex128 if decay.is_complex() else torch.float64)
     decay, last = decay.to(dtype), state.to(dtype)
-    size = max(1, STRETCH // max(1, x[..., :1, :].numel() * CHUNK)) * CHUNK
-    for start in range(0, x.shape[-2], size):
-        piece = x[..., start : start + size, :].to(dtype, copy=True)
+    for start in _starts(x):
+        piece = x[..., start : start + _size(x), :].to(dtype, copy=True)
         piece[..., 0, :] += decay * last
-        h[..., start : start + size, :] = _scan(piece, exact)
+        h[..., start : start + _size(x), :] = _scan(piece, exact)
         last = h[..., start + piece.shape[-2] - 1, :]
     return h
 

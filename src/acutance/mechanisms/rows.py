@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from acutance.mechanisms.call import Call
+from acutance.mechanisms.call import NO_ROWS, Call, Piece
 from acutance.rowstats.weighted import WeightSums, merge_weights, observe_weights
 
 __all__ = ["blockwise"]
@@ -22,33 +23,39 @@ def blockwise(call: Call, *, is_causal: bool, offset: int) -> WeightSums:
         is_causal: row i sees keys j ≤ i + offset.
         offset: position of query 0 among the keys.
     """
-    parts = (call.query, call.key, call.log_decay)
-    grad = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parts)
     distribution = call.feature_map.nonnegative
 
-    def block(rows: slice, keys: slice) -> WeightSums:
-        given = call.features(rows, keys)
+    def block(log_decay: Tensor | None, *parts: Tensor | None) -> WeightSums:
+        piece = Piece(*parts)  # type: ignore[arg-type]
+        given = call.features(piece, log_decay)
         a = given.q @ given.k.transpose(-1, -2)
-        i = torch.arange(rows.start, rows.stop, device=a.device) + offset
-        distance = i[:, None] - torch.arange(keys.start, keys.stop, device=a.device)
+        distance = (piece.row_places[:, None] - piece.key_places).to(a.dtype)
         if given.log_decay is not None:
-            a = a * torch.exp(given.log_decay[:, :, None, None] * distance.abs().to(a.dtype))
+            a = a * torch.exp(given.log_decay[:, :, None, None] * distance.abs())
         seen = given.visible[:, None, None]
         if is_causal:
             seen = seen & (distance >= 0)
         a = a.flatten(1, 2)
-        return observe_weights(a, seen, distribution=distribution, first_key=keys.start)
+        start = int(piece.key_places[0])
+        return observe_weights(a, seen, distribution=distribution, first_key=start)
 
+    parts = [slice(i, min(i + QUERIES, call.rows)) for i in range(0, max(1, call.rows), QUERIES)]
+    blocks = [slice(j, min(j + KEYS, call.keys)) for j in range(0, call.keys, KEYS)]
+    queries = list(call.pieces(parts, [NO_ROWS] * len(parts)))
+    keys = list(call.pieces([NO_ROWS] * len(blocks), blocks))
     found = []
-    for row in range(0, max(1, call.rows), QUERIES):
-        rows = slice(row, min(row + QUERIES, call.rows))
-        none = call.query.new_zeros(*call.query.shape[:2], rows.stop - row, 0, dtype=call.dtype)
+    for part, row in zip(parts, queries, strict=True):
+        none = call.query.new_zeros(*row.query.shape[:3], 0, dtype=call.dtype)
         sums = observe_weights(none, distribution=distribution)
-        end = min(call.keys, rows.stop + offset) if is_causal else call.keys
-        for start in range(0, max(end, 0), KEYS):
-            keys = slice(start, min(start + KEYS, call.keys))
-            # a block is formed again for its gradient rather than kept
-            made = checkpoint(block, rows, keys, use_reentrant=False) if grad else block(rows, keys)
+        for columns, other in zip(blocks, keys, strict=True):
+            if is_causal and columns.start >= part.stop + offset:
+                break
+            piece = other._replace(query=row.query, row_places=row.row_places)
+            made = (
+                checkpoint(block, call.log_decay, *piece, use_reentrant=False)
+                if torch.is_grad_enabled()
+                else block(call.log_decay, *piece)
+            )  # formed again for its gradient rather than kept
             sums = merge_weights(sums, made)
         found.append(sums)
     return WeightSums(

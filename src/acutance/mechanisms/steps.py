@@ -6,8 +6,8 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from acutance.mechanisms.call import NO_ROWS, make_call
-from acutance.mechanisms.feature_maps import FeatureMap
+from acutance.mechanisms.call import make_call
+from acutance.mechanisms.feature_maps import AnyMap
 from acutance.mechanisms.forms import onwards, remembered
 from acutance.mechanisms.linear import CHUNK
 from acutance.mechanisms.state import LinearState, begin, keeps_squares, weight_sums
@@ -21,7 +21,7 @@ def linear_state(
     key: Tensor,
     value: Tensor,
     *,
-    feature_map: str | FeatureMap = "elu1",
+    feature_map: AnyMap = "elu1",
     decay: float | Tensor | None = None,
     key_mask: Tensor | None = None,
     statistics: bool = False,
@@ -71,7 +71,7 @@ def linear_state(
         row_start=0,
         key_start=0,
     )
-    state = begin(call.features(NO_ROWS, NO_ROWS), check_flag("statistics", statistics))
+    state = begin(call.nothing(), check_flag("statistics", statistics))
     return remembered(call, state, call.keys, call.keys)
 
 
@@ -82,7 +82,7 @@ def linear_step(
     key: Tensor,
     value: Tensor,
     *,
-    feature_map: str | FeatureMap = "elu1",
+    feature_map: AnyMap = "elu1",
     decay: float | Tensor | None = None,
     normalize: bool | None = None,
     scale: float = 1.0,
@@ -101,7 +101,7 @@ def linear_step(
     key: Tensor,
     value: Tensor,
     *,
-    feature_map: str | FeatureMap = "elu1",
+    feature_map: AnyMap = "elu1",
     decay: float | Tensor | None = None,
     normalize: bool | None = None,
     scale: float = 1.0,
@@ -119,7 +119,7 @@ def linear_step(
     key: Tensor,
     value: Tensor,
     *,
-    feature_map: str | FeatureMap = "elu1",
+    feature_map: AnyMap = "elu1",
     decay: float | Tensor | None = None,
     normalize: bool | None = None,
     scale: float = 1.0,
@@ -191,7 +191,7 @@ def linear_step(
         row_start=place,
         key_start=place,
     )
-    fresh = begin(call.features(NO_ROWS, NO_ROWS), keeps_squares(state))
+    fresh = begin(call.nothing(), keeps_squares(state))
     for name in ("values", "keys", "squares", "n"):
         had, needed = getattr(state, name), getattr(fresh, name)
         if had.shape != needed.shape or had.dtype != needed.dtype:

@@ -20,6 +20,7 @@ from acutance.probing.call import (
     relative_error,
 )
 from acutance.probing.functions import FunctionCapture
+from acutance.probing.kept import Keeper, QueryKeySample
 from acutance.probing.moments import Moments
 from acutance.probing.summary import HeadSummary, Layer, Status, summarise
 from acutance.rowstats import METRICS, RowStatistics, metric
@@ -40,6 +41,7 @@ def probe(
     metrics: Sequence[str] | None = None,
     verify: bool = False,
     noise: bool = False,
+    keep: bool = False,
 ) -> Probe:
     """Measure the attention of a model while it runs, changing nothing of it.
 
@@ -50,6 +52,7 @@ def probe(
         verify: rebuild each call's output from what was captured and compare, which catches a
             capture that misses something at the price of computing the output twice.
         noise: also record ``noise_gain``, which needs a third matrix product.
+        keep: also keep a bounded sample of queries and keys: :meth:`Probe.queries_keys`.
 
     Returns:
         A context manager. Leaving it raises :class:`ProbeError` if the model ran no attention the
@@ -68,7 +71,7 @@ def probe(
         >>> frame["head"], frame["rows"]
         ([0, 1, 2, 3], [20, 20, 20, 20])
     """
-    return Probe(model, metrics=metrics, verify=verify, noise=noise)
+    return Probe(model, metrics=metrics, verify=verify, noise=noise, keep=keep)
 
 
 _Read = tuple[RowStatistics, Tensor | None, Status, float | None, str]
@@ -137,6 +140,7 @@ class Probe:
         metrics: Sequence[str] | None = None,
         verify: bool = False,
         noise: bool = False,
+        keep: bool = False,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
@@ -151,6 +155,7 @@ class Probe:
             raise ValueError("metrics names at least one metric, got none")
         self.unread: list[str] = []
         self._model, self._verify, self._noise = model, verify, noise
+        self._keeper = Keeper() if keep else None
         self._records: dict[str, _Record] = {}
         self._names: dict[int, str] = {}
         self._order: dict[str, int] = {}
@@ -249,6 +254,8 @@ class Probe:
         def read() -> _Read:
             call = make()
             real = self._real_rows(call)
+            if self._keeper is not None:
+                self._keeper.take(call, real)
             if not self._verify or output is None or call.dropout_p > 0.0:
                 return call.statistics(self._noise), real, "captured", None, call.source
             rebuilt, stats = call.rebuilt(self._noise)
@@ -386,6 +393,21 @@ class Probe:
     def _place(self, name: str) -> tuple[int, int]:
         base, _, call = name.partition("#")
         return self._order.get(name, self._order.get(base, 0)), int(call or 0)
+
+    def queries_keys(self) -> QueryKeySample:
+        """The queries, keys and values that were kept: four heads a layer, one sequence.
+
+        Raises:
+            ProbeError: if the probe was not opened with ``keep=True``, or kept nothing.
+        """
+        if self._keeper is None:
+            raise ProbeError("queries and keys are kept by a probe opened with keep=True")
+        with self._lock:
+            order = sorted(self._records, key=self._place)
+        try:
+            return self._keeper.sample(order)
+        except ValueError as error:
+            raise ProbeError(str(error)) from error
 
     def to_frame(self) -> Any:
         """:meth:`HeadSummary.to_frame` of the summary."""

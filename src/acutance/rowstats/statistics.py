@@ -20,6 +20,7 @@ class RowStatistics(NamedMetrics):
 
     Attributes:
         state: the mergeable sums, fields (B, Hq, L).
+        backend: name of the kernel that summed them; None where none did.
 
     Example:
         >>> from acutance.rowstats import observe
@@ -32,6 +33,7 @@ class RowStatistics(NamedMetrics):
     """
 
     state: RowState
+    backend: str | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return metric(name).compute(self.state)

@@ -20,7 +20,14 @@ from acutance.rowstats.named import NamedMetrics
 from acutance.rowstats.state import NO_KEY, RowState
 from acutance.rowstats.state import merge as merge_scores
 
-__all__ = ["WeightStatistics", "WeightSums", "empty_weights", "merge_weights", "observe_weights"]
+__all__ = [
+    "Slopes",
+    "WeightStatistics",
+    "WeightSums",
+    "empty_weights",
+    "merge_weights",
+    "observe_weights",
+]
 
 
 class WeightSums(NamedTuple):
@@ -50,6 +57,19 @@ class WeightSums(NamedTuple):
     top: Tensor
     first: Tensor
     first_index: Tensor
+
+
+class Slopes(NamedTuple):
+    r"""How a row answers to its scores; of whole rows, and so not merged.
+
+    Attributes:
+        trace: :math:`\sum_j \partial w_j / \partial s_j`, (...).
+        noise: :math:`\sum_j \lVert \partial o / \partial s_j \rVert^2`, (...); no element,
+            (..., 0), unless noise was asked for.
+    """
+
+    trace: Tensor
+    noise: Tensor
 
 
 def unknown(like: Tensor) -> Tensor:
@@ -112,36 +132,44 @@ def observe_weights(
     """
     dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
     a = weights.to(dtype)
-    if mask is None:
-        seen = torch.ones_like(a, dtype=torch.bool)
-    else:
-        seen = mask.expand(a.shape)
-        a = torch.where(seen, a, 0.0)
+    if mask is not None:
+        a = torch.where(mask, a, 0.0)
     size = a.abs()
     empty = size.shape[-1] == 0
     top = size.sum(-1) if empty else size.amax(-1)
     c = top.detach()
     unit = torch.where(c > 0, c, 1.0).unsqueeze(-1)
     share = size / unit
-    some = share > 0  # log 0 has no gradient, and 0 log 0 = 0
-    logs = torch.where(some, share * torch.log(torch.where(some, share, 1.0)), 0.0)
-    n = seen.sum(-1)
+    everything = torch.full_like(c, a.shape[-1], dtype=torch.int64)
     if empty:
-        column, first = n, top
+        n, column, first = everything, everything, top
+    elif mask is None:
+        n, column, first = everything, torch.zeros_like(everything), a[..., 0]
     else:
-        column = seen.to(torch.uint8).argmax(-1)
+        rows = mask.expand(*mask.shape[:-1], a.shape[-1])  # a mask that rows share is counted once
+        n = rows.sum(-1).expand(c.shape)
+        column = rows.to(torch.uint8).argmax(-1).expand(c.shape)
         first = a.gather(-1, column.unsqueeze(-1)).squeeze(-1)
     return WeightSums(
         n=n,
         c=c,
         T=(a / unit).sum(-1),
         A=share.sum(-1),
-        Q=share.square().sum(-1),
-        X=logs.sum(-1) if distribution else unknown(c),
+        Q=torch.linalg.vector_norm(share, dim=-1).square(),
+        X=_share_logs(share) if distribution else unknown(c),
         top=top,
         first=first,
         first_index=torch.where(n > 0, column + first_key, NO_KEY),
     )
+
+
+def _share_logs(share: Tensor) -> Tensor:
+    """Σ x log x, where 0 log 0 = 0."""
+    if not (torch.is_grad_enabled() and share.requires_grad):
+        logs = share.clamp(min=torch.finfo(share.dtype).tiny).log_()
+        return logs.mul_(share).sum(-1)
+    some = share > 0  # log 0 has no gradient
+    return torch.where(some, share * torch.log(torch.where(some, share, 1.0)), 0.0).sum(-1)
 
 
 def merge_weights(left: WeightSums, right: WeightSums) -> WeightSums:
@@ -214,6 +242,8 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 }
 #: Metrics that are of the scores, whatever weights are made of them.
 _OF_SCORES = ("max_logit", "logit_mean", "logit_std")
+#: Metrics of the weights' derivative, and the field of :class:`Slopes` each is.
+_OF_SLOPES = {"jacobian_trace": "trace", "noise_gain": "noise"}
 
 
 @dataclass(frozen=True)
@@ -225,13 +255,31 @@ class WeightStatistics(NamedMetrics):
     ``top_weight`` and ``first_weight`` are of the sizes :math:`|a_j| / \sum|a|`. Entropy exists
     where the sums know rows to be distributions. What belongs to softmax alone (``lse``,
     ``varentropy``, ``entropy_slope``, ``mean_field_entropy``, ``jensen_gap``, ``max_gap``,
-    ``gaussian_entropy``, ``jacobian_trace``, ``noise_gain``) is NaN, and so is every ratio of a
-    row whose weights are all 0.
+    ``gaussian_entropy``) is NaN, and so is every ratio of a row whose weights are all 0.
+
+    With :math:`\partial w_i / \partial s_j = g_i \delta_{ij} - l_i r_j`, which every weighting of
+    :mod:`acutance.weights` has,
+
+    .. math::
+
+        \mathrm{jacobian\_trace} = \sum_j (g_j - l_j r_j), \qquad
+        \mathrm{noise\_gain} = \sum_j \Bigl\lVert \frac{\partial o}{\partial s_j} \Bigr\rVert^2
+        = \sum_j \Bigl\lVert g_j v_j - r_j \sum_i l_i v_i \Bigr\rVert^2 .
+
+    For iid noise of variance ν on the scores, :math:`E\lVert\tilde o - o\rVert^2 \approx \nu` times
+    the noise gain, to first order. It is :math:`\sum f'(s_j)^2 \lVert v_j \rVert^2` for weights
+    :math:`f(s_j)`, :math:`\sum (f'_j / F)^2 \lVert v_j - o \rVert^2` for those divided by their sum
+    F, and :math:`\sum g_j^2 \lVert v_j - \bar v_g \rVert^2` with :math:`g_j = p_j^{2 - \alpha}` on
+    the support and :math:`\bar v_g = \sum g_j v_j / \sum g_j` for α-entmax. Both carry no gradient.
+    They are NaN for weights that were not made of scores, and after a merge.
 
     Attributes:
         sums: the mergeable sums, fields (...).
         scores: the state of the scores the weights were made of, if there are any; it gives
             ``max_logit``, ``logit_mean`` and ``logit_std``.
+        slopes: how the rows answer to their scores; it gives ``jacobian_trace`` and
+            ``noise_gain``.
+        backend: name of the kernel that summed them; None where none did.
 
     Example:
         >>> stats = WeightStatistics(observe_weights(torch.tensor([[3.0, -1.0, 0.0, 0.0]])))
@@ -241,11 +289,14 @@ class WeightStatistics(NamedMetrics):
         ('n_keys', 'effective_keys', 'sparsity', 'collision', 'top_weight', 'first_weight', 'sink_mass')
 
     Source:
-        Su Jianlin, kexue.fm article 9889.
+        Su Jianlin, kexue.fm articles 9889 and 9593; Peters et al. (2019), arXiv:1905.05702,
+        proposition 2, for entmax.
     """  # noqa: E501 (the doctest's output is one line)
 
     sums: WeightSums
     scores: RowState | None = None
+    slopes: Slopes | None = None
+    backend: str | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         entry = metric(name)
@@ -253,6 +304,9 @@ class WeightStatistics(NamedMetrics):
             return torch.full_like(self.sums.c, torch.nan)
         if name in _OF_SCORES and self.scores is not None:
             return entry.compute(self.scores)
+        if name in _OF_SLOPES and self.slopes is not None:
+            found: Tensor = getattr(self.slopes, _OF_SLOPES[name])
+            return torch.where(self.sums.n == 0, torch.nan, found)
         return _compute(name, self.sums)
 
     @property
@@ -266,6 +320,9 @@ class WeightStatistics(NamedMetrics):
         }
         if self.scores is not None:
             names.update(_OF_SCORES)
+        if self.slopes is not None:
+            parts = self.slopes._asdict()
+            names.update(k for k, field in _OF_SLOPES.items() if _known(sums, parts[field]))
         return tuple(name for name in METRICS if name in names)
 
     def merge(self, other: WeightStatistics) -> WeightStatistics:

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Normalization", "Weighting", "count", "masked", "normalized"]
+__all__ = ["Jacobian", "Normalization", "Weighting", "count", "masked", "normalized"]
 
 #: What unnormalised weights are divided by: the number of visible keys, their sum, or nothing.
 Normalization = Literal["n", "sum", "none"]
+
+
+class Jacobian(NamedTuple):
+    r"""How weights answer to scores: :math:`\partial w_i/\partial s_j = g_i \delta_{ij} - l_i r_j`.
+
+    Attributes:
+        diagonal: g, shaped as the scores.
+        left: l, or None where each weight depends on its own score alone.
+        right: r, or None; the same tensor as ``diagonal`` where the two are equal.
+    """
+
+    diagonal: Tensor
+    left: Tensor | None = None
+    right: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,20 @@ class Weighting(ABC):
         weights = self.weigh(scores, visible)
         return weights if visible is None else torch.where(visible, weights, 0.0)
 
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian | None:
+        """The derivative of the weights, of which gradient health and noise gain are made.
+
+        Args:
+            scores: finite, 0 where hidden.
+            weights: what the call gave for them.
+            visible: as in the call.
+
+        Returns:
+            Its diagonal and its part of rank one; what they hold at hidden keys is discarded. None
+            for a weighting that does not say.
+        """
+        return None
+
     @abstractmethod
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Weights of finite scores, 0 where hidden; what it returns there is discarded."""
@@ -86,3 +114,26 @@ def normalized(
         total = weights.sum(-1, keepdim=True)
         return weights / torch.where(total > 0, total, 1.0)
     return weights
+
+
+def inverse(total: Tensor) -> Tensor:
+    """1 / total, 0 where it is 0: a row without weight does not answer to its scores."""
+    return torch.where(total > 0, 1.0 / torch.where(total > 0, total, 1.0), 0.0)
+
+
+def slopes(
+    slope: Tensor,
+    raw: Tensor,
+    weights: Tensor,
+    visible: Tensor | None,
+    by: Normalization,
+) -> Jacobian:
+    """The Jacobian of :func:`normalized` weights, from the derivative of the raw ones."""
+    if by == "n":
+        return Jacobian(slope / count(slope, visible))
+    if by == "none":
+        return Jacobian(slope)
+    if visible is not None:
+        raw = torch.where(visible, raw, 0.0)
+    part = slope * inverse(raw.sum(-1, keepdim=True))
+    return Jacobian(part, weights, part)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acutance.shapes import check_count, check_number, check_tensor
-from acutance.weights.base import Weighting, masked
+from acutance.weights.base import Jacobian, Weighting, masked
 
 __all__ = ["Exp", "Sink", "Softmax", "SoftmaxOne", "TopKSoftmax"]
 
@@ -48,6 +48,10 @@ class Softmax(Weighting):
         """Softmax over the visible keys."""
         return torch.softmax(masked(scores / self.temperature, visible), -1)
 
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """The matrix diag p − p pᵀ, by the scores over the temperature: as a smaller scale's."""
+        return Jacobian(weights, weights, weights)
+
 
 @dataclass(frozen=True)
 class SoftmaxOne(Weighting):
@@ -74,6 +78,10 @@ class SoftmaxOne(Weighting):
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Softmax beside a score of 0."""
         return _beside(masked(scores, visible), torch.zeros_like(scores[..., :1]))
+
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """The matrix diag p − p pᵀ."""
+        return Jacobian(weights, weights, weights)
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,10 @@ class Sink(Weighting):
         sinks = self.sinks.to(scores.dtype).view(-1, 1, 1)
         return _beside(masked(scores, visible), sinks.expand_as(scores[..., :1]))
 
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """The matrix diag p − p pᵀ."""
+        return Jacobian(weights, weights, weights)
+
 
 def _beside(scores: Tensor, sink: Tensor) -> Tensor:
     """Softmax over the scores and one more, which is then left out."""
@@ -166,6 +178,12 @@ class Exp(Weighting):
         norm: Tensor = torch.linalg.vector_norm(weights, dim=-1, keepdim=True)
         return weights / norm
 
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """The matrix diag w, and under the l2 norm diag w − w (w²)ᵀ."""
+        if self.normalize == "none":
+            return Jacobian(weights)
+        return Jacobian(weights, weights, weights.square())
+
 
 @dataclass(frozen=True)
 class TopKSoftmax(Weighting):
@@ -202,7 +220,15 @@ class TopKSoftmax(Weighting):
         hidden = masked(scores, visible)
         if self.k >= hidden.shape[-1]:
             return torch.softmax(hidden, -1)
-        order = torch.argsort(hidden.detach(), dim=-1, descending=True, stable=True)
-        kept = torch.zeros_like(hidden, dtype=torch.bool)
-        kept.scatter_(-1, order[..., : self.k], True)
+        free = hidden.detach()
+        border = free.topk(self.k, dim=-1, sorted=True).values[..., -1:]
+        kept = free >= border
+        if torch.compiler.is_compiling() or bool((kept.sum(-1) > self.k).any()):
+            above, equal = free > border, free == border
+            room = self.k - above.sum(-1, keepdim=True)
+            kept = above | (equal & (equal.cumsum(-1) <= room))
         return torch.softmax(torch.where(kept, hidden, -torch.inf), -1)
+
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """The matrix diag p − p pᵀ of the keys that are kept."""
+        return Jacobian(weights, weights, weights)

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from acutance.shapes import check_number
-from acutance.weights.base import Normalization, Weighting, count, normalized
+from acutance.weights.base import (
+    Jacobian,
+    Normalization,
+    Weighting,
+    count,
+    inverse,
+    normalized,
+    slopes,
+)
 
 __all__ = ["Identity", "L1", "L2", "Power", "ReLU", "ReLU2", "Sigmoid"]
 
@@ -58,6 +66,10 @@ class Sigmoid(Weighting):
             return torch.sigmoid(scores + self.bias.to(scores.dtype).view(-1, 1, 1))
         return torch.sigmoid(scores + self.bias)
 
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """Each by w (1 − w)."""
+        return Jacobian(weights * (1.0 - weights))
+
 
 @dataclass(frozen=True)
 class ReLU(Weighting):
@@ -90,6 +102,11 @@ class ReLU(Weighting):
         """Positive parts."""
         return normalized(torch.relu(scores), scores, visible, self.normalize)
 
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """1 where positive."""
+        slope = (scores > 0).to(scores.dtype)
+        return slopes(slope, torch.relu(scores), weights, visible, self.normalize)
+
 
 @dataclass(frozen=True)
 class ReLU2(Weighting):
@@ -121,6 +138,11 @@ class ReLU2(Weighting):
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Squared positive parts."""
         return normalized(torch.relu(scores).square(), scores, visible, self.normalize)
+
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """Twice the positive part."""
+        part = torch.relu(scores)
+        return slopes(2.0 * part, part.square(), weights, visible, self.normalize)
 
 
 @dataclass(frozen=True)
@@ -156,6 +178,12 @@ class Power(Weighting):
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Powers."""
         return normalized(scores.abs().pow(self.k), scores, visible, self.normalize)
+
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """Each by k |s|^(k − 1) with the sign of s; 0 at 0."""
+        size = scores.abs()
+        slope = self.k * torch.where(size > 0, size, 1.0).pow(self.k - 1) * scores.sign()
+        return slopes(slope, size.pow(self.k), weights, visible, self.normalize)
 
 
 @dataclass(frozen=True)
@@ -197,6 +225,10 @@ class Identity(Weighting):
         """Scores."""
         return scores if self.normalize == "none" else scores / count(scores, visible)
 
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """1 for each."""
+        return slopes(torch.ones_like(scores), scores, weights, visible, self.normalize)
+
 
 @dataclass(frozen=True)
 class L1(Weighting):
@@ -228,6 +260,14 @@ class L1(Weighting):
         """Scores over their norm; a row of zeros stays zero."""
         norm = torch.linalg.vector_norm(scores, self.order, dim=-1, keepdim=True)
         return scores / torch.where(norm > 0, norm, 1.0)
+
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """1 / norm, less w times the norm's own slope."""
+        norm = torch.linalg.vector_norm(scores, self.order, dim=-1, keepdim=True)
+        unit = inverse(norm)
+        return Jacobian(
+            unit.expand_as(scores), weights, unit * (scores.sign() if self.order == 1 else weights)
+        )
 
 
 @dataclass(frozen=True)

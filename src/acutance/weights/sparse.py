@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from acutance.shapes import check_number
-from acutance.weights.base import Weighting, masked
+from acutance.weights.base import Jacobian, Weighting, inverse, masked
 
 __all__ = ["Entmax", "Entmax15", "Sparsemax"]
 
 #: Far below any score, and finite: the solvers subtract it.
 _HIDDEN = -1e9
+#: Keys that the exact solvers sort at first; they sort more of a row whose support is larger.
+_SORTED = 64
 
 
 def _entmax() -> ModuleType:
@@ -35,6 +37,13 @@ def _solve(name: str, scores: Tensor, visible: Tensor | None, **options: float) 
     solver = getattr(_entmax(), name)
     weights: Tensor = solver(masked(precise, visible, _HIDDEN), dim=-1, **options)
     return weights.to(scores.dtype)
+
+
+def _entmax_jacobian(weights: Tensor, alpha: float) -> Jacobian:
+    """With g = p^(2 − α) on the support, diag g − g gᵀ / Σg (Peters et al. 2019, proposition 2)."""
+    some = weights > 0
+    part = torch.where(some, torch.where(some, weights, 1.0).pow(2.0 - alpha), 0.0)
+    return Jacobian(part, part * inverse(part.sum(-1, keepdim=True)), part)
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,11 @@ class Sparsemax(Weighting):
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Project the scores."""
-        return _solve("sparsemax", scores, visible)
+        return _solve("sparsemax", scores, visible, k=_SORTED)
+
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """Of entmax with α = 2."""
+        return _entmax_jacobian(weights, 2.0)
 
 
 @dataclass(frozen=True)
@@ -90,7 +103,11 @@ class Entmax15(Weighting):
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Solve by sorting."""
-        return _solve("entmax15", scores, visible)
+        return _solve("entmax15", scores, visible, k=_SORTED)
+
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """Of entmax with α = 1.5."""
+        return _entmax_jacobian(weights, 1.5)
 
 
 @dataclass(frozen=True)
@@ -128,3 +145,7 @@ class Entmax(Weighting):
         """Solve by bisection."""
         steps = 60 if scores.dtype == torch.float64 else 40
         return _solve("entmax_bisect", scores, visible, alpha=self.alpha, n_iter=steps)
+
+    def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
+        """Of entmax."""
+        return _entmax_jacobian(weights, self.alpha)

@@ -77,7 +77,8 @@ struct RowMask {
       keep_bytes(call.key_mask + batch * call.key_mask_stride[0] + start * call.key_mask_stride[1],
                  call.key_mask_stride[1], count, seen);
     if (call.allowed)
-      keep_bytes(call.allowed + at(call.allowed_stride, start), call.allowed_stride[3], count, seen);
+      keep_bytes(call.allowed + at(call.allowed_stride, start), call.allowed_stride[3], count,
+                 seen);
     if (call.query_documents) {
       const int64_t own_document = call.query_documents[batch * call.query_documents_stride[0] +
                                                         row * call.query_documents_stride[1]];

@@ -47,13 +47,34 @@ ACUTANCE_INLINE Vec<T> wide(const bf16* from) {
 template <class T>
 ACUTANCE_INLINE Vec<T> wide(const f16* from) {
 #if ACUTANCE_BYTES == 64
-  return (Vec<T>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+  return (Vec<T>)_mm512_maskz_cvtph_ps(__mmask16(-1), _mm256_loadu_si256((const __m256i*)from));
 #elif defined(__F16C__)
   return (Vec<T>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
 #else
   return widen_vector<T, f16>(from, VL<T>);
 #endif
 }
+
+// Rows that are wanted soon: those of the matrix at hand, then the first of the one read after it.
+// The processor's own guess stops at the end of a page, so it is helped to the next one.
+struct Ahead {
+  const char* rows = nullptr;  // null: nothing is fetched
+  int64_t stride = 0, count = 0, bytes = 0;
+  const char* then = nullptr;
+  int64_t then_stride = 0, distance = 0;
+
+  Ahead() = default;
+  Ahead(const void* rows, int64_t stride, int64_t count, int64_t bytes, const void* then,
+        int64_t then_stride)
+      : rows((const char*)rows), stride(stride), count(count), bytes(bytes),
+        then((const char*)then), then_stride(then_stride), distance(imax(4096 / bytes, 1)) {}
+
+  ACUTANCE_INLINE void fetch(int64_t row) const {
+    row += distance;
+    const char* from = row < count ? rows + row * stride : then + (row - count) * then_stride;
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(from + b, 0, 2);
+  }
+};
 
 // Half of a beside half of b, each number the sum of two that lay STEP apart.
 template <class T, int STEP>
@@ -74,12 +95,16 @@ ACUTANCE_INLINE void fold_all(Vec<T>* rows) {
     fold_all<T, COUNT / 2, 2 * STEP>(rows);
   }
 }
+// Sum of a vector's numbers, in pairs.
 template <class T>
-ACUTANCE_INLINE T sum_lanes(Vec<T> x) {
-  T total = 0;
-#pragma GCC unroll 16
-  for (int i = 0; i < VL<T>; ++i) total += x[i];
-  return total;
+ACUTANCE_INLINE T sum_pairs(Vec<T> x) {
+#pragma GCC unroll 4
+  for (int step = VL<T> / 2; step; step /= 2) {
+    IVec<T> cross;
+    for (int i = 0; i < VL<T>; ++i) cross[i] = i ^ step;
+    x += __builtin_shuffle(x, cross);
+  }
+  return x[0];
 }
 
 // scores[r][lane] = q[r] . k[lane] for R rows and the keys of one vector; beyond `last` the last
@@ -126,8 +151,10 @@ ACUTANCE_INLINE void score_vector(const T* q, const In* k, int64_t ks, int64_t l
 // scores[r][j] for all rows and keys of a tile, whole vectors of keys at a time.
 template <class T, class In>
 inline void score_tile(const T* q, const In* k, int64_t ks, int64_t rows, int64_t count,
-                       int64_t width, T* scores) {
+                       int64_t width, T* scores, const Ahead& ahead) {
   for (int64_t j = 0; j < count; j += VL<T>) {
+    if (ahead.rows)
+      for (int i = 0; i < VL<T>; ++i) ahead.fetch(j + i);
     const In* at = k + j * ks;
     const int64_t last = count - j - 1;
     int64_t r = 0;
@@ -142,11 +169,11 @@ inline void score_tile(const T* q, const In* k, int64_t ks, int64_t rows, int64_
   }
 }
 
-// What a tile holds of a row; t = s - base.
+// What a tile holds of a row that sees n > 0 of its keys; t = s - base, e = exp(t).
 template <class T>
 struct Part {
   T n = 0, largest = T(-INFINITY), total = 0;
-  T Z = 0, U = 0, W = 0, Q = 0, D = 0, M2 = 0;
+  T Z = 0, U = 0, W = 0, Q = 0, D = 0, M2 = 0, base = 0;
 };
 
 // Visible keys of a row, their largest score and sum. `seen` holds -1 for a visible key, else 0.
@@ -174,16 +201,16 @@ inline void look_along(const T* scores, const typename Traits<T>::Int* seen, int
     top = largest[i] > top ? largest[i] : top;
     if (MASKED) visible += n[i];
   }
-  part->n = T(visible), part->largest = top, part->total = sum_lanes<T>(total);
+  part->n = T(visible), part->largest = top, part->total = sum_pairs<T>(total);
 }
 
 // Turn a row's scores into weights e and sum them; `distance` is room for as many numbers.
 template <class T, bool MASKED>
-inline void weigh_along(T* scores, const typename Traits<T>::Int* seen, int64_t count, T base,
+inline void weigh_along(T* scores, const typename Traits<T>::Int* seen, int64_t count,
                         T* distance, Part<T>* part) {
   typedef Vec<T> V;
   V Z = {}, U = {}, Q = {}, D = {}, M2 = {}, W = {};
-  const T some = part->n > 0 ? part->n : T(1), centre = part->total / some - base;
+  const T base = part->base, centre = part->total / part->n - base;
   for (int64_t j = 0; j < count; j += VL<T>) {
     V t = load(scores + j) - base, off = t - centre, e;
     if (MASKED) {
@@ -198,26 +225,32 @@ inline void weigh_along(T* scores, const typename Traits<T>::Int* seen, int64_t 
     store(scores + j, e);
     store(distance + j, t);
   }
-  part->Z = sum_lanes<T>(Z), part->U = sum_lanes<T>(U), part->Q = sum_lanes<T>(Q);
-  part->D = sum_lanes<T>(D);
+  part->Z = sum_pairs<T>(Z), part->U = sum_pairs<T>(U), part->Q = sum_pairs<T>(Q);
+  part->D = sum_pairs<T>(D);
   const T average = part->Z > 0 ? part->U / part->Z : part->Z;
   for (int64_t j = 0; j < count; j += VL<T>)
     W += load(scores + j) * square(load(distance + j) - average);
-  part->W = sum_lanes<T>(W);
-  const T apart = part->D / some - centre, within = sum_lanes<T>(M2) - part->n * apart * apart;
+  part->W = sum_pairs<T>(W);
+  const T apart = part->D / part->n - centre, within = sum_pairs<T>(M2) - part->n * apart * apart;
   part->M2 = within < 0 ? T(0) : within;
 }
+
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
 
 // total[r] = total[r] * factor[r] + sum over j of weights[r][j] v[j], for R rows, C vectors wide.
 template <class T, class In, int R, int C>
 ACUTANCE_INLINE void sum_block(T* total, int64_t across, const T* factor, const In* v, int64_t vs,
-                               const T* weights, int64_t count) {
+                               const T* weights, int64_t count, const Ahead& ahead) {
   Vec<T> sum[R][C];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) sum[r][c] = load(total + r * across + c * VL<T>) * factor[r];
   for (int64_t j = 0; j < count; ++j, v += vs) {
+    if (ahead.rows) ahead.fetch(j);
     Vec<T> x[C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) x[c] = wide<T>(v + c * VL<T>);
@@ -235,29 +268,28 @@ ACUTANCE_INLINE void sum_block(T* total, int64_t across, const T* factor, const 
 }
 template <class T, class In, int R>
 inline void sum_strip(T* total, int64_t across, const T* factor, const In* v, int64_t vs,
-                      const T* weights, int64_t count, int64_t width) {
+                      const T* weights, int64_t count, int64_t width, Ahead ahead) {
   constexpr int C = SUM_VECTORS / R < 8 ? SUM_VECTORS / R : 8, HALF = C > 2 ? C / 2 : C;
   int64_t e = 0;
-  for (; e + C * VL<T> <= width; e += C * VL<T>)
-    sum_block<T, In, R, C>(total + e, across, factor, v + e, vs, weights, count);
-  for (; e + HALF * VL<T> <= width; e += HALF * VL<T>)
-    sum_block<T, In, R, HALF>(total + e, across, factor, v + e, vs, weights, count);
-  for (; e < width; e += VL<T>)
-    sum_block<T, In, R, 1>(total + e, across, factor, v + e, vs, weights, count);
+  for (; e + C * VL<T> <= width; e += C * VL<T>, ahead = Ahead())
+    sum_block<T, In, R, C>(total + e, across, factor, v + e, vs, weights, count, ahead);
+  for (; e + HALF * VL<T> <= width; e += HALF * VL<T>, ahead = Ahead())
+    sum_block<T, In, R, HALF>(total + e, across, factor, v + e, vs, weights, count, ahead);
+  for (; e < width; e += VL<T>, ahead = Ahead())
+    sum_block<T, In, R, 1>(total + e, across, factor, v + e, vs, weights, count, ahead);
 }
 template <class T, class In>
 inline void sum_values(T* total, int64_t across, const T* factor, const In* v, int64_t vs,
-                       const T* weights, int64_t rows, int64_t count, int64_t width) {
+                       const T* weights, int64_t rows, int64_t count, int64_t width, Ahead ahead) {
+  const auto strip = [&](auto taken, int64_t r) {
+    sum_strip<T, In, decltype(taken)::value>(total + r * across, across, factor + r, v, vs,
+                                             weights + r * TILE<T>, count, width, ahead);
+    ahead = Ahead();
+  };
   int64_t r = 0;
-  for (; r + 4 <= rows; r += 4)
-    sum_strip<T, In, 4>(total + r * across, across, factor + r, v, vs, weights + r * TILE<T>,
-                        count, width);
-  for (; r + 2 <= rows; r += 2)
-    sum_strip<T, In, 2>(total + r * across, across, factor + r, v, vs, weights + r * TILE<T>,
-                        count, width);
-  if (r < rows)
-    sum_strip<T, In, 1>(total + r * across, across, factor + r, v, vs, weights + r * TILE<T>,
-                        count, width);
+  for (; r + 4 <= rows; r += 4) strip(Number<4>(), r);
+  for (; r + 2 <= rows; r += 2) strip(Number<2>(), r);
+  if (r < rows) strip(Number<1>(), r);
 }
 
 }  // namespace

@@ -9,15 +9,13 @@
 
 #include <math.h>
 
+#include "dots.h"
 #include "mask.h"
-#include "rows.h"
-#include "work.h"
+#include "products.h"
 
 namespace {
 
-constexpr int64_t BLOCK = 128;  // queries of an item, keys of a tile
-
-template <class T, class In>
+template <class T, class In, class Products>
 struct Forward {
   struct Shared {
     const acutance_call& call;
@@ -28,33 +26,29 @@ struct Forward {
   typedef Vec<T> V;
   static constexpr int LN = LANES<T>;
   static constexpr int GROUPS = int(BLOCK) / LN;
-  static constexpr bool same = sizeof(In) == sizeof(T);
 
   const acutance_call& call;
   const acutance_sums& sums;
   const int64_t E, Ev, blocks;
   const bool noise, data, plain_scores;
   Arena arena;
-  T *queries, *outputs, *first_moments, *scores, *squares, *keys, *values, *added, *rest, *sizes;
+  Products products;
+  T *outputs, *first_moments, *scores, *squares, *added, *rest, *sizes;
   const T *centres, *centre = nullptr;
   Rows<T>* rows;
   uint32_t* seen;
-  int64_t packed = 0;  // rows in each panel of `values`; 0: they are read where they lie
   bool ready;
 
   explicit Forward(const Shared& shared)
       : call(shared.call), sums(shared.sums), E(call.width), Ev(call.value_width),
         blocks(shared.blocks), noise(sums.noise), data(masked_by_data(call)),
-        plain_scores(call.softcap == 0 && !adds(call)), arena(need(shared)) {
+        plain_scores(call.softcap == 0 && !adds(call)), arena(need(shared)), products(call, arena) {
     ready = arena.base != nullptr;
     if (!ready) return;
-    queries = arena.take<T>(BLOCK * E);
     outputs = arena.take<T>(BLOCK * Ev);
     first_moments = arena.take<T>(noise ? BLOCK * Ev : 0);
     scores = arena.take<T>(BLOCK * LN);
     squares = arena.take<T>(noise ? BLOCK * LN : 0);
-    keys = arena.take<T>(same ? 0 : BLOCK * E);
-    values = arena.take<T>(BLOCK * Ev);
     rest = arena.take<T>(noise ? BLOCK * Ev : 0);
     added = arena.take<T>(adds(call) ? BLOCK * LN : 0);
     sizes = arena.take<T>(noise ? BLOCK : 0);
@@ -66,8 +60,8 @@ struct Forward {
   static size_t need(const Shared& shared) {
     const acutance_call& call = shared.call;
     const size_t each = sizeof(T);
-    return Arena::bytes(BLOCK * call.width, each) * 2 +
-           Arena::bytes(BLOCK * call.value_width, each) * 4 + Arena::bytes(BLOCK * LN, each) * 3 +
+    return Products::need(call) + Arena::bytes(BLOCK * call.value_width, each) * 3 +
+           Arena::bytes(BLOCK * LN, each) * 3 +
            Arena::bytes(BLOCK, each) + Arena::bytes(GROUPS, sizeof(Rows<T>)) +
            Arena::bytes(BLOCK, 4) + 1024;
   }
@@ -76,15 +70,12 @@ struct Forward {
     int64_t batch, head, row, count;
   };
 
-  // Items run through the blocks of a head; where position hides keys, long rows come first.
+  // Items run through the blocks of a head, whose keys then stay in a shared cache; where position
+  // hides keys long rows come first, so that the last items of all are short.
   Place place(int64_t i) const {
-    const int64_t heads = call.heads * call.group, all = call.batch * heads;
-    int64_t block, head;
-    if (call.causal)
-      block = blocks - 1 - i / all, head = i % all;
-    else
-      block = i % blocks, head = i / blocks;
-    const int64_t row = block * BLOCK;
+    const int64_t heads = call.heads * call.group;
+    const int64_t head = i / blocks, turn = i % blocks;
+    const int64_t row = (call.causal ? blocks - 1 - turn : turn) * BLOCK;
     return {head / heads, head % heads, row, imin(BLOCK, call.queries - row)};
   }
 
@@ -119,8 +110,7 @@ struct Forward {
     const int groups = int((count + LN - 1) / LN);
     for (int g = 0; g < groups; ++g) {
       const int64_t filled = imin(LN, count - g * LN);
-      lay_across<T, In>(q + g * LN * call.query_stride[2], call.query_stride[2], filled, E,
-                        T(call.scale), queries + g * LN * E);
+      products.lay(q + g * LN * call.query_stride[2], filled, g);
       rows[g].clear();
     }
     memset(outputs, 0, sizeof(T) * size_t(groups * LN * Ev));
@@ -132,80 +122,58 @@ struct Forward {
     for (int64_t start = span.start; start < span.stop; start += BLOCK) {
       const int64_t stop = imin(start + BLOCK, span.stop);
       const int64_t vs = call.value_stride[2];
-      const T* kt;
-      int64_t ks;
-      block_of(k, start, stop, &kt, &ks);
-      packed = Ev && !same ? stop - start : 0;
-      if (packed) pack_panels<T, In>(v + start * vs, vs, stop - start, Ev, values);
+      products.block(k, v, start, stop);
       if (noise)
         for (int64_t j = 0; j < stop - start; ++j)
           sizes[j] = centre_row<T, In>(v + (start + j) * vs, centre, Ev, rest + j * Ev);
       for (int g = 0; g < groups; ++g) {
         const int64_t first = row + g * LN, filled = imin(LN, count - g * LN);
         const Band own = band(call, first, first + filled - 1);
-        const int64_t a = imax(start, own.start), z = imin(stop, own.stop);
-        if (a < z)
-          tile(batch, head, first, filled, own, a, z - a, kt + (a - start) * ks, ks,
-               v, a - start, g);
+        const int64_t z = imin(stop, own.stop);
+        const int64_t from = imax(0, own.start - start) / Products::step * Products::step;
+        if (start + from < z)
+          tile(batch, head, first, filled, own, start + from, z - start - from, from, g);
       }
     }
     for (int g = 0; g < groups; ++g)
       finish(batch, head, row + g * LN, imin(LN, count - g * LN), g);
   }
 
-  // Keys as numbers of the sums' type: where they lie, or widened to scratch.
-  void block_of(const In* k, int64_t start, int64_t stop, const T** at, int64_t* step) {
-    if (same) {
-      *at = (const T*)k + start * call.key_stride[2], *step = call.key_stride[2];
-      return;
-    }
-    for (int64_t j = start; j < stop; ++j)
-      widen_row<T, In>(k + j * call.key_stride[2], keys + (j - start) * E, E);
-    *at = keys, *step = E;
-  }
-
   void tile(int64_t batch, int64_t head, int64_t first, int64_t filled, const Band& own,
-            int64_t start, int64_t count, const T* k, int64_t ks, const In* v, int64_t skipped,
-            int g) {
-    const T* q = queries + g * LN * E;
+            int64_t start, int64_t count, int64_t from, int g) {
     Rows<T>& row = rows[g];
     const bool whole = own.all_start <= start && start + count <= own.all_stop && !data;
     V factor[NV];
     if (whole && plain_scores) {
       Extremes<T> found;
-      tile_scores<T, true>(q, k, ks, E, count, scores, &found);
+      products.template score<true>(g, from, count, scores, &found);
       row.begin(found, T(count), factor);
       if (!row.found) row.first_seen(start, scores);
-      weigh<false>(row, count, skipped);
+      weigh<false>(row, count, from);
     } else {
       Masks<T> masks(call, batch, head, first, filled);
       if (!masks.tile(start, count, own, seen, added)) return;
-      tile_scores<T, false>(q, k, ks, E, count, scores, nullptr);
+      products.template score<false>(g, from, count, scores, nullptr);
       if (!plain_scores) adjust<T>(call, head, first, start, count, scores, added, nullptr);
       Extremes<T> found;
       V visible[NV];
       look<T>(scores, seen, count, &found, visible);
       row.begin(found, visible, factor);
       row.first_seen(start, count, scores, seen);
-      weigh<true>(row, count, skipped);
+      weigh<true>(row, count, from);
     }
     if (!Ev) return;
-    T* total = outputs + g * LN * Ev;
-    if (packed)
-      weighted_sum<T>(total, factor, values, skipped, packed, scores, count, Ev);
-    else
-      weighted_sum<T>(total, factor, (const T*)v + start * call.value_stride[2],
-                      call.value_stride[2], 0, scores, count, Ev);
+    products.add(outputs + g * LN * Ev, factor, scores, from, count);
     if (!noise) return;
     for (int v = 0; v < NV; ++v) factor[v] = square(factor[v]);
-    weighted_sum<T>(first_moments + g * LN * Ev, factor, rest + skipped * Ev, Ev, 0, squares, count,
+    weighted_sum<T>(first_moments + g * LN * Ev, factor, rest + from * Ev, Ev, 0, squares, count,
                     Ev);
   }
 
   template <bool MASKED>
-  void weigh(Rows<T>& row, int64_t count, int64_t skipped) {
+  void weigh(Rows<T>& row, int64_t count, int64_t from) {
     if (noise)
-      row.template weigh<MASKED, true>(scores, seen, count, squares, sizes + skipped);
+      row.template weigh<MASKED, true>(scores, seen, count, squares, sizes + from);
     else
       row.template weigh<MASKED, false>(scores, seen, count, nullptr, nullptr);
   }
@@ -275,9 +243,9 @@ void average_values(const acutance_call& call, T* means) {
     }
 }
 
-template <class T, class In>
+template <class T, class In, class Products>
 int forward(const acutance_call& call, const acutance_sums& sums, acutance_parallel parallel) {
-  typedef Forward<T, In> Pass;
+  typedef Forward<T, In, Products> Pass;
   const int64_t blocks = (call.queries + BLOCK - 1) / BLOCK;
   Arena means(sums.noise ? sizeof(T) * size_t(call.batch * call.heads * call.value_width) : 0);
   if (!means.base) return 3;

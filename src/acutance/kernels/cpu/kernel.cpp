@@ -1,21 +1,60 @@
 // One compilation for one instruction set, named by ACUTANCE_ISA.
 #include "kernel.h"
 
+#include "backward.h"
+#include "decode.h"
 #include "forward.h"
 
 namespace {
 
-int run_forward(const acutance_call* call, const acutance_sums* sums, acutance_parallel parallel) {
+// Whether queries would fill so few lanes that keys had better lie there. A row then costs half as
+// much again, measured as 1 to 1.4 times; three times what it costs where pairs are multiplied.
+bool few_queries(const acutance_call& call, const acutance_sums& sums) {
+  const int64_t lanes = call.dtype == ACUTANCE_F64 ? LANES<double> : LANES<float>;
+  const int64_t paid = (call.queries + lanes - 1) / lanes * lanes;
+  const bool pairs =
+      ACUTANCE_DOTS && call.dtype == ACUTANCE_BF16 && call.width % 2 == 0 && !sums.noise;
+  return call.queries * 3 <= paid * (pairs ? 1 : 2);
+}
+
+int run_decode(const acutance_call* call, const acutance_sums* sums, acutance_parallel parallel) {
   switch (call->dtype) {
-    case ACUTANCE_F32: return forward<float, float>(*call, *sums, parallel);
-    case ACUTANCE_F64: return forward<double, double>(*call, *sums, parallel);
-    case ACUTANCE_BF16: return forward<float, bf16>(*call, *sums, parallel);
-    case ACUTANCE_F16: return forward<float, f16>(*call, *sums, parallel);
+    case ACUTANCE_F32: return decode<float, float>(*call, *sums, parallel);
+    case ACUTANCE_F64: return decode<double, double>(*call, *sums, parallel);
+    case ACUTANCE_BF16: return decode<float, bf16>(*call, *sums, parallel);
+    case ACUTANCE_F16: return decode<float, f16>(*call, *sums, parallel);
   }
   return 2;
 }
 
-int run_backward(const acutance_call*, const acutance_gradients*, acutance_parallel) { return 2; }
+int run_forward(const acutance_call* call, const acutance_sums* sums, acutance_parallel parallel) {
+  if (few_queries(*call, *sums)) return run_decode(call, sums, parallel);
+  switch (call->dtype) {
+    case ACUTANCE_F32: return forward<float, float, WideProducts<float, float>>(*call, *sums, parallel);
+    case ACUTANCE_F64:
+      return forward<double, double, WideProducts<double, double>>(*call, *sums, parallel);
+    case ACUTANCE_BF16:
+#if ACUTANCE_DOTS
+      // weights rounded to bfloat16 are good enough for the output, not for the noise sums
+      if (call->width % 2 == 0 && !sums->noise)
+        return forward<float, bf16, PairProducts>(*call, *sums, parallel);
+#endif
+      return forward<float, bf16, WideProducts<float, bf16>>(*call, *sums, parallel);
+    case ACUTANCE_F16: return forward<float, f16, WideProducts<float, f16>>(*call, *sums, parallel);
+  }
+  return 2;
+}
+
+int run_backward(const acutance_call* call, const acutance_gradients* gradients,
+                 acutance_parallel parallel) {
+  switch (call->dtype) {
+    case ACUTANCE_F32: return backward<float, float>(*call, *gradients, parallel);
+    case ACUTANCE_F64: return backward<double, double>(*call, *gradients, parallel);
+    case ACUTANCE_BF16: return backward<float, bf16>(*call, *gradients, parallel);
+    case ACUTANCE_F16: return backward<float, f16>(*call, *gradients, parallel);
+  }
+  return 2;
+}
 
 template <class T>
 void exp_all(const T* from, T* to, int64_t count) {

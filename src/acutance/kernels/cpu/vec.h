@@ -35,13 +35,13 @@ struct Traits;
 template <>
 struct Traits<float> {
   typedef int32_t Int;
-  static constexpr float lowest = -87.3365f;  // exp of it is the smallest normal number
+  static constexpr float lowest = -88.1f;  // exp of it is flushed to 0
   static constexpr float tiny = 1.17549435e-38f;
 };
 template <>
 struct Traits<double> {
   typedef int64_t Int;
-  static constexpr double lowest = -708.3964;
+  static constexpr double lowest = -709.2;
   static constexpr double tiny = 2.2250738585072014e-308;
 };
 template <class T>

@@ -26,7 +26,7 @@ from acutance.theory.sparsity import effective_keys_decay, sparsity_decay
 __all__ = ["decay_formulas", "linear_formulas", "relu2_formulas", "size_formulas"]
 
 _NO_SOFTMAX = "Only softmax weights have it."
-_NO_SOFTMAX_NOISE = "Noise on the scores does not multiply weights that are no exponentials."
+_MEASURED = "It is measured for these weights; no function predicts it."
 _SIGNED = "The weights have both signs, so they are no distribution."
 _ONE_KEY = "With one key both the entropy and log n are 0."
 _SERIES_TO = 0.3  # of n x, below which Langevin's function is summed as a series
@@ -142,8 +142,8 @@ def _score_formulas(n: float, mean: float, deviation: float) -> Formulas:
 
 def _without_softmax() -> Formulas:
     names = ("lse", "varentropy", "entropy_slope", "mean_field_entropy", "jensen_gap", "max_gap")
-    formulas: Formulas = dict.fromkeys((*names, "gaussian_entropy", "jacobian_trace"), _NO_SOFTMAX)
-    return {**formulas, "noise_gain": _NO_SOFTMAX_NOISE}
+    formulas: Formulas = dict.fromkeys((*names, "gaussian_entropy"), _NO_SOFTMAX)
+    return {**formulas, "jacobian_trace": _MEASURED, "noise_gain": _MEASURED}
 
 
 def _constant(value: float) -> Callable[[], float]:

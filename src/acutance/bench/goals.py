@@ -1,0 +1,78 @@
+"""GOALS: what the library sets itself to cost, as data; a case names those it decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+#: Said wherever the goals stand beside measurements.
+PROVISO = (
+    "Goals are for AMD processors, where MKL, on which F.scaled_dot_product_attention runs, stays "
+    "below its best; on Intel, where it does not, forward ratios of 0.90 to 0.95 are to be expected"
+)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """An upper bound of one number of one contender.
+
+    Attributes:
+        name: how a case refers to it.
+        what: the case in words, one line.
+        contender: whose number it is.
+        limit: the bound.
+        unit: "ratio" of its time to the reference's, or "MiB" of peak memory above the reference's.
+        cpu: instruction set it is for, as the native kernel calls it, or the beginning of several
+            names; empty for all.
+        threads: number of threads it is for, or None for any.
+    """
+
+    name: str
+    what: str
+    contender: str
+    limit: float
+    unit: Literal["ratio", "MiB"] = "ratio"
+    cpu: str = ""
+    threads: int | None = None
+
+    @property
+    def bound(self) -> str:
+        """The bound as it is printed.
+
+        Example:
+            >>> GOALS["forward-full"].bound, GOALS["memory"].bound
+            ('≤ 0.85', '≤ 10 MiB')
+        """
+        return f"≤ {self.limit:.2f}" if self.unit == "ratio" else f"≤ {self.limit:g} MiB"
+
+    def applies(self, cpu: str, threads: int) -> bool:
+        """Whether a run on this instruction set, with so many threads, can decide it.
+
+        Example:
+            >>> GOALS["forward-full"].applies("avx512_bf16", 1), GOALS["blocked-2"].applies("", 1)
+            (True, False)
+        """
+        return cpu.startswith(self.cpu) and self.threads in (None, threads)
+
+
+_ALL = "output and every statistic"
+GOALS: dict[str, Goal] = {
+    goal.name: goal
+    for goal in (
+        Goal("forward-full", f"{_ALL}, full, AVX-512", "acutance", 0.85, cpu="avx512"),
+        Goal("forward-causal", f"{_ALL}, causal, AVX-512", "acutance", 0.80, cpu="avx512"),
+        Goal("forward-avx2", f"{_ALL}, AVX2", "acutance-avx2", 0.97),
+        Goal("statistics", "statistics alone, no values", "statistics", 0.55),
+        Goal("noise", "with noise metrics", "noise", 1.25),
+        Goal("decode", "decoding, 1 to 4 queries", "acutance-unread", 0.75),
+        Goal("short", "short sequences, 64 to 512", "acutance-unread", 0.80),
+        Goal("tiny", "1 to 32 tokens, overhead included", "acutance-unread", 1.5),
+        Goal("bfloat16", "bfloat16 inputs, both", "acutance", 0.55),
+        Goal("boolean", "boolean L × S mask, both", "acutance", 1.0),
+        Goal("backward", "backward of output and every statistic", "acutance", 0.80),
+        Goal("entropy-backward", "backward of the entropy alone", "statistics", 0.45),
+        Goal("blocked-1", "plain PyTorch path, 1 thread", "blocked", 1.45, threads=1),
+        Goal("blocked-2", "plain PyTorch path, 2 threads", "blocked", 1.8, threads=2),
+        Goal("memory", "peak memory above SDPA's, L = 16384", "acutance", 10.0, unit="MiB"),
+    )
+}

@@ -1,0 +1,151 @@
+"""What ``acutance compare`` does once its options are read: run, show, write."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from acutance.comparison import render
+from acutance.comparison.record import Comparison
+from acutance.comparison.runner import DEFAULT_LENGTHS, Step, compare, pick
+from acutance.files import write_whole
+from acutance.mechanisms import MECHANISMS
+from acutance.probing import QueryKeySample, load_queries_keys
+from acutance.report.console import printable
+
+__all__ = ["arguments", "listing", "run", "show", "source"]
+
+
+def arguments(
+    mechanisms: Sequence[str], n: str | None, mean: str, std: str, source: QueryKeySample | None
+) -> dict[str, Any]:
+    """Arguments of :func:`acutance.comparison.compare`, from the texts of options.
+
+    Raises:
+        ValueError: if a mechanism is unknown (the nearest is named), or a text holds no numbers.
+    """
+    found: dict[str, Any] = {"mechanisms": pick(list(mechanisms) or None)}
+    found["n"] = tuple(_numbers("n", n, int)) if n is not None else DEFAULT_LENGTHS
+    if min(found["n"]) < 2:
+        raise ValueError(f"n: a row sees at least 2 keys, got {n!r}")
+    for name, text in (("mean", mean), ("std", std)):
+        values = tuple(_numbers(name, text, float))
+        if len(values) > 2:
+            raise ValueError(f"{name}: one number, or two for queries and keys, got {text!r}")
+        if not all(math.isfinite(value) and (name == "mean" or value > 0) for value in values):
+            raise ValueError(
+                f"{name}: finite{' and above 0' if name == 'std' else ''}, got {text!r}"
+            )
+        found[name] = values[0] if len(values) == 1 else values
+    if source is not None:
+        found["source"] = source
+        if n is None:
+            found["n"] = tuple(sorted({max(2, source.length // part) for part in (4, 2, 1)}))
+    return found
+
+
+def source(path: Path | None) -> QueryKeySample | None:
+    """The queries and keys of a model, if they are asked for.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it holds something else.
+    """
+    return None if path is None else load_queries_keys(path)
+
+
+def listing() -> Table:
+    """Every mechanism with its title."""
+    body = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    body.add_column("mechanism", no_wrap=True)
+    body.add_column("what it is")
+    for name, entry in MECHANISMS.items():
+        body.add_row(name, entry.title)
+    return body
+
+
+def run(given: dict[str, Any], console: Callable[..., Any]) -> Comparison:
+    """Run the comparison with a bar on standard error; silent where that is no terminal."""
+    with _bar(console()) as progress:
+        return compare(**given, progress=progress)
+
+
+def show(
+    found: Comparison,
+    *,
+    json_to: Path | None,
+    figure_to: Path | None,
+    dark: bool,
+    console: Callable[..., Any],
+) -> None:
+    """Print a comparison and write its files; of an interrupted one the record, and no figure.
+
+    Raises:
+        ImportError: if a figure is wanted without matplotlib.
+        OSError: if a file cannot be written.
+    """
+    notes = console()
+    if not found.complete:
+        notes.print("[yellow]interrupted[/]: what follows is what was done by then")
+    if str(json_to) == "-":
+        sys.stdout.write(found.to_json())
+    else:
+        _print(found, console(stderr=False))
+    if json_to is not None and str(json_to) != "-":
+        write_whole(json_to, lambda to: Path(to).write_text(found.to_json(), encoding="utf-8"))
+        notes.print(f"[dim]json written to[/] {json_to}", highlight=False)
+    if figure_to is not None and found.complete:
+        from acutance.comparison.figures import draw
+        from acutance.report.style import DARK, LIGHT
+
+        draw(found, figure_to, theme=DARK if dark else LIGHT)
+        notes.print(f"[dim]figure written to[/] {figure_to}", highlight=False)
+
+
+def _print(found: Comparison, output: Any) -> None:
+    ascii_only = output.options.ascii_only
+    output.print(render.table(found))
+    output.print()
+    for line in render.legend(found, output.width >= render.WIDE):
+        output.print(Text(printable(line, ascii_only), style="dim"))
+    output.print("\nWhat it shows", style="bold")
+    for line in render.sentences(found):
+        output.print(Padding(Text(printable(f"• {line}", ascii_only)), (0, 0, 0, 1)))
+
+
+def _numbers(name: str, text: str, kind: type[int] | type[float]) -> Iterator[int | float]:
+    """Numbers between commas."""
+    word = "whole numbers" if kind is int else "numbers"
+    for part in text.split(","):
+        try:
+            yield kind(part)
+        except ValueError:
+            raise ValueError(f"{name}: {word} between commas, got {text!r}") from None
+
+
+@contextmanager
+def _bar(console: Any) -> Iterator[Callable[[Step], None]]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("comparing"), BarColumn(), TextColumn("{task.completed} of {task.total}"),
+        TextColumn("{task.fields[now]}"), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("comparing", total=None, now="")
+
+        def advance(step: Step) -> None:
+            now = f"{step.mechanism}, n = {step.n}"
+            bar.update(task, completed=step.done, total=step.total, now=now)
+
+        yield advance

@@ -1,0 +1,89 @@
+"""The figure of a comparison: effective keys against n, theory as lines, measurements as marks."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from acutance.comparison.record import Comparison
+from acutance.comparison.render import heading
+from acutance.report.style import (
+    LIGHT,
+    Theme,
+    both,
+    curves,
+    label,
+    legend,
+    measured,
+    new_figure,
+    reference,
+    save,
+)
+
+__all__ = ["draw"]
+
+
+def draw(found: Comparison, path: str | os.PathLike[str], *, theme: Theme = LIGHT) -> None:
+    """Draw effective keys against n, a line and marks for each mechanism.
+
+    Marks without a line are of mechanisms that no function predicts, and hollow.
+
+    Args:
+        found: a comparison.
+        path: a .png or .svg file.
+        theme: the page, light or dark.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: for another ending, or if nothing was measured.
+    """
+    names = [
+        name
+        for name in found.mechanisms
+        if any(not math.isnan(result["effective_keys"].measured) for result in found.of(name))
+    ]
+    if not names:
+        raise ValueError("there is nothing to draw: no mechanism has effective keys")
+    names.sort(key=lambda name: -found.of(name)[-1]["effective_keys"].measured)
+    figure, [axes] = new_figure(
+        "How many keys a row really attends to",
+        f"{heading(found)}. Lines: theory. Marks: measured.",
+        theme=theme,
+        height=max(5.2, 1.6 + 0.235 * len(names)),
+    )
+    for name, curve in zip(names, curves(len(names), theme), strict=True):
+        readings = [(result.n, result["effective_keys"]) for result in found.of(name)]
+        readings = [each for each in readings if not math.isnan(each[1].measured)]
+        at = [n for n, _ in readings]
+        marks = [reading.measured for _, reading in readings]
+        error = [0.0 if math.isnan(r.error) else r.error for _, r in readings]
+        line = [(n, r.predicted) for n, r in readings if not math.isnan(r.predicted)]
+        if line:
+            places, values = zip(*line, strict=True)
+            both(axes, places, values, at, marks, curve, name, error=error)
+        else:
+            measured(axes, at, marks, curve, error=error, hollow=True)
+            axes.plot(
+                [], [], color=curve.colour, linestyle="None", marker=curve.mark, markersize=6.0,
+                markerfacecolor=theme.page, markeredgewidth=1.3, label=name,
+            )  # fmt: skip
+    lengths = found.lengths
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    axes.minorticks_off()
+    pad = (lengths[-1] / lengths[0]) ** 0.06 if len(lengths) > 1 else 1.3
+    axes.set_xlim(lengths[0] / pad, lengths[-1] * pad)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(0.8, low), max(1.4 * lengths[-1], high))
+    axes.plot(
+        [lengths[0] / pad, lengths[-1] * pad], [lengths[0] / pad, lengths[-1] * pad],
+        color=theme.muted, linewidth=1.1, linestyle=(0, (1, 1.5)), label="all n keys", zorder=1,
+    )  # fmt: skip
+    reference(axes, theme, y=1.0)
+    label(axes, x="keys n", y="effective keys (Σ|a|)² / Σa²")
+    legend(axes, theme, where="upper left")
+    box = axes.get_legend()
+    assert box is not None
+    box.set_bbox_to_anchor((1.01, 1.0))
+    save(figure, path)

@@ -1,0 +1,126 @@
+"""What every mechanism of a comparison is run on: the same queries, keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from acutance.probing import QueryKeySample
+
+__all__ = ["Gaussian", "Inputs", "captured", "gaussian"]
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """The law that queries and keys were drawn from, component by component.
+
+    Attributes:
+        query_mean, query_std: of the queries.
+        key_mean, key_std: of the keys.
+    """
+
+    query_mean: float
+    query_std: float
+    key_mean: float
+    key_std: float
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Some rows of every head, and all their keys.
+
+    The queries are the last rows of their sequence, so that each sees (nearly) all n keys of a
+    causal mechanism too.
+
+    Attributes:
+        query: (B, H, rows, E).
+        key: (B, H, n, E).
+        value: (B, H, n, Ev).
+        is_causal: whether a row sees the keys up to its own place only.
+        law: what queries and keys were drawn from; None for those of a model.
+        names: of the heads, or none.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool
+    law: Gaussian | None = None
+    names: tuple[str, ...] = ()
+
+    @property
+    def n(self) -> int:
+        """Keys."""
+        return self.key.shape[2]
+
+    @property
+    def offset(self) -> int:
+        """Place of the first row."""
+        return self.n - self.query.shape[2]
+
+    @property
+    def value_variance(self) -> float:
+        """Variance of a value, summed over its components, mean over heads."""
+        if self.law is not None:
+            return float(self.value.shape[3])
+        return float(self.value.double().var(2, correction=0).sum(-1).mean())
+
+
+def gaussian(
+    n: int,
+    d: int,
+    law: Gaussian,
+    *,
+    heads: int,
+    batch: int,
+    samples: int,
+    seed: int,
+    is_causal: bool,
+) -> Inputs:
+    """Independent Gaussian queries and keys, each head with keys of its own; values N(0, I).
+
+    Args:
+        n: keys.
+        d: width of queries, keys and values.
+        law: means and deviations.
+        heads: how many.
+        batch: how many sequences.
+        samples: rows of each head, at most n.
+        seed: of the draws; each n has draws of its own.
+        is_causal: whether rows see the keys up to their own place only.
+    """
+    draw = torch.Generator().manual_seed(seed * 1_000_003 + n)
+    key = torch.randn(batch, heads, n, d, generator=draw)
+    value = torch.randn(batch, heads, n, d, generator=draw)
+    query = torch.randn(batch, heads, min(samples, n), d, generator=draw)
+    query = law.query_mean + law.query_std * query
+    return Inputs(query, law.key_mean + law.key_std * key, value, is_causal, law)
+
+
+def captured(
+    sample: QueryKeySample, n: int, *, heads: int, samples: int, is_causal: bool
+) -> Inputs:
+    """Queries, keys and values that a model formed: the first n tokens, their last rows.
+
+    Args:
+        sample: read by :func:`acutance.probing.load_queries_keys`.
+        n: keys.
+        heads: at most so many, evenly spaced over the model.
+        samples: rows of each head.
+        is_causal: whether rows see the keys up to their own place only.
+
+    Raises:
+        ValueError: if the sample is shorter than n.
+    """
+    if n > sample.length:
+        raise ValueError(
+            f"n is at most the {sample.length} tokens whose queries and keys were kept, got {n}"
+        )
+    chosen = sample.spread(heads)
+    query = chosen.query[:, max(0, n - samples) : n]
+    return Inputs(
+        query[None], chosen.key[None, :, :n], chosen.value[None, :, :n], is_causal,
+        names=chosen.heads,
+    )  # fmt: skip

@@ -1,0 +1,147 @@
+"""Rows of one mechanism, measured: the metrics of each, and how far it follows its query."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from acutance.comparison.inputs import Inputs
+from acutance.comparison.record import COMPARED
+from acutance.mechanisms import Mechanism
+from acutance.mechanisms.entry import Decay, Gated, Linear, Recurrence, Statistics
+
+__all__ = ["Rows", "fixed_weights", "mean_and_error", "measure"]
+
+_MISSING = {
+    "entropy": "The weights are no distribution.",
+    "jacobian_trace": "These weights do not give it.",
+    "noise_gain": "These weights do not give it.",
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was read of every row.
+
+    Attributes:
+        values: each quantity, (heads, rows) float64; batches of a head are heads of their own.
+        why: for each quantity that is missing, the reason.
+        statistics: all of them.
+    """
+
+    values: dict[str, Tensor]
+    why: dict[str, str]
+    statistics: Statistics
+
+
+def fixed_weights(mechanism: Mechanism) -> bool:
+    """Whether the weights depend on distance alone, so that nothing is left to chance."""
+    return isinstance(mechanism.form, Decay | Recurrence)
+
+
+def measure(mechanism: Mechanism, inputs: Inputs, seed: int = 0) -> Rows:
+    """Run a mechanism on some rows of every head and read them.
+
+    Args:
+        mechanism: an entry of the table.
+        inputs: what it is run on.
+        seed: of the direction in which the gradient is taken.
+    """
+    with torch.no_grad():
+        statistics = _statistics(mechanism, inputs)
+    values, why = {}, {}
+    for name in COMPARED:
+        if name == "query_gradient":
+            continue
+        if name in statistics.available:
+            values[name] = _heads_rows(statistics[name])
+        else:
+            why[name] = _MISSING[name]
+    if isinstance(mechanism.form, Gated):
+        why["query_gradient"] = "Its queries and keys are one sequence."
+    else:
+        values["query_gradient"] = query_gradient(mechanism, inputs, seed)
+    return Rows(values, why, statistics)
+
+
+def _statistics(mechanism: Mechanism, inputs: Inputs) -> Statistics:
+    def run(*, noise: bool) -> Statistics:
+        return mechanism.run(
+            inputs.query, inputs.key, inputs.value, is_causal=inputs.is_causal,
+            query_offset=inputs.offset, noise=noise,
+        )[1]  # fmt: skip
+
+    try:
+        return run(noise=True)
+    except ValueError as error:
+        if "noise=True" not in str(error):
+            raise
+    return run(noise=False)
+
+
+def query_gradient(mechanism: Mechanism, inputs: Inputs, seed: int = 0) -> Tensor:
+    r"""How far each output moves with its query, both relative to their size, (heads, rows).
+
+    .. math:: \frac{\lVert J^\top u \rVert \, \lVert q \rVert}{\sqrt d \, \lVert o \rVert},
+        \qquad J = \partial o / \partial q, \quad u \sim N(0, I)
+
+    In the mean of squares :math:`\lVert J^\top u \rVert` is the Frobenius norm of J. An output that
+    is linear in the query has about 1; one frozen on a key, or averaging all of them, nearly 0.
+
+    Args:
+        mechanism: an entry of the table.
+        inputs: what it is run on.
+        seed: of u.
+    """
+    query = inputs.query.detach().clone().requires_grad_()
+    out, _ = mechanism.run(
+        query, inputs.key, inputs.value, is_causal=inputs.is_causal, query_offset=inputs.offset,
+        rows="sums",
+    )  # fmt: skip
+    u = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out)
+    found = None
+    if out.requires_grad:
+        (found,) = torch.autograd.grad((out * u).sum(), query, allow_unused=True)
+    if found is None:
+        return torch.zeros_like(_heads_rows(query[..., 0].detach()))
+    size = out.detach().norm(dim=-1).double() * math.sqrt(query.shape[3])
+    ratio = found.norm(dim=-1).double() * query.detach().norm(dim=-1).double() / size
+    return _heads_rows(torch.where(size > 0, ratio, torch.nan))
+
+
+def mean_and_error(
+    values: Tensor, *, fixed: bool = False, alike: bool = True
+) -> tuple[float, float]:
+    """Mean over rows and its standard error; rows of one head share its keys, heads are apart.
+
+    Args:
+        values: (heads, rows); NaN is left out.
+        fixed: rows are not random, so the error is 0.
+        alike: heads follow the same law; otherwise the error is not known.
+
+    Example:
+        >>> mean_and_error(torch.tensor([[1.0, 3.0], [4.0, 4.0]], dtype=torch.float64))
+        (3.0, 1.0)
+    """
+    heads = values.nanmean(1)
+    heads = heads[~heads.isnan()]
+    if not len(heads):
+        return math.nan, math.nan
+    mean = float(heads.mean())
+    if fixed:
+        return mean, 0.0
+    if len(heads) < 2 or not alike:
+        return mean, math.nan
+    return mean, float(heads.std()) / math.sqrt(len(heads))
+
+
+def heads_alike(mechanism: Mechanism) -> bool:
+    """Whether every head of a mechanism follows the same law."""
+    return not (isinstance(mechanism.form, Linear) and mechanism.form.decays is not None)
+
+
+def _heads_rows(values: Tensor) -> Tensor:
+    return values.detach().double().flatten(0, 1)

@@ -1,0 +1,236 @@
+"""What theory says of the very rows that are measured, from their queries alone where it can.
+
+For Gaussian keys and a score that is a dot product, a row's scores are normal with a mean β and a
+deviation γ that follow from its query. Where a score has no law of its own, or queries and keys
+come from a model, β and γ are those measured, and the prediction is marked ``plug-in``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.interpolate import CubicSpline
+from torch import Tensor
+
+from acutance import scaling, theory
+from acutance.comparison.inputs import Gaussian, Inputs
+from acutance.comparison.measured import Rows as MeasuredRows
+from acutance.comparison.moments import feature_moments
+from acutance.mechanisms import Mechanism
+from acutance.mechanisms.entry import Call, Decay, Linear, Recurrence, Rows
+from acutance.rowstats import WeightStatistics
+from acutance.scores import Cosine, Dot, GeneralScore, ScaledDot, get
+
+__all__ = ["Predicted", "predict_rows"]
+
+Array = NDArray[np.float64]
+
+_PREDICTED = ("entropy", "sparsity", "effective_keys", "noise_gain", "jacobian_trace")
+#: Scores that are normal, given the query, if the keys are.
+_NORMAL = (ScaledDot, Dot, GeneralScore)
+#: Points at which theory is computed: so many, and more per doubling of what varies over rows.
+_POINTS, _PER_DOUBLING, _MOST_POINTS = 4, 3, 25
+_NO_GRADIENT = "There is no theory of it."
+_ONLY_SOFTMAX = "Theory has it for softmax weights only."
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predictions of rows.
+
+    Attributes:
+        values: each quantity that is predicted, (heads, rows) float64.
+        kinds: what kind of number each is.
+        why: for each that is not, the reason.
+        parameters: means over rows of what the prediction was made from.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, float] = field(default_factory=dict)
+
+
+def predict_rows(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows) -> Predicted:
+    """Predict every quantity of every row.
+
+    Args:
+        mechanism: an entry of the table.
+        inputs: the rows.
+        measured: what was read of them, for scores that have no law of their own.
+    """
+    law, form = mechanism.theory.law, mechanism.form
+    if law is None:
+        return Predicted(why=dict.fromkeys((*_PREDICTED, "query_gradient"), mechanism.theory.how))
+    n = float(measured.statistics.n_keys.double().mean())
+    if isinstance(form, Decay | Recurrence):
+        found = _decays(form, inputs, n)
+    elif law == "linear":
+        assert isinstance(form, Linear)
+        found = _linear(form, inputs, n)
+    else:
+        found = _scored(mechanism, inputs, measured, n)
+    found.why["query_gradient"] = _NO_GRADIENT
+    if isinstance(measured.statistics, WeightStatistics):  # theory knows these by size alone
+        for name in ("noise_gain", "jacobian_trace"):
+            found.values.pop(name, None)
+            found.why[name] = _ONLY_SOFTMAX
+        if "entropy" not in measured.values and found.values.pop("entropy", None) is not None:
+            found.why["entropy"] = measured.why["entropy"]
+    return found
+
+
+def _scored(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows, n: float) -> Predicted:
+    law = str(mechanism.theory.law)
+    given, form = inputs.law, mechanism.form
+    variance = inputs.value_variance
+    if isinstance(form, Rows) and given is not None:
+        call = Call(
+            inputs.query, inputs.key, inputs.value, inputs.is_causal, inputs.offset, False, "sums"
+        )
+        options = form.options_for(call)
+        score = get(options.get("score", "scaled_dot"))
+        if isinstance(score, Cosine) and given.key_mean == 0:
+            tau, d = score.temperature, float(inputs.key.shape[3])
+            values, kinds, why = _row(law, n, (("d", d), ("tau", tau)), variance)
+            return _spread(values, kinds, why, inputs, {"tau": tau, "d": d})
+        if isinstance(score, _NORMAL):
+            query, _, scale = score.transform(inputs.query, inputs.key)
+            factor = scaling.get(options.get("scaling")).factor(torch.tensor([round(n)]))
+            scale *= float(factor.flatten()[0])
+            return _normal(law, n, *_of_query(query, scale, given), variance)
+    if isinstance(form, Linear) and given is not None:  # the identity: scores q·k
+        return _normal(law, n, *_of_query(inputs.query, 1.0, given), variance)
+    stats = measured.statistics
+    if isinstance(form, Linear):
+        mean, std = _sampled_scores(inputs)
+    else:
+        mean, std = (stats[name].double().flatten(0, 1) for name in ("logit_mean", "logit_std"))
+    return _normal("softmax" if law == "cosine" else law, n, mean, std, variance, plug_in=True)
+
+
+def _of_query(query: Tensor, scale: float, law: Gaussian) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of the scores of each row, (heads, rows)."""
+    q = query.detach().double().flatten(0, 1)
+    return scale * law.key_mean * q.sum(-1), abs(scale * law.key_std) * q.norm(dim=-1)
+
+
+def _sampled_scores(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Mean and deviation over the keys of q·k, (heads, rows)."""
+    group = inputs.query.shape[1] // inputs.key.shape[1]
+    key = inputs.key.double().repeat_interleave(group, 1)
+    scores = (inputs.query.double() @ key.mT).flatten(0, 1)
+    return scores.mean(-1), scores.std(-1, correction=0)
+
+
+def _normal(
+    law: str, n: float, mean: Tensor, std: Tensor, variance: float, *, plug_in: bool = False
+) -> Predicted:
+    """Rows of normal scores: theory at a few points between the extremes, a spline in between."""
+    ratio = law != "softmax"  # of weights that have no scale only β/γ matters
+    std = std.clamp(min=1e-12)
+    where = (mean / std if ratio else std.log()).numpy()
+    parameters = {"logit_mean": float(mean.mean()), "logit_std": float(std.mean())}
+    low, high = float(where.min()), float(where.max())
+    doublings = (high - low) / math.log(2.0)
+    count = min(_MOST_POINTS, math.ceil(_POINTS + _PER_DOUBLING * max(0.0, doublings - 1)))
+    if high - low < 1e-9 * (1 + abs(low)):
+        count = 1
+    angles = np.pi * (np.arange(count) + 0.5) / count
+    points = (low + high) / 2 - (high - low) / 2 * np.cos(angles) / np.cos(angles[0])
+    rows = []
+    for point in points:
+        given = (
+            (("logit_mean", round(float(point), 12)), ("logit_std", 1.0))
+            if ratio
+            else (("logit_std", round(math.exp(point), 12)),)
+        )
+        rows.append(_row(law, n, given, variance))
+    kinds, why = dict(rows[0][1]), {name: text for row in rows for name, text in row[2].items()}
+    values = {}
+    for name in [name for name in kinds if name not in why]:
+        heights = np.array([row[0][name] for row in rows])
+        curve = heights[0] * np.ones_like(where) if count == 1 else _curve(points, heights, where)
+        values[name] = torch.from_numpy(curve)
+    kinds = {name: kinds[name] for name in values}
+    if plug_in:
+        kinds = dict.fromkeys(kinds, "plug-in")
+    return Predicted(values, kinds, why, parameters)
+
+
+def _curve(points: Array, heights: Array, where: Array) -> Array:
+    """A spline through the points, of the logarithm where there is one."""
+    if (heights > 0).all():
+        return np.asarray(np.exp(CubicSpline(points, np.log(heights))(where)), np.float64)
+    return np.asarray(CubicSpline(points, heights)(where), np.float64)
+
+
+@lru_cache(maxsize=4096)
+def _row(
+    law: str, n: float, given: tuple[tuple[str, float], ...], variance: float
+) -> tuple[Mapping[str, float], Mapping[str, str], Mapping[str, str]]:
+    """Values, kinds and reasons of a prediction."""
+    wanted = ("entropy",) if law == "decay" else _PREDICTED
+    row = theory.predict(law, n, value_variance=variance, metrics=wanted, **dict(given))
+    there = [name for name in _PREDICTED if name in row.kinds]
+    return (
+        {name: float(row[name]) for name in there},
+        {name: row.kinds[name] for name in there},
+        {name: row.why[name] for name in _PREDICTED if name in row.why},
+    )
+
+
+def _spread(
+    values: Mapping[str, float],
+    kinds: Mapping[str, str],
+    why: Mapping[str, str],
+    inputs: Inputs,
+    parameters: dict[str, float],
+) -> Predicted:
+    """The same prediction for every row."""
+    shape = inputs.query.shape[0] * inputs.query.shape[1], inputs.query.shape[2]
+    rows = {name: torch.full(shape, value, dtype=torch.float64) for name, value in values.items()}
+    return Predicted(rows, dict(kinds), dict(why), parameters)
+
+
+def _decays(form: Decay | Recurrence, inputs: Inputs, n: float) -> Predicted:
+    """Each head, or state, by its own decay."""
+    each = form.decays(inputs.value) if isinstance(form, Recurrence) else (
+        form.decays(inputs.query.shape[1]).repeat(inputs.query.shape[0])
+    )  # fmt: skip
+    lam = np.asarray(each.double().clamp(max=1.0))
+    counts = np.arange(inputs.offset, inputs.n, dtype=np.float64) + 1
+    entropy = [_row("decay", n, (("lam", float(value)),), 1.0)[0]["entropy"] for value in lam]
+    found = {
+        "sparsity": theory.sparsity_decay(lam[:, None], counts),
+        "effective_keys": theory.effective_keys_decay(lam[:, None], counts),
+        "entropy": np.array(entropy)[:, None] * np.ones_like(counts),
+    }
+    values = {name: torch.from_numpy(np.asarray(rows, np.float64)) for name, rows in found.items()}
+    why = dict.fromkeys(("noise_gain", "jacobian_trace"), _ONLY_SOFTMAX)
+    return Predicted(values, dict.fromkeys(values, "fixed"), why, {"lam": float(lam.mean())})
+
+
+def _linear(form: Linear, inputs: Inputs, n: float) -> Predicted:
+    """Non-negative features: the value of their mean and covariance."""
+    q, mean, covariance, exact = feature_moments(form, inputs)
+    sparsity = torch.full(q.shape[:2], math.nan, dtype=torch.float64)
+    for head, rows in enumerate(q):
+        some = rows @ mean[head] > 0  # a query without features gives no key any weight
+        if bool(some.any()):
+            found = theory.sparsity_linear(
+                rows[some].numpy(), mean[head].numpy(), covariance[head].numpy()
+            )
+            sparsity[head, some] = torch.from_numpy(np.asarray(found, np.float64))
+    values = {"sparsity": sparsity, "effective_keys": n * sparsity.square()}
+    why = dict.fromkeys(
+        ("entropy",), "The mean and covariance of key features do not say it."
+    ) | dict.fromkeys(("noise_gain", "jacobian_trace"), _ONLY_SOFTMAX)
+    kind = "fixed" if exact else "plug-in"
+    return Predicted(values, dict.fromkeys(values, kind), why)

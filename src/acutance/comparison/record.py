@@ -1,0 +1,201 @@
+"""What a comparison finds: a record for each mechanism and length, and one of them all."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from acutance.mechanisms import MECHANISMS
+from acutance.rowstats import METRICS
+
+__all__ = ["COMPARED", "SCHEMA", "Comparison", "Quantity", "Reading", "Result"]
+
+SCHEMA = "acutance.comparison/1"
+
+
+class Quantity(NamedTuple):
+    """A number that is compared: its symbol, unit and meaning."""
+
+    symbol: str
+    unit: str
+    meaning: str
+
+
+def _of(name: str) -> Quantity:
+    return Quantity(METRICS[name].symbol, METRICS[name].unit, METRICS[name].meaning)
+
+
+#: What is read of every mechanism, in order.
+COMPARED: dict[str, Quantity] = {
+    "entropy": _of("entropy"),
+    "sparsity": _of("sparsity"),
+    "effective_keys": _of("effective_keys"),
+    "noise_gain": _of("noise_gain"),
+    "jacobian_trace": _of("jacobian_trace"),
+    "query_gradient": Quantity(
+        "g", "1",
+        "change of the output with the query, both relative to their size: the median over a head's"
+        " rows of ‖∂(o·u)/∂q‖ ‖q‖ / (√d ‖o‖), u normal; about 1 where the output is linear in q",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One quantity of one mechanism at one length, measured and predicted.
+
+    Attributes:
+        measured: mean over rows (``query_gradient``: median); NaN where there is none.
+        error: standard error of it, heads taken as independent; 0 where all rows are alike, NaN
+            where it is not known.
+        predicted: what theory says of these rows; NaN where it says nothing.
+        kind: of the prediction, a key of :data:`acutance.theory.KINDS`; "" without one.
+        z: standard errors that measurement and prediction are apart, row by row; NaN where the
+            prediction is no expectation.
+        why: why one of the two is missing, in a sentence; "" where both are there.
+    """
+
+    measured: float = math.nan
+    error: float = math.nan
+    predicted: float = math.nan
+    kind: str = ""
+    z: float = math.nan
+    why: str = ""
+
+    @property
+    def deviation(self) -> float:
+        """How much larger the measured value is than the predicted one, relative to that.
+
+        Example:
+            >>> Reading(measured=11.0, predicted=10.0).deviation
+            0.1
+        """
+        if self.predicted == 0.0:
+            return math.nan if self.measured else 0.0
+        return (self.measured - self.predicted) / abs(self.predicted)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One mechanism at one length.
+
+    Attributes:
+        mechanism: name in :data:`acutance.MECHANISMS`.
+        n: keys a row sees.
+        rows: how many rows were read.
+        readings: by the names of :data:`COMPARED`.
+        seconds: wall time of one head with L = S = n, statistics included; NaN if not measured.
+        cpu_seconds: process CPU time of the same.
+        mib: peak memory of the same above its inputs, output included.
+        parameters: what the prediction was made from, means over rows.
+    """
+
+    mechanism: str
+    n: int
+    rows: int
+    readings: Mapping[str, Reading]
+    seconds: float = math.nan
+    cpu_seconds: float = math.nan
+    mib: float = math.nan
+    parameters: Mapping[str, float] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Reading:
+        if name not in COMPARED:
+            raise ValueError(f"no quantity is named {name!r}: choose from {', '.join(COMPARED)}")
+        return self.readings[name]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Mechanisms side by side on the same queries and keys.
+
+    Attributes:
+        results: in the order they were asked for, all lengths of one mechanism together.
+        settings: what they were run on.
+        complete: False if it was interrupted.
+    """
+
+    results: tuple[Result, ...]
+    settings: Mapping[str, Any]
+    complete: bool = True
+
+    @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """Names, in order."""
+        return tuple(dict.fromkeys(result.mechanism for result in self.results))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Numbers of keys, ascending."""
+        return tuple(sorted({result.n for result in self.results}))
+
+    def __getitem__(self, place: tuple[str, int]) -> Result:
+        """The result of a mechanism at a length: ``found["relu2", 256]``.
+
+        Raises:
+            KeyError: if there is none.
+        """
+        for result in self.results:
+            if (result.mechanism, result.n) == place:
+                return result
+        raise KeyError(place)
+
+    def of(self, mechanism: str) -> tuple[Result, ...]:
+        """The results of one mechanism, shortest rows first."""
+        found = [result for result in self.results if result.mechanism == mechanism]
+        return tuple(sorted(found, key=lambda result: result.n))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values for JSON; NaN as None."""
+        return {
+            "schema": SCHEMA,
+            "complete": self.complete,
+            "settings": dict(self.settings),
+            "quantities": {name: entry._asdict() for name, entry in COMPARED.items()},
+            "mechanisms": {
+                name: {
+                    "title": MECHANISMS[name].title,
+                    "formula": MECHANISMS[name].formula,
+                    "source": MECHANISMS[name].source,
+                    "can_concentrate": MECHANISMS[name].can_concentrate,
+                    "theory": MECHANISMS[name].theory.how,
+                }
+                for name in self.mechanisms
+            },
+            "results": [_result(result) for result in self.results],
+        }
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as text."""
+        return json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False, indent=1) + "\n"
+
+
+def _result(result: Result) -> dict[str, Any]:
+    return {
+        "mechanism": result.mechanism,
+        "n": result.n,
+        "rows": result.rows,
+        "readings": {
+            name: {
+                "measured": _plain(reading.measured),
+                "error": _plain(reading.error),
+                "predicted": _plain(reading.predicted),
+                "kind": reading.kind or None,
+                "deviation": _plain(reading.deviation),
+                "z": _plain(reading.z),
+                "why": reading.why or None,
+            }
+            for name, reading in result.readings.items()
+        },
+        "seconds": _plain(result.seconds),
+        "cpu_seconds": _plain(result.cpu_seconds),
+        "mib": _plain(result.mib),
+        "parameters": {name: _plain(value) for name, value in result.parameters.items()},
+    }
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None

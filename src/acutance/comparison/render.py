@@ -1,0 +1,189 @@
+"""A comparison in the terminal: a line for each mechanism and length, then what it shows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from acutance.comparison.record import COMPARED, Comparison, Reading, Result
+from acutance.mechanisms import MECHANISMS
+from acutance.report.console import printable
+
+__all__ = ["WIDE", "heading", "legend", "sentences", "table"]
+
+#: Columns from which every quantity fits.
+WIDE = 118
+_FAR = 4.0  # standard errors, or per cent of a formula for many keys, that stand out
+
+
+def table(found: Comparison) -> ConsoleRenderable:
+    """A rich renderable: every mechanism at every length.
+
+    Example:
+        >>> from acutance.comparison import compare
+        >>> found = compare("decay", n=[64, 256], d=16, heads=2, costs=False)
+        >>> Console(width=80, no_color=True).print(table(found))
+        Gaussian queries and keys, width 16; 32 rows, 2 heads
+        <BLANKLINE>
+        mechanism    n  entropy  sparsity  eff. keys  theory  off by  grad
+        decay       64     3.23     0.580       18.9    18.9   exact     0
+                   256     3.25     0.277       19.0    19.0   exact     0
+    """
+    return _Table(found)
+
+
+class _Table:
+    """What :func:`table` returns; it is laid out when it is printed."""
+
+    def __init__(self, found: Comparison) -> None:
+        self.found = found
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        ascii_only, found = options.ascii_only, self.found
+        wide = options.max_width >= WIDE
+        costs = any(not math.isnan(result.seconds) for result in found.results)
+
+        def shown(text: str) -> str:
+            return printable(text, ascii_only)
+
+        yield Text(shown(heading(found)), style="bold")
+        yield Text()
+        gap = 2 if wide or not costs else 1
+        body = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+        body.add_column("mechanism", no_wrap=True)
+        names = ["n", "entropy"]
+        names += ["theory", "sparsity", "theory"] if wide else ["sparsity"]
+        names += ["eff. keys", "theory", "off by"]
+        names += ["noise", "tr J"] if wide else []
+        names += ["grad"]
+        names += ["s", "MiB"] if costs else []
+        for name in names:
+            body.add_column(name, justify="right", no_wrap=True)
+        last = ""
+        for result in found.results:
+            cells = [f"{result.n}", _short(result["entropy"].measured)]
+            if wide:
+                cells += [_short(result["entropy"].predicted)]
+            cells += [_short(result["sparsity"].measured)]
+            if wide:
+                cells += [_short(result["sparsity"].predicted)]
+            keys = result["effective_keys"]
+            cells += [_short(keys.measured), _short(keys.predicted)]
+            line: list[Any] = [*map(shown, cells), _distance(keys, shown)]
+            if wide:
+                line += [shown(_short(result[name].measured)) for name in
+                         ("noise_gain", "jacobian_trace")]  # fmt: skip
+            line.append(shown(_short(result["query_gradient"].measured)))
+            if costs:
+                line += [shown(_short(result.seconds)), shown(_short(result.mib, 2))]
+            body.add_row("" if result.mechanism == last else result.mechanism, *line)
+            last = result.mechanism
+        yield body
+
+
+def heading(found: Comparison) -> str:
+    """What the mechanisms were run on."""
+    given = found.settings
+    rows = f"{given['samples'] * given['heads'] * given['batch']:,} rows, {given['heads']} heads"
+    causal = ", causal" if given["is_causal"] else ""
+    if given["query_mean"] is None:
+        return f"Queries and keys of a model, width {given['d']}; {rows}{causal}"
+    means = given["query_mean"], given["key_mean"]
+    stds = given["query_std"], given["key_std"]
+    more = ""
+    if any(means):
+        more += f", mean {means[0]:g}" + (f" and {means[1]:g}" if means[0] != means[1] else "")
+    if stds != (1.0, 1.0):
+        more += f", deviation {stds[0]:g}" + (f" and {stds[1]:g}" if stds[0] != stds[1] else "")
+    return f"Gaussian queries and keys, width {given['d']}{more}; {rows}{causal}"
+
+
+def sentences(found: Comparison) -> list[str]:
+    """What the comparison shows: how far theory is off, then each mechanism in a sentence.
+
+    Example:
+        >>> from acutance.comparison import compare
+        >>> found = compare(["identity", "l1"], n=64, d=16, heads=4, costs=False)
+        >>> print(sentences(found)[-1][:72])
+        identity, l1: No: for Gaussian keys its sparsity is never below √(2/π) =
+    """
+    said: dict[str, list[str]] = {}
+    for name in found.mechanisms:
+        said.setdefault(MECHANISMS[name].can_concentrate, []).append(name)
+    lines = [f"{', '.join(names)}: {sentence}" for sentence, names in said.items()]
+    return [line for line in (_agreement(found), _missing(found), *lines) if line]
+
+
+def _agreement(found: Comparison) -> str:
+    """The largest distance between theory and measurement, of how many."""
+    judged: list[tuple[float, Result, str]] = [
+        (abs(reading.z), result, name)
+        for result in found.results
+        for name, reading in result.readings.items()
+        if not math.isnan(reading.z)
+    ]
+    if not judged:
+        return ""
+    most, result, name = max(judged, key=lambda each: each[0])
+    return (
+        f"Of {len(judged)} exact expectations the one farthest from what was measured is"
+        f" {most:.1f} standard errors away: {name.replace('_', ' ')} of {result.mechanism}"
+        f" at n = {result.n}."
+    )
+
+
+def _missing(found: Comparison) -> str:
+    """Mechanisms that no function predicts."""
+    names = [
+        name
+        for name in found.mechanisms
+        if all(math.isnan(result["effective_keys"].predicted) for result in found.of(name))
+    ]
+    return f"Without a prediction: {', '.join(names)}." if names else ""
+
+
+def _distance(reading: Reading, shown: Any) -> Text:
+    """How far measurement and prediction are apart: in standard errors, or in per cent."""
+    if math.isnan(reading.predicted) or math.isnan(reading.measured):
+        return Text(shown("–"))
+    if not math.isnan(reading.z):
+        away, text = reading.z, f"{round(reading.z, 1) + 0.0:+.1f} se"
+    elif reading.kind == "fixed" and abs(reading.deviation) < 1e-4:
+        return Text("exact")
+    else:
+        away = 100 * reading.deviation
+        text = f"{away:+.0f} %" if abs(away) >= 9.95 else f"{round(away, 1) + 0.0:+.1f} %"
+    return Text(shown(text.replace("-", "−")), "bold" if abs(away) > _FAR else "")
+
+
+def _short(value: float, digits: int = 3) -> str:
+    """Three significant digits, and no fewer than a whole number has; "–" for NaN."""
+    if math.isnan(value):
+        return "–"
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 10**digits:
+        return f"{value:.0f}"
+    if size < 1e-3:
+        return f"{value:.1e}".replace("e-0", "e-").replace("-", "−")
+    places = digits - 1 - math.floor(math.log10(float(f"{size:.{digits - 1}e}")))
+    return f"{value:.{max(0, places)}f}".replace("-", "−")
+
+
+def legend(found: Comparison, wide: bool) -> list[str]:
+    """What the columns are, in a sentence each."""
+    lines = ["grad: " + COMPARED["query_gradient"].meaning + "."]
+    if wide:
+        lines.append("noise: " + COMPARED["noise_gain"].meaning)
+        lines.append("tr J: " + COMPARED["jacobian_trace"].meaning)
+    if any(not math.isnan(result.seconds) for result in found.results):
+        lines.append(
+            "s, MiB: one head with n rows, statistics included, on"
+            f" {found.settings['threads']} threads; memory above the inputs."
+        )
+    return lines

@@ -1,0 +1,217 @@
+"""The comparison: every mechanism at every length, on the same queries and keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from acutance.comparison.cost import Cost, cost
+from acutance.comparison.inputs import Gaussian, Inputs, captured, gaussian
+from acutance.comparison.measured import fixed_weights, heads_alike, mean_and_error, measure
+from acutance.comparison.predicted import predict_rows
+from acutance.comparison.record import COMPARED, Comparison, Reading, Result
+from acutance.mechanisms import MECHANISMS, Mechanism, mechanism
+from acutance.probing import QueryKeySample
+from acutance.shapes import check_count, check_flag, check_number
+
+__all__ = ["DEFAULT_LENGTHS", "DEFAULT_MECHANISMS", "Step", "compare", "pick"]
+
+DEFAULT_LENGTHS = (256, 1024, 4096)
+#: One of each kind: what concentrates, what cannot, and what does so by place alone.
+DEFAULT_MECHANISMS = (
+    "scaled_dot", "dot", "cosine", "cosine_tau", "log_n", "sigmoid", "relu2", "identity",
+    "linear_elu1", "linear_exp", "decay", "lru",
+)  # fmt: skip
+
+
+class Step(NamedTuple):
+    """What is about to be done: the count of steps done before it, and in all."""
+
+    done: int
+    total: int
+    mechanism: str
+    n: int
+
+
+def compare(
+    mechanisms: str | Mechanism | Sequence[str | Mechanism] | None = None,
+    *,
+    n: int | Sequence[int] = DEFAULT_LENGTHS,
+    d: int = 64,
+    heads: int = 16,
+    batch: int = 1,
+    samples: int = 16,
+    mean: float | tuple[float, float] = 0.0,
+    std: float | tuple[float, float] = 1.0,
+    is_causal: bool = False,
+    seed: int = 0,
+    source: QueryKeySample | None = None,
+    costs: bool = True,
+    progress: Callable[[Step], None] | None = None,
+) -> Comparison:
+    r"""Run mechanisms on the same queries and keys: what is measured beside what is predicted.
+
+    Rows are sampled: ``samples`` queries of each head, the last of their sequence, and all n keys
+    of the head. Queries and keys are normal, or those of a model (``source``).
+
+    Args:
+        mechanisms: names of :data:`acutance.MECHANISMS` or entries; ``"all"`` for all of them, None
+            for :data:`DEFAULT_MECHANISMS`.
+        n: numbers of keys, each at least 2.
+        d: width of queries, keys and values.
+        heads: heads, each with keys of its own; with a source at most so many.
+        batch: sequences.
+        samples: rows of each head.
+        mean: of the components, or a pair for queries and keys. Scores have the mean
+            :math:`\sqrt d \, \mu_q \mu_k` where they are scaled dot products.
+        std: their standard deviation, or a pair.
+        is_causal: rows see the keys up to their own place only; recurrent mechanisms always do.
+        seed: of every draw.
+        source: queries and keys of a model, of :meth:`acutance.probing.Probe.queries_keys`; then
+            ``d``, ``batch``, ``mean`` and ``std`` say nothing.
+        costs: also measure time and peak memory of one head with n rows.
+        progress: called before each step.
+
+    Returns:
+        The :class:`Comparison`. Interrupted (KeyboardInterrupt) after the first result, it has
+        those that are done, and ``complete`` is False.
+
+    Raises:
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if a mechanism is unknown (the nearest is named) or a number is out of range.
+        ImportError: if a mechanism needs a library that is not installed.
+
+    Example:
+        >>> found = compare(["cosine", "decay"], n=64, d=16, heads=2, costs=False)
+        >>> found["decay", 64]["effective_keys"].predicted
+        18.8...
+        >>> reading = found["cosine", 64]["entropy"]
+        >>> reading.measured > 4.1589 - 0.4745
+        True
+
+    Source:
+        Su Jianlin, kexue.fm/archives/9889 and 9593.
+    """
+    chosen = pick(mechanisms)
+    lengths = _lengths(n)
+    check_count("d", d, 2)
+    for name, value in (("heads", heads), ("batch", batch), ("samples", samples)):
+        check_count(name, value, 1)
+    check_count("seed", seed, 0)
+    means, stds = _pair("mean", mean), _pair("std", std)
+    for each in stds:
+        check_number("std", each, above=0.0)
+    law = Gaussian(means[0], stds[0], means[1], stds[1])
+    causal = check_flag("is_causal", is_causal) or bool(source is not None and source.is_causal)
+
+    def inputs(count: int, rows: int, of: int, sequences: int) -> Inputs:
+        if source is not None:
+            return captured(source, count, heads=of, samples=rows, is_causal=causal)
+        return gaussian(
+            count, d, law, heads=of, batch=sequences, samples=rows, seed=seed, is_causal=causal
+        )
+
+    results: dict[tuple[str, int], Result] = {}
+    complete, total = True, len(chosen) * len(lengths)
+    try:
+        for count in lengths:
+            sampled = inputs(count, samples, heads, batch)
+            whole = inputs(count, count, 1, 1) if costs else None
+            for entry in chosen:
+                if progress is not None:
+                    progress(Step(len(results), total, entry.name, count))
+                results[entry.name, count] = _result(entry, sampled, whole, seed)
+    except KeyboardInterrupt:
+        if not results:
+            raise
+        complete = False
+    settings: dict[str, Any] = {
+        "n": list(lengths), "d": sampled.key.shape[3], "heads": sampled.query.shape[1],
+        "batch": sampled.query.shape[0], "samples": samples, "is_causal": causal, "seed": seed,
+        "query_mean": None, "query_std": None, "key_mean": None, "key_std": None,
+        "heads_of_the_model": list(sampled.names),
+    }  # fmt: skip
+    if source is None:
+        settings |= {name: getattr(law, name) for name in settings if hasattr(law, name)}
+    settings |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    ordered = [
+        results[entry.name, count]
+        for entry in chosen
+        for count in lengths
+        if (entry.name, count) in results
+    ]
+    return Comparison(tuple(ordered), settings, complete)
+
+
+def pick(
+    mechanisms: str | Mechanism | Sequence[str | Mechanism] | None,
+) -> tuple[Mechanism, ...]:
+    """The entries that are meant, each once; see :func:`compare`.
+
+    Raises:
+        ValueError: if one is unknown (the nearest is named), or none is given.
+
+    Example:
+        >>> [entry.name for entry in pick("relu2")]
+        ['relu2']
+        >>> len(pick("all")) == len(MECHANISMS)
+        True
+    """
+    if mechanisms is None:
+        mechanisms = DEFAULT_MECHANISMS
+    if isinstance(mechanisms, str | Mechanism):
+        mechanisms = [mechanisms]
+    found: dict[str, Mechanism] = {}
+    for given in mechanisms:
+        if given == "all":
+            found.update(MECHANISMS)
+        else:
+            entry = mechanism(given)
+            found[entry.name] = entry
+    if not found:
+        raise ValueError("mechanisms: at least one, got none")
+    return tuple(found.values())
+
+
+def _result(entry: Mechanism, sampled: Inputs, whole: Inputs | None, seed: int) -> Result:
+    measured = measure(entry, sampled, seed)
+    predicted = predict_rows(entry, sampled, measured)
+    fixed, alike = fixed_weights(entry), heads_alike(entry)
+    readings = {}
+    for name in COMPARED:
+        reading: dict[str, Any] = {}
+        rows, theory = measured.values.get(name), predicted.values.get(name)
+        if rows is not None:
+            if name == "query_gradient":
+                rows = rows.nanmedian(1, keepdim=True).values
+            reading["measured"], reading["error"] = mean_and_error(rows, fixed=fixed, alike=alike)
+        if theory is not None:
+            kind = predicted.kinds[name]
+            reading |= {"predicted": float(theory.nanmean()), "kind": kind}
+            if rows is not None and kind == "mean":
+                apart, error = mean_and_error(rows - theory)
+                reading["z"] = apart / error if error > 0 else math.nan
+        reasons = [measured.why.get(name, ""), predicted.why.get(name, "")]
+        reading["why"] = next(filter(None, reasons), "")
+        readings[name] = Reading(**reading)
+    spent = Cost(math.nan, math.nan, math.nan) if whole is None else cost(entry, whole)
+    count = next(iter(measured.values.values())).numel()
+    return Result(entry.name, sampled.n, count, readings, *spent, parameters=predicted.parameters)
+
+
+def _lengths(n: int | Sequence[int]) -> tuple[int, ...]:
+    given = (n,) if isinstance(n, int) else tuple(n)
+    if not given:
+        raise ValueError("n: at least one number of keys, got none")
+    return tuple(sorted({check_count("n", count, 2) for count in given}))
+
+
+def _pair(name: str, value: float | tuple[float, float]) -> tuple[float, float]:
+    """One number for queries and one for keys, from one or two."""
+    both = value if isinstance(value, tuple | list) else (value, value)
+    if len(both) != 2:
+        raise ValueError(f"{name} is one number, or one for queries and one for keys, got {value}")
+    return check_number(name, both[0]), check_number(name, both[1])

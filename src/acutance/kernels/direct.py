@@ -1,0 +1,214 @@
+"""The way past PyTorch's dispatcher, for calls that nothing observes.
+
+An operator of :mod:`torch.library` costs some hundred microseconds a call, more than a short
+sequence takes. Where no gradient is wanted, nothing is traced and no mode watches, the native
+kernel is called as it is; every other call goes through the operators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from acutance.kernels import library
+from acutance.kernels.library import ABI, CALL, SUMS, Layout
+from acutance.kernels.native import DTYPES, MOST_WIDTH, check
+from acutance.rowstats import RowState, RowStatistics
+from acutance.shapes import MOST
+
+try:
+    from torch._C import (
+        _get_tracing_state,
+        _len_torch_dispatch_stack,
+        _len_torch_function_stack,
+    )
+    from torch._C._functorch import maybe_current_level
+
+    _KNOWN = forward_ad._current_level is not None
+except (ImportError, AttributeError):  # a torch that keeps its modes elsewhere
+    _KNOWN = False
+
+__all__ = ["PackedStatistics", "attend", "possible", "unobserved"]
+
+
+def _beginning(layout: Layout, last: str, after: str = "") -> struct.Struct:
+    """A structure of which all is 0 behind a member, except for what stands at its very end."""
+    code = layout.code_until(last)
+    rest = layout.words - layout.words_until(last) - len(after)
+    return struct.Struct(f"={code}{8 * rest}x{after}")
+
+
+_CALL = _beginning(CALL, "window", "q").pack
+_SUMS = _beginning(SUMS, "first_index").pack
+
+
+def unobserved() -> bool:
+    """Whether no compiler, tracer, mode or transform sees what PyTorch does."""
+    return (
+        not torch.compiler.is_compiling()
+        and _KNOWN
+        and not _len_torch_function_stack()
+        and not _len_torch_dispatch_stack()
+        and maybe_current_level() is None
+        and forward_ad._current_level < 0
+        and _get_tracing_state() is None
+    )
+
+
+def possible(*tensors: Tensor | None) -> bool:
+    """Whether a call of these tensors may go past the dispatcher."""
+    if not unobserved():
+        return False
+    recording = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
+        if not plain or tensor.layout is not torch.strided or (recording and tensor.requires_grad):
+            return False
+    return True
+
+
+class PackedStatistics(RowStatistics):
+    """Statistics whose sums lie in one piece of memory until they are read."""
+
+    def __init__(self, rows: Any, dtype: torch.dtype, B: int, H: int, L: int) -> None:
+        """Hold the sums as the kernel left them: counts, first keys, then the other fields."""
+        own = self.__dict__
+        own["_rows"] = rows, dtype, B, H, L
+        own["backend"] = "native"
+
+    @cached_property
+    def state(self) -> RowState:
+        """The mergeable sums, fields (B, Hq, L)."""
+        rows, dtype, B, H, L = self.__dict__.pop("_rows")
+        if not isinstance(rows, Tensor):
+            rows = torch.frombuffer(rows, dtype=dtype)
+        whole = 2 * 8 // rows.element_size() * B * H * L
+        n, first_index = rows[:whole].view(torch.int64).view(2, B, H, L).unbind(0)
+        m, Z, U, W, Q, mean, M2, depth, first = rows[whole:].view(9, B, H, L).unbind(0)
+        none = Z.unsqueeze(-1)[..., :0]
+        return RowState(
+            *(n, m, Z, U, W, Q, mean, M2, depth, first, first_index, none, none, none, none)
+        )
+
+
+#: Rows of calls so small that Python's own memory is had faster than a tensor, by size in bytes.
+_SMALL = 16384
+_BUFFERS: dict[int, Any] = {}
+
+
+def _memory(size: int) -> Any:
+    """A few bytes, kept alive by whoever reads them."""
+    if size not in _BUFFERS:
+        _BUFFERS[size] = ctypes.c_char * size
+    return _BUFFERS[size]()
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    causal: Any,
+    scale: Any,
+    enable_gqa: Any,
+    offset: Any,
+    window: Any,
+) -> tuple[Any, PackedStatistics] | None:
+    """The output, None without values, and the statistics; None where a call is not ordinary.
+
+    Nothing is raised here: what this does not take goes the long way, and is checked there.
+    """
+    if not unobserved():
+        return None
+    bare = value is None
+    if type(query) is not Tensor or type(key) is not Tensor or not (bare or type(value) is Tensor):
+        return None
+    v: Any = key if bare else value
+    dtype = query.dtype
+    if (
+        key.dtype is not dtype
+        or v.dtype is not dtype
+        or not (query.is_cpu and key.is_cpu and v.is_cpu)
+        or (
+            (query.requires_grad or key.requires_grad or v.requires_grad)
+            and torch.is_grad_enabled()
+        )
+        or torch.is_autocast_enabled("cpu")
+    ):
+        return None
+    code = DTYPES.get(dtype)
+    if code is None:
+        return None
+    try:
+        B, Hq, L, E = query.shape
+        B1, H, S, E1 = key.shape
+        B2, H2, S2, Ev = v.shape
+        q0, q1, q2, q3 = query.stride()
+        k0, k1, k2, k3 = key.stride()
+        v0, v1, v2, v3 = v.stride()
+        q, k, place = query.data_ptr(), key.data_ptr(), v.data_ptr()
+    except (RuntimeError, ValueError):
+        return None
+    if (
+        not (B == B1 == B2 and H == H2 and S == S2 and E == E1)
+        or not (B and Hq and L and H and S and 0 < E <= MOST_WIDTH and 0 < Ev <= MOST_WIDTH)
+        or not (q3 == k3 == v3 == 1)
+        or not (q and k and place)
+        or not ((enable_gqa is False and Hq == H) or (enable_gqa is True and Hq % H == 0))
+        or not (causal is True or causal is False)
+        or not (type(offset) is int and -MOST <= offset <= MOST)
+    ):
+        return None
+    if window is None:
+        window = 0
+    elif type(window) is not int or not 0 < window <= MOST:
+        return None
+    if scale is None:
+        scale = E**-0.5
+    elif type(scale) is not float or not -1e300 < scale < 1e300:
+        return None
+    found = library.load()
+    if isinstance(found, str):
+        return None
+    count = B * Hq * L
+    wide = dtype if dtype is torch.float64 else torch.float32
+    step = 8 * count if dtype is torch.float64 else 4 * count
+    size = 16 * count + 9 * step
+    rows: Any
+    if size <= _SMALL:
+        rows = _memory(size)
+        at = ctypes.addressof(rows)
+    else:
+        rows = torch.empty(size * count // step, dtype=wide)
+        at = rows.data_ptr()
+    m = at + 16 * count
+    fields = (at, *range(m, m + 9 * step, step), at + 8 * count)
+    if bare:
+        out = None
+        sums = _SUMS(0, 0, 0, 0, *fields)
+        place = Ev = 0
+    else:
+        width = L * Ev
+        if Ev == E and query.is_contiguous():
+            out = torch.empty_like(query)
+        else:
+            out = query.new_empty((B, Hq, L, Ev))
+        sums = _SUMS(out.data_ptr(), Hq * width, width, Ev, *fields)
+    threads = torch.get_num_threads()
+    # fmt: off
+    call = _CALL(
+        ABI, code, B, H, Hq // H, L, S, E, Ev, q, k, place, q0, q1, q2, k0, k1, k2, v0, v1, v2,
+        scale, 0.0, causal, offset, window, threads,
+    )
+    # fmt: on
+    status = found.forward(call, sums)
+    if status:
+        check(status)
+    return out, PackedStatistics(rows, wide, B, Hq, L)

@@ -1,0 +1,146 @@
+"""Which backend takes a call: by device, dtype, widths and what the call asks for.
+
+``native`` is the compiled CPU kernel, ``triton`` the CUDA one, ``blocked`` plain PyTorch on any
+device and the reference for behaviour, ``dense`` the whole matrix in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from acutance.kernels import blocked, dense, native
+from acutance.kernels.backward import Gradients, SumGradients
+from acutance.kernels.backward import backward as blocked_backward
+from acutance.kernels.blocked import Sums
+from acutance.kernels.tiles import Rule
+from acutance.masks import Masking
+
+__all__ = ["BACKENDS", "BACKEND_VARIABLE", "backward", "check_backend", "choose", "forward"]
+
+#: Names of the backends.
+BACKENDS = ("native", "blocked", "triton", "dense")
+#: Environment variable that names the backend of calls that leave the choice open.
+BACKEND_VARIABLE = "ACUTANCE_BACKEND"
+
+
+def check_backend(name: object, what: str = "backend") -> str:
+    """A backend's name, or "auto".
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if name != "auto" and name not in BACKENDS:
+        allowed = ", ".join(repr(each) for each in ("auto", *BACKENDS))
+        raise ValueError(f"{what} is one of {allowed}, got {name!r}")
+    return str(name)
+
+
+@cache
+def forced() -> str:
+    """What :data:`BACKEND_VARIABLE` says, "auto" if nothing; read once."""
+    return check_backend(os.environ.get(BACKEND_VARIABLE) or "auto", BACKEND_VARIABLE)
+
+
+_forced: Callable[[], str] = torch.compiler.assume_constant_result(forced)
+
+
+def takes_native(backend: str) -> bool:
+    """Whether a call that the native kernel can take is the native kernel's."""
+    if backend == "auto":
+        backend = _forced()
+    return backend == "auto" or backend == "native"
+
+
+def why_not(backend: str, query: Tensor, value: Tensor | None, dropout_p: float) -> str | None:
+    """Why a backend cannot take a call, in a clause, or None if it can."""
+    if backend == "native":
+        return native.why_not(query, value, dropout_p)
+    if backend == "triton":
+        return cast("str | None", _gpu().why_not(query, value, dropout_p))
+    if backend == "dense" and dropout_p > 0.0:
+        return "dropout"
+    return None
+
+
+def _gpu() -> ModuleType:
+    from acutance.kernels import gpu  # imports triton, which takes its time
+
+    return gpu
+
+
+def choose(backend: str, query: Tensor, value: Tensor | None, dropout_p: float) -> str:
+    """The backend that takes a call.
+
+    Args:
+        backend: its name, or "auto": then the one that :data:`BACKEND_VARIABLE` names, if it can
+            take the call, and otherwise the fastest that can.
+        query: (B, Hq, L, E).
+        value: (B, H, S, Ev), or None.
+        dropout_p: probability of dropping a weight.
+
+    Raises:
+        ValueError: if the backend named cannot take the call.
+    """
+    if backend != "auto":
+        reason = why_not(backend, query, value, dropout_p)
+        if reason is not None:
+            raise ValueError(f"backend={backend!r} cannot take this call: {reason}")
+        return backend
+    fastest = "native" if query.device.type == "cpu" else "triton"
+    for name in (_forced(), fastest):
+        if name != "auto" and why_not(name, query, value, dropout_p) is None:
+            return name
+    return "blocked"
+
+
+def forward(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    masking: Masking,
+    rule: Rule,
+    noise: bool,
+) -> Sums:
+    """The sums, by the backend that takes the call (:func:`acutance.kernels.blocked.forward`)."""
+    chosen = choose(backend, query, value, rule.dropout_p)
+    arguments = (query, key, value, masking, rule, noise)
+    if chosen == "native":
+        return native.forward(*arguments)
+    if chosen == "triton":
+        return cast(Sums, _gpu().forward(*arguments))
+    return dense.forward(*arguments) if chosen == "dense" else blocked.forward(*arguments)
+
+
+def backward(
+    backend: str,
+    grad: SumGradients,
+    sums: Sums,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    masking: Masking,
+    rule: Rule,
+    wanted: tuple[bool, ...],
+) -> Gradients:
+    """The gradients (:func:`acutance.kernels.backward.backward`).
+
+    What a backend's backward pass does not cover is the blocked one's: sums mean the same in all.
+    """
+    chosen = choose(backend, query, value, rule.dropout_p)
+    arguments = (grad, sums, query, key, value, masking, rule, wanted)
+    if chosen == "native" and native.why_no_gradient(wanted) is None:
+        try:
+            return native.backward(*arguments)
+        except NotImplementedError:
+            return blocked_backward(*arguments)
+    if chosen == "triton" and _gpu().unsupported_gradient(masking, wanted) is None:
+        return cast(Gradients, _gpu().backward(*arguments))
+    return dense.backward(*arguments) if chosen == "dense" else blocked_backward(*arguments)

@@ -1,0 +1,9 @@
+"""Triton kernels for CUDA devices, with the results of the blocked path."""
+
+from __future__ import annotations
+
+from acutance.kernels.gpu.arguments import supported, why_not
+from acutance.kernels.gpu.backward import backward, unsupported_gradient
+from acutance.kernels.gpu.forward import forward
+
+__all__ = ["backward", "forward", "supported", "unsupported_gradient", "why_not"]

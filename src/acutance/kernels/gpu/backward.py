@@ -1,0 +1,214 @@
+"""The backward pass on a GPU: coefficients of every row, then one launch for queries, one for keys.
+
+Gradients of the sums come as those of the output do; what they mean for a score is written at
+:mod:`acutance.kernels.backward`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.kernels import backward as blocked
+from acutance.kernels.backward import (
+    Coefficients,
+    Gradients,
+    SumGradients,
+    row_coefficients,
+)
+from acutance.kernels.blocked import Sums
+from acutance.kernels.gpu.arguments import dense_rows, flags, mask_arguments, padded, supported
+from acutance.kernels.gpu.gradients import COEFFICIENTS, Terms
+from acutance.kernels.gpu.keys_kernel import keys_kernel
+from acutance.kernels.gpu.largest_kernel import largest_kernel
+from acutance.kernels.gpu.queries_kernel import queries_kernel
+from acutance.kernels.gpu.tuning import KEYS, QUERIES, Launcher, size_class
+from acutance.kernels.running import NO_KEY, finite
+from acutance.kernels.tiles import Rule
+from acutance.masks import Masking
+
+__all__ = ["backward", "unsupported_gradient"]
+
+_KEY = ["size", "E", "EV", "TERMS", "FLAGS"]
+_launch_queries = Launcher(queries_kernel, QUERIES, [*_KEY, "ADD"])
+_launch_keys = Launcher(keys_kernel, KEYS, _KEY)
+_launch_largest = Launcher(largest_kernel, QUERIES, ["size", "E", "FLAGS"])
+#: Column that no tile reaches: first or largest key of a row without any.
+_NOWHERE = 2**31 - 1
+
+
+def unsupported_gradient(masking: Masking, wanted: tuple[bool, ...]) -> str | None:
+    """Why the gradient of a mask cannot be had from these kernels, or None if it can.
+
+    Each entry of a full (B, Hq, L, S) mask belongs to one score; what is shared between rows or
+    heads would have to be added up.
+    """
+    pairs = masking.batch * masking.heads * masking.group * masking.queries * masking.keys
+    for name, want, mask in zip(
+        ("attn_mask", "bias"), wanted[3:5], (masking.attn_mask, masking.bias), strict=True
+    ):
+        if want and (mask is None or mask.numel() != pairs):
+            return f"the gradient of a broadcast {name}"
+    return None
+
+
+def backward(
+    grad: SumGradients,
+    sums: Sums,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    masking: Masking,
+    rule: Rule,
+    wanted: tuple[bool, ...] = (True,) * 6,
+) -> Gradients:
+    """Gradients of a forward call from those of its results.
+
+    Means what :func:`acutance.kernels.backward.backward` means, and is that function for what these
+    kernels do not take (:func:`unsupported_gradient`, dropout, float64). Sums are not added up
+    across programs: results are the same from run to run.
+
+    Args:
+        grad: gradients of the results.
+        sums: what the forward call returned.
+        query: what it was given, like the next four.
+        key: (B, H, S, E).
+        value: (B, H, S, Ev), or None.
+        masking: which keys each row sees.
+        rule: scale, softcap and sinks.
+        wanted: whether each field of :class:`~acutance.kernels.backward.Gradients` is asked for.
+
+    Returns:
+        Gradients in the inputs' dtypes; None for those not wanted.
+    """
+    if (
+        supported(query, key, value, masking, rule, False) is not None
+        or unsupported_gradient(masking, wanted) is not None
+    ):
+        return blocked.backward(grad, sums, query, key, value, masking, rule, wanted)
+    B, Hq, L, E = query.shape
+    H, S = key.shape[1:3]
+    width = 0 if value is None else value.shape[-1]
+    want_q, want_k, want_v, want_mask, want_bias, want_sinks = wanted
+    d_out = grad.out if grad.out is not None and grad.out.numel() else None
+    query, key = dense_rows(query), dense_rows(key)
+    values = key if value is None else dense_rows(value)
+
+    grad = SumGradients(None, *(None if part is None else part.float() for part in grad[1:]))
+    sink = None if rule.sinks is None else rule.sinks.float().view(1, -1, 1)
+    wide = grad._asdict() | {"out": None if d_out is None else d_out.float()}
+    found = row_coefficients(sums._asdict(), wide, sink)
+    table, undo = _table(sums, grad, found, half=query.dtype == torch.float16)
+    terms = _terms(grad, found)
+    indices = torch.full((2, B, Hq, L), _NOWHERE, dtype=torch.int32, device=query.device)
+    common: dict[str, Any] = {
+        "QUERY": query,
+        "KEY": key,
+        "INDICES": indices[1],
+        **{
+            f"{name}_{axis}": tensor.stride(place)
+            for name, tensor in (("query", query), ("key", key))
+            for place, axis in enumerate(("batch", "head", "row"))
+        },
+        **mask_arguments(query, masking, rule),
+        "size": size_class(L),
+        "E": E,
+        "BLOCK_E": padded(E),
+        "BLOCK_V": padded(max(1, width)),
+        "FLAGS": flags(query, masking, rule),
+    }
+    del common["SINKS"]
+    if terms.first:
+        indices[0].copy_(torch.where(sums.first_index == NO_KEY, _NOWHERE, sums.first_index))
+    if terms.largest:
+        _launch_largest(lambda sizes: B * Hq * -(-L // sizes["BLOCK_M"]), common)
+    common |= {
+        "VALUE": values,
+        "GRAD_OUT": query if d_out is None else d_out.to(query.dtype).contiguous(),
+        "ROWS": table,
+        "INDICES": indices,
+        "UNDO": undo,
+        "value_batch": values.stride(0),
+        "value_head": values.stride(1),
+        "value_row": values.stride(2),
+        "count": B * Hq * L,
+        "EV": width,
+        "TERMS": terms,
+    }
+    dq = dk = dv = added = None
+    if want_mask or want_bias:
+        added = torch.zeros(B, Hq, L, S, dtype=torch.float32, device=query.device)
+    if want_q or added is not None:
+        dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        extra = {"DQ": dq, "ADDED": table if added is None else added, "ADD": added is not None}
+        _launch_queries(lambda sizes: B * Hq * -(-L // sizes["BLOCK_M"]), common | extra)
+    if want_k or want_v:
+        dk = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+        if value is not None:
+            new = torch.empty if terms.out else torch.zeros
+            dv = new(value.shape, dtype=value.dtype, device=value.device)
+        extra = {"DK": dk, "DV": dk if dv is None else dv}
+        _launch_keys(lambda sizes: B * H * -(-S // sizes["BLOCK_N"]), common | extra)
+    if added is not None:
+        added *= undo
+    return Gradients(
+        query=dq if want_q else None,
+        key=dk if want_k else None,
+        value=dv if want_v else None,
+        attn_mask=_shaped(added, masking.attn_mask) if want_mask else None,
+        bias=_shaped(added, masking.bias) if want_bias else None,
+        sinks=_sink_gradient(rule, found) if want_sinks else None,
+    )
+
+
+def _shaped(added: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """Gradients of all scores as those of a full mask."""
+    if added is None or mask is None:
+        return None
+    return added.reshape(mask.shape).to(mask.dtype, copy=True)
+
+
+def _terms(grad: SumGradients, found: Coefficients) -> Terms:
+    """Which coefficients there are."""
+    return Terms(
+        square=found.square is not None,
+        weight=found.weight is not None,
+        out=found.inverse is not None,
+        level=found.plain is not None,
+        first=grad.first is not None,
+        largest=grad.m is not None,
+    )
+
+
+def _table(
+    sums: Sums, grad: SumGradients, found: Coefficients, half: bool
+) -> tuple[Tensor, Tensor]:
+    """All coefficients, (10, B, Hq, L), and what gradients are multiplied by in the end.
+
+    float16 gradients of scores would underflow where many rows share one loss: all are made larger
+    by the power of two that brings the largest coefficient to about 1.
+    """
+    parts = found._asdict() | {
+        "shift": finite(sums.m),
+        "first": grad.first,
+        "largest": grad.m,
+    }
+    none = torch.zeros_like(sums.Z)
+    table = torch.stack([none if parts[name] is None else parts[name] for name in COEFFICIENTS])
+    undo = table.new_ones(1)
+    if half:
+        largest = table[1:].abs().nan_to_num(0.0, 0.0, 0.0).amax()
+        undo = torch.exp2(torch.floor(torch.log2(largest.clamp(min=1e-30)))).view(1)
+        table[1:] /= undo
+    return table, undo
+
+
+def _sink_gradient(rule: Rule, found: Coefficients) -> Tensor | None:
+    """Gradient of the sinks; of the sums' gradients only the output's reaches them."""
+    if rule.sinks is None:
+        return None
+    if found.sink is None:
+        return torch.zeros_like(rule.sinks)
+    return found.sink.sum((0, 2)).to(rule.sinks.dtype)

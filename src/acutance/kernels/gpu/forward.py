@@ -1,0 +1,100 @@
+"""The forward pass on a GPU: the output and every row sum in one launch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from acutance.kernels import blocked
+from acutance.kernels.blocked import Sums
+from acutance.kernels.gpu.arguments import dense_rows, flags, mask_arguments, padded, supported
+from acutance.kernels.gpu.forward_kernel import forward_kernel
+from acutance.kernels.gpu.tuning import FORWARD, Launcher, size_class
+from acutance.kernels.tiles import Rule
+from acutance.masks import Masking
+
+__all__ = ["forward"]
+
+_launch = Launcher(forward_kernel, FORWARD, ["size", "E", "EV", "NOISE", "FLAGS"])
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor | None, masking: Masking, rule: Rule, noise: bool
+) -> Sums:
+    """The output and every row sum of softmax attention, for validated input on a CUDA device.
+
+    Means what :func:`acutance.kernels.blocked.forward` means. Weights are rounded to the values'
+    dtype before they multiply them, as fused attention kernels do, except where ``noise`` asks for
+    the sums of the values themselves.
+
+    Args:
+        query: (B, Hq, L, E), float32, bfloat16 or float16.
+        key: (B, H, S, E).
+        value: (B, H, S, Ev), or None for the statistics alone.
+        masking: which keys each row sees.
+        rule: scale, softcap and sinks; no dropout.
+        noise: also sum e² v and e² ‖v‖².
+
+    Returns:
+        The sums in float32; ``out`` in the query's dtype. What these kernels do not take
+        (:func:`~acutance.kernels.gpu.supported`) is the blocked path's.
+    """
+    if supported(query, key, value, masking, rule, noise) is not None:
+        return blocked.forward(query, key, value, masking, rule, noise)
+    B, Hq, L, E = query.shape
+    width = 0 if value is None else value.shape[-1]
+    query, key = dense_rows(query), dense_rows(key)
+    values = key if value is None else dense_rows(value)
+
+    def rows(*extra: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(B, Hq, L, *extra, dtype=dtype, device=query.device)
+
+    kept = width if noise else 0
+    sums = Sums(
+        out=rows(width, dtype=query.dtype),
+        n=rows(dtype=torch.int64),
+        **{name: rows() for name in Sums._fields[2:11]},
+        first_index=rows(dtype=torch.int64),
+        O=rows(kept),
+        R1=rows(kept),
+        R2=(rows() if value is not None else rows().zero_()) if noise else rows(0),
+    )
+    noise = noise and value is not None
+    centre = values.float().mean(2) if noise else query
+    arguments = {
+        "QUERY": query,
+        "KEY": key,
+        "VALUE": values,
+        "CENTRE": centre,
+        "OUT": sums.out,
+        "N": sums.n,
+        "M": sums.m,
+        "NORMALISER": sums.Z,
+        "FIRST_MOMENT": sums.U,
+        "SECOND_MOMENT": sums.W,
+        "SQUARES": sums.Q,
+        "MEAN": sums.mean,
+        "DEVIATIONS": sums.M2,
+        "DEPTH": sums.depth,
+        "FIRST": sums.first,
+        "FIRST_INDEX": sums.first_index,
+        "SUM": sums.O,
+        "NOISE_MEAN": sums.R1,
+        "NOISE_SPREAD": sums.R2,
+        **{
+            f"{name}_{axis}": tensor.stride(place)
+            for name, tensor in (("query", query), ("key", key), ("value", values))
+            for place, axis in enumerate(("batch", "head", "row"))
+        },
+        **mask_arguments(query, masking, rule),
+        "size": size_class(L),
+        "E": E,
+        "EV": width,
+        "BLOCK_E": padded(E),
+        "BLOCK_V": padded(max(1, width)),
+        "HAS_SINKS": rule.sinks is not None,
+        "NOISE": noise,
+        "FLAGS": flags(query, masking, rule),
+    }
+    _launch(lambda sizes: B * Hq * -(-L // sizes["BLOCK_M"]), arguments)
+    return sums

@@ -1,0 +1,370 @@
+"""The forward kernel: a block of query rows against all the keys it sees, every sum in one pass.
+
+Tiles at the edges of what a block sees come first and pay for masks; the whole tiles between them
+do not. With a mask that is data every tile is an edge. A tile's scores are taken from the rows'
+running maximum, in units of log 2, and the plain mean and squared deviations of a tile from a
+centre near its own mean: an edge finds that mean first, a whole tile takes the mean of the keys
+before it, of which there is then always a tile's worth.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# (what a kernel is given are pointers and numbers of the device: Python has no types for them)
+# ruff: noqa: RUF059 (tuples are unpacked whole)
+
+from __future__ import annotations
+
+from acutance.kernels.gpu.language import constant, jit, tl
+from acutance.kernels.gpu.scores import (
+    LOG2E,
+    NONE,
+    at_head,
+    band,
+    natural,
+    reach,
+    same_documents,
+    visible,
+)
+
+__all__ = ["forward_kernel"]
+
+LN2 = constant(0.6931471805599453)
+#: A maximum that rises by more than this, in log 2, leaves nothing of what was summed before.
+DEEPEST = constant(-16384.0)
+NO_KEY = constant(2**63 - 1)  # first visible key of a row without one
+
+
+@jit
+def tile(
+    state,
+    q,
+    K,
+    V,
+    centre,
+    masks,
+    i,
+    since,
+    upto,
+    start,
+    scale,
+    key_row,
+    value_row,
+    BLOCK: tl.constexpr,
+    E: tl.constexpr,
+    EV: tl.constexpr,
+    NOISE: tl.constexpr,
+    EDGE: tl.constexpr,
+    FLAGS: tl.constexpr,
+):
+    """Add one tile of keys to the rows' sums."""
+    acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread = state
+    keys = masks[0][1]
+    BLOCK_E: tl.constexpr = q.shape[1]
+    columns = tl.arange(0, BLOCK)
+    j = start + columns[None, :]
+    e_index = tl.arange(0, BLOCK_E)[:, None]
+    K += tl.cast(start, tl.int64) * key_row
+    k_at = K + columns[None, :] * key_row + e_index
+    if EDGE:
+        k = tl.load(k_at, mask=(j < keys) & (e_index < E), other=0.0)
+    elif E == BLOCK_E:
+        k = tl.load(k_at)
+    else:
+        k = tl.load(k_at, mask=e_index < E, other=0.0)
+    if FLAGS.widen:
+        k = k.to(tl.float32)
+    x = tl.dot(q, k, input_precision=FLAGS.precision)
+    log2 = scale * LOG2E
+    if FLAGS.changed:
+        x, bend = natural(x, i, j, masks, scale, FLAGS)
+        log2 = 1.0 * LOG2E
+    if EDGE:
+        seen = j < upto[:, None]
+        if FLAGS.window:
+            seen = seen & (j >= since[:, None])
+        if FLAGS.data:
+            x, seen = visible(x, seen & (i < masks[0][0]), i, j, masks, FLAGS)
+            count = tl.sum(seen.to(tl.float32), 1)
+            column = tl.min(tl.where(seen, j, NONE), 1)
+        else:  # position alone says how many keys there are, and which is the first
+            column = tl.maximum(since, start)
+            within = tl.maximum(tl.minimum(upto, start + BLOCK) - column, 0)
+            column = tl.where(within > 0, column, NONE)
+            count = within.to(tl.float32)
+        before = m
+        m = tl.maximum(m, tl.max(tl.where(seen, x, -float("inf")), 1))
+        shift = tl.where(m == -float("inf"), 0.0, m)
+        fall = tl.where(before == -float("inf"), 0.0, (before - shift) * log2)
+        t = tl.where(seen, (x - shift[:, None]) * log2, 0.0)
+        e = tl.where(seen, tl.exp2(t), 0.0)
+        near = tl.sum(t, 1) / tl.maximum(count, 1.0)
+        apart = tl.where(seen, t - near[:, None], 0.0)
+        score = tl.sum(tl.where(j == column[:, None], x, 0.0), 1)
+        first = tl.where(column < first_key, score, first)
+        first_key = tl.minimum(first_key, column)
+    else:
+        shift = tl.maximum(m, tl.max(x, 1))
+        fall = (m - shift) * log2
+        m = shift
+        t = (x - shift[:, None]) * log2
+        e = tl.exp2(t)
+        count = n * 0.0 + BLOCK
+        near = middle + fall
+        apart = t - near[:, None]
+    drop = tl.maximum(fall, DEEPEST)
+    decay = tl.exp2(drop)
+    weighted = e * t
+    W = decay * (W + drop * (2.0 * U + drop * Z)) + tl.sum(weighted * t, 1)
+    U = decay * (U + drop * Z) + tl.sum(weighted, 1)
+    Z = decay * Z + tl.sum(e, 1)
+    Q = decay * decay * Q + tl.sum(e * e, 1)
+
+    slip = tl.sum(apart, 1) / tl.maximum(count, 1.0)
+    squared = tl.maximum(tl.sum(apart * apart, 1) - slip * slip * count, 0.0)
+    step = near + slip - (middle + fall)
+    share = count / tl.maximum(n + count, 1.0)
+    M2 += squared + step * step * n * share
+    middle += fall + step * share
+    n += count
+
+    if EV > 0:
+        BLOCK_V: tl.constexpr = acc.shape[1]
+        v_index = tl.arange(0, BLOCK_V)[None, :]
+        V += tl.cast(start, tl.int64) * value_row
+        v_at = V + columns[:, None] * value_row + v_index
+        if EDGE:
+            v = tl.load(v_at, mask=(start + columns < keys)[:, None] & (v_index < EV), other=0.0)
+        elif EV == BLOCK_V:
+            v = tl.load(v_at)
+        else:
+            v = tl.load(v_at, mask=v_index < EV, other=0.0)
+        p = e
+        if NOISE:
+            v = v.to(tl.float32)
+        else:
+            p = e.to(v.dtype)
+        if FLAGS.widen:
+            p = p.to(tl.float32)
+            v = v.to(tl.float32)
+        acc = tl.dot(p, v, acc * decay[:, None], input_precision=FLAGS.precision)
+        if NOISE:
+            twice = decay * decay
+            away = v - centre
+            squares = tl.dot(e * e, away, squares * twice[:, None], input_precision=FLAGS.precision)
+            lengths = tl.sum(away * away, 1)
+            spread = spread * twice + tl.sum(e * e * lengths[None, :], 1)
+    return acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread
+
+
+@jit
+def forward_kernel(
+    QUERY,
+    KEY,
+    VALUE,
+    CENTRE,
+    SINKS,
+    MASK,
+    BIAS,
+    KEY_MASK,
+    ROW_DOCUMENTS,
+    KEY_DOCUMENTS,
+    SLOPES,
+    OUT,
+    N,
+    M,
+    NORMALISER,
+    FIRST_MOMENT,
+    SECOND_MOMENT,
+    SQUARES,
+    MEAN,
+    DEVIATIONS,
+    DEPTH,
+    FIRST,
+    FIRST_INDEX,
+    SUM,
+    NOISE_MEAN,
+    NOISE_SPREAD,
+    query_batch,
+    query_head,
+    query_row,
+    key_batch,
+    key_head,
+    key_row,
+    value_batch,
+    value_head,
+    value_row,
+    mask_batch,
+    mask_head,
+    mask_row,
+    mask_key,
+    mask_limit,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_key,
+    bias_limit,
+    row_documents,
+    key_documents,
+    query_heads,
+    group,
+    queries,
+    keys,
+    offset,
+    window,
+    softcap,
+    scale,
+    size,  # only so that configurations are chosen by it
+    E: tl.constexpr,
+    EV: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    NOISE: tl.constexpr,
+    FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: ``BLOCK_M`` rows of one head."""
+    blocks = tl.cdiv(queries, BLOCK_M)
+    block = tl.program_id(0) % blocks
+    whole_head = tl.program_id(0) // blocks
+    if FLAGS.causal:
+        block = blocks - 1 - block  # long rows first
+    batch = whole_head // query_heads
+    head = whole_head % query_heads
+    masks = at_head(
+        (
+            (queries, keys, offset, window, softcap),
+            (MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit),
+            (BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit),
+            (KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES),
+        ),
+        batch,
+        head,
+        FLAGS,
+    )
+    first_row = block * BLOCK_M
+    rows = first_row + tl.arange(0, BLOCK_M)
+    i = rows[:, None]
+    e_index = tl.arange(0, BLOCK_E)[None, :]
+    v_index = tl.arange(0, BLOCK_V)[None, :]
+    wide_batch = batch.to(tl.int64)
+    QUERY += wide_batch * query_batch + head.to(tl.int64) * query_head
+    KEY += wide_batch * key_batch + (head // group).to(tl.int64) * key_head
+    VALUE += wide_batch * value_batch + (head // group).to(tl.int64) * value_head
+    q = tl.load(
+        QUERY + i.to(tl.int64) * query_row + e_index,
+        mask=(i < queries) & (e_index < E),
+        other=0.0,
+    )
+    if FLAGS.widen:
+        q = q.to(tl.float32)
+    centre = 0.0
+    if NOISE:
+        key_heads = query_heads // group
+        mean_at = (batch * key_heads + head // group) * EV + v_index
+        centre = tl.load(CENTRE + mean_at, mask=v_index < EV, other=0.0)
+
+    zero = tl.zeros((BLOCK_M,), tl.float32)
+    acc, squares = zero, zero
+    if EV > 0:
+        acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    if NOISE:
+        squares = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    none = tl.full((BLOCK_M,), NONE, tl.int32)
+    least = zero - float("inf")
+    state = (acc, least, zero, zero, zero, zero, zero, zero, zero, zero, none, squares, zero)
+    since, upto = reach(rows, masks, FLAGS)
+    last_row = tl.minimum(first_row + BLOCK_M, queries) - 1
+    start, all_start, all_stop, stop = band(first_row, last_row, masks, BLOCK_N, 1, FLAGS)
+    left = (all_start - start + BLOCK_N - 1) // BLOCK_N
+    right = (stop - all_stop + BLOCK_N - 1) // BLOCK_N
+    for index in tl.range(0, left + right):
+        at = tl.where(index < left, start + index * BLOCK_N, all_stop + (index - left) * BLOCK_N)
+        meets = True
+        if FLAGS.documents:
+            meets = same_documents(rows, at + tl.arange(0, BLOCK_N), masks)
+        if meets:
+            state = tile(
+                state,
+                q,
+                KEY,
+                VALUE,
+                centre,
+                masks,
+                i,
+                since,
+                upto,
+                at,
+                scale,
+                key_row,
+                value_row,
+                BLOCK_N,
+                E,
+                EV,
+                NOISE,
+                True,
+                FLAGS,
+            )
+    for at in tl.range(all_start, all_stop, BLOCK_N):
+        state = tile(
+            state,
+            q,
+            KEY,
+            VALUE,
+            centre,
+            masks,
+            i,
+            since,
+            upto,
+            at,
+            scale,
+            key_row,
+            value_row,
+            BLOCK_N,
+            E,
+            EV,
+            NOISE,
+            False,
+            FLAGS,
+        )
+    acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread = state
+
+    unit = scale
+    if FLAGS.changed:
+        unit = 1.0
+    empty = n == 0.0
+    inverse = tl.where(Z == 0.0, 0.0, 1.0 / tl.where(Z == 0.0, 1.0, Z))
+    known = (Z == Z) | (m == float("inf"))
+    m = tl.where(empty, -float("inf"), tl.where(known, m * unit, float("nan")))
+    there = rows < queries
+    row = whole_head.to(tl.int64) * queries + rows
+    tl.store(N + row, n.to(tl.int64), mask=there)
+    tl.store(M + row, m, mask=there)
+    tl.store(NORMALISER + row, Z, mask=there)
+    tl.store(FIRST_MOMENT + row, U * LN2, mask=there)
+    about_mean = tl.maximum(W - U * U * inverse, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(SECOND_MOMENT + row, about_mean * (LN2 * LN2), mask=there)
+    tl.store(SQUARES + row, Q, mask=there)
+    depth = -middle * LN2
+    tl.store(MEAN + row, tl.where(empty, 0.0, m - depth), mask=there)
+    tl.store(DEVIATIONS + row, M2 * (LN2 * LN2), mask=there)
+    tl.store(DEPTH + row, tl.where(empty, 0.0, depth), mask=there)
+    tl.store(FIRST + row, tl.where(empty, 0.0, first * unit), mask=there)
+    index = tl.where(first_key == NONE, NO_KEY, first_key.to(tl.int64))
+    tl.store(FIRST_INDEX + row, index, mask=there)
+    if EV > 0:
+        if HAS_SINKS:
+            sink = tl.load(SINKS + head).to(tl.float32)
+            inverse = 1.0 / (Z + tl.exp2((sink - m) * LOG2E))
+        out_at = row[:, None] * EV + v_index
+        stored = there[:, None] & (v_index < EV)
+        out = acc * inverse[:, None]
+        tl.store(OUT + out_at, out.to(OUT.dtype.element_ty), mask=stored)
+        if NOISE:
+            heavy = tl.where(Q == 0.0, 1.0, Q)
+            average = squares / heavy[:, None]
+            inner = tl.maximum(spread - Q * tl.sum(average * average, 1), 0.0)
+            tl.store(SUM + out_at, acc, mask=stored)
+            average = tl.where(empty[:, None], 0.0, average + centre)
+            tl.store(NOISE_MEAN + out_at, average, mask=stored)
+            tl.store(NOISE_SPREAD + row, inner, mask=there)

@@ -1,0 +1,55 @@
+"""Triton where it is installed; without it the kernels' modules can still be imported."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # PyTorch's CPU wheels come without it
+    triton = tl = None
+
+__all__ = ["Kernel", "constant", "interpreted", "jit", "tl", "triton", "why_unavailable"]
+
+
+class Kernel(Protocol):
+    """A compiled function: launched over a grid, or called from another one."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        """The launcher for a grid."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Inside another kernel."""
+
+
+#: Sizes that change from call to call, as in decoding: a kernel is not compiled anew for each.
+_SIZES = ("queries", "keys", "offset", "window", "count", "size")
+
+
+def jit(function: Callable[..., Any]) -> Kernel:
+    """``triton.jit``, or the function as it is where Triton is missing."""
+    if triton is None:
+        return cast(Kernel, function)
+    changing = [name for name in _SIZES if name in inspect.signature(function).parameters]
+    return cast(Kernel, triton.jit(function, do_not_specialize=changing))
+
+
+def constant(value: float) -> Any:
+    """A number that kernels may read from their module."""
+    return value if triton is None else tl.constexpr(value)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU (``TRITON_INTERPRET=1``)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def why_unavailable() -> str | None:
+    """Why no kernel of this package can run in this process, or None if they can."""
+    if triton is None:
+        return "triton is not installed"
+    return None

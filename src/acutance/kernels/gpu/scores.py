@@ -1,0 +1,234 @@
+"""What every kernel does to a tile of dot products: scale, softcap, biases, and who sees whom.
+
+Row and key positions come as index tensors of any two shapes that broadcast, (rows, 1) and
+(1, keys) or the other way round: the same code serves a tile and its transpose.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# (what a kernel is given are pointers and numbers of the device: Python has no types for them)
+# ruff: noqa: RUF059 (tuples are unpacked whole)
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from acutance.kernels.gpu.language import constant, jit, tl
+
+__all__ = [
+    "LOG2E",
+    "NONE",
+    "Flags",
+    "at_head",
+    "band",
+    "in_place",
+    "natural",
+    "reach",
+    "rows_band",
+    "same_documents",
+    "tanh",
+    "visible",
+]
+
+LOG2E = constant(1.4426950408889634)
+NEAR = constant(0.625)
+# tanh y = y + y³ P(y²) where |y| < 0.625: coefficients of least relative error, 4.4e-9
+P0, P1, P2 = constant(-0.33333282), constant(0.13331442), constant(-0.05373969)
+P3, P4 = constant(0.02063901), constant(-0.00570490)
+NONE = constant(2**31 - 1)  # column of a row that has not met a visible key
+
+
+class Flags(NamedTuple):
+    """What is decided when a kernel is compiled."""
+
+    causal: bool
+    window: bool
+    mask: int  # 0: none, 1: boolean, 2: additive
+    bias: bool
+    key_mask: bool
+    documents: bool
+    alibi: bool
+    softcap: bool
+    changed: bool  # scores are more than scale times the dot product
+    data: bool  # a mask that is data may hide any key
+    precision: str  # of products of float32
+    widen: bool  # multiply in float32 whatever the inputs are
+
+
+@jit
+def tanh(y):
+    """Hyperbolic tangent: a polynomial near 0, where the exponential form would cancel."""
+    size = tl.abs(y)
+    square = y * y
+    near = y + y * square * (P0 + square * (P1 + square * (P2 + square * (P3 + square * P4))))
+    away = 1.0 - 2.0 / (tl.exp2(size * (2.0 * LOG2E)) + 1.0)
+    return tl.where(size < NEAR, near, tl.where(y < 0.0, -away, away))
+
+
+@jit
+def at_head(masks, batch, head, FLAGS: tl.constexpr):
+    """The masks of one query head: every pointer moved there, ALiBi's slope read."""
+    queries, keys, offset, window, softcap = masks[0]
+    MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit = masks[1]
+    BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit = masks[2]
+    KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES = masks[3]
+    batch = batch.to(tl.int64)
+    head = head.to(tl.int64)
+    MASK += batch * mask_batch + head * mask_head
+    BIAS += batch * bias_batch + head * bias_head
+    KEY_MASK += batch * keys
+    ROW_DOCUMENTS += batch * row_documents
+    KEY_DOCUMENTS += batch * key_documents
+    slope = 0.0
+    if FLAGS.alibi:
+        slope = tl.load(SLOPES + head).to(tl.float32)
+    return (
+        (queries, keys, offset, window, softcap, slope),
+        (MASK, mask_row, mask_key, mask_limit),
+        (BIAS, bias_row, bias_key, bias_limit),
+        (KEY_MASK, ROW_DOCUMENTS, KEY_DOCUMENTS),
+    )
+
+
+@jit
+def band(first, last, masks, BLOCK: tl.constexpr, LEAD: tl.constexpr, FLAGS: tl.constexpr):
+    """Keys that any row from ``first`` to ``last`` sees, and whole tiles all of them see.
+
+    By position. Of the whole tiles the ``LEAD`` first are left to the edge.
+    """
+    queries, keys, offset, window, softcap, slope = masks[0]
+    start = tl.zeros((), tl.int32)
+    stop = start + keys
+    all_start, all_stop = start, stop
+    if FLAGS.window:
+        start = tl.maximum(start, first + offset - window + 1)
+        all_start = tl.maximum(all_start, last + offset - window + 1)
+        stop = tl.minimum(stop, last + offset + window)
+        all_stop = tl.minimum(all_stop, first + offset + window)
+    if FLAGS.causal:
+        stop = tl.minimum(stop, last + offset + 1)
+        all_stop = tl.minimum(all_stop, first + offset + 1)
+    return _whole(start, stop, all_start, all_stop, BLOCK, LEAD, FLAGS)
+
+
+@jit
+def rows_band(first, last, masks, BLOCK: tl.constexpr, FLAGS: tl.constexpr):
+    """Rows that see any key from ``first`` to ``last``, and whole tiles that see all of them."""
+    queries, keys, offset, window, softcap, slope = masks[0]
+    start = tl.zeros((), tl.int32)
+    stop = start + queries
+    all_start, all_stop = start, stop
+    if FLAGS.window:
+        start = tl.maximum(start, first - offset - window + 1)
+        all_start = tl.maximum(all_start, last - offset - window + 1)
+        stop = tl.minimum(stop, last + window - offset)
+        all_stop = tl.minimum(all_stop, first + window - offset)
+    if FLAGS.causal:
+        start = tl.maximum(start, first - offset)
+        all_start = tl.maximum(all_start, last - offset)
+    return _whole(start, stop, all_start, all_stop, BLOCK, 0, FLAGS)
+
+
+@jit
+def _whole(
+    start,
+    stop,
+    all_start,
+    all_stop,
+    BLOCK: tl.constexpr,
+    LEAD: tl.constexpr,
+    FLAGS: tl.constexpr,
+):
+    """A range that begins at a tile, and the whole tiles of a range inside it."""
+    stop = tl.maximum(stop, start)
+    start = start // BLOCK * BLOCK
+    all_start = ((all_start + BLOCK - 1) // BLOCK + LEAD) * BLOCK
+    all_stop = tl.maximum(all_stop, 0) // BLOCK * BLOCK
+    none = all_stop <= all_start
+    if FLAGS.data:
+        none = none | True
+    return start, tl.where(none, stop, all_start), tl.where(none, stop, all_stop), stop
+
+
+@jit
+def natural(x, i, j, masks, scale, FLAGS: tl.constexpr):
+    """Scores made of dot products, before biases, and the slope a softcap leaves of a score."""
+    queries, keys, offset, window, softcap, slope = masks[0]
+    s = x * scale
+    bend = 1.0
+    if FLAGS.softcap:
+        bounded = tanh(s / softcap)
+        bend = 1.0 - bounded * bounded
+        s = bounded * softcap
+    if FLAGS.alibi:
+        s = s - slope * tl.abs(i + offset - j).to(tl.float32)
+    return s, bend
+
+
+@jit
+def in_place(i, j, masks, FLAGS: tl.constexpr):
+    """Which pairs exist and are visible by position."""
+    queries, keys, offset, window, softcap, slope = masks[0]
+    seen = (i < queries) & (j < keys)
+    if FLAGS.causal:
+        seen = seen & (j <= i + offset)
+    if FLAGS.window:
+        seen = seen & (i + offset - j < window) & (j - i - offset < window)
+    return seen
+
+
+@jit
+def reach(rows, masks, FLAGS: tl.constexpr):
+    """The first key that each row sees by position, and the one after its last."""
+    queries, keys, offset, window, softcap, slope = masks[0]
+    since = tl.zeros(rows.shape, tl.int32)
+    upto = since + keys
+    if FLAGS.window:
+        since = tl.maximum(since, rows + offset - window + 1)
+        upto = tl.minimum(upto, rows + offset + window)
+    if FLAGS.causal:
+        upto = tl.minimum(upto, rows + offset + 1)
+    return since, upto
+
+
+@jit
+def visible(s, seen, i, j, masks, FLAGS: tl.constexpr):
+    """Scores with their biases, and which pairs are left after every mask that is data."""
+    queries, keys, offset, window, softcap, slope = masks[0]
+    KEY_MASK, ROW_DOCUMENTS, KEY_DOCUMENTS = masks[3]
+    if FLAGS.bias:
+        added, limit = _entries(masks[2], i, j, seen)
+        added = added.to(tl.float32)
+        s = s + added
+        seen = seen & ((added <= limit) == 0)
+    if FLAGS.mask == 2:
+        added, limit = _entries(masks[1], i, j, seen)
+        added = added.to(tl.float32)
+        s = s + added
+        seen = seen & ((added <= limit) == 0)
+    if FLAGS.mask == 1:
+        shown, limit = _entries(masks[1], i, j, seen)
+        seen = seen & (shown != 0)
+    if FLAGS.key_mask:
+        seen = seen & (tl.load(KEY_MASK + j, mask=j < keys, other=0) != 0)
+    if FLAGS.documents:
+        mine = tl.load(ROW_DOCUMENTS + i, mask=i < queries, other=0)
+        seen = seen & (mine == tl.load(KEY_DOCUMENTS + j, mask=j < keys, other=0))
+    return s, seen
+
+
+@jit
+def same_documents(rows, columns, masks):
+    """Whether any row and any key of a tile can be of one document, by the range of their ids."""
+    queries, keys, offset, window, softcap, slope = masks[0]
+    KEY_MASK, ROW_DOCUMENTS, KEY_DOCUMENTS = masks[3]
+    # an index clamped to the last one repeats an id of the tile and changes no range
+    mine = tl.load(ROW_DOCUMENTS + tl.minimum(rows, queries - 1))
+    theirs = tl.load(KEY_DOCUMENTS + tl.minimum(columns, keys - 1))
+    return (tl.min(mine, 0) <= tl.max(theirs, 0)) & (tl.min(theirs, 0) <= tl.max(mine, 0))
+
+
+@jit
+def _entries(matrix, i, j, there):
+    """Entries of an L × S matrix, whose rows lie further apart than 32 bits may count."""
+    X, row, key, limit = matrix
+    return tl.load(X + i.to(tl.int64) * row + j.to(tl.int64) * key, mask=there, other=0), limit

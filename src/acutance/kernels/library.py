@@ -1,0 +1,194 @@
+"""The native kernels' shared library: found beside this file, loaded on first use.
+
+It speaks plain C (``cpu/api.h``): structures of numbers and addresses, written here with
+:mod:`struct`, so that one build serves every Python and every torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["ABI", "CALL", "CPU_VARIABLE", "GRADIENTS", "SUMS", "Layout", "Library", "load"]
+
+#: Version of the structures below; a library of another one is refused.
+ABI = 1
+#: Environment variable that names the instruction set to use.
+CPU_VARIABLE = "ACUTANCE_CPU"
+
+_FOLDER = Path(__file__).parent
+_NAMES = ("libacutance.so", "libacutance.dll")
+
+
+class Layout:
+    """A C structure whose every member has eight bytes, packed by name.
+
+    Example:
+        >>> pair = Layout("count q", "at 2q")
+        >>> len(pair.pack(count=3, at=(1, 2))), pair.words
+        (24, 3)
+    """
+
+    def __init__(self, *members: str) -> None:
+        split = [member.split() for member in members]
+        self.names = [name for name, _ in split]
+        self._counts = [int(code[:-1] or 1) for _, code in split]
+        self._codes = [code for _, code in split]
+        self.words = sum(self._counts)
+        self._struct = struct.Struct("=" + self.code_until(self.names[-1]))
+
+    def code_until(self, name: str) -> str:
+        """The codes of the members up to one, itself included."""
+        codes = self._codes[: self.names.index(name) + 1]
+        return "".join(codes).replace("P", "Q")
+
+    def words_until(self, name: str) -> int:
+        """How many words of eight bytes these have."""
+        return sum(self._counts[: self.names.index(name) + 1])
+
+    def pack(self, **values: int | float | tuple[int | float, ...]) -> bytes:
+        """The structure; members that are not named are 0, or null."""
+        flat: list[int | float] = []
+        for name, count in zip(self.names, self._counts, strict=True):
+            value = values.pop(name, 0)
+            if isinstance(value, tuple):
+                flat.extend(value)
+            else:
+                flat.extend([value] * count if value == 0 else [value])
+        if values:
+            raise TypeError(f"no member of the structure: {', '.join(values)}")
+        return self._struct.pack(*flat)
+
+
+def _additive(name: str) -> tuple[str, ...]:
+    return f"{name} P", f"{name}_stride 4q", f"{name}_limit d", f"{name}_dtype q"
+
+
+#: ``acutance_call``: what a call attends with.
+CALL = Layout(
+    *("abi q", "dtype q", "batch q", "heads q", "group q", "queries q", "keys q"),
+    *("width q", "value_width q", "query P", "key P", "value P"),
+    *("query_stride 3q", "key_stride 3q", "value_stride 3q", "scale d", "softcap d"),
+    *("causal q", "offset q", "window q", "allowed P", "allowed_stride 4q"),
+    *_additive("bias"),
+    *_additive("mask"),
+    *("key_mask P", "key_mask_stride 2q", "query_documents P", "key_documents P"),
+    *("query_documents_stride 2q", "key_documents_stride 2q", "slopes P", "sinks P", "threads q"),
+)
+#: ``acutance_sums``: where the forward pass writes.
+SUMS = Layout(
+    *("out P", "out_stride 3q", "n P", "m P", "Z P", "U P", "W P", "Q P", "mean P", "M2 P"),
+    *("depth P", "first P", "first_index P", "O P", "R1 P", "R2 P", "noise q"),
+)
+#: ``acutance_gradients``: what the backward pass reads and writes.
+GRADIENTS = Layout(
+    *("m P", "grad_out P", "grad_out_stride 3q", "inverse P", "constant P", "linear P"),
+    *("square P", "weight P", "slope P", "plain P", "first P", "largest P", "first_index P"),
+    *("query P", "key P", "value P"),
+)
+
+
+class Library:
+    """The loaded library."""
+
+    def __init__(self, path: Path) -> None:
+        """Load it and hand it torch's threads.
+
+        Raises:
+            OSError: if it cannot be loaded, or is of another version.
+        """
+        self.path = path
+        loaded = ctypes.CDLL(os.fspath(path))
+        self._loaded = loaded
+        loaded.acutance_abi.restype = ctypes.c_int64
+        if (abi := loaded.acutance_abi()) != ABI:
+            raise OSError(f"{path.name} is of interface {abi}, not {ABI}: install acutance again")
+        for name in ("acutance_cpu", "acutance_cpus", "acutance_compiler"):
+            getattr(loaded, name).restype = ctypes.c_char_p
+        loaded.acutance_use_cpu.argtypes = [ctypes.c_char_p]
+        for name in ("acutance_forward", "acutance_backward"):
+            getattr(loaded, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+        loaded.acutance_exp.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+        loaded.acutance_exp.argtypes += [ctypes.c_int64]
+        #: The C functions of two packed structures; 0, or the number of a reason.
+        self.forward = loaded.acutance_forward
+        self.backward = loaded.acutance_backward
+        self.openmp = _openmp()
+        if self.openmp is not None:
+            loaded.acutance_use_threads(self.openmp)
+
+    @property
+    def cpu(self) -> str:
+        """Name of the instruction set in use."""
+        return str(self._loaded.acutance_cpu().decode())
+
+    @property
+    def cpus(self) -> tuple[str, ...]:
+        """Names of those that this machine and this build have, best first."""
+        return tuple(self._loaded.acutance_cpus().decode().split())
+
+    @property
+    def compiler(self) -> str:
+        """What built the library."""
+        return str(self._loaded.acutance_compiler().decode())
+
+    def use_cpu(self, name: str | None) -> None:
+        """Use an instruction set by name; None is the best there is.
+
+        Raises:
+            ValueError: if this machine or this build has it not.
+        """
+        if self._loaded.acutance_use_cpu(None if name is None else name.encode()):
+            raise ValueError(
+                f"{CPU_VARIABLE} names an instruction set of this machine and build, one of"
+                f" {', '.join(self.cpus)}, got {name!r}"
+            )
+
+    def exp(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Exp as the kernels take it, for measuring its error; float32 or float64."""
+        numbers = numbers.contiguous()
+        result = torch.empty_like(numbers)
+        dtype = 1 if numbers.dtype == torch.float64 else 0
+        self._loaded.acutance_exp(dtype, numbers.data_ptr(), result.data_ptr(), numbers.numel())
+        return result
+
+
+def _openmp() -> Any:
+    """GOMP_parallel of the very OpenMP library that torch runs on, if it runs on one.
+
+    Looked up through torch's own library, whose dependencies are searched too: another OpenMP in
+    the process would bring threads of its own.
+    """
+    folder = Path(torch.__file__).parent / "lib"
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        if (folder / name).is_file():
+            return getattr(ctypes.CDLL(os.fspath(folder / name)), "GOMP_parallel", None)
+    return None
+
+
+@cache
+def load() -> Library | str:
+    """The library, or in a sentence why there is none.
+
+    Raises:
+        ValueError: if :data:`CPU_VARIABLE` names what is not to be had.
+    """
+    if struct.calcsize("P") != 8:
+        return "the native kernels are for 64-bit machines"
+    found = [_FOLDER / name for name in _NAMES if (_FOLDER / name).is_file()]
+    if not found:
+        return "acutance was installed without its native kernels: no compiler built them then"
+    try:
+        library = Library(found[0])
+    except (OSError, AttributeError) as problem:
+        return f"the native kernels cannot be loaded: {problem}"
+    wanted = os.environ.get(CPU_VARIABLE)
+    if wanted:
+        library.use_cpu(wanted)
+    return library

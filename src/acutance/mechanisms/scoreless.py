@@ -1,0 +1,176 @@
+r"""The entries of the table that never form scores: feature maps, decays and a recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from acutance.mechanisms.decays import alibi_decays, retnet_decays
+from acutance.mechanisms.entry import Decay, Linear, Mechanism, Recurrence, Theory
+from acutance.mechanisms.feature_maps import FEATURE_MAPS, CosFormer
+
+__all__ = ["SCORELESS"]
+
+_SUMS = (
+    "By sums over keys, whole, causal in chunks, or a step at a time: O(n F Ev) time for F"
+    " features, O(n F²) with sparsity and effective keys, memory O(n); entropy and the largest"
+    " weight need rows, block by block in O(n²)."
+)
+_SIGNED_SUMS = (
+    "By sums over keys: O(n F Ev) time, memory O(n); the sizes of signed weights are no such sums,"
+    " so their statistics form rows block by block in O(n²)."
+)
+_SCAN = (
+    "By a scan: O(n) time and memory, one state of fixed size while decoding; every statistic is a"
+    " closed form in n and λ."
+)
+_MOMENTS = (
+    'predict("linear", n, q=φ(q), mu=μ, Sigma=Σ) with mean μ and covariance Σ of the key features:'
+    " the value for many keys."
+)
+_NOISY = (
+    "Only at low signal-to-noise of the key features: S = (1 + q'ᵀΣq'/(q'·μ)²)^(−1/2), which is"
+    " near 1 as soon as their mean is large beside their deviation; with independent features a"
+    " larger d makes rows less sparse, not more."
+)
+_TITLES = {
+    "elu1": ("elu + 1", r"\mathrm{elu}(x) + 1", ""),
+    "relu": ("ReLU", r"\max(x, 0)", ""),
+    "relu2": ("squared ReLU", r"\max(x, 0)^2", ""),
+    "exp": (
+        "exponential", r"e^x", " Features of larger deviation have larger noise, and so sharper"
+        " rows.",
+    ),
+    "softmax": ("softmax", r"\mathrm{softmax}(x)", ""),
+    "hedgehog": (
+        "Hedgehog (softmax of x and −x)", r"\mathrm{softmax}([x, -x])",
+        " It is meant to be trained to imitate softmax; here its projection is the identity.",
+    ),
+}  # fmt: skip
+
+
+def _linear(name: str) -> Mechanism:
+    title, phi, more = _TITLES[name]
+    return Mechanism(
+        f"linear_{name}", f"Linear attention, {title} features",
+        rf"p_j \propto \phi(q) \cdot \phi(k_j), \quad \phi(x) = {phi}",
+        FEATURE_MAPS[name].source, _NOISY + more,
+        Theory(("sparsity_linear", "sparsity_linear_iid"), "linear", _MOMENTS), _SUMS,
+        f'acutance.mechanisms.linear_attention(query, key, value, feature_map="{name}")',
+        Linear(lambda sizes: name),
+    )  # fmt: skip
+
+
+def _fixed(heads: int) -> Tensor:
+    return torch.full((heads,), 0.9, dtype=torch.float64)
+
+
+def _slopes(heads: int) -> Tensor:
+    return alibi_decays(heads, dtype=torch.float64)
+
+
+def _rings(heads: int) -> Tensor:
+    return retnet_decays(heads, dtype=torch.float64)
+
+
+def _decay(name: str, title: str, formula: str, source: str, more: str, decays: str,
+           of: Callable[[int], Tensor]) -> Mechanism:  # fmt: skip
+    ones = "torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1]), value"
+    return Mechanism(
+        name, title, formula, source,
+        "On the latest keys and on nothing else: effective keys never exceed (1 + λ)/(1 − λ);"
+        f" sparsity falls to 0 as n grows only because the row gains zeros.{more}",
+        Theory(
+            ("sparsity_decay", "effective_keys_decay"), "decay",
+            'predict("decay", n, lam=λ), the same for every row.',
+        ),
+        _SCAN,
+        f'acutance.mechanisms.decay_attention({ones}, decay={decays}, feature_map="relu")',
+        Decay(of),
+    )  # fmt: skip
+
+
+_IDENTITY = Mechanism(
+    "linear_identity", "Linear attention without a feature map", r"a_j = q \cdot k_j",
+    "Schmidhuber (1992), Neural Computation 4:131",
+    "No: for Gaussian keys its sparsity is never below √(2/π) = 0.798, the value for keys of mean"
+    " 0, whatever the scale.",
+    Theory(
+        ("sparsity_identity",), "identity", 'predict("identity", n, logit_mean=β, logit_std=γ).'
+    ),
+    _SIGNED_SUMS,
+    'acutance.mechanisms.linear_attention(query, key, value, feature_map="identity")',
+    Linear(lambda sizes: "identity"),
+)  # fmt: skip
+
+_COSFORMER = Mechanism(
+    "cosformer", "Linear attention, ReLU features weighted by distance",
+    r"p_{ij} \propto \max(q_i, 0) \cdot \max(k_j, 0)"
+    r" \, \cos\bigl(\tfrac{\pi}{2} \tfrac{i - j}{n}\bigr)",
+    "Qin et al. (2022), arXiv:2202.08791",
+    _NOISY
+    + " The cosine of distance by itself leaves 8/π² = 81 % of the last row's keys effective.",
+    Theory(
+        ("sparsity_linear",), "linear",
+        'predict("linear", n, q=φ(q), mu=μ, Sigma=Σ) with mean μ and covariance Σ of the features'
+        " of all keys, whose places they hold: then exact, and no forecast.",
+    ),
+    _SUMS,
+    "acutance.mechanisms.linear_attention(query, key, value,"
+    " feature_map=acutance.mechanisms.CosFormer(length=key.shape[2]))",
+    Linear(lambda sizes: CosFormer(length=max(1, sizes.keys))),
+)  # fmt: skip
+
+_RETENTION = Mechanism(
+    "retention", "Retention: signed scores times RetNet's decays",
+    r"a_{ij} = \lambda_h^{i - j} \, q_i \cdot k_j / \sqrt d, \quad \lambda_h = 1 - 2^{-5-h}",
+    "Sun et al. (2023), arXiv:2307.08621",
+    "On the latest keys, by (1 + λ)/(1 − λ) in head h, and beyond that only by the factor 2/π of"
+    " signed Gaussian scores.",
+    Theory(
+        ("effective_keys_decay", "sparsity_identity"), None,
+        "Decay and content together have no function; predict(\"decay\", n, lam=λ) is the part of"
+        " the decay.",
+    ),
+    "By a chunked scan: O(n F Ev) time, memory O(n), one state of fixed size while decoding; the"
+    " sizes of signed weights need rows, block by block in O(n²).",
+    "acutance.mechanisms.decay_attention(query, key, value, scale=key.shape[3] ** -0.5,"
+    " decay=acutance.mechanisms.retnet_decays(query.shape[1]).to(query))",
+    Linear(lambda sizes: "identity", decays=_rings),
+)  # fmt: skip
+
+_LRU = Mechanism(
+    "lru", "Linear recurrent unit: complex decays on a ring",
+    r"a_j = \lambda^{n - j}, \quad \lambda = e^{-e^\nu + i e^\theta}",
+    "Orvieto et al. (2023), arXiv:2303.06349",
+    "On the latest keys and on nothing else, each state by its own |λ|: effective keys never exceed"
+    " (1 + |λ|)/(1 − |λ|).",
+    Theory(
+        ("sparsity_decay", "effective_keys_decay"), "decay",
+        'predict("decay", n, lam=|λ|) for each state; the table holds their mean.',
+    ),
+    _SCAN,
+    'acutance.MECHANISMS["lru"].run(query, key, value)[0]',
+    Recurrence(),
+)  # fmt: skip
+
+#: Entries in reading order.
+SCORELESS: tuple[Mechanism, ...] = (
+    _IDENTITY,
+    *(_linear(name) for name in _TITLES),
+    _COSFORMER,
+    _decay(
+        "decay", "One decay, λ = 0.9", r"a_j = \lambda^{n - j}",
+        "Su Jianlin (2023), https://kexue.fm/archives/9889", "", "0.9", _fixed,
+    ),
+    _decay(
+        "alibi_decay", "ALiBi's slopes as decays",
+        r"a_j = e^{-m_h (n - j)}, \quad m_h = 2^{-8(h+1)/H}",
+        "Press, Smith & Lewis (2021), arXiv:2108.12409", " Here λ = exp(−m) in each head.",
+        "acutance.mechanisms.alibi_decays(query.shape[1]).to(query)", _slopes,
+    ),
+    _RETENTION,
+    _LRU,
+)  # fmt: skip

@@ -1,0 +1,303 @@
+"""Sequences taken a stretch at a time: results in place, and gradients by going over them again.
+
+A stretch is small enough for a cache. What one leaves for the next is a state of fixed size; for
+the backward pass the states alone are kept, and each stretch is run again, last to first. Time and
+memory stay O(n): no operation, in either direction, touches a whole sequence for one stretch of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from acutance.mechanisms.call import cut
+from acutance.mechanisms.scan import Sums
+from acutance.mechanisms.state import LinearState, Rows
+
+__all__ = ["Part", "Step", "in_stretches"]
+
+
+class Part(NamedTuple):
+    """A tensor that is cut along one dimension, and where: consecutive slices."""
+
+    tensor: Tensor
+    dim: int
+    slices: list[slice]
+
+    def cut(self) -> tuple[Tensor, ...]:
+        """Its pieces, cut all at once."""
+        return cut(self.tensor, self.slices, self.dim)
+
+    def piece(self, index: int) -> Tensor:
+        """One piece, where no gradient is to come back through it."""
+        part = self.slices[index]
+        return self.tensor.narrow(self.dim, part.start, part.stop - part.start)
+
+
+#: The step of one stretch: its number, log λ, the state before it and its pieces of each sequence,
+#: to its rows (or None) and the state after it.
+Step = Callable[..., tuple[Rows | None, LinearState]]
+
+
+def in_stretches(
+    step: Step,
+    parts: Sequence[Part],
+    log_decay: Tensor | None,
+    state: LinearState,
+    *,
+    closed: bool,
+) -> tuple[Rows | None, LinearState]:
+    """Run a step over consecutive stretches.
+
+    Args:
+        step: called once for each stretch, and again for its gradient.
+        parts: the sequences, all cut into as many pieces.
+        log_decay: log λ or None.
+        state: before the first stretch.
+        closed: whether a gradient can go nowhere but to the parts, the decay and the state: a
+            step that calls a function of the user's has parameters of its own.
+
+    Returns:
+        All rows as one, None where the step gives none, and the state after the last stretch.
+    """
+    tensors = [part.tensor for part in parts] + [t for t in state if t.is_floating_point()]
+    learns = any(t.requires_grad for t in tensors)
+    learns = learns or not closed or (log_decay is not None and log_decay.requires_grad)
+    if torch.compiler.is_compiling() or (learns and torch.is_grad_enabled() and not closed):
+        return _joined(step, parts, log_decay, state, random=not closed)
+    if not (learns and torch.is_grad_enabled()):
+        return _in_place(step, parts, log_decay, state, None)
+    found = _Stretched.apply(  # type: ignore[no-untyped-call]
+        step, [part[1:] for part in parts], log_decay, *state, *(part.tensor for part in parts)
+    )
+    after = LinearState(*found[:STATE])
+    return (_rows(list(found[STATE:])) if len(found) > STATE else None), after
+
+
+def _in_place(
+    step: Step,
+    parts: Sequence[Part],
+    log_decay: Tensor | None,
+    state: LinearState,
+    states: list[LinearState] | None,
+) -> tuple[Rows | None, LinearState]:
+    """Every stretch, without a gradient; notes the state before each."""
+    length = _rows_in(parts[0])
+    whole: list[Tensor] = []
+    start = 0
+    for index in range(len(parts[0].slices)):
+        if states is not None:
+            states.append(state)
+        rows, state = step(index, log_decay, state, *(part.piece(index) for part in parts))
+        if rows is None:
+            continue
+        fields, count = _fields(rows), rows.n.shape[1]
+        if count == length:
+            return rows, state
+        if not whole:
+            whole = [
+                field if dim is None else field.new_empty(_resized(field.shape, dim, length))
+                for field, dim in _dims(fields)
+            ]
+        for target, (field, dim) in zip(whole, _dims(fields), strict=True):
+            if dim is not None:
+                target.narrow(dim, start, count).copy_(field)
+        start += count
+    return (_rows(whole) if whole else None), state
+
+
+def _joined(
+    step: Step,
+    parts: Sequence[Part],
+    log_decay: Tensor | None,
+    state: LinearState,
+    *,
+    random: bool,
+) -> tuple[Rows | None, LinearState]:
+    """Every stretch as plain operations of autograd's, whose gradient has gradients in turn."""
+    found: list[list[Tensor]] = []
+    for index, pieces in enumerate(zip(*(part.cut() for part in parts), strict=True)):
+        if torch.compiler.is_compiling():
+            rows, state = step(index, log_decay, state, *pieces)
+        else:
+            rows, state = cast(
+                tuple[Rows | None, LinearState],
+                checkpoint(
+                    step,
+                    index,
+                    log_decay,
+                    state,
+                    *pieces,
+                    use_reentrant=False,
+                    preserve_rng_state=random,
+                ),
+            )
+        if rows is not None:
+            found.append(_fields(rows))
+    if not found:
+        return None, state
+    fields = zip(*found, strict=True)
+    return _rows(
+        [
+            field[-1] if dim is None else torch.cat(field, dim)
+            for field, (_, dim) in zip(fields, _dims(found[-1]), strict=True)
+        ]
+    ), state
+
+
+class _Stretched(torch.autograd.Function):
+    """:func:`_in_place` with a backward pass that runs each stretch again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        step: Step,
+        cuts: list[tuple[int, list[slice]]],
+        log_decay: Tensor | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.step, ctx.cuts, ctx.states = step, cuts, []
+        ctx.save_for_backward(log_decay, *tensors)
+        parts = _parts(tensors[STATE:], cuts)
+        rows, after = _in_place(step, parts, log_decay, LinearState(*tensors[:STATE]), ctx.states)
+        found = [*after, *([] if rows is None else _fields(rows))]
+        inputs = {id(t) for t in tensors}  # a state that no key has changed is one still
+        found = [t.clone() if id(t) in inputs or t.numel() == 0 else t for t in found]
+        ctx.mark_non_differentiable(*(t for t in found if not t.is_floating_point()))
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        log_decay, *tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3:]
+        if torch.is_grad_enabled():
+            grads = _twice(ctx, log_decay, tensors, upstream)
+            return (None, None, *grads)
+        sequences = _parts(tensors[STATE:], ctx.cuts)
+        targets = [
+            _blank(part) if want else None
+            for part, want in zip(sequences, wanted[STATE:], strict=True)
+        ]
+        by_state: list[Tensor | None] = list(upstream[:STATE])
+        by_decay = None
+        end = _rows_in(sequences[0])
+        for index in reversed(range(len(ctx.states))):
+            with torch.enable_grad():
+                decay = None if log_decay is None else _leaf(log_decay)
+                state = LinearState(*(_leaf(t) for t in ctx.states[index]))
+                pieces = [_leaf(part.piece(index)) for part in sequences]
+                rows, after = ctx.step(index, decay, state, *pieces)
+            outs, grads = list(after), list(by_state)
+            if rows is not None:
+                fields, count = _fields(rows), rows.n.shape[1]
+                end -= count
+                for (field, dim), grad in zip(_dims(fields), upstream[STATE:], strict=True):
+                    if dim is not None and grad is not None:
+                        outs.append(field)
+                        grads.append(grad.narrow(dim, end, count))
+            leaves = [*state, *pieces, *([] if decay is None else [decay])]
+            found = _gradients(outs, leaves, grads)
+            by_state = found[:STATE]
+            for part, target, grad in zip(sequences, targets, found[STATE:], strict=False):
+                if target is not None:
+                    place = part._replace(tensor=target).piece(index)
+                    place.zero_() if grad is None else place.copy_(grad)
+            if decay is not None and found[-1] is not None:
+                by_decay = found[-1] if by_decay is None else by_decay + found[-1]
+        return (None, None, by_decay, *by_state, *targets)
+
+
+def _twice(
+    ctx: Any, log_decay: Tensor | None, tensors: list[Tensor], upstream: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradient as something that has a gradient."""
+    inputs = [log_decay, *tensors]
+    parts = _parts(tensors[STATE:], ctx.cuts)
+    rows, after = _joined(ctx.step, parts, log_decay, LinearState(*tensors[:STATE]), random=False)
+    outs = [*after, *([] if rows is None else _fields(rows))]
+    leaves = [t for t in inputs if t is not None]
+    found = iter(_gradients(outs, leaves, list(upstream), create_graph=True))
+    return [None if t is None else next(found) for t in inputs]
+
+
+def _gradients(
+    outs: list[Tensor],
+    leaves: list[Tensor],
+    grads: list[Tensor | None],
+    *,
+    create_graph: bool = False,
+) -> list[Tensor | None]:
+    """Gradient by each leaf; None for one that has none."""
+    chosen = [
+        (out, grad)
+        for out, grad in zip(outs, grads, strict=True)
+        if grad is not None and out.requires_grad
+    ]
+    learning = [leaf for leaf in leaves if leaf.requires_grad]
+    if not chosen or not learning:
+        return [None] * len(leaves)
+    found = iter(
+        torch.autograd.grad(
+            [out for out, _ in chosen],
+            learning,
+            [grad for _, grad in chosen],
+            allow_unused=True,
+            create_graph=create_graph,
+        )
+    )
+    return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+
+#: Tensors of a state: they come first among a step's tensors.
+STATE = len(LinearState._fields)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """The tensor as a variable of its own."""
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _blank(part: Part) -> Tensor:
+    """Where the gradient of a sequence is written: 0 where no piece lies."""
+    tensor, dim, slices = part
+    made = torch.empty_like(tensor)
+    first = slices[0].start if slices else 0
+    last = slices[-1].stop if slices else 0
+    made.narrow(dim, 0, first).zero_()
+    made.narrow(dim, last, tensor.shape[dim] - last).zero_()
+    return made
+
+
+def _parts(tensors: Sequence[Tensor], cuts: list[tuple[int, list[slice]]]) -> list[Part]:
+    return [Part(tensor, *cut) for tensor, cut in zip(tensors, cuts, strict=True)]
+
+
+def _rows_in(part: Part) -> int:
+    return sum(each.stop - each.start for each in part.slices)
+
+
+def _fields(rows: Rows) -> list[Tensor]:
+    return [*rows.sums, *rows[1:]]
+
+
+def _rows(fields: list[Tensor]) -> Rows:
+    return Rows(Sums(*fields[:3]), *fields[3:])
+
+
+def _dims(fields: list[Tensor]) -> list[tuple[Tensor, int | None]]:
+    """Each field and its dimension of rows; None for one that is not known."""
+    _, total, squares, *_ = fields
+    known = squares.shape == total.shape
+    dims: list[int | None] = [-2, -1, -1 if known else None, -1, -1, -1]
+    return list(zip(fields, dims, strict=True))
+
+
+def _resized(shape: torch.Size, dim: int, length: int) -> list[int]:
+    sizes = list(shape)
+    sizes[dim] = length
+    return sizes

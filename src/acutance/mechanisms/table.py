@@ -1,0 +1,46 @@
+"""``MECHANISMS``: every mechanism by name, with its formula, its theory and a way to run it.
+
+The command ``acutance compare`` and the pages of the documentation read this table.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from acutance.mechanisms.entry import Mechanism
+from acutance.mechanisms.scored import SCORED
+from acutance.mechanisms.scoreless import SCORELESS
+
+__all__ = ["MECHANISMS", "mechanism"]
+
+#: Every mechanism by its name, in reading order.
+MECHANISMS: Mapping[str, Mechanism] = MappingProxyType(
+    {entry.name: entry for entry in (*SCORED, *SCORELESS)}
+)
+
+
+def mechanism(given: str | Mechanism) -> Mechanism:
+    """The entry of that name, or the one given.
+
+    Raises:
+        ValueError: if there is none of that name; it names the nearest.
+        TypeError: if it is neither a name nor a Mechanism.
+
+    Example:
+        >>> mechanism("relu2").can_concentrate[:42]
+        "Only where the scores' mean β is below 0, "
+        >>> mechanism("softmx")
+        Traceback (most recent call last):
+        ValueError: no mechanism is named 'softmx'; did you mean 'softmax_one'?
+    """
+    if isinstance(given, Mechanism):
+        return given
+    if not isinstance(given, str):
+        raise TypeError(f"a mechanism is a name or a Mechanism, got {type(given).__name__}")
+    if given not in MECHANISMS:
+        close = difflib.get_close_matches(given, MECHANISMS, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(MECHANISMS)}"
+        raise ValueError(f"no mechanism is named {given!r}; {hint}")
+    return MECHANISMS[given]

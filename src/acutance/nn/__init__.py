@@ -1,0 +1,32 @@
+"""Modules that attend, and keep the statistics of their last forward.
+
+A boolean ``key_padding_mask`` or ``attn_mask`` of a module is True where a key is **hidden**, as in
+``torch.nn.MultiheadAttention``. In the rest of acutance ``key_mask`` and ``attn_mask`` are True
+where a key takes part.
+"""
+
+from __future__ import annotations
+
+from acutance.nn.attention import MultiheadAttention
+from acutance.nn.decoder import DecoderBlock, DecoderState
+from acutance.nn.gated import GatedAttentionUnit
+from acutance.nn.linear import LinearAttention
+from acutance.nn.memory import KeyValues
+from acutance.nn.positions import Alibi, Rotary, rotate
+from acutance.nn.recording import Recorded
+from acutance.nn.retention import DecayAttention, Retention
+
+__all__ = [
+    "Alibi",
+    "DecayAttention",
+    "DecoderBlock",
+    "DecoderState",
+    "GatedAttentionUnit",
+    "KeyValues",
+    "LinearAttention",
+    "MultiheadAttention",
+    "Recorded",
+    "Retention",
+    "Rotary",
+    "rotate",
+]

@@ -1,0 +1,236 @@
+"""Multi-head attention with PyTorch's arguments, and any score, weighting, scaling and position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from acutance import scaling as scalings
+from acutance.nn.memory import Remembering
+from acutance.nn.options import HeldWeights, Score, hold_score
+from acutance.nn.positions import Alibi, Positions, Rotary, find_positions
+from acutance.nn.recording import Recording
+from acutance.scaling import AnyScaling
+from acutance.shapes import check_count, check_flag, check_number, check_tensor, describe
+from acutance.weights import Weighting
+
+__all__ = ["MultiheadAttention"]
+
+
+class MultiheadAttention(Remembering):
+    r"""``torch.nn.MultiheadAttention`` that says how sharply each row focuses.
+
+    Names and meaning of the arguments up to ``dtype``, the parameters' names, shapes and start are
+    those of :class:`torch.nn.MultiheadAttention`; its state dict loads, and with the defaults of
+    what follows ``dtype`` the output is its output to rounding.
+
+    .. warning::
+        Boolean masks have **the sense of** ``nn.MultiheadAttention``: **True hides**. That is the
+        opposite of :func:`acutance.attention` and of
+        :func:`~torch.nn.functional.scaled_dot_product_attention`, where True takes part.
+
+    It differs from PyTorch's in four points. ``need_weights`` is False unless asked for, since
+    those weights are an L×S matrix and nothing else here is. ``is_causal=True`` applies the causal
+    mask, with or without ``attn_mask``; it is no mere hint. A row whose every key is hidden gives
+    0 before the output projection, not NaN. The keys of ``add_bias_kv`` and ``add_zero_attn`` are
+    seen by every row under ``is_causal`` too; they stand before the others, so that
+    ``first_weight`` is theirs.
+
+    Args:
+        embed_dim: width of query and output.
+        num_heads: Hq; it divides ``embed_dim``.
+        dropout: probability of dropping a weight in training.
+        bias: add a bias to the projections.
+        add_bias_kv: append a trained key and value.
+        add_zero_attn: append a key and value of zeros.
+        kdim: width of the key; None is ``embed_dim``.
+        vdim: width of the value; None is ``embed_dim``.
+        batch_first: inputs and output are (B, L, E), not (L, B, E).
+        device, dtype: of the parameters.
+        score: a name or a score of :mod:`acutance.scores`. ``"general"`` and ``"additive"`` train
+            a :class:`~acutance.scores.GeneralScore` or :class:`~acutance.scores.AdditiveScore` of
+            each head; any other module, such as :class:`~acutance.scores.QKNorm`, is trained too.
+        weights: a name or a weighting of :mod:`acutance.weights`; ``"sink"`` trains one for each
+            head. A Parameter in a weighting is trained, a tensor moves with the module.
+        scaling: a name or a law of :mod:`acutance.scaling`; a Learned one is trained.
+        num_kv_heads: H, key heads that query heads share; None is ``num_heads``. PyTorch's state
+            dicts load only there.
+        positions: None; ``"rotary"`` or a :class:`Rotary`, applied to query and key, after the
+            normalisation of a QKNorm; ``"alibi"`` or an :class:`Alibi`.
+        statistics: ``"detached"``, ``"graph"`` or ``"off"``, see :class:`Recorded`.
+
+    Attributes:
+        last_statistics: of the last forward, rows (B, Hq, L):
+            :class:`~acutance.rowstats.RowStatistics`, or for weights that are no softmax
+            :class:`~acutance.rowstats.WeightStatistics`; before dropout.
+
+    Raises:
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if one does not fit; the message names it.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> theirs = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+        >>> ours = MultiheadAttention(16, 4, batch_first=True)
+        >>> ours.load_state_dict(theirs.state_dict())
+        <All keys matched successfully>
+        >>> x = torch.randn(2, 10, 16)
+        >>> torch.allclose(ours(x, x, x)[0], theirs(x, x, x)[0], atol=1e-6)
+        True
+        >>> ours.last_statistics.effective_keys.shape
+        torch.Size([2, 4, 10])
+
+        Grouped heads, rotary positions, normalised queries and keys, softmax sharpened by log n:
+
+        >>> from acutance.scaling import LogN
+        >>> from acutance.scores import QKNorm
+        >>> modern = MultiheadAttention(
+        ...     16,
+        ...     4,
+        ...     batch_first=True,
+        ...     num_kv_heads=2,
+        ...     positions="rotary",
+        ...     score=QKNorm(4),
+        ...     scaling=LogN(train_length=8),
+        ... )
+        >>> out, _ = modern(x, x, x, is_causal=True)
+
+    Source:
+        Vaswani et al. (2017), arXiv:1706.03762; Ainslie et al. (2023), arXiv:2305.13245.
+    """
+
+    #: PyTorch's encoder layer asks for it and, finding True, would compute around this module.
+    _qkv_same_embed_dim = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        score: str | Score = "scaled_dot",
+        weights: str | Weighting = "softmax",
+        scaling: str | AnyScaling | None = None,
+        num_kv_heads: int | None = None,
+        positions: Positions = None,
+        statistics: Recording = "detached",
+    ) -> None:
+        check_count("embed_dim", embed_dim, 1)
+        check_count("num_heads", num_heads, 1)
+        if embed_dim % num_heads:
+            raise ValueError(
+                f"num_heads divides embed_dim, got embed_dim={embed_dim}, num_heads={num_heads}"
+            )
+        kv_heads = (
+            num_heads if num_kv_heads is None else check_count("num_kv_heads", num_kv_heads, 1)
+        )
+        if num_heads % kv_heads:
+            raise ValueError(f"num_kv_heads divides num_heads={num_heads}, got {kv_heads}")
+        head_dim = embed_dim // num_heads
+        super().__init__(
+            embed_dim,
+            kv_heads * head_dim,
+            bias=check_flag("bias", bias),
+            add_bias_kv=check_flag("add_bias_kv", add_bias_kv),
+            kdim=embed_dim if kdim is None else check_count("kdim", kdim, 1),
+            vdim=embed_dim if vdim is None else check_count("vdim", vdim, 1),
+            statistics=statistics,
+            device=device,
+            dtype=dtype,
+        )
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv_heads, head_dim
+        self.dropout = check_number("dropout", dropout, above=0.0, below=1.0, including=True)
+        self.batch_first = check_flag("batch_first", batch_first)
+        self.add_zero_attn = check_flag("add_zero_attn", add_zero_attn)
+        self.positions = find_positions(positions)
+        if self.positions is not None and (add_bias_kv or add_zero_attn):
+            raise ValueError(
+                "positions go without add_bias_kv and add_zero_attn, whose keys have no position, "
+                f"got positions={positions!r}"
+            )
+        if isinstance(self.positions, Rotary) and head_dim % 2:
+            raise ValueError(
+                f"positions='rotary' pairs components: a head's width is even, got {head_dim}"
+            )
+        if isinstance(self.positions, Alibi):
+            self.positions.of(num_heads)  # one for each head, or an error now
+        self.score = hold_score(score, head_dim, num_heads, kv_heads, device=device, dtype=dtype)
+        self.weights = HeldWeights(weights, num_heads, device=device, dtype=dtype)
+        self.scaling = scalings.get(scaling)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        query_offset: int = 0,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            query: (L, B, embed_dim), (B, L, embed_dim) with ``batch_first``, or (L, embed_dim).
+            key: (S, B, kdim), like the query.
+            value: (S, B, vdim), like the query.
+            key_padding_mask: (B, S), or (S,) without a batch. Boolean: **True hides**. Floating: it
+                is added to the scores.
+            need_weights: also return the weights. This one makes an L×S matrix for each head.
+            attn_mask: (L, S) or (B · Hq, L, S). Boolean: **True hides**. Floating: it is added.
+            average_attn_weights: return the mean of the heads' weights, not each head's.
+            is_causal: row i sees keys j ≤ i + query_offset, and what ``attn_mask`` leaves of them.
+            query_offset: position of query 0 among the keys, for ``is_causal`` and ``positions``:
+                S − L when the queries are the last of the keys.
+
+        Returns:
+            The output, shaped as the query, and with ``need_weights`` the weights (B, L, S), or
+            (B, Hq, L, S) of each head, without B for inputs without a batch; otherwise None. In
+            training the weights are those after dropout.
+
+        Raises:
+            TypeError: if an input is no Tensor, or a mask neither boolean nor floating.
+            ValueError: if shapes do not fit.
+        """
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if check_tensor(name, tensor).dim() not in (2, 3) or tensor.dim() != query.dim():
+                raise ValueError(
+                    "query, key and value have three dimensions, or two without a batch, got "
+                    f"{describe(query=query, key=key, value=value)}"
+                )
+        batched = query.dim() == 3
+        if key_padding_mask is not None and not batched:
+            key_padding_mask = check_tensor("key_padding_mask", key_padding_mask).unsqueeze(0)
+        out, weights = self._attend(
+            self._batch_first(query, batched),
+            self._remember(self._batch_first(key, batched), self._batch_first(value, batched), 0),
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            query_offset=query_offset,
+            need_weights=need_weights,
+        )
+        if weights is not None:
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights if batched else weights.squeeze(0)
+        return self._as_given(out, batched), weights
+
+    def extra_repr(self) -> str:
+        """The sizes, for ``print``."""
+        named = getattr(self.score, "name", None)
+        score = "" if named is None else f", score={named!r}"
+        return (
+            f"{self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+            f"{score}, scaling={self.scaling}, positions={self.positions}"
+        )

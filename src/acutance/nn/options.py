@@ -1,0 +1,102 @@
+"""Scores and weightings as a module holds them, so that what they train is trained with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from acutance import scores
+from acutance import weights as weightings
+from acutance.scores import (
+    Additive,
+    AdditiveScore,
+    DotScore,
+    General,
+    GeneralScore,
+    Location,
+    TileScore,
+)
+from acutance.weights import Sink, Weighting
+
+__all__ = ["HeldWeights", "Score", "hold_score"]
+
+_RECORDS = (General, Additive, Location)
+
+Score: TypeAlias = DotScore | TileScore | Callable[[Tensor, Tensor, int], Tensor]
+
+
+def hold_score(
+    score: str | Score,
+    width: int,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> Score:
+    """The score of a name, trained where it has parameters, or the one given.
+
+    Raises:
+        ValueError: if there is none of that name, or its parameters cannot be guessed.
+        TypeError: if it is no score, or a record that would hide its parameters from training.
+    """
+    if score == "general":
+        return GeneralScore(width, num_heads=num_heads, device=device, dtype=dtype)
+    if score == "additive":
+        return AdditiveScore(
+            width, num_heads=num_heads, num_kv_heads=num_kv_heads, device=device, dtype=dtype
+        )
+    for name, part in (vars(score) if isinstance(score, _RECORDS) else {}).items():
+        if isinstance(part, nn.Parameter):
+            kind = type(score).__name__
+            raise TypeError(
+                f"score={kind}(...) holds the Parameter {name}, which this module would not "
+                f"train: give the module scores.{kind}Score"
+            )
+    return scores.get(score)
+
+
+class HeldWeights(nn.Module):
+    """A weighting whose tensors move, are saved and are trained with the module that holds it.
+
+    Args:
+        weights: a name or a weighting. ``"sink"`` trains a sink for each head, from 0.
+        num_heads: Hq.
+        device, dtype: of parameters that are made here.
+    """
+
+    def __init__(
+        self,
+        weights: str | Weighting,
+        num_heads: int,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        if weights == Sink.name:
+            weights = Sink(nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)))
+        record = weightings.get(weights)
+        self.names = [name for name, part in vars(record).items() if isinstance(part, Tensor)]
+        for name in self.names:
+            tensor = getattr(record, name)
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+        self.record = record
+
+    def forward(self) -> Weighting:
+        """The weighting with its present tensors."""
+        if not self.names:
+            return self.record
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in self.names}
+        return replace(self.record, **tensors)
+
+    def extra_repr(self) -> str:
+        """The weighting's name, for ``print``."""
+        return repr(self.record.name)

@@ -1,0 +1,187 @@
+"""Queries, keys and values themselves, of a few heads and one sequence: a sample of bounded size.
+
+The statistics of a probe do not hold them. ``acutance compare --from`` runs other mechanisms on
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from acutance.files import write_whole
+from acutance.masks import hides
+from acutance.probing.call import AttentionCall
+
+__all__ = ["KEPT_SCHEMA", "Keeper", "QueryKeySample", "load_queries_keys"]
+
+KEPT_SCHEMA = "acutance.queries_keys/1"
+#: Heads of one layer and tokens of one sequence that are kept at most.
+HEADS_PER_LAYER, TOKENS = 4, 1024
+
+
+@dataclass(frozen=True)
+class QueryKeySample:
+    """Queries, keys and values of some heads over one sequence.
+
+    Queries are scaled so that q·k/√E is the model's score, before masks, biases and softcaps.
+
+    Attributes:
+        query: (heads, n, E), float32.
+        key: (heads, n, E), that of a query head's group where heads share keys.
+        value: (heads, n, Ev).
+        heads: "module/head" of each.
+        is_causal: whether the model's rows see only the keys up to their own place.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    heads: tuple[str, ...]
+    is_causal: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens n."""
+        return self.query.shape[1]
+
+    def spread(self, count: int) -> QueryKeySample:
+        """At most ``count`` of the heads, evenly spaced over the model.
+
+        Example:
+            >>> x = torch.zeros(8, 2, 4)
+            >>> sample = QueryKeySample(x, x, x, tuple("abcdefgh"), False)
+            >>> sample.spread(3).heads
+            ('a', 'd', 'f')
+        """
+        chosen = _spaced(len(self.heads), count)
+        return QueryKeySample(
+            self.query[chosen], self.key[chosen], self.value[chosen],
+            tuple(self.heads[index] for index in chosen), self.is_causal,
+        )  # fmt: skip
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file, atomically; :func:`load_queries_keys` reads it exactly."""
+        from safetensors.torch import save_file
+
+        header = {
+            "schema": KEPT_SCHEMA,
+            "sample": json.dumps({"heads": self.heads, "is_causal": self.is_causal}),
+        }
+        parts = {"query": self.query, "key": self.key, "value": self.value}
+        parts = {name: part.contiguous().clone() for name, part in parts.items()}  # none shared
+        write_whole(path, lambda where: save_file(parts, where, metadata=header))
+
+
+def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
+    """Read a sample that :meth:`QueryKeySample.save` wrote.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is another kind of file, or cut short.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no file at {os.fspath(path)}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            if header.get("schema") != KEPT_SCHEMA:
+                raise ValueError(
+                    f"{os.fspath(path)} holds no queries and keys: its schema is "
+                    f"{header.get('schema')!r}; write one with: acutance probe --keep-qk FILE"
+                )
+            parts = {name: file.get_tensor(name) for name in ("query", "key", "value")}
+            about = json.loads(header["sample"])
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{os.fspath(path)} is not a whole safetensors file: {error}") from error
+    return QueryKeySample(**parts, heads=tuple(about["heads"]), is_causal=about["is_causal"])
+
+
+class _Layer(NamedTuple):
+    """What is kept of one layer."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    heads: list[int]
+    is_causal: bool
+
+
+class Keeper:
+    """Takes the queries and keys of a probe's first calls."""
+
+    def __init__(self) -> None:
+        self._layers: dict[str, _Layer] = {}
+
+    def take(self, call: AttentionCall, real: Tensor | None) -> None:
+        """Keep the longest sequence of a module's first call, if that is self-attention."""
+        query, key, value = call.query, call.key, call.value
+        whole = query.shape[2] == key.shape[2] and query.shape[3] == key.shape[3]
+        if call.module in self._layers or call.cross or not whole:
+            return
+        row, tokens = 0, torch.arange(query.shape[2], device=query.device)
+        if real is not None:
+            row = int(real.sum(1).argmax())
+            tokens = real[row].nonzero()[:, 0]
+        tokens = tokens[:TOKENS]
+        heads = _spaced(query.shape[1], HEADS_PER_LAYER)
+        group = query.shape[1] // key.shape[1]
+        shared = [head // group for head in heads]
+        scale = 1.0 if call.scale is None else call.scale * query.shape[3] ** 0.5
+        causal = call.is_causal or _looks_causal(call.attn_mask, row, tokens)
+        parts = (query[row, heads] * scale, key[row, shared], value[row, shared])
+        kept = [part[:, tokens].detach().float().cpu() for part in parts]
+        self._layers[call.module] = _Layer(kept[0], kept[1], kept[2], heads, causal)
+
+    def sample(self, order: list[str]) -> QueryKeySample:
+        """Everything that was kept and fits together, layers in the model's order.
+
+        Args:
+            order: names of modules, as the summary has them.
+
+        Raises:
+            ValueError: if nothing was kept.
+        """
+        names = [name for name in order if name in self._layers]
+        if not names:
+            raise ValueError(
+                "no queries and keys were kept: the model ran no self-attention over a whole"
+                " sequence that shows them"
+            )
+        like = self._layers[names[0]]
+        alike = {
+            name: layer
+            for name, layer in ((name, self._layers[name]) for name in names)
+            if layer.query.shape[1:] == like.query.shape[1:]
+            and layer.value.shape[2] == like.value.shape[2]
+        }
+        return QueryKeySample(
+            query=torch.cat([layer.query for layer in alike.values()]),
+            key=torch.cat([layer.key for layer in alike.values()]),
+            value=torch.cat([layer.value for layer in alike.values()]),
+            heads=tuple(f"{name}/{head}" for name, layer in alike.items() for head in layer.heads),
+            is_causal=all(layer.is_causal for layer in alike.values()),
+        )
+
+
+def _spaced(total: int, count: int) -> list[int]:
+    """``count`` of ``total`` indices, evenly spaced, or all of them."""
+    if count >= total:
+        return list(range(total))
+    return [round(index * total / count) for index in range(count)]
+
+
+def _looks_causal(mask: Tensor | None, row: int, tokens: Tensor) -> bool:
+    """Whether a mask hides all later tokens from the first."""
+    if mask is None or mask.dim() != 4 or mask.shape[2] < 2 or len(tokens) < 2:
+        return False
+    seen = mask[min(row, mask.shape[0] - 1), 0, tokens[0], tokens[1:]]
+    return bool((~seen if seen.dtype == torch.bool else hides(seen)).all())
