@@ -243,8 +243,9 @@ def plain_gradients(
 
 def share(found: Tensor, exact: Tensor, eps: float, plain: Tensor | None) -> float:
     """Error over 2 · (error of plain attention + eps · largest value)."""
+    found, exact = found.detach().double(), exact.detach()
     largest = float(exact.abs().amax())
-    error = float((found.double() - exact).abs().amax())
+    error = float((found - exact).abs().amax())
     possible = 0.0 if plain is None else float((plain.double() - exact).abs().amax())
     return error / (2 * (possible + eps * largest)) if error == error else float("inf")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from acutance import (
+        calibration,
         comparison,
         kernels,
         mechanisms,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         weights,
     )
     from acutance.attend import attention, row_statistics
+    from acutance.calibration import Applied, ApplyError, Law, apply
     from acutance.comparison import compare
     from acutance.mechanisms import MECHANISMS, Mechanism
     from acutance.probing import HeadSummary, Probe, ProbeError, load, probe
@@ -30,7 +32,10 @@ __version__ = "0.1.0"
 __all__ = [
     "MECHANISMS",
     "METRICS",
+    "Applied",
+    "ApplyError",
     "HeadSummary",
+    "Law",
     "Mechanism",
     "Metric",
     "Probe",
@@ -38,7 +43,9 @@ __all__ = [
     "RowState",
     "RowStatistics",
     "__version__",
+    "apply",
     "attention",
+    "calibration",
     "compare",
     "comparison",
     "kernels",
@@ -60,6 +67,10 @@ __all__ = [
 _HOMES = {
     "attention": "acutance.attend",
     "row_statistics": "acutance.attend",
+    "Applied": "acutance.calibration",
+    "ApplyError": "acutance.calibration",
+    "Law": "acutance.calibration",
+    "apply": "acutance.calibration",
     "compare": "acutance.comparison",
     "MECHANISMS": "acutance.mechanisms",
     "Mechanism": "acutance.mechanisms",
@@ -74,6 +85,7 @@ _HOMES = {
     "probe": "acutance.probing",
 }
 _MODULES = (
+    "calibration",
     "comparison",
     "kernels",
     "mechanisms",

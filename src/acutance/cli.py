@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from acutance.probing import HeadSummary, Probe
-    from acutance.probing.models import TextModel
 
 app = typer.Typer(
     name="acutance",
@@ -85,7 +82,24 @@ def probe_command(
     ] = None,
     save: Annotated[
         Path | None,
-        typer.Option("--save", metavar="FILE", help="Write the state, to merge or reload."),
+        typer.Option(
+            "--save", metavar="FILE", help="Keep the state, as it grows: to merge, resume, reload."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from what the file of --save holds.")
+    ] = False,
+    save_every: Annotated[
+        int,
+        typer.Option(
+            "--save-every", metavar="WINDOWS", min=1, help="Write the state less often than that."
+        ),
+    ] = 1,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            "--shard", metavar="I/N", help="Probe the I-th of N parts of the text; then 'merge'."
+        ),
     ] = None,
     figure: Annotated[
         Path | None,
@@ -124,149 +138,84 @@ def probe_command(
         "--keep-qk": keep_qk,
     }
     _check_targets(targets)
-    with _plain_errors():
-        from acutance.probing import corpus, models
-
-        texts = corpus.read(text) if text else [corpus.bundled()]
-        with _console().status("loading the model"):
-            loaded = models.load(
-                model,
-                attention=attention,
-                device=device,
-                trust_remote_code=trust_remote_code,
-                allow_pickle=allow_pickle,
-            )
-        window = loaded.window(length)
-        pieces = corpus.windows(texts, loaded.tokenizer, window)
-        opened, summary, complete = _run(
-            loaded, pieces, batch_size, window, texts, device, verify, noise, keep_qk is not None
+    if resume and save is None:
+        raise typer.BadParameter("it goes on from the file of --save", param_hint="--resume")
+    if resume and keep_qk is not None:
+        raise typer.BadParameter(
+            "it may skip the first windows, which --keep-qk reads", param_hint="--resume"
         )
-        if keep_qk is not None:
-            opened.queries_keys().save(keep_qk)
-        _write(summary, targets)
-        if json is None or str(json) != "-":
-            _show(summary)
-        for option, path in targets.items():
-            if path is not None and str(path) != "-":
-                _console().print(f"[dim]{option[2:]} written to[/] {path}", highlight=False)
-    if not complete:
+    with _plain_errors():
+        from acutance.probing import distributed
+        from acutance.report import probe_commands
+
+        ranks = ExitStack()
+        world = ranks.enter_context(distributed.world())
+    with ranks, _plain_errors():  # what went wrong is said before the other ranks are let go
+        finished = probe_commands.probe(
+            model,
+            text or [],
+            world=world,
+            length=length,
+            batch_size=batch_size,
+            shard=shard,
+            save_every=save_every,
+            resume=resume,
+            verify=verify,
+            noise=noise,
+            attention=attention,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
+            targets=targets,
+            console=_console,
+        )
+    if not finished:
         raise typer.Exit(INTERRUPTED)
 
 
-def _run(
-    loaded: TextModel,
-    pieces: list[list[int]],
-    batch_size: int,
-    window: int,
-    texts: list[Any],
-    device: str,
-    verify: bool,
-    noise: bool,
-    keep: bool,
-) -> tuple[Probe, HeadSummary, bool]:
-    """Probe window by window; an interrupt ends it early and keeps what was read."""
-    import torch
+@app.command("merge")
+def merge_command(
+    states: Annotated[
+        list[Path],
+        typer.Argument(metavar="SHARD...", help="States that 'probe --save' wrote."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the joint state.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="HTML", help="Write a page with the heat map."),
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Write every number as JSON, '-' for standard output."
+        ),
+    ] = None,
+    parquet: Annotated[
+        Path | None,
+        typer.Option("--parquet", metavar="FILE", help="Write a table, one row per head."),
+    ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(
+            "--figure", metavar="PNG", help="Draw the heat map (needs acutance\\[plots])."
+        ),
+    ] = None,
+) -> None:
+    """Join the states of shards that were probed apart: one run, no window twice."""
+    targets = {
+        "--out": out,
+        "--report": report,
+        "--json": json,
+        "--parquet": parquet,
+        "--figure": figure,
+    }
+    _check_targets(targets)
+    with _plain_errors():
+        from acutance.report import probe_commands
 
-    from acutance.probing import corpus, probe
-
-    done, tokens, complete = 0, 0, True
-    opened: Probe = probe(loaded.model, verify=verify, noise=noise, keep=keep)
-    try:
-        with opened, torch.inference_mode(), _progress(sum(map(len, pieces))) as advance:
-            for batch in corpus.batches(pieces, batch_size, loaded.pad):
-                loaded.run(batch.input_ids.to(device), batch.attention_mask.to(device))
-                done, tokens = done + len(batch.input_ids), tokens + batch.tokens
-                advance(batch.tokens)
-    except KeyboardInterrupt:
-        complete = False
-        if not done:
-            raise
-        _console().print(f"[yellow]interrupted[/] after {done} of {len(pieces)} windows")
-    about = {
-        "model": loaded.name,
-        "architecture": type(loaded.model).__name__,
-        "text": [text.name for text in texts],
-        "windows": done,
-        "windows_in_all": len(pieces),
-        "window_length": window,
-        "tokens": tokens,
-        "complete": complete,
-        "attention": str(getattr(loaded.model.config, "_attn_implementation", "")),
-        "dtype": str(next(loaded.model.parameters()).dtype).removeprefix("torch."),
-        "device": device,
-    } | _versions()
-    return opened, opened.summary(about), complete
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in ("acutance", "transformers")}
-
-
-@contextmanager
-def _progress(tokens: int) -> Iterator[Any]:
-    """A bar on standard error with rate and remaining time; silent where that is no terminal."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = _console()
-    columns = (
-        TextColumn("probing"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("probing", total=tokens, rate="")
-
-        def advance(count: int) -> None:
-            bar.advance(task, count)
-            speed = bar.tasks[0].speed
-            bar.update(task, rate=f"{speed:,.0f} tokens/s" if speed else "")
-
-        yield advance
-
-
-def _show(summary: HeadSummary) -> None:
-    """Print the table, then what stands out in it."""
-    from rich.padding import Padding
-    from rich.text import Text
-
-    from acutance.report import console_table, findings
-
-    console = _console(stderr=False)
-    console.print(console_table(summary))
-    found = findings(summary)
-    if found:
-        console.print("\nWhat stands out", style="bold")
-    for finding in found:
-        console.print(Padding(Text(f"• {finding.sentence}"), (0, 0, 0, 1)))
-
-
-def _write(summary: HeadSummary, targets: dict[str, Path | None]) -> None:
-    """Write what was asked for; the figure last, since it may lack its library."""
-    if (path := targets["--save"]) is not None:
-        summary.save(path)
-    if (path := targets["--json"]) is not None:
-        if str(path) == "-":
-            import json
-
-            sys.stdout.write(json.dumps(summary.to_dict(), allow_nan=False) + "\n")
-        else:
-            summary.to_json(path)
-    if (path := targets["--parquet"]) is not None:
-        summary.to_parquet(path)
-    if (path := targets["--report"]) is not None:
-        from acutance.report import write_html
-
-        write_html(summary, path)
-    if (path := targets["--figure"]) is not None:
-        from acutance.report import draw_heads
-
-        draw_heads(summary, path)
+        probe_commands.merge(states, targets=targets, console=_console)
 
 
 def _check_targets(targets: dict[str, Path | None]) -> None:
@@ -629,6 +578,9 @@ def _fail(message: str) -> None:
 
 def main() -> None:
     """Entry point of the ``acutance`` command."""
+    if sys.argv[1:2] == ["probe"] and os.environ.get("RANK", "0") != "0":
+        # one of torchrun's: the first rank says what there is to say, once
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     app()
 
 

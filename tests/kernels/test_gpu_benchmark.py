@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +48,16 @@ def test_the_gate_sees_an_error(gpu: ModuleType) -> None:
     assert gpu.share(exact + 3 * eps, exact, eps, None) > 1.0
     assert gpu.share(exact + 3 * eps, exact, eps, exact + eps) < 1.0
     assert gpu.share(exact * torch.nan, exact, eps, None) == float("inf")
+
+
+def test_the_gate_of_a_small_case(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed (pip install triton, on Linux)")
+    monkeypatch.setattr(gpu, "MODEL_WIDTH", 32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with np.errstate(all="ignore"):
+        found = gpu.gate(gpu.Case(48, 16, True, "bfloat16", tokens=48), device)
+    assert set(found) > {"entropy", "varentropy", "lse", "output", "gradient of key"}
+    assert 0.0 < max(found.values()) <= 1.0, found
 
 
 def test_the_table_has_times_and_reasons(gpu: ModuleType) -> None:

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from acutance.attend import attention
 from acutance.kernels import blocked, gpu
 from acutance.kernels.backward import Gradients, SumGradients
 from acutance.kernels.backward import backward as blocked_backward
@@ -405,6 +407,23 @@ def test_gradients_of_rows_that_see_nothing_are_zero(kernels: Kernels) -> None:
     assert found.key[:, :, 1::2].eq(0).all()
 
 
+# -- through the public call ------------------------------------------------------------------
+
+
+def test_attention_runs_here_when_asked_to(kernels: Kernels) -> None:
+    found = {}
+    for backend in ("triton", "blocked"):
+        leaves = [normal(1, 2, 20, 8, seed=seed).to(kernels.device) for seed in range(3)]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        out, stats = attention(*leaves, is_causal=True, return_stats=True, backend=backend)
+        assert stats.backend == backend
+        loss = out.square().sum() + stats.entropy.square().sum() + stats.lse.sum()
+        found[backend] = [out, stats.varentropy, *torch.autograd.grad(loss, leaves)]
+    for ours, theirs in zip(found["triton"], found["blocked"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 # -- compiling -------------------------------------------------------------------------------
 
 
@@ -440,6 +459,11 @@ def plain(query: Tensor, **options: Any) -> tuple[Any, ...]:
 def test_without_triton_every_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language, "triton", None)
     assert supported(*plain(normal(1, 1, 4, 8)), False) == "triton is not installed"
+
+
+def test_an_old_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language, "triton", SimpleNamespace(__version__="3.3.1"))
+    assert supported(*plain(normal(1, 1, 4, 8)), False) == "triton 3.3.1 is older than 3.4"
 
 
 REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {

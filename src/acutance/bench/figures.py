@@ -25,11 +25,11 @@ _LINE = 0.165  # inches a case takes
 _TICKS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 #: Contenders whose time is drawn against length, and how the legend calls them.
 _DRAWN = {
-    "naive": "softmax in memory, entropy only",
-    "blocked": "acutance, plain PyTorch",
-    "sdpa": "SDPA, output alone",
     "acutance": "acutance, output and statistics",
     "statistics": "acutance, statistics alone",
+    "sdpa": "SDPA, output alone",
+    "blocked": "acutance, plain PyTorch",
+    "naive": "softmax in memory, entropy only",
 }
 
 
@@ -72,7 +72,8 @@ def draw_ratios(report: BenchReport, path: str | os.PathLike[str], *, theme: The
     parts = [part for part in (names[:half], names[half:]) if part]
     figure, panels = new_figure(
         "Time over F.scaled_dot_product_attention's",
-        "Medians of interleaved rounds, bars over quartiles; upright strokes are goals. "
+        "Medians, with bars over quartiles: filled for one thread, hollow for more; an upright "
+        "stroke is the goal. "
         f"{report.environment.processor}, {report.environment.date[:10]}.",
         panels=len(parts),
         height=1.6 + _LINE * half,
@@ -106,9 +107,6 @@ def draw_ratios(report: BenchReport, path: str | os.PathLike[str], *, theme: The
         low, high = axes.get_xlim()
         axes.set_xlim(min(low, 0.25), max(high, 2.0))
         label(axes, x="× SDPA", y="")
-    for curve, hollow, name in ((one, False, "1 thread"), (more, True, "2 threads and more")):
-        measured(panels[0], [], [], curve, name, hollow=hollow)
-    legend(panels[0], theme, where="lower right")
     save(figure, path)
     return True
 
@@ -139,7 +137,9 @@ def draw_times(report: BenchReport, path: str | os.PathLike[str], *, theme: Them
                      if result.threads == threads and _plain(result, causal))
         for kind, causal in (("full", False), ("causal", True))
     }  # fmt: skip
-    sides = {kind: found for kind, found in sides.items() if found}
+    sides = {
+        kind: found for kind, found in sides.items() if any(len(e) > 1 for e in found.values())
+    }
     if not sides:
         return False
     words = "one thread" if threads == 1 else f"{threads} threads"

@@ -238,7 +238,7 @@ class BenchReport:
 
     def to_json(self) -> str:
         """The report as JSON text; :meth:`from_json` reads it back."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+        return json.dumps({"format": FORMAT, **asdict(self)}, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> BenchReport:

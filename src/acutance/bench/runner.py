@@ -29,6 +29,7 @@ from acutance.bench.records import (
     Spread,
     Status,
 )
+from acutance.bench.render import count_of
 from acutance.kernels import library
 from acutance.shapes import check_count, check_flag
 
@@ -109,6 +110,12 @@ class _Run:
 
     def run(self, cases: tuple[Case, ...], counts: list[int]) -> BenchReport:
         """Every case at each number of threads; what an earlier report finished is kept."""
+        asked = {case.name: case for case in cases}
+        self._former = [  # a case that has changed since is another one
+            result
+            for result in self._former
+            if asked.get(result.case.name, result.case) == result.case
+        ]
         finished = {(result.case, result.threads) for result in self._former}
         runs = [
             _CaseRun(case, count, self._settings)
@@ -121,7 +128,7 @@ class _Run:
         complete, former = True, torch.get_num_threads()
         try:
             for count in peaks:
-                steps.begin(f"what the machine can do with {count} threads")
+                steps.begin(f"what the machine can do with {count_of(count)}")
                 self._peaks[count] = measure_peak(count, {case.dtype for case in cases})
             for each in runs:
                 torch.set_num_threads(each.threads)

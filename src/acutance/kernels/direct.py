@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from ctypes import addressof
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import (
+    Tensor,
+    empty_like,
+    float32,
+    float64,
+    get_num_threads,
+    is_autocast_enabled,
+    is_grad_enabled,
+)
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from acutance.kernels import library
 from acutance.kernels.library import ABI, CALL, SUMS, Layout
@@ -51,7 +61,7 @@ _SUMS = _beginning(SUMS, "first_index").pack
 def unobserved() -> bool:
     """Whether no compiler, tracer, mode or transform sees what PyTorch does."""
     return (
-        not torch.compiler.is_compiling()
+        not is_compiling()
         and _KNOWN
         and not _len_torch_function_stack()
         and not _len_torch_dispatch_stack()
@@ -65,7 +75,7 @@ def possible(*tensors: Tensor | None) -> bool:
     """Whether a call of these tensors may go past the dispatcher."""
     if not unobserved():
         return False
-    recording = torch.is_grad_enabled()
+    recording = is_grad_enabled()
     for tensor in tensors:
         if tensor is None:
             continue
@@ -136,11 +146,8 @@ def attend(
         key.dtype is not dtype
         or v.dtype is not dtype
         or not (query.is_cpu and key.is_cpu and v.is_cpu)
-        or (
-            (query.requires_grad or key.requires_grad or v.requires_grad)
-            and torch.is_grad_enabled()
-        )
-        or torch.is_autocast_enabled("cpu")
+        or ((query.requires_grad or key.requires_grad or v.requires_grad) and is_grad_enabled())
+        or is_autocast_enabled("cpu")
     ):
         return None
     code = DTYPES.get(dtype)
@@ -178,30 +185,40 @@ def attend(
     if isinstance(found, str):
         return None
     count = B * Hq * L
-    wide = dtype if dtype is torch.float64 else torch.float32
-    step = 8 * count if dtype is torch.float64 else 4 * count
+    wide = dtype if dtype is float64 else float32
+    step = 8 * count if dtype is float64 else 4 * count
     size = 16 * count + 9 * step
     rows: Any
     if size <= _SMALL:
         rows = _memory(size)
-        at = ctypes.addressof(rows)
+        at = addressof(rows)
     else:
         rows = torch.empty(size * count // step, dtype=wide)
         at = rows.data_ptr()
     m = at + 16 * count
-    fields = (at, *range(m, m + 9 * step, step), at + 8 * count)
+    Z = m + step
+    U = Z + step
+    W = U + step
+    Q = W + step
+    mean = Q + step
+    M2 = mean + step
+    depth = M2 + step
+    first = depth + step
     if bare:
-        out = None
-        sums = _SUMS(0, 0, 0, 0, *fields)
-        place = Ev = 0
+        out, place, Ev = None, 0, 0
+        sums = _SUMS(0, 0, 0, 0, at, m, Z, U, W, Q, mean, M2, depth, first, at + 8 * count)
     else:
         width = L * Ev
         if Ev == E and query.is_contiguous():
-            out = torch.empty_like(query)
+            out = empty_like(query)
         else:
             out = query.new_empty((B, Hq, L, Ev))
-        sums = _SUMS(out.data_ptr(), Hq * width, width, Ev, *fields)
-    threads = torch.get_num_threads()
+        place_out, last = out.data_ptr(), at + 8 * count
+        sums = _SUMS(
+            place_out, Hq * width, width, Ev, at, m, Z, U, W, Q, mean, M2, depth, first, last
+        )
+    threads = get_num_threads()
+    # tuples put together with stars, or an argument a line, would be slower or longer
     # fmt: off
     call = _CALL(
         ABI, code, B, H, Hq // H, L, S, E, Ev, q, k, place, q0, q1, q2, k0, k1, k2, v0, v1, v2,

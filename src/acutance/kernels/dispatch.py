@@ -48,7 +48,12 @@ def forced() -> str:
     return check_backend(os.environ.get(BACKEND_VARIABLE) or "auto", BACKEND_VARIABLE)
 
 
-_forced: Callable[[], str] = torch.compiler.assume_constant_result(forced)
+def _ask() -> str:
+    return forced()
+
+
+#: The same for a compiler, which must not look into the cache: a constant.
+_forced: Callable[[], str] = torch.compiler.assume_constant_result(_ask)
 
 
 def takes_native(backend: str) -> bool:

@@ -20,6 +20,12 @@ MECHANISMS: Mapping[str, Mechanism] = MappingProxyType(
     {entry.name: entry for entry in (*SCORED, *SCORELESS)}
 )
 
+#: What others call entries of the table.
+_ALSO = {
+    "softmax": "scaled_dot", "sdpa": "scaled_dot", "attention": "scaled_dot", "luong": "general",
+    "bahdanau": "additive", "linear": "linear_elu1", "retnet": "retention", "alibi": "alibi_decay",
+}  # fmt: skip
+
 
 def mechanism(given: str | Mechanism) -> Mechanism:
     """The entry of that name, or the one given.
@@ -33,14 +39,14 @@ def mechanism(given: str | Mechanism) -> Mechanism:
         "Only where the scores' mean β is below 0, "
         >>> mechanism("softmx")
         Traceback (most recent call last):
-        ValueError: no mechanism is named 'softmx'; did you mean 'softmax_one'?
+        ValueError: no mechanism is named 'softmx'; did you mean 'scaled_dot'?
     """
     if isinstance(given, Mechanism):
         return given
     if not isinstance(given, str):
         raise TypeError(f"a mechanism is a name or a Mechanism, got {type(given).__name__}")
     if given not in MECHANISMS:
-        close = difflib.get_close_matches(given, MECHANISMS, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(MECHANISMS)}"
+        close = difflib.get_close_matches(given, [*MECHANISMS, *_ALSO], n=1, cutoff=0.4)
+        hint = f"did you mean {_ALSO.get(close[0], close[0])!r}?" if close else f"choose from {', '.join(MECHANISMS)}"
         raise ValueError(f"no mechanism is named {given!r}; {hint}")
     return MECHANISMS[given]

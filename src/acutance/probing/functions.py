@@ -76,7 +76,7 @@ class FunctionCapture(TorchFunctionMode):
             return func(*args, **kwargs)
         with self._observer.mute():
             output = func(*args, **kwargs)
-        given = dict(zip(_SDPA_NAMES, args, strict=False)) | kwargs
+        given = sdpa_arguments(args, kwargs)
         self._observer.observe(
             lambda: sdpa_call(given, name, cross=is_cross(name)), name, lambda: _four(output)
         )
@@ -170,7 +170,8 @@ def _not_padding(mask: Tensor | None) -> Tensor | None:
 
 
 _Calls = list[tuple[dict[str, Any], Tensor]]
-_thread = threading.local()  # lists: where this thread's SDPA calls go
+_Change = Callable[[dict[str, Any]], dict[str, Any]]
+_thread = threading.local()  # lists: where this thread's SDPA calls go; changes: made to them first
 _lock = threading.Lock()
 _watchers = 0
 _original: Callable[..., Tensor] = _SDPA
@@ -202,11 +203,35 @@ def _watch_sdpa(*, alone: bool = False) -> Iterator[_Calls]:
                 F.scaled_dot_product_attention = _original
 
 
+@contextmanager
+def changing_sdpa(change: _Change) -> Iterator[_Calls]:
+    """Change the arguments of this thread's SDPA calls, as :func:`_watch_sdpa` then sees them.
+
+    Inside a function that a mode handles no mode is active, so that only the name in
+    ``torch.nn.functional`` is left to get between.
+    """
+    outer: tuple[_Change, ...] = getattr(_thread, "changes", ())
+    _thread.changes = (*outer, change)
+    try:
+        with _watch_sdpa() as seen:
+            yield seen
+    finally:
+        _thread.changes = outer
+
+
 def _watched(*args: Any, **kwargs: Any) -> Tensor:
-    output = _original(*args, **kwargs)
+    given = sdpa_arguments(args, kwargs)
+    for change in getattr(_thread, "changes", ()):
+        given = change(given)
+    output = _original(**given)
     for seen in getattr(_thread, "lists", ()):
-        seen.append((dict(zip(_SDPA_NAMES, args, strict=False)) | kwargs, output))
+        seen.append((given, output))
     return output
+
+
+def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``F.scaled_dot_product_attention``, by name."""
+    return dict(zip(_SDPA_NAMES, args, strict=False)) | dict(kwargs)
 
 
 def sdpa_call(

@@ -12,6 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -41,8 +42,69 @@ class Observer(Protocol):
         """Context in which captures inside are ignored."""
 
 
-#: Open captures, innermost last; the first to open wraps ``get_interface``, the last restores it.
+class Changer(Protocol):
+    """What may change the query of a call before it runs, and before any observer sees it."""
+
+    def changed_query(self, call: InterfaceCall) -> Tensor | None:
+        """The query to use instead, None for the call's own."""
+
+    def mute(self) -> Any:
+        """Context in which the functions that the call uses are left alone."""
+
+
+@dataclass(frozen=True)
+class InterfaceCall:
+    """One call of an attention function that transformers handed out.
+
+    Attributes:
+        function: what is called.
+        implementation: its name.
+        args: its positional arguments.
+        kwargs: its keywords.
+    """
+
+    function: Callable[..., Any]
+    implementation: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument by name, None where there is none."""
+        if name in _POSITIONAL and _POSITIONAL.index(name) < len(self.args):
+            return self.args[_POSITIONAL.index(name)]
+        return self.kwargs.get(name)
+
+    def with_query(self, query: Tensor) -> InterfaceCall:
+        """The same call with another query."""
+        if len(self.args) > 1:
+            return replace(self, args=(self.args[0], query, *self.args[2:]))
+        return replace(self, kwargs={**self.kwargs, "query": query})
+
+    def masks(self) -> dict[str, Any]:
+        """What hides keys, as :class:`AttentionCall` holds it."""
+        if self["cache"] is not None:
+            raise ValueError(_PAGED)
+        query, key, mask, module = (
+            self[part] for part in ("query", "key", "attention_mask", "module")
+        )
+        kind = self.implementation or "eager"
+        if "flash" in kind:
+            masks = _flash(self.kwargs, query, key, mask, module)
+            return {part: masks[part] for part in masks if part not in ("softcap", "sinks")}
+        return _mask(kind, self["is_causal"], query, key, mask, module)
+
+    def read(self, name: str) -> AttentionCall:
+        """The call as its implementation reads it; ``name`` is its module's."""
+        return _call(self.function, self.implementation, name, self.args, self.kwargs)
+
+
+_POSITIONAL = ("module", "query", "key", "value", "attention_mask")
+_PAGED = "paged attention keeps its keys in a cache of its own"
+
+#: Open captures, innermost last, and open changes. The first of them to open wraps
+#: ``get_interface``, the last to close restores it.
 _observers: list[Observer] = []
+_changers: list[Changer] = []
 _lock = threading.Lock()
 _original: Callable[..., Any] | None = None
 
@@ -50,6 +112,19 @@ _original: Callable[..., Any] | None = None
 @contextmanager
 def capture(observer: Observer) -> Iterator[None]:
     """Wrap the attention functions transformers hands out, for the length of the context."""
+    with _among(_observers, observer):
+        yield
+
+
+@contextmanager
+def change(changer: Changer) -> Iterator[None]:
+    """Let a changer have every query first, for the length of the context."""
+    with _among(_changers, changer):
+        yield
+
+
+@contextmanager
+def _among(group: list[Any], member: Any) -> Iterator[None]:
     try:
         from transformers.modeling_utils import AttentionInterface
     except ImportError:  # transformers is not installed: nothing of it can be running
@@ -59,15 +134,15 @@ def capture(observer: Observer) -> Iterator[None]:
         yield
         return
     with _lock:
-        if not _observers:
+        if not _observers and not _changers:
             _wrap(AttentionInterface)
-        _observers.append(observer)
+        group.append(member)
     try:
         yield
     finally:
         with _lock:
-            _observers.remove(observer)
-            if not _observers:
+            group.remove(member)
+            if not _observers and not _changers:
                 AttentionInterface.get_interface = _original
 
 
@@ -85,6 +160,14 @@ def _wrap(interface: Any) -> None:
 def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def attend(*args: Any, **kwargs: Any) -> Any:
+        for changer in tuple(_changers):
+            call = InterfaceCall(function, implementation, args, kwargs)
+            query = changer.changed_query(call)
+            if query is not None:
+                call = call.with_query(query)
+                args, kwargs = call.args, call.kwargs
+        if torch.compiler.is_compiling():  # a probe runs nothing compiled: no one is listening
+            return function(*args, **kwargs)
         module = args[0] if args else kwargs.get("module")
         listening: list[tuple[Observer, str]] = []
         for observer in tuple(_observers):
@@ -92,6 +175,8 @@ def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[...,
             if name is not None and not observer.muted():
                 listening.append((observer, name))
         with ExitStack() as quiet:
+            for changer in tuple(_changers):
+                quiet.enter_context(changer.mute())
             for observer, _ in listening:
                 quiet.enter_context(observer.mute())
             result = function(*args, **kwargs)
@@ -115,10 +200,10 @@ def _call(
     kwargs: dict[str, Any],
 ) -> AttentionCall:
     """Read an interface call as its implementation reads it."""
-    given = dict(zip(("module", "query", "key", "value", "attention_mask"), args, strict=False))
+    given = dict(zip(_POSITIONAL, args, strict=False))
     given.update(kwargs)
     if given.get("cache") is not None:
-        raise ValueError("paged attention keeps its keys in a cache of its own")
+        raise ValueError(_PAGED)
     module, query, key, value = (given[part] for part in ("module", "query", "key", "value"))
     mask = given.get("attention_mask")
     accepts = set(inspect.signature(function).parameters)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from acutance.files import write_whole
 from acutance.probing.moments import Moments, edges
+from acutance.probing.state_files import checked_record, checked_tensors, read
 from acutance.rowstats import METRICS, metric
 
 if TYPE_CHECKING:
@@ -271,23 +272,43 @@ class HeadSummary:
         text = json.dumps(self.to_dict(), allow_nan=False)
         write_whole(path, lambda where: Path(where).write_text(text, encoding="utf-8"))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the summary as a safetensors file, atomically; :func:`load` reads it exactly."""
-        from safetensors.torch import save_file
-
-        header = {
-            "schema": SCHEMA,
-            "summary": json.dumps(
-                {
-                    "metrics": self.metrics,
-                    "layers": [asdict(layer) for layer in self.layers],
-                    "about": dict(self.about),
-                    "unread": self.unread,
-                }
-            ),
+    def parts(self) -> tuple[dict[str, str], dict[str, Tensor]]:
+        """Header and arrays, as a file or a message holds them; :func:`from_parts` reads them."""
+        record = {
+            "metrics": self.metrics,
+            "layers": [asdict(layer) for layer in self.layers],
+            "about": dict(self.about),
+            "unread": self.unread,
         }
         tensors = {name: tensor.contiguous() for name, tensor in self.moments.tensors().items()}
+        return {"schema": SCHEMA, "summary": json.dumps(record)}, tensors
+
+    def save(self, path: str | os.PathLike[str], extra: Mapping[str, str] | None = None) -> None:
+        """Write the summary as a safetensors file, atomically; :func:`load` reads it exactly.
+
+        Args:
+            path: where to.
+            extra: further entries of the header.
+        """
+        from safetensors.torch import save_file
+
+        header, tensors = self.parts()
+        header |= extra or {}
         write_whole(path, lambda where: save_file(tensors, where, metadata=header))
+
+
+def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> HeadSummary:
+    """The summary whose :meth:`HeadSummary.parts` these are.
+
+    Raises:
+        ValueError: naming the first thing that does not fit.
+    """
+    record = checked_record(header)
+    layers = tuple(Layer(**layer) for layer in record["layers"])
+    metrics, unread = tuple(record["metrics"]), tuple(record["unread"])
+    heads = sum(layer.heads for layer in layers)
+    moments = Moments(**checked_tensors(tensors, heads, len(metrics)))
+    return HeadSummary(layers, metrics, moments, record["about"], unread)
 
 
 def load(path: str | os.PathLike[str]) -> HeadSummary:
@@ -295,29 +316,13 @@ def load(path: str | os.PathLike[str]) -> HeadSummary:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is not such a file, is cut short, or is of another schema.
+        ValueError: if it is not such a file, is cut short, is of another schema, or holds what no
+            probe writes.
     """
-    from safetensors import SafetensorError, safe_open
-
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no file at {os.fspath(path)}")
+    header, tensors = read(path, SCHEMA)
     try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{os.fspath(path)} is not a whole safetensors file: {error}") from error
-    if header.get("schema") != SCHEMA:
-        raise ValueError(
-            f"{os.fspath(path)} is not a head summary this version reads: its schema is "
-            f"{header.get('schema')!r}, expected {SCHEMA!r}"
-        )
-    try:
-        record = json.loads(header["summary"])
-        layers = tuple(Layer(**layer) for layer in record["layers"])
-        metrics, unread = tuple(record["metrics"]), tuple(record["unread"])
-        return HeadSummary(layers, metrics, Moments(**tensors), record["about"], unread)
-    except (KeyError, TypeError, ValueError) as error:
+        return from_parts(header, tensors)
+    except ValueError as error:
         raise ValueError(f"{os.fspath(path)} has a damaged header: {error}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from acutance.rowstats.dense import dense_statistics
+from acutance.rowstats.keys import all_reduce_keys
 from acutance.rowstats.metrics import (
     METRICS,
     Metric,
@@ -49,6 +50,7 @@ __all__ = [
     "RowStatistics",
     "WeightStatistics",
     "WeightSums",
+    "all_reduce_keys",
     "collision",
     "dense_statistics",
     "effective_keys",

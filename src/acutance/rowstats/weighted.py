@@ -263,8 +263,8 @@ class WeightStatistics(NamedMetrics):
     .. math::
 
         \mathrm{jacobian\_trace} = \sum_j (g_j - l_j r_j), \qquad
-        \mathrm{noise\_gain} = \sum_j \Bigl\lVert \frac{\partial o}{\partial s_j} \Bigr\rVert^2
-        = \sum_j \Bigl\lVert g_j v_j - r_j \sum_i l_i v_i \Bigr\rVert^2 .
+        \mathrm{noise\_gain} = \sum_j \left\| \frac{\partial o}{\partial s_j} \right\|^2
+        = \sum_j \left\| g_j v_j - r_j \sum_i l_i v_i \right\|^2 .
 
     For iid noise of variance ν on the scores, :math:`E\lVert\tilde o - o\rVert^2 \approx \nu` times
     the noise gain, to first order. It is :math:`\sum f'(s_j)^2 \lVert v_j \rVert^2` for weights

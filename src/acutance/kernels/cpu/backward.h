@@ -8,8 +8,8 @@
 
 #include <math.h>
 
-#include "mask.h"
 #include "lane_sum.h"
+#include "mask.h"
 #include "rows.h"
 #include "shares.h"
 #include "work.h"
@@ -157,8 +157,6 @@ struct Backward {
         const int64_t first = row + g * LN, filled = imin(LN, count - g * LN);
         const Band own = band(call, first, first + filled - 1);
         const int64_t a = imax(start, own.start), z = imin(stop, own.stop);
-        const int64_t ahead = stop - start;  // keys of the next tile, a part in each group's turn
-        fetch(k, v, batch, kv, stop + ahead * g / groups, imin(stop + ahead * (g + 1) / groups, span.stop));
         if (a < z) add(batch, head, first, filled, own, a, z - a, g, tile);
       }
     }
@@ -172,24 +170,6 @@ struct Backward {
       for (int64_t l = 0; l < count; ++l)
         if (top_keys[l] != NO_KEY)
           shared.best[chunk * shared.rows + base + l] = {tops[l], top_keys[l]};
-  }
-
-  // Ask for what the next tile needs: rows lie apart, and a page holds too few of them for the
-  // processor to see where they lead.
-  void fetch(const In* k, const In* v, int64_t batch, int64_t kv, int64_t start, int64_t stop) {
-    if (start >= stop) return;
-    const int64_t place = (batch * call.heads + kv) * call.keys;
-    fetch_rows(k + start * call.key_stride[2], call.key_stride[2], stop - start, E);
-    if (grads.key) fetch_rows((const T*)grads.key + (place + start) * E, E, stop - start, E);
-    if (!values) return;
-    fetch_rows(v + start * call.value_stride[2], call.value_stride[2], stop - start, Ev);
-    if (grads.value) fetch_rows((const T*)grads.value + (place + start) * Ev, Ev, stop - start, Ev);
-  }
-  template <class X>
-  static void fetch_rows(const X* from, int64_t stride, int64_t count, int64_t width) {
-    for (int64_t j = 0; j < count; ++j, from += stride)
-      for (int64_t e = 0; e < width; e += 64 / int64_t(sizeof(X)))
-        __builtin_prefetch(from + e, 0, PF);
   }
 
   // The block's queries and gradients, both as rows and across the lanes.

@@ -103,7 +103,9 @@ struct Merge {
   bool ready = true;
 
   explicit Merge(const Shares<T>& shared) : shared(shared) {}
-  static int64_t blocks(const acutance_call& call) { return (call.queries + QUERIES - 1) / QUERIES; }
+  static int64_t blocks(const acutance_call& call) {
+    return (call.queries + QUERIES - 1) / QUERIES;
+  }
 
   void item(int64_t i) {
     const acutance_call& call = shared.call;

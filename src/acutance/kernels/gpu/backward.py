@@ -68,7 +68,7 @@ def backward(
 
     Means what :func:`acutance.kernels.backward.backward` means, and is that function for what these
     kernels do not take (:func:`unsupported_gradient`, dropout, float64). Sums are not added up
-    across programs: results are the same from run to run.
+    across programs: with the same tile sizes, results are the same from run to run.
 
     Args:
         grad: gradients of the results.

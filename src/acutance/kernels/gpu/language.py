@@ -15,6 +15,9 @@ except ImportError:  # PyTorch's CPU wheels come without it
 
 __all__ = ["Kernel", "constant", "interpreted", "jit", "tl", "triton", "why_unavailable"]
 
+#: Kernels are given their flags as named tuples, which earlier releases do not compile.
+OLDEST = (3, 4)
+
 
 class Kernel(Protocol):
     """A compiled function: launched over a grid, or called from another one."""
@@ -52,4 +55,6 @@ def why_unavailable() -> str | None:
     """Why no kernel of this package can run in this process, or None if they can."""
     if triton is None:
         return "triton is not installed"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST:
+        return f"triton {triton.__version__} is older than {OLDEST[0]}.{OLDEST[1]}"
     return None

@@ -1,0 +1,24 @@
+"""Fixing attention: scaling laws on a model, kept in small files.
+
+:func:`apply` puts a law on a model that runs as it always does, and takes it off again. A
+:class:`Law` says which scaling each head has and which model it is for; it saves to JSON and refuses
+another model.
+"""
+
+from __future__ import annotations
+
+from acutance.calibration.applied import Applied, ApplyError, apply
+from acutance.calibration.identity import Identity
+from acutance.calibration.law import HeadLaws, Law, LawError
+from acutance.calibration.layers import attention_layers
+
+__all__ = [
+    "Applied",
+    "ApplyError",
+    "HeadLaws",
+    "Identity",
+    "Law",
+    "LawError",
+    "apply",
+    "attention_layers",
+]

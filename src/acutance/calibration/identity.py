@@ -1,0 +1,160 @@
+"""What a model is, as far as a law must know it: enough to refuse another model's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from acutance.calibration.layers import attention_layers, label
+
+__all__ = ["Identity", "longest", "positions_are_learned"]
+
+#: Entries of a configuration that change without the model becoming another one.
+_VOLATILE = {
+    "_name_or_path",
+    "_commit_hash",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "attn_implementation",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "gradient_checkpointing",
+}
+_WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads")
+_LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A model's shape and a digest of its configuration.
+
+    Attributes:
+        architecture: class of the model.
+        layers: attention layers.
+        heads: query heads of a layer, as configured; 0 where nothing says.
+        width: of the hidden states; 0 where nothing says.
+        vocabulary: tokens; 0 where there are none.
+        digest: of the configuration, without what may change (names, dtype, implementation); of
+            the names and shapes of all parameters where there is no configuration.
+    """
+
+    architecture: str
+    layers: int
+    heads: int
+    width: int
+    vocabulary: int
+    digest: str
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> Identity:
+        """The identity of a model.
+
+        Example:
+            >>> one = Identity.of(torch.nn.MultiheadAttention(8, 2))
+            >>> one.architecture, one.layers, one.heads, one.width
+            ('MultiheadAttention', 1, 2, 8)
+        """
+        model = getattr(model, "_orig_mod", model)
+        layers = attention_layers(model)
+        config = getattr(model, "config", None)
+        if hasattr(config, "to_dict"):
+            text = config.get_text_config() if hasattr(config, "get_text_config") else config
+            return cls(
+                type(model).__name__,
+                len(layers),
+                _number(text, _HEADS),
+                _number(text, _WIDTH),
+                _number(text, ("vocab_size",)),
+                _digest(_lasting(config.to_dict())),
+            )
+        plain = [one for one in layers.values() if isinstance(one, torch.nn.MultiheadAttention)]
+        shapes = [[label(model, n), list(p.shape)] for n, p in model.named_parameters()]
+        return cls(
+            type(model).__name__,
+            len(layers),
+            plain[0].num_heads if plain else 0,
+            plain[0].embed_dim if plain else 0,
+            0,
+            _digest(shapes),
+        )
+
+    def difference(self, other: Identity) -> str | None:
+        """What first differs, in words, None where nothing does."""
+        for part in fields(self):
+            mine, theirs = getattr(self, part.name), getattr(other, part.name)
+            if mine != theirs:
+                what = "configuration digest" if part.name == "digest" else part.name
+                return f"{what} {mine!r} where the model has {theirs!r}"
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As what JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, record: object) -> Identity:
+        """What :meth:`to_dict` wrote.
+
+        Raises:
+            ValueError: if a field is missing, unknown or of the wrong type.
+        """
+        kinds = {part.name: (str if part.type == "str" else int) for part in fields(cls)}
+        if not isinstance(record, dict) or set(record) != set(kinds):
+            raise ValueError(f"a law's model has {', '.join(kinds)} and nothing else")
+        for name, kind in kinds.items():
+            value = record[name]
+            if type(value) is not kind or (kind is int and value < 0):
+                raise ValueError(f"a law's model.{name} is {_KIND[kind]}, got {value!r:.60}")
+        return cls(**record)
+
+
+_KIND = {str: "text", int: "a whole number, not negative"}
+
+
+def longest(model: torch.nn.Module) -> int | None:
+    """Positions the model is configured for, None where nothing says."""
+    config = getattr(getattr(model, "_orig_mod", model), "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    found = _number(config, _LONGEST)
+    return found if found > 0 else None
+
+
+def positions_are_learned(model: torch.nn.Module) -> bool:
+    """Whether there is a table of position embeddings, beyond which the model cannot run."""
+    return any(
+        isinstance(module, torch.nn.Embedding)
+        and any(part in name.lower().split(".")[-1] for part in ("position", "wpe", "pos_emb"))
+        for name, module in model.named_modules()
+    )
+
+
+def _number(config: Any, names: tuple[str, ...]) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return 0
+
+
+def _lasting(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {str(name): _lasting(part) for name, part in value.items()}
+        return {name: part for name, part in kept.items() if name not in _VOLATILE}
+    return [_lasting(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,297 @@
+"""Law: which scaling each head of one model has; it is written to a small JSON file and read."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from acutance.calibration.identity import Identity, longest, positions_are_learned
+from acutance.calibration.layers import attention_layers
+from acutance.files import write_whole
+from acutance.scaling import AnyScaling, NoScaling, Scaling, from_dict, get
+from acutance.scaling.learned import LearnedScaling
+from acutance.shapes import check_count
+
+__all__ = ["SCHEMA", "AnyLaw", "HeadLaws", "Law", "LawError", "by_layer"]
+
+SCHEMA = "acutance.law/1"
+_LARGEST = 64 << 20  # bytes; a table of 8 lengths for 100 layers of 100 heads has 2 MB
+
+#: A layer by its number among the attention layers, or by its module's name.
+LayerName: TypeAlias = int | str
+#: One scaling for all, or one for each layer or head.
+AnyLaw: TypeAlias = "str | AnyScaling | Law | Mapping[Any, str | AnyScaling]"
+
+
+class LawError(ValueError):
+    """A law cannot be read, or is not for this model."""
+
+
+@dataclass(frozen=True)
+class HeadLaws:
+    """The scalings of one layer.
+
+    Attributes:
+        whole: of the layer, None where heads have their own; it may hold parameters per head.
+        heads: head and scaling; heads left out are not scaled.
+    """
+
+    whole: AnyScaling | None = None
+    heads: tuple[tuple[int, AnyScaling], ...] = ()
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether a scaling reads the measured entropy of each row."""
+        every = [self.whole] if self.whole is not None else [part for _, part in self.heads]
+        return any(part.needs_entropy for part in every)
+
+
+@dataclass(frozen=True)
+class Law:
+    """The scalings of one model's heads, and which model that is.
+
+    Attributes:
+        model: the model's identity.
+        everywhere: the scaling of layers that ``layers`` does not name; None leaves them alone.
+        layers: module name and its scalings.
+        lengths: lengths at which it was fitted, none if it was not.
+        target: what was held constant, None if nothing was.
+
+    Example:
+        >>> from acutance import scaling
+        >>> model = torch.nn.TransformerEncoderLayer(8, 2)
+        >>> law = Law.of(model, {(0, 1): scaling.LogN(train_length=64)})
+        >>> law.layers
+        (('self_attn', HeadLaws(whole=None, heads=((1, LogN(base=None, train_length=64, ...))),)
+    """
+
+    model: Identity
+    everywhere: Scaling | None = None
+    layers: tuple[tuple[str, HeadLaws], ...] = ()
+    lengths: tuple[int, ...] = ()
+    target: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: torch.nn.Module,
+        law: AnyLaw,
+        *,
+        lengths: Sequence[int] = (),
+        target: str | None = None,
+    ) -> Law:
+        """The record of a law for a model; learned scalings are kept at their present values.
+
+        Args:
+            model: the model it is for.
+            law: as in :func:`acutance.apply`.
+            lengths: lengths at which it was fitted, rising.
+            target: what was held constant.
+
+        Raises:
+            ValueError: if the law does not fit the model, or a length is beyond its learned
+                positions.
+
+        Warns:
+            UserWarning: if a length is beyond positions that are not learned: the model runs, at
+                lengths it was not made for.
+        """
+        if isinstance(law, Law):
+            return law.check(model)
+        places = tuple(check_count("lengths", n, 1) for n in lengths)
+        limit = longest(model)
+        if limit is not None and places and max(places) > limit:
+            text = f"lengths reach {max(places)}, the model has {limit} positions"
+            if positions_are_learned(model):
+                raise ValueError(text)
+            warnings.warn(text, stacklevel=2)
+        everywhere, layers = by_layer(model, law)
+        return cls(
+            model=Identity.of(model),
+            everywhere=None if everywhere is None else _record(everywhere),
+            layers=tuple(
+                (
+                    name,
+                    HeadLaws(
+                        None if one.whole is None else _record(one.whole),
+                        tuple((head, _record(part)) for head, part in one.heads),
+                    ),
+                )
+                for name, one in layers.items()
+            ),
+            lengths=places,
+            target=target,
+        )
+
+    def check(self, model: torch.nn.Module) -> Law:
+        """Itself, if it is for this model.
+
+        Raises:
+            LawError: if it is not, naming what first differs.
+        """
+        difference = self.model.difference(Identity.of(model))
+        if difference is not None:
+            raise LawError(f"this law is for another model: it has {difference}")
+        return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON, whole or not at all."""
+        record = {
+            "schema": SCHEMA,
+            "model": self.model.to_dict(),
+            "everywhere": None if self.everywhere is None else self.everywhere.to_dict(),
+            "layers": {name: _written(one) for name, one in self.layers},
+            "lengths": list(self.lengths),
+            "target": self.target,
+        }
+        text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+        write_whole(path, lambda part: Path(part).write_text(text, encoding="utf-8"))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Law:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            LawError: if the file is no law, of another schema, or a part of it is wrong; the
+                message names the file and the part.
+            OSError: if it cannot be opened.
+        """
+        try:
+            if os.stat(path).st_size > _LARGEST:
+                raise ValueError(f"it is larger than {_LARGEST >> 20} MiB")
+            record = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_constant)
+            return cls._read(record)
+        except (ValueError, TypeError, RecursionError) as error:
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise LawError(f"{os.fspath(path)} holds no law: {reason}") from error
+
+    @classmethod
+    def _read(cls, record: object) -> Law:
+        if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+            found = record.get("schema") if isinstance(record, dict) else type(record).__name__
+            raise ValueError(f"its schema is {SCHEMA!r}, got {found!r:.60}")
+        known = {"schema", "model", "everywhere", "layers", "lengths", "target"}
+        if set(record) != known:
+            wrong = sorted(set(record) ^ known)
+            raise ValueError(f"it has {', '.join(sorted(known))}; wrong is {', '.join(wrong):.60}")
+        everywhere, layers, lengths, target = (
+            record[part] for part in ("everywhere", "layers", "lengths", "target")
+        )
+        if not isinstance(layers, dict) or not isinstance(lengths, list):
+            raise ValueError("layers is an object and lengths a list")
+        if target is not None and not isinstance(target, str):
+            raise ValueError(f"target is text or null, got {type(target).__name__}")
+        return cls(
+            model=Identity.from_dict(record["model"]),
+            everywhere=None if everywhere is None else _scaling("everywhere", everywhere),
+            layers=tuple((name, _heads(name, part)) for name, part in layers.items()),
+            lengths=tuple(check_count("lengths", n, 1) for n in lengths),
+            target=target,
+        )
+
+
+def by_layer(
+    model: torch.nn.Module, law: AnyLaw
+) -> tuple[AnyScaling | None, dict[str, HeadLaws]]:
+    """A law as one scaling for every layer it does not name, and scalings by module name.
+
+    Raises:
+        TypeError: if it is no law, or a key of a mapping is neither a layer nor (layer, head).
+        ValueError: if a layer, head or scaling does not exist.
+    """
+    if isinstance(law, Law):
+        return law.check(model).everywhere, dict(law.layers)
+    if not isinstance(law, Mapping):
+        if not isinstance(law, str | Scaling | LearnedScaling):
+            raise TypeError(
+                f"law is a scaling or its name, a Law, or a mapping from layer or (layer, head) "
+                f"to scalings, got {type(law).__name__}"
+            )
+        return get(law), {}
+    if not law:
+        raise ValueError("law has at least one layer, got an empty mapping")
+    names = list(attention_layers(model))
+    found: dict[str, HeadLaws] = {}
+    for place, given in law.items():
+        pair = isinstance(place, tuple) and len(place) == 2
+        layer, head = place if pair else (place, None)
+        name = _module(model, layer, names)
+        before = found.get(name, HeadLaws())
+        if head is None:
+            if before.heads:
+                raise ValueError(f"{name} has one scaling or one for each head, got both")
+            found[name] = HeadLaws(get(given))
+            continue
+        if isinstance(head, bool) or not isinstance(head, int) or head < 0:
+            raise ValueError(f"head is a whole number, not negative, got {head!r}")
+        if before.whole is not None:
+            raise ValueError(f"{name} has one scaling or one for each head, got both")
+        found[name] = HeadLaws(None, (*before.heads, (head, get(given))))
+    return None, found
+
+
+def _module(model: torch.nn.Module, layer: object, names: list[str]) -> str:
+    """The name of the module a layer is."""
+    if isinstance(layer, int) and not isinstance(layer, bool):
+        if not 0 <= layer < len(names):
+            raise ValueError(
+                f"layer {layer} is none of the {len(names)} attention layers of "
+                f"{type(model).__name__}, counted from 0"
+            )
+        return names[layer]
+    if not isinstance(layer, str):
+        raise TypeError(f"a layer is a number or a module's name, got {layer!r:.60}")
+    known = [*names, *(name for name, _ in model.named_modules() if name)]
+    if layer not in known:
+        close = difflib.get_close_matches(layer, names, n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"layer {layer!r} is no module of {type(model).__name__}{hint}")
+    return layer
+
+
+def _record(scaling: AnyScaling) -> Scaling:
+    if isinstance(scaling, Scaling):
+        return scaling
+    kept: Scaling = scaling.record()
+    return kept
+
+
+def _written(one: HeadLaws) -> dict[str, Any]:
+    if one.whole is not None:
+        return {"whole": _record(one.whole).to_dict()}
+    return {"heads": {str(head): _record(part).to_dict() for head, part in one.heads}}
+
+
+def _heads(name: str, record: object) -> HeadLaws:
+    if isinstance(record, dict) and set(record) == {"whole"}:
+        return HeadLaws(_scaling(name, record["whole"]))
+    heads = record.get("heads") if isinstance(record, dict) and len(record) == 1 else None
+    if not isinstance(heads, dict) or not heads:
+        raise ValueError(f"layer {name!r:.60} has a scaling under 'whole' or some under 'heads'")
+    if not all(head.isascii() and head.isdigit() and len(head) < 7 for head in heads):
+        raise ValueError(f"heads of layer {name!r:.60} are whole numbers")
+    return HeadLaws(
+        None, tuple((int(head), _scaling(f"{name}, {head}", one)) for head, one in heads.items())
+    )
+
+
+def _scaling(place: str, record: object) -> Scaling:
+    if not isinstance(record, dict):
+        raise ValueError(f"the scaling of {place!r:.60} is an object")
+    try:
+        found = from_dict(record)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the scaling of {place!r:.60} is wrong: {error}") from error
+    return NoScaling() if isinstance(found, NoScaling) else found
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"numbers are finite, got {text}")

@@ -1,0 +1,186 @@
+"""State files: what a file must hold before anything in it is believed.
+
+A state is a safetensors file: arrays, and a header of strings with a schema and JSON. Files come
+from other machines and from runs that were killed, so everything is checked when it is read, and
+whatever does not fit is refused with one sentence that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.probing.moments import BINS
+from acutance.rowstats import METRICS
+
+__all__ = ["checked_record", "checked_tensors", "parse", "read"]
+
+#: Counts stay exact in float64, and sums of two cannot overflow.
+MOST = 1 << 53
+_ARRAYS = {
+    "count": torch.int64,
+    "mean": torch.float64,
+    "M2": torch.float64,
+    "low": torch.float64,
+    "high": torch.float64,
+    "histogram": torch.int64,
+}
+_STATUSES = ("verified", "captured", "unverified", "mismatch")
+_COUNTS = ("calls", "rows", "padded", "empty")
+
+
+def read(path: str | os.PathLike[str], schema: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The header and arrays of a file of one schema.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        OSError: if it cannot be read.
+        ValueError: if it is no safetensors file, cut short, or of another schema.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    name = os.fspath(path)
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no file at {name}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            if header.get("schema") == schema:  # other files may be large: not read in vain
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, AttributeError, ValueError) as error:  # torch lacks some dtypes
+        raise ValueError(f"{name} is not a whole safetensors file: {_line(error)}") from error
+    except OSError as error:
+        raise OSError(f"{name} cannot be read: {error.strerror or _line(error)}") from error
+    if header.get("schema") != schema:
+        found = str(header.get("schema"))[:60] if "schema" in header else None
+        raise ValueError(
+            f"{name} is not a head summary this version reads: its schema is {found!r}, expected "
+            f"{schema!r}"
+        )
+    return header, tensors
+
+
+def parse(header: Mapping[str, str], field: str) -> dict[str, Any]:
+    """A JSON object of the header.
+
+    Raises:
+        ValueError: if it is missing, or anything but an object.
+    """
+    if field not in header:
+        raise ValueError(f"{field!r} is missing")
+    try:
+        record = json.loads(header[field])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{field!r} is no JSON: {_line(error)}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{field!r} is a JSON object, got {type(record).__name__}")
+    return record
+
+
+def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
+    """The summary's record: layers, metrics, about, unread, each of the right kind.
+
+    Raises:
+        ValueError: naming the first thing that does not fit.
+    """
+    record = parse(header, "summary")
+    kinds = {"layers": list, "metrics": list, "about": dict, "unread": list}
+    for field, kind in kinds.items():
+        if not isinstance(record.get(field), kind):
+            raise ValueError(f"{field!r} is a {kind.__name__}, got {_short(record.get(field))}")
+    if not all(isinstance(text, str) for text in record["unread"]):
+        raise ValueError("'unread' holds sentences")
+    metrics = record["metrics"]
+    for name in metrics:
+        if not isinstance(name, str) or name not in METRICS:
+            raise ValueError(f"{_short(name)} is no metric of this version")
+    if len(set(metrics)) != len(metrics):
+        raise ValueError("a metric is named twice")
+    for layer in record["layers"]:
+        _check_layer(layer)
+    modules = [layer["module"] for layer in record["layers"]]
+    if len(set(modules)) != len(modules):
+        raise ValueError("a layer is named twice")
+    return record
+
+
+def _check_layer(layer: Any) -> None:
+    if not isinstance(layer, dict):
+        raise ValueError(f"a layer is an object, got {_short(layer)}")
+    missing = [name for name in ("module", "heads") if name not in layer]
+    if missing:
+        raise ValueError(f"a layer has no {missing[0]!r}")
+    known = {"module", "heads", "status", "error", "source", *_COUNTS}
+    if unknown := sorted(set(layer) - known):
+        raise ValueError(f"a layer has no field {_short(unknown[0])}")
+    for name in ("module", "source"):
+        if not isinstance(layer.get(name, ""), str):
+            raise ValueError(f"a layer's {name} is text, got {_short(layer[name])}")
+    if layer.get("status", "captured") not in _STATUSES:
+        raise ValueError(f"a layer's status is {_short(layer['status'])}")
+    for name in ("heads", *_COUNTS):
+        value = layer.get(name, 0)
+        if type(value) is not int or not (name == "heads") <= value <= MOST:
+            raise ValueError(f"a layer's {name} is a count, got {_short(value)}")
+    error = layer.get("error")
+    if error is not None and (type(error) not in (int, float) or not error >= 0):
+        raise ValueError(f"a layer's error is a size, got {_short(error)}")
+
+
+def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> dict[str, Tensor]:
+    """The arrays of :class:`~acutance.probing.Moments`, if they can be what a probe wrote.
+
+    Args:
+        tensors: arrays by name.
+        heads: heads of all layers.
+        metrics: number of metrics.
+
+    Raises:
+        ValueError: naming the first array that does not fit.
+    """
+    if missing := [name for name in _ARRAYS if name not in tensors]:
+        raise ValueError(f"the array {missing[0]!r} is missing")
+    if unknown := sorted(set(tensors) - set(_ARRAYS)):
+        raise ValueError(f"the array {_short(unknown[0])} is not of a summary")
+    for name, dtype in _ARRAYS.items():
+        shape = (heads, metrics, BINS) if name == "histogram" else (heads, metrics)
+        if tuple(tensors[name].shape) != shape or tensors[name].dtype != dtype:
+            raise ValueError(
+                f"the array {name!r} is {shape} of {dtype}, got {tuple(tensors[name].shape)} of "
+                f"{tensors[name].dtype}"
+            )
+    count, histogram = tensors["count"], tensors["histogram"]
+    none = count == 0
+    fits = {
+        "count": (count >= 0) & (count <= MOST),
+        "histogram": ((histogram >= 0) & (histogram <= MOST)).all(-1)
+        & (histogram.sum(-1) == count),
+        "mean": none | tensors["mean"].isfinite(),
+        "M2": (tensors["M2"] >= 0) & ~(none & (tensors["M2"] > 0)),
+        "low": torch.where(none, tensors["low"] == math.inf, tensors["low"].isfinite()),
+        "high": torch.where(none, tensors["high"] == -math.inf, tensors["high"].isfinite())
+        & (none | (tensors["low"] <= tensors["high"])),
+    }
+    for name, good in fits.items():
+        if not bool(good.all()):
+            head, metric = (~good).nonzero()[0].tolist()
+            raise ValueError(
+                f"the array {name!r} holds what no rows give, at head {head}, metric {metric}"
+            )
+    return {name: tensors[name] for name in _ARRAYS}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

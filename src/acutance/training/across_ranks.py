@@ -1,0 +1,116 @@
+"""What is taken over the ranks of ``torch.distributed``: exact maxima, and gathered rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["ExactMaxima", "gather_rows", "ranks"]
+
+
+def ranks(group: Any = None) -> tuple[int, int]:
+    """This rank and the number of ranks; (0, 1) where nothing is distributed."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+class ExactMaxima:
+    """The largest value of each head over all ranks, of layers that ranks may have seen or not.
+
+    One ``all_reduce`` of all heads of all layers. The ranks agree on a layout first, and again
+    when one of them sees a layer that is not in it.
+
+    Args:
+        group: the process group; None is all ranks.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self._layout: dict[str, int] = {}
+
+    def __call__(self, maxima: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Maxima (heads,) by layer, over all ranks; what they are where nothing is distributed.
+
+        Raises:
+            ValueError: if ranks disagree on the heads of a layer.
+        """
+        if ranks(self.group)[1] == 1:
+            return dict(maxima)
+        reduced, unknown = self._reduce(maxima, device)
+        if unknown:
+            self._agree(maxima)
+            reduced, _ = self._reduce(maxima, device)
+        return reduced
+
+    def _reduce(
+        self, maxima: dict[str, Tensor], device: torch.device
+    ) -> tuple[dict[str, Tensor], bool]:
+        unknown = any(self._layout.get(name) != len(value) for name, value in maxima.items())
+        parts = [
+            maxima[name].to(device, torch.float64)
+            if name in maxima and not unknown
+            else torch.full((heads,), -torch.inf, dtype=torch.float64, device=device)
+            for name, heads in self._layout.items()
+        ]
+        # a NaN must not be lost: what a maximum makes of it differs from library to library
+        values = torch.cat([*parts, torch.tensor([float(unknown)], device=device).double()])
+        values = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        found = dict(zip(self._layout, values[:-1].split(list(self._layout.values())), strict=True))
+        return found, bool(values[-1] > 0)
+
+    def _agree(self, maxima: dict[str, Tensor]) -> None:
+        mine = {**self._layout, **{name: len(value) for name, value in maxima.items()}}
+        everyone: list[Any] = [None] * ranks(self.group)[1]
+        dist.all_gather_object(everyone, mine, group=self.group)
+        layout: dict[str, int] = {}
+        for theirs in everyone:
+            for name, heads in theirs.items():
+                if layout.setdefault(name, heads) != heads:
+                    raise ValueError(
+                        f"ranks disagree on the heads of {name}: {layout[name]} and {heads}"
+                    )
+        self._layout = layout
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of all ranks, one after the other; gradients are summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.count = group, len(rows)
+        rank, size = ranks(group)
+        ctx.rank = rank
+        parts = [torch.empty_like(rows) for _ in range(size)]
+        dist.all_gather(parts, rows.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        start = ctx.rank * ctx.count
+        return total[start : start + ctx.count], None
+
+
+def gather_rows(rows: Tensor, group: Any = None) -> Tensor:
+    """Rows (n, d) of every rank as one (ranks · n, d), with gradients to the rank they came from.
+
+    Raises:
+        ValueError: if ranks have different numbers of rows.
+    """
+    _, size = ranks(group)
+    if size == 1:
+        return rows
+    counts = torch.tensor([len(rows), -len(rows)], device=rows.device)
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
+    if int(counts[0]) != -int(counts[1]):
+        raise ValueError(
+            f"every rank has as many rows, got from {-int(counts[1])} to {int(counts[0])}"
+        )
+    gathered: Tensor = _Gather.apply(rows, group)  # type: ignore[no-untyped-call]
+    return gathered

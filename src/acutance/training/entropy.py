@@ -1,0 +1,154 @@
+"""EntropyRegularizer: a loss on how far the rows of attention are from an entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+
+from acutance.rowstats import RowStatistics
+from acutance.shapes import check_number
+from acutance.training.watch import AttentionWatch, WatchedRows
+
+__all__ = ["EntropyRegularizer", "Rows", "read_rows"]
+
+#: What a loss on statistics takes: a watch, its rows, or statistics of one call or several.
+Rows: TypeAlias = AttentionWatch | RowStatistics | Iterable[WatchedRows | RowStatistics]
+Unit = Literal["nats", "fraction"]
+
+
+class EntropyRegularizer(nn.Module):
+    r"""Squared distance of the rows' entropy from a target, or from a floor that they are under.
+
+    .. math:: \ell = w \cdot \frac{1}{R} \sum_r \delta_r^2, \qquad
+              \delta_r = H_r - \min(H^*, \log n_r)
+              \quad\text{or}\quad \max(0, \min(H^*, \log n_r) - H_r)
+
+    A row of n keys cannot have more than log n nats, so that is what is asked of short rows. The
+    mean is over the rows of each call, then over calls. With a ``margin`` distances up to it are
+    free.
+
+    Args:
+        target: the entropy rows shall have; or
+        floor: the entropy they shall not fall under. Exactly one of the two.
+        weight: w.
+        unit: of target, floor and margin: ``"nats"``, or ``"fraction"`` of each row's log n.
+        margin: distance that is free.
+
+    Attributes:
+        entropy: mean entropy of the rows at the last call, in nats, detached; None before it.
+
+    Raises:
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if one is out of range, or neither or both of target and floor are given.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.TransformerEncoderLayer(16, 4, batch_first=True)
+        >>> watch, regularizer = AttentionWatch(model), EntropyRegularizer(floor=2.0, weight=0.1)
+        >>> with watch:
+        ...     out = model(9 * torch.randn(2, 10, 16))
+        >>> loss = out.square().mean() + regularizer(watch)
+        >>> loss.backward()
+
+        Statistics that a module or :func:`acutance.attention` gave are taken as well:
+
+        >>> import acutance
+        >>> query = torch.randn(1, 2, 8, 4, requires_grad=True)
+        >>> regularizer(acutance.row_statistics(query, query)).requires_grad
+        True
+
+    Source:
+        Zhai et al. (2023), arXiv:2303.06296 (entropy collapse); Jha & Reagen (2025),
+        arXiv:2501.03489 (a squared penalty outside a margin).
+    """
+
+    def __init__(
+        self,
+        *,
+        target: float | None = None,
+        floor: float | None = None,
+        weight: float = 0.01,
+        unit: Unit = "nats",
+        margin: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if (target is None) == (floor is None):
+            raise ValueError(f"give target or floor, got target={target!r}, floor={floor!r}")
+        if unit not in get_args(Unit):
+            raise ValueError(f"unit is one of {', '.join(get_args(Unit))}, got {unit!r}")
+        name, value = ("target", target) if target is not None else ("floor", floor)
+        self.aim = check_number(name, value, above=0.0, including=True)  # type: ignore[arg-type]
+        if unit == "fraction" and self.aim > 1:
+            raise ValueError(f"{name} is a fraction of log n, at most 1, got {value!r}")
+        self.is_floor, self.unit = floor is not None, unit
+        self.weight = check_number("weight", weight, above=0.0, including=True)
+        self.margin = check_number("margin", margin, above=0.0, including=True)
+        self.entropy: float | None = None
+
+    def forward(self, rows: Rows) -> Tensor:
+        """The loss, a scalar.
+
+        Args:
+            rows: an :class:`AttentionWatch` after its context, or statistics with their graph.
+
+        Raises:
+            TypeError: if it is none of these.
+            ValueError: if there is no row, or no gradient although gradients are enabled.
+        """
+        losses, means = [], []
+        for statistics, kept in read_rows(rows):
+            entropy = statistics.entropy[kept]
+            n = statistics.n_keys[kept].to(entropy.dtype)
+            losses.append(self._distance(entropy, n.log()).square().mean())
+            means.append(float(entropy.detach().mean()))
+        self.entropy = sum(means) / len(means)
+        return self.weight * torch.stack(losses).mean()
+
+    def _distance(self, entropy: Tensor, most: Tensor) -> Tensor:
+        nats = self.unit == "nats"
+        aim = most.clamp(max=self.aim) if nats else self.aim * most
+        margin = self.margin if nats else self.margin * most
+        away = aim - entropy
+        if not self.is_floor:
+            away = away.abs()
+        return (away - margin).clamp(min=0.0)
+
+    def extra_repr(self) -> str:
+        """The aim and its weight, for ``print``."""
+        kind = "floor" if self.is_floor else "target"
+        return f"{kind}={self.aim:g} {self.unit}, weight={self.weight:g}, margin={self.margin:g}"
+
+
+def read_rows(rows: Rows) -> list[tuple[RowStatistics, Tensor]]:
+    """Statistics, each with a boolean (B, Hq, L) of the rows that count.
+
+    Raises:
+        TypeError: if it is none of :data:`Rows`.
+        ValueError: if there is no row, or no gradient although gradients are enabled.
+    """
+    if isinstance(rows, AttentionWatch):
+        rows = rows.rows
+    parts = [rows] if isinstance(rows, RowStatistics) else list(rows)
+    found = []
+    for part in parts:
+        if isinstance(part, WatchedRows):
+            found.append((part.statistics, part.kept))
+        elif isinstance(part, RowStatistics):
+            found.append((part, part.state.n > 0))
+        else:
+            raise TypeError(
+                "rows are an AttentionWatch, WatchedRows or RowStatistics, got "
+                f"{type(part).__name__}"
+            )
+    found = [(statistics, kept) for statistics, kept in found if bool(kept.any())]
+    if not found:
+        raise ValueError("rows has at least one row that sees a key, got none")
+    if torch.is_grad_enabled() and not any(part.state.Z.requires_grad for part, _ in found):
+        raise ValueError(
+            "rows carry no gradient: run the model with gradients enabled, watch it with "
+            "gradients=True, and without reentrant checkpointing"
+        )
+    return found

@@ -1,0 +1,276 @@
+"""InfoNCE: the contrastive loss that says how its negatives share the weight."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize, softplus
+
+from acutance.attend import row_statistics
+from acutance.rowstats import RowStatistics, merge
+from acutance.scaling import newton_step
+from acutance.shapes import FLOATS, check_flag, check_number, check_tensor
+from acutance.training.across_ranks import gather_rows, ranks
+from acutance.training.temperature import clamp_inward
+
+__all__ = ["ContrastiveReport", "InfoNCE", "Temperature"]
+
+Temperature = Literal["fixed", "learned", "log_n", "entropy_target"]
+_LARGEST = 1000.0  # of 1/τ: cosines are sharper than anything there
+
+
+@dataclass(frozen=True)
+class ContrastiveReport:
+    """How the rows of one contrastive loss stood. Means over rows, both directions if symmetric.
+
+    Attributes:
+        loss: the loss, in nats.
+        temperature: τ that was used.
+        negatives: number of negatives of each row (the first direction's).
+        negative_entropy: entropy in nats of the weights among the negatives alone.
+        effective_negatives: 1/Σp² of the same weights: how many negatives count.
+        positive_weight: weight of the positive among all.
+        accuracy: share of rows whose positive is above every negative.
+    """
+
+    loss: float
+    temperature: float
+    negatives: int
+    negative_entropy: float
+    effective_negatives: float
+    positive_weight: float
+    accuracy: float
+
+
+class InfoNCE(nn.Module):
+    r"""Each anchor shall be told from the other pairs' positives, by cosine over a temperature.
+
+    .. math:: \ell = -\frac{1}{B} \sum_i \log
+              \frac{e^{s_{ii}}}{\sum_j e^{s_{ij}} + \sum_m e^{s_{im}}}, \qquad
+              s_{ij} = \cos(a_i, b_j) / \tau
+
+    j runs over the batch, m over the extra negatives. The sums are those of attention's rows, added
+    tile by tile: memory is O(B), never B², in both directions of autograd. Embeddings narrower
+    than float32 are widened.
+
+    ==================  ===========================================================================
+    ``temperature``     1/τ
+    ==================  ===========================================================================
+    ``fixed``           1/``tau``
+    ``learned``         trained as its logarithm, from 1/``tau``, at most 1/``minimum``
+    ``log_n``           ``coefficient`` · log n, n the candidates of a row
+    ``entropy_target``  moved at each forward in training by one Newton step on the measured
+                        entropy of the negatives, towards ``target`` · log of their number
+    ==================  ===========================================================================
+
+    Args:
+        temperature: which of the four.
+        tau: τ, or where it starts.
+        minimum: lowest τ of ``learned``.
+        coefficient: of ``log_n``.
+        target: of ``entropy_target``, between 0 and 1.
+        symmetric: the mean of the loss and of the one with the two sides exchanged. Extra negatives
+            take part in the first alone.
+        gather: take the other ranks' positives as negatives too; every rank has as many pairs.
+        group: process group of ``gather``.
+
+    Attributes:
+        report: :class:`ContrastiveReport` of the last forward; None before it.
+
+    Raises:
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if one is out of range.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> anchor, positive = torch.randn(2, 64, 32)
+        >>> criterion = InfoNCE("fixed", tau=0.1)
+        >>> loss = criterion(anchor, anchor + positive)
+        >>> report = criterion.report
+        >>> print(f"{loss:.2f} {report.negatives} {report.effective_negatives:.0f}")
+        0.22 63 12
+
+    Source:
+        van den Oord et al. (2018), arXiv:1807.03748; Radford et al. (2021), arXiv:2103.00020
+        (symmetric, learned, 1/τ at most 100); Su (2023), https://kexue.fm/archives/9593 (a
+        temperature that follows from n).
+    """
+
+    log_scale: Tensor
+
+    def __init__(
+        self,
+        temperature: Temperature = "learned",
+        *,
+        tau: float = 0.07,
+        minimum: float = 0.01,
+        coefficient: float = 4.0,
+        target: float = 0.5,
+        symmetric: bool = False,
+        gather: bool = False,
+        group: Any = None,
+    ) -> None:
+        super().__init__()
+        if temperature not in get_args(Temperature):
+            raise ValueError(
+                f"temperature is one of {', '.join(get_args(Temperature))}, got {temperature!r}"
+            )
+        self.temperature = temperature
+        start = -math.log(check_number("tau", tau, above=1 / _LARGEST, including=True))
+        self.minimum = check_number("minimum", minimum, above=1 / _LARGEST, including=True)
+        if temperature == "learned" and tau < minimum:
+            raise ValueError(f"tau is at least minimum={minimum!r}, got {tau!r}")
+        self.coefficient = check_number("coefficient", coefficient, above=0.0)
+        self.target = check_number("target", target, above=0.0, below=1.0)
+        self.symmetric = check_flag("symmetric", symmetric)
+        self.gather = check_flag("gather", gather)
+        self.group = group
+        self.report: ContrastiveReport | None = None
+        if temperature == "learned":
+            self.log_scale = nn.Parameter(torch.tensor(start))
+        else:
+            self.register_buffer("log_scale", torch.tensor(start))
+
+    def scale(self, candidates: int) -> Tensor:
+        """1/τ for rows of so many candidates, a scalar; differentiable where it is learned."""
+        if self.temperature == "log_n":
+            return (self.coefficient * torch.log(self.log_scale.new_tensor(candidates))).detach()
+        if self.temperature == "learned":
+            return clamp_inward(self.log_scale, -math.inf, -math.log(self.minimum)).exp()
+        return self.log_scale.exp()
+
+    def forward(self, anchor: Tensor, positive: Tensor, negatives: Tensor | None = None) -> Tensor:
+        """The loss, a scalar, in nats.
+
+        Args:
+            anchor: (B, d), any length; none is 0.
+            positive: (B, d): row i belongs to anchor i.
+            negatives: (M, d), further negatives of every anchor.
+
+        Raises:
+            TypeError: if an input is no floating Tensor.
+            ValueError: if shapes do not fit, or there is no negative at all.
+        """
+        _check(anchor, positive, negatives)
+        with torch.autocast(anchor.device.type, enabled=False):
+            first, second = _unit(anchor), _unit(positive)
+            extra = None if negatives is None else _unit(negatives)
+            group = self.group if self.gather else None
+            across = ranks(group)[1] if self.gather else 1
+            if across * len(first) + (0 if extra is None else len(extra)) < 2:
+                raise ValueError(
+                    "a row has at least one negative: give two pairs or more, or negatives, got "
+                    f"anchor {tuple(anchor.shape)}"
+                )
+            sides = [self._side(first, second, extra)]
+            if self.symmetric:
+                if across * len(first) < 2:
+                    raise ValueError("symmetric needs two pairs or more, got one")
+                sides.append(self._side(second, first, None))
+        losses = torch.stack([side[0] for side in sides])
+        self._keep(losses, sides)
+        return losses.mean()
+
+    def _side(
+        self, query: Tensor, key: Tensor, extra: Tensor | None
+    ) -> tuple[Tensor, Tensor, RowStatistics, Tensor]:
+        """Loss, scale, statistics of the negatives (1, 1, B) and logits of the positives (B,)."""
+        rank, size = ranks(self.group) if self.gather else (0, 1)
+        keys = gather_rows(key, self.group) if size > 1 else key
+        candidates = len(keys) + (0 if extra is None else len(extra))
+        scale = self.scale(candidates).to(query)
+        scaled = query * scale
+        found = _others(scaled, keys, rank * len(query))
+        if extra is not None:
+            further = row_statistics(scaled[None, None], extra[None, None], scale=1.0)
+            found = RowStatistics(merge(found.state, further.state))
+        match = (scaled * key).sum(-1)
+        loss = softplus(found.lse[0, 0] - match).mean()
+        if self.temperature == "entropy_target" and self.training:
+            self._follow(found)
+        return loss, scale, found, match
+
+    @torch.no_grad()
+    def _follow(self, found: RowStatistics) -> None:
+        """One Newton step of 1/τ, on the means over all ranks, so that they stay together."""
+        means = torch.stack([found.entropy.mean(), found.varentropy.mean()]).detach()
+        if self.gather and ranks(self.group)[1] > 1:
+            torch.distributed.all_reduce(means, group=self.group)
+            means /= ranks(self.group)[1]
+        aim = self.target * torch.log(found.n_keys[0, 0, 0].to(means.dtype))
+        moved = newton_step(self.log_scale.exp().to(means), means[0], means[1], aim)
+        self.log_scale.copy_(moved.clamp(1e-3, _LARGEST).log())
+
+    @torch.no_grad()
+    def _keep(
+        self, losses: Tensor, sides: list[tuple[Tensor, Tensor, RowStatistics, Tensor]]
+    ) -> None:
+        def mean(parts: list[Tensor]) -> float:
+            return float(torch.stack([part.detach().double().mean() for part in parts]).mean())
+
+        self.report = ContrastiveReport(
+            loss=mean([losses]),
+            temperature=1 / float(sides[0][1].detach()),
+            negatives=int(sides[0][2].n_keys[0, 0, 0]),
+            negative_entropy=mean([found.entropy for _, _, found, _ in sides]),
+            effective_negatives=mean([found.effective_keys for _, _, found, _ in sides]),
+            positive_weight=mean([torch.sigmoid(m - f.lse[0, 0]) for _, _, f, m in sides]),
+            accuracy=mean([m > f.max_logit[0, 0] for _, _, f, m in sides]),
+        )
+
+    def extra_repr(self) -> str:
+        """The kind of temperature, for ``print``."""
+        return f"{self.temperature!r}, symmetric={self.symmetric}, gather={self.gather}"
+
+
+def _others(query: Tensor, key: Tensor, offset: int) -> RowStatistics:
+    """Statistics of row i over all keys but number ``offset + i``, (1, 1, B).
+
+    The keys before it are a causal row, and so are those behind it, read backwards: two halves that
+    merge exactly. Taking the one key out of the sums of all would cancel where it has the most.
+    """
+    before = row_statistics(
+        query[None, None], key[None, None], is_causal=True, scale=1.0, query_offset=offset - 1
+    )
+    behind = row_statistics(
+        query.flip(0)[None, None],
+        key.flip(0)[None, None],
+        is_causal=True,
+        scale=1.0,
+        query_offset=len(key) - offset - len(query) - 1,
+    )
+    turned = type(behind.state)(*(part.flip(2) for part in behind.state))
+    return RowStatistics(merge(before.state, turned))
+
+
+def _unit(rows: Tensor) -> Tensor:
+    wide = rows if rows.dtype == torch.float64 else rows.float()
+    return normalize(wide, dim=-1)
+
+
+def _check(anchor: Tensor, positive: Tensor, negatives: Tensor | None) -> None:
+    given = {"anchor": anchor, "positive": positive}
+    if negatives is not None:
+        given["negatives"] = negatives
+    for name, part in given.items():
+        if check_tensor(name, part).dtype not in FLOATS:
+            raise TypeError(f"{name} is a floating Tensor, got {part.dtype}")
+        if part.dim() != 2 or part.shape[1] != anchor.shape[-1] or part.shape[1] == 0:
+            raise ValueError(
+                f"{name} is (rows, d) with the d of anchor {tuple(anchor.shape)}, got "
+                f"{tuple(part.shape)}"
+            )
+        if part.dtype != anchor.dtype or part.device != anchor.device:
+            raise TypeError(
+                f"{name} has the dtype and device of anchor, {anchor.dtype} on {anchor.device}, "
+                f"got {part.dtype} on {part.device}"
+            )
+    if len(anchor) != len(positive) or len(anchor) == 0:
+        raise ValueError(
+            f"anchor and positive are pairs, at least one, got anchor {tuple(anchor.shape)}, "
+            f"positive {tuple(positive.shape)}"
+        )

@@ -1,0 +1,295 @@
+"""QKClip: the largest logit of each head, held under a threshold by its own weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.shapes import check_count, check_number
+from acutance.training.across_ranks import ExactMaxima
+from acutance.training.projections import Projections, find_projections
+from acutance.training.watch import AttentionWatch, Layers, WatchedRows
+
+__all__ = ["ClipReport", "LayerClip", "QKClip"]
+
+
+@dataclass(frozen=True)
+class LayerClip:
+    """What one step did to one layer.
+
+    Attributes:
+        module: qualified name of the module.
+        max_logit: largest logit of each head since the last step, over all ranks.
+        factor: γ of each head; 1 where nothing was done.
+    """
+
+    module: str
+    max_logit: tuple[float, ...]
+    factor: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class ClipReport:
+    """What one step of a :class:`QKClip` did.
+
+    Attributes:
+        layers: the layers seen since the last step.
+        not_finite: heads, as ``(module, head)``, whose largest logit was no finite number. They
+            were left alone: no factor would mend them.
+    """
+
+    layers: tuple[LayerClip, ...]
+    not_finite: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def max_logit(self) -> float:
+        """The largest logit of all heads; −inf where no row was seen."""
+        return max((value for layer in self.layers for value in layer.max_logit), default=-math.inf)
+
+    @property
+    def clipped(self) -> tuple[tuple[str, int], ...]:
+        """Heads that were scaled, as ``(module, head)``."""
+        return tuple(
+            (layer.module, head)
+            for layer in self.layers
+            for head, factor in enumerate(layer.factor)
+            if factor != 1.0
+        )
+
+
+class QKClip:
+    r"""After an optimiser step, scale down the heads whose largest logit exceeded a threshold.
+
+    .. math:: \gamma_h = \min\bigl(1, \tau / S^h_{\max}\bigr), \qquad
+              W_q^h \leftarrow \gamma_h^{\alpha} W_q^h, \quad
+              W_k^h \leftarrow \gamma_h^{1 - \alpha} W_k^h
+
+    :math:`S^h_{\max}` is the largest scaled product :math:`q \cdot k` of a head over the rows,
+    visible keys, batches and ranks since the last step, before softcap, bias and sinks. Biases of
+    the projections are scaled with them. A key that query heads share is left alone, and the
+    queries of the head take all of γ: with grouped queries, and for the rotary part of multi-head
+    latent attention, whose own parts take √γ each. Other heads stay as they are, bit for bit.
+
+    Works on ``torch.nn.MultiheadAttention``, on :class:`acutance.nn.MultiheadAttention`, and on
+    modules of any library that call ``F.scaled_dot_product_attention`` or transformers' attention
+    interface and have their projections under a usual name (``q_proj`` and ``k_proj``, ``query``
+    and ``key``, ``c_attn``, ``qkv_proj``, ...).
+
+    Args:
+        model: the model that trains.
+        tau: τ, above 0.
+        alpha: the share of γ, as an exponent, that queries take; between 0 and 1.
+        layers: as for :class:`AttentionWatch`.
+        group: process group of the maxima; None is all ranks, where ``torch.distributed`` is
+            initialised.
+
+    Attributes:
+        steps: steps taken.
+        clips: by module, how often each head was scaled, integers (Hq,).
+
+    Raises:
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if one is out of range, or a layer's weights cannot be told or scaled (at the
+            first :meth:`step` after it ran).
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> attend = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+        >>> x = 9 * torch.randn(2, 10, 16)
+        >>> clip = QKClip(attend, tau=5.0)
+        >>> with clip:
+        ...     _ = attend(x, x, x)
+        >>> [f"{value:.1f}" for value in clip.step().layers[0].max_logit]
+        ['224.9', '145.2', '279.8', '169.6']
+        >>> with clip:
+        ...     _ = attend(x, x, x)
+        >>> clip.step().max_logit <= 5.0
+        True
+
+    Source:
+        Kimi Team (2025), arXiv:2507.20534, algorithm 1 (MuonClip).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tau: float = 100.0,
+        *,
+        alpha: float = 0.5,
+        layers: Layers = None,
+        group: Any = None,
+    ) -> None:
+        self._watch = AttentionWatch(model, layers=layers, gradients=False, products=True)
+        self._model = model
+        self.tau = check_number("tau", tau, above=0.0)
+        self.alpha = check_number("alpha", alpha, above=0.0, including=True)
+        if alpha > 1:
+            raise ValueError(f"alpha is between 0 and 1, got {alpha!r}")
+        self.steps = 0
+        self.clips: dict[str, Tensor] = {}
+        self._exact = ExactMaxima(group)
+        self._maxima: dict[str, Tensor] = {}
+        self._shapes: dict[str, tuple[int, float]] = {}
+
+    def __enter__(self) -> QKClip:
+        self._watch.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._watch.__exit__(kind, error, trace)
+        finally:
+            rows, self._watch.rows = self._watch.rows, []
+        if kind is not None:
+            return
+        if self._watch.unread:
+            raise ValueError(
+                f"layers could not be read, leave them out with layers=: "
+                f"{'; '.join(self._watch.unread)}"
+            )
+        for seen in rows:
+            self._take(seen)
+
+    def _take(self, seen: WatchedRows) -> None:
+        name = seen.module.partition("#")[0]
+        logits = seen.statistics.max_logit
+        largest = torch.where(seen.kept, logits, -torch.inf).amax((0, 2)).detach().double()
+        before = self._maxima.get(name)
+        self._maxima[name] = largest if before is None else torch.maximum(before, largest)
+        eps = torch.finfo(seen.dtype).eps if seen.dtype is not None else 0.0
+        self._shapes[name] = (seen.width, eps)  # for ranks that do not see the layer
+
+    def step(self) -> ClipReport:
+        """Scale the heads that exceeded τ since the last step, and start anew.
+
+        Call it after ``optimizer.step()``, on every rank.
+        """
+        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        shapes = {
+            name: values.new_tensor(self._shapes[name]) for name, values in self._maxima.items()
+        }
+        mine = {name: torch.cat([values, shapes[name]]) for name, values in self._maxima.items()}
+        layers, odd = [], []
+        for name, values in self._exact(mine, device).items():
+            *largest, width, eps = values.tolist()
+            if width < 0:
+                continue  # in the layout of the ranks, but none saw it since the last step
+            factors = [1.0] * len(largest)
+            over = [
+                h for h, value in enumerate(largest) if math.isfinite(value) and value > self.tau
+            ]
+            odd += [
+                (name, h)
+                for h, value in enumerate(largest)
+                if math.isnan(value) or value == math.inf
+            ]
+            weights = self._weights(name, len(largest), int(width))
+            for head in over:
+                factors[head] = self.tau / largest[head] * (1 - _margin(max(eps, weights.eps)))
+                weights.scale(head, factors[head], self.alpha)
+            counts = self.clips.setdefault(name, torch.zeros(len(largest), dtype=torch.int64))
+            counts += torch.tensor([factor != 1.0 for factor in factors])
+            layers.append(LayerClip(name, tuple(largest), tuple(factors)))
+        self.steps += 1
+        self._maxima = {}
+        return ClipReport(tuple(layers), tuple(odd))
+
+    def settle(self, run: Callable[[], object], *, rounds: int = 100) -> tuple[ClipReport, ...]:
+        """Run and clip until no head exceeds τ on what ``run`` runs.
+
+        Scaling one layer changes what the next one is given, so one step holds every head to τ
+        only for unchanged inputs. In the order of the layers each is final after one more round.
+
+        Args:
+            run: runs the model, such as ``lambda: model(**batch)``.
+            rounds: at most so many.
+
+        Returns:
+            The report of each round; the last clipped nothing.
+
+        Raises:
+            RuntimeError: if a head still exceeds τ after the last round.
+        """
+        reports: list[ClipReport] = []
+        for _ in range(check_count("rounds", rounds, 1)):
+            with self, torch.no_grad():
+                run()
+            reports.append(self.step())
+            if not reports[-1].clipped:
+                return tuple(reports)
+        raise RuntimeError(f"after {rounds} rounds {len(reports[-1].clipped)} heads exceeded tau")
+
+    def after(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Take a :meth:`step` after every step of an optimiser, until the result's ``remove()``.
+
+        Example:
+            >>> layer = torch.nn.MultiheadAttention(8, 2)
+            >>> clip = QKClip(layer)
+            >>> handle = clip.after(torch.optim.SGD(layer.parameters(), lr=0.1))
+            >>> handle.remove()
+        """
+        return optimizer.register_step_post_hook(lambda *_: self._hooked())
+
+    def _hooked(self) -> None:
+        self.step()
+
+    def _weights(self, name: str, heads: int, width: int) -> Projections:
+        """The weights of a module, or of the nearest module around it that has them."""
+        modules = {self._watch._label(key): part for key, part in self._model.named_modules()}
+        module, reason, place = modules[name], None, name
+        for _ in range(3):
+            try:
+                return find_projections(module, heads, width)
+            except ValueError as problem:
+                reason = reason or problem
+                if "has no projections" not in str(problem) or not place:
+                    break
+                place = place.rpartition(".")[0]
+                module = modules.get(place, self._model)
+        raise ValueError(f"{name} cannot be clipped, leave it out with layers=: {reason}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps, counts and the maxima since the last step."""
+        return {
+            "tau": self.tau,
+            "alpha": self.alpha,
+            "steps": self.steps,
+            "clips": {name: counts.clone() for name, counts in self.clips.items()},
+            "maxima": {name: values.clone() for name, values in self._maxima.items()},
+            "shapes": dict(self._shapes),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave, with its τ and α.
+
+        Raises:
+            ValueError: if something is missing.
+        """
+        wanted = set(QKClip.state_dict(self))
+        if set(state) != wanted:
+            raise ValueError(
+                f"the state of a QKClip has {', '.join(sorted(wanted))}, got "
+                f"{', '.join(sorted(state)) or 'nothing'}"
+            )
+        self.tau = check_number("tau", state["tau"], above=0.0)
+        self.alpha = check_number("alpha", state["alpha"], above=0.0, including=True)
+        self.steps = check_count("steps", state["steps"], 0)
+        self.clips = {name: counts.clone() for name, counts in state["clips"].items()}
+        self._maxima = {name: values.clone() for name, values in state["maxima"].items()}
+        self._shapes = {name: (int(w), float(e)) for name, (w, e) in state["shapes"].items()}
+
+
+def _margin(eps: float) -> float:
+    """What rounding of the weights, and of the products made of them, may add to a logit."""
+    return 4 * eps if eps > 1e-5 else 64 * eps

@@ -1,0 +1,210 @@
+"""AttentionWatch: a model's row statistics while it trains, with their gradients."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.masks import hides
+from acutance.nn import Recorded
+from acutance.probing import Probe, ProbeError
+from acutance.probing.call import AttentionCall
+from acutance.rowstats import RowStatistics
+from acutance.shapes import check_flag
+
+__all__ = ["AttentionWatch", "Layers", "WatchedRows", "check_layers"]
+
+#: Numbers of the model's blocks, patterns of module names (``"*.cross_attn"``), or None for all.
+Layers = Sequence[int | str] | None
+
+
+@dataclass(frozen=True)
+class WatchedRows:
+    """The rows of one attention call.
+
+    Attributes:
+        module: qualified name of the module; a second call of one forward ends in ``#1``.
+        statistics: rows (B, Hq, L).
+        kept: boolean (B, Hq, L): the row sees a key and its token is not padding.
+        width: E, of a head's queries; 0 where it is not known.
+        dtype: of the queries; None where it is not known.
+    """
+
+    module: str
+    statistics: RowStatistics
+    kept: Tensor
+    width: int = 0
+    dtype: torch.dtype | None = None
+
+
+class AttentionWatch(Probe):
+    r"""Collects the statistics of every attention call of a model, differentiable.
+
+    What a probe reads it reads too, and the modules of :mod:`acutance.nn` besides. Memory is O(n):
+    the statistics are recomputed tile by tile in the backward pass. A model that was compiled runs
+    uncompiled while it is watched.
+
+    Args:
+        model: any module.
+        layers: which layers: numbers of the model's blocks (the first number in a module's name),
+            patterns of module names, or None for all.
+        gradients: keep the graph from the statistics to the model's parameters.
+        products: leave out softcap, bias and sinks, so that ``max_logit`` is of the scaled products
+            :math:`q \cdot k`. Does not concern modules of :mod:`acutance.nn`.
+
+    Attributes:
+        rows: what was seen since the context was last entered, a list of :class:`WatchedRows`.
+
+    Raises:
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if ``layers`` is empty.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True)
+        >>> with AttentionWatch(layer) as watch:
+        ...     out = layer(torch.randn(2, 10, 16))
+        >>> watch.rows[0].module, watch.rows[0].statistics.entropy.requires_grad
+        ('self_attn', True)
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        layers: Layers = None,
+        gradients: bool = True,
+        products: bool = False,
+    ) -> None:
+        super().__init__(model, metrics=["entropy"])
+        self.layers = check_layers(layers)
+        self.gradients = check_flag("gradients", gradients)
+        self.products = check_flag("products", products)
+        self.rows: list[WatchedRows] = []
+        self._seen: list[str] = []
+        self._recorded: list[tuple[Recorded, Any]] = []
+
+    def __enter__(self) -> AttentionWatch:
+        self.rows, self._seen = [], []
+        super().__enter__()
+        for module in self._model.modules():
+            if isinstance(module, Recorded):
+                self._recorded.append((module, module.statistics))
+                module.statistics = "graph" if self.gradients else "detached"
+                module.__dict__["_record"] = self._recording(module)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for module, before in self._recorded:
+            del module.__dict__["_record"]
+            module.statistics = before
+        self._recorded = []
+        super().__exit__(kind, error, trace)
+        if kind is None and not self.rows:
+            if self._seen:
+                raise ProbeError(
+                    f"layers={list(self.layers or ())} names none of the attention that ran: "
+                    f"{', '.join(self._seen)}"
+                )
+            raise ProbeError(self._saw_nothing())
+
+    # -- what the captures report -----------------------------------------------------------------
+
+    def observe(
+        self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
+    ) -> None:
+        """Keep the statistics of a call, with their graph where gradients are wanted."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # a checkpointed forward pass run again for the backward pass
+        chosen = self._chosen(module)
+        with self.mute(), self._graph(), torch._C.DisableTorchFunction():
+            call = make()
+            with torch.no_grad():
+                real = self._real_rows(call)
+            if not chosen:
+                return
+            stats = (_products(call) if self.products else call).statistics(False)
+            kept = stats.state.n > 0
+            if real is not None:
+                kept = kept & real[:, None, :]
+            query = call.query
+            self.rows.append(WatchedRows(module, stats, kept, query.shape[-1], query.dtype))
+
+    def observe_scores(self, scores: Tensor, module: str) -> None:
+        """Attention of which only a softmax is seen has no queries and keys to train."""
+        if self._chosen(module):
+            self.unreadable(module, "only its softmax was seen, not its queries and keys")
+
+    def _recording(self, module: Recorded) -> Callable[[Any], None]:
+        record = type(module)._record
+
+        def keep(stats: Any) -> None:
+            record(module, stats)
+            stats = module.last_statistics  # with its graph, or cut from it
+            name = self.name_of(module)
+            if name is None or stats is None or not self._chosen(name):
+                return
+            if isinstance(stats, RowStatistics):
+                width = getattr(module, "head_dim", 0)
+                self.rows.append(WatchedRows(name, stats, stats.state.n > 0, width))
+            else:
+                self.unreadable(name, "its weights are no softmax of its scores")
+
+        return keep
+
+    def _graph(self) -> Any:
+        return nullcontext() if self.gradients else torch.no_grad()
+
+    def _chosen(self, module: str) -> bool:
+        """Whether a module is among the layers; counts the call."""
+        self._calls += 1
+        if module not in self._seen:
+            self._seen.append(module)
+        return self.layers is None or any(_matches(module, layer) for layer in self.layers)
+
+
+def check_layers(layers: Layers) -> tuple[int | str, ...] | None:
+    """The layers as a tuple.
+
+    Raises:
+        TypeError: if they are a string, or not all integers and strings.
+        ValueError: if there is none.
+    """
+    if layers is None:
+        return None
+    if isinstance(layers, str) or not isinstance(layers, Sequence):
+        raise TypeError(f"layers is a sequence of block numbers and name patterns, got {layers!r}")
+    for layer in layers:
+        if isinstance(layer, bool) or not isinstance(layer, int | str):
+            raise TypeError(f"a layer is a block number or a name pattern, got {layer!r}")
+    if not layers:
+        raise ValueError("layers names at least one layer, got none; None is all of them")
+    return tuple(layers)
+
+
+def _matches(module: str, layer: int | str) -> bool:
+    name = module.partition("#")[0]
+    if isinstance(layer, str):
+        return fnmatch.fnmatchcase(name, layer)
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    return bool(numbers) and numbers[0] == layer
+
+
+def _products(call: AttentionCall) -> AttentionCall:
+    """The call with nothing added to its products, and nothing bounding them."""
+    mask = call.attn_mask
+    if mask is not None and mask.dtype != torch.bool:
+        mask = torch.logical_not(hides(mask))
+    return replace(call, attn_mask=mask, bias=None, softcap=None, sinks=None)

@@ -1,0 +1,226 @@
+"""State files that are cut short, foreign, or made to do harm: refused with one sentence."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import acutance
+from acutance.probing import SCHEMA, load_state, merge_states
+from acutance.probing.shards import Run, State
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A good state of two layers."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2)
+    with acutance.probe(model, metrics=["entropy", "top_weight"]) as probe:
+        model(torch.randn(2, 5, 8))
+    run = Run({"model": "a", "length": 5}, 4, ((0, 2),), 10)
+    State(probe.summary({"text": "x"}), run).save(tmp_path / "state.safetensors")
+    return tmp_path / "state.safetensors"
+
+
+def rewrite(
+    path: Path,
+    *,
+    summary: Callable[[dict[str, Any]], Any] | None = None,
+    run: Callable[[dict[str, Any]], Any] | None = None,
+    tensors: Callable[[dict[str, Any]], Any] | None = None,
+) -> None:
+    """Change parts of a file as an attacker, or another program, might."""
+    with safe_open(path, framework="pt") as file:
+        header = dict(file.metadata())
+    arrays = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    for field, change in (("summary", summary), ("run", run)):
+        if change is not None:
+            record = json.loads(header[field])
+            header[field] = json.dumps(change(record) or record)
+    if tensors is not None:
+        tensors(arrays)
+    save_file(arrays, path, metadata=header)
+
+
+def refused(path: Path, match: str) -> None:
+    """Both readers refuse the file, in one line that names it."""
+    for reader in (load_state, lambda where: merge_states([where])):
+        with pytest.raises(ValueError, match=match) as caught:
+            reader(path)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 500
+
+
+def test_a_good_state_is_read_by_both_readers(path: Path) -> None:
+    state, summary = load_state(path), acutance.load(path)
+    assert state.run == Run({"model": "a", "length": 5}, 4, ((0, 2),), 10)
+    assert state.summary.layers == summary.layers
+    assert torch.equal(state.summary.moments.mean, summary.moments.mean)
+
+
+def test_every_truncation_is_refused(path: Path) -> None:
+    whole = path.read_bytes()
+    for length in sorted({*range(0, 12), *range(12, len(whole), 997), len(whole) - 1}):
+        path.write_bytes(whole[:length])
+        refused(path, "is not a whole safetensors file")
+    path.write_bytes(whole + b"more")
+    refused(path, "is not a whole safetensors file")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        struct.pack("<Q", 2**63 - 1) + b"{}",  # a header of exabytes
+        struct.pack("<Q", 10**8) + b"{" * 64,
+        struct.pack("<Q", 5000) + b"[" * 5000,  # nested too deep
+        struct.pack("<Q", 2) + b"{}",
+        b"PK\x03\x04" + bytes(200),
+        b"\x80\x04\x95" + bytes(64),
+    ],
+)
+def test_what_is_no_safetensors_file(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    refused(path, r"is not a whole safetensors file|its schema is None")
+
+
+def test_arrays_larger_than_the_file(path: Path) -> None:
+    header = {"mean": {"dtype": "F64", "shape": [1 << 40, 2], "data_offsets": [0, 1 << 44]}}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    refused(path, "is not a whole safetensors file")
+
+
+def test_other_schemas(path: Path) -> None:
+    for schema in ("acutance.head_summary/0", "acutance.queries_keys/1", "x" * 10_000):
+        save_file({"a": torch.zeros(1)}, path, metadata={"schema": schema})
+        refused(path, "is not a head summary this version reads: its schema is")
+
+
+def test_a_summary_saved_from_python_says_nothing_of_windows(path: Path) -> None:
+    acutance.load(path).save(path)
+    assert acutance.load(path).metrics == ("entropy", "top_weight")
+    refused(path, "does not say which windows it holds")
+
+
+def set_at(name: str, index: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(arrays: dict[str, Any]) -> None:
+        arrays[name][index] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda t: t.pop("M2"), "the array 'M2' is missing"),
+        (lambda t: t.update(more=torch.zeros(1)), "the array 'more' is not of a summary"),
+        (lambda t: t.update(mean=t["mean"][:1].clone()), r"'mean' is \(4, 2\) of torch.float64, got"),
+        (lambda t: t.update(mean=t["mean"].float()), r"got \(4, 2\) of torch.float32"),
+        (lambda t: t.update(count=t["count"].double() * torch.nan), "'count' is .* of torch.int64"),
+        (lambda t: t.update(histogram=t["histogram"][..., :3].clone()), r"'histogram' is \(4, 2, 64\)"),
+        (set_at("count", (1, 0), -3), "'count' holds what no rows give, at head 1, metric 0"),
+        (set_at("count", (1, 0), 2**62), "'count' holds what no rows give"),
+        (set_at("histogram", (0, 1, 5), 2**61), "'histogram' holds what no rows give, at head 0"),
+        (set_at("count", (0, 0), 11), "'histogram' holds what no rows give"),
+        (set_at("mean", (2, 1), torch.nan), "'mean' holds what no rows give, at head 2, metric 1"),
+        (set_at("mean", (2, 1), torch.inf), "'mean' holds what no rows give"),
+        (set_at("M2", (0, 0), -1.0), "'M2' holds what no rows give"),
+        (set_at("M2", (0, 0), torch.nan), "'M2' holds what no rows give"),
+        (set_at("low", (0, 0), 1e9), "'high' holds what no rows give"),
+        (set_at("low", (0, 0), -torch.inf), "'low' holds what no rows give"),
+        (set_at("high", (3, 1), torch.nan), "'high' holds what no rows give"),
+    ],
+)  # fmt: skip
+def test_arrays_that_no_rows_give(
+    path: Path, change: Callable[[dict[str, Any]], None], match: str
+) -> None:
+    rewrite(path, tensors=change)
+    refused(path, match)
+
+
+def layer(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda record: record["layers"][0].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda r: [r], "'summary' is a JSON object, got list"),
+        (lambda r: r.update(layers={}), r"'layers' is a list, got \{\}"),
+        (lambda r: r.update(layers=[3]), "a layer is an object, got 3"),
+        (lambda r: r.update(about="x"), "'about' is a dict, got 'x'"),
+        (lambda r: r.update(unread=[{}]), "'unread' holds sentences"),
+        (lambda r: r.update(metrics=["entropy", "wit"]), "'wit' is no metric of this version"),
+        (lambda r: r.update(metrics=["entropy", ["entropy"]]), "is no metric of this version"),
+        (lambda r: r.update(metrics=["entropy"] * 2), "a metric is named twice"),
+        (lambda r: r.update(layers=r["layers"][:1] * 2), "a layer is named twice"),
+        (lambda r: r["layers"][0].pop("heads"), "a layer has no 'heads'"),
+        (layer(heads=2.0), "a layer's heads is a count, got 2.0"),
+        (layer(heads=0), "a layer's heads is a count, got 0"),
+        (layer(heads=True), "a layer's heads is a count, got True"),
+        (layer(heads=10**6), r"'count' is \(1000002, 2\)"),
+        (layer(rows=-1), "a layer's rows is a count, got -1"),
+        (layer(calls="9"), "a layer's calls is a count, got '9'"),
+        (layer(module=None), "a layer's module is text, got None"),
+        (layer(status="perfect"), "a layer's status is 'perfect'"),
+        (layer(error="small"), "a layer's error is a size, got 'small'"),
+        (layer(error=float("nan")), "a layer's error is a size, got nan"),
+        (layer(wit=1), "a layer has no field 'wit'"),
+    ],
+)
+def test_records_that_no_probe_writes(
+    path: Path, change: Callable[[dict[str, Any]], Any], match: str
+) -> None:
+    def changed(record: dict[str, Any]) -> Any:
+        found = change(record)
+        return found if isinstance(found, list) and found and found[0] is record else None
+
+    rewrite(path, summary=changed)
+    refused(path, match)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"settings": []}, "its run has no settings"),
+        ({"total": -1}, "its run's total is no count"),
+        ({"tokens": 1.5}, "its run's tokens is no count"),
+        ({"done": None}, "its run lists no windows"),
+        ({"done": [[0, 9]]}, "its windows are ascending ranges below 4"),
+        ({"done": [[2, 3], [0, 1]]}, "its windows are ascending ranges"),
+        ({"done": [[0, 2], [1, 3]]}, "its windows are ascending ranges"),
+        ({"done": [[1, 1]]}, "its windows are ascending ranges"),
+        ({"done": [["0", 1]]}, "its windows are ascending ranges"),
+        ({"shard": "3/2"}, "a shard is i/n with 1 ≤ i ≤ n, as 2/4, got '3/2'"),
+        ({"shard": "9" * 5000}, "a shard is i/n"),
+    ],
+)
+def test_runs_that_no_probe_writes(path: Path, fields: dict[str, Any], match: str) -> None:
+    rewrite(path, run=lambda record: record.update(fields))
+    refused(path, match)
+
+
+def test_a_header_that_is_no_json(path: Path) -> None:
+    for text in ("{", "[" * 100_000, '{"layers": ' + "9" * 5000 + "}"):
+        save_file(load_file(path), path, metadata={"schema": SCHEMA, "summary": text, "run": "{}"})
+        refused(path, "'summary' is no JSON")
+
+
+def test_a_huge_about_is_only_text(path: Path) -> None:
+    rewrite(path, summary=lambda record: record["about"].update(text="x" * 10**6))
+    assert len(acutance.load(path).about["text"]) == 10**6
+
+
+def test_a_file_that_is_no_file(tmp_path: Path) -> None:
+    for name in (".", "nowhere.safetensors"):
+        with pytest.raises(FileNotFoundError, match="no file at"):
+            load_state(tmp_path / name)

@@ -1,0 +1,575 @@
+"""QKClip: factors, layouts of weights, ranks, and what it must leave alone."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from acutance import training
+from acutance.nn import MultiheadAttention
+from acutance.probing import ProbeError
+from acutance.scores import QKNorm
+from acutance.training.projections import find_projections
+
+VOCABULARY = 61
+
+
+def tokens() -> Tensor:
+    return torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(7))
+
+
+def sharpen(model: nn.Module, factor: float = 6.0) -> nn.Module:
+    """Longer weights, and biases that are not zero."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(factor)
+            else:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32)
+    )
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            attention_bias=True,
+            max_position_embeddings=32,
+        )
+    )
+
+
+def neox() -> nn.Module:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    return GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+        )
+    )
+
+
+def phi3() -> nn.Module:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    return Phi3ForCausalLM(
+        Phi3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            pad_token_id=0,
+        )
+    )
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    return BertModel(
+        BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=32,
+            max_position_embeddings=32,
+        )
+    )
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=8,
+            d_ff=32,
+            num_layers=2,
+            num_heads=4,
+            relative_attention_num_buckets=8,
+        )
+    )
+
+
+def deepseek(rank: int | None = 16) -> nn.Module:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=32,
+            moe_intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
+            first_k_dense_replace=2,
+            q_lora_rank=rank,
+            kv_lora_rank=16,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=8,
+            v_head_dim=6,
+            max_position_embeddings=32,
+            pad_token_id=0,
+        )
+    )
+
+
+LANGUAGE: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "neox": neox,
+    "phi3": phi3,
+    "bert": bert,
+    "t5": t5,
+    "deepseek": deepseek,
+    "deepseek-full-rank": lambda: deepseek(None),
+}
+
+
+class Vectors(nn.Module):
+    """An attention module fed with vectors."""
+
+    def __init__(self, attend: nn.Module, key_width: int = 32) -> None:
+        super().__init__()
+        self.attend = attend
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(2, 9, 32, generator=generator)
+        self.y = self.x if key_width == 32 else torch.randn(2, 7, key_width, generator=generator)
+
+    def forward(self, ids: Tensor) -> Any:
+        x, y = (part.to(next(self.parameters()).dtype) for part in (self.x, self.y))
+        x = y if self.y is self.x else x
+        return self.attend(x, y, y)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "torch": lambda: Vectors(nn.MultiheadAttention(32, 4, batch_first=True)),
+    "torch-without-bias": lambda: Vectors(
+        nn.MultiheadAttention(32, 4, batch_first=True, bias=False)
+    ),
+    "torch-separate": lambda: Vectors(
+        nn.MultiheadAttention(32, 4, batch_first=True, kdim=12, vdim=12), 12
+    ),
+    "torch-extra-key": lambda: Vectors(
+        nn.MultiheadAttention(32, 4, batch_first=True, add_bias_kv=True)
+    ),
+    "ours": lambda: Vectors(MultiheadAttention(32, 4, batch_first=True)),
+    "ours-grouped": lambda: Vectors(
+        MultiheadAttention(32, 4, batch_first=True, num_kv_heads=2, positions="rotary")
+    ),
+    "ours-alibi": lambda: Vectors(MultiheadAttention(32, 4, batch_first=True, positions="alibi")),
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    return sharpen({**LANGUAGE, **MODULES}[name]())
+
+
+def measure(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Largest product of each head by call, in the order the layers ran."""
+    watch = training.AttentionWatch(model, gradients=False, products=True)
+    with watch:
+        model(tokens())
+    return [
+        (
+            rows.module,
+            torch.where(rows.kept, rows.statistics.max_logit, -torch.inf).amax((0, 2)).double(),
+        )
+        for rows in watch.rows
+    ]
+
+
+@pytest.mark.parametrize("name", [*LANGUAGE, *MODULES])
+def test_heads_end_at_or_under_tau_and_the_others_are_bit_for_bit_the_same(name: str) -> None:
+    model = build(name)
+    first, largest = measure(model)[0]
+    ordered = largest.sort().values
+    tau = float((ordered[1] + ordered[2]) / 2)  # two of four heads exceed it
+    clip = training.QKClip(model, tau, layers=[first])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with clip:
+        model(tokens())
+    report = clip.step()
+    over = [head for head in range(4) if largest[head] > tau]
+    assert report.clipped == tuple((first, head) for head in over)
+    torch.testing.assert_close(torch.tensor(report.layers[0].max_logit).double(), largest)
+
+    after = measure(model)[0][1]  # the first layer's inputs are what they were
+    assert bool((after <= tau).all())
+    for head in range(4):
+        if head in over:
+            assert float(after[head]) == pytest.approx(tau, rel=2e-5)
+        else:
+            assert float(after[head]) == float(largest[head])
+    changed = {
+        name: (value != before[name])
+        for name, value in model.state_dict().items()
+        if not torch.equal(value, before[name])
+    }
+    assert changed
+    # every entry that moved lies in a slice of a head that exceeded tau
+    module = dict(model.named_modules())[first]
+    while module is not model:
+        try:
+            width = 12 if "deepseek" in name else 8
+            weights = find_projections(module, 4, width)
+            break
+        except ValueError:
+            first = first.rpartition(".")[0]
+            module = dict(model.named_modules())[first]
+    allowed = 0
+    for part in (*weights.query, *weights.query_alone):
+        allowed += sum(part[head].numel() for head in over)
+    if weights.group == 1:
+        allowed += sum(part[head].numel() for part in weights.key for head in over)
+    assert sum(int(mask.sum()) for mask in changed.values()) <= allowed
+
+
+def test_factors_are_those_of_the_article() -> None:
+    model = build("torch").double()
+    attend = model.attend
+    before = {name: value.clone() for name, value in attend.named_parameters()}
+    largest = measure(model)[0][1]
+    tau = float(largest.min()) / 3
+    clip = training.QKClip(model, tau, alpha=0.5)
+    with clip:
+        model(tokens())
+    factors = torch.tensor(clip.step().layers[0].factor).double()
+    torch.testing.assert_close(factors, tau / largest, rtol=1e-12, atol=0)
+    for name in ("in_proj_weight", "in_proj_bias"):
+        whole, was = getattr(attend, name), before[name]
+        for head in range(4):
+            for start in (8 * head, 32 + 8 * head):
+                want = was[start : start + 8] * factors[head].sqrt()
+                torch.testing.assert_close(whole[start : start + 8], want, rtol=1e-12, atol=0)
+        assert torch.equal(whole[64:], was[64:])
+
+
+def test_latent_attention_takes_the_article_s_rule() -> None:
+    model = build("deepseek").double()
+    first, largest = measure(model)[0]
+    attend = dict(model.named_modules())[first]
+    before = copy.deepcopy(attend.state_dict())
+    clip = training.QKClip(model, float(largest.min()) / 2, layers=[0])
+    with clip:
+        model(tokens())
+    factor = torch.tensor(clip.step().layers[0].factor).double()
+    now = attend.state_dict()
+    query = (now["q_b_proj.weight"] / before["q_b_proj.weight"]).view(4, 12, -1)
+    torch.testing.assert_close(query[:, :8], factor.sqrt()[:, None, None].expand(4, 8, 16))
+    torch.testing.assert_close(query[:, 8:], factor[:, None, None].expand(4, 4, 16))
+    key = (now["kv_b_proj.weight"] / before["kv_b_proj.weight"]).view(4, 14, -1)
+    torch.testing.assert_close(key[:, :8], factor.sqrt()[:, None, None].expand(4, 8, 16))
+    assert bool((key[:, 8:] == 1).all())
+    shared = "kv_a_proj_with_mqa.weight"
+    assert torch.equal(now[shared], before[shared])
+
+
+def test_grouped_keys_are_left_alone() -> None:
+    model = build("llama")
+    first, largest = measure(model)[0]
+    attend = dict(model.named_modules())[first]
+    keys = attend.k_proj.weight.clone()
+    clip = training.QKClip(model, float(largest.min()) / 2)
+    with clip:
+        model(tokens())
+    assert len(clip.step().clipped) >= 4
+    assert torch.equal(attend.k_proj.weight, keys)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_settle_holds_every_head_of_every_layer(name: str) -> None:
+    model = build(name)
+    tau = min(float(largest.min()) for _, largest in measure(model)) / 2
+    reports = training.QKClip(model, tau).settle(lambda: model(tokens()))
+    assert 2 <= len(reports) <= 3  # each of two layers, and the round that finds nothing
+    assert all(bool((largest <= tau).all()) for _, largest in measure(model))
+
+
+def test_bfloat16_stays_under_tau() -> None:
+    model = build("torch").to(torch.bfloat16)
+    largest = measure(model)[0][1]
+    tau = float(largest.min()) / 2
+    clip = training.QKClip(model, tau)
+    with clip:
+        model(tokens())
+    clip.step()
+    after = measure(model)[0][1]
+    assert bool((after <= tau).all())
+    assert bool((after >= 0.9 * tau).all())
+
+
+def test_nothing_happens_under_tau_and_maxima_add_up_until_the_step() -> None:
+    model = build("torch")
+    before = copy.deepcopy(model.state_dict())
+    clip = training.QKClip(model, 1e6)
+    with clip:
+        model(tokens())
+    first = {name: value.clone() for name, value in clip.state_dict()["maxima"].items()}
+    model.x *= 2
+    model.y = model.x
+    with clip:
+        model(tokens())
+    assert bool((clip.state_dict()["maxima"]["attend"] > first["attend"]).all())
+    report = clip.step()
+    assert report.clipped == ()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert clip.step().layers == ()
+    assert clip.steps == 2
+
+
+def test_padded_queries_and_hidden_keys_do_not_count() -> None:
+    torch.manual_seed(0)
+    attend = nn.MultiheadAttention(32, 4, batch_first=True)
+    x = torch.randn(1, 6, 32)
+    x[:, 4:] *= 100
+    clip = training.QKClip(attend)
+    with clip:
+        attend(x, x, x, key_padding_mask=torch.arange(6)[None] >= 4)
+    padded = clip.step().max_logit
+    with clip:
+        attend(x[:, :4], x[:, :4], x[:, :4])
+    assert padded == pytest.approx(clip.step().max_logit, rel=1e-6)
+
+
+def test_softcap_bias_and_float_masks_are_left_out_of_the_maximum() -> None:
+    model = build("t5")
+    name, largest = measure(model)[0]
+    attend = dict(model.named_modules())[name]
+    with torch.no_grad():
+        attend.relative_attention_bias.weight.add_(50.0)
+    torch.testing.assert_close(measure(model)[0][1], largest, rtol=1e-5, atol=0)
+
+
+def test_a_head_that_is_not_finite_is_reported_and_left() -> None:
+    model = build("torch")
+    with torch.no_grad():
+        model.attend.in_proj_weight[0, 0] = torch.nan
+    before = model.attend.in_proj_weight.clone()
+    clip = training.QKClip(model, 1e-3)
+    with clip:
+        model(tokens())
+    report = clip.step()
+    assert report.not_finite == (("attend", 0),)
+    assert [head for _, head in report.clipped] == [1, 2, 3]
+    assert torch.equal(model.attend.in_proj_weight[1:8], before[1:8])
+
+
+def test_the_optimiser_steps_it() -> None:
+    model = build("torch").train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    clip = training.QKClip(model, 2.0)
+    handle = clip.after(optimizer)
+    with clip:
+        loss = model(tokens())[0].square().mean()
+    loss.backward()
+    optimizer.step()
+    assert clip.steps == 1
+    assert int(clip.clips["attend"].sum()) == 4
+    handle.remove()
+    optimizer.step()
+    assert clip.steps == 1
+
+
+def test_its_state_goes_on_elsewhere() -> None:
+    model = build("torch")
+    clip = training.QKClip(model, 2.0, alpha=0.25)
+    with clip:
+        model(tokens())
+    other = copy.deepcopy(model)
+    again = training.QKClip(other, 7.0)
+    again.load_state_dict(clip.state_dict())
+    assert again.step() == clip.step()
+    assert torch.equal(model.attend.in_proj_weight, other.attend.in_proj_weight)
+    assert again.state_dict()["alpha"] == 0.25
+    with pytest.raises(ValueError, match="the state of a QKClip has"):
+        again.load_state_dict({"tau": 1.0})
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32) for _ in range(3))
+        self.q_norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part(x).unflatten(-1, (4, 8)).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return nn.functional.scaled_dot_product_attention(self.q_norm(q), k, v)
+
+
+class Strange(Normed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm = nn.Identity()
+        self.first, self.second = self.q_proj, self.k_proj
+        del self.q_proj, self.k_proj
+
+    q_proj = property(lambda self: self.first)
+    k_proj = property(lambda self: None)
+
+
+def test_layers_that_cannot_be_clipped_are_named() -> None:
+    x = torch.randn(1, 5, 32)
+    for model, reason in (
+        (Normed(), "q_norm normalises, which undoes"),
+        (Strange(), "has no projections that are known"),
+    ):
+        clip = training.QKClip(model, 1.0)
+        with clip:
+            model(x)
+        with pytest.raises(ValueError, match=reason):
+            clip.step()
+    ours = Vectors(MultiheadAttention(32, 4, batch_first=True, score=QKNorm(8)))
+    clip = training.QKClip(ours, 1.0)
+    with clip:
+        ours(tokens())
+    with pytest.raises(ValueError, match="for dot and scaled dot products alone"):
+        clip.step()
+    reparametrized = Vectors(nn.MultiheadAttention(32, 4, batch_first=True))
+    training.sigma_reparam(reparametrized.attend, "in_proj_weight")
+    clip = training.QKClip(reparametrized, 1.0)
+    with clip:
+        reparametrized(tokens())
+    with pytest.raises(ValueError, match="computed by a parametrization"):
+        clip.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tau": 0.0}, "tau is a finite number above 0"),
+        ({"alpha": -0.1}, "alpha is a finite number at least 0"),
+        ({"alpha": 1.5}, "alpha is between 0 and 1"),
+        ({"layers": []}, "layers names at least one layer"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        training.QKClip(nn.Linear(2, 2), **options)
+
+
+def test_bad_types_and_absent_layers() -> None:
+    with pytest.raises(TypeError, match="layers is a sequence"):
+        training.QKClip(nn.Linear(2, 2), layers="attn")
+    with pytest.raises(TypeError, match="a layer is a block number or a name pattern"):
+        training.QKClip(nn.Linear(2, 2), layers=[1.5])
+    model = build("torch")
+    with (
+        pytest.raises(ProbeError, match="names none of the attention that ran: attend"),
+        training.QKClip(model, layers=["other*"]),
+    ):
+        model(tokens())
+
+
+def test_layers_are_chosen_by_block_and_by_name() -> None:
+    model = build("gpt2")
+    for layers, want in (([1], ["transformer.h.1.attn"]), (["*.0.attn"], ["transformer.h.0.attn"])):
+        clip = training.QKClip(model, layers=layers)
+        with clip:
+            model(tokens())
+        assert [layer.module for layer in clip.step().layers] == want
+
+
+RANKS = """
+import sys, torch, torch.distributed as dist
+from acutance import training
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+torch.manual_seed(0)
+attend = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+clip = training.QKClip(torch.nn.ModuleDict({"a": attend, "b": torch.nn.Linear(2, 2)}), 3.0)
+x = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(3)) * 6
+with clip:
+    attend(x[2 * rank : 2 * rank + 2], x[2 * rank : 2 * rank + 2], x[2 * rank : 2 * rank + 2])
+first = clip.step()
+torch.save((first.layers, attend.in_proj_weight), sys.argv[2] + f".{rank}")
+if rank == 0:  # a layer that one rank alone sees
+    with clip:
+        attend(x[:2], x[:2], x[:2])
+second = clip.step()
+assert len(second.layers) == 1 and second.max_logit <= 6.0, second
+criterion = training.InfoNCE("fixed", tau=0.2, symmetric=True, gather=True)
+mine = x[2 * rank : 2 * rank + 2, 0].clone().requires_grad_()
+other = x[2 * rank : 2 * rank + 2, 1]
+loss = criterion(mine, other)
+loss.backward()
+torch.save((float(loss), mine.grad), sys.argv[2] + f".nce{rank}")
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_take_the_maximum_over_both(tmp_path: Any) -> None:
+    where = tmp_path / "meet"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", RANKS]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(where)], env=environment) for rank in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    (layers, weight), (others, other_weight) = (
+        torch.load(f"{where}.{rank}", weights_only=False) for rank in range(2)
+    )
+    assert layers == others
+    assert torch.equal(weight, other_weight)
+
+    torch.manual_seed(0)  # one process with both ranks' rows
+    attend = nn.MultiheadAttention(16, 4, batch_first=True)
+    x = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(3)) * 6
+    clip = training.QKClip(attend, 3.0)
+    with clip:
+        attend(x, x, x)
+    alone = clip.step().layers[0]
+    assert layers[0].max_logit == pytest.approx(alone.max_logit, rel=1e-6)
+    torch.testing.assert_close(weight, attend.in_proj_weight)
+
+    both = x[:, 0].clone().requires_grad_()
+    loss = training.InfoNCE("fixed", tau=0.2, symmetric=True)(both, x[:, 1])
+    loss.backward()
+    parts = [torch.load(f"{where}.nce{rank}", weights_only=False) for rank in range(2)]
+    assert sum(part[0] for part in parts) / 2 == pytest.approx(float(loss.detach()), rel=1e-6)
+    # each rank's gradient is of the sum of both losses, which averaging over ranks makes the mean
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]) / 2, both.grad)
