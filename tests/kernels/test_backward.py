@@ -302,7 +302,7 @@ def test_a_second_derivative_is_refused() -> None:
     query, key, value = tensors()
     out = attention(query, key, value, enable_gqa=True)
     (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="row_sums_backward"):
+    with pytest.raises(RuntimeError, match="attend_rows_backward"):
         grad.sum().backward()
 
 

@@ -47,6 +47,8 @@ def mechanism(given: str | Mechanism) -> Mechanism:
         raise TypeError(f"a mechanism is a name or a Mechanism, got {type(given).__name__}")
     if given not in MECHANISMS:
         close = difflib.get_close_matches(given, [*MECHANISMS, *_ALSO], n=1, cutoff=0.4)
-        hint = f"did you mean {_ALSO.get(close[0], close[0])!r}?" if close else f"choose from {', '.join(MECHANISMS)}"
+        hint = f"choose from {', '.join(MECHANISMS)}"
+        if close:
+            hint = f"did you mean {_ALSO.get(close[0], close[0])!r}?"
         raise ValueError(f"no mechanism is named {given!r}; {hint}")
     return MECHANISMS[given]
