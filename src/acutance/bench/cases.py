@@ -246,7 +246,7 @@ def _memory() -> Iterable[Case]:
     for kind in _KINDS:
         yield _square(
             f"memory-{kind}-16384", 16384, kind, "memory", heads=8, timing="memory", weigh=True,
-            contenders=(*PAIR, "statistics"), goals=("memory",),
+            contenders=(*PAIR, "acutance-unread", "statistics"), goals=("memory",),
         )  # fmt: skip
 
 

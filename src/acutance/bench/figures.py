@@ -29,7 +29,7 @@ _DRAWN = {
     "statistics": "acutance, statistics alone",
     "sdpa": "SDPA, output alone",
     "blocked": "acutance, plain PyTorch",
-    "naive": "softmax in memory, entropy only",
+    "naive": "maps in memory, output and entropy",
 }
 
 
@@ -161,7 +161,7 @@ def draw_times(report: BenchReport, path: str | os.PathLike[str], *, theme: Them
         axes.set_xticks(seen, [f"{length:,}" for length in seen])
         axes.minorticks_off()
         label(axes, x="keys and queries n", y="milliseconds a head", title=kind)
-        legend(axes, theme, where="upper left")
+        legend(axes, theme, where="lower right")
     save(figure, path)
     return True
 

@@ -1,13 +1,19 @@
-"""The gate: every contender is right on the very inputs it is timed with, or it is not timed.
+r"""The gate: every contender is right on the very inputs it is timed with, or it is not timed.
 
 The reference is float64 on some of the query rows of every head, so it fits in memory at any
 length: :func:`acutance.rowstats.dense_statistics` for the metrics; gradients are those of a loss on
-these rows alone, which makes them exact too. A tolerance is 2 · (error of plain attention in the
-contender's precision + eps · largest value), plus what a contender's formula is wrong by on
-purpose. Metrics other than the entropy are allowed twice that, and what a change of every score by
-eps of the largest one does to them; gradients, which pass through two more matrix products, twice
-that. All rows of an output are held against SDPA's, which itself passed: the tolerance is twice
-that of the rows looked at, once for each of the two, and twice again for rows nobody looked at.
+these rows alone, which makes them exact too. A tolerance is
+
+    2 · (error of plain attention in the contender's precision + eps · largest value + r · size)
+
+where r = u(√n + 8) is what a float32 sum of n terms is off by, relative to the sum of their sizes
+(:mod:`acutance.testing.tolerance`): Σ p\|v\| for the output, whose terms mostly cancel; the
+largest value for weights and gradients; 1 for what is in nats. To that comes what a contender's
+formula is wrong by on purpose. Metrics other than the entropy are allowed twice that, and what a
+change of every score by eps of the largest one does to them; gradients, which pass through two
+more matrix products, twice that. All rows of an output are held against SDPA's, which itself
+passed: the tolerance is twice that of the rows looked at, once for each of the two, and twice again
+for rows nobody looked at.
 """
 
 from __future__ import annotations
@@ -42,6 +48,7 @@ class Gate:
         self._upstream = make_upstream(inputs, self.rows) if inputs.case.backward else None
         self._seen, self._added = inputs.visible(self.rows), inputs.added(self.rows)
         self._exact = cache(self._compute_exact)
+        self._sizes = cache(self._compute_sizes)
         self._plain = cache(self._compute_plain)
         self._gradients = cache(self._compute_gradients)
         self._output: Tensor | None = None
@@ -71,14 +78,16 @@ class Gate:
             ):
                 if gradient is not None and right is not None and near is not None:
                     what = f"gradient of {name}"
-                    checks.append(_check(what, gradient, right, near, dtype, factor=4))
+                    more = self._r() * float(right.abs().max())
+                    checks.append(_check(what, gradient, right, near, dtype, factor=4, more=more))
         return tuple(checks)
 
     def _check_output(self, output: Tensor, dtype: torch.dtype) -> list[Check]:
         exact, same = self._plain(torch.float64).output, self._plain(dtype).output
         assert exact is not None
         assert same is not None
-        found = _check("output", output.index_select(2, self.rows), exact, same, dtype)
+        picked = output.index_select(2, self.rows)
+        found = _check("output", picked, exact, same, dtype, more=self._r() * self._sizes())
         if self._output is None:  # the reference is checked first
             self._output = output.clone() if found.passed else None
             return [found]
@@ -91,10 +100,22 @@ class Gate:
         exact = self._exact()[name] if name != "noise_gain" else self._noise()
         picked, near = found.index_select(2, self.rows), same.metrics[name]
         if name == "entropy":
-            return _check(name, picked, exact, near, dtype, bias)
+            return _check(name, picked, exact, near, dtype, bias, more=self._r())
         unit = 1.0 if name in _OF_SCORES else float(exact.abs().max())
-        moved = unit * float(self._exact()["max_logit"].abs().max())
-        return _check(name, picked, exact, near, dtype, factor=4, moved=moved)
+        moved = torch.finfo(dtype).eps * float(self._exact()["max_logit"].abs().max())
+        return _check(name, picked, exact, near, dtype, factor=4, more=(moved + self._r()) * unit)
+
+    def _r(self) -> float:
+        """Relative error of a float32 sum over the keys."""
+        return 0.5 * torch.finfo(torch.float32).eps * (math.sqrt(self._inputs.case.keys) + 8)
+
+    def _compute_sizes(self) -> float:
+        """The largest Σ p|v| of the chosen rows."""
+        with torch.no_grad():
+            query, key, value = (leaf.float() for leaf in self._inputs.leaves)
+            found = self._attend(query, key, value.abs()).output
+            assert found is not None
+            return float(found.max())
 
     def _compute_exact(self) -> dict[str, Tensor]:
         """The oracle's metrics of the chosen rows."""
@@ -187,11 +208,11 @@ def _check(
     dtype: torch.dtype,
     bias: float = 0.0,
     factor: int = 2,
-    moved: float = 0.0,
+    more: float = 0.0,
 ) -> Check:
     """Compare a contender's values with the exact ones, by what plain attention achieves."""
-    largest = moved + float(exact.abs().max())
-    tolerance = factor * (_distance(plain, exact) + torch.finfo(dtype).eps * largest) + bias
+    rounding = torch.finfo(dtype).eps * float(exact.abs().max())
+    tolerance = factor * (_distance(plain, exact) + rounding + more) + bias
     return _record(quantity, _distance(found, exact), tolerance)
 
 

@@ -26,7 +26,7 @@ HEADER = (
     "error\noutput",
     "error\nentropy",
 )
-WIDTHS = (17, 6, 5, 13, 8, 4, 4, 5, 5, 6, 6, 7)
+WIDTHS = (17, 6, 5, 13, 10, 4, 4, 5, 5, 6, 6, 7)
 _STYLES = {"failed": "bold red", "not run": "yellow", "unfinished": "dim"}
 
 
