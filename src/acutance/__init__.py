@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         shapes,
         testing,
         theory,
+        training,
         weights,
     )
     from acutance.attend import attention, row_statistics
@@ -60,6 +61,7 @@ __all__ = [
     "shapes",
     "testing",
     "theory",
+    "training",
     "weights",
 ]
 
@@ -96,6 +98,7 @@ _MODULES = (
     "shapes",
     "testing",
     "theory",
+    "training",
     "weights",
 )
 

@@ -497,7 +497,8 @@ def bench_command(
         bool, typer.Option("--quick", help="A few small cases, three rounds: a minute.")
     ] = False,
     rounds: Annotated[
-        int | None, typer.Option("--rounds", min=1, help="Interleaved rounds a case.  [default: 7]")
+        int | None,
+        typer.Option("--rounds", min=1, help="Interleaved rounds a case: 7, with --quick 3."),
     ] = None,
     memory: Annotated[
         bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")

@@ -69,7 +69,7 @@ def test_a_good_state_is_read_by_both_readers(path: Path) -> None:
 
 def test_every_truncation_is_refused(path: Path) -> None:
     whole = path.read_bytes()
-    for length in sorted({*range(0, 12), *range(12, len(whole), 997), len(whole) - 1}):
+    for length in sorted({*range(12), *range(12, len(whole), 997), len(whole) - 1}):
         path.write_bytes(whole[:length])
         refused(path, "is not a whole safetensors file")
     path.write_bytes(whole + b"more")
@@ -123,10 +123,10 @@ def set_at(name: str, index: Any, value: Any) -> Callable[[dict[str, Any]], None
     [
         (lambda t: t.pop("M2"), "the array 'M2' is missing"),
         (lambda t: t.update(more=torch.zeros(1)), "the array 'more' is not of a summary"),
-        (lambda t: t.update(mean=t["mean"][:1].clone()), r"'mean' is \(4, 2\) of torch.float64, got"),
+        (lambda t: t.update(mean=t["mean"][:1].clone()), r"'mean' is \(4, 2\) of torch.float64"),
         (lambda t: t.update(mean=t["mean"].float()), r"got \(4, 2\) of torch.float32"),
         (lambda t: t.update(count=t["count"].double() * torch.nan), "'count' is .* of torch.int64"),
-        (lambda t: t.update(histogram=t["histogram"][..., :3].clone()), r"'histogram' is \(4, 2, 64\)"),
+        (lambda t: t.update(histogram=t["histogram"][..., 0].clone()), r"is \(4, 2, 64\) of"),
         (set_at("count", (1, 0), -3), "'count' holds what no rows give, at head 1, metric 0"),
         (set_at("count", (1, 0), 2**62), "'count' holds what no rows give"),
         (set_at("histogram", (0, 1, 5), 2**61), "'histogram' holds what no rows give, at head 0"),

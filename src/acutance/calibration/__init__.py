@@ -1,8 +1,8 @@
 """Fixing attention: scaling laws on a model, kept in small files.
 
 :func:`apply` puts a law on a model that runs as it always does, and takes it off again. A
-:class:`Law` says which scaling each head has and which model it is for; it saves to JSON and refuses
-another model.
+:class:`Law` says which scaling each head has and which model it is for; it saves to JSON and
+refuses another model.
 """
 
 from __future__ import annotations

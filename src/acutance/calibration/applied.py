@@ -75,6 +75,8 @@ class _Plan:
     name: str
     laws: HeadLaws | None
     windowed: bool
+    holds: bool  # a part of it asks the interface: functions that seem its own are that part's,
+    # seen while a compiled graph runs, where no hook tells who is running
 
 
 class _Thread(threading.local):
@@ -104,11 +106,14 @@ class Applied:
         everywhere, layers = by_layer(model, law)
         self._law = law
         elsewhere = None if everywhere is None else HeadLaws(everywhere)
-        self._plans = {}
+        self._plans: dict[int, _Plan] = {}
+        asking = [name for name, one in attention_layers(model).items() if uses_interface(one)]
         for full, module in model.named_modules():
             name = label(model, full)
             laws = layers.get(name, elsewhere)
-            self._plans[id(module)] = _Plan(name, laws, is_windowed(module))
+            start = f"{name}." if full.replace("_orig_mod", "").strip(".") else ""
+            holds = any(one.startswith(start) and one != name for one in asking)
+            self._plans[id(module)] = _Plan(name, laws, is_windowed(module), holds)
         self._context: ExitStack | None = None
         self._install()
 
@@ -187,7 +192,8 @@ class Applied:
         if not self._windowed and (plan.windowed or call["sliding_window"] is not None):
             self._skip(plan.name)
             return None
-        query, entropy = call["query"], None
+        query: Tensor = call["query"]
+        entropy = None
         try:
             n = count(query, call["key"], call.masks())
             if plan.laws.needs_entropy:
@@ -217,7 +223,7 @@ class Applied:
     def here(self) -> str | None:
         """Name of the running module if it is to be scaled, None for any other."""
         plan = self._thread.stack[-1] if self._thread.stack else None
-        if plan is None or plan.laws is None:
+        if plan is None or plan.laws is None or plan.holds:
             return None
         if plan.windowed and not self._windowed:
             self._skip(plan.name)
@@ -266,7 +272,7 @@ class Applied:
         thread = self._thread
         if not thread.stack:
             thread.mode = FunctionChange(self)
-            thread.mode.__enter__()
+            thread.mode.__enter__()  # type: ignore[no-untyped-call]
         thread.stack.append(plan)
 
     def _leave_module(self, module: torch.nn.Module) -> None:
@@ -278,12 +284,13 @@ class Applied:
         thread.stack.pop()
         if not thread.stack and thread.mode is not None:
             mode, thread.mode = thread.mode, None
-            mode.__exit__(None, None, None)
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _entropy(call: AttentionCall) -> Tensor:
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        return call.statistics(False).entropy
+        entropy: Tensor = call.statistics(False).entropy
+        return entropy
 
 
 def _shaped(factor: Tensor, query: Tensor, four: Tensor) -> Tensor:

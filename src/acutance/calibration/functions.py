@@ -84,7 +84,8 @@ class FunctionChange(TorchFunctionMode):
         with changing_sdpa(lambda inner: self._changer.changed_arguments(name, inner)) as seen:
             output, weights = func(**{**given, "need_weights": False})
         if given["need_weights"]:
-            weights = _weights(seen[-1][0])
+            with torch._C.DisableTorchFunction():  # no softmax for a probe to take for attention
+                weights = _weights(seen[-1][0])
             if given["average_attn_weights"]:
                 weights = weights.mean(1)
             if given["query"].dim() == 2:
@@ -106,7 +107,7 @@ def _is_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def _weights(given: Mapping[str, Any]) -> Tensor:
     """The weights of an SDPA call that ``nn.MultiheadAttention`` makes, (B, H, L, S)."""
     query, key, mask = given["query"], given["key"], given.get("attn_mask")
-    scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-2, -1)
+    scores: Tensor = (query / math.sqrt(query.shape[-1])) @ key.transpose(-2, -1)
     if given.get("is_causal"):
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)

@@ -67,7 +67,7 @@ class Identity:
         """
         model = getattr(model, "_orig_mod", model)
         layers = attention_layers(model)
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         if hasattr(config, "to_dict"):
             text = config.get_text_config() if hasattr(config, "get_text_config") else config
             return cls(
@@ -114,7 +114,7 @@ class Identity:
             raise ValueError(f"a law's model has {', '.join(kinds)} and nothing else")
         for name, kind in kinds.items():
             value = record[name]
-            if type(value) is not kind or (kind is int and value < 0):
+            if type(value) is not kind or (isinstance(value, int) and value < 0):
                 raise ValueError(f"a law's model.{name} is {_KIND[kind]}, got {value!r:.60}")
         return cls(**record)
 
@@ -124,7 +124,7 @@ _KIND = {str: "text", int: "a whole number, not negative"}
 
 def longest(model: torch.nn.Module) -> int | None:
     """Positions the model is configured for, None where nothing says."""
-    config = getattr(getattr(model, "_orig_mod", model), "config", None)
+    config: Any = getattr(getattr(model, "_orig_mod", model), "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     found = _number(config, _LONGEST)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from acutance.calibration.identity import Identity, longest, positions_are_learned
-from acutance.calibration.layers import attention_layers
+from acutance.calibration.layers import attention_layers, label
 from acutance.files import write_whole
 from acutance.scaling import AnyScaling, NoScaling, Scaling, from_dict, get
 from acutance.scaling.learned import LearnedScaling
@@ -69,8 +69,9 @@ class Law:
         >>> from acutance import scaling
         >>> model = torch.nn.TransformerEncoderLayer(8, 2)
         >>> law = Law.of(model, {(0, 1): scaling.LogN(train_length=64)})
-        >>> law.layers
-        (('self_attn', HeadLaws(whole=None, heads=((1, LogN(base=None, train_length=64, ...))),)
+        >>> name, laws = law.layers[0]
+        >>> name, laws.heads[0][1].train_length
+        ('self_attn', 64)
     """
 
     model: Identity
@@ -140,6 +141,10 @@ class Law:
         difference = self.model.difference(Identity.of(model))
         if difference is not None:
             raise LawError(f"this law is for another model: it has {difference}")
+        known = {label(model, name) for name, _ in model.named_modules()}
+        for name, _ in self.layers:
+            if name not in known:
+                raise LawError(f"this law has {name!r:.80}, which is no module of the model")
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -198,9 +203,7 @@ class Law:
         )
 
 
-def by_layer(
-    model: torch.nn.Module, law: AnyLaw
-) -> tuple[AnyScaling | None, dict[str, HeadLaws]]:
+def by_layer(model: torch.nn.Module, law: AnyLaw) -> tuple[AnyScaling | None, dict[str, HeadLaws]]:
     """A law as one scaling for every layer it does not name, and scalings by module name.
 
     Raises:

@@ -25,9 +25,8 @@ def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         model: any module.
 
     Example:
-        >>> list(attention_layers(torch.nn.TransformerEncoder(
-        ...     torch.nn.TransformerEncoderLayer(8, 2), 2, enable_nested_tensor=False)))
-        ['layers.0.self_attn', 'layers.1.self_attn']
+        >>> list(attention_layers(torch.nn.TransformerDecoderLayer(8, 2)))
+        ['self_attn', 'multihead_attn']
     """
     found = {}
     for name, module in model.named_modules():

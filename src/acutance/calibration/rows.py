@@ -30,11 +30,11 @@ def count(query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
     """
     given = {name: value for name, value in masks.items() if value is not None}
     queries, keys = query.shape[2], key.shape[2]
-    mask = given.get("attn_mask")
+    mask: Tensor | None = given.get("attn_mask")
     if mask is not None and not given.get("is_causal") and set(given) <= _PLAIN:
         while mask.dim() < 4:
             mask = mask.unsqueeze(0)
-        seen = mask if mask.dtype == torch.bool else torch.logical_not(hides(mask))
+        seen: Tensor = mask if mask.dtype == torch.bool else torch.logical_not(hides(mask))
         if seen.shape[3] == 1:
             seen = seen.expand(-1, -1, -1, keys)
         return seen.sum(-1)
@@ -42,7 +42,8 @@ def count(query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
         if not given.get("is_causal"):
             return torch.full((1, 1, queries), keys, device=query.device)
         position = torch.arange(1, queries + 1, device=query.device)
-        return (position + given.get("query_offset", 0)).clamp(min=0, max=keys)[None, None]
+        offset = int(given.get("query_offset", 0))
+        return (position + offset).clamp(min=0, max=keys)[None, None]
     masking = check_masking(
         query,
         key,

@@ -290,11 +290,13 @@ class HeadSummary:
             path: where to.
             extra: further entries of the header.
         """
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         header, tensors = self.parts()
         header |= extra or {}
-        write_whole(path, lambda where: save_file(tensors, where, metadata=header))
+        # save_file has a temporary file of its own, whose name a killed run would leave behind
+        whole = save(tensors, metadata=header)
+        write_whole(path, lambda where: Path(where).write_bytes(whole))
 
 
 def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> HeadSummary:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from scipy.stats import chi2
+from scipy.special import gammaincinv
 
 from acutance import theory
 from acutance.rowstats.gaussian import expected_entropy
@@ -95,4 +95,4 @@ def initial_scale(
 def _lengths(d: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Nodes and weights for the length of a vector of d standard normal components."""
     nodes, weights = np.polynomial.legendre.leggauss(_NODES)
-    return np.sqrt(chi2.ppf((nodes + 1) / 2, d)), weights / 2
+    return np.sqrt(2 * gammaincinv(d / 2, (nodes + 1) / 2)), weights / 2

@@ -163,7 +163,9 @@ class QKClip:
 
     def _take(self, seen: WatchedRows) -> None:
         name = seen.module.partition("#")[0]
-        logits = seen.statistics.max_logit
+        stats = seen.statistics
+        # a kernel's maximum may pass over what is no number; the logsumexp does not
+        logits = torch.where(stats.lse.isnan(), torch.nan, stats.max_logit)
         largest = torch.where(seen.kept, logits, -torch.inf).amax((0, 2)).detach().double()
         before = self._maxima.get(name)
         self._maxima[name] = largest if before is None else torch.maximum(before, largest)

@@ -113,7 +113,7 @@ class AttentionWatch(Probe):
         self._recorded = []
         super().__exit__(kind, error, trace)
         if kind is None and not self.rows:
-            if self._seen:
+            if self._seen and not self.unread:
                 raise ProbeError(
                     f"layers={list(self.layers or ())} names none of the attention that ran: "
                     f"{', '.join(self._seen)}"

@@ -85,7 +85,7 @@ struct Merged {
   template <class T>
   void write(const acutance_sums& to, int64_t place) const {
     to.n[place] = int64_t(n);
-    ((T*)to.m)[place] = broken && m - m == 0 ? T(NAN) : T(m);  // as the sums are
+    ((T*)to.m)[place] = broken && m < INFINITY ? T(NAN) : T(m);  // as the sums are
     ((T*)to.Z)[place] = T(Z), ((T*)to.U)[place] = T(U), ((T*)to.W)[place] = T(W);
     ((T*)to.Q)[place] = T(Q), ((T*)to.M2)[place] = T(M2), ((T*)to.first)[place] = T(first);
     ((T*)to.mean)[place] = T(n > 0 ? total / n : 0);

@@ -176,7 +176,7 @@ struct Rows {
     row->mean = row->n == 0 ? T(0) : total[v][i] / row->n;
     row->first = first[l], row->first_index = first_index[l];
     // a score that is no number may have been passed over by the maximum, never by a sum
-    if (D[v][i] != D[v][i] && row->m - row->m == 0) row->m = T(NAN);
+    if (D[v][i] != D[v][i] && row->m < T(INFINITY)) row->m = T(NAN);
   }
 };
 

@@ -1,0 +1,190 @@
+"""InfoNCE against cross-entropy and softmax over the whole matrix, in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
+
+from acutance import training
+
+
+def embeddings(rows: int = 9, width: int = 5) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(size, width, dtype=torch.float64, generator=generator).requires_grad_()
+        for size in (rows, rows, 4)
+    ]
+
+
+def dense(anchor: Tensor, positive: Tensor, extra: Tensor | None, scale: float) -> Tensor:
+    """Logits (B, B or B + M)."""
+    keys = positive if extra is None else torch.cat([positive, extra])
+    return scale * normalize(anchor, dim=-1) @ normalize(keys, dim=-1).T
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("further", [False, True])
+def test_loss_gradients_and_report_are_those_of_the_whole_matrix(
+    symmetric: bool, further: bool
+) -> None:
+    anchor, positive, extra = embeddings()
+    negatives = extra if further else None
+    criterion = training.InfoNCE("fixed", tau=0.2, symmetric=symmetric)
+    loss = criterion(anchor, positive, negatives)
+    rows = torch.arange(9)
+    sides = [dense(anchor, positive, negatives, 5.0)]
+    if symmetric:
+        sides.append(dense(positive, anchor, None, 5.0))
+    want = torch.stack([cross_entropy(logits, rows) for logits in sides]).mean()
+    torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-12)
+    inputs = [anchor, positive, *([extra] if further else [])]
+    grads = torch.autograd.grad(loss, inputs, retain_graph=True)
+    for mine, theirs in zip(grads, torch.autograd.grad(want, inputs), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+    report = criterion.report
+    assert report is not None
+    entropies, effective, weights, right = [], [], [], []
+    for logits in sides:
+        own = torch.eye(9, logits.shape[1], dtype=torch.bool)
+        p = torch.softmax(logits.detach().masked_fill(own, -torch.inf), -1)
+        entropies.append(torch.special.entr(p).sum(-1).mean())
+        effective.append((1 / p.square().sum(-1)).mean())
+        weights.append(torch.softmax(logits.detach(), -1)[own].mean())
+        right.append((logits.argmax(-1) == rows).double().mean())
+    assert report.negatives == 8 + 4 * further
+    assert report.temperature == pytest.approx(0.2, rel=1e-6)
+    assert report.loss == pytest.approx(float(want.detach()))
+    for name, parts in (
+        ("negative_entropy", entropies),
+        ("effective_negatives", effective),
+        ("positive_weight", weights),
+        ("accuracy", right),
+    ):
+        assert getattr(report, name) == pytest.approx(float(torch.stack(parts).mean()), rel=1e-9)
+
+
+def test_gradcheck() -> None:
+    anchor, positive, extra = (part.detach().requires_grad_() for part in embeddings(4, 3))
+    criterion = training.InfoNCE("learned", tau=0.5, symmetric=True).double()
+    assert torch.autograd.gradcheck(
+        lambda a, p, e, _: criterion(a, p, e),
+        (anchor, positive, extra, criterion.log_scale),
+    )
+
+
+def test_a_dominant_positive_does_not_spoil_the_negatives() -> None:
+    """Taken out of the sums of all keys they would have cancelled: the positive has e⁸⁰ of them."""
+    anchor = torch.eye(6)
+    criterion = training.InfoNCE("fixed", tau=0.0125)
+    criterion(anchor, anchor)
+    assert criterion.report is not None
+    assert criterion.report.effective_negatives == pytest.approx(5.0, rel=1e-6)
+    assert criterion.report.negative_entropy == pytest.approx(math.log(5), rel=1e-6)
+
+
+def test_the_learned_temperature_is_bounded_and_comes_back() -> None:
+    criterion = training.InfoNCE("learned", tau=0.02, minimum=0.02).double()
+    anchor, positive, _ = embeddings()
+    for sign in (1, -1):
+        criterion.zero_grad()
+        (sign * criterion(anchor, positive)).backward()
+        grad = criterion.log_scale.grad
+        assert grad is not None
+        # random pairs want a higher temperature; a descent step that would lower it is cut
+        assert bool(grad > 0) if sign == 1 else bool(grad == 0)
+
+
+def test_log_n_follows_the_number_of_candidates() -> None:
+    criterion = training.InfoNCE("log_n", coefficient=3.5)
+    for rows in (8, 64):
+        criterion(*torch.randn(2, rows, 5))
+        assert criterion.report is not None
+        assert criterion.report.temperature == pytest.approx(1 / (3.5 * math.log(rows)), rel=1e-6)
+    assert list(criterion.parameters()) == []
+
+
+@pytest.mark.parametrize("target", [0.3, 0.7])
+def test_the_target_entropy_is_met(target: float) -> None:
+    torch.manual_seed(0)
+    anchor, positive = torch.randn(2, 200, 24)
+    criterion = training.InfoNCE("entropy_target", tau=0.5, target=target)
+    for _ in range(12):
+        criterion(anchor, positive)
+    assert criterion.report is not None
+    assert criterion.report.negative_entropy == pytest.approx(target * math.log(199), abs=1e-3)
+    criterion.eval()
+    before = criterion.log_scale.clone()
+    criterion(anchor[:20], positive[:20])
+    assert torch.equal(criterion.log_scale, before)
+
+
+def test_state_goes_on_elsewhere() -> None:
+    anchor, positive = torch.randn(2, 20, 4)
+    first = training.InfoNCE("entropy_target", target=0.4)
+    first(anchor, positive)
+    second = training.InfoNCE("entropy_target", target=0.4)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert torch.equal(first(anchor, positive), second(anchor, positive))
+    assert list(training.InfoNCE("learned").state_dict()) == ["log_scale"]
+
+
+def test_half_precision_is_widened_under_autocast_too() -> None:
+    anchor, positive = torch.randn(2, 16, 8)
+    exact = training.InfoNCE("fixed")(anchor, positive)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(training.InfoNCE("fixed")(anchor, positive), exact)
+    half = training.InfoNCE("fixed")(anchor.bfloat16(), positive.bfloat16())
+    assert half.dtype == torch.float32
+
+
+def test_memory_is_that_of_the_rows() -> None:
+    """No tensor of the graph has as many entries as the matrix."""
+    sizes: list[int] = []
+    anchor, positive = (torch.randn(2048, 4, requires_grad=True) for _ in range(2))
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append(t.numel()) or t, lambda t: t
+    ):
+        training.InfoNCE("fixed", symmetric=True)(anchor, positive).backward()
+    assert sizes
+    assert max(sizes) <= 2048 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": "cosine"}, "temperature is one of fixed, learned, log_n, entropy_target"),
+        ({"tau": 0.0}, "tau is a finite number at least 0.001"),
+        ({"tau": 0.005}, "tau is at least minimum=0.01"),
+        ({"target": 1.0}, "target is a finite number above 0 and below 1"),
+        ({"coefficient": 0.0}, "coefficient is a finite number above 0"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        training.InfoNCE(**options)
+
+
+def test_bad_inputs() -> None:
+    criterion, x = training.InfoNCE(), torch.randn(3, 4)
+    with pytest.raises(TypeError, match="symmetric is True or False"):
+        training.InfoNCE(symmetric=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"positive is a floating Tensor, got torch\.int64"):
+        criterion(x, torch.ones(3, 4, dtype=torch.int64))
+    with pytest.raises(TypeError, match="positive has the dtype and device of anchor"):
+        criterion(x, x.double())
+    with pytest.raises(ValueError, match=r"positive is \(rows, d\)"):
+        criterion(x, torch.randn(3, 5))
+    with pytest.raises(ValueError, match="anchor and positive are pairs"):
+        criterion(x, torch.randn(2, 4))
+    with pytest.raises(ValueError, match="a row has at least one negative"):
+        criterion(x[:1], x[:1])
+    with pytest.raises(ValueError, match="symmetric needs two pairs or more"):
+        training.InfoNCE(symmetric=True)(x[:1], x[:1], x)
+    assert float(criterion(x[:1], x[:1], x[1:]).detach()) >= 0
