@@ -9,12 +9,14 @@ namespace {
 
 // Whether queries would fill so few lanes that keys had better lie there. A row then costs half as
 // much again, measured as 1 to 1.4 times; three times what it costs where pairs are multiplied.
+// Against few keys what counts is starting a row there, as long as 64 keys, and a whole lane group
+// here, as long as 1200 / 3.
 bool few_queries(const acutance_call& call, const acutance_sums& sums) {
   const int64_t lanes = call.dtype == ACUTANCE_F64 ? LANES<double> : LANES<float>;
   const int64_t paid = (call.queries + lanes - 1) / lanes * lanes;
   const bool pairs =
       ACUTANCE_DOTS && call.dtype == ACUTANCE_BF16 && call.width % 2 == 0 && !sums.noise;
-  return call.queries * 3 <= paid * (pairs ? 1 : 2);
+  return call.queries * 3 * (call.keys + 64) <= paid * (pairs ? 1 : 2) * call.keys + 1200;
 }
 
 int run_decode(const acutance_call* call, const acutance_sums* sums, acutance_parallel parallel) {
