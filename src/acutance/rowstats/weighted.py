@@ -188,7 +188,7 @@ def merge_weights(left: WeightSums, right: WeightSums) -> WeightSums:
     Example:
         >>> a = torch.tensor([0.5, -1.0, 4.0])
         >>> parts = merge_weights(observe_weights(a[:1]), observe_weights(a[1:], first_key=1))
-        >>> all(torch.equal(x, y) for x, y in zip(parts, observe_weights(a)))
+        >>> all(torch.allclose(x, y) for x, y in zip(parts, observe_weights(a)))
         True
     """
     c = torch.maximum(left.c, right.c)
