@@ -29,7 +29,7 @@ import torch
 
 import acutance
 from acutance.comparison import Comparison, compare
-from acutance.files import write_whole
+from acutance.files import write_text, write_whole
 from acutance.mechanisms.entry import Mechanism
 from acutance.report.style import DARK, LIGHT, Theme, curves, label, new_figure, reference
 
@@ -262,11 +262,6 @@ def index(record: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def write(path: Path, text: str) -> None:
-    """Write a page whole or not at all."""
-    write_whole(path, lambda where: Path(where).write_text(text, encoding="utf-8"))
-
-
 def main() -> None:
     """Measure, unless asked not to, and write everything."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -274,14 +269,14 @@ def main() -> None:
     only_pages = parser.parse_args().pages
     (PAGES / "figures").mkdir(parents=True, exist_ok=True)
     if not only_pages:
-        write(RECORD, json.dumps(measure(), indent=1) + "\n")
+        write_text(RECORD, json.dumps(measure(), indent=1) + "\n")
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     for name, entry in acutance.MECHANISMS.items():
-        write(PAGES / f"{name}.md", page(entry, record, example(entry)))
+        write_text(PAGES / f"{name}.md", page(entry, record, example(entry)))
         if not only_pages:
             draw(entry, record, PAGES / "figures" / f"{name}.svg", LIGHT)
             draw(entry, record, PAGES / "figures" / f"{name}-dark.svg", DARK)
-    write(PAGES / "index.md", index(record))
+    write_text(PAGES / "index.md", index(record))
 
 
 if __name__ == "__main__":

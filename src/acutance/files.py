@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["write_whole"]
+__all__ = ["write_bytes", "write_text", "write_whole"]
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
@@ -22,6 +22,16 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[str], object]) ->
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write bytes, whole or not at all."""
+    write_whole(path, lambda where: Path(where).write_bytes(data))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write text in UTF-8 as it is, line ends included, whole or not at all."""
+    write_bytes(path, text.encode("utf-8"))
 
 
 def _umask() -> int:

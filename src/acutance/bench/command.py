@@ -9,7 +9,7 @@ from typing import Any
 from acutance.bench import figures, page, render, run
 from acutance.bench.cases import GROUPS, choose
 from acutance.bench.records import BenchReport
-from acutance.files import write_whole
+from acutance.files import write_text
 
 ROUNDS, QUICK_ROUNDS = 7, 3
 #: Columns a table takes.
@@ -94,7 +94,7 @@ def read(path: Path) -> BenchReport:
 
 
 def _write(path: Path, text: str) -> None:
-    write_whole(path, lambda where: Path(where).write_text(text, encoding="utf-8"))
+    write_text(path, text)
 
 
 def _counts(text: str) -> list[int]:

@@ -21,7 +21,7 @@ from acutance.calibration.layers import attention_layers, is_windowed, label, us
 from acutance.calibration.rows import count, count_call
 from acutance.probing import huggingface
 from acutance.probing.call import AttentionCall
-from acutance.probing.context import _EAGER
+from acutance.probing.context import EAGER
 from acutance.probing.functions import sdpa_call
 
 __all__ = ["Applied", "ApplyError", "apply"]
@@ -124,7 +124,7 @@ class Applied:
             found = attention_layers(self._model).values()
             context.callback(_forget_compiled)
             if not found or not all(uses_interface(module) for module in found):
-                context.enter_context(_EAGER)
+                context.enter_context(EAGER)
             for module in self._model.modules():
                 # plain functions: a copy of the model then carries no copy of this object
                 before = module.register_forward_pre_hook(lambda m, *_: self._enter_module(m))

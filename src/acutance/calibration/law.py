@@ -15,7 +15,7 @@ import torch
 
 from acutance.calibration.identity import Identity, longest, positions_are_learned
 from acutance.calibration.layers import attention_layers, label
-from acutance.files import write_whole
+from acutance.files import write_text
 from acutance.scaling import AnyScaling, NoScaling, Scaling, from_dict, get
 from acutance.scaling.learned import LearnedScaling
 from acutance.shapes import check_count
@@ -158,7 +158,7 @@ class Law:
             "target": self.target,
         }
         text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-        write_whole(path, lambda part: Path(part).write_text(text, encoding="utf-8"))
+        write_text(path, text)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Law:

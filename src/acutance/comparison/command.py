@@ -16,7 +16,7 @@ from rich.text import Text
 from acutance.comparison import render
 from acutance.comparison.record import Comparison
 from acutance.comparison.runner import DEFAULT_LENGTHS, Step, compare, pick
-from acutance.files import write_whole
+from acutance.files import write_text
 from acutance.mechanisms import MECHANISMS
 from acutance.probing import QueryKeySample, load_queries_keys
 from acutance.report.console import printable
@@ -100,7 +100,7 @@ def show(
     else:
         _print(found, console(stderr=False))
     if json_to is not None and str(json_to) != "-":
-        write_whole(json_to, lambda to: Path(to).write_text(found.to_json(), encoding="utf-8"))
+        write_text(json_to, found.to_json())
         notes.print(f"[dim]json written to[/] {json_to}", highlight=False)
     if figure_to is not None and found.complete:
         from acutance.comparison.figures import draw

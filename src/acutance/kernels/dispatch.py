@@ -142,10 +142,7 @@ def backward(
     chosen = choose(backend, query, value, rule.dropout_p)
     arguments = (grad, sums, query, key, value, masking, rule, wanted)
     if chosen == "native" and native.why_no_gradient(wanted) is None:
-        try:
-            return native.backward(*arguments)
-        except NotImplementedError:
-            return blocked_backward(*arguments)
+        return native.backward(*arguments)
     if chosen == "triton" and _gpu().unsupported_gradient(masking, wanted) is None:
         return cast(Gradients, _gpu().backward(*arguments))
     return dense.backward(*arguments) if chosen == "dense" else blocked_backward(*arguments)

@@ -67,12 +67,12 @@ def check(status: int) -> None:
 
     Raises:
         MemoryError: if its scratch could not be allocated.
-        NotImplementedError: if it does not know the call.
+        RuntimeError: if it refuses the call, which :func:`why_not` should have.
     """
     if status == 3:
         raise MemoryError("the native kernel could not allocate its scratch memory")
     if status:
-        raise NotImplementedError(f"the native kernel does not know this call (status {status})")
+        raise RuntimeError(f"the native kernel refuses this call (status {status})")
 
 
 def forward(

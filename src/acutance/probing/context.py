@@ -103,7 +103,7 @@ class _Eager:
                 self._stance.__exit__(None, None, None)
 
 
-_EAGER = _Eager()
+EAGER = _Eager()
 
 
 class _Thread(threading.local):
@@ -176,7 +176,7 @@ class Probe:
             self._names[id(module)] = label
             self._order.setdefault(label, index)
         with ExitStack() as context:
-            context.enter_context(_EAGER)
+            context.enter_context(EAGER)
             for module in self._model.modules():
                 before = module.register_forward_pre_hook(lambda m, *_: self._enter_module(m))
                 context.callback(before.remove)

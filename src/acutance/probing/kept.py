@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.files import write_whole
+from acutance.files import write_bytes
 from acutance.masks import hides
 from acutance.probing.call import AttentionCall
 
@@ -68,7 +68,7 @@ class QueryKeySample:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, atomically; :func:`load_queries_keys` reads it exactly."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         header = {
             "schema": KEPT_SCHEMA,
@@ -76,7 +76,7 @@ class QueryKeySample:
         }
         parts = {"query": self.query, "key": self.key, "value": self.value}
         parts = {name: part.contiguous().clone() for name, part in parts.items()}  # none shared
-        write_whole(path, lambda where: save_file(parts, where, metadata=header))
+        write_bytes(path, save(parts, metadata=header))
 
 
 def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:

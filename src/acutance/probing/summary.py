@@ -8,13 +8,12 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from acutance.files import write_whole
+from acutance.files import write_bytes, write_text, write_whole
 from acutance.probing.moments import Moments, edges
 from acutance.probing.state_files import checked_record, checked_tensors, read
 from acutance.rowstats import METRICS, metric
@@ -270,7 +269,7 @@ class HeadSummary:
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict` as a JSON file, atomically."""
         text = json.dumps(self.to_dict(), allow_nan=False)
-        write_whole(path, lambda where: Path(where).write_text(text, encoding="utf-8"))
+        write_text(path, text)
 
     def parts(self) -> tuple[dict[str, str], dict[str, Tensor]]:
         """Header and arrays, as a file or a message holds them; :func:`from_parts` reads them."""
@@ -296,7 +295,7 @@ class HeadSummary:
         header |= extra or {}
         # save_file has a temporary file of its own, whose name a killed run would leave behind
         whole = save(tensors, metadata=header)
-        write_whole(path, lambda where: Path(where).write_bytes(whole))
+        write_bytes(path, whole)
 
 
 def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> HeadSummary:

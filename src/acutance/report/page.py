@@ -14,12 +14,11 @@ import os
 import re
 from dataclasses import asdict
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from acutance.files import write_whole
+from acutance.files import write_text
 from acutance.probing import STATUSES, HeadSummary, edges
 from acutance.probing.moments import BINS, SCALES
 from acutance.report.colours import ANCHORS, as_hex, scale_of
@@ -36,7 +35,7 @@ _ESCAPED = {ord(part): f"\\u{ord(part):04x}" for part in "<>&"}
 def write_html(summary: HeadSummary, path: str | os.PathLike[str]) -> None:
     """Write :func:`html` of a summary to a file, which is replaced whole or not at all."""
     text = html(summary)
-    write_whole(path, lambda where: Path(where).write_bytes(text.encode("utf-8")))
+    write_text(path, text)
 
 
 def html(summary: HeadSummary) -> str:

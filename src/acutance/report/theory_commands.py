@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from acutance import theory
-from acutance.files import write_whole
+from acutance.files import write_text
 from acutance.report.console import printable
 from acutance.report.predicted import prediction_record, prediction_table
 from acutance.report.temperature import Advice, advise
@@ -137,7 +137,7 @@ def _write_json(record: dict[str, Any], path: Path | None) -> bool:
     if str(path) == "-":
         sys.stdout.write(text)
         return True
-    write_whole(path, lambda where: Path(where).write_text(text, encoding="utf-8"))
+    write_text(path, text)
     return False
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.padding import Padding
 from rich.text import Text
 
-from acutance.files import write_whole
+from acutance.files import write_text
 from acutance.reproduce import render
 from acutance.reproduce.experiment import Experiment
 from acutance.reproduce.record import SCHEMA, Record
@@ -96,4 +96,4 @@ def _write(
     if str(path) == "-":
         sys.stdout.write(text)
     else:
-        write_whole(path, lambda where: Path(where).write_text(text, encoding="utf-8"))
+        write_text(path, text)

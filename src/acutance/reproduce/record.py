@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from acutance.files import write_whole
+from acutance.files import write_text
 
 SCHEMA = 1
 #: A measurement may be this many standard errors away from what is predicted.
@@ -312,7 +312,7 @@ class Record:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, atomically; :func:`load` reads it back."""
         text = json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
-        write_whole(path, lambda where: Path(where).write_text(text, encoding="utf-8"))
+        write_text(path, text)
 
 
 def load(path: str | os.PathLike[str]) -> Record:

@@ -57,7 +57,7 @@ typedef struct {
 } acutance_call;
 
 // Where the forward pass writes. Fields are those of acutance.kernels.blocked.Sums; the sums are
-// float, for float64 double. A null pointer leaves a field out.
+// float, for float64 double. Every field of a row is given; what follows O only with noise.
 typedef struct {
   void* out;   // (batch, query heads, queries, Ev) in the call's dtype; null without values
   int64_t out_stride[3];

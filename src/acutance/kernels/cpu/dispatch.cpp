@@ -4,8 +4,6 @@
 
 #include "kernel.h"
 
-#define ACUTANCE_SETS(X) X(avx512_bf16, AVX512_BF16) X(avx512, AVX512) X(avx2, AVX2) X(neon, NEON) X(baseline, BASELINE)
-
 extern "C" {
 #if defined(ACUTANCE_HAVE_AVX512_BF16)
 extern const acutance_kernel acutance_kernel_avx512_bf16;
