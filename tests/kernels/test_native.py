@@ -302,6 +302,19 @@ def test_the_environment_chooses_an_instruction_set() -> None:
     assert run(code, ACUTANCE_CPU=name).stdout == f"{name}\n"
 
 
+def test_without_wide_vectors_many_queries_are_left_to_plain_torch() -> None:
+    code = """import acutance, torch
+for length in (64, 65):
+    q = torch.ones(1, 1, length, 3)
+    bare, named = acutance.row_statistics(q, q), acutance.row_statistics(q, q, backend="native")
+    _, full = acutance.attention(q, q, q, return_stats=True)
+    print(bare.backend, full.backend, named.backend)
+print("more than 64 queries" in str(acutance.kernels.info()))
+"""
+    found = run(code, ACUTANCE_CPU="baseline")
+    assert found.stdout.splitlines() == ["native native native", "blocked blocked native", "True"]
+
+
 def test_an_instruction_set_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="ACUTANCE_CPU names an instruction set of this machine"):
         the_library().use_cpu("mmx")

@@ -218,7 +218,7 @@ def attention(
         and dropout_p == 0.0
         and score == "scaled_dot"
         and weights == "softmax"
-        and dispatch.takes_native(backend)
+        and dispatch.takes_native(backend, query)
     ):
         found = direct.attend(
             *(query, key, value, is_causal, scale, enable_gqa, query_offset, window)
@@ -395,7 +395,7 @@ def row_statistics(
         and noise is False
         and score == "scaled_dot"
         and weights == "softmax"
-        and dispatch.takes_native(backend)
+        and dispatch.takes_native(backend, query)
     ):
         found = direct.attend(
             *(query, key, None, is_causal, scale, enable_gqa, query_offset, window)

@@ -55,6 +55,8 @@ class KernelInfo:
             why = f"{dispatch.BACKEND_VARIABLE} says so"
         elif self.native:
             why = "the fastest there is; blocked takes dropout and widths above 256"
+            if self.cpu == "baseline":
+                why += f", and more than {dispatch.MOST_QUERIES_OF_BASELINE} queries"
         else:
             why = "plain PyTorch, the native kernel being absent"
         lines = {

@@ -122,6 +122,8 @@ class Library:
         self.openmp = _openmp()
         if self.openmp is not None:
             loaded.acutance_use_threads(self.openmp)
+        #: Whether the instruction set in use is the one that every such processor has.
+        self.is_baseline = self.cpu == "baseline"
 
     @property
     def cpu(self) -> str:
@@ -149,6 +151,7 @@ class Library:
                 f"{CPU_VARIABLE} names an instruction set of this machine and build, one of"
                 f" {', '.join(self.cpus)}, got {name!r}"
             )
+        self.is_baseline = self.cpu == "baseline"
 
     def exp(self, numbers: torch.Tensor) -> torch.Tensor:
         """Exp as the kernels take it, for measuring its error; float32 or float64."""

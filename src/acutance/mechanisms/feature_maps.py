@@ -256,7 +256,8 @@ def feature_map(given: AnyMap | object) -> FeatureMap:
             )
         return CallableMap(given)
     if given not in FEATURE_MAPS:
-        close = difflib.get_close_matches(given, FEATURE_MAPS, n=1, cutoff=0.4)
+        longer = [name for name in FEATURE_MAPS if given and name.startswith(given)]
+        close = longer or difflib.get_close_matches(given, FEATURE_MAPS, n=1, cutoff=0.4)
         known = f": choose from {', '.join(FEATURE_MAPS)}"
         raise ValueError(
             f"no feature map is named {given!r}"
