@@ -129,7 +129,11 @@ def test_training_takes_the_same_backend_as_inference() -> None:
     assert stats.backend == others.backend
     assert torch.equal(out, plain)
     assert stats.entropy.requires_grad
-    assert torch.equal(stats.entropy, others.entropy)
+    for name in RowState._fields:
+        assert torch.equal(getattr(stats.state, name), getattr(others.state, name)), name
+    # of the same sums, by torch's operations and in native code: entropies below log 6 nats
+    eps = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(stats.entropy, others.entropy, rtol=0.0, atol=4 * eps)
 
 
 # -- the choice --------------------------------------------------------------------------------

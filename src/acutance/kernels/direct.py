@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from acutance.kernels import library
-from acutance.kernels.library import ABI, CALL, SUMS, Layout
+from acutance.kernels.library import ABI, CALL, METRIC_CODES, SUMS, Layout
 from acutance.kernels.native import DTYPES, MOST_WIDTH, check
 from acutance.rowstats import RowState, RowStatistics
 from acutance.shapes import MOST
@@ -88,16 +88,29 @@ def possible(*tensors: Tensor | None) -> bool:
 class PackedStatistics(RowStatistics):
     """Statistics whose sums lie in one piece of memory until they are read."""
 
+    _rows: tuple[Any, torch.dtype, int, int, int]
+
     def __init__(self, rows: Any, dtype: torch.dtype, B: int, H: int, L: int) -> None:
         """Hold the sums as the kernel left them: counts, first keys, then the other fields."""
         own = self.__dict__
         own["_rows"] = rows, dtype, B, H, L
         own["backend"] = "native"
 
+    def __getitem__(self, name: str) -> Tensor:
+        code = METRIC_CODES.get(name)
+        found = library.load()
+        if code is None or isinstance(found, str) or not unobserved():
+            return super().__getitem__(name)
+        rows, dtype, B, H, L = self._rows
+        at = rows.data_ptr() if isinstance(rows, Tensor) else addressof(rows)
+        values = torch.empty((B, H, L), dtype=dtype)
+        check(found.metric(code, dtype is float64, B * H * L, at, values.data_ptr()))
+        return values
+
     @cached_property
     def state(self) -> RowState:
         """The mergeable sums, fields (B, Hq, L)."""
-        rows, dtype, B, H, L = self.__dict__.pop("_rows")
+        rows, dtype, B, H, L = self._rows
         if not isinstance(rows, Tensor):
             rows = torch.frombuffer(rows, dtype=dtype)
         whole = 2 * 8 // rows.element_size() * B * H * L

@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["ABI", "CALL", "CPU_VARIABLE", "GRADIENTS", "SUMS", "Layout", "Library", "load"]
+__all__ = [
+    *("ABI", "CALL", "CPU_VARIABLE", "GRADIENTS", "METRIC_CODES", "SUMS"),
+    *("Layout", "Library", "load"),
+]
 
 #: Version of the structures below; a library of another one is refused.
-ABI = 1
+ABI = 2
 #: Environment variable that names the instruction set to use.
 CPU_VARIABLE = "ACUTANCE_CPU"
 
@@ -92,6 +95,16 @@ GRADIENTS = Layout(
     *("square P", "weight P", "slope P", "plain P", "first P", "largest P", "first_index P"),
     *("query P", "key P", "value P"),
 )
+#: Metrics that :attr:`Library.metric` computes, by its numbers of them.
+METRIC_CODES = {
+    name: code
+    for code, name in enumerate(
+        [
+            *("entropy", "normalized_entropy", "information", "effective_keys", "sparsity"),
+            *("collision", "top_weight", "first_weight", "lse", "logit_std", "varentropy"),
+        ]
+    )
+}
 
 
 class Library:
@@ -116,6 +129,10 @@ class Library:
             getattr(loaded, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
         loaded.acutance_exp.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
         loaded.acutance_exp.argtypes += [ctypes.c_int64]
+        words = [ctypes.c_int64] * 3
+        loaded.acutance_metric.argtypes = [*words, ctypes.c_void_p, ctypes.c_void_p]
+        #: Writes one metric of rows: its code, 1 for float64, their number, the sums, the numbers.
+        self.metric = loaded.acutance_metric
         #: The C functions of two packed structures; 0, or the number of a reason.
         self.forward = loaded.acutance_forward
         self.backward = loaded.acutance_backward

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Raised whenever a structure or a meaning below changes: the caller refuses another number.
-#define ACUTANCE_ABI 1
+#define ACUTANCE_ABI 2
 
 enum { ACUTANCE_F32 = 0, ACUTANCE_F64 = 1, ACUTANCE_BF16 = 2, ACUTANCE_F16 = 3 };
 
@@ -85,6 +85,16 @@ typedef struct {
 // Zero, or a reason: 1 another ABI, 2 not supported, 3 out of memory.
 ACUTANCE_EXPORT int acutance_forward(const acutance_call* call, const acutance_sums* sums);
 ACUTANCE_EXPORT int acutance_backward(const acutance_call* call, const acutance_gradients* grads);
+
+enum {
+  ACUTANCE_ENTROPY, ACUTANCE_NORMALIZED_ENTROPY, ACUTANCE_INFORMATION, ACUTANCE_EFFECTIVE_KEYS,
+  ACUTANCE_SPARSITY, ACUTANCE_COLLISION, ACUTANCE_TOP_WEIGHT, ACUTANCE_FIRST_WEIGHT, ACUTANCE_LSE,
+  ACUTANCE_LOGIT_STD, ACUTANCE_VARENTROPY
+};
+// One metric of count rows without sinks, into count numbers; F32 or F64. The rows' sums lie one
+// field after the other: n, first_index, m, Z, U, W, Q, mean, M2, depth, first.
+ACUTANCE_EXPORT int acutance_metric(int64_t metric, int64_t dtype, int64_t count, const void* rows,
+                                    void* out);
 
 // Name of the instruction set in use: "avx512_bf16", "avx512", "avx2", "neon" or "baseline".
 ACUTANCE_EXPORT const char* acutance_cpu(void);
