@@ -16,16 +16,17 @@ if TYPE_CHECKING:
         scaling,
         scores,
         shapes,
+        structure,
         testing,
         theory,
         training,
         weights,
     )
     from acutance.attend import attention, row_statistics
-    from acutance.calibration import Applied, ApplyError, Law, apply
+    from acutance.calibration import Applied, ApplyError, Calibration, Law, apply, calibrate
     from acutance.comparison import compare
     from acutance.mechanisms import MECHANISMS, Mechanism
-    from acutance.probing import HeadSummary, Probe, ProbeError, load, probe
+    from acutance.probing import HeadSummary, Probe, ProbeError, classify, load, probe, tap
     from acutance.rowstats import METRICS, Metric, RowState, RowStatistics
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "METRICS",
     "Applied",
     "ApplyError",
+    "Calibration",
     "HeadSummary",
     "Law",
     "Mechanism",
@@ -46,7 +48,9 @@ __all__ = [
     "__version__",
     "apply",
     "attention",
+    "calibrate",
     "calibration",
+    "classify",
     "compare",
     "comparison",
     "kernels",
@@ -59,6 +63,8 @@ __all__ = [
     "scaling",
     "scores",
     "shapes",
+    "structure",
+    "tap",
     "testing",
     "theory",
     "training",
@@ -71,8 +77,10 @@ _HOMES = {
     "row_statistics": "acutance.attend",
     "Applied": "acutance.calibration",
     "ApplyError": "acutance.calibration",
+    "Calibration": "acutance.calibration",
     "Law": "acutance.calibration",
     "apply": "acutance.calibration",
+    "calibrate": "acutance.calibration",
     "compare": "acutance.comparison",
     "MECHANISMS": "acutance.mechanisms",
     "Mechanism": "acutance.mechanisms",
@@ -83,8 +91,10 @@ _HOMES = {
     "HeadSummary": "acutance.probing",
     "Probe": "acutance.probing",
     "ProbeError": "acutance.probing",
+    "classify": "acutance.probing",
     "load": "acutance.probing",
     "probe": "acutance.probing",
+    "tap": "acutance.probing",
 }
 _MODULES = (
     "calibration",
@@ -96,6 +106,7 @@ _MODULES = (
     "scaling",
     "scores",
     "shapes",
+    "structure",
     "testing",
     "theory",
     "training",

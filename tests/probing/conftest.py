@@ -485,6 +485,12 @@ def llama_models() -> dict[str, torch.nn.Module]:
     return llama()
 
 
+@pytest.fixture
+def translator() -> Case:
+    torch.manual_seed(0)
+    return _bart()
+
+
 @pytest.fixture(scope="session")
 def entropies() -> Callable[..., Tensor]:
     return row_entropy

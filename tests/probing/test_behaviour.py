@@ -248,7 +248,7 @@ def test_nested_probes_read_the_same(weights: bool) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.sdpa(x)
-            (x @ x.mT).unsqueeze(1).softmax(-1)
+            (x @ x.mT).unsqueeze(1).softmax(-1) @ x.unsqueeze(1)
             return self.mha(x, x, x, need_weights=weights)[0]
 
     model, x = Model(), torch.randn(2, 5, 16)

@@ -94,6 +94,8 @@ def work(folder: Path) -> None:
         attempt("nobody", lambda: all_reduce_summary(None))
         odd = summary if here.rank else replace(summary, metrics=tuple(reversed(summary.metrics)))
         attempt("metrics", lambda: all_reduce_summary(odd))
+        told = replace(summary, about={"model": {1, 2}}) if here.rank == here.size - 1 else summary
+        attempt("unsaid", lambda: all_reduce_summary(told))
         pair = dist.new_group([here.size - 2, here.size - 1])
         if here.rank >= here.size - 2:
             all_reduce_summary(summary, pair).save(folder / f"pair{here.rank}")
@@ -205,6 +207,7 @@ def test_summaries_of_any_loop_are_reduced(ranks: Any) -> None:
         "ValueError: no rank has a summary: none of them saw attention"
     }
     assert all("merge when they recorded the same metrics" in said["metrics"] for said in met)
+    assert all("ValueError: a summary cannot be sent: Object of" in said["unsaid"] for said in met)
 
 
 def test_reducing_needs_a_process_group() -> None:

@@ -165,3 +165,16 @@ def test_layers_named_alike_are_told_together(summary_of: Make) -> None:
         "layer 4: pool",
     ]
     assert ranges([1, 2, 3, 7, 8], "layer") == "layers 1–3, 7–8"
+
+
+def test_heads_that_were_chosen_keep_their_numbers(summary_of: Make) -> None:
+    alike = summary_of((2, 2), layer=dict.fromkeys((0, 1), {"chosen": (3, 7)}))
+    text = printed(alike, 80)
+    assert text.splitlines()[3].split() == ["layer", "h3", "h7", "│", "mean"]
+    assert "Read in layers 0–1: heads 3, 7." in text
+    mixed = printed(summary_of((2, 2), layer={1: {"chosen": (3, 7)}}), 80)
+    assert mixed.splitlines()[3].split() == ["layer", "#0", "#1", "│", "mean"]
+    assert "Read in layer 1: heads 3, 7." in mixed
+    many = tuple(range(100, 164))
+    large = summary_of((64,) * 80, rows=2, layer=dict.fromkeys(range(80), {"chosen": many}))
+    assert set(re.findall(r"h\d+", rows(printed(large, 80))[0])) <= {f"h{head}" for head in many}

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
+import hashlib
+import html as markup
+import itertools
 import json
 import math
 import re
+import zlib
 from collections.abc import Callable
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import acutance
 from acutance.probing import HeadSummary, Layer, Moments, edges
-from acutance.report import html, write_html
-from acutance.report.page import _DIGITS
+from acutance.probing.beside import Beside
+from acutance.probing.distances import Distances
+from acutance.probing.moments import SCALES
+from acutance.probing.profile import Profile
+from acutance.report import Report, html, write_html
+from acutance.report.packing import BUDGET, LEVELS, SOFT, Codes, decode, encode, unpack
+from acutance.report.page import SCRIPTS
+from acutance.report.words import visible
 from acutance.rowstats import METRICS
+from acutance.structure import STRUCTURE
 
 Make = Callable[..., HeadSummary]
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>&amp;\u2028\u2029\"'"
@@ -30,6 +45,7 @@ class Page(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.scripts: list[str] = []
+        self.styles: list[str] = []
         self.open: list[str] = []
         self.feed(text)
         self.close()
@@ -38,48 +54,107 @@ class Page(HTMLParser):
         self.tags.append((tag, dict(attributes)))
         if tag not in {"meta", "input", "br"}:
             self.open.append(tag)
-        if tag == "script":
-            self.scripts.append("")
+        {"script": self.scripts, "style": self.styles}.get(tag, []).append("")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "script":
-            self.scripts[-1] += data
+        kept = {"script": self.scripts, "style": self.styles}
+        if self.open and self.open[-1] in kept:
+            kept[self.open[-1]][-1] += data
+
+    @property
+    def policy(self) -> str:
+        (policy,) = [
+            attributes["content"]
+            for tag, attributes in self.tags
+            if tag == "meta" and attributes.get("http-equiv") == "Content-Security-Policy"
+        ]
+        assert policy is not None
+        return policy
 
 
-def data_of(text: str) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(Page(text).scripts[0])
-    return data
+def data_of(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The page's record and its arrays."""
+    return unpack(Page(text).scripts[0])
+
+
+def numbers(record: dict[str, Any], arrays: dict[str, Any], name: str, part: str) -> Any:
+    metric = next(one for one in record["metrics"] if one["name"] == name)
+    return decode(Codes(arrays[f"{name}.{part}"], *metric["codes"][part]), metric["soft"])
 
 
 def test_the_page_parses_and_every_element_ends(summary_of: Make) -> None:
     page = Page(html(summary_of()))
     assert page.open == []
-    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert len(page.scripts) == 2
     assert ("html", {"lang": "en"}) in page.tags
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids)) >= 40
+
+
+def test_every_element_the_scripts_ask_for_is_there(summary_of: Make) -> None:
+    ids = {attributes.get("id") for _, attributes in Page(html(summary_of())).tags}
+    own = "".join(own_script(name) for name in SCRIPTS)
+    asked = set(re.findall(r'\$\("([\w-]+)"\)', own))
+    assert len(asked) >= 40
+    assert asked <= ids
 
 
 def test_the_page_names_no_address_and_loads_nothing(summary_of: Make) -> None:
     text = html(summary_of())
-    assert not re.search(r"\b(?:https?|ftp|wss?)://|//[\w-]+\.\w", text)
-    assert not re.search(r"\b(?:src|href|srcset|action)=|@import|url\(|fetch\(|XMLHttp", text)
-    (policy,) = [
-        attributes["content"]
-        for tag, attributes in Page(text).tags
-        if tag == "meta" and attributes.get("http-equiv") == "Content-Security-Policy"
-    ]
-    assert policy is not None
-    assert policy.startswith("default-src 'none'; ")
-    assert len(re.findall(r"'sha256-[\w+/]{43}='", policy)) == 2
-    assert "unsafe" not in policy
+    page = Page(text)
+    assert set(re.findall(r"\bhttps?://[^\"'`\s)]+", text)) <= {  # names of XML, not addresses
+        "http://www.w3.org/",
+        "http://www.w3.org/1999/xhtml",
+        "http://www.w3.org/1999/xlink",
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/2000/xmlns/",
+        "http://www.w3.org/XML/1998/namespace",
+    }
+    assert not re.search(
+        r"@import|url\((?!#)|\bfetch\(|XMLHttp|WebSocket|sendBeacon|\bimport\(", text
+    )
+    for _, attributes in page.tags:
+        assert not {"src", "srcset", "action", "style"} & set(attributes)
+        assert attributes.get("href", "#").startswith("#")  # type: ignore[union-attr]
 
 
-def test_the_script_never_makes_markup_of_text() -> None:
-    template = files("acutance.report").joinpath("template.html").read_text(encoding="utf-8")
+def test_the_policy_lets_nothing_but_the_pages_own_style_and_script_work(summary_of: Make) -> None:
+    page = Page(html(summary_of()))
+
+    def digest(text: str) -> str:
+        return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+    assert page.policy == (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; "
+        f"style-src 'sha256-{digest(page.styles[0])}'; "
+        f"script-src 'sha256-{digest(page.scripts[1])}'"
+    )
+
+
+def own_script(name: str) -> str:
+    return files("acutance.report").joinpath("assets", f"{name}.js").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_never_makes_markup_of_text(name: str) -> None:
     banned = r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|DOMParser"
-    assert not re.search(banned, template)
+    assert not re.search(banned + r"|</script|<!--", own_script(name))
+
+
+def test_the_library_comes_with_its_licences() -> None:
+    folder = files("acutance.report").joinpath("assets")
+    code = folder.joinpath("plot.js").read_text(encoding="utf-8")
+    licences = folder.joinpath("plot.txt").read_text(encoding="utf-8")
+    assert code.startswith("var Plot=")
+    assert 2e5 < len(code) < 3e5
+    assert "</script" not in code.lower()
+    assert "<!--" not in code
+    named = re.findall(r"^(\S+) (\d+\.\d+\.\d+) \((\w+)\)$", licences, re.MULTILINE)
+    assert ("@observablehq/plot", "0.6.17", "ISC") in named
+    assert len(named) == licences.count("Permission to use, copy, modify") >= 15
 
 
 def test_hostile_strings_stay_inside_the_data(summary_of: Make) -> None:
@@ -92,22 +167,31 @@ def test_hostile_strings_stay_inside_the_data(summary_of: Make) -> None:
     text = html(summary)
     page = Page(text)
     assert page.open == []
-    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert len(page.scripts) == 2
     assert not [tag for tag, _ in page.tags if tag == "img"]
-    assert "alert(1)</script>" not in text
-    embedded = page.scripts[0]
-    assert not set("<>&\u2028\u2029") & set(embedded)
-    data = data_of(text)
-    assert data["about"][:2] == [["model", HOSTILE], [HOSTILE, HOSTILE]]
-    assert data["about"][2:] == [["shape", "1, 2"], ["nothing", "None"]]
-    assert data["layers"][1]["module"] == HOSTILE
-    assert data["unread"][0] == HOSTILE
+    assert "alert(" not in text
+    assert re.fullmatch(r"[\w+/]+=*", page.scripts[0])
+    shown = HOSTILE.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    record, _ = data_of(text)
+    assert record["about"][:2] == [["model", shown], [shown, shown]]
+    assert record["about"][2:] == [["shape", "1, 2"], ["nothing", "None"]]
+    assert record["layers"][1]["module"] == record["layers"][1]["source"] == shown
+    assert record["unread"] == [shown, "\\udc80"]
     text.encode("utf-8")
 
 
+@pytest.mark.parametrize(
+    "point", [0, 7, 0x1B, 0x85, 0x202E, 0x2066, 0x2028, 0xD800, 0xDFFF, 0xFEFF]
+)
+def test_what_cannot_be_seen_is_written_out(point: int) -> None:
+    shown = visible(f"a{chr(point)}b")
+    assert shown.isprintable()
+    assert re.fullmatch(r"a\\(x[0-9a-f]{2}|u[0-9a-f]{4})b", shown)
+
+
 def test_placeholders_in_the_data_are_data(summary_of: Make) -> None:
-    text = html(summary_of(about={"model": "{{data}} {{policy}}"}))
-    assert data_of(text)["about"] == [["model", "{{data}} {{policy}}"]]
+    record, _ = data_of(html(summary_of(about={"model": "{{data}} {{policy}}"})))
+    assert record["about"] == [["model", "{{data}} {{policy}}"]]
 
 
 def test_the_same_summary_gives_the_same_page(summary_of: Make) -> None:
@@ -117,67 +201,126 @@ def test_the_same_summary_gives_the_same_page(summary_of: Make) -> None:
     assert html(summary_of((3, 2))) == first
 
 
+def test_a_saved_state_gives_the_page_of_the_live_one(summary_of: Make, tmp_path: Path) -> None:
+    summary = summary_of((3, 2))
+    summary.save(tmp_path / "state.safetensors")
+    assert html(acutance.load(tmp_path / "state.safetensors")) == html(summary)
+
+
 def test_the_numbers_are_those_of_the_summary(summary_of: Make) -> None:
     summary = summary_of((3, 2), rows=50)
-    data, columns = data_of(html(summary)), summary.columns()
-    assert [metric["name"] for metric in data["metrics"]] == list(METRICS)
-    for column, metric in enumerate(data["metrics"]):
+    record, arrays = data_of(html(summary))
+    columns = summary.columns()
+    assert [metric["name"] for metric in record["metrics"]] == list(METRICS)
+    for column, metric in enumerate(record["metrics"]):
         name = metric["name"]
-        assert metric["mean"] == pytest.approx(columns[f"{name}_mean"], rel=1e-4)
-        for part in ("std", "min", "max"):
-            assert metric[part] == pytest.approx(columns[f"{name}_{part}"], rel=1e-3)
+        for part in ("mean", "std", "min", "max"):
+            read = numbers(record, arrays, name, part)
+            assert read == pytest.approx(columns[f"{name}_{part}"], rel=2**-23)  # float32
         assert metric["layer"] == pytest.approx(
             [float(summary.layer(index).mean[0, column]) for index in range(2)], rel=1e-4
         )
         assert (metric["unit"], metric["meaning"]) == (METRICS[name].unit, METRICS[name].meaning)
-        assert data["edges"][metric["kind"]] == pytest.approx(edges(name), rel=1e-4)
+        assert record["edges"][metric["kind"]] == pytest.approx(edges(name), rel=1e-5)
 
 
 def test_a_histogram_reads_back_to_its_resolution(summary_of: Make) -> None:
     summary = summary_of((2,), rows=500, varentropy={(0, 1): math.nan})
-    data = data_of(html(summary))
-    for column, metric in enumerate(data["metrics"]):
+    record, arrays = data_of(html(summary))
+    for column, metric in enumerate(record["metrics"]):
+        heights = arrays[f"{metric['name']}.bars"].reshape(2, -1)
         for head in range(2):
-            exact = summary.moments.histogram[head, column].tolist()
-            text, peak = metric["bins"][head], metric["peak"][head]
-            if not text:
-                assert metric["name"] == "varentropy"
-                assert sum(exact) == peak == 0
-                continue
-            read = [0.0] * 64
-            for index, digit in enumerate(text[1:], start=_DIGITS.index(text[0])):
-                read[index] = _DIGITS.index(digit) * peak / 63
-            assert peak == max(exact)
-            assert read == pytest.approx(exact, abs=peak / 63)
-            assert [value > 0 for value in read] == [value > 0 for value in exact]
-            assert metric["span"][0] <= _DIGITS.index(text[0])
+            exact = summary.moments.histogram[head, column].numpy()
+            rows, wide = exact.sum(), heights.shape[1]
+            assert rows == (0 if (metric["name"], head) == ("varentropy", 1) else 500)
+            peak = arrays[f"{metric['name']}.peak"][head] / 65535 * rows
+            assert peak == pytest.approx(exact.max(), abs=rows / 65535)
+            read = np.zeros(64)
+            read[metric["first"] : metric["first"] + wide] = heights[head] / 255 * peak
+            assert read == pytest.approx(exact, abs=peak / 255 + rows / 65535)
+            assert ((read > 0) == (exact > 0)).all()
 
 
-def test_nan_is_null_and_rows_that_did_not_count_are_told(summary_of: Make) -> None:
-    metric = data_of(html(summary_of((2,), entropy={(0, 0): math.nan})))["metrics"][1]
+@pytest.mark.parametrize(("width", "steps"), [(1, 254), (2, 65534)])
+def test_codes_are_within_half_a_step(width: int, steps: int) -> None:
+    values = np.random.default_rng(0).normal(size=500) * np.logspace(-6, 5, 500)
+    values[7] = math.nan
+    for soft in SOFT.values():
+        codes = encode(values, width, soft)
+        bent, read = np.arcsinh(values / soft), np.arcsinh(decode(codes, soft) / soft)
+        assert np.isnan(read[7])
+        assert np.nanmax(np.abs(bent - read)) <= 0.5001 * (codes.high - codes.low) / steps
+
+
+def test_nan_is_no_number_and_rows_that_did_not_count_are_told(summary_of: Make) -> None:
+    record, arrays = data_of(html(summary_of((2,), entropy={(0, 0): math.nan})))
+    metric = record["metrics"][1]
     assert metric["name"] == "entropy"
-    assert [metric[part][0] for part in ("mean", "std", "min", "max")] == [None] * 4
+    for part in ("mean", "std", "min", "max"):
+        assert np.isnan(numbers(record, arrays, "entropy", part)).tolist() == [True, False]
     assert metric["rows"] == [0, 40]
-    assert metric["layer"] == [pytest.approx(metric["mean"][1])]
+    mean = numbers(record, arrays, "entropy", "mean")
+    assert metric["layer"] == [pytest.approx(mean[1], rel=1e-4)]
 
 
 def test_a_summary_of_nothing_gives_a_page() -> None:
     nothing = HeadSummary((), tuple(METRICS), Moments.none(0, len(METRICS)))
-    assert data_of(html(nothing))["findings"] == []
+    assert data_of(html(nothing))[0]["findings"] == []
     headless = HeadSummary((Layer("a", 0),), ("entropy",), Moments.none(0, 1))
-    assert data_of(html(headless))["metrics"][0]["layer"] == [None]
+    assert data_of(html(headless))[0]["metrics"][0]["layer"] == [None]
 
 
-def test_the_largest_model_stays_under_six_megabytes() -> None:
-    names, heads = tuple(METRICS), 80 * 64
-    centre, width = torch.rand(2, len(names), heads, 1, dtype=torch.float64)
-    values = centre + 0.4 * width * torch.randn(len(names), heads, 200, dtype=torch.float64)
-    layers = tuple(Layer(f"model.layers.{i}.self_attn", 64, rows=200) for i in range(80))
-    text = html(HeadSummary(layers, names, Moments.of(values.clamp(0, 1), names)))
-    assert 1e6 < len(text.encode()) < 6e6
-    data = data_of(text)
-    assert len(data["metrics"][0]["mean"]) == heads
-    assert len(data["edges"]["unit"]) == 33  # bins joined in pairs
+def large(layers: int, heads: int) -> HeadSummary:
+    """A summary of noise, which no compression helps, with structure, distances and profiles."""
+    names, places = (*METRICS, *STRUCTURE), layers * heads
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    values = draw(len(names), places, 1) + 0.4 * draw(len(names), places, 1) * draw(
+        len(names), places, 60
+    )
+    for index, name in enumerate(names):
+        values[index] = (
+            values[index] * 4 if SCALES.get(name, "unit") != "unit" else values[index] / 2
+        )
+    none = Profile.none(places, len(names), 12)
+    shape = (places, len(names), 12)
+    profile = dataclasses.replace(none, count=none.count + 9, mean=draw(*shape), rows=none.rows + 9)
+    apart = Distances.none(places, 12)
+    distances = dataclasses.replace(
+        apart, rows=apart.rows + 9, mass=draw(places, 2, 12) / 12, even=draw(places, 2, 12) / 12
+    )
+    return HeadSummary(
+        tuple(Layer(f"model.layers.{i}.self_attn", heads, rows=60) for i in range(layers)),
+        names,
+        Moments.of(values, names),
+        beside=Beside(profile=profile, distances=distances),
+    )
+
+
+def test_the_largest_model_stays_under_one_and_a_half_megabytes() -> None:
+    summary = large(80, 64)
+    text = html(summary)
+    assert len(text.encode()) < 1.5e6
+    record, arrays = data_of(text)
+    assert len(Page(text).scripts[0]) <= BUDGET
+    columns = summary.columns()
+    for name in summary.metrics:  # every mean is there, to a step of 16 bits
+        read = numbers(record, arrays, name, "mean")
+        assert read == pytest.approx(columns[f"{name}_mean"], rel=1e-3, abs=1e-6)
+    assert {"entropy", "gaussian_entropy", "normalized_entropy"} <= set(record["level"]["bars"])
+
+
+def test_levels_get_coarser() -> None:
+    sizes = [
+        (level.mean, level.rest, -level.join, level.heights, level.distances) for level in LEVELS
+    ]
+    assert all(
+        all(fine >= coarse for fine, coarse in zip(*pair, strict=True))
+        for pair in itertools.pairwise(sizes)
+    )
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(
@@ -198,3 +341,33 @@ def test_a_file_is_replaced_whole_or_not_at_all(
         write_html(summary_of((1,)), path)
     assert path.read_bytes() == after
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_probe_returns_its_report(tmp_path: Path) -> None:
+    layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    with acutance.probe(layer) as probe:
+        layer(*[torch.zeros(1, 4, 8)] * 3)
+    report = probe.report()
+    assert isinstance(report, Report)
+    assert report.html == html(probe.summary())
+    assert repr(report).startswith("Report of 0.4 MB")
+    written = probe.report(str(tmp_path / "page.html"))
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == written.html == report.html
+
+
+def test_a_notebook_gets_a_frame_that_holds_the_page(summary_of: Make) -> None:
+    report = Report.of(summary_of(about={"model": HOSTILE}))
+    (frame,) = Page(report._repr_html_()).tags
+    assert frame[0] == "iframe"
+    assert frame[1]["srcdoc"] == report.html
+    assert (
+        frame[1]["sandbox"] == "allow-scripts"
+    )  # not allow-same-origin: it cannot reach the notebook
+    assert markup.unescape(markup.escape(report.html)) == report.html
+
+
+def test_packed_data_is_a_zlib_stream_behind_base64(summary_of: Make) -> None:
+    raw = zlib.decompress(base64.b64decode(Page(html(summary_of())).scripts[0]))
+    size = int.from_bytes(raw[:4], "little")
+    assert size % 4 == 0
+    assert json.loads(raw[4 : 4 + size])["level"]["mean"] == 4

@@ -2,23 +2,31 @@
 
 :func:`apply` puts a law on a model that runs as it always does, and takes it off again. A
 :class:`Law` says which scaling each head has and which model it is for; it saves to JSON and
-refuses another model.
+refuses another model. :func:`calibrate` finds such a law by measuring.
 """
 
 from __future__ import annotations
 
 from acutance.calibration.applied import Applied, ApplyError, apply
+from acutance.calibration.fit import calibrate
 from acutance.calibration.identity import Identity
 from acutance.calibration.law import HeadLaws, Law, LawError
 from acutance.calibration.layers import attention_layers
+from acutance.calibration.measure import Measured, measure
+from acutance.calibration.result import Calibration, HeadCalibration
 
 __all__ = [
     "Applied",
     "ApplyError",
+    "Calibration",
+    "HeadCalibration",
     "HeadLaws",
     "Identity",
     "Law",
     "LawError",
+    "Measured",
     "apply",
     "attention_layers",
+    "calibrate",
+    "measure",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -90,7 +90,13 @@ class Identity:
         )
 
     def difference(self, other: Identity) -> str | None:
-        """What first differs, in words, None where nothing does."""
+        """What first differs, in words, None where nothing does.
+
+        A configuration stands for one model with any head on it, or none: where it is the same,
+        the class does not count.
+        """
+        if replace(self, architecture="") == replace(other, architecture=""):
+            return None
         for part in fields(self):
             mine, theirs = getattr(self, part.name), getattr(other, part.name)
             if mine != theirs:

@@ -141,15 +141,34 @@ class Law:
         difference = self.model.difference(Identity.of(model))
         if difference is not None:
             raise LawError(f"this law is for another model: it has {difference}")
-        known = {label(model, name) for name, _ in model.named_modules()}
-        for name, _ in self.layers:
-            if name not in known:
-                raise LawError(f"this law has {name!r:.80}, which is no module of the model")
+        self.placed(model)
         return self
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON, whole or not at all."""
-        record = {
+    def placed(self, model: torch.nn.Module) -> dict[str, HeadLaws]:
+        """The scalings by the names that the layers have in a model.
+
+        A transformers model with a head on it has its layers under a prefix, which the law of the
+        model alone lacks.
+
+        Raises:
+            LawError: if a layer is no module of the model.
+        """
+        known = {label(model, name) for name, _ in model.named_modules()}
+        prefix = getattr(getattr(model, "_orig_mod", model), "base_model_prefix", None)
+        found = {}
+        for name, laws in self.layers:
+            names = [name]
+            if isinstance(prefix, str) and prefix:
+                names += [f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
+            place = next((one for one in names if one in known), None)
+            if place is None:
+                raise LawError(f"this law has {name!r:.80}, which is no module of the model")
+            found[place] = laws
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """The law as what JSON can hold."""
+        return {
             "schema": SCHEMA,
             "model": self.model.to_dict(),
             "everywhere": None if self.everywhere is None else self.everywhere.to_dict(),
@@ -157,7 +176,10 @@ class Law:
             "lengths": list(self.lengths),
             "target": self.target,
         }
-        text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON, whole or not at all."""
+        text = json.dumps(self.record(), indent=1, allow_nan=False) + "\n"
         write_text(path, text)
 
     @classmethod
@@ -211,7 +233,7 @@ def by_layer(model: torch.nn.Module, law: AnyLaw) -> tuple[AnyScaling | None, di
         ValueError: if a layer, head or scaling does not exist.
     """
     if isinstance(law, Law):
-        return law.check(model).everywhere, dict(law.layers)
+        return law.check(model).everywhere, law.placed(model)
     if not isinstance(law, Mapping):
         if not isinstance(law, str | Scaling | LearnedScaling):
             raise TypeError(

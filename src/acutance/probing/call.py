@@ -44,6 +44,7 @@ class AttentionCall:
         sinks: (Hq,) logits in the normaliser.
         cross: whether the queries are of another sequence than the keys.
         real: boolean (B, L), False on queries known to be padding; None where only the masks tell.
+        unknown: keywords of the call that took no part in reading it.
     """
 
     module: str
@@ -64,6 +65,13 @@ class AttentionCall:
     sinks: Tensor | None = None
     cross: bool = False
     real: Tensor | None = None
+    unknown: tuple[str, ...] = ()
+
+    def unknown_keywords(self) -> str:
+        """The end of a sentence that names them, empty where there are none."""
+        if not self.unknown:
+            return ""
+        return f"; keywords that the probe does not know: {', '.join(self.unknown)}"
 
     def statistics(self, noise: bool) -> RowStatistics:
         """Row statistics without the output."""
@@ -124,10 +132,12 @@ class AttentionCall:
             return None
         seen = None
         if self.attn_mask is not None:
-            mask = self.attn_mask if self.attn_mask.dtype == torch.bool else ~hides(self.attn_mask)
+            mask = self.attn_mask
             while mask.dim() < 4:
                 mask = mask.unsqueeze(0)
-            seen = mask.any(2).any(1).expand(-1, keys)
+            boolean = mask.dtype == torch.bool  # nothing as large as the mask is made
+            seen = mask.any(2).any(1) if boolean else ~hides(mask.amax((1, 2)))
+            seen = seen.expand(-1, keys)
         if self.key_mask is not None:
             seen = self.key_mask if seen is None else seen & self.key_mask
         return None if seen is None else seen.expand(batch, keys)

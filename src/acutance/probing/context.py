@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -13,17 +14,20 @@ import torch
 from torch import Tensor
 
 from acutance.probing import huggingface
-from acutance.probing.call import (
-    VERIFY_TOLERANCE,
-    AttentionCall,
-    observe_scores,
-    relative_error,
-)
+from acutance.probing.beside import Beside
+from acutance.probing.call import AttentionCall
+from acutance.probing.choice import Chosen, LayerChoice
+from acutance.probing.eager import EAGER, unwatched
 from acutance.probing.functions import FunctionCapture
-from acutance.probing.kept import Keeper, QueryKeySample
+from acutance.probing.kept import QueryKeySample
 from acutance.probing.moments import Moments
-from acutance.probing.summary import HeadSummary, Layer, Status, summarise
-from acutance.rowstats import METRICS, RowStatistics, metric
+from acutance.probing.reading import Read, Reader
+from acutance.probing.records import Records, Rows
+from acutance.probing.running import Passes, rerun
+from acutance.probing.structured import StructureReader
+from acutance.probing.summary import HeadSummary
+from acutance.rowstats import METRICS, metric
+from acutance.structure import STRUCTURE
 
 _LOOKED_FOR = (
     "it looks for transformers' attention interface, F.scaled_dot_product_attention, "
@@ -42,6 +46,16 @@ def probe(
     verify: bool = False,
     noise: bool = False,
     keep: bool = False,
+    every: int = 1,
+    layers: Chosen | None = None,
+    heads: Chosen | None = None,
+    max_rows: int | None = None,
+    seed: int = 0,
+    provide: bool = False,
+    structure: bool = False,
+    tokenizer: Any = None,
+    special: Iterable[int] | None = None,
+    examples: int = 0,
 ) -> Probe:
     """Measure the attention of a model while it runs, changing nothing of it.
 
@@ -53,14 +67,33 @@ def probe(
             capture that misses something at the price of computing the output twice.
         noise: also record ``noise_gain``, which needs a third matrix product.
         keep: also keep a bounded sample of queries and keys: :meth:`Probe.queries_keys`.
+        every: read the first of every ``every`` forward passes.
+        layers: read these only: numbers of blocks (3 is ``encoder.layer.3``, −1 the last), ranges,
+            patterns of module names, or text of several (``"0-3,-1,decoder.*"``).
+        heads: read these heads of each layer only: numbers and ranges.
+        max_rows: read at most so many rows of a call, drawn at random; the summary tells the
+            standard error that this gives each mean.
+        seed: which rows are drawn.
+        provide: let acutance's kernel compute the attention that it measures, in one pass, so that
+            the model does not compute it again. Outputs are then equal to rounding, no longer to
+            the bit; :attr:`Probe.not_provided` lists what was left to the model, and why.
+        structure: also record where each row's weight lies: the metrics of
+            :data:`acutance.structure.STRUCTURE`, and the weight by octave of distance. Costs a
+            second pass over the scores.
+        tokenizer: with ``structure``, names the special tokens and has words for examples.
+        special: ids of special tokens instead of the tokenizer's; without both, those of the
+            model's configuration.
+        examples: keep so many of each head's sharpest rows, with the tokens they attend to
+            (implies ``structure``).
 
     Returns:
         A context manager. Leaving it raises :class:`ProbeError` if the model ran no attention the
         probe can see; results are in :meth:`Probe.summary`.
 
     Raises:
-        TypeError: if ``model`` is no module.
-        ValueError: if a metric does not exist (naming the nearest).
+        TypeError: if ``model`` is no module, or an option of another type than it says.
+        ValueError: if a metric does not exist (naming the nearest), layers choose nothing, or a
+            number is too small.
 
     Example:
         >>> import torch, acutance
@@ -71,58 +104,23 @@ def probe(
         >>> frame["head"], frame["rows"]
         ([0, 1, 2, 3], [20, 20, 20, 20])
     """
-    return Probe(model, metrics=metrics, verify=verify, noise=noise, keep=keep)
-
-
-_Read = tuple[RowStatistics, Tensor | None, Status, float | None, str]
-
-
-class _Eager:
-    """Runs compiled models uncompiled while any probe is open.
-
-    A graph compiled earlier would run without ever calling what is captured here. The compiler's
-    stance is one for the process, so the first probe to open sets it and the last restores it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open = 0
-        self._stance: Any = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._open == 0:
-                self._stance = torch.compiler.set_stance("force_eager")
-                self._stance.__enter__()
-            self._open += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._open -= 1
-            if self._open == 0:
-                self._stance.__exit__(None, None, None)
-
-
-EAGER = _Eager()
-
-
-class _Thread(threading.local):
-    """What one thread is doing inside a probed model."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        #: modules running, innermost last: name, attention calls so far
-        self.stack: list[tuple[str, list[int]]] = []
-        #: the last self-attention: module, boolean (B, L) of its real rows
-        self.rows: tuple[str, Tensor] | None = None
-
-
-class _Record:
-    """One layer as it fills."""
-
-    def __init__(self, module: str, heads: int, metrics: int) -> None:
-        self.layer = Layer(module=module, heads=heads, status="verified")
-        self.moments = Moments.none(heads, metrics)
+    return Probe(
+        model,
+        metrics=metrics,
+        verify=verify,
+        noise=noise,
+        keep=keep,
+        every=every,
+        layers=layers,
+        heads=heads,
+        max_rows=max_rows,
+        seed=seed,
+        provide=provide,
+        structure=structure,
+        tokenizer=tokenizer,
+        special=special,
+        examples=examples,
+    )
 
 
 class Probe:
@@ -131,6 +129,8 @@ class Probe:
     Attributes:
         metrics: names recorded, in the order of :data:`acutance.METRICS`.
         unread: attention that could not be read, with the reason.
+        not_provided: with ``provide``, attention that was left to the model's own function, with
+            the reason.
     """
 
     def __init__(
@@ -141,6 +141,16 @@ class Probe:
         verify: bool = False,
         noise: bool = False,
         keep: bool = False,
+        every: int = 1,
+        layers: Chosen | None = None,
+        heads: Chosen | None = None,
+        max_rows: int | None = None,
+        seed: int = 0,
+        provide: bool = False,
+        structure: bool = False,
+        tokenizer: Any = None,
+        special: Iterable[int] | None = None,
+        examples: int = 0,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
@@ -153,13 +163,33 @@ class Probe:
         self.metrics: tuple[str, ...] = tuple(name for name in METRICS if name in wanted)
         if not self.metrics:
             raise ValueError("metrics names at least one metric, got none")
+        self._structure: StructureReader | None = None
+        if structure or examples:
+            self._structure = StructureReader(model, tokenizer, special, examples)
+            wanted = [*wanted, "first_weight"]  # the weight on the first token
+            self.metrics = tuple(name for name in METRICS if name in wanted) + tuple(STRUCTURE)
         self.unread: list[str] = []
-        self._model, self._verify, self._noise = model, verify, noise
-        self._keeper = Keeper() if keep else None
-        self._records: dict[str, _Record] = {}
+        self.not_provided: list[str] = []
+        self._model = model
+        self._passes = Passes(_whole("every", every, 1))
+        self._reader = Reader(
+            verify=verify,
+            noise=noise,
+            keep=keep,
+            heads=heads,
+            max_rows=None if max_rows is None else _whole("max_rows", max_rows, 2),
+            seed=_whole("seed", seed, 0),
+            provide=provide,
+            structure=self._structure,
+        )
+        self._thread = self._reader.thread
+        self._layers: LayerChoice | None = None
+        if layers is not None:
+            self._layers = LayerChoice(layers, [self._label(n) for n, _ in model.named_modules()])
+        self._records = Records(self.metrics)
         self._names: dict[int, str] = {}
+        self._modules: dict[str, torch.nn.Module] = {}
         self._order: dict[str, int] = {}
-        self._thread = _Thread()
         self._lock = threading.Lock()
         self._context: ExitStack | None = None
         self._runs = self._calls = 0
@@ -171,9 +201,11 @@ class Probe:
             raise ProbeError("this probe is already open; open another for a nested one")
         self._runs = self._calls = 0
         self._names.clear()
+        self._modules.clear()
         for index, (name, module) in enumerate(self._model.named_modules()):
             label = self._label(name)
             self._names[id(module)] = label
+            self._modules[label] = module
             self._order.setdefault(label, index)
         with ExitStack() as context:
             context.enter_context(EAGER)
@@ -184,6 +216,9 @@ class Probe:
                     lambda m, *_: self._leave_module(m), always_call=True
                 )
                 context.callback(after.remove)
+            if self._structure is not None:
+                for ear in self._structure.tokens.follow(self._model):
+                    context.callback(ear.remove)
             context.enter_context(huggingface.capture(self))
             context.enter_context(FunctionCapture(self))
             self._context = context.pop_all()
@@ -196,7 +231,7 @@ class Probe:
         trace: TracebackType | None,
     ) -> None:
         context, self._context = self._context, None
-        self._thread = _Thread()
+        self._thread.reset()
         if context is not None:
             context.close()
         if kind is None and not self._calls:
@@ -209,6 +244,8 @@ class Probe:
 
     def _saw_nothing(self) -> str:
         model = type(self._model).__name__
+        if self._layers is not None and self._runs and not self.unread:
+            return f"the probe saw no attention call in the layers of {model} that were asked for"
         if self.unread:
             return f"the probe could not read any attention of {model}: {'; '.join(self.unread)}"
         if not self._runs:
@@ -236,121 +273,101 @@ class Probe:
         """Whether this thread is inside a call that is being captured, or inside the probe."""
         return self._thread.depth > 0
 
-    @contextmanager
-    def mute(self) -> Iterator[None]:
+    def mute(self) -> AbstractContextManager[None]:
         """Ignore captures of this thread in the context: a call counts once."""
-        thread = self._thread
-        thread.depth += 1
+        return self._thread.mute()
+
+    def provide(
+        self,
+        make: Callable[[], AttentionCall],
+        module: str,
+        own: Callable[[], Tensor],
+        refuse: str | None = None,
+    ) -> Tensor | None:
+        """Compute and record a call in the model's stead; None leaves it to the model.
+
+        Args:
+            make: reads the call.
+            module: its module.
+            own: runs the model's own function, which gives (B, Hq, L, Ev).
+            refuse: why calls of this kind cannot be provided, if they cannot.
+        """
+        if self._reader.provider is None or not self._wanted(module):
+            return None
         try:
-            yield
-        finally:
-            thread.depth -= 1
+            if refuse is not None:
+                raise ValueError(refuse)
+            with self.mute():
+                with unwatched():
+                    call = make()
+                found = self._reader.provide(call, own)
+        except Exception as problem:  # the model has its own way to go on
+            self._list(self.not_provided, module, problem)
+            return None
+        self._read(module, lambda: self._reader.provided(call, found, self._module(module)))
+        return found.output
 
     def observe(
         self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
     ) -> None:
         """Record a call: its statistics and, with ``verify``, whether its output can be rebuilt."""
+        if self._wanted(module):
+            self._read(module, lambda: self._reader.call(make(), output, self._module(module)))
 
-        def read() -> _Read:
-            call = make()
-            real = self._real_rows(call)
-            if self._keeper is not None:
-                self._keeper.take(call, real)
-            if not self._verify or output is None or call.dropout_p > 0.0:
-                return call.statistics(self._noise), real, "captured", None, call.source
-            rebuilt, stats = call.rebuilt(self._noise)
-            theirs = output()
-            if theirs.shape != rebuilt.shape:
-                raise ValueError(
-                    f"its output is {tuple(theirs.shape)} where {tuple(rebuilt.shape)} was expected"
-                )
-            kept = _kept(stats, real)
-            error = relative_error(rebuilt, theirs, kept)
-            good = error <= VERIFY_TOLERANCE[theirs.dtype]
-            return stats, real, "verified" if good else "mismatch", error, call.source
+    def observe_scores(
+        self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
+    ) -> None:
+        """Record rows of which only the scores are known; ``doubt`` says what speaks against."""
+        if self._wanted(module):
+            self._read(module, lambda: self._reader.scores(scores, module, doubt))
 
-        self._read(module, read)
+    def running(self) -> str | None:
+        """Name of the module now running, None outside the probed model."""
+        return self._thread.stack[-1][0] if self._thread.stack else None
 
-    def observe_scores(self, scores: Tensor, module: str) -> None:
-        """Record rows of which only the scores are known."""
-
-        def read() -> _Read:
-            stats, real = observe_scores(scores)
-            return stats, real, "unverified", None, "softmax"
-
-        self._read(module, read)
+    def module_of(self, name: str) -> torch.nn.Module | None:
+        """The module an attention call was named after."""
+        return self._module(name)
 
     def unreadable(self, module: str, reason: str) -> None:
         """List attention that took place and could not be read."""
-        text = f"{module}: {reason}"
-        with self._lock:
-            if text not in self.unread:
-                self.unread.append(text)
+        if self._wanted(module):
+            self._list(self.unread, module, reason)
 
-    def _read(self, module: str, read: Callable[[], _Read]) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # a checkpointed forward pass run again for the backward pass
-        # no function mode sees what happens here: not another probe, not a default device
-        with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
-            try:
-                stats, real, status, error, source = read()
-                self._add(module, stats, real, status, error, source)
-            except Exception as problem:  # the model must go on; the reason is kept and shown
-                self.unreadable(module, " ".join(str(problem).split()) or type(problem).__name__)
+    def _list(self, texts: list[str], module: str, reason: object) -> None:
+        said = " ".join(str(reason).split()) or type(reason).__name__
+        text = f"{module}: {said}"
+        with self._lock:
+            if text not in texts:
+                texts.append(text)
+
+    def _module(self, name: str) -> torch.nn.Module | None:
+        return self._modules.get(name.partition("#")[0])
 
     def _real_rows(self, call: AttentionCall) -> Tensor | None:
-        """Boolean (B, L), False on padding; cross-attention has the queries of its own block.
+        """Boolean (B, L), False on padding; None where nothing tells."""
+        return self._reader.real_rows(call)
 
-        Its masks are about the keys, so what is padding among its queries is known only from the
-        self-attention that ran before it in the same numbered block of the model.
-        """
-        batch, _, queries, _ = call.query.shape
-        if call.cross:
-            if self._thread.rows is None:
-                return None
-            module, real = self._thread.rows
-            fits = tuple(real.shape) == (batch, queries) and _one_block(module, call.module)
-            return real if fits else None
-        real_rows = call.real_rows()
-        self._thread.rows = None if real_rows is None else (call.module, real_rows)
-        return real_rows
+    def _wanted(self, module: str) -> bool:
+        """Whether calls of a module are read."""
+        return self._layers is None or module in self._layers
 
-    def _add(
-        self,
-        module: str,
-        stats: RowStatistics,
-        real: Tensor | None,
-        status: Status,
-        error: float | None,
-        source: str,
-    ) -> None:
-        kept = _kept(stats, real)
-        names = tuple(name for name in self.metrics if name in stats.available)
-        values = {name: stats[name] for name in names}
-        for name in self.metrics:
-            if name not in values:  # noise_gain of rows known by their scores alone
-                values[name] = torch.full_like(stats.state.Z, torch.nan)
-        moments = summarise(values, kept, self.metrics)
-        batch, heads, queries = kept.shape
-        rows = int(kept.sum((0, 2)).max()) if kept.numel() else 0
-        padded = 0 if real is None else int((~real).sum())
-        layer = Layer(
-            module=module,
-            heads=heads,
-            status=status,
-            calls=1,
-            rows=rows,
-            padded=padded,
-            empty=batch * queries - padded - rows,
-            error=error,
-            source=source,
-        )
+    def _read(self, module: str, read: Callable[[], Read]) -> None:
+        if rerun() or not self._thread.reading:
+            return
+        # nothing sees what happens here: not another probe, not a default device
+        with self.mute(), torch.no_grad(), unwatched():
+            try:
+                found = read()
+                layer = replace(found.layer, module=module)
+                rows = Rows(found.stats, found.kept, found.sample, found.structured)
+                self._records.add(layer, rows)
+                if found.doubt is not None:
+                    self._list(self.unread, module, found.doubt)
+            except Exception as problem:  # the model must go on; the reason is kept and shown
+                self._list(self.unread, module, problem)
+                return
         with self._lock:
-            record = self._records.get(module)
-            if record is None:
-                record = self._records[module] = _Record(module, heads, len(self.metrics))
-            record.layer = record.layer.merge(layer)
-            record.moments = record.moments.merge(moments)
             self._calls += 1
 
     # -- which module runs ------------------------------------------------------------------------
@@ -358,6 +375,8 @@ class Probe:
     def _enter_module(self, module: torch.nn.Module) -> None:
         name = self._names.get(id(module))
         if name is not None:  # a copy of a probed module carries its hooks along
+            if not self._thread.stack:
+                self._passes.begin(name, self._thread)
             self._thread.stack.append((name, [0]))
             self._runs += 1
 
@@ -365,6 +384,10 @@ class Probe:
         stack = self._thread.stack
         if stack and stack[-1][0] == self._names.get(id(module)):
             stack.pop()
+
+    def number_passes(self, turn: int | None) -> None:
+        """Give the next forward passes this number, which decides the rows drawn; None counts."""
+        self._passes.turn = turn
 
     # -- results ----------------------------------------------------------------------------------
 
@@ -377,18 +400,23 @@ class Probe:
         Raises:
             ProbeError: if nothing was recorded.
         """
-        with self._lock:
-            records = sorted(self._records.items(), key=lambda item: self._place(item[0]))
-            if not records:
-                raise ProbeError(self._saw_nothing())
-            return HeadSummary(
-                layers=tuple(record.layer for _, record in records),
-                metrics=self.metrics,
-                moments=Moments.join([record.moments for _, record in records]),
-                about={"model": type(self._model).__name__, "torch": torch.__version__}
-                | (about or {}),
-                unread=tuple(self.unread),
-            )
+        records = self._records.finished()
+        if not records:
+            raise ProbeError(self._saw_nothing())
+        found = [records[name] for name in sorted(records, key=self._place)]
+        besides = [
+            beside if self._structure is None else self._structure.among(beside, layer)
+            for layer, _, beside in found
+        ]
+        return HeadSummary(
+            layers=tuple(layer for layer, _, _ in found),
+            metrics=self.metrics,
+            moments=Moments.join([moments for _, moments, _ in found]),
+            about={"model": type(self._model).__name__, "torch": torch.__version__} | (about or {}),
+            unread=tuple(self.unread),
+            beside=Beside.join(besides),
+            not_provided=tuple(self.not_provided),
+        )
 
     def _place(self, name: str) -> tuple[int, int]:
         base, _, call = name.partition("#")
@@ -400,12 +428,11 @@ class Probe:
         Raises:
             ProbeError: if the probe was not opened with ``keep=True``, or kept nothing.
         """
-        if self._keeper is None:
+        if self._reader.keeper is None:
             raise ProbeError("queries and keys are kept by a probe opened with keep=True")
-        with self._lock:
-            order = sorted(self._records, key=self._place)
+        order = sorted(self._records.names(), key=self._place)
         try:
-            return self._keeper.sample(order)
+            return self._reader.keeper.sample(order)
         except ValueError as error:
             raise ProbeError(str(error)) from error
 
@@ -421,26 +448,27 @@ class Probe:
         """:meth:`HeadSummary.to_json` of the summary."""
         self.summary().to_json(path)
 
-    def report(self, path: str) -> None:
-        """Write the summary as one self-contained HTML file."""
+    def report(self, path: str | None = None) -> Any:
+        """The summary as one self-contained HTML page, a :class:`~acutance.report.Report`.
+
+        In a notebook the page is shown where the result of a cell is.
+
+        Args:
+            path: where to write the page, too.
+        """
         # reports are drawn from records, so their stage comes after this one: reached by name
-        importlib.import_module("acutance.report").write_html(self.summary(), path)
+        page = importlib.import_module("acutance.report").Report.of(self.summary())
+        if path is not None:
+            page.save(path)
+        return page
 
 
-def _kept(stats: RowStatistics, real: Tensor | None) -> Tensor:
-    """Rows that count: they see a key, and their token is not padding."""
-    kept = stats.state.n > 0
-    return kept if real is None else kept & real[:, None, :]
+def _whole(name: str, value: object, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} is at least {least}, got {value}")
+    return value
 
 
-def _one_block(left: str, right: str) -> bool:
-    """Whether two modules lie in the same numbered block, as ``decoder.layers.3`` is one."""
-    for mine, theirs in zip(left.split("."), right.split("."), strict=False):
-        if mine != theirs:
-            return False
-        if mine.isdigit():
-            return True
-    return False
-
-
-__all__ = ["Probe", "ProbeError", "probe"]
+__all__ = ["EAGER", "Probe", "ProbeError", "probe"]

@@ -69,8 +69,7 @@ def all_reduce_summary(
         problem = str(error)
     if dist.get_rank(group) == 0 and joined is None and not problem:
         problem = "no rank has a summary: none of them saw attention"
-    raw = f"!{problem}".encode() if problem else b"" if joined is None else _pack(joined)
-    raw = _shared(raw, group)
+    raw = _shared(_message(joined, problem), group)
     if raw.startswith(b"!"):
         raise ValueError(raw[1:].decode())
     return joined if joined is not None and dist.get_rank(group) == 0 else _unpack(raw)
@@ -82,16 +81,15 @@ def _collect(summary: HeadSummary | None, group: dist.ProcessGroup | None) -> He
     problem = ""
     while step < size:
         if rank % (2 * step):
-            raw = f"!{problem}".encode() if problem else b"" if summary is None else _pack(summary)
-            _send(raw, rank - step, group)
+            _send(_message(summary, problem), rank - step, group)
             return None
         if rank + step < size:
             raw = _receive(rank + step, group)
             if raw.startswith(b"!"):
                 problem = problem or raw[1:].decode()
             elif raw and not problem:
-                other = _unpack(raw)
                 try:
+                    other = _unpack(raw)
                     summary = other if summary is None else summary.merge(other)
                 except ValueError as error:
                     problem = str(error)
@@ -99,6 +97,19 @@ def _collect(summary: HeadSummary | None, group: dist.ProcessGroup | None) -> He
     if problem:
         raise ValueError(problem)
     return summary
+
+
+def _message(summary: HeadSummary | None, problem: str = "") -> bytes:
+    """What a rank says: its summary, nothing, or "!" and what went wrong.
+
+    A summary that cannot be sent is a problem too: the others wait for a word either way.
+    """
+    if not problem and summary is not None:
+        try:
+            return _pack(summary)
+        except (TypeError, ValueError) as error:  # what it says about itself is no JSON
+            problem = f"a summary cannot be sent: {error}"
+    return f"!{problem}".encode() if problem else b""
 
 
 def _pack(summary: HeadSummary) -> bytes:
@@ -116,9 +127,11 @@ def _unpack(raw: bytes) -> HeadSummary:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a group takes its tensors."""
-    nccl = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    """Where a group takes its tensors: on the CPU if it can, as a group of gloo and NCCL does."""
+    kinds = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
 def _peer(rank: int, group: dist.ProcessGroup | None) -> int:

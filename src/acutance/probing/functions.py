@@ -5,6 +5,7 @@ A torch function mode sees every call of its own thread, so what runs elsewhere 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from acutance.masks import hides
 from acutance.probing.call import VERIFY_TOLERANCE, AttentionCall
-from acutance.probing.huggingface import Observer, is_cross
+from acutance.probing.flex import FLEX, flex_call
+from acutance.probing.huggingface import Observer, Substitute, is_cross
+from acutance.probing.own import OWN, own_call
+from acutance.probing.softmaxes import Softmaxes, fold, heads_of
 
 _SOFTMAX = {torch.softmax, torch.Tensor.softmax, F.softmax, torch.special.softmax}
 _SDPA = F.scaled_dot_product_attention
@@ -32,6 +36,8 @@ _SDPA_NAMES = (
     "scale",
     "enable_gqa",
 )
+#: Begins the reason of a softmax that is listed as not read.
+NO_PRODUCT = "no matrix product takes a softmax over the last dimension of"
 
 
 class FunctionObserver(Observer, Protocol):
@@ -40,8 +46,16 @@ class FunctionObserver(Observer, Protocol):
     def here(self) -> str | None:
         """Name for an attention call of the module now running, None outside the probed model."""
 
-    def observe_scores(self, scores: Tensor, module: str) -> None:
-        """Record rows of which only the scores are known."""
+    def running(self) -> str | None:
+        """Name of the module now running, None outside the probed model."""
+
+    def module_of(self, name: str) -> torch.nn.Module | None:
+        """The module an attention call was named after."""
+
+    def observe_scores(
+        self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
+    ) -> None:
+        """Record rows of which only the scores are known; ``doubt`` says what speaks against."""
 
 
 class FunctionCapture(TorchFunctionMode):
@@ -49,7 +63,13 @@ class FunctionCapture(TorchFunctionMode):
 
     def __init__(self, observer: FunctionObserver) -> None:
         super().__init__()
-        self._observer = observer
+        self.observer = observer
+        self._softmaxes = Softmaxes(self._weighed, self._unused)
+
+    def __exit__(self, *error: Any) -> None:
+        """Softmaxes that wait for a product wait no longer."""
+        super().__exit__(*error)
+        self._softmaxes.clear()
 
     def __torch_function__(
         self,
@@ -60,27 +80,57 @@ class FunctionCapture(TorchFunctionMode):
     ) -> Any:
         """Run the function unchanged, then record it."""
         kwargs = dict(kwargs or {})
-        if self._observer.muted():
+        if self.observer.muted():
             return func(*args, **kwargs)
         if func is _SDPA:
             return self._sdpa(func, args, kwargs)
         if func is F.multi_head_attention_forward:
             return self._multi_head(func, args, kwargs)
+        if func is FLEX:
+            return self._flex(func, args, kwargs)
+        if func is OWN:
+            return self._own(func, args, kwargs)
         if func in _SOFTMAX:
             return self._softmax(func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self._softmaxes:
+            self._softmaxes.called(func, args, kwargs, result)
+        return result
 
     def _sdpa(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        name = self._observer.here()
+        name = self.observer.here()
         if name is None:
             return func(*args, **kwargs)
-        with self._observer.mute():
-            output = func(*args, **kwargs)
         given = sdpa_arguments(args, kwargs)
-        self._observer.observe(
-            lambda: sdpa_call(given, name, cross=is_cross(name)), name, lambda: _four(output)
-        )
+
+        def make() -> AttentionCall:
+            return sdpa_call(given, name, cross=is_cross(name))
+
+        def run() -> Any:
+            with self.observer.mute():
+                return func(*args, **kwargs)
+
+        provided = None
+        if isinstance(self.observer, Substitute):
+            provided = self.observer.provide(make, name, lambda: _four(run()))
+        if provided is not None:
+            output = _as_given(provided, given)
+            for capture in _other_captures():
+                capture.saw(given, output)
+            return output
+        output = run()
+        self.observer.observe(make, name, lambda: _four(output))
         return output
+
+    def saw(self, given: dict[str, Any], output: Tensor) -> None:
+        """Record a call that another probe provided, so that it never came by here."""
+        if self.observer.muted():
+            return
+        name = self.observer.here()
+        if name is not None:
+            self.observer.observe(
+                lambda: sdpa_call(given, name, cross=is_cross(name)), name, lambda: _four(output)
+            )
 
     def _multi_head(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -89,12 +139,34 @@ class FunctionCapture(TorchFunctionMode):
 
         The second run asks for no weights and drops nothing; its result is compared, not used.
         """
-        name = self._observer.here()
+        name = self.observer.here()
         if name is None:
             return func(*args, **kwargs)
-        with self._observer.mute(), _watch_sdpa() as seen:
-            result = func(*args, **kwargs)
         given = inspect.signature(func).bind(*args, **kwargs).arguments
+        provided, observer = False, self.observer
+        substitute = observer if isinstance(observer, Substitute) else None
+
+        def attention(call: dict[str, Any]) -> AttentionCall:
+            cross = not _same(given["query"], given["key"])
+            real = None if cross else _not_padding(given.get("key_padding_mask"))
+            return sdpa_call(call, name, cross=cross, real=real)
+
+        def instead(call: dict[str, Any], own: Callable[[], Tensor]) -> Tensor | None:
+            nonlocal provided
+            if substitute is None:
+                return None
+            make = functools.partial(attention, call)
+            output = substitute.provide(make, name, lambda: _four(own()))
+            provided = output is not None
+            return None if output is None else _as_given(output, call)
+
+        if substitute is not None and given.get("need_weights", True):
+            reason = "its weights are asked for: call it with need_weights=False"
+            substitute.provide(_nothing, name, _nothing, reason)
+        with observer.mute(), _watch_sdpa(instead=instead) as seen:
+            result = func(*args, **kwargs)
+        if provided:
+            return result
         dropping = bool(given.get("training", True)) and float(given.get("dropout_p") or 0.0) > 0.0
 
         def read() -> AttentionCall:
@@ -102,32 +174,70 @@ class FunctionCapture(TorchFunctionMode):
                 again, _ = _run_again(func, given, seen)
                 if not dropping and not _agree(again, result[0]):
                     raise ValueError("multi-head attention gave another output when run again")
-            call, _ = seen[-1]
-            cross = not _same(given["query"], given["key"])
-            real = None if cross else _not_padding(given.get("key_padding_mask"))
-            return sdpa_call(call, name, cross=cross, real=real)
+            return attention(seen[-1][0])
 
         whole = bool(seen) or not dropping  # the output compared is the one the model used
-        self._observer.observe(read, name, (lambda: _four(seen[-1][1])) if whole else None)
+        self.observer.observe(read, name, (lambda: _four(seen[-1][1])) if whole else None)
         return result
 
     def _softmax(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        with self._observer.mute():
+        with self.observer.mute():
             result = func(*args, **kwargs)
         scores = args[0] if args else kwargs.get("input")
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if (
-            isinstance(scores, Tensor)
-            and scores.dim() == 4
-            and dim in (-1, 3)
-            and scores.is_floating_point()
-        ):
-            name = self._observer.here()
-            if name is not None:
-                self._observer.observe_scores(scores, name)
+        if isinstance(scores, Tensor) and dim in (-1, scores.dim() - 1):
+            with torch._C.DisableTorchFunction():
+                self._softmaxes.made(scores, result, self.observer.running())
         return result
+
+    def _weighed(self, scores: Tensor, doubt: Callable[[], str | None]) -> None:
+        """A product took the softmax of these scores, of any rank."""
+        name = self.observer.here()
+        if name is None:
+            return
+        try:
+            folded = fold(scores, heads_of(self.observer.module_of(name)))
+        except ValueError as error:
+            self.observer.unreadable(name, str(error))
+            return
+        self.observer.observe_scores(folded, name, doubt)
+
+    def _unused(self, name: str | None, shape: tuple[int, ...]) -> None:
+        """A softmax came to nothing; of four dimensions it may still be meant as attention."""
+        if name is not None and len(shape) == 4:
+            self.observer.unreadable(name, f"{NO_PRODUCT} {shape}")
+
+    def _own(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        name = self.observer.here()
+        if name is None:
+            return func(*args, **kwargs)
+        with self.observer.mute():
+            result = func(*args, **kwargs)
+        output = result[0] if isinstance(result, tuple) else result
+        self.observer.observe(lambda: own_call(args, kwargs, name), name, lambda: output)
+        return result
+
+    def _flex(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        name = self.observer.here()
+        if name is None:
+            return func(*args, **kwargs)
+        with self.observer.mute():
+            result = func(*args, **kwargs)
+        self.observer.observe(lambda: flex_call(args, kwargs, name), name, lambda: result[0])
+        return result
+
+
+def _nothing() -> Any:
+    """Stands where nothing is read: the call is refused before."""
+    raise AssertionError("a refused call is not read")
+
+
+def _other_captures() -> list[FunctionCapture]:
+    """Captures around the one whose handler runs, which is off the stack; the innermost first."""
+    stack = torch.overrides._get_current_function_mode_stack()
+    return [mode for mode in reversed(stack) if isinstance(mode, FunctionCapture)]
 
 
 def _run_again(
@@ -171,6 +281,7 @@ def _not_padding(mask: Tensor | None) -> Tensor | None:
 
 _Calls = list[tuple[dict[str, Any], Tensor]]
 _Change = Callable[[dict[str, Any]], dict[str, Any]]
+_Instead = Callable[[dict[str, Any], Callable[[], Tensor]], "Tensor | None"]
 _thread = threading.local()  # lists: where this thread's SDPA calls go; changes: made to them first
 _lock = threading.Lock()
 _watchers = 0
@@ -178,16 +289,19 @@ _original: Callable[..., Tensor] = _SDPA
 
 
 @contextmanager
-def _watch_sdpa(*, alone: bool = False) -> Iterator[_Calls]:
+def _watch_sdpa(*, alone: bool = False, instead: _Instead | None = None) -> Iterator[_Calls]:
     """Arguments and results of this thread's SDPA calls made through ``torch.nn.functional``.
 
     Args:
         alone: hide the calls from the contexts around this one.
+        instead: what may compute a call in its stead.
     """
     global _watchers, _original
     seen: _Calls = []
     outer: tuple[_Calls, ...] = getattr(_thread, "lists", ())
     _thread.lists = (seen,) if alone else (*outer, seen)
+    before: tuple[_Instead, ...] = getattr(_thread, "instead", ())
+    _thread.instead = () if alone else before if instead is None else (*before, instead)
     with _lock:
         if _watchers == 0:
             _original = F.scaled_dot_product_attention
@@ -196,7 +310,7 @@ def _watch_sdpa(*, alone: bool = False) -> Iterator[_Calls]:
     try:
         yield seen
     finally:
-        _thread.lists = outer
+        _thread.lists, _thread.instead = outer, before
         with _lock:
             _watchers -= 1
             if _watchers == 0:
@@ -223,7 +337,10 @@ def _watched(*args: Any, **kwargs: Any) -> Tensor:
     given = sdpa_arguments(args, kwargs)
     for change in getattr(_thread, "changes", ()):
         given = change(given)
-    output = _original(**given)
+    output = None
+    for instead in reversed(getattr(_thread, "instead", ())):
+        output = instead(given, lambda: _original(**given)) if output is None else output
+    output = _original(**given) if output is None else output
     for seen in getattr(_thread, "lists", ()):
         seen.append((given, output))
     return output
@@ -277,6 +394,19 @@ def sdpa_call(
 def _flat(tensor: Tensor) -> Tensor:
     """Fold all dimensions before the last three into one batch."""
     return tensor if tensor.dim() == 4 else tensor.flatten(0, tensor.dim() - 4)
+
+
+def _as_given(output: Tensor, given: Mapping[str, Any]) -> Tensor:
+    """An output (B, Hq, L, Ev) with the dimensions that SDPA would give it."""
+    parts = [given[part] for part in ("query", "key", "value")]
+    rank = parts[0].dim()
+    if rank == 4:
+        return output
+    if rank < 4:
+        return output.squeeze(1) if rank == 3 else output[0, 0]
+    batch = torch.broadcast_shapes(*(part.shape[:-3] for part in parts))
+    shaped: Tensor = output.unflatten(0, batch)
+    return shaped
 
 
 def _four(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,6 +40,20 @@ class Observer(Protocol):
 
     def mute(self) -> Any:
         """Context in which captures inside are ignored."""
+
+
+@runtime_checkable
+class Substitute(Protocol):
+    """An observer that may compute calls itself."""
+
+    def provide(
+        self,
+        make: Callable[[], AttentionCall],
+        module: str,
+        own: Callable[[], Tensor],
+        refuse: str | None = None,
+    ) -> Tensor | None:
+        """Compute and record a call, (B, Hq, L, Ev), in the model's stead; None leaves it alone."""
 
 
 class Changer(Protocol):
@@ -99,6 +113,15 @@ class InterfaceCall:
 
 
 _POSITIONAL = ("module", "query", "key", "value", "attention_mask")
+#: Keywords that are read, and those that change nothing of the rows.
+_KNOWN = {
+    *_POSITIONAL,
+    *("scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cache"),
+    *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "position_ids"),
+    *("cache_position", "layer_idx", "layer_head_mask", "head_mask", "training", "deterministic"),
+    *("past_key_values", "past_key_value", "position_embeddings", "num_items_in_batch"),
+}
 _PAGED = "paged attention keeps its keys in a cache of its own"
 
 #: Open captures, innermost last, and open changes. The first of them to open wraps
@@ -174,22 +197,53 @@ def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[...,
             name = observer.name_of(module) if isinstance(module, torch.nn.Module) else None
             if name is not None and not observer.muted():
                 listening.append((observer, name))
-        with ExitStack() as quiet:
-            for changer in tuple(_changers):
-                quiet.enter_context(changer.mute())
-            for observer, _ in listening:
-                quiet.enter_context(observer.mute())
-            result = function(*args, **kwargs)
-        output = result[0] if isinstance(result, tuple) else result
+
+        def run() -> Any:
+            with ExitStack() as quiet:
+                for changer in tuple(_changers):
+                    quiet.enter_context(changer.mute())
+                for observer, _ in listening:
+                    quiet.enter_context(observer.mute())
+                return function(*args, **kwargs)
+
+        def own() -> Tensor:
+            return _of(run()).transpose(1, 2)  # the interface returns (B, L, Hq, Ev)
+
+        def make(name: str) -> Callable[[], AttentionCall]:
+            return functools.partial(_call, function, implementation, name, args, kwargs)
+
+        provider, result = None, None
         for observer, name in listening:
-            observer.observe(
-                functools.partial(_call, function, implementation, name, args, kwargs),
-                name,
-                lambda: output.transpose(1, 2),  # the interface returns (B, L, Hq, Ev)
-            )
+            if not isinstance(observer, Substitute):
+                continue
+            provided = observer.provide(make(name), name, own, _keeps(implementation, kwargs))
+            if provided is not None:
+                provider, result = observer, (provided.transpose(1, 2).contiguous(), None)
+                break
+        result = run() if result is None else result
+        output = _of(result)
+        for observer, name in listening:
+            if observer is not provider:
+                observer.observe(make(name), name, lambda: output.transpose(1, 2))
         return result
 
     return attend
+
+
+def _of(result: Any) -> Tensor:
+    """The output among what an attention function returns."""
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output
+
+
+def _keeps(implementation: str, kwargs: dict[str, Any]) -> str | None:
+    """Why a function's own result is needed, None if its output is all there is to it."""
+    kind = implementation or "eager"
+    if kind != "sdpa" and "flash" not in kind:
+        return f"{kind} attention may return its weights, which only it forms"
+    if kwargs.get("output_attentions"):
+        return "its weights are asked for"
+    return None
 
 
 def _call(
@@ -206,7 +260,7 @@ def _call(
         raise ValueError(_PAGED)
     module, query, key, value = (given[part] for part in ("module", "query", "key", "value"))
     mask = given.get("attention_mask")
-    accepts = set(inspect.signature(function).parameters)
+    accepts = _parameters(function)
     scale = given.get("scaling")
     call = {
         "module": name,
@@ -217,6 +271,7 @@ def _call(
         "scale": None if scale is None else float(scale),
         "dropout_p": float(given.get("dropout") or 0.0),
         "cross": is_cross(name, module),
+        "unknown": tuple(sorted(set(given) - _KNOWN)),
     }
     kind = implementation or "eager"
     if kind.startswith("flash") or "flash_attention" in kind:
@@ -231,7 +286,13 @@ def _call(
     return AttentionCall(**call)
 
 
-def _takes(kind: str, accepts: set[str], keyword: str) -> bool:
+@functools.lru_cache(maxsize=64)
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of a function's parameters."""
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _takes(kind: str, accepts: frozenset[str], keyword: str) -> bool:
     """Whether the function reads a keyword, rather than letting it fall into ``**kwargs``."""
     return keyword in accepts or kind not in ("eager", "sdpa")
 

@@ -2,14 +2,16 @@
 
 All arrays have heads first and metrics second. Adding rows, and joining two records, is exact up to
 rounding in float64: counts, extremes and histograms exactly, means and spreads by Chan's formula.
+Rows that were drawn from more stand for all of them: they weigh accordingly, and what the draw may
+have done to each mean is known.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ SCALES: dict[str, Scale] = {
     "logit_std": "positive",
     "varentropy": "positive",
     "noise_gain": "positive",
+    "attention_distance": "positive",
+    "critical_ratio": "positive",
     "entropy_slope": "signed",
     "mean_field_entropy": "signed",
     "max_logit": "signed",
@@ -80,10 +84,44 @@ def _find_bins(values: Tensor, scale: Scale, out: Tensor) -> None:
     if scale in ("unit", "nats"):
         per_bin = BINS if scale == "unit" else BINS / _MOST_NATS
         out.copy_((values * per_bin).clamp_(0, BINS - 1).nan_to_num_(0.0))
-    else:
-        torch.bucketize(
-            values, _boundaries(scale, values.dtype, values.device), right=True, out=out
-        )
+        return
+    edges = _boundaries(scale, values.dtype, values.device)
+    cells = _cells(scale, values.device) if values.dtype == torch.float32 else None
+    if cells is None:
+        torch.bucketize(values, edges, right=True, out=out)
+        return
+    flat = values.contiguous().view(torch.int32).flatten()
+    cell = (flat >> _SHIFT).bitwise_and_(_CELLS - 1)
+    torch.index_select(cells.base, 0, cell, out=out.view(-1))
+    out.add_(values >= torch.index_select(cells.edge, 0, cell).view_as(values))
+
+
+#: Cells of float32 numbers: those that share sign, exponent and two bits of the fraction.
+_SHIFT, _CELLS = 21, 1 << 11
+
+
+class _Cells(NamedTuple):
+    """For each cell the edges below it, and the one edge inside, if any: five times a search."""
+
+    base: Tensor
+    edge: Tensor
+
+
+@functools.lru_cache
+def _cells(scale: Scale, device: torch.device) -> _Cells | None:
+    """The cells of a scale; None where two edges share one."""
+    edges = _boundaries(scale, torch.float32, torch.device("cpu"))
+    first = torch.arange(_CELLS, dtype=torch.int64, device="cpu") << _SHIFT
+    ends = torch.stack([first, first + (1 << _SHIFT) - 1])
+    ends = torch.where(ends >= 1 << 31, ends - (1 << 32), ends).to(torch.int32).view(torch.float32)
+    ends = torch.where(ends.isfinite().all(0), ends, 0.0)  # what is no number has any bin
+    low, high = ends.amin(0), ends.amax(0)
+    below = torch.searchsorted(edges, low, right=True)
+    inside = torch.searchsorted(edges, high, right=True) - below
+    if int(inside.max()) > 1:
+        return None
+    next_edge = edges[below.clamp(max=len(edges) - 1)]
+    return _Cells(below.to(device), torch.where(inside > 0, next_edge, torch.nan).to(device))
 
 
 @dataclass(frozen=True)
@@ -97,6 +135,10 @@ class Moments:
         low: smallest value, +inf where there is none.
         high: largest value, −inf where there is none.
         histogram: (heads, metrics, 64) int64, on the edges of :func:`edges`.
+        weight: rows that those counted stand for, float64: as many, and more where rows were drawn
+            from more. Means and ``M2`` are over them.
+        sampling: variance that drawing rows gives the sum over those rows, float64; 0 where all
+            were read, NaN where a single row was drawn.
     """
 
     count: Tensor
@@ -105,6 +147,8 @@ class Moments:
     low: Tensor
     high: Tensor
     histogram: Tensor
+    weight: Tensor
+    sampling: Tensor
 
     @staticmethod
     def none(heads: int, metrics: int) -> Moments:
@@ -117,6 +161,8 @@ class Moments:
             low=torch.full_like(zero, torch.inf),
             high=torch.full_like(zero, -torch.inf),
             histogram=torch.zeros(heads, metrics, BINS, dtype=torch.int64, device="cpu"),
+            weight=zero.clone(),
+            sampling=zero.clone(),
         )
 
     @staticmethod
@@ -139,9 +185,8 @@ class Moments:
         metrics, heads, rows = x.shape
         if x.numel() == 0:
             return Moments.none(heads, metrics)
-        there = x.isfinite()
-        count = there.sum(-1)
-        whole = (count == rows).all(-1)
+        low, high = x.amin(-1), x.amax(-1)
+        whole = (low.isfinite() & high.isfinite()).all(-1)  # anything else shows in them
         if bool(whole.any()) and not bool(whole.all()):  # only some need the careful way
             order = whole.logical_not().to(torch.int8).argsort(stable=True).tolist()
             most = int(whole.sum())
@@ -160,11 +205,13 @@ class Moments:
         for index, name in enumerate(names):
             _find_bins(x[index], _scale(name), bins[index])
         if bool(whole.all()):
-            low, high = x.aminmax(dim=-1)
+            count = torch.full((metrics, heads), rows, device=x.device)
             wide = x.to(torch.float64, copy=True)
             mean = wide.sum(-1) / rows
             away = wide.sub_(mean.unsqueeze(-1))
         else:
+            there = x.isfinite()
+            count = there.sum(-1)
             low = torch.where(there, x, torch.inf).amin(-1)
             high = torch.where(there, x, -torch.inf).amax(-1)
             wide = torch.where(there, x, 0.0).to(torch.float64)
@@ -182,6 +229,8 @@ class Moments:
             "low": low.to(torch.float64),
             "high": high.to(torch.float64),
             "histogram": histogram.view(metrics, heads, BINS + 1)[..., :BINS],
+            "weight": count.to(torch.float64),
+            "sampling": torch.zeros_like(mean),
         }
         return Moments(
             **{name: part.transpose(0, 1).contiguous().cpu() for name, part in found.items()}
@@ -189,25 +238,59 @@ class Moments:
 
     def merge(self, other: Moments) -> Moments:
         """The record of both sets of rows."""
-        count = self.count + other.count
-        share = other.count / count.clamp(min=1).to(torch.float64)  # of two integers: float32
+        count, weight = self.count + other.count, self.weight + other.weight
+        share = other.weight / torch.where(count == 0, 1.0, weight)
         step = torch.where(other.count == 0, 0.0, other.mean - self.mean)
         step = torch.where(self.count == 0, torch.where(other.count == 0, 0.0, other.mean), step)
         base = torch.where(self.count == 0, 0.0, self.mean)
         return Moments(
             count=count,
             mean=base + step * share,
-            M2=self.M2 + other.M2 + step.square() * self.count * share,
+            M2=self.M2 + other.M2 + step.square() * self.weight * share,
             low=torch.minimum(self.low, other.low),
             high=torch.maximum(self.high, other.high),
             histogram=self.histogram + other.histogram,
+            weight=weight,
+            sampling=self.sampling + other.sampling,
         )
+
+    def sampled(self, total: int, taken: int) -> Moments:
+        r"""The same rows, as ``taken`` rows drawn at random, without replacement, from ``total``.
+
+        A mean over k of them that count has the variance :math:`(1 - t/T)\, s^2 / k`, with
+        :math:`s^2 = M_2 / (k - 1)`.
+
+        Example:
+            >>> values = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
+            >>> found = Moments.of(values, ("entropy",)).sampled(total=100, taken=4)
+            >>> found.weight.item(), found.mean.item()
+            (100.0, 2.5)
+            >>> float(found.sampling_error)  # √(0.96 · 5/3 / 4)
+            0.6324...
+
+        Source:
+            Cochran (1977), Sampling Techniques, §2.6.
+        """
+        weight = self.weight * (total / taken)
+        alone = torch.where(self.count == 1, math.nan, 0.0)
+        variance = self.M2 / (self.count - 1).clamp(min=1) + alone
+        per_row = (1 - taken / total) * variance / self.count.clamp(min=1)
+        return replace(
+            self,
+            weight=weight,
+            M2=self.M2 * (total / taken),
+            sampling=torch.where(self.count == 0, 0.0, weight.square() * per_row),
+        )
+
+    @property
+    def sampling_error(self) -> Tensor:
+        """Standard error of each mean that comes of drawing rows; 0 where all were read."""
+        return self.sampling.sqrt() / torch.where(self.count == 0, math.nan, self.weight)
 
     @property
     def std(self) -> Tensor:
         """Standard deviation over rows; NaN where there is none."""
-        count = self.count.to(torch.float64).masked_fill(self.count == 0, math.nan)
-        return torch.sqrt(self.M2 / count)
+        return torch.sqrt(self.M2 / self.weight.masked_fill(self.count == 0, math.nan))
 
     def tensors(self) -> dict[str, Tensor]:
         """The arrays by name."""
@@ -222,6 +305,10 @@ class Moments:
                 for field in fields(Moments)
             }
         )
+
+    def taken(self, order: list[int]) -> Moments:
+        """The record of these heads, in this order."""
+        return Moments(**{name: tensor[order] for name, tensor in self.tensors().items()})
 
     def heads(self, start: int, stop: int) -> Moments:
         """The record of some of the heads."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,40 @@ from acutance.probing.models import TextModel
 from acutance.probing.resume import model_digest, restore, text_digest, tidy
 from acutance.probing.shards import WHOLE, Run, Shard, State, ranges
 
-__all__ = ["Options", "Outcome", "run_windows"]
+__all__ = ["Options", "Outcome", "Savings", "open_probe", "run_windows", "settings_of"]
+
+
+@dataclass(frozen=True)
+class Savings:
+    """What a run leaves out to cost less; as options of :func:`acutance.probe`, but for the first.
+
+    Attributes:
+        every: run the first of every so many windows.
+        layers: layers that are read.
+        heads: heads that are read.
+        max_rows: rows read of a call, drawn at random.
+        seed: which rows.
+        provide: compute the attention in the model's stead.
+    """
+
+    every: int = 1
+    layers: str | None = None
+    heads: str | None = None
+    max_rows: int | None = None
+    seed: int = 0
+    provide: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every is at least 1, got {self.every}")
+
+    def told(self) -> dict[str, Any]:
+        """What differs from reading everything."""
+        found = {name: part for name, part in asdict(self).items() if part != getattr(ALL, name)}
+        return found if self.max_rows else {n: part for n, part in found.items() if n != "seed"}
+
+
+ALL = Savings()
 
 
 @dataclass(frozen=True)
@@ -30,11 +63,15 @@ class Options:
         device: where this rank runs the model.
         verify: rebuild each output and compare.
         noise: also measure ``noise_gain``.
+        structure: also measure where weight lies.
+        examples: sharpest rows of each head to keep.
         keep: also keep a sample of queries and keys.
+        savings: what is left out.
         shard: the part of the corpus to run.
         save: where the state is kept as the run goes on.
         save_every: windows between two writes, at least; a batch is never split.
         resume: go on from what ``save`` holds.
+        law: the scaling law that is on the model, in words that differ with it; None for none.
     """
 
     length: int
@@ -42,11 +79,15 @@ class Options:
     device: str = "cpu"
     verify: bool = True
     noise: bool = False
+    structure: bool = False
+    examples: int = 0
     keep: bool = False
+    savings: Savings = ALL
     shard: Shard = WHOLE
     save: str | os.PathLike[str] | None = None
     save_every: int = 1
     resume: bool = False
+    law: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,8 +136,8 @@ def run_windows(
         ValueError: if the file to resume is of another run.
     """
     with world.together():
-        opened = probe(loaded.model, verify=options.verify, noise=options.noise, keep=options.keep)
-        run = Run(_settings(loaded, pieces, options, opened), len(pieces), shard=options.shard)
+        opened = open_probe(loaded, options)
+        run = Run(settings_of(loaded, pieces, options, opened), len(pieces), shard=options.shard)
     with world.together():
         _check_same(run, world)
         base = None
@@ -127,21 +168,44 @@ def run_windows(
     return Outcome(state, finished, resumed, opened if todo else None)
 
 
-def _settings(
+def open_probe(loaded: TextModel, options: Options) -> Probe:
+    """The probe of a run, not entered yet."""
+    return probe(
+        loaded.model,
+        verify=options.verify,
+        noise=options.noise,
+        keep=options.keep,
+        structure=options.structure,
+        tokenizer=loaded.tokenizer,
+        examples=options.examples,
+        layers=options.savings.layers,
+        heads=options.savings.heads,
+        max_rows=options.savings.max_rows,
+        seed=options.savings.seed,
+        provide=options.savings.provide,
+    )
+
+
+def settings_of(
     loaded: TextModel, pieces: Sequence[Sequence[int]], options: Options, opened: Probe
 ) -> dict[str, Any]:
     """Everything that decides what a window's rows are, in the order in which it is compared."""
-    return {
-        "model": model_digest(loaded.model),
-        "length": options.length,
-        "text": text_digest(pieces),
-        "batch_size": options.batch_size,
-        "verify": options.verify,
-        "noise": options.noise,
-        "attention": _implementation(loaded),
-        "dtype": _dtype(loaded),
-        "metrics": list(opened.metrics),
-    }
+    return (
+        {
+            "model": model_digest(loaded.model),
+            "length": options.length,
+            "text": text_digest(pieces),
+            "batch_size": options.batch_size,
+            "verify": options.verify,
+            "noise": options.noise,
+            "attention": _implementation(loaded),
+            "dtype": _dtype(loaded),
+            "metrics": list(opened.metrics),
+        }
+        | ({"examples": options.examples} if options.examples else {})
+        | ({"law": options.law} if options.law is not None else {})
+        | options.savings.told()
+    )
 
 
 def _check_same(run: Run, world: Alone) -> None:
@@ -179,6 +243,7 @@ class _Job:
             "model": loaded.name,
             "architecture": type(loaded.model).__name__,
             **about,
+            **options.savings.told(),
             "window_length": options.length,
             "attention": _implementation(loaded),
             "dtype": _dtype(loaded),
@@ -234,7 +299,9 @@ class _Job:
         """This rank's batch of a round."""
         summary, done = self._found
         if self._world.rank < len(turn):
-            start, stop = self._windows(turn[self._world.rank])
+            number = turn[self._world.rank]
+            start, stop = self._windows(number)
+            self._probe.number_passes(number)  # rows drawn are the same on any rank
             (batch,) = corpus.batches(self._pieces[start:stop], stop - start, self._loaded.pad)
             device = self._options.device
             self._loaded.run(batch.input_ids.to(device), batch.attention_mask.to(device))

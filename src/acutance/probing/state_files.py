@@ -19,8 +19,9 @@ from torch import Tensor
 
 from acutance.probing.moments import BINS
 from acutance.rowstats import METRICS
+from acutance.structure import STRUCTURE
 
-__all__ = ["checked_record", "checked_tensors", "parse", "read"]
+__all__ = ["checked_record", "checked_tensors", "checked_words", "parse", "read"]
 
 #: Counts stay exact in float64, and sums of two cannot overflow.
 MOST = 1 << 53
@@ -32,8 +33,10 @@ _ARRAYS = {
     "high": torch.float64,
     "histogram": torch.int64,
 }
+#: Arrays that states of the first schema lack: there every row that counts stands for itself.
+_ADDED = {"weight": torch.float64, "sampling": torch.float64}
 _STATUSES = ("verified", "captured", "unverified", "mismatch")
-_COUNTS = ("calls", "rows", "padded", "empty")
+_COUNTS = ("calls", "rows", "padded", "empty", "skipped", "provided")
 
 
 def read(path: str | os.PathLike[str], schema: str) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -95,11 +98,15 @@ def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
     for field, kind in kinds.items():
         if not isinstance(record.get(field), kind):
             raise ValueError(f"{field!r} is a {kind.__name__}, got {_short(record.get(field))}")
-    if not all(isinstance(text, str) for text in record["unread"]):
-        raise ValueError("'unread' holds sentences")
+    left = record.get("not_provided", [])
+    if not isinstance(left, list):
+        raise ValueError(f"'not_provided' is a list, got {_short(left)}")
+    for field, texts in (("unread", record["unread"]), ("not_provided", left)):
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{field!r} holds sentences")
     metrics = record["metrics"]
     for name in metrics:
-        if not isinstance(name, str) or name not in METRICS:
+        if not isinstance(name, str) or not (name in METRICS or name in STRUCTURE):
             raise ValueError(f"{_short(name)} is no metric of this version")
     if len(set(metrics)) != len(metrics):
         raise ValueError("a metric is named twice")
@@ -111,13 +118,22 @@ def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
     return record
 
 
+def checked_words(header: Mapping[str, str]) -> dict[str, Any]:
+    """Texts by token id, as the header has them; none where it has none.
+
+    Raises:
+        ValueError: if they are anything but a JSON object.
+    """
+    return parse(header, "words") if "words" in header else {}
+
+
 def _check_layer(layer: Any) -> None:
     if not isinstance(layer, dict):
         raise ValueError(f"a layer is an object, got {_short(layer)}")
     missing = [name for name in ("module", "heads") if name not in layer]
     if missing:
         raise ValueError(f"a layer has no {missing[0]!r}")
-    known = {"module", "heads", "status", "error", "source", *_COUNTS}
+    known = {"module", "heads", "status", "error", "source", "chosen", *_COUNTS}
     if unknown := sorted(set(layer) - known):
         raise ValueError(f"a layer has no field {_short(unknown[0])}")
     for name in ("module", "source"):
@@ -129,6 +145,13 @@ def _check_layer(layer: Any) -> None:
         value = layer.get(name, 0)
         if type(value) is not int or not (name == "heads") <= value <= MOST:
             raise ValueError(f"a layer's {name} is a count, got {_short(value)}")
+    chosen = layer.get("chosen", [])
+    if not isinstance(chosen, list) or not all(
+        type(head) is int and 0 <= head <= MOST for head in chosen
+    ):
+        raise ValueError(f"a layer's chosen heads are numbers, got {_short(chosen)}")
+    if chosen and (len(chosen) != layer["heads"] or sorted(set(chosen)) != chosen):
+        raise ValueError(f"a layer has {layer['heads']} heads, chosen are {_short(chosen)}")
     error = layer.get("error")
     if error is not None and (type(error) not in (int, float) or not error >= 0):
         raise ValueError(f"a layer's error is a size, got {_short(error)}")
@@ -145,11 +168,12 @@ def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> 
     Raises:
         ValueError: naming the first array that does not fit.
     """
-    if missing := [name for name in _ARRAYS if name not in tensors]:
+    arrays = _ARRAYS | {name: kind for name, kind in _ADDED.items() if set(tensors) & set(_ADDED)}
+    if missing := [name for name in arrays if name not in tensors]:
         raise ValueError(f"the array {missing[0]!r} is missing")
-    if unknown := sorted(set(tensors) - set(_ARRAYS)):
+    if unknown := sorted(set(tensors) - set(arrays)):
         raise ValueError(f"the array {_short(unknown[0])} is not of a summary")
-    for name, dtype in _ARRAYS.items():
+    for name, dtype in arrays.items():
         shape = (heads, metrics, BINS) if name == "histogram" else (heads, metrics)
         if tuple(tensors[name].shape) != shape or tensors[name].dtype != dtype:
             raise ValueError(
@@ -157,6 +181,8 @@ def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> 
                 f"{tensors[name].dtype}"
             )
     count, histogram = tensors["count"], tensors["histogram"]
+    found = {"weight": count.to(torch.float64), "sampling": torch.zeros_like(tensors["mean"])}
+    tensors = found | dict(tensors)
     none = count == 0
     fits = {
         "count": (count >= 0) & (count <= MOST),
@@ -167,6 +193,8 @@ def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> 
         "low": torch.where(none, tensors["low"] == math.inf, tensors["low"].isfinite()),
         "high": torch.where(none, tensors["high"] == -math.inf, tensors["high"].isfinite())
         & (none | (tensors["low"] <= tensors["high"])),
+        "weight": (tensors["weight"] >= count) & (tensors["weight"] <= MOST),
+        "sampling": ~(tensors["sampling"] < 0) & (tensors["sampling"] != math.inf),
     }
     for name, good in fits.items():
         if not bool(good.all()):
@@ -174,7 +202,7 @@ def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> 
             raise ValueError(
                 f"the array {name!r} holds what no rows give, at head {head}, metric {metric}"
             )
-    return {name: tensors[name] for name in _ARRAYS}
+    return {name: tensors[name] for name in (*_ARRAYS, *_ADDED)}
 
 
 def _short(value: Any) -> str:

@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 
 from acutance.files import write_bytes, write_text, write_whole
+from acutance.probing.beside import Beside
+from acutance.probing.classes import classify
+from acutance.probing.distances import Distances
+from acutance.probing.examples import Examples
 from acutance.probing.moments import Moments, edges
-from acutance.probing.state_files import checked_record, checked_tensors, read
-from acutance.rowstats import METRICS, metric
+from acutance.probing.profile import Profile
+from acutance.probing.state_files import checked_record, checked_tensors, checked_words, read
+from acutance.structure import describe
 
 if TYPE_CHECKING:
     import pyarrow
@@ -48,6 +53,9 @@ class Layer:
         empty: rows left out because they see no key.
         error: largest relative difference of a rebuilt output, None where none was rebuilt.
         source: what the call was read from.
+        chosen: numbers of the heads, ascending, where they are not the first ``heads``.
+        skipped: rows not read because others were drawn in their place.
+        provided: calls whose output acutance computed in the model's stead.
     """
 
     module: str
@@ -59,6 +67,23 @@ class Layer:
     empty: int = 0
     error: float | None = None
     source: str = ""
+    chosen: tuple[int, ...] = ()
+    skipped: int = 0
+    provided: int = 0
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Number of each head in its layer."""
+        return self.chosen or tuple(range(self.heads))
+
+    def beside(self, other: Layer) -> Layer:
+        """The same calls, other heads of them: what ranks see that share out a layer's heads."""
+        numbers = tuple(sorted(self.numbers + other.numbers))
+        counts = ("calls", "rows", "padded", "empty", "skipped", "provided")
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in counts}
+        joined = replace(self.merge(replace(other, heads=self.heads, chosen=self.chosen)), **most)
+        whole = numbers == tuple(range(len(numbers)))
+        return replace(joined, heads=len(numbers), chosen=() if whole else numbers)
 
     def merge(self, other: Layer) -> Layer:
         """The same layer, seen in both."""
@@ -66,6 +91,11 @@ class Layer:
             raise ValueError(
                 f"layers merge with themselves: {self.module} with {self.heads} heads is not "
                 f"{other.module} with {other.heads}"
+            )
+        if self.numbers != other.numbers:
+            raise ValueError(
+                f"layers merge where they have the same heads or none in common: {self.module} "
+                f"has {list(self.numbers)} and {list(other.numbers)}"
             )
         errors = [error for error in (self.error, other.error) if error is not None]
         seen = [part for part in (self, other) if part.calls] or [self]
@@ -78,6 +108,8 @@ class Layer:
             empty=self.empty + other.empty,
             error=max(errors) if errors else None,
             source=self.source or other.source,
+            skipped=self.skipped + other.skipped,
+            provided=self.provided + other.provided,
         )
 
 
@@ -91,6 +123,10 @@ class HeadSummary:
         moments: arrays with all layers' heads one after the other.
         about: what was probed: model, text, versions.
         unread: attention that could not be read, each with its reason.
+        beside: what else is kept of the heads: see :attr:`profile`, :attr:`positions`,
+            :attr:`distances` and :attr:`examples`.
+        not_provided: attention that a probe was to provide and left to the model, each with its
+            reason.
 
     Example:
         >>> import torch, acutance
@@ -107,6 +143,28 @@ class HeadSummary:
     moments: Moments
     about: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    beside: Beside = field(default_factory=Beside)
+    not_provided: tuple[str, ...] = ()
+
+    @property
+    def profile(self) -> Profile | None:
+        """Each metric by octave of n; None in states of earlier versions."""
+        return self.beside.profile
+
+    @property
+    def positions(self) -> Profile | None:
+        """Each metric by octave of the query's position; None without structure."""
+        return self.beside.positions
+
+    @property
+    def distances(self) -> Distances | None:
+        """Mean weight by octave of distance; None without structure."""
+        return self.beside.distances
+
+    @property
+    def examples(self) -> Examples | None:
+        """The sharpest rows of each head; None where they were not asked for."""
+        return self.beside.examples
 
     def __post_init__(self) -> None:
         heads = sum(layer.heads for layer in self.layers)
@@ -116,8 +174,13 @@ class HeadSummary:
                 f"moments are (heads, metrics) = {expected}, got {tuple(self.moments.count.shape)}"
             )
 
-    def _column(self, name: str) -> int:
-        metric(name)  # an unknown name says what is near it
+    def column(self, name: str) -> int:
+        """Column of a metric in ``moments``.
+
+        Raises:
+            ValueError: if it was not recorded.
+        """
+        describe(name)  # an unknown name says what is near it
         if name not in self.metrics:
             raise ValueError(
                 f"{name!r} was not recorded; this summary has {', '.join(self.metrics)}"
@@ -127,17 +190,26 @@ class HeadSummary:
     @property
     def places(self) -> list[tuple[int, int]]:
         """(layer, head) of each row of ``moments``."""
-        return [(i, head) for i, layer in enumerate(self.layers) for head in range(layer.heads)]
+        return [(i, head) for i, layer in enumerate(self.layers) for head in layer.numbers]
 
     def mean(self, name: str) -> Tensor:
         """Mean of a metric for each head, all layers in a row; NaN where no row counts."""
-        column = self._column(name)
+        column = self.column(name)
         count = self.moments.count[:, column]
         return self.moments.mean[:, column].masked_fill(count == 0, math.nan)
 
     def std(self, name: str) -> Tensor:
         """Standard deviation over rows for each head."""
-        return self.moments.std[:, self._column(name)]
+        return self.moments.std[:, self.column(name)]
+
+    def sampling_error(self, name: str) -> Tensor:
+        """Standard error that drawing rows gives each head's mean; 0 where all were read."""
+        return self.moments.sampling_error[:, self.column(name)]
+
+    @property
+    def sampled(self) -> bool:
+        """Whether rows were drawn from more, anywhere."""
+        return any(layer.skipped for layer in self.layers)
 
     def grid(self, name: str) -> list[list[float]]:
         """Mean of a metric as a list of layers, each a list of its heads (layers may differ)."""
@@ -168,31 +240,50 @@ class HeadSummary:
             )
         mine, theirs = self._by_module(), other._by_module()
         names = list(mine) + [name for name in theirs if name not in mine]
-        layers, parts = [], []
+        layers, parts, besides = [], [], []
         for name in names:
             pair = [side[name] for side in (mine, theirs) if name in side]
-            layer, moments = pair[0]
-            if len(pair) == 2:
+            layer, moments, beside = pair[0]
+            if len(pair) == 2 and set(layer.numbers).isdisjoint(pair[1][0].numbers):
+                order = layer.numbers + pair[1][0].numbers
+                ascending = sorted(range(len(order)), key=order.__getitem__)
+                moments = Moments.join([moments, pair[1][1]]).taken(ascending)
+                beside = Beside.join([beside, pair[1][2]]).taken(ascending)
+                layer = layer.beside(pair[1][0])
+            elif len(pair) == 2:
                 layer, moments = layer.merge(pair[1][0]), moments.merge(pair[1][1])
+                beside = beside.merge(pair[1][2])
             layers.append(layer)
             parts.append(moments)
+            besides.append(beside)
         joined = Moments.join(parts) if parts else self.moments
         unread = dict.fromkeys(self.unread + other.unread)
         about = {**other.about, **self.about}
-        return HeadSummary(tuple(layers), self.metrics, joined, about, tuple(unread))
+        left = tuple(dict.fromkeys(self.not_provided + other.not_provided))
+        return HeadSummary(
+            tuple(layers), self.metrics, joined, about, tuple(unread), Beside.join(besides), left
+        )
 
-    def _by_module(self) -> dict[str, tuple[Layer, Moments]]:
+    def _by_module(self) -> dict[str, tuple[Layer, Moments, Beside]]:
         found, start = {}, 0
         for layer in self.layers:
-            found[layer.module] = (layer, self.moments.heads(start, start + layer.heads))
-            start += layer.heads
+            stop = start + layer.heads
+            found[layer.module] = (
+                layer,
+                self.moments.heads(start, stop),
+                self.beside.heads(start, stop),
+            )
+            start = stop
         return found
 
     def columns(self) -> dict[str, list[Any]]:
         """One row per layer and head, in model order, as columns.
 
         ``layer`` (index in model order), ``head``, ``module``, ``status``, ``rows``, then for each
-        metric its mean, standard deviation, smallest and largest value over rows.
+        metric its mean, standard deviation, smallest and largest value over rows, and where rows
+        were drawn the standard error that gives the mean. With structure, also the mean weight by
+        octave of distance, ``mass_octave_<k>`` behind and ``mass_octave_ahead_<k>`` ahead, and
+        ``classes``, the names :func:`classify` gives.
         """
         places = self.places
         table: dict[str, list[Any]] = {
@@ -208,6 +299,15 @@ class HeadSummary:
             columns = (moments.mean, std, moments.low, moments.high)
             for part, values in zip(("mean", "std", "min", "max"), columns, strict=True):
                 table[f"{name}_{part}"] = values[:, column].masked_fill(none, math.nan).tolist()
+            if self.sampled:
+                table[f"{name}_sampling_error"] = self.sampling_error(name).tolist()
+        if self.distances is not None:
+            none = self.distances.rows == 0
+            for side, where in enumerate(("", "ahead_")):
+                for octave in range(side, self.distances.mass.shape[-1]):
+                    values = self.distances.mass[:, side, octave].masked_fill(none, math.nan)
+                    table[f"mass_octave_{where}{octave}"] = values.tolist()
+            table["classes"] = [" ".join(one.name for one in each) for each in classify(self)]
         return table
 
     def to_arrow(self) -> pyarrow.Table:
@@ -234,6 +334,7 @@ class HeadSummary:
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values: numbers that are not finite become None."""
         places, moments, std = self.places, self.moments, self.moments.std
+        errors = moments.sampling_error
         heads = []
         for index, (layer, head) in enumerate(places):
             metrics = {}
@@ -246,7 +347,12 @@ class HeadSummary:
                     **dict(zip(("mean", "std", "min", "max"), values, strict=True)),
                     "histogram": moments.histogram[index, column].tolist(),
                 }
+                if self.sampled:
+                    metrics[name]["sampling_error"] = _plain(float(errors[index, column]))
             heads.append({"layer": layer, "head": head, "metrics": metrics})
+        for entry, classes in zip(heads, classify(self), strict=True):
+            entry["classes"] = [_plain(each.to_dict()) for each in classes]
+        self._add_beside(heads)
         return {
             "schema": SCHEMA,
             "about": _plain(dict(self.about)),
@@ -255,16 +361,30 @@ class HeadSummary:
             ],
             "metrics": {
                 name: {
-                    "unit": METRICS[name].unit,
-                    "range": METRICS[name].range,
-                    "meaning": METRICS[name].meaning,
+                    "unit": describe(name).unit,
+                    "range": describe(name).range,
+                    "meaning": describe(name).meaning,
                     "edges": edges(name),
                 }
                 for name in self.metrics
             },
             "heads": heads,
             "unread": list(self.unread),
+            "not_provided": list(self.not_provided),
         }
+
+    def _add_beside(self, heads: list[dict[str, Any]]) -> None:
+        """Add profiles, distances and examples to heads' JSON values."""
+        for title, profile in (("by_n", self.profile), ("by_position", self.positions)):
+            if profile is None:
+                continue
+            for entry, octaves in zip(heads, profile.to_dicts(self.metrics), strict=True):
+                entry[title] = _plain(octaves)
+        for index, entry in enumerate(heads):
+            if self.distances is not None:
+                entry["distances"] = self.distances.to_dict(index)
+            if self.examples is not None:
+                entry["examples"] = [_plain(row.to_dict()) for row in self.examples.rows(index)]
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict` as a JSON file, atomically."""
@@ -278,9 +398,14 @@ class HeadSummary:
             "layers": [asdict(layer) for layer in self.layers],
             "about": dict(self.about),
             "unread": self.unread,
+            "not_provided": self.not_provided,
         }
-        tensors = {name: tensor.contiguous() for name, tensor in self.moments.tensors().items()}
-        return {"schema": SCHEMA, "summary": json.dumps(record)}, tensors
+        arrays = self.moments.tensors() | self.beside.tensors()
+        tensors = {name: tensor.contiguous() for name, tensor in arrays.items()}
+        header = {"schema": SCHEMA, "summary": json.dumps(record)}
+        if self.examples is not None and self.examples.words:
+            header["words"] = self.examples.header()
+        return header, tensors
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, str] | None = None) -> None:
         """Write the summary as a safetensors file, atomically; :func:`load` reads it exactly.
@@ -305,11 +430,17 @@ def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Head
         ValueError: naming the first thing that does not fit.
     """
     record = checked_record(header)
-    layers = tuple(Layer(**layer) for layer in record["layers"])
+    layers = tuple(
+        Layer(**layer | {"chosen": tuple(layer.get("chosen", ()))}) for layer in record["layers"]
+    )
     metrics, unread = tuple(record["metrics"]), tuple(record["unread"])
     heads = sum(layer.heads for layer in layers)
-    moments = Moments(**checked_tensors(tensors, heads, len(metrics)))
-    return HeadSummary(layers, metrics, moments, record["about"], unread)
+    own = {name: tensor for name, tensor in tensors.items() if "." not in name}
+    moments = Moments(**checked_tensors(own, heads, len(metrics)))
+    more = {name: tensor for name, tensor in tensors.items() if "." in name}
+    beside = Beside.checked(more, heads, len(metrics), checked_words(header))
+    left = tuple(record.get("not_provided", ()))
+    return HeadSummary(layers, metrics, moments, record["about"], unread, beside, left)
 
 
 def load(path: str | os.PathLike[str]) -> HeadSummary:
@@ -336,7 +467,17 @@ def _plain(value: Any) -> Any:
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def summarise(values: dict[str, Tensor], kept: Tensor, metrics: tuple[str, ...]) -> Moments:
+def stack(values: Mapping[str, Tensor], metrics: tuple[str, ...]) -> Tensor:
+    """Metrics (B, heads, L) as one tensor (metrics, heads, B, L), float32 or float64."""
+    first = values[metrics[0]]
+    dtype = torch.float64 if torch.float64 in {v.dtype for v in values.values()} else torch.float32
+    stacked = first.new_empty((len(metrics), *first.transpose(0, 1).shape), dtype=dtype)
+    for index, name in enumerate(metrics):
+        stacked[index] = values[name].detach().transpose(0, 1)
+    return stacked
+
+
+def summarise(values: Mapping[str, Tensor], kept: Tensor, metrics: tuple[str, ...]) -> Moments:
     """The record of one call's rows.
 
     Args:
@@ -347,11 +488,11 @@ def summarise(values: dict[str, Tensor], kept: Tensor, metrics: tuple[str, ...])
     Returns:
         Moments of (heads, metrics).
     """
-    first = values[metrics[0]]
-    dtype = torch.float64 if torch.float64 in {v.dtype for v in values.values()} else torch.float32
-    stacked = first.new_empty((len(metrics), *first.transpose(0, 1).shape), dtype=dtype)
-    for index, name in enumerate(metrics):
-        stacked[index] = values[name].detach().transpose(0, 1)
+    return summarise_stacked(stack(values, metrics), kept, metrics)
+
+
+def summarise_stacked(stacked: Tensor, kept: Tensor, metrics: tuple[str, ...]) -> Moments:
+    """The same of metrics that :func:`stack` put together."""
     rows = stacked.flatten(2)
     shown = kept.transpose(0, 1).flatten(1)
     if bool((shown == shown[:1]).all()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, quantiles
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from acutance.probing import STATUSES, HeadSummary, Layer
 from acutance.report.colours import as_hex, brief, colour, ink, scale_of
-from acutance.rowstats import METRICS
+from acutance.structure import describe
 
 #: A folded table of more lines than this gives way to one line for each layer.
 MOST_LINES = 100
@@ -24,7 +24,7 @@ _ASCII = str.maketrans(
 _Line = list[tuple[str, Style | None]]
 
 
-def console_table(summary: HeadSummary) -> ConsoleRenderable:
+def console_table(summary: HeadSummary, metric: str | None = None) -> ConsoleRenderable:
     """A rich renderable: layer × head, each cell a mean over rows on its colour, and what was read.
 
     Heads that do not fit beside each other fold onto further lines; where that would take more than
@@ -32,7 +32,11 @@ def console_table(summary: HeadSummary) -> ConsoleRenderable:
     Numbers say everything colour does, so it reads as well in a file or with ``NO_COLOR``.
 
     Args:
-        summary: any head summary; one without ``normalized_entropy`` shows the next best metric.
+        summary: any head summary.
+        metric: what the cells show; None is normalized entropy, or the next best there is.
+
+    Raises:
+        ValueError: if the metric does not exist or was not recorded.
 
     Example:
         >>> import torch, acutance
@@ -50,19 +54,22 @@ def console_table(summary: HeadSummary) -> ConsoleRenderable:
         4 rows read for each head; left out: 0 padded, 0 that see no key.
         Captured: read from the call's own arguments, output not rebuilt.
     """
-    return _HeadTable(summary)
+    return _HeadTable(summary, metric)
 
 
 class _HeadTable:
     """What :func:`console_table` returns; it is laid out when it is printed, for that width."""
 
-    def __init__(self, summary: HeadSummary) -> None:
+    def __init__(self, summary: HeadSummary, metric: str | None) -> None:
         self.summary = summary
-        self.metric = next(
-            (name for name in _PREFERRED if name in summary.metrics),
-            summary.metrics[0] if summary.metrics else "",
-        )
+        self.metric = metric or headline(summary.metrics)
         self.grid = summary.grid(self.metric) if self.metric else []
+        numbers = [layer.numbers for layer in summary.layers]
+        most = max(numbers, key=len, default=())
+        alike = all(part == most[: len(part)] for part in numbers)
+        #: what the columns are called: heads' numbers, or places where layers read different heads
+        self.names = [f"h{head}" for head in most] if alike else [f"#{i}" for i in range(len(most))]
+        self.whole = most == tuple(range(len(most))) and alike
         self.scale = scale_of(self.metric, (value for row in self.grid for value in row))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -96,7 +103,7 @@ class _HeadTable:
             )
         else:
             title, low, high = "", "low", "high" + (", log scale" if self.scale.log else "")
-        unit = METRICS[self.metric].unit
+        unit = describe(self.metric).unit
         of = "" if unit == "1" else f" ({unit})"
         yield [(f"{title}mean {name}{of} over rows, layer × head", bold)]
         ticks = self.scale.ticks(6)
@@ -106,7 +113,7 @@ class _HeadTable:
     def _body(self, width: int) -> Iterator[_Line]:
         widest = max(len(row) for row in self.grid)
         texts = [self._text(value) for row in self.grid for value in row]
-        cell = max(4, *map(len, texts), len(f"h{widest - 1}"))
+        cell = max(4, *map(len, texts), *map(len, self.names))
         label = max(5, len(str(len(self.grid) - 1)))
         room = width - label - 1 - (cell + 4)  # the mean has its own column
         if widest * (cell + 2) <= room:
@@ -126,7 +133,9 @@ class _HeadTable:
         bold, dim = Style(bold=True), Style(dim=True)
         pad = " " if cell % 2 == 0 else ""  # a six-wide cell has a space on both sides
         folded = chunk < widest
-        names = [f"h{'+' * folded}{head}{pad}".rjust(cell) for head in range(chunk)]
+        names = [f"{name}{pad}".rjust(cell) for name in self.names[:chunk]]
+        if folded:
+            names = [f"{'h' if self.whole else '#'}+{i}{pad}".rjust(cell) for i in range(chunk)]
         title = "layer" + (" heads".rjust(label - 5) if folded else " " * (label - 5))
         yield [
             (f"{title} ", bold),
@@ -173,7 +182,8 @@ class _HeadTable:
                     (low[0], low[1], *quarters, high[0], high[1]), widths, strict=True
                 ):
                     if isinstance(value, int):
-                        line.append((f"h{value}".rjust(size), dim))
+                        number = self.summary.layers[layer].numbers[value]
+                        line.append((f"h{number}".rjust(size), dim))
                     else:
                         line.append((self._text(value).rjust(size), self._style(value)))
             else:
@@ -192,15 +202,29 @@ class _HeadTable:
         return Style(color=as_hex(ink(background)), bgcolor=as_hex(background))
 
 
+def headline(metrics: Sequence[str]) -> str:
+    """The metric that a table shows unless told otherwise; nothing where there is none.
+
+    Example:
+        >>> headline(("lse", "entropy")), headline(("lse",)), headline(())
+        ('entropy', 'lse', '')
+    """
+    first = metrics[0] if metrics else ""
+    return next((name for name in _PREFERRED if name in metrics), first)
+
+
 def _below(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
     """What was read and how far to trust it."""
     layers = summary.layers
     yield (
         f"{span(layer.rows for layer in layers)} rows read for each head; left out: "
         f"{span(layer.padded for layer in layers)} padded, "
-        f"{span(layer.empty for layer in layers)} that see no key.",
+        f"{span(layer.empty for layer in layers)} that see no key"
+        + (f", {span(layer.skipped for layer in layers)} not drawn." if summary.sampled else "."),
         None,
     )
+    for sentence in chosen_sentences(layers):
+        yield sentence, None
     for sentence, wrong in status_sentences(layers):
         yield sentence, Style(bold=True, color="red") if wrong else None
     if len(layers) > 1 or not layers:
@@ -210,6 +234,27 @@ def _below(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
         yield "Attention that could not be read:", Style(bold=True)
         for reason in summary.unread:
             yield f"  – {reason}", None
+    if summary.not_provided:
+        yield "Attention that acutance was to provide and left to the model:", Style(bold=True)
+        for reason in summary.not_provided:
+            yield f"  – {reason}", None
+
+
+def chosen_sentences(layers: tuple[Layer, ...]) -> list[str]:
+    """Which heads were read, in layers where not all were.
+
+    Example:
+        >>> chosen_sentences((Layer("a", 2, chosen=(1, 4)), Layer("b", 2, chosen=(1, 4))))
+        ['Read in layers 0–1: heads 1, 4.']
+    """
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for index, layer in enumerate(layers):
+        if layer.chosen:
+            alike.setdefault(layer.chosen, []).append(index)
+    return [
+        f"Read in {ranges(those, 'layer')}: {ranges(list(heads), 'head')}."
+        for heads, those in alike.items()
+    ]
 
 
 def span(values: Iterable[int]) -> str:

@@ -9,24 +9,28 @@ from acutance.files import write_whole
 from acutance.probing import HeadSummary
 from acutance.report.colours import as_hex, brief, colour, ink, scale_of
 from acutance.report.console import printable
-from acutance.rowstats import METRICS
+from acutance.report.style import LIGHT, Theme, save
+from acutance.structure import describe
 
 _WIDTH, _DPI = 10.0, 160  # inches and dots per inch: 1600 pixels
-_EDGE, _INK, _MUTED = "#d0d7de", "#1f2328", "#59636e"
 
 
 def draw_heads(
-    summary: HeadSummary, path: str | os.PathLike[str], metric: str = "normalized_entropy"
+    summary: HeadSummary,
+    path: str | os.PathLike[str],
+    metric: str = "normalized_entropy",
+    *,
+    theme: Theme = LIGHT,
 ) -> None:
-    """Draw a heat map, layer × head, of a metric's mean over rows, as a PNG file 1600 pixels wide.
+    """Draw a heat map, layer × head, of a metric's mean over rows, 1600 pixels wide.
 
-    The picture is a white card with round corners on nothing, so that it sits well on white and on
-    dark pages.
+    The picture is a card with round corners on nothing, so that it sits well on any page.
 
     Args:
         summary: any head summary.
-        path: where to write it, atomically.
+        path: where to write it, atomically; an SVG where it ends in .svg, else a PNG.
         metric: a metric the summary has.
+        theme: the card, light or dark.
 
     Raises:
         ImportError: without matplotlib.
@@ -47,7 +51,7 @@ def draw_heads(
     if not heads:
         raise ValueError(f"draw_heads draws at least one head, got a summary of {layers} layers")
     scale = scale_of(metric, (value for row in grid for value in row))
-    name, unit = metric.replace("_", " "), METRICS[metric].unit
+    name, entry = metric.replace("_", " "), describe(metric)
 
     left, right, top, bottom = 0.95, 1.75, 1.15, 0.75  # margins in inches
     across = _WIDTH - left - right
@@ -63,8 +67,8 @@ def draw_heads(
             1 - 0.24 / height,
             boxstyle=f"round,pad=0,rounding_size={0.012}",
             mutation_aspect=_WIDTH / height,
-            facecolor="white",
-            edgecolor=_EDGE,
+            facecolor=theme.page,
+            edgecolor=theme.grid,
             linewidth=1.0,
             transform=figure.transFigure,
             zorder=-1,
@@ -75,17 +79,17 @@ def draw_heads(
     colours = ListedColormap([as_hex(colour(step / 255)) for step in range(256)], name="viridis")
     norm = (LogNorm if scale.log else Normalize)(scale.low, scale.high)
     mesh = axes.pcolormesh(
-        cells, cmap=colours, norm=norm, edgecolors="white", linewidth=_gap(layers, heads)
+        cells, cmap=colours, norm=norm, edgecolors=theme.page, linewidth=_gap(layers, heads)
     )
     axes.set_xlim(0, heads)
     axes.set_ylim(layers, 0)
-    axes.set_facecolor("#f6f8fa")
+    axes.set_facecolor(theme.page)
     if heads <= 16 and layers <= 32:
         size = 9.5 if heads <= 12 else 8
         for layer, row in enumerate(grid):
             for head, value in enumerate(row):
                 place = scale.place(value)
-                shade = _MUTED if place is None else as_hex(ink(colour(place)))
+                shade = theme.muted if place is None else as_hex(ink(colour(place)))
                 text = "–" if place is None else _short(value, metric)
                 axes.text(
                     head + 0.5, layer + 0.5, text, ha="center", va="center", color=shade, size=size
@@ -95,23 +99,21 @@ def draw_heads(
         axis.set_ticks(
             [index + 0.5 for index in range(0, count, step)], list(map(str, range(0, count, step)))
         )
-    axes.tick_params(length=0, labelsize=10, labelcolor=_MUTED, pad=5)
-    axes.set_xlabel("head", size=11, color=_INK, labelpad=6)
-    axes.set_ylabel("layer", size=11, color=_INK, labelpad=8)
+    axes.tick_params(length=0, labelsize=10, labelcolor=theme.muted, pad=5)
+    axes.set_xlabel("head", size=11, color=theme.ink, labelpad=6)
+    axes.set_ylabel("layer", size=11, color=theme.ink, labelpad=8)
     for spine in axes.spines.values():
         spine.set_visible(False)
 
-    model = textwrap.shorten(printable(str(summary.about.get("model", ""))), 44, placeholder="…")
-    subject = f"{model}: " if model else ""
     rows = sorted({layer.rows for layer in summary.layers})
     per_head = f"{rows[0]:,}" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,}"
     figure.text(
-        left / _WIDTH, 1 - 0.52 / height, f"{subject}{name} of every head",
-        size=15, weight="bold", color=_INK, va="center", parse_math=False,
+        left / _WIDTH, 1 - 0.52 / height, f"{subject(summary)}{name} of every head",
+        size=15, weight="bold", color=theme.ink, va="center", parse_math=False,
     )  # fmt: skip
     figure.text(
-        left / _WIDTH, 1 - 0.85 / height, f"mean over {per_head} rows; {METRICS[metric].meaning}",
-        size=10.5, color=_MUTED, va="center", parse_math=False,
+        left / _WIDTH, 1 - 0.85 / height, f"mean over {per_head} rows; {entry.meaning}",
+        size=10.5, color=theme.muted, va="center", parse_math=False,
     )  # fmt: skip
     bar_axes = figure.add_axes(
         ((left + across + 0.32) / _WIDTH, bottom / height, 0.2 / _WIDTH, down / height)
@@ -120,14 +122,26 @@ def draw_heads(
     bar.outline.set_visible(False)
     bar.set_ticks(scale.ticks(5), labels=[_short(value, metric) for value in scale.ticks(5)])
     bar_axes.minorticks_off()
-    bar_axes.tick_params(length=0, labelsize=10, labelcolor=_MUTED, pad=5)
+    bar_axes.tick_params(length=0, labelsize=10, labelcolor=theme.muted, pad=5)
     ends = "  (0 sharp, 1 diffuse)" if metric == "normalized_entropy" else ""
     bar.set_label(
-        f"{name}{ends}" if unit == "1" else f"{name}, {unit}", size=10.5, color=_INK, labelpad=8
+        f"{name}{ends}" if entry.unit == "1" else f"{name}, {entry.unit}",
+        size=10.5,
+        color=theme.ink,
+        labelpad=8,
     )
-    write_whole(
-        path, lambda where: figure.savefig(where, format="png", metadata={"Software": None})
-    )
+    if os.fspath(path).lower().endswith(".svg"):
+        save(figure, path)
+    else:
+        write_whole(
+            path, lambda where: figure.savefig(where, format="png", metadata={"Software": None})
+        )
+
+
+def subject(summary: HeadSummary) -> str:
+    """The model's name as a title begins, with a colon; nothing where it is not known."""
+    model = textwrap.shorten(printable(str(summary.about.get("model", ""))), 44, placeholder="…")
+    return f"{model}: " if model else ""
 
 
 def _gap(layers: int, heads: int) -> float:

@@ -63,7 +63,7 @@ class _Head:
     """One head's numbers by name, NaN for what was not recorded."""
 
     def __init__(self, summary: HeadSummary, columns: dict[str, list[float]], index: int) -> None:
-        self.layer, self.head = summary.places[index]
+        self.layer, self.head = int(columns["layer"][index]), int(columns["head"][index])
         self.record = summary.layers[self.layer]
         self._columns, self._index = columns, index
 
@@ -123,7 +123,7 @@ def findings(summary: HeadSummary) -> list[Finding]:
         keys. A head that hardly selects may be dead, untrained, or average by design.
     """
     columns = summary.columns()
-    heads = [_Head(summary, columns, index) for index in range(len(summary.places))]
+    heads = [_Head(summary, columns, index) for index in range(len(columns["layer"]))]
     trusted = [head for head in heads if head.record.status != "mismatch"]
     return [
         *_extremes(trusted),

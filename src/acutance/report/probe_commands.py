@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.padding import Padding
-from rich.text import Text
-
-from acutance.probing import HeadSummary, Shard, corpus, merge_states, models
+from acutance.probing import Shard, corpus, merge_states, models
 from acutance.probing.distributed import Alone
-from acutance.probing.run import Options, Outcome, run_windows
+from acutance.probing.run import Options, Outcome, Savings, run_windows
 from acutance.probing.shards import WHOLE
-from acutance.report.console import console_table
-from acutance.report.findings import findings
+from acutance.report.exports import Targets
+from acutance.report.state_commands import say_written, show_and_write
 
 __all__ = ["merge", "probe"]
-
-Targets = Mapping[str, Path | None]
 
 
 def probe(
@@ -37,16 +30,23 @@ def probe(
     resume: bool,
     verify: bool,
     noise: bool,
+    structure: bool,
+    examples: int,
+    savings: Savings,
     attention: str | None,
     device: str,
     trust_remote_code: bool,
     allow_pickle: bool,
     targets: Targets,
+    chart: str,
+    dark: bool,
     console: Callable[..., Any],
+    law: tuple[str, Callable[[Any], AbstractContextManager[Any]]] | None = None,
 ) -> bool:
     """Probe a model on texts, show the table and write what was asked for.
 
-    Only the first rank reads texts, shows and writes.
+    Only the first rank reads texts, shows and writes. ``law`` is a scaling law in words, and what
+    puts it on a model.
 
     Returns:
         Whether all windows that were asked for are done; ^C ends a run early.
@@ -72,36 +72,46 @@ def probe(
             allow_pickle=allow_pickle,
         )
         window = loaded.window(length)
-        pieces = corpus.windows(texts, loaded.tokenizer, window)
+        pieces = corpus.windows(texts, loaded.tokenizer, window)[:: savings.every]
     options = Options(
         length=window,
         batch_size=batch_size,
         device=world.device(device),
         verify=verify,
         noise=noise,
+        structure=structure,
+        examples=examples,
+        savings=savings,
         keep=first and targets["--keep-qk"] is not None,
         shard=part,
         save=targets["--save"],
         save_every=save_every,
         resume=resume,
+        law=None if law is None else law[0],
     )
     about = {"text": [text.name for text in texts]} | {
         name: version(name) for name in ("acutance", "transformers")
     }
+    if law is not None:
+        about["law"] = law[0]
     tokens = sum(
         len(piece)
         for start in part.of(-(-len(pieces) // batch_size))
         for piece in pieces[start * batch_size : (start + 1) * batch_size]
     )
-    with _progress(tokens, console()) as advance:
+    with world.together():
+        scaled = nullcontext() if law is None else law[1](loaded.model)
+    with scaled, _progress(tokens, console()) as advance:
         outcome = run_windows(loaded, pieces, options, about, world, advance)
     with world.together():
         if first:
-            _finish(outcome, targets, console)
+            _finish(outcome, targets, console, chart, dark)
     return outcome.finished
 
 
-def _finish(outcome: Outcome, targets: Targets, console: Callable[..., Any]) -> None:
+def _finish(
+    outcome: Outcome, targets: Targets, console: Callable[..., Any], chart: str, dark: bool
+) -> None:
     """Show and write what a run found."""
     if outcome.state is None:
         raise KeyboardInterrupt
@@ -112,7 +122,8 @@ def _finish(outcome: Outcome, targets: Targets, console: Callable[..., Any]) -> 
         notes.print(f"[yellow]interrupted[/] after {run.windows} of {run.total} windows")
     if (path := targets["--keep-qk"]) is not None and outcome.probe is not None:
         outcome.probe.queries_keys().save(path)
-    _show_and_write(outcome.state.summary, targets, console)
+    show_and_write(outcome.state.summary, targets, console, chart=chart, dark=dark)
+    say_written(targets, console)
 
 
 def merge(states: Sequence[Path], *, targets: Targets, console: Callable[..., Any]) -> None:
@@ -130,46 +141,8 @@ def merge(states: Sequence[Path], *, targets: Targets, console: Callable[..., An
             f"[yellow]incomplete[/]: {state.run.windows} of {state.run.total} windows are here",
             highlight=False,
         )
-    _show_and_write(state.summary, targets, console)
-
-
-def _show_and_write(summary: HeadSummary, targets: Targets, console: Callable[..., Any]) -> None:
-    _write(summary, targets)
-    if str(targets["--json"]) != "-":
-        _show(summary, console(stderr=False))
-    for option, path in targets.items():
-        if path is not None and str(path) != "-":
-            what = "state" if option == "--out" else option[2:]
-            console().print(f"[dim]{what} written to[/] {path}", highlight=False)
-
-
-def _show(summary: HeadSummary, output: Any) -> None:
-    """Print the table, then what stands out in it."""
-    output.print(console_table(summary))
-    found = findings(summary)
-    if found:
-        output.print("\nWhat stands out", style="bold")
-    for finding in found:
-        output.print(Padding(Text(f"• {finding.sentence}"), (0, 0, 0, 1)))
-
-
-def _write(summary: HeadSummary, targets: Targets) -> None:
-    """Write what was asked for; the figure last, since it may lack its library."""
-    if (path := targets["--json"]) is not None:
-        if str(path) == "-":
-            sys.stdout.write(json.dumps(summary.to_dict(), allow_nan=False) + "\n")
-        else:
-            summary.to_json(path)
-    if (path := targets["--parquet"]) is not None:
-        summary.to_parquet(path)
-    if (path := targets["--report"]) is not None:
-        from acutance.report.page import write_html
-
-        write_html(summary, path)
-    if (path := targets["--figure"]) is not None:
-        from acutance.report.figures import draw_heads
-
-        draw_heads(summary, path)
+    show_and_write(state.summary, targets, console)
+    say_written(targets, console)
 
 
 @contextmanager

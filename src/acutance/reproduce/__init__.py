@@ -8,15 +8,20 @@ leaves a record (JSON) and a figure (PNG and SVG, light and dark).
 from __future__ import annotations
 
 from acutance.reproduce import (
+    calibrated_length,
     entropy_floor,
     finite_n,
+    first,
     freezing,
     gap_law,
     homogeneous,
     information,
     invariance,
+    max_retrieval,
     mean_field,
+    mlm_table,
     noise,
+    real_heads,
     scores,
     simplex,
     sparsity_decay,
@@ -27,6 +32,7 @@ from acutance.reproduce import (
     ssmax,
     temperature,
 )
+from acutance.reproduce.decoder import decoder
 from acutance.reproduce.experiment import Experiment, Run
 from acutance.reproduce.record import Claim, Judgement, Record, Row, judge, load
 from acutance.reproduce.runner import Outcome, pick, run, run_one
@@ -53,6 +59,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         entropy_floor,
         ssmax,
         freezing,
+        real_heads,
+        first,
+        max_retrieval,
+        mlm_table,
+        calibrated_length,
     )
 }
 
@@ -65,6 +76,7 @@ __all__ = [
     "Record",
     "Row",
     "Run",
+    "decoder",
     "judge",
     "load",
     "pick",

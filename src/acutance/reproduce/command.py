@@ -52,12 +52,15 @@ def reproduce(
     notes = console()
     records: list[Record] = []
     complete = True
+    progress = _Progress()
     try:
-        outcomes = run(chosen, out, quick=quick, seed=seed, force=force, figures=figures)
+        outcomes = run(
+            chosen, out, quick=quick, seed=seed, force=force, figures=figures, note=progress
+        )
         for index, experiment in enumerate(chosen, 1):
             notes.print(Text(f"{experiment.name}: {experiment.title}", style="bold"))
             notes.print(Padding(Text(f"predicted: {experiment.prediction}"), (0, 0, 0, 2)))
-            with notes.status(f"{index}/{len(chosen)} {experiment.name}"):
+            with notes.status(f"{index}/{len(chosen)} {experiment.name}") as progress.status:
                 outcome = next(outcomes)
             records.append(outcome.record)
             how = (
@@ -80,6 +83,16 @@ def reproduce(
     if not complete:
         return INTERRUPTED
     return AS_EXPECTED if all(record.as_expected for record in records) else OTHERWISE
+
+
+class _Progress:
+    """Lines of progress of an experiment, shown one over the other while it runs."""
+
+    status: Any = None
+
+    def __call__(self, line: str) -> None:
+        if self.status is not None:
+            self.status.update(Text(line))
 
 
 def _write(

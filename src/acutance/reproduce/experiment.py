@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,11 +31,21 @@ class Run:
         name: the experiment's; each has its own numbers, whichever others run.
         quick: whether to run at the small size.
         seed: of all random numbers.
+        keep: directory of trained models, finished and not; None keeps none.
+        note: takes a line of progress now and then.
     """
 
     name: str
     quick: bool
     seed: int = 0
+    keep: Path | None = None
+    note: Callable[[str], None] | None = None
+
+    def kept(self, name: str) -> Path | None:
+        """The file of a model of that name; it differs by seed and size."""
+        if self.keep is None:
+            return None
+        return self.keep / f"{name}-{'quick' if self.quick else 'full'}-seed{self.seed}.checkpoint"
 
     @cached_property
     def generator(self) -> torch.Generator:
@@ -71,6 +82,7 @@ class Experiment:
         claims: the first gives the experiment its verdict.
         measure: makes the rows.
         draw: makes the figure from the record.
+        needs: a package it cannot do without, beside those that acutance always has; "" for none.
     """
 
     name: str
@@ -79,6 +91,7 @@ class Experiment:
     claims: tuple[Claim, ...]
     measure: Callable[[Run], Sequence[Row]]
     draw: Callable[[Record, Theme], Figure]
+    needs: str = ""
 
 
 def statistics(scores: Tensor) -> RowStatistics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import importlib.util
 import inspect
 import os
 import time
@@ -17,6 +18,7 @@ import torch
 
 from acutance.report import style
 from acutance.reproduce.experiment import Experiment, Run
+from acutance.reproduce.fitting import Note
 from acutance.reproduce.record import Record, judge, load
 
 
@@ -49,20 +51,35 @@ def pick(names: Sequence[str], experiments: Mapping[str, Experiment]) -> list[Ex
     return [one for name, one in experiments.items() if not names or name in names]
 
 
-def run_one(experiment: Experiment, *, quick: bool = False, seed: int = 0) -> Record:
-    """Measure an experiment and judge its claims; nothing is written.
+def missing(experiment: Experiment) -> bool:
+    """Whether an experiment needs a package that is not installed."""
+    return bool(experiment.needs) and importlib.util.find_spec(experiment.needs) is None
+
+
+def run_one(
+    experiment: Experiment,
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    keep: Path | None = None,
+    note: Note | None = None,
+) -> Record:
+    """Measure an experiment and judge its claims; no record is written.
 
     Args:
         experiment: which.
         quick: run at the small size.
         seed: of its random numbers.
+        keep: directory of the models it trains, so that a training that was stopped goes on; None
+            keeps none.
+        note: takes lines of progress from experiments that train.
 
     Returns:
         The record. With the same seed and size it is the same on the same versions.
     """
     with _one_thread():
         start = time.perf_counter()
-        rows = tuple(experiment.measure(Run(experiment.name, quick, seed)))
+        rows = tuple(experiment.measure(Run(experiment.name, quick, seed, keep, note)))
         seconds = time.perf_counter() - start
     return Record(
         name=experiment.name,
@@ -85,6 +102,7 @@ def run(
     seed: int = 0,
     force: bool = False,
     figures: bool = True,
+    note: Note | None = None,
 ) -> Iterator[Outcome]:
     """Run experiments, writing each one's record and figures before the next begins.
 
@@ -98,15 +116,25 @@ def run(
         seed: of all random numbers.
         force: measure again whatever is there.
         figures: draw; needs matplotlib.
+        note: takes lines of progress from experiments that train models. Those models stay in
+            ``out/models``: a training that was stopped goes on, a finished one is only read.
 
     Yields:
         The outcome of each experiment as it finishes.
 
     Raises:
-        ImportError: before anything runs, if figures are asked for without matplotlib.
+        ImportError: before anything runs, if figures are asked for without matplotlib, or an
+            experiment needs a package that is not installed.
     """
     if figures:
         style.new_figure("")  # fails here rather than after a measurement
+    experiments = list(experiments)
+    for experiment in experiments:
+        if missing(experiment):
+            raise ImportError(
+                f"the experiment {experiment.name} needs {experiment.needs}; "
+                f'install it with: pip install "acutance[hf]"'
+            )
     directory = Path(out)
     directory.mkdir(parents=True, exist_ok=True)
     for experiment in experiments:
@@ -114,7 +142,9 @@ def run(
         record = None if force else _earlier(experiment, path, quick=quick, seed=seed)
         resumed = record is not None
         if record is None:
-            record = run_one(experiment, quick=quick, seed=seed)
+            record = run_one(
+                experiment, quick=quick, seed=seed, keep=directory / "models", note=note
+            )
             for old in _pictures(directory, experiment.name):
                 old.unlink(missing_ok=True)  # never a figure of other numbers beside a record
             record.save(path)

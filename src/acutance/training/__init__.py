@@ -1,10 +1,12 @@
-"""Keep attention in bounds while a model trains: clip, regularise, reparametrise, initialise."""
+"""Attention in bounds while a model trains: monitor, clip, regularise, reparametrise, scale."""
 
 from __future__ import annotations
 
+from acutance.training.alarms import Alarm, AttentionWarning
 from acutance.training.entropy import EntropyRegularizer
 from acutance.training.info_nce import ContrastiveReport, InfoNCE
 from acutance.training.initial import initial_scale
+from acutance.training.monitor import AttentionMonitor, MonitorRecord
 from acutance.training.qk_clip import ClipReport, LayerClip, QKClip
 from acutance.training.sigma_reparam import SigmaReparam, remove_sigma_reparam, sigma_reparam
 from acutance.training.temperature import ClampedTemperature, clamp_inward
@@ -12,6 +14,9 @@ from acutance.training.watch import AttentionWatch, WatchedRows
 from acutance.training.z_loss import ZLoss
 
 __all__ = [
+    "Alarm",
+    "AttentionMonitor",
+    "AttentionWarning",
     "AttentionWatch",
     "ClampedTemperature",
     "ClipReport",
@@ -19,6 +24,7 @@ __all__ = [
     "EntropyRegularizer",
     "InfoNCE",
     "LayerClip",
+    "MonitorRecord",
     "QKClip",
     "SigmaReparam",
     "WatchedRows",

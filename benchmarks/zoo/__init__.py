@@ -1,0 +1,1 @@
+"""Every architecture of the installed transformers, small: built, run, probed and judged."""

@@ -1,0 +1,361 @@
+"""One model type: built small, run plain, probed and witnessed, and judged."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from acutance.probing import Probe, ProbeError
+from zoo import inputs, small
+from zoo.witness import watching
+
+#: What can be said of a model type.
+VERDICTS: dict[str, str] = {
+    "verified": "all attention is read, and each call's output rebuilt",
+    "unverified": "all attention is read, some of it from its softmax alone",
+    "in part": "some attention is read, some is not",
+    "not read": "there is attention and none of it is read",
+    "attention-free": "no softmax takes part in a product, and the probe says that it saw nothing",
+    "wrong": "a number or an output differs from the model's own",
+    "not run": "built, but none of the inputs tried is its own",
+    "not built": "no small configuration builds it",
+}
+
+
+@dataclass
+class Examined:
+    """What one model type gave.
+
+    Attributes:
+        model_type: its name in transformers.
+        verdict: one of :data:`VERDICTS`.
+        model: the class that was run.
+        inputs: kind of input.
+        implementations: attention implementations that were run.
+        calls: attention calls that the witness saw.
+        read: attention calls that the probe read.
+        statuses: calls by status.
+        sources: calls by what they were read from.
+        unread: what the probe listed as not read.
+        missed: modules whose attention the probe neither read nor listed.
+        maps: attention maps of the model's own that were compared.
+        worst: largest difference of a row's entropy, over its tolerance.
+        moved: whether an output changed by as much as a bit.
+        notes: what else is worth knowing.
+        reason: what is behind the verdict, in a sentence.
+        seconds: process time.
+    """
+
+    model_type: str
+    verdict: str = "not built"
+    model: str = ""
+    inputs: str = ""
+    implementations: list[str] = field(default_factory=list)
+    calls: int = 0
+    read: int = 0
+    statuses: dict[str, int] = field(default_factory=dict)
+    sources: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    maps: int = 0
+    worst: float = 0.0
+    moved: bool = False
+    notes: list[str] = field(default_factory=list)
+    reason: str = ""
+    seconds: float = 0.0
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Rows(Probe):
+    """A probe that also keeps the entropies it reads, with the largest score of each call."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model, metrics=["entropy", "max_logit"], verify=True)
+        self.kept: list[tuple[str, Tensor, float]] = []
+        add = self._records.add
+
+        def keep(layer: Any, rows: Any) -> None:
+            largest = rows.stats.state.m.abs()
+            largest = torch.where(largest.isfinite(), largest, 0.0)
+            self.kept.append((layer.module, rows.stats.entropy.double(), float(largest.max())))
+            add(layer, rows)
+
+        self._records.add = keep
+
+
+def examine(model_type: str) -> Examined:
+    """Everything about one model type; it does not raise, the reason is in what it returns."""
+    start = time.process_time()
+    examined = Examined(model_type)
+    try:
+        _examine(examined)
+    except small.TooLargeError as error:
+        examined.reason = str(error)
+    examined.seconds = round(time.process_time() - start, 2)
+    return examined
+
+
+def _examine(examined: Examined) -> None:
+    found = runnable(examined.model_type, examined)
+    if found is None:
+        return
+    model, config, kind, given = found
+    examined.model, examined.inputs = type(model).__name__, kind
+    first = getattr(model.config, "_attn_implementation", None) or "eager"
+    eager = model if first == "eager" else _eager(type(model), config)
+    findings: list[str] = []
+    for name, each in {first: model, "eager": eager}.items():
+        if each is None:
+            continue
+        examined.implementations.append(name)
+        for call in _variants(given):
+            findings += _judge(examined, each, call, eager, name == first and call is given)
+    _conclude(examined, model, findings)
+
+
+def runnable(model_type: str, examined: Examined) -> tuple[Any, Any, str, dict[str, Any]] | None:
+    """The first small model that runs on some input."""
+    config_class = small.config_class_of(model_type)
+    classes = small.classes_of(model_type, config_class)
+    if not classes:
+        examined.reason = "no class of a model takes its configuration"
+        return None
+    built, tried = False, time.process_time()
+    for make in small.configurations(config_class):
+        for model_class in classes[:3]:
+            if time.process_time() - tried > 12.0:
+                return None
+            try:
+                config = make()
+                model = small.build(model_class, config, None)
+            except Exception as error:
+                if not built and not examined.reason:
+                    examined.reason = _line(error)
+                continue
+            built, examined.verdict = True, "not run"
+            first = True
+            for kind, given in inputs.candidates(model):
+                try:
+                    output = _run(model, given)
+                except Exception as error:
+                    if first:
+                        examined.reason = f"on {kind}: {_line(error)}"
+                    first = False
+                    continue
+                if any(True for _ in tensors(output)):
+                    examined.reason = ""
+                    return model, config, kind, given
+    return None
+
+
+def _eager(model_class: Any, config: Any) -> Any:
+    try:
+        return small.build(model_class, copy.deepcopy(config), "eager")
+    except Exception:
+        return None
+
+
+def _variants(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield given
+    if "input_ids" in given and "attention_mask" in given and given["attention_mask"].dim() == 2:
+        yield {name: value for name, value in given.items() if name != "attention_mask"}
+        padded = given["attention_mask"].clone()
+        padded[1, -4:] = 0
+        yield given | {"attention_mask": padded}
+
+
+def _run(model: Any, given: dict[str, Any], **extra: Any) -> Any:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    with torch.no_grad():
+        return model(**copy.deepcopy(given), **extra)
+
+
+def _judge(
+    examined: Examined, model: Any, given: dict[str, Any], eager: Any, counted: bool
+) -> list[str]:
+    """Run one model on one input every way; what is wrong, in sentences."""
+    try:
+        plain = _run(model, given)
+    except Exception:
+        return []  # this variant is not for this model
+    if not _same(plain, _run(model, given)):
+        return ["its output is another each time it runs"]
+    with watching(model) as witness:
+        _run(model, given)
+    probe, wrong = Rows(model), []
+    try:
+        with probe:
+            probed = _run(model, given)
+    except ProbeError:
+        probed = plain
+    if not _same(plain, probed):
+        examined.moved = True
+        wrong.append("the output is another while it is probed")
+    layers = probe.summary().layers if probe.kept else ()
+    for layer in layers:
+        if layer.status == "mismatch":
+            wrong.append(f"{layer.module}: the output cannot be rebuilt (error {layer.error:.1e})")
+    seen, read = witness.attention, {}
+    for layer in layers:
+        name = layer.module.partition("#")[0]
+        read[name] = read.get(name, 0) + layer.calls
+    listed = [line.partition(":")[0].partition("#")[0] for line in probe.unread]
+    missed = []
+    if seen.total() > sum(read.values()):
+        missed = [
+            f"{name} ({count})"
+            for name, count in seen.items()
+            if read.get(name, 0) < count and name not in listed
+        ]
+    if counted:
+        examined.calls, examined.read = seen.total(), sum(read.values())
+        for layer in layers:
+            examined.statuses[layer.status] = examined.statuses.get(layer.status, 0) + layer.calls
+            if layer.source not in examined.sources:
+                examined.sources.append(layer.source)
+    examined.unread += [line for line in probe.unread if line not in examined.unread]
+    examined.missed += [name for name in missed if name not in examined.missed]
+    if sum(read.values()) > seen.total():
+        wrong.append(
+            f"{sum(read.values())} calls were read where the model made {seen.total()}: "
+            f"{', '.join(n for n in read if read[n] > seen.get(n, 0))[:200]}"
+        )
+    return wrong + _against_maps(examined, probe, model, eager, given, plain)
+
+
+def _against_maps(
+    examined: Examined, probe: Rows, model: Any, eager: Any, given: dict[str, Any], plain: Any
+) -> list[str]:
+    """Compare rows with the maps that the eager model returns."""
+    try:
+        output = _run(eager, given, output_attentions=True)
+    except Exception:
+        return []
+    wrong, mask = [], given.get("attention_mask")
+    if model is not eager and not _alike(plain, _run(eager, given)):
+        note = f"{model.config._attn_implementation} computes something else than eager"
+        if note not in examined.notes:
+            examined.notes.append(note)
+        return []
+    for name, weights in maps(output):
+        rows, counts = row_entropy(weights)
+        if mask is not None and tuple(mask.shape) == (rows.shape[0], rows.shape[2]):
+            counts = counts & mask.bool()[:, None, :]
+        errors = []
+        for module, entropy, largest in probe.kept:
+            if entropy.shape == rows.shape:
+                both = counts & entropy.isfinite()
+                difference = torch.where(both, entropy - rows, 0.0).abs().max()
+                errors.append((float(difference) / tolerance(largest, weights.shape[-1]), module))
+        if not errors:
+            continue  # nothing of this shape was read: the witness says whether that is a loss
+        error, module = min(errors)
+        examined.maps += 1
+        examined.worst = max(examined.worst, round(error, 3))
+        if error > 1.0:
+            wrong.append(f"{name}: entropies differ from the model's own maps ({module})")
+    return wrong
+
+
+def tolerance(largest: float, keys: int) -> float:
+    """Allowed difference of entropies, both from float32 scores as large as ``largest``.
+
+    A score is off by some roundings of itself, a weight relatively by as much, and an entropy by at
+    most that times log n, twice: once for each of the two.
+    """
+    eps = torch.finfo(torch.float32).eps
+    logs = 1.0 + float(np.log(max(keys, 2)))
+    sink = keys * (1.0 - float(np.log(1e-5)))  # one less the sum of a row, where that is a sink's
+    return eps * (16 * (4.0 + largest) * logs + sink)
+
+
+def row_entropy(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropy of each row of maps (B, H, L, S), and which rows hold weights at all.
+
+    What a row lacks to one is the share of a sink.
+    """
+    p = weights.double()
+    total = p.sum(-1, keepdim=True)
+    sink = (1.0 - total).clamp(min=0.0)
+    p = torch.cat([p, torch.where(sink > 1e-5, sink, 0.0)], -1)
+    return -torch.xlogy(p, p).sum(-1), total.squeeze(-1) > 1e-6
+
+
+def maps(output: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every attention map (B, H, L, S) in an output, whose rows are distributions."""
+    for name in output if isinstance(output, dict) else ():
+        if "attention" not in name:
+            continue
+        for index, weights in enumerate(tensors(output[name])):
+            if weights.dim() != 4 or not weights.is_floating_point() or weights.shape[-1] < 2:
+                continue
+            if bool((weights >= 0).all()) and float(weights.sum(-1).max()) < 1.001:
+                yield f"{name}[{index}]", weights
+
+
+def tensors(output: Any) -> Iterator[Tensor]:
+    """Every tensor of an output."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from tensors(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from tensors(value)
+
+
+def _same(left: Any, right: Any) -> bool:
+    one, two = list(tensors(left)), list(tensors(right))
+    return len(one) == len(two) and all(
+        a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+        for a, b in zip(one, two, strict=True)
+    )
+
+
+def _alike(left: Any, right: Any) -> bool:
+    """Whether two outputs differ by no more than rounding: a thousandth of their size."""
+    for a, b in zip(tensors(left), tensors(right), strict=False):
+        if a.shape == b.shape and a.is_floating_point():
+            size = max(float(a.nan_to_num().abs().max()) if a.numel() else 0.0, 1e-30)
+            if a.numel() and float((a - b).nan_to_num().abs().max()) > 1e-3 * size:
+                return False
+    return True
+
+
+def _conclude(examined: Examined, model: Any, findings: list[str]) -> None:
+    findings = list(dict.fromkeys(findings))
+    if findings:
+        examined.verdict, examined.reason = "wrong", "; ".join(findings)[:600]
+        if all("another each time" in finding for finding in findings):
+            examined.verdict = "not run"
+    elif examined.missed or examined.unread:
+        examined.verdict = "in part" if examined.read else "not read"
+        examined.reason = "; ".join([*examined.unread, *examined.missed])[:600]
+    elif not examined.calls and not examined.read:
+        examined.verdict = "attention-free"
+        names = sorted({type(m).__name__ for m in model.modules() if "Atten" in type(m).__name__})
+        examined.reason = f"has {', '.join(names[:4])}" if names else ""
+    elif set(examined.statuses) <= {"verified"}:
+        examined.verdict, examined.reason = "verified", ""
+    else:
+        examined.verdict, examined.reason = "unverified", ""
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+__all__ = ["VERDICTS", "Examined", "examine", "runnable"]

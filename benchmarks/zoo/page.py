@@ -1,0 +1,136 @@
+"""The compatibility page, written from the record of a sweep."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+TEMPLATE = Path(__file__).with_suffix(".md")
+MEANINGS = {
+    "verified": "All attention is read, and every call's output rebuilt from it.",
+    "unverified": "All attention is read, some of it from a softmax that the model writes out by "
+    "hand: what led to its scores is not known, and after it only that a matrix product takes the "
+    "weights unchanged.",
+    "in part": "Some attention is read. The reason names what is not.",
+    "not read": "There is attention, and the probe says that it reads none.",
+    "attention-free": "No softmax takes part in a matrix product, and the probe says that it saw "
+    "no attention.",
+    "wrong": "A number or an output differs. None may be here.",
+    "not run": "Built, but none of the sweep's inputs is what the model takes. This says nothing "
+    "about the probe.",
+    "not built": "No small configuration that the sweep knows builds it. This says nothing about "
+    "the probe.",
+}
+DIFFER = (
+    "With its default attention, each of these gives another output than with eager attention, "
+    "probed or not, for the same weights and input. Each is read as it runs; the maps are compared "
+    "in eager only.\n\n"
+)
+_TITLES = {
+    "verified": "Read and verified",
+    "unverified": "Read, unverified",
+    "in part": "Read in part",
+    "not read": "Not read",
+    "attention-free": "Attention-free",
+    "wrong": "Wrong",
+    "not run": "Not run",
+    "not built": "Not built",
+}
+
+
+def render(record: dict[str, Any]) -> str:
+    """The page, MyST Markdown."""
+    models = list(record["models"].values())
+    with_maps = [model for model in models if model.get("maps")]
+    moved = sum(bool(model.get("moved")) for model in models)
+    worst = max((model["worst"] for model in with_maps), default=0.0)
+    facts = dict(
+        **record["versions"],
+        moved="None moved." if not moved else f"{moved} moved.",
+        maps=sum(model["maps"] for model in with_maps),
+        with_maps=len(with_maps),
+        worst=f"{worst:.2f}",
+    )
+    text, counts = "", Counter(model["verdict"] for model in models)
+    rows = [
+        (f"[{_TITLES[v]}](#{_anchor(v)})", counts[v], MEANINGS[v]) for v in _TITLES if counts[v]
+    ]
+    text += _table(("", "model types", ""), rows)
+    for verdict, title in _TITLES.items():
+        group = [model for model in models if model["verdict"] == verdict]
+        if group:
+            text += f"\n## {title}\n\n{_group(verdict, group)}"
+    noted = [model for model in models if model.get("notes")]
+    if noted:
+        text += "\n## Implementations that differ\n\n"
+        text += DIFFER
+        text += _table(
+            ("model type", "what differs"),
+            [(_code(m["model_type"]), "; ".join(m["notes"])) for m in noted],
+        )
+    template = TEMPLATE.read_text(encoding="utf-8")
+    for name, value in {**facts, "groups": text}.items():
+        template = template.replace(f"{{{name}}}", str(value))
+    return template
+
+
+def _group(verdict: str, models: list[dict[str, Any]]) -> str:
+    if verdict in ("not built", "not run"):
+        return _table(
+            ("model type", "reason"),
+            [(_code(m["model_type"]), _plain(m["reason"])) for m in models],
+        )
+    if verdict == "attention-free":
+        rows = [(_code(m["model_type"]), m["model"], _plain(m["reason"])) for m in models]
+        return _table(("model type", "class", "remark"), rows)
+    names = ("model type", "class", "input", "attention", "calls read", "maps compared")
+    if verdict == "verified":
+        return _table(names, [_row(model) for model in models])
+    return _table(
+        (*names, "reason"), [(*_row(m), _plain(m["reason"] or _sources(m))) for m in models]
+    )
+
+
+def _row(model: dict[str, Any]) -> tuple[object, ...]:
+    calls = (
+        f"{model['read']}"
+        if model["read"] >= model["calls"]
+        else f"{model['read']} of {model['calls']}"
+    )
+    return (
+        _code(model["model_type"]),
+        model["model"],
+        model["inputs"],
+        ", ".join(model["implementations"]),
+        calls,
+        model["maps"] or "",
+    )
+
+
+def _sources(model: dict[str, Any]) -> str:
+    return ", ".join(f"{count} {status}" for status, count in sorted(model["statuses"].items()))
+
+
+def _table(names: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    head = list(names)
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    lines += [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _plain(text: str) -> str:
+    """A reason as text: nothing in it is markup."""
+    short = text if len(text) <= 200 else f"{text[:197]}..."
+    for mark in "\\`*_{}[]<>|#$~":
+        short = short.replace(mark, f"\\{mark}")
+    return short
+
+
+def _anchor(verdict: str) -> str:
+    return _TITLES[verdict].lower().replace(",", "").replace(" ", "-")

@@ -1,0 +1,164 @@
+"""What a calibration is asked for, checked before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from acutance.calibration.collect import TARGETS, Target
+from acutance.calibration.identity import longest, positions_are_learned
+from acutance.calibration.laws import FITTED
+from acutance.calibration.passes import knots_of
+from acutance.calibration.windows import Turn
+from acutance.shapes import check_count, check_flag, check_number
+
+__all__ = ["Asked", "check_asked", "check_positions", "check_target", "check_windows"]
+
+#: Other names that a target is known by.
+_ALIASES = {"information_fraction": "normalized_entropy"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is wanted, as far as it does not depend on the model.
+
+    Attributes:
+        target: the metric to hold.
+        value: wanted everywhere; None is each head's own at the reference.
+        knots: rising lengths at which factors are fitted.
+        reference: one of them.
+        law: ``"table"`` or the family to fit.
+        passes: measurements, at most.
+        limit: bound of the factors, either way.
+        windowed: also fit layers with a sliding window.
+    """
+
+    target: Target
+    value: float | None
+    knots: tuple[int, ...]
+    reference: int
+    law: str
+    passes: int
+    limit: float
+    windowed: bool
+
+
+def check_asked(
+    target: str,
+    value: float | None,
+    lengths: Sequence[int],
+    reference: int | None,
+    law: str,
+    passes: int,
+    limit: float,
+    windowed: bool,
+) -> Asked:
+    """Everything that can be refused without running the model.
+
+    Raises:
+        TypeError: if something is of the wrong kind.
+        ValueError: if something is out of range, or does not go together.
+    """
+    kind = check_target(target)
+    if law not in FITTED:
+        hint = _nearest(law, FITTED)
+        raise ValueError(f"law={law!r:.40} is none of {', '.join(FITTED)}{hint}")
+    at = lengths[0] if reference is None else check_count("reference", reference, 2)
+    if at not in lengths:
+        raise ValueError(f"reference is one of the lengths {list(lengths)}, got {at}")
+    if value is not None:
+        value = _check_value(kind, value, lengths)
+        if law in ("sqrt_log_n", "clip_log_n"):
+            raise ValueError(f"law={law!r} is 1 at the reference: leave value out")
+    if kind.name == "max_logit" and law not in ("table", "constant"):
+        raise ValueError(f"target='max_logit' is a bound, which law={law!r} cannot keep: use table")
+    return Asked(
+        kind,
+        value,
+        knots_of(lengths),
+        at,
+        law,
+        check_count("passes", passes, 2),
+        check_number("limit", limit, above=1.0),
+        check_flag("windowed", windowed),
+    )
+
+
+def check_target(target: str) -> Target:
+    """The target of a name.
+
+    Raises:
+        TypeError: if it is no text.
+        ValueError: if there is none of that name, naming the nearest.
+    """
+    if not isinstance(target, str):
+        raise TypeError(f"target is the name of a metric, got {type(target).__name__}")
+    name = _ALIASES.get(target, target)
+    if name not in TARGETS:
+        raise ValueError(
+            f"target={target!r:.40} is none of {', '.join(TARGETS)}{_nearest(target, TARGETS)}"
+        )
+    return TARGETS[name]
+
+
+def _check_value(target: Target, value: float, lengths: Sequence[int]) -> float:
+    value = check_number("value", value)
+    n = lengths[-1]
+    low, high = target.limits(n)
+    if target.name == "max_logit":
+        low, said = 0.0, "above 0"
+    else:
+        least = "" if target.name != "top_weight" else f" (1/{n})"
+        most = f" (log {n})" if target.name == "entropy" else ""
+        said = f"between {low:.4g}{least} and {high:.4g}{most}"
+    if not low < value < high:
+        unit = "" if target.unit == "1" else f" {target.unit}"
+        raise ValueError(
+            f"value: {target.name} of rows of {n} keys lies {said}, got {value:g}{unit}"
+        )
+    return value
+
+
+def check_positions(model: torch.nn.Module, lengths: Sequence[int]) -> None:
+    """Refuse lengths that a model's learned positions do not reach.
+
+    Warns:
+        UserWarning: if they are beyond positions that are not learned.
+    """
+    limit = longest(model)
+    if limit is None or lengths[-1] <= limit:
+        return
+    said = f"lengths reach {lengths[-1]}, the model has {limit} positions"
+    if positions_are_learned(model):
+        raise ValueError(said)
+    warnings.warn(said, stacklevel=3)
+
+
+def check_windows(turns: Sequence[Turn], lengths: Sequence[int]) -> dict[int, int]:
+    """Windows of each length.
+
+    Raises:
+        ValueError: if there are fewer than two of one: no error could be told.
+    """
+    found = dict.fromkeys(lengths, 0)
+    parts: dict[int, set[int]] = {length: set() for length in lengths}
+    for turn in turns:
+        found[turn.length] += turn.groups.numel()
+        parts[turn.length].update(turn.groups.tolist())
+    for length in lengths:
+        if len(parts[length]) < 2:
+            raise ValueError(
+                f"calibration takes at least 2 windows of {length} tokens, got {found[length]}: "
+                f"give more text, or shorter lengths"
+            )
+    return found
+
+
+def _nearest(name: Any, known: Any) -> str:
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.4)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,273 @@
+"""Row statistics of a model by head and by number of visible keys, in sums that jackknife."""
+
+from __future__ import annotations
+
+import math
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from acutance.calibration.gaps import critical_scales
+from acutance.calibration.layers import is_windowed, label
+from acutance.probing import Probe
+from acutance.probing.call import AttentionCall
+from acutance.rowstats import RowStatistics
+
+__all__ = ["HELD", "TARGETS", "Collector", "LayerSums", "Target"]
+
+#: A target is held where the value is within this share of it.
+HELD = 0.05
+#: Sums kept of each row: one, x = log n, x², the value y, x·y, and dy/dlog λ.
+SUMS = 6
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number that a law can hold constant.
+
+    Attributes:
+        name: of the metric.
+        unit: of its values.
+        slope: dy/dlog λ of each row from its statistics.
+        floor: changes below this are of no interest.
+        by_ratio: whether its logarithm is the straighter function of λ².
+    """
+
+    name: str
+    unit: str
+    slope: Callable[[RowStatistics], Tensor]
+    floor: float
+    by_ratio: bool = False
+
+    def limits(self, n: float) -> tuple[float, float]:
+        """Between which values it lies for rows of n keys."""
+        return {
+            "entropy": (0.0, math.log(n)),
+            "normalized_entropy": (0.0, 1.0),
+            "effective_keys": (1.0, float(n)),
+            "top_weight": (1.0 / n, 1.0),
+            "max_logit": (-math.inf, math.inf),
+        }[self.name]
+
+
+def _entropy_slope(stats: RowStatistics) -> Tensor:
+    return -stats["varentropy"]
+
+
+def _per_log_n(stats: RowStatistics) -> Tensor:
+    spread = stats["varentropy"]
+    return -spread / stats["n_keys"].clamp(min=2).to(spread.dtype).log()
+
+
+def _keys_slope(stats: RowStatistics) -> Tensor:
+    return -2 * stats["varentropy"] * stats["effective_keys"]
+
+
+def _top_slope(stats: RowStatistics) -> Tensor:
+    return stats["top_weight"] * stats["max_gap"]
+
+
+def _logit_slope(stats: RowStatistics) -> Tensor:
+    return stats["max_logit"]
+
+
+#: What can be held constant. The slope of effective keys is that of normal logits, log N falling
+#: twice as fast as H; the others follow from the row's own sums.
+TARGETS = {
+    one.name: one
+    for one in (
+        Target("entropy", "nat", _entropy_slope, 0.01),
+        Target("normalized_entropy", "1", _per_log_n, 0.002),
+        Target("effective_keys", "keys", _keys_slope, 0.02, by_ratio=True),
+        Target("top_weight", "1", _top_slope, 0.002, by_ratio=True),
+        Target("max_logit", "logit", _logit_slope, 0.0),
+    )
+}
+
+
+@dataclass
+class LayerSums:
+    """The rows of one layer.
+
+    Attributes:
+        sums: (groups, bins, heads, 6) float64.
+        top: largest logit, (groups, bins, heads) float64; −inf where there is no row.
+        longest: most visible keys of a row in each bin, (bins,) int64.
+    """
+
+    sums: Tensor
+    top: Tensor
+    longest: Tensor
+
+    @classmethod
+    def none(cls, groups: int, bins: int, heads: int) -> LayerSums:
+        """No rows."""
+        return cls(
+            torch.zeros(groups, bins, heads, SUMS, dtype=torch.float64),
+            torch.full((groups, bins, heads), -torch.inf, dtype=torch.float64),
+            torch.zeros(bins, dtype=torch.int64),
+        )
+
+    def add(self, other: LayerSums) -> None:
+        """Take in the rows of the other too."""
+        self.sums += other.sums
+        self.top = torch.maximum(self.top, other.top)
+        self.longest = torch.maximum(self.longest, other.longest)
+
+
+class Collector(Probe):
+    """Collects :class:`LayerSums` of every layer while the model runs.
+
+    Args:
+        model: any module.
+        target: what is summed.
+        knots: rising lengths; a row of n keys is in the bin of the first knot that n does not
+            exceed, if n is above half that knot.
+        groups: number of groups of windows.
+        windowed: also collect layers with a sliding window.
+        gaps: also find the critical scale of some rows.
+        seed: which rows.
+
+    Attributes:
+        group: of each window of the next run, (windows,) int64.
+        turn: which run that is, counted from 0.
+        layers: by module name, what was collected.
+        scales: by module name and bin, critical scales of rows (heads, rows).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        target: Target,
+        knots: Sequence[int],
+        groups: int,
+        *,
+        windowed: bool = False,
+        gaps: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(model, metrics=["entropy"])
+        self.target, self.knots, self.windowed = target, tuple(knots), windowed
+        self.groups = groups
+        self.group = torch.zeros(0, dtype=torch.int64)
+        self.layers: dict[str, LayerSums] = {}
+        self.scales: dict[tuple[str, int], list[Tensor]] = {}
+        self.turn = 0
+        self._gaps, self._seed = gaps, seed
+        self._windowed = {
+            label(model, name): is_windowed(module) for name, module in model.named_modules()
+        }
+        self._adding = threading.Lock()
+        self._last: Tensor | None = None
+
+    def take(self) -> dict[str, LayerSums]:
+        """What was collected since this was last called."""
+        with self._adding:
+            found, self.layers = self.layers, {}
+        return found
+
+    def observe(
+        self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
+    ) -> None:
+        """Add the rows of a call."""
+        name = module.partition("#")[0]
+        with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
+            try:
+                call = make()
+                real = self._real(call)
+                self._calls += 1
+                if not self.windowed and (
+                    self._windowed.get(name, False) or call.window is not None
+                ):
+                    self.unreadable(name, "its rows see a window only (windowed=True fits it too)")
+                    return
+                self._collect(name, call, real)
+            except ValueError as problem:
+                self.unreadable(module, " ".join(str(problem).split()))
+
+    def observe_scores(
+        self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
+    ) -> None:
+        """A softmax alone says nothing of the query that a law multiplies."""
+        self.unreadable(module, "only its softmax was seen, not its queries and keys")
+
+    def _real(self, call: AttentionCall) -> Tensor | None:
+        """Boolean (B, L), False on padding; cross-attention has the queries of what ran before."""
+        if not call.cross:
+            self._last = call.real_rows()
+            return self._last
+        rows = (call.query.shape[0], call.query.shape[2])
+        return self._last if self._last is not None and self._last.shape == rows else None
+
+    def _collect(self, name: str, call: AttentionCall, real: Tensor | None) -> None:
+        stats = call.statistics(False)
+        n = stats.n_keys
+        kept = n > 0 if real is None else (n > 0) & real[:, None, :]
+        # a batch of another size (a vision tower's) cannot be told apart by window
+        batch = n.shape[0]
+        group = self.group if self.group.shape[0] == batch else torch.zeros(batch).long()
+        bins = len(self.knots)
+        edges = torch.tensor(self.knots, device=n.device)
+        place = torch.bucketize(n, edges)
+        lowest = torch.tensor([knot / 2 for knot in (*self.knots, math.inf)], device=n.device)
+        kept = kept & (place < bins) & (n > lowest[place.clamp(max=bins)])
+        values = stats[self.target.name].double()
+        slopes = self.target.slope(stats).double()
+        kept = kept & values.isfinite()
+        heads = n.shape[1]
+        found = LayerSums.none(self.groups, bins, heads)
+        index = group.to(n.device)[:, None, None] * bins + place
+        index = torch.where(kept, index, self.groups * bins)
+        x = n.clamp(min=1).double().log()
+        one = torch.ones_like(x)
+        parts = (one, x, x * x, values, x * values, slopes)
+        flat = index.transpose(0, 1).flatten(1)
+        cells = self.groups * bins + 1
+        for column, part in enumerate(parts):
+            made = torch.where(kept, part, 0.0).transpose(0, 1).flatten(1)
+            total = torch.zeros(heads, cells, dtype=torch.float64, device=n.device)
+            total.scatter_add_(1, flat, made)
+            found.sums[..., column] = _cells(total, self.groups, bins)
+        top = torch.full((heads, cells), -torch.inf, dtype=torch.float64, device=n.device)
+        logits = torch.where(kept, stats.max_logit.double(), -torch.inf)
+        top.scatter_reduce_(1, flat, logits.transpose(0, 1).flatten(1), "amax")
+        found.top = _cells(top, self.groups, bins)
+        for k in range(bins):
+            rows = kept & (place == k)
+            if bool(rows.any()):
+                found.longest[k] = int(torch.where(rows, n, 0).max())
+        scales = self._sample(name, call, kept, place) if self._gaps else {}
+        with self._adding:
+            self.layers.setdefault(name, LayerSums.none(self.groups, bins, heads)).add(found)
+            for k, part in scales.items():
+                self.scales.setdefault((name, k), []).append(part)
+
+    def _sample(
+        self, name: str, call: AttentionCall, kept: Tensor, place: Tensor
+    ) -> dict[int, Tensor]:
+        """Critical scales of one row a window in each bin, while there are few."""
+        found = {}
+        for k in range(len(self.knots)):
+            have = sum(part.shape[1] for part in self.scales.get((name, k), ()))
+            rows = (kept & (place == k)).all(1).any(0).nonzero().squeeze(1).cpu()
+            if have >= _SAMPLED or not rows.numel():
+                continue
+            drawn = zlib.crc32(f"{self._seed} {self.turn} {name} {k}".encode())
+            row = int(rows[drawn % rows.numel()])
+            windows = (kept & (place == k))[:, :, row].all(1)
+            scales = critical_scales(call, row)[windows.cpu()]
+            found[k] = scales[: _SAMPLED - have].T
+        return found
+
+
+_SAMPLED = 32
+
+
+def _cells(total: Tensor, groups: int, bins: int) -> Tensor:
+    """(heads, groups · bins + 1) to (groups, bins, heads), without what was left out."""
+    cells: Tensor = total[:, :-1].unflatten(1, (groups, bins))
+    return cells.permute(1, 2, 0).cpu()

@@ -1,0 +1,176 @@
+"""The factors of the next pass, from everything that earlier passes measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from acutance.calibration.collect import HELD, Target
+from acutance.calibration.estimates import LayerValues
+from acutance.calibration.newton import next_factor, predicted
+
+__all__ = ["Aim", "LayerState", "aim_of", "decide", "status_of"]
+
+#: A change is worth making where it is more than this share of the target, and beyond noise.
+_WORTH = 0.01
+_LEVEL = 0.995
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What is wanted of one layer.
+
+    Attributes:
+        target: the metric.
+        wanted: value at each knot, (knots, heads).
+        possible: whether rows of so many keys can have it, (knots, heads).
+        reference: index of the knot that the target was read at, None where a value was given.
+        limit: bound of the factors, either way.
+    """
+
+    target: Target
+    wanted: Tensor
+    possible: Tensor
+    reference: int | None
+    limit: float
+
+    @property
+    def bound(self) -> bool:
+        """Whether the target is an upper bound and no value to meet."""
+        return self.target.name == "max_logit"
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """One pass of one layer: the factors that were in force and what they gave.
+
+    Attributes:
+        factors: (knots, heads).
+        values: what was measured.
+    """
+
+    factors: Tensor
+    values: LayerValues
+
+    def measured(self, aim: Aim) -> Tensor:
+        """What the target is compared with, (knots, heads)."""
+        return self.values.top if aim.bound else self.values.value
+
+
+def aim_of(
+    first: LayerValues, target: Target, value: float | None, reference: int, limit: float
+) -> Aim:
+    """The aim of a layer, from its values without a law.
+
+    Args:
+        first: those values.
+        target: the metric.
+        value: wanted everywhere; None is each head's own at the reference.
+        reference: which bin that is; a layer without rows there takes its shortest.
+        limit: bound of the factors.
+    """
+    at = first.bins.index(reference) if reference in first.bins else 0
+    shown = first.top if target.name == "max_logit" else first.value
+    wanted = shown[at].clone() if value is None else torch.full_like(shown[0], value)
+    wanted = wanted.expand_as(shown).clone()
+    low = torch.tensor([target.limits(n)[0] for n in first.knots], dtype=torch.float64)
+    high = torch.tensor([target.limits(n)[1] for n in first.knots], dtype=torch.float64)
+    # the far ends are only reached by rows that are exactly flat, or exactly one-hot
+    possible = (wanted >= low.unsqueeze(1)) & (wanted < high.unsqueeze(1))
+    if target.name == "top_weight":
+        possible = (wanted > low.unsqueeze(1)) & (wanted <= high.unsqueeze(1))
+    if value is None:
+        possible[at] = True
+    return Aim(target, wanted, possible, at if value is None else None, limit)
+
+
+def decide(history: Sequence[LayerState], aim: Aim) -> tuple[Tensor, Tensor]:
+    """The factors of the next pass and the values to expect under them, (knots, heads) each."""
+    last = history[-1]
+    if aim.bound:
+        return _bounded(last, aim)
+    value, wanted = last.values.value, aim.wanted
+    straight, slope = _straight(value, aim), last.values.slope
+    if aim.target.by_ratio:
+        slope = slope / value
+    before = None
+    if len(history) > 1:
+        before = (history[-2].factors, _straight(history[-2].values.value, aim))
+    moved = next_factor(
+        last.factors, straight, slope, _straight(wanted, aim), before=before, limit=aim.limit
+    )
+    active = torch.zeros(wanted.shape[1], dtype=torch.bool)
+    for state in history:
+        active |= matters(state, aim).any(0)
+    free = active.unsqueeze(0) & aim.possible
+    if aim.reference is not None:
+        free[aim.reference] = False  # it is its own target
+    near = (value - wanted).abs() <= 0.001 * wanted.abs()
+    moved = torch.where(near, last.factors, moved)
+    moved = torch.where(free, moved, 1.0)
+    expected = predicted(last.factors, straight, slope, moved, before=before)
+    return moved, expected.exp() if aim.target.by_ratio else expected
+
+
+def _straight(value: Tensor, aim: Aim) -> Tensor:
+    """A value as what is closest to a straight line in λ²."""
+    return value.log() if aim.target.by_ratio else value
+
+
+def matters(state: LayerState, aim: Aim) -> Tensor:
+    """Whether a value is away from its target by more than noise and more than is worth mending.
+
+    Returns:
+        (knots, heads) boolean; False where the target is impossible.
+    """
+    values = state.values
+    away = (state.measured(aim) - aim.wanted).abs()
+    if aim.bound:
+        return state.measured(aim) > aim.wanted
+    error = values.estimate.error if aim.reference is None else values.difference(aim.reference)
+    noise = error * values.widening(_LEVEL)
+    worth = torch.clamp(_WORTH * aim.wanted.abs(), min=aim.target.floor)
+    return (away > noise) & (away > worth) & aim.possible
+
+
+def _bounded(last: LayerState, aim: Aim) -> tuple[Tensor, Tensor]:
+    """Factors that bring each bin's largest logit under the bound.
+
+    A row between two knots has a factor between theirs, so a knot takes the lower of the two bins
+    that it bounds.
+    """
+    top = last.values.top
+    over = (top > aim.wanted) & (top > 0) & (aim.wanted > 0)
+    need = torch.where(over, last.factors * aim.wanted / top * (1 - 1e-5), last.factors)
+    following = torch.cat([need[1:], need[-1:]])
+    need = torch.minimum(need, following).clamp(min=1 / aim.limit)
+    return need, top * need / last.factors
+
+
+def status_of(first: LayerState, last: LayerState, aim: Aim) -> list[list[str]]:
+    """For each knot and head: held, missed, kept, impossible or limited."""
+    measured = last.measured(aim)
+    close = (measured - aim.wanted).abs() <= torch.clamp(
+        HELD * aim.wanted.abs(), min=aim.target.floor
+    )
+    if aim.bound:
+        close = measured <= aim.wanted * (1 + 1e-6)
+    kept = (last.factors == 1.0).all(0) & ~matters(first, aim).any(0)
+    edge = (last.factors >= aim.limit * (1 - 1e-9)) | (last.factors <= (1 + 1e-9) / aim.limit)
+    found = []
+    for k in range(measured.shape[0]):
+        row = []
+        for h in range(measured.shape[1]):
+            if not bool(aim.possible[k, h]):
+                row.append("impossible")
+            elif bool(kept[h]):
+                row.append("kept")
+            elif bool(close[k, h]):
+                row.append("held")
+            else:
+                row.append("limited" if bool(edge[k, h]) else "missed")
+        found.append(row)
+    return found

@@ -1,0 +1,125 @@
+"""Values at the knots from the sums of a pass, with standard errors by the jackknife."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from scipy.stats import t as student
+from torch import Tensor
+
+from acutance.calibration.collect import LayerSums
+
+__all__ = ["Estimate", "LayerValues", "quantile"]
+
+#: Spread of log n within a bin (its variance) below which all rows count as one length.
+_ONE_LENGTH = 1e-3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number for each knot and head.
+
+    Attributes:
+        value: (knots, heads).
+        error: standard error over parts of the text, (knots, heads); NaN from a single part.
+    """
+
+    value: Tensor
+    error: Tensor
+
+
+@dataclass(frozen=True)
+class LayerValues:
+    """What one pass measured in one layer.
+
+    Attributes:
+        knots: n at which values are told, rising; the largest that a row of the bin has.
+        bins: which bins of the sums these are.
+        value: the wanted value at n = knot, (knots, heads).
+        slope: its derivative by log λ, (knots, heads).
+        left: :attr:`value` without one group at a time, (groups, knots, heads).
+        present: whether a group has rows, (groups, knots).
+        top: largest logit, (knots, heads).
+    """
+
+    knots: tuple[int, ...]
+    bins: tuple[int, ...]
+    value: Tensor
+    slope: Tensor
+    left: Tensor
+    present: Tensor
+    top: Tensor
+
+    @classmethod
+    def of(cls, sums: LayerSums) -> LayerValues:
+        """Values of the bins that have rows.
+
+        Within a bin the value is a straight line in log n, read at the bin's longest row; where all
+        rows are equally long it is their mean.
+        """
+        total = sums.sums.sum(0)
+        bins = tuple((total[..., 0] > 0).all(1).nonzero().squeeze(1).tolist())
+        chosen = sums.sums[:, list(bins)]
+        knots = tuple(int(sums.longest[k]) for k in bins)
+        total = chosen.sum(0)
+        left = _at(total - chosen, knots)
+        return cls(
+            knots=knots,
+            bins=bins,
+            value=_at(total, knots),
+            slope=total[..., 5] / total[..., 0],
+            left=left,
+            present=(chosen[..., 0] > 0).any(-1),
+            top=sums.top[:, list(bins)].amax(0),
+        )
+
+    @property
+    def estimate(self) -> Estimate:
+        """The value with its error."""
+        return Estimate(self.value, self._error(self.left, self.present))
+
+    def difference(self, from_knot: int) -> Tensor:
+        """Standard error of the value minus that at one knot, (knots, heads).
+
+        Parts of the text differ more from each other than the same part at two lengths does.
+        """
+        present = self.present & self.present[:, from_knot : from_knot + 1]
+        return self._error(self.left - self.left[:, from_knot : from_knot + 1], present)
+
+    def _error(self, left: Tensor, present: Tensor) -> Tensor:
+        """Jackknife over the groups that have rows."""
+        there = present.unsqueeze(-1).expand_as(left) & left.isfinite()
+        count = there.sum(0)
+        mean = torch.where(there, left, 0.0).sum(0) / count.clamp(min=1)
+        away = torch.where(there, left - mean, 0.0).square().sum(0)
+        error = (away * (count - 1) / count.clamp(min=1)).sqrt()
+        return torch.where(count > 1, error, torch.nan)
+
+    def widening(self, level: float = 0.975) -> Tensor:
+        """Student's quantile for the groups of each knot, (knots, 1); infinite for a single one."""
+        degrees = (self.present.sum(0) - 1).tolist()
+        found = [quantile(int(d), level) for d in degrees]
+        return torch.tensor(found, dtype=torch.float64).unsqueeze(1)
+
+
+def quantile(degrees: int, level: float = 0.975) -> float:
+    """Student's t quantile; infinite without degrees of freedom.
+
+    Example:
+        >>> quantile(7)
+        2.3646
+    """
+    return float(student.ppf(level, degrees)) if degrees > 0 else float("inf")
+
+
+def _at(sums: Tensor, knots: tuple[int, ...]) -> Tensor:
+    """The line in log n of each bin at its knot; sums are (..., knots, heads, 6)."""
+    count = sums[..., 0].clamp(min=1e-300)
+    x, y = sums[..., 1] / count, sums[..., 3] / count
+    spread = (sums[..., 2] / count - x * x).clamp(min=0.0)
+    joint = sums[..., 4] / count - x * y
+    line = torch.where(spread > _ONE_LENGTH, joint / spread.clamp(min=_ONE_LENGTH), 0.0)
+    place = torch.tensor(knots, dtype=torch.float64).log().unsqueeze(-1)
+    value = y + line * (place - x)
+    return torch.where(sums[..., 0] > 0, value, torch.nan)

@@ -1,0 +1,328 @@
+"""acutance.calibrate: the scale of every head that keeps a target constant in n."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.calibration.asked import Asked, check_asked, check_positions, check_windows
+from acutance.calibration.decide import Aim, LayerState, aim_of, decide
+from acutance.calibration.estimates import LayerValues
+from acutance.calibration.laws import family_scalings, plain_table
+from acutance.calibration.passes import PassSums, run_pass
+from acutance.calibration.progress import PassState, Progress
+from acutance.calibration.result import Calibration
+from acutance.calibration.summarise import FittedLayer, summarise
+from acutance.calibration.windows import AnyBatches, Turn, check_lengths, cut, digest, gather
+from acutance.probing.resume import model_digest
+from acutance.scaling import Scaling
+from acutance.shapes import check_count
+
+__all__ = ["Advance", "calibrate"]
+
+#: Told after each run of the model: tokens just read, the pass from 1, and passes at most.
+Advance = Callable[[int, int, int], None]
+#: Factors that change by less than this between passes are found.
+_SETTLED = 0.002
+
+
+def calibrate(
+    model: torch.nn.Module,
+    batches: AnyBatches,
+    *,
+    target: str = "entropy",
+    value: float | None = None,
+    lengths: Sequence[int] | None = None,
+    reference: int | None = None,
+    law: str = "table",
+    passes: int = 5,
+    limit: float = 16.0,
+    windowed: bool = False,
+    seed: int = 0,
+    save: str | os.PathLike[str] | None = None,
+    save_every: int = 1,
+    resume: bool = False,
+    advance: Advance | None = None,
+) -> Calibration:
+    r"""Fit, for every head, the factor that keeps a target constant in the number of keys n.
+
+    The model runs over all windows without a law, then a few times under a law that Newton's steps
+    improve with the slope of the same run, :math:`dH/d\log\lambda = -\mathrm{Var}_p(\lambda s)`.
+    The last run measures the law that is returned. Rows count by the keys that they see: a causal
+    model has rows of every n up to its window's length, which are read at the lengths by a line in
+    log n over the octave below.
+
+    Args:
+        model: any module whose attention :func:`acutance.apply` can scale; it is put into
+            evaluation mode meanwhile.
+        batches: tensors (B, L) of tokens or (B, L, E), which the model is called with, or mappings
+            of its keywords; windows first, tokens second. They are cut into windows of every
+            length. Or a mapping from each length to such batches that have it, as where every
+            window has special tokens of its own. At least 2 windows of each length; errors are
+            rough below some 10.
+        target: ``"entropy"`` in nats, ``"normalized_entropy"`` H / log n, ``"effective_keys"``,
+            ``"top_weight"``, means over rows; or ``"max_logit"``, an upper bound of the largest.
+        value: what is wanted of every head; None is each head's own at the reference length,
+            without a law.
+        lengths: of windows, rising; None is that of the longest batch and its halves down to an
+            eighth.
+        reference: the training length, one of the lengths; None is the shortest.
+        law: ``"table"``, a factor at every length; or a family fitted to it: ``"constant"``,
+            ``"ssmax"`` (s log n + b), ``"log_n"``, ``"sqrt_log_n"``, ``"clip_log_n"``.
+        passes: runs over all windows at most, the first without a law.
+        limit: factors stay between 1/limit and limit.
+        windowed: also fit layers with a sliding window.
+        seed: of the rows whose critical scale is sampled.
+        save: file that keeps the state as it grows, to go on from.
+        save_every: windows between two writes, at least.
+        resume: go on from what ``save`` holds.
+        advance: told after each run of the model how many tokens it read, which pass this is, and
+            how many there are at most.
+
+    Returns:
+        The law with what was measured for each head: values before and after with standard errors,
+        predicted effect, factors, the family that they resemble, Λ and β/Λ. Rows shorter than the
+        first length have its factor; beyond the last each head goes on by its family.
+
+    Raises:
+        ApplyError: if attention that was seen cannot be scaled.
+        ProbeError: if no attention was seen.
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if one is out of range, the text too short, lengths are beyond the model's
+            learned positions, or the state to resume is of another run.
+
+    Warns:
+        UserWarning: if lengths are beyond positions that are not learned.
+
+    Example:
+        >>> import acutance
+        >>> _ = torch.manual_seed(0)
+        >>> layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+        >>> text = [2 * torch.randn(8, 256, 32)]
+        >>> law = acutance.calibrate(model, text, lengths=[64, 128, 256])
+        >>> for numbers in (law.heads[0].before, law.heads[0].factors, law.heads[0].after):
+        ...     [f"{number:.1f}" for number in numbers]
+        ['2.7', '3.2', '3.8']
+        ['1.0', '1.3', '1.5']
+        ['2.7', '2.7', '2.7']
+        >>> with acutance.apply(model, law):
+        ...     _ = model(text[0])
+
+    Source:
+        Su (2021), https://kexue.fm/archives/8823 (keep the entropy as n grows).
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+    found = gather(batches)
+    places = check_lengths(lengths, found)
+    asked = check_asked(target, value, places, reference, law, passes, limit, windowed)
+    check_positions(model, places)
+    turns = cut(found, places)
+    windows = check_windows(turns, places)
+    settings = {
+        "model": model_digest(model),
+        "text": digest(turns),
+        "target": asked.target.name,
+        "value": asked.value,
+        "lengths": list(asked.knots),
+        "reference": asked.reference,
+        "law": law,
+        "limit": asked.limit,
+        "windowed": windowed,
+        "seed": seed,
+        "dtype": str(next((part.dtype for part in model.parameters()), None)),
+    }
+    if resume and save is None:
+        raise ValueError("resume goes on from the file of save, got save=None")
+    progress = Progress(settings)
+    if resume and save is not None:
+        progress = Progress.resume(save, settings)
+    job = _Job(model, turns, asked, progress, seed, save, check_count("save_every", save_every, 1))
+    job.run(advance)
+    return summarise(model, asked, job.fitted(), windows, len(progress.passes), job.skipped)
+
+
+class _Job:
+    """The passes of one calibration. Every decision follows from the sums of earlier passes."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        turns: Sequence[Turn],
+        asked: Asked,
+        progress: Progress,
+        seed: int,
+        save: str | os.PathLike[str] | None,
+        save_every: int,
+    ) -> None:
+        self._model, self._turns, self._asked = model, turns, asked
+        self._progress, self._seed = progress, seed
+        self._save, self._save_every, self._unsaved = save, save_every, 0
+        self._cache: dict[int, dict[str, LayerState]] = {}
+        self._aims: dict[str, Aim] = {}
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Layers that were seen and not fitted, and why."""
+        unread = self._progress.passes[0].found.unread
+        pairs = (text.partition(": ") for text in unread)
+        return {name: why for name, _, why in pairs}
+
+    def run(self, advance: Advance | None) -> None:
+        """Go on until the law is found, or all passes are made."""
+        passes, asked = self._progress.passes, self._asked
+        if advance is not None:
+            for p, one in enumerate(passes):
+                for turn in self._turns[: one.found.done]:
+                    advance(_tokens(turn), p + 1, asked.passes)
+        while True:
+            if not passes:
+                passes.append(PassState(None))
+            elif passes[-1].found.done == len(self._turns):
+                following = self._next()
+                if following is None:
+                    return
+                passes.append(following)
+            index = len(passes) - 1
+
+            def after(so_far: PassSums, turn: Turn, index: int = index) -> None:
+                self._unsaved += turn.groups.numel()
+                if self._save is not None and (
+                    self._unsaved >= self._save_every or so_far.done == len(self._turns)
+                ):
+                    self._progress.save(self._save)
+                    self._unsaved = 0
+                if advance is not None:
+                    advance(_tokens(turn), index + 1, asked.passes)
+
+            run_pass(
+                self._model,
+                self._turns,
+                asked.target,
+                asked.knots,
+                self._law(passes[-1]),
+                so_far=passes[-1].found,
+                windowed=asked.windowed,
+                gaps=index == 0,
+                seed=self._seed,
+                after=after,
+            )
+
+    def _next(self) -> PassState | None:
+        """What the next pass has in force; None where the last one was the last."""
+        passes, asked = self._progress.passes, self._asked
+        if len(passes) >= asked.passes or passes[-1].family:
+            return None
+        history = self._history(len(passes))
+        factors, settled = {}, True
+        for name, states in history.items():
+            chosen, _ = decide(states, self._aims[name])
+            settled &= bool(((chosen / states[-1].factors).log().abs() < _SETTLED).all())
+            factors[name] = chosen
+        family = asked.law != "table"
+        if settled and len(passes) > 1:
+            return PassState(factors, family) if family else None
+        return PassState(factors, family and len(passes) == asked.passes - 1)
+
+    def _history(self, passes: int) -> dict[str, list[LayerState]]:
+        """By layer, the first passes."""
+        first = self._states(0)
+        return {name: [self._states(p)[name] for p in range(passes)] for name in first}
+
+    def _states(self, p: int) -> dict[str, LayerState]:
+        """One finished pass by layer."""
+        if p in self._cache:
+            return self._cache[p]
+        one, asked = self._progress.passes[p], self._asked
+        found = {}
+        for name in sorted(one.found.layers):
+            values = LayerValues.of(one.found.layers[name])
+            if not values.knots:
+                continue
+            factors = torch.ones_like(values.value)
+            if one.factors is not None:
+                factors = self._in_force(one, name, values.knots)
+            found[name] = LayerState(factors, values)
+            if p == 0:
+                at = asked.knots.index(asked.reference)
+                self._aims[name] = aim_of(values, asked.target, asked.value, at, asked.limit)
+        if p == 0 and not found:
+            why = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
+            raise ValueError(f"there is no layer to calibrate{': ' if why else ''}{why}")
+        self._cache[p] = found
+        return found
+
+    # -- laws -------------------------------------------------------------------------------------
+
+    def _law(self, one: PassState) -> Mapping[Any, Scaling] | None:
+        """What is applied in a pass."""
+        if one.factors is None:
+            return None
+        law: dict[Any, Scaling] = {}
+        for name, factors in one.factors.items():
+            made = self._scaling(one, name, factors)
+            if isinstance(made, dict):
+                law.update({(name, head): part for head, part in made.items()})
+            else:
+                law[name] = made
+        return law
+
+    def _scaling(self, one: PassState, name: str, factors: Tensor) -> Scaling | dict[int, Scaling]:
+        states = self._states(0)[name]
+        knots = states.values.knots
+        if not one.family:
+            return plain_table(knots, factors)
+        aim = self._aims[name]
+        reference = self._asked.reference if aim.reference is None else knots[aim.reference]
+        errors = self._factor_errors(name, factors)
+        return family_scalings(self._asked.law, knots, factors, errors, reference)
+
+    def _factor_errors(self, name: str, factors: Tensor) -> Tensor:
+        """Standard errors of factors, by the last finished pass of a table."""
+        done = [
+            p
+            for p, one in enumerate(self._progress.passes)
+            if not one.family and one.found.done == len(self._turns)
+        ]
+        values, aim = self._states(done[-1])[name].values, self._aims[name]
+        error = values.estimate.error if aim.reference is None else values.difference(aim.reference)
+        return factors * error / values.slope.abs().clamp(min=1e-9)
+
+    def _in_force(self, one: PassState, name: str, knots: tuple[int, ...]) -> Tensor:
+        """The factors of a pass at the knots, (knots, heads)."""
+        assert one.factors is not None
+        factors = one.factors[name]
+        if not one.family:
+            return factors
+        made = self._scaling(one, name, factors)
+        n = torch.tensor(knots)
+        heads = range(factors.shape[1])
+        if isinstance(made, dict):
+            columns = [made[head].factor(n, dtype=torch.float64) for head in heads]
+            return torch.stack(columns, 1)
+        found = made.factor(n, dtype=torch.float64)
+        return found.T if found.dim() == 2 else found.unsqueeze(1).expand(-1, len(heads))
+
+    def fitted(self) -> list[FittedLayer]:
+        """Everything that is known of each layer, for the result."""
+        passes = self._progress.passes
+        history = self._history(len(passes))
+        found = []
+        for name, states in history.items():
+            last, aim = states[-1], self._aims[name]
+            _, expected = decide(states[:-1], aim)
+            made = self._scaling(passes[-1], name, passes[-1].factors[name])  # type: ignore[index]
+            scales = [passes[0].found.scales.get((name, k)) for k in states[0].values.bins]
+            found.append(
+                FittedLayer(name, aim, states[0], last, expected, made, passes[-1].family, scales)
+            )
+        return found
+
+
+def _tokens(turn: Turn) -> int:
+    return turn.length * turn.groups.numel()

@@ -1,0 +1,132 @@
+"""One pass over all windows under a law, turn by turn, so that it can be stopped and gone on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from acutance.calibration.applied import apply
+from acutance.calibration.collect import Collector, LayerSums, Target
+from acutance.calibration.law import AnyLaw
+from acutance.calibration.windows import Turn
+
+__all__ = ["PassSums", "knots_of", "run_pass"]
+
+
+class PassSums:
+    """What a pass has collected so far.
+
+    Attributes:
+        done: turns that are in it.
+        layers: by module name, their sums.
+        scales: by module name and bin, critical scales of sampled rows, (heads, rows).
+        unread: attention that could not be read, with the reason.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.layers: dict[str, LayerSums] = {}
+        self.scales: dict[tuple[str, int], Tensor] = {}
+        self.unread: tuple[str, ...] = ()
+
+
+def knots_of(lengths: Sequence[int]) -> tuple[int, ...]:
+    """The lengths, and between them octaves: rows of a causal model are of every length.
+
+    Example:
+        >>> knots_of([64, 512, 768])
+        (64, 128, 256, 512, 768)
+    """
+    found = [lengths[0]]
+    for length in lengths[1:]:
+        while found[-1] * 2 * 2**0.5 < length:
+            found.append(found[-1] * 2)
+        found.append(length)
+    return tuple(found)
+
+
+def run_pass(
+    model: torch.nn.Module,
+    turns: Sequence[Turn],
+    target: Target,
+    knots: Sequence[int],
+    law: AnyLaw | None,
+    *,
+    so_far: PassSums,
+    windowed: bool = False,
+    gaps: bool = False,
+    seed: int = 0,
+    after: Callable[[PassSums, Turn], None] = lambda *_: None,
+) -> PassSums:
+    """Run the turns that are left under a law, and add what they give.
+
+    Args:
+        model: any module; it is in evaluation mode meanwhile.
+        turns: all turns of the pass.
+        target: what is summed.
+        knots: lengths of the bins.
+        law: in force; None leaves the model as it is.
+        so_far: of the turns done; it is added to.
+        windowed: also collect, and scale, layers with a sliding window.
+        gaps: also sample critical scales.
+        seed: of the sample.
+        after: called after each turn with what there is and the turn.
+
+    Raises:
+        ApplyError: if the law cannot be applied.
+        ProbeError: if the model ran no attention that can be read.
+    """
+    groups = int(max(int(turn.groups.max()) for turn in turns)) + 1
+    left = turns[so_far.done :]
+    if not left:
+        return so_far
+    device = next((part.device for part in model.parameters()), None)
+    collector = Collector(model, target, knots, groups, windowed=windowed, gaps=gaps, seed=seed)
+    for (name, k), scales in so_far.scales.items():
+        collector.scales[name, k] = [scales]
+    with ExitStack() as context:
+        context.enter_context(_evaluating(model))
+        context.enter_context(torch.no_grad())
+        if law is not None:
+            context.enter_context(apply(model, law, windowed=windowed))
+        context.enter_context(collector)
+        for turn in left:
+            collector.group, collector.turn = turn.groups, so_far.done
+            turn.run(model, device)
+            # one step: what was read and how many turns it is of cannot be parted by an interrupt
+            _take(so_far, collector)
+            after(so_far, turn)
+    return so_far
+
+
+def _take(so_far: PassSums, collector: Collector) -> None:
+    for name, found in collector.take().items():
+        have = so_far.layers.get(name)
+        if have is None:
+            so_far.layers[name] = found
+        elif have.sums.shape != found.sums.shape:
+            raise ValueError(
+                f"{name} has {found.sums.shape[2]} heads where it had {have.sums.shape[2]}"
+            )
+        else:
+            have.add(found)
+    so_far.scales = {
+        place: torch.cat(parts, 1) for place, parts in collector.scales.items() if parts
+    }
+    so_far.unread = tuple(dict.fromkeys((*so_far.unread, *collector.unread)))
+    so_far.done += 1
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode, and each module's own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

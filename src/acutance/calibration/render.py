@@ -1,0 +1,234 @@
+"""A calibration in the terminal: what it does to every head, and what stands out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from acutance.calibration.collect import HELD, TARGETS
+from acutance.calibration.result import Calibration, HeadCalibration
+
+__all__ = ["sentences", "show"]
+
+#: Heads that a table lists one by one; more are summed up by layer.
+MOST_HEADS = 64
+_FAMILIES = {
+    "constant": "constant",
+    "sqrt_log_n": "√log n",
+    "log_n": "log n",
+    "n": "n",
+    "undecided": "undecided",
+}
+
+
+def show(found: Calibration) -> RenderableType:
+    """Table and sentences, for a rich console."""
+    title = Text(_title(found), style="bold")
+    lines = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in sentences(found)]
+    return Group(title, "", _table(found), "", *lines)
+
+
+def _title(found: Calibration) -> str:
+    name = found.metric.replace("_", " ")
+    if found.value is not None:
+        bound = "at most " if found.metric == "max_logit" else ""
+        what = f"{bound}{found.value:g}{_unit(found)} at every n"
+    else:
+        what = f"kept at its value for n = {found.reference}"
+    return f"{name}, {what}: before and after a law ({found.family}), at n visible keys"
+
+
+def _table(found: Calibration) -> Table:
+    """Head by head, or where there are many, the layers' means."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    lengths = _lengths(found)
+    single = len(found.heads) <= MOST_HEADS
+    table.add_column("layer", justify="right")
+    table.add_column("head" if single else "heads", justify="right")
+    table.add_column("n =", justify="right")
+    for n in lengths:
+        table.add_column(str(n), justify="right")
+    table.add_column("grows as")
+    groups = [[one] for one in found.heads] if single else _by_layer(found.heads)
+    for group in groups:
+        label = str(group[0].head) if single else str(len(group))
+        rows = (
+            ("before", [one.before for one in group], None),
+            ("predicted", [one.predicted for one in group], "dim"),
+            ("after", [one.after for one in group], "bold"),
+            ("factor", [one.factors for one in group], "cyan"),
+        )
+        for index, (what, values, style) in enumerate(rows):
+            cells = [_cell(group, values, n, what, found) for n in lengths]
+            first = index == 0
+            table.add_row(
+                str(group[0].layer) if first else "",
+                label if first else "",
+                Text(what, style="dim"),
+                *[Text(cell, style=style or "") for cell in cells],
+                _grows(group) if what == "factor" else "",
+            )
+    return table
+
+
+def _cell(
+    group: Sequence[HeadCalibration],
+    values: Sequence[tuple[float, ...]],
+    n: int,
+    what: str,
+    found: Calibration,
+) -> str:
+    """Mean over the heads; with one head and enough room, its error."""
+    there = [
+        (value[one.lengths.index(n)], one)
+        for value, one in zip(values, group, strict=True)
+        if n in one.lengths
+    ]
+    numbers = [value for value, _ in there if math.isfinite(value)]
+    if not numbers:
+        return "–"
+    mean = sum(numbers) / len(numbers)
+    if len(group) > 1:
+        return f"{mean:.3g}"
+    one = there[0][1]
+    at = one.lengths.index(n)
+    error = {"before": one.before_error, "after": one.after_error, "factor": one.factor_errors}.get(
+        what
+    )
+    told = _pm(mean, error[at]) if error is not None else f"{mean:.3g}"
+    mark = {"impossible": " ✗", "limited": " ▲", "missed": " !"}.get(one.status[at], "")
+    return told + (mark if what == "after" else "")
+
+
+def _pm(value: float, error: float) -> str:
+    if not math.isfinite(error) or error <= 0 or found_too_wide(value, error):
+        return f"{value:.3g}"
+    return f"{value:.3g}±{error:.1g}"
+
+
+def found_too_wide(value: float, error: float) -> bool:
+    """Whether an error says nothing any more."""
+    return error > 10 * max(abs(value), 1e-9)
+
+
+def _grows(group: Sequence[HeadCalibration]) -> str:
+    counts = Counter(one.family for one in group)
+    if len(group) == 1:
+        one = group[0]
+        if one.family == "undecided":
+            return " or ".join(_FAMILIES[name] for name in one.candidates) + "?"
+        return _FAMILIES[one.family]
+    return ", ".join(f"{count}× {_FAMILIES[name]}" for name, count in counts.most_common(2))
+
+
+def sentences(found: Calibration) -> Iterator[str]:
+    """What a reader should know besides the table."""
+    unit = _unit(found)
+    if found.metric == "max_logit":
+        over = sum(max(one.before) > max(one.target) for one in found.heads)
+        still = sum(max(one.after) > max(one.target) * (1 + 1e-6) for one in found.heads)
+        yield f"{over} of {len(found.heads)} heads exceeded the bound; under the law {still} do."
+    else:
+        yield (
+            f"Largest distance from the target, over heads and n: {found.worst(law=False):.0%} "
+            f"before, {found.worst():.1%} under the law (held is within {HELD:.0%}, or "
+            f"{TARGETS[found.metric].floor:g}{unit})."
+        )
+    counts = found.counts()
+    total = sum(counts.values())
+    parts = [f"{count} {name}" for name, count in counts.items() if count]
+    yield f"Of {total} pairs of head and n: {', '.join(parts)}."
+    if kept := _heads(found, "kept"):
+        yield (
+            f"{_named(kept)} stay as they are: what a law would change there is within noise, or "
+            f"under 1 %."
+        )
+    if gone := _heads(found, "impossible"):
+        yield (
+            f"{_named(gone)} cannot have the target at some n: rows of so few keys have at most "
+            f"log n nats (and at least 1/n as a top weight); their factor there is 1."
+        )
+    if limited := _heads(found, "limited"):
+        yield (
+            f"{_named(limited)} do not reach the target within the limit of the factors, "
+            f"{max(max(one.factors) for one in limited):.3g}."
+        )
+    if missed := _heads(found, "missed"):
+        yield f"{_named(missed)} missed the target at some n: more passes, or another law."
+    yield from _growth(found)
+    windows = ", ".join(f"{count} of {length} tokens" for length, count in found.windows.items())
+    yield f"Measured {found.passes} times on windows: {windows}; ± is a standard error over them."
+    for name, why in list(found.skipped.items())[:4]:
+        yield f"Not fitted: {name}: {why}."
+    if len(found.skipped) > 4:
+        yield f"Not fitted: {len(found.skipped) - 4} more layers."
+    if found.family == "table":
+        yield (
+            f"Beyond n = {found.lengths[-1]} each head's factor goes on by its family (undecided "
+            f"ones by the best that grows no faster than log n), which nothing was measured for; "
+            f"rows of fewer than {found.lengths[0]} keys have that length's factor."
+        )
+    else:
+        yield f"Beyond n = {found.lengths[-1]} nothing was measured."
+
+
+def _growth(found: Calibration) -> Iterator[str]:
+    """Families, and where heads stand against the gap law."""
+    families = Counter(one.family for one in found.heads)
+    told = ", ".join(f"{count} {_FAMILIES[name]}" for name, count in families.most_common())
+    if len(found.lengths) < 3:
+        yield f"Growth of the factors: {told}; fewer than 3 lengths tell no family apart."
+    else:
+        yield f"Growth of the factors with n, by fit error: {told}."
+    last = [
+        (one.critical[-1], one.focus[-1]) for one in found.heads if math.isfinite(one.critical[-1])
+    ]
+    if last:
+        before = sorted(1 / scale if scale > 0 else math.inf for scale, _ in last)
+        after = sorted(focus for _, focus in last)
+        middle = len(last) // 2
+        yield (
+            f"β/Λ at n = {found.lengths[-1]} (above 1 one key stands alone): median head "
+            f"{before[middle]:.2g} before, {after[middle]:.2g} under the law."
+        )
+
+
+def _heads(found: Calibration, status: str) -> list[HeadCalibration]:
+    return [one for one in found.heads if status in one.status]
+
+
+def _named(heads: Sequence[HeadCalibration]) -> str:
+    """Layers and heads, few enough to read."""
+    told = [f"layer {group[0].layer} {_numbers(group)}" for group in _by_layer(heads)]
+    if len(told) > 4:
+        return f"{len(heads)} heads of {len(told)} layers"
+    return "; ".join(told)
+
+
+def _numbers(group: Sequence[HeadCalibration]) -> str:
+    heads = [str(one.head) for one in group]
+    if len(heads) > 8:
+        return f"({len(heads)} heads)"
+    return f"head{'s' if len(heads) > 1 else ''} {', '.join(heads)}"
+
+
+def _by_layer(heads: Iterable[HeadCalibration]) -> list[list[HeadCalibration]]:
+    found: dict[str, list[HeadCalibration]] = {}
+    for one in heads:
+        found.setdefault(one.module, []).append(one)
+    return list(found.values())
+
+
+def _lengths(found: Calibration) -> list[int]:
+    return sorted({n for one in found.heads for n in one.lengths})
+
+
+def _unit(found: Calibration) -> str:
+    unit = TARGETS[found.metric].unit
+    return "" if unit == "1" else f" {unit}"

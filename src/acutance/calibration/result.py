@@ -1,0 +1,168 @@
+"""Calibration: a fitted law, and what is known about each head's part of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from acutance.calibration.collect import HELD, TARGETS
+from acutance.calibration.law import Law
+from acutance.files import write_text
+
+__all__ = ["STATUSES", "Calibration", "HeadCalibration"]
+
+#: What each status of a length means.
+STATUSES = {
+    "held": "within 5 % of the target under the law",
+    "missed": "further than 5 % from the target under the law",
+    "kept": "left as it is: without a law it differs from the target by noise, or by too little",
+    "impossible": "no row of so many keys can have the target",
+    "limited": "the factor is at its limit and the target not reached",
+}
+Numbers = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class HeadCalibration:
+    """One head: numbers at each of its lengths.
+
+    Attributes:
+        layer: number among the attention layers.
+        head: query head.
+        module: qualified name of the layer.
+        lengths: visible keys n.
+        target: what was wanted.
+        before: what rows of n keys have without a law.
+        before_error: its standard error over parts of the text.
+        predicted: what was to be expected under the law, before it was measured.
+        after: what was measured under the law.
+        after_error: its standard error.
+        factors: of the law.
+        factor_errors: their standard errors, by the measured slope.
+        status: one of :data:`STATUSES`.
+        family: the growth of the factors: ``constant``, ``sqrt_log_n``, ``log_n``, ``n``, or
+            ``undecided``.
+        candidates: families that cannot be told apart from the best.
+        family_errors: relative error of the factors under each family, root mean square.
+        growth: increase of the factor per unit of log n, with its standard error; NaN where there
+            is one length.
+        critical: median critical scale Λ of the unscaled scores; NaN where none was sampled.
+        focus: β/Λ under the law: above 1 the maximum stands alone.
+    """
+
+    layer: int
+    head: int
+    module: str
+    lengths: tuple[int, ...]
+    target: Numbers
+    before: Numbers
+    before_error: Numbers
+    predicted: Numbers
+    after: Numbers
+    after_error: Numbers
+    factors: Numbers
+    factor_errors: Numbers
+    status: tuple[str, ...]
+    family: str
+    candidates: tuple[str, ...]
+    family_errors: Mapping[str, float]
+    growth: tuple[float, float]
+    critical: Numbers
+    focus: Numbers
+
+
+@dataclass(frozen=True)
+class Calibration(Law):
+    """What :func:`acutance.calibrate` finds: a law that can be applied and saved, and its reasons.
+
+    :meth:`Law.save` writes the law alone, :meth:`to_json` everything.
+
+    Attributes:
+        heads: every head that was fitted, in model order.
+        metric: what was held constant.
+        value: the wanted value; None where it is each head's own at the reference.
+        reference: length whose value is kept, or at which short rows' factors end.
+        family: the law that was asked for.
+        passes: measurements made.
+        windows: length and number of windows measured.
+        skipped: module name and why it was not fitted.
+    """
+
+    heads: tuple[HeadCalibration, ...] = ()
+    metric: str = "entropy"
+    value: float | None = None
+    reference: int = 0
+    family: str = "table"
+    passes: int = 0
+    windows: Mapping[int, int] = field(default_factory=dict, hash=False)
+    skipped: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def counts(self) -> dict[str, int]:
+        """How many (head, length) pairs have each status.
+
+        The reference length is left out where its own value is the target.
+        """
+        found = dict.fromkeys(STATUSES, 0)
+        for one in self.heads:
+            for n, status in zip(one.lengths, one.status, strict=True):
+                if self.value is not None or n != self.reference or len(one.lengths) == 1:
+                    found[status] += 1
+        return found
+
+    def worst(self, *, law: bool = True) -> float:
+        """Largest relative distance from the target over heads and possible lengths.
+
+        Targets near 0, of heads that look at one key, count as the size of which 5 % is of no
+        interest: 0.2 nats of entropy.
+
+        Args:
+            law: under the law, or without it.
+        """
+        found, least = 0.0, TARGETS[self.metric].floor / HELD
+        for one in self.heads:
+            shown = one.after if law else one.before
+            for value, target, status in zip(shown, one.target, one.status, strict=True):
+                if status != "impossible":
+                    found = max(found, abs(value - target) / max(abs(target), least, 1e-12))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON values; numbers that are not finite become None."""
+        return {
+            "schema": "acutance.calibration_report/1",
+            "law": self.record(),
+            "metric": self.metric,
+            "value": self.value,
+            "reference": self.reference,
+            "family": self.family,
+            "passes": self.passes,
+            "windows": {str(length): count for length, count in self.windows.items()},
+            "skipped": dict(self.skipped),
+            "statuses": STATUSES,
+            "beyond": BEYOND,
+            "counts": self.counts(),
+            "heads": [_plain(asdict(one)) for one in self.heads],
+        }
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`to_dict`, whole or not at all."""
+        write_text(path, json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
+
+
+#: What a table does where nothing was measured.
+BEYOND = (
+    "beyond the longest calibrated length each head's factor goes on by its fitted family, which "
+    "was not measured there; shorter rows than the shortest length have its factor"
+)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

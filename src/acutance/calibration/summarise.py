@@ -1,0 +1,160 @@
+"""From measured passes to the record of a calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.calibration.asked import Asked
+from acutance.calibration.decide import Aim, LayerState, status_of
+from acutance.calibration.families import FamilyFit, Resemblance, resemble
+from acutance.calibration.identity import Identity
+from acutance.calibration.law import Law
+from acutance.calibration.laws import extended_table
+from acutance.calibration.layers import attention_layers
+from acutance.calibration.result import Calibration, HeadCalibration
+from acutance.scaling import Scaling
+
+__all__ = ["FittedLayer", "summarise"]
+
+
+@dataclass(frozen=True)
+class FittedLayer:
+    """What is known of one layer after the last pass.
+
+    Attributes:
+        name: of the module.
+        aim: what was wanted.
+        first: the pass without a law.
+        last: the pass under the law.
+        predicted: values to be expected under a table, (knots, heads).
+        scaling: the law of the last pass, or one for each head.
+        family: whether it is a family, not a table.
+        scales: critical scales of sampled rows at each knot, (heads, rows) or None.
+    """
+
+    name: str
+    aim: Aim
+    first: LayerState
+    last: LayerState
+    predicted: Tensor
+    scaling: Scaling | dict[int, Scaling]
+    family: bool
+    scales: Sequence[Tensor | None]
+
+
+def summarise(
+    model: torch.nn.Module,
+    asked: Asked,
+    layers: Sequence[FittedLayer],
+    windows: Mapping[int, int],
+    passes: int,
+    skipped: Mapping[str, str],
+) -> Calibration:
+    """The record of a calibration."""
+    order = {name: index for index, name in enumerate(attention_layers(model))}
+    ordered = sorted(layers, key=lambda one: order.get(one.name, len(order)))
+    law: dict[Any, Scaling] = {}
+    heads: list[HeadCalibration] = []
+    for index, layer in enumerate(ordered):
+        errors = _factor_errors(layer)
+        like = [_resemblance(layer, errors, h) for h in range(errors.shape[1])]
+        if not layer.family:
+            knots, factors = layer.first.values.knots, layer.last.factors
+            law[layer.name] = extended_table(knots, factors, like, asked.limit)
+        elif isinstance(layer.scaling, dict):
+            law.update({(layer.name, head): one for head, one in layer.scaling.items()})
+        else:
+            law[layer.name] = layer.scaling
+        heads += _heads(order.get(layer.name, index), layer, errors, like)
+    target = asked.target.name if asked.value is None else f"{asked.target.name}={asked.value:g}"
+    plain = Law.of(model, law)
+    return Calibration(
+        model=Identity.of(model),
+        everywhere=None,
+        layers=plain.layers,
+        lengths=asked.knots,
+        target=target,
+        heads=tuple(heads),
+        metric=asked.target.name,
+        value=asked.value,
+        reference=asked.reference,
+        family=asked.law,
+        passes=passes,
+        windows=dict(windows),
+        skipped=dict(skipped),
+    )
+
+
+def _factor_errors(layer: FittedLayer) -> Tensor:
+    """Standard errors of the factors: that of the value over its slope (delta method)."""
+    values, aim = layer.last.values, layer.aim
+    error = values.estimate.error if aim.reference is None else values.difference(aim.reference)
+    return layer.last.factors * error / values.slope.abs().clamp(min=1e-9)
+
+
+def _resemblance(layer: FittedLayer, errors: Tensor, head: int) -> Resemblance:
+    """Over the lengths where the target can be had."""
+    factors, possible = layer.last.factors[:, head], layer.aim.possible[:, head]
+    knots = layer.first.values.knots
+    if bool((factors == 1.0).all()):
+        constant = FamilyFit("constant", 1.0, 0.0, 0.0, 0.0, 2.0)
+        return Resemblance("constant", "constant", {"constant": constant}, ("constant",))
+    chosen = [k for k in range(len(knots)) if bool(possible[k])] or list(range(len(knots)))
+    return resemble(
+        [knots[k] for k in chosen],
+        factors[chosen].tolist(),
+        errors[chosen, head].tolist(),
+    )
+
+
+def _heads(
+    index: int, layer: FittedLayer, errors: Tensor, like: Sequence[Resemblance]
+) -> list[HeadCalibration]:
+    first, last, aim = layer.first, layer.last, layer.aim
+    status = status_of(first, last, aim)
+    predicted = layer.predicted
+    critical = torch.stack(
+        [
+            torch.full_like(first.factors[0], torch.nan)
+            if part is None or part.numel() == 0
+            else part.nanmedian(1).values
+            for part in layer.scales
+        ]
+    )
+    columns = {
+        "target": aim.wanted,
+        "before": first.measured(aim),
+        "before_error": first.values.estimate.error,
+        "predicted": predicted,
+        "after": last.measured(aim),
+        "after_error": last.values.estimate.error,
+        "factors": last.factors,
+        "factor_errors": errors,
+        "critical": critical,
+        "focus": last.factors / critical,
+    }
+    found = []
+    for h, one in enumerate(like):
+        line = one.fits.get("log_n")
+        growth = (line.b, line.b_error) if line is not None else (0.0, 0.0)
+        numbers: dict[str, Any] = {n: tuple(c[:, h].tolist()) for n, c in columns.items()}
+        found.append(
+            HeadCalibration(
+                layer=index,
+                head=h,
+                module=layer.name,
+                lengths=first.values.knots,
+                status=tuple(row[h] for row in status),
+                family=one.name,
+                candidates=one.candidates,
+                family_errors={name: fit.error for name, fit in one.fits.items()},
+                growth=growth,
+                **numbers,
+            )
+        )
+    return found

@@ -1,0 +1,218 @@
+"""Batches of a text, cut into windows of the lengths at which attention is measured."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from acutance.shapes import check_count
+
+__all__ = ["AnyBatch", "AnyBatches", "Turn", "check_lengths", "cut", "digest", "gather"]
+
+#: What a model is called with: one tensor, or keywords. Windows first, tokens second.
+AnyBatch: TypeAlias = "Tensor | Mapping[str, Any]"
+#: Batches to cut into windows, or windows of each length.
+AnyBatches: TypeAlias = "Iterable[AnyBatch] | Mapping[int, Iterable[AnyBatch]]"
+#: Parts of the text that errors are estimated from, at most.
+GROUPS = 64
+_FIRST = ("input_ids", "inputs_embeds", "input_values", "pixel_values")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the model is called with once.
+
+    Attributes:
+        length: tokens of each window.
+        batch: as it is passed to the model.
+        groups: part of the text that each window belongs to, (windows,) int64.
+    """
+
+    length: int
+    batch: AnyBatch
+    groups: Tensor
+
+    def run(self, model: torch.nn.Module, device: torch.device | None) -> None:
+        """Call the model, where its parameters are."""
+        if isinstance(self.batch, Tensor):
+            model(_moved(self.batch, device))
+        else:
+            model(**{name: _moved(part, device) for name, part in self.batch.items()})
+
+
+def check_lengths(
+    lengths: Sequence[int] | None, batches: Mapping[int, Sequence[AnyBatch]]
+) -> tuple[int, ...]:
+    """Rising lengths; None is all that are ready, or the longest batch's and its halves.
+
+    Args:
+        lengths: as they were given.
+        batches: from :func:`gather`.
+
+    Raises:
+        TypeError: if they are no list of whole numbers.
+        ValueError: if they do not rise, one is below 2, or no batch is that long.
+    """
+    ready = sorted(length for length in batches if length)
+    longest = ready[-1] if ready else max(_length(batch) for batch in batches[0])
+    if lengths is None:
+        found = ready or [longest >> step for step in (3, 2, 1, 0)]
+        return tuple(sorted({n for n in found if n >= 2}))
+    if not isinstance(lengths, list | tuple | range):
+        raise TypeError(f"lengths is a list of whole numbers, got {lengths!r}")
+    places = tuple(check_count("lengths", n, 2) for n in lengths)
+    if not places or any(b <= a for a, b in itertools.pairwise(places)):
+        raise ValueError(f"lengths rise, and there is at least one, got {list(places)}")
+    if places[-1] > longest:
+        raise ValueError(f"lengths reach {places[-1]}, the longest batch has {longest} tokens")
+    if ready and (lacking := [n for n in places if n not in batches]):
+        raise ValueError(f"there are no windows of {lacking[0]} tokens, only of {ready}")
+    return places
+
+
+def gather(batches: AnyBatches) -> dict[int, list[AnyBatch]]:
+    """All batches, checked: by length where windows are ready, else under 0, to be cut.
+
+    Raises:
+        TypeError: if they are not batches.
+        ValueError: if there is none, one has no tokens, or windows are not as long as said.
+    """
+    if isinstance(batches, Mapping) and batches and all(isinstance(n, int) for n in batches):
+        ready = {check_count("lengths", n, 2): gather(part)[0] for n, part in batches.items()}
+        for length, part in ready.items():
+            for batch in part:
+                if _length(batch) != length:
+                    raise ValueError(
+                        f"a batch of windows of {length} tokens has {_length(batch)} of them"
+                    )
+        return ready
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches is a list of tensors (B, L) or of keywords for the model, got "
+            f"{type(batches).__name__}: put a single batch into a list"
+        )
+    found = list(batches)
+    if not found:
+        raise ValueError("batches holds at least one batch, got none")
+    for batch in found:
+        _length(batch)
+    return {0: found}
+
+
+def cut(batches: Mapping[int, Sequence[AnyBatch]], lengths: Sequence[int]) -> list[Turn]:
+    """Windows of every length, shortest first: those that are ready, or cut out of longer ones.
+
+    Windows of one part of the text are in one group, whatever their length, so that what is
+    measured at two lengths can be compared part by part.
+
+    Args:
+        batches: from :func:`gather`.
+        lengths: rising.
+
+    Example:
+        >>> turns = cut(gather([torch.arange(24).view(2, 12)]), [4, 8])
+        >>> [(turn.length, tuple(turn.batch.shape), turn.groups.tolist()) for turn in turns]
+        [(4, (6, 4), [0, 0, 0, 1, 1, 1]), (8, (2, 8), [0, 1])]
+    """
+    last = batches[0] if 0 in batches else batches[lengths[-1]]
+    parts = min(GROUPS, sum(_rows(batch) for batch in last))
+    turns: list[Turn] = []
+    for length in lengths:
+        chosen = batches[0] if 0 in batches else batches[length]
+        rows, before = sum(_rows(batch) for batch in chosen), 0
+        for batch in chosen:
+            pieces, own = _length(batch) // length, _rows(batch)
+            if pieces:
+                groups = (torch.arange(before, before + own) * parts // rows).repeat_interleave(
+                    pieces
+                )
+                made, keep = _pieces(batch, length, pieces)
+                if keep is not None:
+                    groups = groups[keep]
+                if groups.numel():
+                    turns.append(Turn(length, made, groups))
+            before += own
+    return turns
+
+
+def digest(turns: Sequence[Turn]) -> str:
+    """Sixteen hexadecimal digits that change with any number of any window."""
+    found = hashlib.sha256()
+    for turn in turns:
+        parts = {"": turn.batch} if isinstance(turn.batch, Tensor) else turn.batch
+        for name, part in sorted(parts.items()):
+            if isinstance(part, Tensor):
+                found.update(f"{name} {tuple(part.shape)} {part.dtype}".encode())
+                flat = part.detach().cpu().contiguous().reshape(-1)
+                found.update(flat.view(torch.uint8).numpy().tobytes())
+            else:
+                found.update(f"{name} {part!r}".encode())
+    return found.hexdigest()[:16]
+
+
+def _pieces(batch: AnyBatch, length: int, pieces: int) -> tuple[AnyBatch, Tensor | None]:
+    """Windows of a batch, and which of them hold a token, None where all do."""
+    if isinstance(batch, Tensor):
+        return _cut(batch, length, pieces), None
+    whole, own = _length(batch), _rows(batch)
+    made: dict[str, Any] = {}
+    for name, part in batch.items():
+        if isinstance(part, Tensor) and part.dim() >= 2 and tuple(part.shape[:2]) == (own, whole):
+            made[name] = _cut(part, length, pieces)
+        elif isinstance(part, Tensor) and part.dim() >= 1 and part.shape[0] == own:
+            made[name] = part.repeat_interleave(pieces, 0)
+        else:
+            made[name] = part
+    mask = made.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return made, None
+    keep = mask.bool().any(1)
+    if bool(keep.all()):
+        return made, None
+    windows = keep.shape[0]
+    return {
+        name: part[keep] if isinstance(part, Tensor) and part.shape[:1] == (windows,) else part
+        for name, part in made.items()
+    }, keep.cpu()
+
+
+def _cut(tensor: Tensor, length: int, pieces: int) -> Tensor:
+    """(B, L, ...) to (B · pieces, length, ...)."""
+    windows: Tensor = tensor[:, : length * pieces].unflatten(1, (pieces, length)).flatten(0, 1)
+    return windows
+
+
+def _tensor(batch: AnyBatch) -> Tensor:
+    """The tensor that says how many windows and tokens a batch has."""
+    found: Any = batch
+    if isinstance(batch, Mapping):
+        named = [batch[name] for name in _FIRST if name in batch]
+        found = next((part for part in (*named, *batch.values()) if isinstance(part, Tensor)), None)
+    if not isinstance(found, Tensor):
+        raise TypeError(
+            f"a batch is a tensor (B, L) or keywords for the model with such a tensor, got "
+            f"{type(batch).__name__}"
+        )
+    if found.dim() < 2 or found.shape[0] < 1 or found.shape[1] < 2:
+        raise ValueError(
+            f"a batch has windows first and at least 2 tokens second, got {tuple(found.shape)}"
+        )
+    return found
+
+
+def _length(batch: AnyBatch) -> int:
+    return _tensor(batch).shape[1]
+
+
+def _rows(batch: AnyBatch) -> int:
+    return _tensor(batch).shape[0]
+
+
+def _moved(part: Any, device: torch.device | None) -> Any:
+    return part.to(device) if isinstance(part, Tensor) and device is not None else part

@@ -1,0 +1,59 @@
+"""The ``acutance`` command. Every command imports what it needs when it runs, so help is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from acutance.cli import bench, calibration, comparison, probing, reproduce, states, theory
+from acutance.cli.shared import INTERRUPTED
+
+__all__ = ["INTERRUPTED", "app", "main"]
+
+app = typer.Typer(
+    name="acutance",
+    help="How sharply does attention focus? Measure it on any model, for every head and row.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        from importlib.metadata import version
+
+        typer.echo(f"acutance {version('acutance')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """How sharply does attention focus? Measure it on any model, for every head and row."""
+
+
+app.command("probe")(probing.probe_command)
+app.command("merge")(states.merge_command)
+app.command("report")(states.report_command)
+app.command("diff")(states.diff_command)
+app.command("predict")(theory.predict_command)
+app.command("temperature")(theory.temperature_command)
+app.command("calibrate")(calibration.calibrate_command)
+app.command("compare")(comparison.compare_command)
+app.command("reproduce")(reproduce.reproduce_command)
+app.command("bench")(bench.bench_command)
+
+
+def main() -> None:
+    """Entry point of the ``acutance`` command."""
+    if sys.argv[1:2] == ["probe"] and os.environ.get("RANK", "0") != "0":
+        # one of torchrun's: the first rank says what there is to say, once
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    app()

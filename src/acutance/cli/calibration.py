@@ -1,0 +1,164 @@
+"""The command that fits a law to a model: calibrate."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from acutance.cli.shared import INTERRUPTED, check_targets, console, fail, plain_errors
+
+
+def calibrate_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Directory of a saved model, or a name transformers can load. "
+            "Left out: the MiniLM that comes with acutance\\[demo].",
+        ),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option("--text", metavar="FILE", help="Text to read; repeat it for more."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="LAW", help="Write the law, for 'probe --law'."),
+    ] = None,
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target",
+            metavar="METRIC[=VALUE]",
+            help="What to hold: entropy, normalized_entropy, effective_keys, top_weight, or "
+            "max_logit as a bound. Without a value: each head's own at --reference.",
+        ),
+    ] = "entropy",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            "--lengths",
+            metavar="N,...",
+            help="Windows to measure, rising. Default: the model's longest and its halves to 1/8.",
+        ),
+    ] = None,
+    reference: Annotated[
+        int | None,
+        typer.Option("--reference", min=2, help="Training length. Default: the shortest length."),
+    ] = None,
+    law: Annotated[
+        str,
+        typer.Option(
+            "--law",
+            metavar="NAME",
+            help="table, or a family to fit: constant, ssmax, log_n, sqrt_log_n, clip_log_n.",
+        ),
+    ] = "table",
+    passes: Annotated[
+        int, typer.Option("--passes", min=2, help="Runs over the text, at most.")
+    ] = 5,
+    limit: Annotated[
+        float, typer.Option("--limit", help="Factors stay between 1/LIMIT and LIMIT.")
+    ] = 16.0,
+    windowed: Annotated[
+        bool, typer.Option("--windowed", help="Also fit layers with a sliding window.")
+    ] = False,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, help="Longest windows run at once.")
+    ] = 4,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of sampled rows.")] = 0,
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", metavar="FILE", help="Keep the state, as it grows: to resume."),
+    ] = None,
+    save_every: Annotated[
+        int,
+        typer.Option(
+            "--save-every", metavar="WINDOWS", min=1, help="Write the state less often than that."
+        ),
+    ] = 1,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from what the file of --save holds.")
+    ] = False,
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the whole record, '-' for stdout."),
+    ] = None,
+    attention: Annotated[
+        str | None, typer.Option("--attention", help="Attention implementation: sdpa, eager, ...")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, mps.")] = "cpu",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
+    ] = False,
+) -> None:
+    """Fit, for every head, the scale that keeps its attention as focused at any length."""
+    check_targets({"--out": out, "--json": json, "--save": save})
+    if resume and save is None:
+        raise typer.BadParameter("it goes on from the file of --save", param_hint="--resume")
+    name, value = _target(target)
+    places = None if lengths is None else _lengths(lengths)
+    with plain_errors():
+        from acutance.calibration import command
+
+        try:
+            command.run(
+                model,
+                text or [],
+                lengths=places,
+                given={
+                    "target": name,
+                    "value": value,
+                    "reference": reference,
+                    "law": law,
+                    "passes": passes,
+                    "limit": limit,
+                    "windowed": windowed,
+                    "seed": seed,
+                    "save": save,
+                    "save_every": save_every,
+                    "resume": resume,
+                },
+                batch_size=batch_size,
+                attention=attention,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                allow_pickle=allow_pickle,
+                out=out,
+                to_json=json,
+                console=console,
+            )
+        except KeyboardInterrupt:
+            kept = f"; --resume goes on from {save}" if save is not None else ""
+            fail(f"interrupted before the law was found{kept}")
+            raise typer.Exit(INTERRUPTED) from None
+
+
+def _target(text: str) -> tuple[str, float | None]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        return name, None
+    try:
+        return name, float(value)
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"a value is a number, got {value!r}", param_hint="--target"
+        ) from error
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"whole numbers with commas, got {text!r}", param_hint="--lengths"
+        ) from error
+    if any(n < 2 for n in found) or any(b <= a for a, b in pairwise(found)):
+        raise typer.BadParameter(f"they rise from 2 or more, got {text}", param_hint="--lengths")
+    return found

@@ -1,0 +1,58 @@
+"""Options that several commands have, with the same meaning everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CHARTS = ("heads", "layers", "lengths", "theory")
+
+ReportTo = Annotated[
+    Path | None, typer.Option("--report", metavar="HTML", help="Write a page with the heat map.")
+]
+JsonTo = Annotated[
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write every number as JSON, '-' for standard output."
+    ),
+]
+CsvTo = Annotated[
+    Path | None,
+    typer.Option(
+        "--csv", metavar="FILE", help="Write a table, one row per head, '-' for standard output."
+    ),
+]
+ParquetTo = Annotated[
+    Path | None,
+    typer.Option("--parquet", metavar="FILE", help="The same table as a Parquet file."),
+]
+FigureTo = Annotated[
+    Path | None,
+    typer.Option("--figure", metavar="FILE", help="Draw a .png or .svg (needs acutance\\[plots])."),
+]
+Chart = Annotated[
+    str,
+    typer.Option(
+        "--chart",
+        metavar="|".join(CHARTS),
+        help="What --figure draws: heat map, layer profile, a metric against n, or measured "
+        "against predicted entropy.",
+    ),
+]
+Metric = Annotated[
+    str | None,
+    typer.Option("--metric", metavar="NAME", help="What table and figure show."),
+]
+Dark = Annotated[bool, typer.Option("--dark", help="Draw on a dark page.")]
+
+
+def check_chart(chart: str, metric: str | None = None) -> None:
+    """Refuse a figure that nothing draws."""
+    if chart not in CHARTS:
+        raise typer.BadParameter(f"one of {', '.join(CHARTS)}, got {chart}", param_hint="--chart")
+    if chart == "theory" and metric is not None:
+        raise typer.BadParameter(
+            "it is of entropy alone, so leave out --metric", param_hint="--chart"
+        )

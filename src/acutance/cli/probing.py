@@ -1,0 +1,215 @@
+"""The command that measures a model: probe."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from acutance.cli.options import (
+    Chart,
+    CsvTo,
+    Dark,
+    FigureTo,
+    JsonTo,
+    ParquetTo,
+    ReportTo,
+    check_chart,
+)
+from acutance.cli.shared import (
+    INTERRUPTED,
+    check_ending,
+    check_output,
+    check_targets,
+    console,
+    plain_errors,
+)
+
+
+def probe_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Directory of a saved model, or a name transformers can load. "
+            "Left out: the MiniLM that comes with acutance\\[demo].",
+        ),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="Text to read, '-' for standard input; repeat it for more.",
+        ),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            "--length", min=2, help="Tokens in a window. Default: the model's longest, at most 512."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, help="Windows run at once.")
+    ] = 8,
+    report: ReportTo = None,
+    json: JsonTo = None,
+    csv: CsvTo = None,
+    parquet: ParquetTo = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save", metavar="FILE", help="Keep the state, as it grows: to merge, resume, reload."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from what the file of --save holds.")
+    ] = False,
+    save_every: Annotated[
+        int,
+        typer.Option(
+            "--save-every", metavar="WINDOWS", min=1, help="Write the state less often than that."
+        ),
+    ] = 1,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            "--shard", metavar="I/N", help="Probe the I-th of N parts of the text; then 'merge'."
+        ),
+    ] = None,
+    figure: FigureTo = None,
+    chart: Chart = "heads",
+    dark: Dark = False,
+    keep_qk: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep-qk", metavar="FILE", help="Write some queries and keys, for 'compare --from'."
+        ),
+    ] = None,
+    verify: Annotated[
+        bool | None,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Rebuild each output and compare. Default: yes, but with --provide the first.",
+        ),
+    ] = None,
+    every: Annotated[
+        int, typer.Option("--every", metavar="K", min=1, help="Run one window of every K only.")
+    ] = 1,
+    layers: Annotated[
+        str | None,
+        typer.Option("--layers", metavar="LIST", help="Layers to read: 0-3,-1,decoder.*"),
+    ] = None,
+    heads: Annotated[
+        str | None,
+        typer.Option("--heads", metavar="LIST", help="Heads of each layer to read: 0,4-7"),
+    ] = None,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(
+            "--max-rows", metavar="ROWS", min=2, help="Rows to read of a call, drawn at random."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Which rows --max-rows draws.")] = 0,
+    provide: Annotated[
+        bool,
+        typer.Option(
+            "--provide", help="Let acutance compute the attention it measures, in one pass."
+        ),
+    ] = False,
+    noise: Annotated[bool, typer.Option("--noise", help="Also measure noise_gain.")] = False,
+    structure: Annotated[
+        bool, typer.Option("--structure", help="Also measure where weight lies, and name classes.")
+    ] = False,
+    examples: Annotated[
+        int,
+        typer.Option(
+            "--examples",
+            metavar="ROWS",
+            min=0,
+            max=64,
+            help="Keep so many of each head's sharpest rows, with what they attend to.",
+        ),
+    ] = 0,
+    law: Annotated[
+        str | None,
+        typer.Option(
+            "--law",
+            metavar="LAW",
+            help="Scale attention meanwhile: a file of 'calibrate -o', or a name as "
+            "ssmax or log_n:train_length=512.",
+        ),
+    ] = None,
+    attention: Annotated[
+        str | None, typer.Option("--attention", help="Attention implementation: sdpa, eager, ...")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, mps.")] = "cpu",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
+    ] = False,
+) -> None:
+    """Show how sharply every head of a model focuses on a text."""
+    targets = {
+        "--report": report,
+        "--json": json,
+        "--csv": csv,
+        "--parquet": parquet,
+        "--save": save,
+        "--figure": figure,
+        "--keep-qk": keep_qk,
+    }
+    check_targets(targets)
+    check_output(targets)
+    check_ending("--figure", figure)
+    check_chart(chart)
+    if resume and save is None:
+        raise typer.BadParameter("it goes on from the file of --save", param_hint="--resume")
+    if resume and keep_qk is not None:
+        raise typer.BadParameter(
+            "it may skip the first windows, which --keep-qk reads", param_hint="--resume"
+        )
+    with plain_errors():
+        from acutance.probing import distributed
+        from acutance.probing.run import Savings
+        from acutance.report import probe_commands
+
+        savings = Savings(every, layers, heads, max_rows, seed, provide)
+        scaled = None
+        if law is not None:
+            from acutance.calibration.command import applying
+
+            scaled = applying(law)
+        ranks = ExitStack()
+        world = ranks.enter_context(distributed.world())
+    with ranks, plain_errors():  # what went wrong is said before the other ranks are let go
+        finished = probe_commands.probe(
+            model,
+            text or [],
+            world=world,
+            length=length,
+            batch_size=batch_size,
+            shard=shard,
+            save_every=save_every,
+            resume=resume,
+            verify=not provide if verify is None else verify,
+            noise=noise,
+            structure=structure or examples > 0,
+            examples=examples,
+            savings=savings,
+            attention=attention,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
+            targets=targets,
+            chart=chart,
+            dark=dark,
+            console=console,
+            law=scaled,
+        )
+    if not finished:
+        raise typer.Exit(INTERRUPTED)

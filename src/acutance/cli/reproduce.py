@@ -1,0 +1,60 @@
+"""The command that tests published claims."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from acutance.cli.shared import check_targets, console, plain_errors
+
+
+def reproduce_command(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Experiments. Default: all of them."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run at small sizes: a minute or two in all.")
+    ] = False,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Where records and figures go.")
+    ] = Path("acutance-reproduce"),
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of all random numbers.")] = 0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Measure again what an earlier run has measured.")
+    ] = False,
+    figures: Annotated[
+        bool, typer.Option("--figures/--no-figures", help="Draw (needs acutance\\[plots]).")
+    ] = True,
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write all records, '-' for standard output."),
+    ] = None,
+    listing: Annotated[bool, typer.Option("--list", help="Show the experiments and end.")] = False,
+) -> None:
+    """Test published claims about attention: predicted, measured, verdict, figure."""
+    check_targets({"--json": json})
+    with plain_errors():
+        from acutance.reproduce import EXPERIMENTS, command, pick, render
+
+        try:
+            chosen = pick(names or [], EXPERIMENTS)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="NAME") from error
+        if listing:
+            console(stderr=False).print(render.listing(chosen))
+            return
+        status = command.reproduce(
+            chosen,
+            out,
+            quick=quick,
+            seed=seed,
+            force=force,
+            figures=figures,
+            to_json=json,
+            console=console,
+        )
+    if status:
+        raise typer.Exit(status)

@@ -1,0 +1,81 @@
+"""What the commands share: where output may go, and how a failure ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+
+INTERRUPTED = 130
+#: What may go to standard output, in place of the table.
+_TEXTS = ("--json", "--csv")
+
+
+def check_targets(targets: Mapping[str, Path | None]) -> None:
+    """Refuse what cannot be written before a long run, not after it."""
+    for option, path in targets.items():
+        if path is None:
+            continue
+        if str(path) == "-":
+            if option not in _TEXTS:
+                raise typer.BadParameter("it does not go to standard output", param_hint=option)
+            continue
+        if path.is_dir():
+            raise typer.BadParameter(f"{path} is a directory", param_hint=option)
+        if not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"there is no directory {path.parent}", param_hint=option)
+
+
+def check_output(targets: Mapping[str, Path | None]) -> None:
+    """Standard output takes one file: two would run into each other."""
+    there = [option for option, path in targets.items() if str(path) == "-"]
+    if len(there) > 1:
+        raise typer.BadParameter("standard output takes one file", param_hint=", ".join(there))
+
+
+def check_ending(option: str, path: Path | None) -> None:
+    """Refuse a figure in a format that is not drawn."""
+    if path is not None and path.suffix.lower() not in (".png", ".svg"):
+        raise typer.BadParameter(f"a figure ends in .png or .svg, got {path}", param_hint=option)
+
+
+@contextmanager
+def misuse() -> Iterator[None]:
+    """What the theory refuses, with the names of its arguments as options, is misuse: exit 2."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        names, colon, rest = str(error).partition(": ")
+        if colon and all(name.isidentifier() for name in names.split(", ")):
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in names.split(", "))
+        fail(f"{names}{colon}{rest}")
+        raise typer.Exit(2) from error
+
+
+def console(*, stderr: bool = True) -> Any:
+    """A rich console, on standard error unless told otherwise."""
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Expected failures end with one sentence on standard error and exit code 1."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        fail("interrupted before anything was read")
+        raise typer.Exit(INTERRUPTED) from None
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        fail(str(error) or type(error).__name__)
+        raise typer.Exit(1) from error
+
+
+def fail(message: str) -> None:
+    """One line on standard error."""
+    sys.stderr.write(f"acutance: {' '.join(message.split())}\n")

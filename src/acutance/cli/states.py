@@ -1,0 +1,144 @@
+"""Commands on saved states: merge, report, diff."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from acutance.cli.options import (
+    Chart,
+    CsvTo,
+    Dark,
+    FigureTo,
+    JsonTo,
+    Metric,
+    ParquetTo,
+    ReportTo,
+    check_chart,
+)
+from acutance.cli.shared import check_ending, check_output, check_targets, console, plain_errors
+
+
+def merge_command(
+    states: Annotated[
+        list[Path],
+        typer.Argument(metavar="SHARD...", help="States that 'probe --save' wrote."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the joint state.")
+    ] = None,
+    report: ReportTo = None,
+    json: JsonTo = None,
+    csv: CsvTo = None,
+    parquet: ParquetTo = None,
+    figure: FigureTo = None,
+) -> None:
+    """Join the states of shards that were probed apart: one run, no window twice."""
+    targets = {
+        "--out": out,
+        "--report": report,
+        "--json": json,
+        "--csv": csv,
+        "--parquet": parquet,
+        "--figure": figure,
+    }
+    check_targets(targets)
+    check_output(targets)
+    check_ending("--figure", figure)
+    with plain_errors():
+        from acutance.report import probe_commands
+
+        probe_commands.merge(states, targets=targets, console=console)
+
+
+def report_command(
+    state: Annotated[
+        Path, typer.Argument(metavar="STATE", help="What 'probe --save' or 'merge -o' wrote.")
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", "--report", "-o", metavar="HTML", help="Write a page with the heat map."
+        ),
+    ] = None,
+    json: JsonTo = None,
+    csv: CsvTo = None,
+    parquet: ParquetTo = None,
+    figure: FigureTo = None,
+    chart: Chart = "heads",
+    metric: Metric = None,
+    dark: Dark = False,
+) -> None:
+    """Show a saved state again, as a table, page, figure or file. No model is run."""
+    targets = {
+        "--report": html,
+        "--json": json,
+        "--csv": csv,
+        "--parquet": parquet,
+        "--figure": figure,
+    }
+    check_targets(targets)
+    check_output(targets)
+    check_ending("--figure", figure)
+    check_chart(chart, metric)
+    with plain_errors():
+        from acutance.report import state_commands
+
+        state_commands.report(
+            state, targets=targets, chart=chart, metric=metric, dark=dark, console=console
+        )
+
+
+def diff_command(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A saved state.")],
+    after: Annotated[
+        Path,
+        typer.Argument(metavar="B", help="Another: a checkpoint, a length, a text, a shard later."),
+    ],
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help="Whose heads and layers to list; repeat it for more. Default: normalized_entropy.",
+        ),
+    ] = None,
+    equal_n: Annotated[
+        bool, typer.Option("--equal-n", help="Compare only rows that see as many keys.")
+    ] = False,
+    top: Annotated[int, typer.Option("--top", min=1, help="Heads listed for each metric.")] = 10,
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write everything, '-' for standard output."),
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            "--csv",
+            metavar="FILE",
+            help="Write a table, one row per head and metric, '-' for standard output.",
+        ),
+    ] = None,
+    figure: FigureTo = None,
+    dark: Dark = False,
+) -> None:
+    """Compare two saved states: the heads that moved most, and whether beyond noise."""
+    targets = {"--json": json, "--csv": csv, "--figure": figure}
+    check_targets(targets)
+    check_output(targets)
+    check_ending("--figure", figure)
+    with plain_errors():
+        from acutance.report import diff_commands
+
+        diff_commands.diff(
+            before,
+            after,
+            metrics=metric or [],
+            top=top,
+            equal_n=equal_n,
+            targets=targets,
+            dark=dark,
+            console=console,
+        )

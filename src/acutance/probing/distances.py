@@ -1,0 +1,155 @@
+"""Distances: the mean weight of each head by octave of distance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.structure.statistics import PEAKS
+
+__all__ = ["MOST_DISTANCES", "Distances"]
+
+#: Octaves of distance at most: keys are counted in 64 bits.
+MOST_DISTANCES = 64
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Mean weight by octave of distance, for each head.
+
+    The third axis is 0 for keys behind the query, its own position included, and 1 for those
+    ahead; octave 0 is the own position, octave k distances of 2^(k−1) to 2^k − 1.
+
+    Attributes:
+        rows: (heads,) int64, rows counted; 0 where queries are of another sequence than keys.
+        mass: (heads, 2, octaves) float64, mean weight.
+        even: the same if all visible keys were weighed alike.
+        peaks: (heads, 17) int64, rows whose one largest weight stands 8 positions behind, 7, and
+            so on to 8 ahead.
+    """
+
+    rows: Tensor
+    mass: Tensor
+    even: Tensor
+    peaks: Tensor
+
+    @staticmethod
+    def none(heads: int, octaves: int = 0) -> Distances:
+        """The record of no rows: the identity of :meth:`merge`."""
+        zero = torch.zeros(heads, 2, octaves, dtype=torch.float64, device="cpu")
+        rows = torch.zeros(heads, dtype=torch.int64, device="cpu")
+        peaks = torch.zeros(heads, 2 * PEAKS + 1, dtype=torch.int64, device="cpu")
+        return Distances(rows, zero, zero.clone(), peaks)
+
+    @staticmethod
+    def of(octaves: Tensor, even: Tensor, peak: Tensor, kept: Tensor) -> Distances:
+        """The record of one call's rows.
+
+        Args:
+            octaves: (B, heads, L, 2, K) weights.
+            even: (B, heads or 1, L, 2, K).
+            peak: (B, heads, L) relative positions of the largest weights.
+            kept: boolean (B, heads, L), True for rows that count.
+        """
+        rows = kept.sum((0, 2))
+        count = rows.clamp(min=1).to(torch.float64)[:, None, None]
+        chosen = kept[..., None, None]
+        mass, alike = (
+            torch.where(chosen, part.detach(), 0.0).to(torch.float64).sum((0, 2)) / count
+            for part in (octaves, even)
+        )
+        near = torch.arange(-PEAKS, PEAKS + 1, device=peak.device)
+        peaks = ((peak.unsqueeze(-1) == near) & kept.unsqueeze(-1)).sum((0, 2))
+        return Distances(rows.cpu(), mass.cpu(), alike.cpu(), peaks.cpu())
+
+    def padded(self, octaves: int) -> Distances:
+        """The same with at least so many octaves."""
+        more = (0, max(0, octaves - self.mass.shape[-1]))
+        mass, even = (torch.nn.functional.pad(part, more) for part in (self.mass, self.even))
+        return Distances(self.rows, mass, even, self.peaks)
+
+    def merge(self, other: Distances) -> Distances:
+        """The record of both sets of rows."""
+        octaves = max(self.mass.shape[-1], other.mass.shape[-1])
+        left, right = self.padded(octaves), other.padded(octaves)
+        rows = self.rows + other.rows
+        share = (other.rows.double() / rows.clamp(min=1).double())[:, None, None]
+        return Distances(
+            rows,
+            left.mass + (right.mass - left.mass) * share,
+            left.even + (right.even - left.even) * share,
+            left.peaks + right.peaks,
+        )
+
+    def within(self, distance: int) -> tuple[Tensor, Tensor]:
+        """Weight on positions up to a distance of 2^k − 1, and what even weights would have there.
+
+        Args:
+            distance: 0, 1, 3, 7 and so on; anything between counts as the next lower of these.
+
+        Returns:
+            Two tensors (heads,).
+        """
+        octaves = (distance + 1).bit_length()
+        mass, even = (part[..., :octaves].sum((-1, -2)) for part in (self.mass, self.even))
+        return mass, even
+
+    def to_dict(self, head: int) -> dict[str, Any]:
+        """One head's numbers as plain JSON values."""
+        (behind, ahead), (even_behind, even_ahead) = (
+            self.mass[head].tolist(),
+            self.even[head].tolist(),
+        )
+        return {
+            "rows": int(self.rows[head]),
+            "behind": behind,
+            "ahead": ahead,
+            "even_behind": even_behind,
+            "even_ahead": even_ahead,
+            "peaks": self.peaks[head].tolist(),
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The arrays by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def heads(self, start: int, stop: int) -> Distances:
+        """The record of some of the heads."""
+        return Distances(**{name: part[start:stop] for name, part in self.tensors().items()})
+
+    def taken(self, order: list[int]) -> Distances:
+        """The record of these heads, in this order."""
+        return Distances(**{name: part[order] for name, part in self.tensors().items()})
+
+    @staticmethod
+    def join(parts: list[Distances]) -> Distances:
+        """Records of different heads, one after the other."""
+        octaves = max(part.mass.shape[-1] for part in parts)
+        wide = [part.padded(octaves).tensors() for part in parts]
+        return Distances(**{name: torch.cat([part[name] for part in wide]) for name in wide[0]})
+
+    @staticmethod
+    def checked(tensors: Mapping[str, Tensor], heads: int) -> Distances:
+        """The record that arrays hold, if they can be what a probe wrote.
+
+        Raises:
+            ValueError: naming the first array that does not fit.
+        """
+        octaves = tensors["mass"].shape[-1] if tensors["mass"].dim() else -1
+        if not 0 <= octaves <= MOST_DISTANCES:
+            raise ValueError(f"distances have 0 to {MOST_DISTANCES} octaves, got {octaves}")
+        for name, like in Distances.none(heads, octaves).tensors().items():
+            part = tensors[name]
+            if part.shape != like.shape or part.dtype != like.dtype:
+                raise ValueError(
+                    f"the array {name!r} of distances is {tuple(like.shape)} of {like.dtype}, got "
+                    f"{tuple(part.shape)} of {part.dtype}"
+                )
+            limit = 1 << 53 if like.dtype == torch.int64 else 1 + 1e-3
+            if not bool(((part >= 0) & (part <= limit)).all()):
+                raise ValueError(f"the array {name!r} of distances holds what no rows give")
+        return Distances(**dict(tensors))

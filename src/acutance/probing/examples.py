@@ -1,0 +1,321 @@
+"""Examples: the sharpest rows of each head, with the tokens they attend to.
+
+What is kept is bounded: some rows of each head, for each a few keys and the weights along a stretch
+of its text. Texts are token ids; words for them come from a tokenizer, where there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["CONTEXT", "MOST_ROWS", "TOP_KEYS", "Example", "Examples", "Row"]
+
+#: Attended keys kept of a row, positions of its text, and rows of a head at most.
+TOP_KEYS, CONTEXT, MOST_ROWS = 8, 48, 64
+NONE = -1
+_SIZES = {"keys": TOP_KEYS, "tokens": TOP_KEYS, "weights": TOP_KEYS}
+_SIZES |= {"context": CONTEXT, "context_weights": CONTEXT}
+_FLOATS = ("information", "entropy", "weights", "context_weights")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row, in words.
+
+    Attributes:
+        position: where its query stands among the keys; −1 where that is not known.
+        n_keys: keys it sees.
+        entropy: in nats.
+        information: log n − entropy, in nats: what makes it sharp.
+        query: its token.
+        attended: (token, position, weight) of its most attended keys.
+        context: (token, weight) of a stretch of its text that holds the query.
+    """
+
+    position: int
+    n_keys: int
+    entropy: float
+    information: float
+    query: str
+    attended: tuple[tuple[str, int, float], ...]
+    context: tuple[tuple[str, float], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "position": self.position,
+            "n_keys": self.n_keys,
+            "entropy": self.entropy,
+            "information": self.information,
+            "query": self.query,
+            "attended": [
+                {"token": token, "position": place, "weight": weight}
+                for token, place, weight in self.attended
+            ],
+            "context": [{"token": token, "weight": weight} for token, weight in self.context],
+        }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it is read.
+
+    Attributes:
+        head: its head.
+        information: log n − entropy.
+        entropy: in nats.
+        position: of the query among the keys, −1 if not known.
+        n_keys: keys it sees.
+        query: id of its token, −1 if not known.
+        weights: (S,) float64 on the CPU.
+        tokens: (S,) ids of the keys, −1 where not known.
+        last: last key it sees.
+    """
+
+    head: int
+    information: float
+    entropy: float
+    position: int
+    n_keys: int
+    query: int
+    weights: Tensor
+    tokens: Tensor
+    last: int
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The sharpest rows of each head: those with the largest information log n − H, first.
+
+    Arrays are float64 and int64, −1 where there is nothing, NaN where there is no row.
+
+    Attributes:
+        information: (heads, k).
+        entropy: (heads, k).
+        position: (heads, k), of the query among the keys.
+        n_keys: (heads, k).
+        query: (heads, k), id of the query's token.
+        keys: (heads, k, 8), positions of the most attended keys.
+        tokens: (heads, k, 8), their ids.
+        weights: (heads, k, 8), their weights, descending.
+        start: (heads, k), position of the first token of ``context``.
+        context: (heads, k, 48), ids of a stretch of the text.
+        context_weights: (heads, k, 48), the row's weights there.
+        words: text of each id that is known.
+    """
+
+    information: Tensor
+    entropy: Tensor
+    position: Tensor
+    n_keys: Tensor
+    query: Tensor
+    keys: Tensor
+    tokens: Tensor
+    weights: Tensor
+    start: Tensor
+    context: Tensor
+    context_weights: Tensor
+    words: Mapping[int, str] = field(default_factory=dict)
+
+    @staticmethod
+    def none(heads: int, rows: int) -> Examples:
+        """Room for ``rows`` rows of each head, and none there."""
+        found: dict[str, Any] = {}
+        for name in _arrays():
+            shape = (heads, rows, *([_SIZES[name]] if name in _SIZES else []))
+            if name in _FLOATS:
+                empty = math.nan if name in ("information", "entropy") else 0.0
+                found[name] = torch.full(shape, empty, dtype=torch.float64, device="cpu")
+            else:
+                found[name] = torch.full(shape, NONE, dtype=torch.int64, device="cpu")
+        return Examples(**found)
+
+    @staticmethod
+    def of(rows: list[Row], heads: int, most: int) -> Examples:
+        """The record of some rows; each head keeps its ``most`` sharpest."""
+        by_head: dict[int, list[Row]] = {}
+        for row in rows:
+            by_head.setdefault(row.head, []).append(row)
+        deep = max([most, *(len(each) for each in by_head.values())])
+        found = Examples.none(heads, deep)
+        for head, each in by_head.items():
+            for place, row in enumerate(each):
+                found._put(head, place, row)
+        return found._sharpest(most)
+
+    def _put(self, head: int, place: int, row: Row) -> None:
+        at = (head, place)
+        self.information[at], self.entropy[at] = row.information, row.entropy
+        self.position[at], self.n_keys[at], self.query[at] = row.position, row.n_keys, row.query
+        top = min(TOP_KEYS, len(row.weights))
+        best = row.weights.sort(descending=True, stable=True).indices[:top]
+        best = best[row.weights[best] > 0]
+        self.keys[at][: len(best)] = best
+        self.tokens[at][: len(best)] = row.tokens[best]
+        self.weights[at][: len(best)] = row.weights[best]
+        if row.position < 0:
+            return
+        end = row.last + 1
+        start = max(0, min(row.position - CONTEXT // 2, end - CONTEXT))
+        stop = min(end, start + CONTEXT)
+        self.start[at] = start
+        self.context[at][: stop - start] = row.tokens[start:stop]
+        self.context_weights[at][: stop - start] = row.weights[start:stop]
+
+    @property
+    def depth(self) -> int:
+        """Rows kept of each head, at most."""
+        return self.information.shape[1]
+
+    @property
+    def least(self) -> Tensor:
+        """Information that a row needs to be among each head's, (heads,)."""
+        lowest = self.information.nan_to_num(-math.inf)
+        if not self.depth:
+            return lowest.new_full((len(lowest),), math.inf)
+        return lowest.amin(1)
+
+    def text(self, token: int) -> str:
+        """What a token id reads as: its word, else its number; empty for none."""
+        return self.words.get(token, f"#{token}") if token >= 0 else ""
+
+    def rows(self, head: int) -> list[Example]:
+        """A head's rows, sharpest first.
+
+        Args:
+            head: row of the arrays, as :attr:`HeadSummary.places` counts them.
+        """
+        found = []
+        for place in range(self.depth):
+            at = (head, place)
+            if math.isnan(float(self.information[at])):
+                continue
+            keys = [
+                (self.text(token), key, weight)
+                for token, key, weight in zip(
+                    *(part[at].tolist() for part in (self.tokens, self.keys, self.weights)),
+                    strict=True,
+                )
+                if key >= 0
+            ]
+            count = int((self.context[at] >= 0).sum())
+            stretch = zip(
+                self.context[at].tolist()[:count],
+                self.context_weights[at].tolist()[:count],
+                strict=True,
+            )
+            found.append(
+                Example(
+                    int(self.position[at]),
+                    int(self.n_keys[at]),
+                    float(self.entropy[at]),
+                    float(self.information[at]),
+                    self.text(int(self.query[at])),
+                    tuple(keys),
+                    tuple((self.text(token), weight) for token, weight in stretch),
+                )
+            )
+        return found
+
+    def merge(self, other: Examples) -> Examples:
+        """The sharpest rows of both; as many as the one that keeps more."""
+        depth = max(self.depth, other.depth)
+        both = {
+            name: torch.cat([getattr(self, name), getattr(other, name)], 1) for name in _arrays()
+        }
+        return Examples(**both, words={**other.words, **self.words})._sharpest(depth)
+
+    def _sharpest(self, most: int) -> Examples:
+        """The first rows by information; ties by place and token, so that order does not matter."""
+        order = torch.arange(self.depth).expand(self.information.shape)
+        keys = (self.keys.select(-1, 0), self.n_keys, self.query, self.position)
+        for part in (*keys, -self.information.nan_to_num(-math.inf)):
+            order = order.gather(1, part.gather(1, order).argsort(dim=1, stable=True))
+        order = order[:, :most]
+
+        def chosen(part: Tensor) -> Tensor:
+            index = order if part.dim() == 2 else order.unsqueeze(-1).expand(-1, -1, part.shape[2])
+            return part.gather(1, index).contiguous()
+
+        return self._with({name: chosen(getattr(self, name)) for name in _arrays()})
+
+    def _with(self, arrays: dict[str, Tensor]) -> Examples:
+        """The same words, other rows."""
+        return Examples(**arrays, words=self.words)
+
+    def named(self, word: Callable[[int], str]) -> Examples:
+        """The same with words for all of its tokens."""
+        parts = [self.query, self.tokens, self.context]
+        ids = torch.cat([part.flatten() for part in parts]).unique().tolist()
+        return replace(self, words={token: word(token) for token in ids if token >= 0})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The arrays by name."""
+        return {name: getattr(self, name) for name in _arrays()}
+
+    def header(self) -> str:
+        """The words, as JSON."""
+        return json.dumps({str(token): word for token, word in self.words.items()})
+
+    def heads(self, start: int, stop: int) -> Examples:
+        """The record of some of the heads."""
+        return self._with({name: part[start:stop] for name, part in self.tensors().items()})
+
+    def taken(self, order: list[int]) -> Examples:
+        """The record of these heads, in this order."""
+        return self._with({name: part[order] for name, part in self.tensors().items()})
+
+    @staticmethod
+    def join(parts: list[Examples]) -> Examples:
+        """Records of different heads, one after the other."""
+        depth = max(part.depth for part in parts)
+        words: dict[int, str] = {}
+        for part in parts:
+            words.update(part.words)
+        wide = [part.merge(Examples.none(len(part.query), depth)) for part in parts]
+        joined = {name: torch.cat([getattr(part, name) for part in wide]) for name in _arrays()}
+        return Examples(**joined, words=words)
+
+    @staticmethod
+    def checked(tensors: Mapping[str, Tensor], heads: int, words: Mapping[str, Any]) -> Examples:
+        """The record that arrays hold, if they can be what a probe wrote.
+
+        Raises:
+            ValueError: naming the first thing that does not fit.
+        """
+        depth = tensors["query"].shape[1] if tensors["query"].dim() == 2 else -1
+        if not 0 <= depth <= MOST_ROWS:
+            raise ValueError(f"examples are 0 to {MOST_ROWS} rows of a head, got {depth}")
+        for name, like in Examples.none(heads, depth).tensors().items():
+            part = tensors[name]
+            if part.shape != like.shape or part.dtype != like.dtype:
+                raise ValueError(
+                    f"the array {name!r} of examples is {tuple(like.shape)} of {like.dtype}, got "
+                    f"{tuple(part.shape)} of {part.dtype}"
+                )
+            good = part >= NONE
+            if name in _FLOATS:
+                good = ~part.isinf() if name in ("information", "entropy") else part >= 0
+                if "weights" in name:
+                    good &= part <= 1 + 1e-3
+            if not bool(good.all()):
+                raise ValueError(f"the array {name!r} of examples holds what no rows give")
+        known: dict[int, str] = {}
+        for token, word in words.items():
+            if not (token.isascii() and token.isdigit() and len(token) < 19):
+                raise ValueError("the words of examples are named by token ids")
+            if not isinstance(word, str):
+                raise ValueError("the words of examples are text")
+            known[int(token)] = word
+        return Examples(**dict(tensors), words=known)
+
+
+def _arrays() -> list[str]:
+    return [each.name for each in fields(Examples) if each.name != "words"]

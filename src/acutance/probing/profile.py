@@ -1,0 +1,371 @@
+"""Profile: how a metric changes with the number of visible keys, or with position.
+
+Rows are put into octaves of a count, and for each head, metric and octave the profile keeps what
+merges: how many rows, their mean and spread, and how much the means of single sequences differ.
+The latter is what errors are made of: rows of one text are no independent draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from scipy.special import stdtrit
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from acutance.probing.summary import HeadSummary
+
+__all__ = ["MOST_OCTAVES", "Profile", "Slope", "fit_slope", "slope"]
+
+#: Octaves of a count; the last takes all that lies beyond.
+MOST_OCTAVES = 32
+_INTEGERS = ("rows", "count", "groups")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Metrics by octave of a count: arrays (heads, metrics, octaves), float64 and int64.
+
+    Octave k holds the rows whose count is 2^k to 2^(k+1) − 1. There are as many octaves as rows
+    need.
+
+    Attributes:
+        rows: (heads, octaves) int64, rows in the octave.
+        log_n: (heads, octaves), mean logarithm of their count; 0 where there is none.
+        count: int64, rows on which the metric is a finite number.
+        mean: their mean; 0 where there is none.
+        M2: sum of squared deviations of rows from the mean.
+        groups: int64, sequences these rows are of, counted anew in each call.
+        between: Σ over sequences of rows times the squared deviation of the sequence's mean.
+    """
+
+    rows: Tensor
+    log_n: Tensor
+    count: Tensor
+    mean: Tensor
+    M2: Tensor
+    groups: Tensor
+    between: Tensor
+
+    @staticmethod
+    def none(heads: int, metrics: int, octaves: int = 0) -> Profile:
+        """The profile of no rows: the identity of :meth:`merge`."""
+        found = {}
+        for field in fields(Profile):
+            lead = (heads,) if field.name in ("rows", "log_n") else (heads, metrics)
+            dtype = torch.int64 if field.name in _INTEGERS else torch.float64
+            found[field.name] = torch.zeros(*lead, octaves, dtype=dtype, device="cpu")
+        return Profile(**found)
+
+    @staticmethod
+    def of(values: Tensor, n: Tensor, kept: Tensor) -> Profile:
+        """The profile of one call's rows.
+
+        Args:
+            values: (metrics, heads, B, L), float32 or float64; what is not finite is left out.
+            n: counts, integers that broadcast to (B, heads, L).
+            kept: boolean (B, heads, L), True for rows that count.
+
+        Returns:
+            The profile, on the CPU.
+        """
+        metrics, heads, batch, queries = values.shape
+        if values.numel() == 0 or not bool(kept.any()):
+            return Profile.none(heads, metrics)
+        n = n.expand(batch, -1, queries)
+        alike = bool((kept == kept[:, :1]).all()) and bool((n == n[:, :1]).all())
+        which = slice(0, 1) if alike else slice(None)
+        counted = kept[:, which]
+        size = n.expand(-1, heads, -1)[:, which].clamp(min=1).to(torch.float64)
+        octave = (torch.frexp(size).exponent - 1).clamp(max=MOST_OCTAVES - 1)
+        octaves = int(octave.masked_fill(~counted, 0).max()) + 1
+        places = torch.nn.functional.one_hot(octave.long().clamp(max=octaves - 1), octaves)
+        share = places.masked_fill(~counted.unsqueeze(-1), 0).transpose(0, 1).to(torch.float64)
+        rows = share.sum((1, 2)).expand(heads, octaves)  # share is (heads or 1, B, L, octaves)
+        log_n = (size.log().transpose(0, 1).unsqueeze(-1) * share).sum((1, 2)).expand(heads, -1)
+        x = values.detach().permute(1, 2, 0, 3)  # (heads, B, metrics, L)
+        there = x.isfinite() & kept.transpose(0, 1).unsqueeze(2)
+        share = share.to(x.dtype)
+        whole = bool(there.all())
+        if whole:
+            count = share.sum(2, keepdim=True).expand(heads, batch, metrics, octaves)
+        else:
+            x = torch.where(there, x, 0.0)
+            count = there.to(x.dtype) @ share
+        total = count.sum((1, 3)).clamp(min=1.0)
+        centre = (x.sum((1, 3)) / total)[:, None, :, None]
+        x = x - centre  # sums of squares are then about the head's mean: nothing cancels
+        if not whole:
+            x = x.masked_fill(~there, 0.0)
+        first, second = (x @ share).double(), (x.square() @ share).double()
+        count, wide = count.double(), centre.double()
+        average = first / count.clamp(min=1.0)
+        within = (second - count * average.square()).clamp(min=0.0)
+        seen = count.sum(1)
+        mean = first.sum(1) / seen.clamp(min=1.0)
+        between = (count * (average - mean.unsqueeze(1)).square()).sum(1)
+        mean = torch.where(seen > 0, mean + wide[:, 0], 0.0)
+        found = {
+            "rows": rows.round().long(),
+            "log_n": log_n / rows.clamp(min=1.0),
+            "count": seen.round().long(),
+            "mean": mean,
+            "M2": within.sum(1) + between,
+            "groups": (count > 0).sum(1),
+            "between": between,
+        }
+        return Profile(**{name: part.contiguous().cpu() for name, part in found.items()})
+
+    @property
+    def octaves(self) -> int:
+        """Octaves there are arrays for."""
+        return self.rows.shape[-1]
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation over rows, (heads, metrics, octaves); NaN where there is none."""
+        count = self.count.double().masked_fill(self.count == 0, math.nan)
+        return torch.sqrt(self.M2 / count)
+
+    @property
+    def error(self) -> Tensor:
+        """Standard error of the mean, from sequence to sequence; NaN with fewer than two."""
+        groups = self.groups.double().masked_fill(self.groups < 2, math.nan)
+        return torch.sqrt(self.between / self.count.double() / (groups - 1))
+
+    def to_dicts(self, metrics: tuple[str, ...]) -> list[dict[str, Any]]:
+        """For each head the octaves that have rows, as columns of plain numbers.
+
+        ``from`` is the lowest count of an octave and ``typical`` that of its rows; then for each
+        metric ``count``, ``mean``, ``std``, ``error`` and ``groups``.
+        """
+        typical = self.log_n.exp().tolist()
+        columns = {
+            "count": self.count.tolist(),
+            "mean": self.mean.tolist(),
+            "std": self.std.tolist(),
+            "error": self.error.tolist(),
+            "groups": self.groups.tolist(),
+        }
+        found = []
+        for head, rows in enumerate(self.rows.tolist()):
+            used = [octave for octave, count in enumerate(rows) if count]
+            found.append(
+                {
+                    "from": [1 << octave for octave in used],
+                    "typical": [typical[head][octave] for octave in used],
+                    "rows": [rows[octave] for octave in used],
+                    "metrics": {
+                        metric: {
+                            name: [column[head][index][octave] for octave in used]
+                            for name, column in columns.items()
+                        }
+                        for index, metric in enumerate(metrics)
+                    },
+                }
+            )
+        return found
+
+    def padded(self, octaves: int) -> Profile:
+        """The same with at least so many octaves."""
+        more = max(0, octaves - self.octaves)
+        if not more:
+            return self
+        return Profile(
+            **{
+                name: torch.nn.functional.pad(part, (0, more))
+                for name, part in self.tensors().items()
+            }
+        )
+
+    def merge(self, other: Profile) -> Profile:
+        """The profile of both sets of rows."""
+        octaves = max(self.octaves, other.octaves)
+        left, right = self.padded(octaves), other.padded(octaves)
+        rows, count = left.rows + right.rows, left.count + right.count
+        share = right.count.double() / count.clamp(min=1).double()
+        step = right.mean - left.mean
+        gap = step.square() * left.count * share
+        row_share = right.rows.double() / rows.clamp(min=1).double()
+        return Profile(
+            rows=rows,
+            log_n=left.log_n + (right.log_n - left.log_n) * row_share,
+            count=count,
+            mean=left.mean + step * share,
+            M2=left.M2 + right.M2 + gap,
+            groups=left.groups + right.groups,
+            between=left.between + right.between + gap,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The arrays by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def heads(self, start: int, stop: int) -> Profile:
+        """The profile of some of the heads."""
+        return Profile(**{name: part[start:stop] for name, part in self.tensors().items()})
+
+    def taken(self, order: list[int]) -> Profile:
+        """The profile of these heads, in this order."""
+        return Profile(**{name: part[order] for name, part in self.tensors().items()})
+
+    @staticmethod
+    def join(parts: list[Profile]) -> Profile:
+        """Profiles of different heads, one after the other."""
+        octaves = max(part.octaves for part in parts)
+        wide = [part.padded(octaves).tensors() for part in parts]
+        return Profile(**{name: torch.cat([part[name] for part in wide]) for name in wide[0]})
+
+    @staticmethod
+    def checked(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> Profile:
+        """The profile that arrays hold, if they can be what a probe wrote.
+
+        Raises:
+            ValueError: naming the first array that does not fit.
+        """
+        octaves = tensors["rows"].shape[-1] if tensors["rows"].dim() else -1
+        if not 0 <= octaves <= MOST_OCTAVES:
+            raise ValueError(f"a profile has 0 to {MOST_OCTAVES} octaves, got {octaves}")
+        for name, like in Profile.none(heads, metrics, octaves).tensors().items():
+            part = tensors[name]
+            if part.shape != like.shape or part.dtype != like.dtype:
+                raise ValueError(
+                    f"the array {name!r} of a profile is {tuple(like.shape)} of {like.dtype}, got "
+                    f"{tuple(part.shape)} of {part.dtype}"
+                )
+            good = (
+                part.isfinite() if like.dtype == torch.float64 else (part >= 0) & (part < 1 << 53)
+            )
+            if name in ("log_n", "M2", "between"):
+                good = good & (part >= 0)
+            if not bool(good.all()):
+                raise ValueError(f"the array {name!r} of a profile holds what no rows give")
+        return Profile(**dict(tensors))
+
+
+class Slope(NamedTuple):
+    """A line fitted to a profile: metric = level + value · log n.
+
+    Attributes:
+        value: the slope, in the metric's unit for each e-fold of n.
+        error: its standard error.
+        octaves: octaves it was fitted to.
+        low_n: typical n of the first of them.
+        high_n: typical n of the last.
+        low: fitted metric at ``low_n``.
+        high: fitted metric at ``high_n``.
+        sequences: fewest sequences that an octave had.
+    """
+
+    value: float
+    error: float
+    octaves: int
+    low_n: float
+    high_n: float
+    low: float
+    high: float
+    sequences: int
+
+    @property
+    def margin(self) -> float:
+        """How far the slope may be off, on either side, with a chance of one in a hundred each.
+
+        Student's t for one degree of freedom less than there are sequences: with two it is 32
+        standard errors, with many 2.3.
+        """
+        return float(stdtrit(max(1, self.sequences - 1), 0.99)) * self.error
+
+    @property
+    def significant(self) -> bool:
+        """Whether the slope is beyond its margin."""
+        return abs(self.value) > self.margin
+
+
+def fit_slope(
+    profile: Profile, head: int, metric: int, *, least_n: float = 0.0, fewest: int = 3
+) -> Slope | None:
+    """The slope of a metric against log n, over octaves whose mean n is at least ``least_n``.
+
+    Octaves are weighed by their rows. The standard error has two parts: what the means of
+    sequences, which differ among themselves, leave open, and how far the octaves are from a line.
+    Octaves of one sequence usually err to the same side, which the first part ignores: it then
+    comes out too large rather than too small.
+
+    Args:
+        profile: of any summary.
+        head: row of the arrays.
+        metric: column of the arrays.
+        least_n: octaves below are left out.
+        fewest: octaves needed.
+
+    Returns:
+        The slope, or None where fewer octaves have rows from two sequences or more.
+    """
+    count, groups = profile.count[head, metric], profile.groups[head, metric]
+    x, y = profile.log_n[head], profile.mean[head, metric]
+    use = (count > 0) & (groups > 1) & (x.exp() >= least_n * (1 - 1e-9))
+    if int(use.sum()) < max(3, fewest):
+        return None
+    weight, x, y = count[use].double(), x[use], y[use]
+    error = profile.error[head, metric][use]
+    total = weight.sum()
+    centre, level = (weight * x).sum() / total, (weight * y).sum() / total
+    away = x - centre
+    spread = (weight * away.square()).sum()
+    if not float(spread) > 0.0:
+        return None
+    pull = weight * away / spread
+    value = (pull * y).sum()
+    left = y - level - value * away
+    scatter = (weight * left.square()).sum() / (len(x) - 2) / spread
+    variance = (pull.square() * error.square()).sum() + scatter
+    ends = level + value * (x[[0, -1]] - centre)
+    return Slope(
+        float(value),
+        float(variance.sqrt()),
+        len(x),
+        float(x[0].exp()),
+        float(x[-1].exp()),
+        float(ends[0]),
+        float(ends[1]),
+        int(groups[use].min()),
+    )
+
+
+def slope(
+    summary: HeadSummary, metric: str, head: int, *, least_n: float = 0.0, fewest: int = 3
+) -> Slope | None:
+    """How a head's metric changes with log n, by :func:`fit_slope` on the summary's profile.
+
+    Args:
+        summary: any head summary.
+        metric: a recorded metric.
+        head: index in :attr:`HeadSummary.places`.
+        least_n: octaves of fewer keys are left out.
+        fewest: octaves needed, at least three.
+
+    Returns:
+        The slope; None without a profile, or where too few octaves have rows of two sequences.
+
+    Raises:
+        ValueError: if the metric was not recorded.
+
+    Example:
+        Causal rows that weigh their keys alike have entropy log n:
+
+        >>> import acutance, torch
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        >>> hidden = torch.ones(64, 64, dtype=torch.bool).triu(1)
+        >>> with acutance.probe(layer) as probe:
+        ...     _ = layer(*[torch.zeros(2, 64, 8)] * 3, attn_mask=hidden)
+        >>> round(slope(probe.summary(), "entropy", 0).value, 6)
+        1.0
+    """
+    column = summary.column(metric)
+    if summary.profile is None:
+        return None
+    return fit_slope(summary.profile, head, column, least_n=least_n, fewest=fewest)

@@ -1,0 +1,288 @@
+"""Reading a call: the heads and rows asked for, their statistics, and whether they are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from acutance.probing.call import (
+    VERIFY_TOLERANCE,
+    AttentionCall,
+    observe_scores,
+    relative_error,
+)
+from acutance.probing.choice import Chosen, HeadChoice
+from acutance.probing.kept import Keeper
+from acutance.probing.parallel import first_head
+from acutance.probing.providing import Provided, Provider
+from acutance.probing.running import Running
+from acutance.probing.sampling import Sample, draw, take_heads, take_rows
+from acutance.probing.structured import Structured, StructureReader
+from acutance.probing.summary import Layer, Status
+from acutance.rowstats import RowState, RowStatistics
+
+__all__ = ["REBUILT", "Read", "Reader"]
+
+#: Begins the doubt about a call of which something was missed.
+REBUILT = "do not trust its rows: the output rebuilt from what was captured differs"
+
+
+class Read(NamedTuple):
+    """What was read of a call.
+
+    Attributes:
+        stats: statistics of its rows.
+        layer: what is to be told about it.
+        kept: boolean (B, H, L), rows that count.
+        sample: how they were drawn; None where all are there.
+        structured: where their weight lies, if that was asked for and can be read.
+        doubt: why the rows are not to be trusted, None if nothing speaks against them.
+    """
+
+    stats: RowStatistics
+    layer: Layer
+    kept: Tensor
+    sample: Sample | None
+    structured: Structured | None = None
+    doubt: str | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The heads and rows of a call that are read.
+
+    Attributes:
+        call: of these heads and rows.
+        real: boolean (B, L), False on padding, of the whole call.
+        shape: heads and rows of the whole call.
+        heads: which of its heads; None is all.
+        chosen: their numbers in the layer, where they are not the first ones.
+        sample: how rows were drawn; None if all are read.
+    """
+
+    call: AttentionCall
+    real: Tensor | None
+    shape: tuple[int, int]
+    heads: list[int] | None
+    chosen: tuple[int, ...]
+    sample: Sample | None
+
+    def of(self, rows: Tensor) -> Tensor:
+        """The same part of the whole call's rows, (B, H, L, ...)."""
+        if self.heads is not None and rows.shape[1] == self.shape[0]:
+            rows = rows[:, self.heads]
+        if self.sample is not None and rows.shape[2] == self.shape[1]:
+            rows = self.sample.of(rows)
+        return rows
+
+    def kept(self, stats: RowStatistics) -> Tensor:
+        """Rows that count: they see a key, and their token is not padding."""
+        real = self.real if self.sample is None else self.sample.real
+        kept = stats.state.n > 0
+        return kept if real is None else kept & real[:, None, :]
+
+    def read(
+        self,
+        stats: RowStatistics,
+        status: Status,
+        error: float | None = None,
+        *,
+        provided: bool = False,
+    ) -> Read:
+        """The rows, and what is known of them."""
+        kept, real, sample = self.kept(stats), self.real, self.sample
+        batch, heads, queries = kept.shape
+        padded = 0 if real is None else int(real.numel() - real.sum())
+        rows = int(kept.sum((0, 2)).max()) if kept.numel() else 0
+        there = batch * queries - padded if sample is None else sample.taken
+        layer = Layer(
+            module=self.call.module,
+            heads=heads,
+            status=status,
+            calls=1,
+            rows=rows,
+            padded=padded,
+            empty=there - rows,
+            error=error,
+            source=self.call.source,
+            chosen=self.chosen,
+            skipped=0 if sample is None else sample.total - sample.taken,
+            provided=int(provided),
+        )
+        return Read(stats, layer, kept, sample)
+
+
+class Reader:
+    """How the calls of one probe are read.
+
+    Attributes:
+        provider: computes calls in the model's stead, where that is wanted.
+        keeper: keeps queries and keys, where that is wanted.
+    """
+
+    def __init__(
+        self,
+        *,
+        verify: bool,
+        noise: bool,
+        keep: bool,
+        heads: Chosen | None,
+        max_rows: int | None,
+        seed: int,
+        provide: bool,
+        structure: StructureReader | None = None,
+    ) -> None:
+        """Options are those of :func:`acutance.probe`."""
+        self.structure = structure
+        self._verify, self._noise = verify, noise
+        self._rows, self._seed = max_rows, seed
+        self._heads = None if heads is None else HeadChoice(heads)
+        self.keeper = Keeper() if keep else None
+        self.provider = Provider(verify) if provide else None
+        self.thread = Running()
+
+    def provide(self, call: AttentionCall, own: Callable[[], Tensor]) -> Provided:
+        """Compute a call in the model's stead.
+
+        Raises:
+            ValueError: if it cannot be provided; the message is the reason.
+        """
+        if self.provider is None:
+            raise ValueError("this probe provides nothing")
+        return self.provider.provide(call, own, self._noise)
+
+    def provided(
+        self, call: AttentionCall, found: Provided, module: torch.nn.Module | None
+    ) -> Read:
+        """A call that was provided."""
+        part = self._part(call, module, gather=False)
+        stats = found.stats
+        if part.heads is not None or part.sample is not None:
+            state = RowState(*(part.of(field) for field in stats.state))
+            stats = RowStatistics(state, stats.backend)
+        status: Status = "captured" if found.error is None else "verified"
+        return self._with_structure(
+            part, call, part.read(stats, status, found.error, provided=True)
+        )
+
+    def call(
+        self,
+        call: AttentionCall,
+        output: Callable[[], Tensor] | None,
+        module: torch.nn.Module | None,
+    ) -> Read:
+        """A call that the model computed; ``output`` gives (B, Hq, L, Ev), None if unknown."""
+        part = self._part(call, module)
+        doubted = self.provider is not None and call.module in self.provider.suspects
+        if output is None or not (self._verify or doubted) or call.dropout_p > 0.0:
+            read = part.read(part.call.statistics(self._noise), "captured")
+            return self._with_structure(part, call, read)
+        rebuilt, stats = part.call.rebuilt(self._noise)
+        theirs = part.of(output())
+        if theirs.shape != rebuilt.shape:
+            raise ValueError(
+                f"its output is {tuple(theirs.shape)} where {tuple(rebuilt.shape)} was expected"
+            )
+        error = relative_error(rebuilt, theirs, part.kept(stats))
+        good = error <= VERIFY_TOLERANCE[theirs.dtype]
+        read = part.read(stats, "verified" if good else "mismatch", error)
+        if not good:
+            doubt = f"{REBUILT} by {error:.2g} of its size{call.unknown_keywords()}"
+            read = read._replace(doubt=doubt)
+        return self._with_structure(part, call, read)
+
+    def _with_structure(self, part: _Part, whole: AttentionCall, read: Read) -> Read:
+        """The same with where the rows' weight lies, if that is asked for."""
+        if self.structure is None:
+            return read
+        call = part.call
+        if read.layer.provided:  # computed whole: cut only now
+            call = call if part.heads is None else take_heads(call, part.heads)
+            call = call if part.sample is None else take_rows(call, part.sample)
+        found, rows, tokens = self.structure.read(call, whole, part.sample)
+        name = read.layer.module
+        self.structure.keep(name, rows, read.stats, read.kept, found.positions, tokens)
+        return read._replace(structured=found)
+
+    def scores(
+        self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
+    ) -> Read:
+        """Rows of which only the scores (B, H, L, S) are known; ``doubt`` is asked to verify."""
+        total = scores.shape[1]
+        heads = self._chosen(total)
+        stats, real = observe_scores(scores if heads is None else scores[:, heads])
+        none = scores[..., :0]
+        call = AttentionCall(module, "softmax", none, none, none)
+        numbers = _numbers(0, range(total) if heads is None else heads)
+        part = _Part(call, real, (total, scores.shape[2]), heads, numbers, None)
+        against = doubt() if doubt is not None and self._verify else None
+        read = part.read(stats, "unverified" if against is None else "mismatch")
+        return read._replace(doubt=against)
+
+    def _chosen(self, total: int) -> list[int] | None:
+        """Heads that are read of so many; None is all."""
+        if self._heads is None:
+            return None
+        heads = self._heads.of(total)
+        if not heads:
+            raise ValueError(f"none of the heads asked for is among its {total}")
+        return heads
+
+    def _part(
+        self, call: AttentionCall, module: torch.nn.Module | None, *, gather: bool = True
+    ) -> _Part:
+        """What of a call is read; with ``gather``, cut out of it."""
+        real = self.real_rows(call)
+        if self.keeper is not None:
+            self.keeper.take(call, real)
+        batch, total, queries, _ = call.query.shape
+        first = first_head(module, call.query)
+        sample = None
+        if self._rows is not None:
+            thread = self.thread
+            seed = (self._seed, call.module, thread.turn, thread.call_number(call.module))
+            sample = draw(batch, queries, real, self._rows, seed, call.query.device)
+        heads = self._chosen(total)
+        if heads is not None and gather:
+            call = take_heads(call, heads)
+        if sample is not None and gather:
+            call = take_rows(call, sample)
+        numbers = _numbers(first, range(total) if heads is None else heads)
+        return _Part(call, real, (total, queries), heads, numbers, sample)
+
+    def real_rows(self, call: AttentionCall) -> Tensor | None:
+        """Boolean (B, L), False on padding; cross-attention has the queries of its own block.
+
+        Its masks are about the keys, so what is padding among its queries is known only from the
+        self-attention that ran before it in the same numbered block of the model.
+        """
+        batch, _, queries, _ = call.query.shape
+        if call.cross:
+            if self.thread.rows is None:
+                return None
+            module, real = self.thread.rows
+            fits = tuple(real.shape) == (batch, queries) and _one_block(module, call.module)
+            return real if fits else None
+        real_rows = call.real_rows()
+        self.thread.rows = None if real_rows is None else (call.module, real_rows)
+        return real_rows
+
+
+def _numbers(first: int, heads: list[int] | range) -> tuple[int, ...]:
+    """Numbers of the heads in their layer; () where they are the first ones."""
+    numbers = tuple(first + head for head in heads)
+    return () if numbers == tuple(range(len(numbers))) else numbers
+
+
+def _one_block(left: str, right: str) -> bool:
+    """Whether two modules lie in the same numbered block, as ``decoder.layers.3`` is one."""
+    for mine, theirs in zip(left.split("."), right.split("."), strict=False):
+        if mine != theirs:
+            return False
+        if mine.isdigit():
+            return True
+    return False

@@ -1,0 +1,88 @@
+"""What each thread is doing inside a probed model: modules, forward passes, what is muted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+__all__ = ["Passes", "Running"]
+
+
+class Running(threading.local):
+    """One thread's place in a probed model.
+
+    Attributes:
+        depth: contexts open in which captures are ignored.
+        stack: modules running, innermost last: name, attention calls so far.
+        rows: the last self-attention: module, boolean (B, L) of its real rows.
+        reading: whether this forward pass is read.
+        turn: its number.
+        calls: attention calls in it, by module.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, of this thread."""
+        self.depth = 0
+        self.stack: list[tuple[str, list[int]]] = []
+        self.rows: tuple[str, Tensor] | None = None
+        self.reading, self.turn = True, 0
+        self.calls: dict[str, int] = {}
+
+    @contextmanager
+    def mute(self) -> Iterator[None]:
+        """Ignore captures of this thread in the context: a call counts once."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+    def call_number(self, module: str) -> int:
+        """How many calls of a module this forward pass had before."""
+        count = self.calls.get(module, 0)
+        self.calls[module] = count + 1
+        return count
+
+
+class Passes:
+    """Counts forward passes, and says which of them are read.
+
+    Attributes:
+        every: the first of every so many is read.
+        turn: number of the next one; None counts them.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.turn: int | None = None
+        self._counts: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, name: str, thread: Running) -> None:
+        """A pass begins from outside the model, at this module.
+
+        Passes that begin at different modules are counted apart, as those of an encoder and of its
+        decoder's steps in generation.
+        """
+        if rerun():
+            return
+        with self._lock:
+            count = self._counts.get(name, 0)
+            self._counts[name] = count + 1
+        thread.reading = count % self.every == 0
+        turn = count if self.turn is None else self.turn
+        if self.turn is None or turn != thread.turn:
+            thread.calls.clear()
+        thread.turn = turn
+
+
+def rerun() -> bool:
+    """Whether a checkpointed forward pass runs again, for the backward pass."""
+    return torch._C._current_graph_task_id() != -1

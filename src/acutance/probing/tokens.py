@@ -1,0 +1,105 @@
+"""Tokens: which token stands at each key, as the model's embedding was asked for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from acutance.probing.running import rerun
+
+__all__ = ["Tokens", "special_ids"]
+
+#: Tokens of each sequence that are remembered, for the keys of a cache.
+_MOST = 1 << 17
+_NAMES = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")
+
+
+class _Seen(threading.local):
+    """What one thread's embedding was asked for: the last ids, and those before them."""
+
+    ids: Tensor | None = None
+    past: Tensor | None = None
+
+
+class Tokens:
+    """Follows the ids that a model's token embedding gets.
+
+    The embedding is the one a Hugging Face model names, else those with the most rows.
+    """
+
+    def __init__(self) -> None:
+        self._seen = _Seen()
+
+    def follow(self, model: torch.nn.Module) -> Iterator[RemovableHandle]:
+        """Listen to a model's embeddings; each handle ends one of the ears."""
+        for module in _embeddings(model):
+            yield module.register_forward_pre_hook(self._take, with_kwargs=True)
+
+    def _take(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        ids = args[0] if args else kwargs.get("input")
+        if rerun() or not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() > 2:
+            return
+        ids = ids.detach().reshape(-1, ids.shape[-1] if ids.dim() else 1).long()
+        seen = self._seen
+        past = seen.past
+        if past is None or past.shape[0] != ids.shape[0] or past.device != ids.device:
+            past = ids[:, :0]
+        seen.ids = ids
+        seen.past = torch.cat([past, ids], 1)[:, -_MOST:]
+
+    def forget(self) -> None:
+        """Nothing was seen, in this thread."""
+        self._seen.ids = self._seen.past = None
+
+    def keys(self, batch: int, queries: int, keys: int, last: int) -> Tensor | None:
+        """Ids of a call's keys, (B, S), −1 where they are not known; None where none is.
+
+        Args:
+            batch: B.
+            queries: L.
+            keys: S.
+            last: where the last query stands among the keys.
+        """
+        ids, past = self._seen.ids, self._seen.past
+        if ids is None or past is None or ids.shape[1] != queries or ids.shape[0] not in (1, batch):
+            return None
+        if queries == keys:
+            return ids.expand(batch, -1)
+        # the last token seen is the last query's own; those before it lie before it in the cache
+        count = min(last + 1, past.shape[1], keys)
+        if count < queries:
+            return None
+        found = torch.full((batch, keys), -1, dtype=torch.int64, device=ids.device)
+        found[:, last + 1 - count : last + 1] = past[:, past.shape[1] - count :]
+        return found
+
+
+def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
+    tables = [each for each in model.modules() if isinstance(each, torch.nn.Embedding)]
+    try:
+        named = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        named = None
+    if isinstance(named, torch.nn.Module) and not isinstance(named, torch.nn.Embedding):
+        return [named]
+    rows = max((each.num_embeddings for each in tables), default=0)
+    if named is not None:
+        rows = named.num_embeddings
+    # an encoder and its decoder may have a table each, as large
+    return [each for each in tables if each.num_embeddings == rows]
+
+
+def special_ids(model: torch.nn.Module) -> tuple[int, ...]:
+    """Ids that a Hugging Face configuration calls special; none for other models."""
+    found: set[int] = set()
+    for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+        for name in _NAMES:
+            value = getattr(config, f"{name}_token_id", None)
+            values = value if isinstance(value, list | tuple) else [value]
+            found.update(each for each in values if type(each) is int and each >= 0)
+    return tuple(sorted(found))

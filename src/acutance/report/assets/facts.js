@@ -1,0 +1,110 @@
+// The words of the page: what is shown, how to read it, what stands out, what was probed and how.
+const drawFacts = (page) => {
+  const { data, layers, metrics, places } = page;
+  const facts = new Map(data.about), model = facts.get("model") || "Attention report";
+
+  // -- the beginning ------------------------------------------------------------------------------------
+  document.title = `${model} · attention report`;
+  $("title").textContent = model;
+  $("title").dir = "auto";
+  $("lead").textContent = "For every token a model reads, each attention head spreads a weight of 100% over the tokens it may look at. This page shows how sharply each head focuses: a sharp head puts nearly all weight on a few tokens, a diffuse head spreads it over many. The measure is entropy: 0 where one token has all the weight, log n nats where n tokens have equal shares; the map shows it as a share of that most, from 0 (sharp) to 1 (diffuse). Neither is wrong, but heads that stand out are worth a look.";
+  const tile = (name, value, more) => { const box = make("div"); box.append(make("dt", name), make("dd", value, "big"), make("dd", more, "small muted")); return box; };
+  const sorted = (name) => (page.named(name) ? page.named(name).mean.filter((value) => value !== null).sort((a, b) => a - b) : []);
+  const middle = (values) => (values.length ? values[Math.floor((values.length - 1) / 2)] : null);
+  const keys = sorted("effective_keys"), seen = sorted("n_keys");
+  const rows = layers.reduce((sum, layer) => sum + layer.rows, 0), checked = layers.filter((layer) => layer.status === "verified");
+  const worst = Math.max(0, ...layers.map((layer) => layer.error || 0)), wrong = layers.filter((layer) => layer.status === "mismatch").length;
+  $("tiles").append(
+    tile("Measured", some(places.length, "head"), `${some(layers.length, "layer")}, ${layers.length ? spread(layers.map((layer) => layer.rows)) : 0} rows (query tokens) each`),
+    tile("A row can see", seen.length ? `${number(middle(seen), 3)} tokens` : "–", seen.length && seen[seen.length - 1] - seen[0] > 0.01 ? `on average; from ${number(seen[0], 3)} to ${number(seen[seen.length - 1], 3)} by head` : "on average, padding left out"),
+    tile("A typical head looks at", keys.length ? `${number(middle(keys), 2)} tokens` : "–", keys.length ? `effectively; the sharpest at ${number(keys[0], 2)}, the most diffuse at ${number(keys[keys.length - 1], 2)}` : "not recorded"),
+    tile("Checked", layers.length ? `${checked.length} of ${some(layers.length, "layer")}` : "–", checked.length ? `outputs rebuilt, at most ${number(worst, 1)} apart` : "no output was rebuilt; run with verify to check"),
+  );
+  $("alarm").hidden = !wrong;
+  $("alarm").textContent = `${some(wrong, "layer")} did not verify: ${data.statuses.mismatch}.`;
+
+  // -- metrics and classes --------------------------------------------------------------------------------
+  data.groups.forEach((name) => {
+    const group = make("optgroup");
+    group.label = name;
+    metrics.forEach((one, index) => { if (one.group === name) group.append(Object.assign(make("option", withUnit(one)), { value: index })); });
+    if (group.children.length) $("metric").append(group);
+  });
+  $("metric").addEventListener("change", () => page.setMetric(Number($("metric").value)));
+  if (data.heads.some((kinds) => kinds.length)) {
+    const counts = data.classes.map((_, index) => data.heads.filter((kinds) => kinds.some(([kind]) => kind === index)).length);
+    $("classes").hidden = false;
+    $("classes").append(make("li", "Heads by what they do:", "muted"));
+    data.classes.forEach((kind, index) => {
+      if (!counts[index]) return;
+      const item = make("li"), chip = button(`${kind.label} ${counts[index]}`, "chip", () => {
+        const on = chip.getAttribute("aria-pressed") === "true";
+        $("filter").value = on ? "" : kind.label.toLowerCase();
+        $("filter").dispatchEvent(new Event("input"));
+      });
+      chip.dataset.name = kind.label.toLowerCase();
+      chip.setAttribute("aria-pressed", "false");
+      chip.title = kind.rule;
+      item.append(chip);
+      $("classes").append(item);
+    });
+  }
+
+  // -- worth a look -----------------------------------------------------------------------------------------
+  const card = (title, layer, head, sentence, more) => {
+    const item = make("li"), top = make("div", undefined, "top");
+    top.append(make("h3", title));
+    const at = layer === null ? undefined : page.find(layer, head);
+    if (at !== undefined) {
+      const show = button(`open ${page.short(at)}`, "pick link", () => { page.choose(at); $("heads").scrollIntoView({ block: "start" }); });
+      show.setAttribute("aria-label", `open layer ${layer} head ${head}`);
+      top.append(show);
+    }
+    item.append(top, make("p", sentence), ...(more ? [make("p", more, "small muted")] : []));
+    $("findings").append(item);
+  };
+  Object.entries(data.kinds).forEach(([kind, name]) => {
+    const same = data.recommendations.filter((one) => one.kind === kind);
+    if (!same.length) return;
+    const item = make("li", undefined, "urgent"), list = make("ul", undefined, "places");
+    const lines = same.map((one) => {
+      const line = make("li"), at = page.find(one.layer, one.heads.length ? one.heads[0] : null);
+      line.append(at === undefined ? one.place : button(one.place, "pick link", () => { page.choose(at); $("heads").scrollIntoView({ block: "start" }); }), `: ${one.reason}.`);
+      return line;
+    });
+    list.append(...lines.slice(0, 3));
+    const more = make("details"), rest = make("ul", undefined, "places");
+    rest.append(...lines.slice(3));
+    more.append(make("summary", some(lines.length - 3, "more layer")), rest);
+    const heard = [...new Set(same.map((one) => one.advice))];
+    item.append(make("h3", name), list, ...(lines.length > 3 ? [more] : []), make("p", `What to do: ${heard[0]}.`), make("p", `Certainty: ${[...new Set(same.map((one) => one.certainty))].join(", ")}.`, "small muted"));
+    $("findings").append(item);
+  });
+  if (places.length && !data.recommendations.length) card("Recommendation", null, null, data.nothing);
+  data.findings.forEach((found) => card(found.label, found.layer, found.head, found.sentence));
+  if (!data.findings.length && !data.recommendations.length) $("findings").append(make("li", "Nothing to name: no head has rows of the metrics that findings are made from."));
+
+  // -- what was probed ----------------------------------------------------------------------------------------
+  const fact = (name, value, bad) => $("about").append(quoted("dt", name), quoted("dd", value, bad ? "bad" : ""));
+  data.about.forEach(([name, value]) => fact(name.replaceAll("_", " "), value));
+  const total = (part) => layers.reduce((sum, layer) => sum + layer[part], 0);
+  if (layers.length) fact("rows", `${count(rows)} over all layers; left out: ${count(total("padded"))} of padding, ${count(total("empty"))} that see no token${total("skipped") ? `, ${count(total("skipped"))} not drawn` : ""}`);
+  new Set(layers.map((layer) => layer.status)).forEach((status) => fact("status", `${status}: ${data.statuses[status]}`, status === "mismatch"));
+  const head = make("thead"), body = make("tbody"), text = (value, name = "text") => quoted("td", value, name);
+  head.append(row(["layer", make("th", "module", "text"), "heads", "calls", "rows", "padded", "empty", make("th", "status", "text"), "difference", make("th", "read from", "text")], "th"));
+  layers.forEach((layer, index) => body.append(row([String(index), text(layer.module), ...["heads", "calls", "rows", "padded", "empty"].map((part) => count(layer[part])), text(layer.status, layer.status === "mismatch" ? "text bad" : "text"), number(layer.error, 2), text(layer.source)])));
+  $("layers").append(head, body);
+  const list = make("ul", undefined, "plain-list");
+  list.append(...data.unread.map((reason) => quoted("li", reason)));
+  $("unread").append(make("h3", "Attention that could not be read"), data.unread.length ? list : make("p", "None: every attention call that was seen could be read."));
+
+  // -- what the numbers mean ------------------------------------------------------------------------------------
+  metrics.forEach((one) => {
+    const meaning = make("dd", `${capital(one.meaning)}. Range ${one.range}${one.unit === "1" ? "" : `, in ${one.unit}`}. Low: ${one.ends[0]}. High: ${one.ends[1]}. `);
+    meaning.append(make("span", one.source, "muted"));
+    $("glossary").append(make("dt", label(one)), meaning);
+  });
+  data.classes.forEach((kind) => { const rule = make("dd", `${capital(kind.rule)}. `); rule.append(make("span", kind.source, "muted")); $("glossary").append(make("dt", `class ${kind.label}`), rule); });
+  const coarse = { 4: "", 2: " Means here have four digits, spreads and extremes two or three.", 1: " Numbers here are coarse." }[data.level.mean === 2 && data.level.rest === 2 ? 4 : data.level.mean];
+  $("foot").textContent = `A row is one query token of one head; its n keys are the tokens it may see, so padding and masked positions do not count. Means, standard deviations and extremes are over rows; the outermost bars of a histogram also hold what lies beyond its scale.${coarse} Findings say which heads are worth a look first; they prove nothing about the model. This file needs no network and holds all it shows.`;
+};

@@ -1,0 +1,125 @@
+// The panel of one head: what it does in words, entropy beside its prediction, its rows, the text, all numbers.
+const drawHead = (page) => {
+  const { data, layers, metrics, places } = page;
+
+  const inWords = (at) => {
+    const keys = page.mean("effective_keys", at), n = page.mean("n_keys", at);
+    const top = page.mean("top_weight", at), first = page.mean("first_weight", at), parts = [];
+    if (keys !== null) parts.push(`On average it spreads a row over ${number(keys, 2)} effective tokens${n === null ? "" : ` of ${number(n, 3)} visible`}.`);
+    if (top !== null) parts.push(`The largest weight is ${percent(top)}${first === null ? "" : `, the first token gets ${percent(first)}`}.`);
+    return parts.join(" ");
+  };
+
+  const words = (at) => {
+    const [layer, head] = places[at], box = $("head-words");
+    const kinds = page.classesOf(at).map((kind) => {
+      const line = make("p", undefined, "small");
+      line.append(make("span", kind.label, "chip"), `${capital(kind.sentence)}.`.replace("..", "."));
+      return line;
+    });
+    const found = data.findings.filter((one) => one.layer === layer && one.head === head);
+    const advice = data.recommendations.filter((one) => one.layer === layer && (!one.heads.length || one.heads.includes(head)));
+    box.replaceChildren(
+      make("p", inWords(at)), ...kinds, ...found.map((one) => make("p", one.sentence, "small")),
+      ...advice.map((one) => { const item = make("p", undefined, "advice small"); item.append(make("strong", `${data.kinds[one.kind]}. `), `${capital(one.reason)}; ${one.advice}. `, make("span", `Certainty: ${one.certainty}.`, "muted")); return item; }),
+    );
+    const alarm = { mismatch: "bad", unverified: "bad" }[layers[layer].status];
+    if (alarm) box.append(make("p", `${capital(layers[layer].status)}: ${data.statuses[layers[layer].status]}.`, `small ${alarm}`));
+  };
+
+  // -- against n and position ----------------------------------------------------------------------------
+  const curve = (part, name, at) => {
+    const stored = data[part], codes = stored && stored.metrics[name];
+    if (!codes) return null;
+    const wide = stored.octaves, from = at * wide, raw = data.arrays[`${part}.${name}`];
+    return decode(raw.subarray(from, from + wide), codes.codes, codes.soft);
+  };
+  const profile = (at) => {
+    const one = page.now(), filled = (part) => (data[part] ? (curve(part, one.name, at) || []).filter((value) => value !== null).length : 0);
+    const part = filled("profile") > 2 || filled("profile") >= filled("positions") ? "profile" : "positions";
+    $("profile-part").hidden = filled(part) < 2;
+    if (filled(part) < 2) return;
+    const { log_n: middles, rows } = data[part], wide = data[part].octaves, errors = curve(part, `${one.name}.error`, at);
+    const predicted = one.name === "entropy" ? curve(part, "gaussian_entropy", at) : null;
+    const told = one.name === "entropy" ? curve(part, "information", at) : null;
+    const layer = places[at][0];
+    const points = curve(part, one.name, at).map((mean, octave) => ({
+      mean, n: Math.exp(middles[layer][octave] ?? Math.LN2 * (octave + 0.5)), rows: rows[layer][octave],
+      error: errors ? errors[octave] : null, predicted: predicted ? predicted[octave] : null,
+      most: told && told[octave] !== null ? mean + told[octave] : null,
+      range: `${part === "profile" ? "visible tokens" : "position"} ${count(2 ** octave)}${octave ? ` to ${count(2 ** (octave + 1) - 1)}` : ""}`,
+    })).filter((point) => point.mean !== null);
+    $("profile-title").textContent = part === "profile" ? `${capital(label(one))} against visible tokens` : `${capital(label(one))} against position`;
+    drawProfile(page, $("profile"), points, one, part === "profile" ? "tokens the row can see, n" : "position in the text");
+    const bars = points.some((point) => point.error) ? " Upright bars: standard error from sequence to sequence." : "";
+    const lines = predicted ? ` Line without points: predicted.${told ? " Dotted: the most possible." : ""}` : "";
+    $("profile-note").textContent = `A point is the mean over the rows of one octave: 4 to 7, 8 to 15, and so on.${lines}${bars}`;
+  };
+
+  const distances = (at) => {
+    const stored = data.distances, part = $("distance-part");
+    part.hidden = !stored || !stored.rows[places[at][0]];
+    if (part.hidden) return;
+    const wide = stored.octaves, take = (name) => data.arrays[`distances.${name}`].subarray(at * wide * 2, (at + 1) * wide * 2);
+    drawDistances(page, $("distances"), { mass: take("mass"), even: take("even"), wide });
+  };
+
+  // -- text -----------------------------------------------------------------------------------------------
+  const samples = (at) => {
+    const rows = (data.examples && data.examples[at]) || [];
+    $("samples-part").hidden = !rows.length;
+    $("samples").replaceChildren(...rows.map((one) => {
+      const item = make("div", undefined, "sample"), text = quoted("p", undefined, "context"), list = make("ol", undefined, "attended");
+      const heaviest = Math.max(...one.context.map(([, weight]) => weight || 0), 1e-9);
+      one.context.forEach(([word, weight], index) => {
+        const mark = make("span", word, index === one.here ? "query" : "word");
+        if (weight) mark.style.setProperty("--weight", `${Math.round(70 * weight / heaviest)}%`);
+        if (weight) mark.title = percent(weight);
+        text.append(index && !word.startsWith("##") ? " " : "", mark);
+      });
+      one.attended.slice(0, 5).forEach(([word, position, weight]) => {
+        const line = make("li"), bar = make("span", undefined, "weight");
+        bar.style.setProperty("--share", `${Math.min(100, 100 * weight)}%`);
+        line.append(bar, quoted("code", word), make("span", `${percent(weight)} · position ${count(position)}`, "muted"));
+        list.append(line);
+      });
+      const from = make("p", "From ", "small");
+      from.append(quoted("code", one.query), ` at position ${count(one.position)}: entropy ${number(one.entropy, 2)} nats over ${count(one.n_keys)} tokens`);
+      item.append(from, ...(one.context.length ? [text] : []), list);
+      return item;
+    }));
+  };
+
+  const numbers = (at) => {
+    const head = make("thead"), body = make("tbody");
+    const drawn = metrics.some((one) => one.off);
+    head.append(row(["metric", "mean", ...(drawn ? ["± of the draw"] : []), "std", "min", "max"], "th"));
+    metrics.forEach((one, index) => {
+      const name = make("th"), pick = button(label(one), "pick", () => page.setMetric(index));
+      name.append(pick, make("span", label(one).includes(one.unit) ? "" : unit(one), "unit"));
+      const line = row([name, number(one.mean[at]), ...(drawn ? [number(one.off[at], 2)] : []), ...["std", "min", "max"].map((part) => number(one[part] ? one[part][at] : null, 3))]);
+      line.className = index === page.metric ? "now" : "";
+      body.append(line);
+    });
+    $("head-numbers").replaceChildren(head, body);
+  };
+
+  const draw = () => {
+    if (!places.length) return;
+    const at = page.chosen, layer = page.layerOf(at);
+    $("head-name").textContent = page.long(at);
+    $("head-where").textContent = `${layer.module} · ${some(layer.rows, "row")} · ${layer.status}`;
+    words(at);
+    drawRange(page, $("range"), at);
+    $("histogram-title").textContent = `${capital(label(page.now()))} over its rows`;
+    drawHistogram(page, $("histogram"), at);
+    profile(at);
+    distances(at);
+    samples(at);
+    numbers(at);
+  };
+  const step = (by) => page.choose((page.chosen + by + places.length) % places.length);
+  $("previous").addEventListener("click", () => step(-1));
+  $("next").addEventListener("click", () => step(1));
+  page.on((what) => { if (what.some((one) => ["head", "metric", "size"].includes(one))) draw(); });
+};

@@ -1,0 +1,330 @@
+"""Figures of a summary beside the heat map: layer profile, entropy by length, theory beside it.
+
+Needs matplotlib (the extra ``plots``). All colours are of viridis.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from acutance.probing import HeadSummary
+from acutance.report.colours import scale_of
+from acutance.report.figures import draw_heads, subject
+from acutance.report.style import DARK, LIGHT, Theme, label, legend, new_figure, reference, save
+from acutance.structure import describe
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["CHARTS", "draw", "draw_layers", "draw_lengths", "draw_theory"]
+
+#: What ``acutance report --figure`` can draw, by name.
+CHARTS: dict[str, str] = {
+    "heads": "heat map of a metric, layer × head",
+    "layers": "a metric's heads, median and quartiles, layer by layer",
+    "lengths": "a metric against the number of visible keys, a line for each head",
+    "theory": "entropy measured and predicted from the logits' deviation, a point for each head",
+}
+_MOST_LINES = 400
+_NAMED = 3
+_FEW = 0.1
+
+
+def draw(
+    summary: HeadSummary,
+    path: str | os.PathLike[str],
+    *,
+    chart: str = "heads",
+    metric: str | None = None,
+    dark: bool = False,
+) -> None:
+    """Draw one of :data:`CHARTS`.
+
+    Args:
+        summary: any head summary.
+        path: a .png or .svg file.
+        chart: which.
+        metric: what it shows; None is entropy for "lengths" and normalized entropy else. "theory"
+            takes none.
+        dark: on a dark page.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: if there is no such chart or metric, or the summary lacks what it shows.
+    """
+    if chart not in CHARTS:
+        raise ValueError(f"chart: one of {', '.join(CHARTS)}, got {chart!r}")
+    theme = DARK if dark else LIGHT
+    if chart == "theory":
+        if metric is not None:
+            raise ValueError("metric: the chart 'theory' is of entropy and takes no other metric")
+        draw_theory(summary, path, theme=theme)
+        return
+    drawing: Callable[..., None] = {
+        "heads": draw_heads, "layers": draw_layers, "lengths": draw_lengths,
+    }[chart]  # fmt: skip
+    if metric is None:
+        drawing(summary, path, theme=theme)
+    else:
+        drawing(summary, path, metric, theme=theme)
+
+
+def draw_layers(
+    summary: HeadSummary,
+    path: str | os.PathLike[str],
+    metric: str = "normalized_entropy",
+    *,
+    theme: Theme = LIGHT,
+) -> None:
+    """Draw each layer's heads as dots, their median as a line and their quartiles as a band.
+
+    Args:
+        summary: any head summary.
+        path: a .png or .svg file.
+        metric: a metric the summary has.
+        theme: the page, light or dark.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: if the metric does not exist or was not recorded, or no head has a row.
+    """
+    grid = [[value for value in row if math.isfinite(value)] for row in summary.grid(metric)]
+    if not any(grid):
+        raise ValueError(f"there is nothing to draw: no head has a row that counts for {metric}")
+    name, entry = metric.replace("_", " "), describe(metric)
+    scale = scale_of(metric, (value for row in grid for value in row))
+    figure, [axes] = new_figure(
+        f"{subject(summary)}{name} by layer",
+        f"A dot is a head's mean over rows, the line the layer's median, the band its quartiles. "
+        f"{entry.meaning[0].upper()}{entry.meaning[1:]}.",
+        theme=theme,
+    )
+    line, dot = _two(theme)
+    there = [index for index, row in enumerate(grid) if row]
+    quarters = np.array([np.quantile(grid[index], (0.25, 0.5, 0.75)) for index in there])
+    axes.fill_between(
+        there,
+        quarters[:, 0],
+        quarters[:, 2],
+        color=line,
+        alpha=0.18,
+        linewidth=0,
+        label="quartiles",
+    )
+    heads = max(map(len, grid))
+    for index in there:
+        axes.plot(
+            [index] * len(grid[index]), grid[index], linestyle="None", marker="o", color=dot,
+            markersize=5.0 if heads <= 16 else 3.0, alpha=0.75, markeredgewidth=0,
+            label="head" if index == there[0] else "_nolegend_",
+        )  # fmt: skip
+    axes.plot(there, quarters[:, 1], color=line, linewidth=2.0, marker="s", markersize=4.5,
+              label="median")  # fmt: skip
+    if scale.log:
+        axes.set_yscale("log")
+    elif entry.range in ("[0, 1]", "(0, 1]"):
+        axes.set_ylim(-0.03, 1.03)
+    _whole_numbers(axes, len(grid))
+    label(axes, x="layer", y=_with_unit(metric))
+    legend(axes, theme)
+    save(figure, path)
+
+
+def draw_lengths(
+    summary: HeadSummary,
+    path: str | os.PathLike[str],
+    metric: str = "entropy",
+    *,
+    theme: Theme = LIGHT,
+) -> None:
+    """Draw a metric against the number of visible keys, a line for each head, octave by octave.
+
+    Args:
+        summary: one with a profile, as new probes record it.
+        path: a .png or .svg file.
+        metric: a metric the summary has; with "entropy" the most that n keys allow is drawn too.
+        theme: the page, light or dark.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: if the metric does not exist or was not recorded, or the state was written
+            without a profile.
+    """
+    summary.mean(metric)  # names what is wrong with the metric
+    column = summary.metrics.index(metric)
+    profile: Any = getattr(summary, "profile", None)
+    if profile is None:
+        raise ValueError(
+            "this state does not say how its rows change with n: it is of an older version; probe "
+            "the model again"
+        )
+    count = profile.count[:, column].numpy()
+    count = np.where(_enough(profile.rows.sum(0).numpy()), count, 0)
+    mean = np.where(count > 0, profile.mean[:, column].numpy(), np.nan)
+    n = np.where(count > 0, np.exp(profile.log_n.numpy()), np.nan)
+    if not count.any():
+        raise ValueError(f"there is nothing to draw: no head has a row that counts for {metric}")
+    octaves = int((count.sum(0) > 0).sum())
+    note = (
+        "A line is a head; a point is its mean over the rows that see 1, 2–3, 4–7, … keys."
+        if octaves > 2
+        else "All rows see nearly as many keys, as in a model that looks both ways: probe it at "
+        "several lengths to see a slope."
+    )
+    figure, [axes] = new_figure(
+        f"{subject(summary)}{metric.replace('_', ' ')} by number of keys", note, theme=theme
+    )
+    layers = np.array([layer for layer, _ in summary.places])
+    order = np.arange(len(layers))
+    if len(order) > _MOST_LINES:  # evenly spaced heads: more lines would be one grey area
+        order = order[:: math.ceil(len(order) / _MOST_LINES)]
+        figure.text(0.99, 0.012, f"{len(order)} of {len(layers)} heads, evenly spaced", ha="right",
+                    size=8.5, color=theme.muted)  # fmt: skip
+    colours = _by_layer(len(summary.layers), theme)
+    few = len(order) <= 24
+    for index in order:
+        there = np.isfinite(mean[index]) & np.isfinite(n[index])
+        axes.plot(
+            n[index][there], mean[index][there], color=colours(layers[index]), zorder=2,
+            linewidth=1.6 if few else 0.9, alpha=0.95 if few else 0.6, marker="o",
+            markersize=3.5 if few or octaves < 3 else 1.8, markeredgewidth=0,
+        )  # fmt: skip
+    shown = np.isfinite(n)
+    low, high = max(1.0, float(n[shown].min())), float(n[shown].max())
+    if high < 1.05 * low:
+        low, high = low / 1.3, high * 1.3
+    if metric == "entropy":
+        along = np.geomspace(low, high, 50)
+        axes.plot(along, np.log(along), color=theme.muted, linewidth=1.3, linestyle=(0, (1, 1.5)),
+                  label="log n: all keys alike")  # fmt: skip
+        legend(axes, theme, where="upper left")
+    axes.set_xscale("log", base=2)
+    ticks = [2**power for power in range(33) if low * 0.99 <= 2**power <= high * 1.01]
+    if len(ticks) < 2:
+        ticks = [round(low), round(high)]
+    ticks = ticks[:: math.ceil(len(ticks) / 12)]
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
+    label(axes, x="visible keys n", y=_with_unit(metric))
+    _layer_bar(figure, axes, len(summary.layers), colours, theme)
+    save(figure, path)
+
+
+def draw_theory(
+    summary: HeadSummary, path: str | os.PathLike[str], *, theme: Theme = LIGHT
+) -> None:
+    """Draw measured entropy against that of independent Gaussian logits of the same deviation.
+
+    A head below the diagonal is sharper than its logits' spread alone makes it. The three heads
+    farthest from it are named.
+
+    Args:
+        summary: one with ``entropy``, ``gaussian_entropy`` and ``logit_std``.
+        path: a .png or .svg file.
+        theme: the page, light or dark.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: if one of them was not recorded, or no head has a row.
+    """
+    names = ("gaussian_entropy", "entropy", "logit_std")
+    found = np.array([summary.mean(name).numpy() for name in names])
+    there = np.isfinite(found).all(0)
+    if not there.any():
+        raise ValueError("there is nothing to draw: no head has a row that counts")
+    expected, entropy, spread = found[:, there]
+    places = [place for place, kept in zip(summary.places, there, strict=True) if kept]
+    off = entropy - expected
+    figure, [left, right] = new_figure(
+        f"{subject(summary)}entropy measured and predicted",
+        "A point is a head, its colour its layer. Predicted: rows of independent Gaussian logits "
+        "with each row's own n and deviation; below the line a head is sharper than that. The "
+        "three heads farthest from it are named, as layer.head.",
+        panels=2,
+        theme=theme,
+        height=5.4,
+    )
+    colours = _by_layer(len(summary.layers), theme)
+    shades = [colours(layer) for layer, _ in places]
+    size = 34 if len(places) <= 200 else 9
+    least, most = (float(pick([pick(expected), pick(entropy)])) for pick in (np.min, np.max))
+    top = most + 0.06 * (most - least or 1.0)
+    low = least - 0.06 * (most - least or 1.0) if least > 0.4 * most else 0.0
+    left.plot([low, top], [low, top], color=theme.muted, linewidth=1.2, linestyle=(0, (1, 1.5)))
+    edge: dict[str, Any] = {"edgecolors": theme.page, "linewidths": 0.4, "zorder": 3}
+    left.scatter(expected, entropy, c=shades, s=size, **edge)
+    right.scatter(spread, off, c=shades, s=size, **edge)
+    reference(right, theme, y=0.0)
+    left.set_xlim(low, top)
+    left.set_ylim(low, top)
+    for axes, x, y in ((left, expected, entropy), (right, spread, off)):
+        for index in np.argsort(-np.abs(off), kind="stable")[:_NAMED]:
+            layer, head = places[index]
+            axes.annotate(
+                f"{layer}.{head}", (x[index], y[index]), xytext=(5, 4), size=8.5, zorder=4,
+                textcoords="offset points", color=theme.ink,
+            )  # fmt: skip
+    label(left, x="predicted entropy, nat", y="measured entropy, nat")
+    label(right, x="standard deviation of the logits, nat", y="measured − predicted, nat")
+    _layer_bar(figure, right, len(summary.layers), colours, theme)
+    save(figure, path)
+
+
+def _enough(rows: Any) -> Any:
+    """Which octaves to draw: not one that only the last rows of each window just reach.
+
+    Example:
+        >>> _enough(np.array([20, 40, 80, 2])).tolist()
+        [True, True, True, False]
+    """
+    return np.append(True, rows[1:] >= _FEW * rows[:-1])
+
+
+def _two(theme: Theme) -> tuple[str, str]:
+    """Two colours of viridis that stand out from the page and from each other."""
+    return ("#fde725", "#21918c") if theme.name == "dark" else ("#440154", "#21918c")
+
+
+def _by_layer(layers: int, theme: Theme) -> Callable[[int], Any]:
+    """A colour for each layer, from the part of viridis that stands out from the page."""
+    from acutance.report.colours import as_hex, colour
+
+    first, last = (0.3, 1.0) if theme.name == "dark" else (0.0, 0.85)
+    return lambda layer: as_hex(colour(first + (last - first) * int(layer) / max(1, layers - 1)))
+
+
+def _layer_bar(
+    figure: Any, axes: Axes, layers: int, colours: Callable[[int], Any], theme: Theme
+) -> None:
+    """What colour is which layer."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
+
+    if layers < 2:
+        return
+    shades = ListedColormap([colours(layer) for layer in range(layers)])
+    bar = figure.colorbar(
+        ScalarMappable(Normalize(-0.5, layers - 0.5), shades), ax=axes, pad=0.02, fraction=0.05
+    )
+    step = math.ceil(layers / 12)
+    bar.set_ticks(list(range(0, layers, step)))
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=0, labelsize=9, labelcolor=theme.muted)
+    bar.set_label("layer", color=theme.ink, size=10)
+
+
+def _whole_numbers(axes: Axes, count: int) -> None:
+    step = math.ceil(count / 20)
+    axes.set_xticks(list(range(0, count, step)))
+    axes.set_xlim(-0.6, count - 0.4)
+
+
+def _with_unit(metric: str) -> str:
+    unit = describe(metric).unit
+    name = metric.replace("_", " ")
+    return name if unit == "1" else f"{name}, {unit}"

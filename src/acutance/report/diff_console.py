@@ -1,0 +1,218 @@
+"""The terminal view of a diff: how many heads moved, which moved most, and layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from acutance.probing import Diff
+from acutance.probing.changes import CONFIDENCE, VERDICTS
+from acutance.report.colours import brief
+from acutance.report.console import printable
+from acutance.structure import describe
+
+__all__ = ["print_diff"]
+
+_WIDE = 100  # columns from which on intervals and bars have room
+_BAR = 8  # cells of a bar to either side
+
+
+def print_diff(found: Diff, console: Console, metrics: Sequence[str], top: int) -> None:
+    """Print a diff for the width of a console.
+
+    Args:
+        found: the diff.
+        console: where to.
+        metrics: whose heads and layers to list.
+        top: heads listed for each.
+    """
+    ascii_only = console.options.ascii_only
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(printable(text, ascii_only), style=style))
+
+    def title(text: str) -> None:
+        console.print()
+        say(text, "bold")
+
+    for name, about in zip(("before", "after"), found.about, strict=True):
+        say(f"{name}: {_subject(about)}")
+    for sentence in found.warnings:
+        say(f"! {sentence}", "yellow")
+    if found.keys is not None:
+        say(f"Compared: rows that see about {found.keys[0]:,.0f} to {found.keys[1]:,.0f} keys.")
+    for which, only in zip(("first", "second"), found.matched.only, strict=True):
+        for part in only:
+            say(f"! Only in the {which}: {part}.", "yellow")
+    title(f"How many of {len(found.matched.places):,} heads moved; median and largest change")
+    console.print(_overview(found, ascii_only))
+    for metric in metrics:
+        unit = describe(metric).unit
+        name = metric.replace("_", " ") + ("" if unit == "1" else f" ({unit})")
+        changed = [head for head in found.moved(metric) if head.verdict != "equal"]
+        title(f"Heads whose {name} changed most")
+        if not changed:
+            say("None: it is the same in both, or no head has rows in both.")
+            continue
+        console.print(_heads(changed[:top], metric, console.width, ascii_only))
+        if (rest := len(changed) - top) > 0:
+            say(f"and {rest:,} more: --top, --csv and --json show them", "dim")
+        title(f"Layer by layer: mean {name} over heads")
+        console.print(_layers(found, metric, console.width, ascii_only))
+    console.print()
+    for sentence in _below(found):
+        say(sentence, "dim")
+
+
+def _subject(about: Mapping[str, Any]) -> str:
+    """What one state is of, in a line."""
+    text = about.get("text")
+    names = ", ".join(map(str, text)) if isinstance(text, list | tuple) else text
+    parts = [str(about.get("model", "a model"))]
+    if names:
+        parts.append(str(names))
+    if "windows" in about and "window_length" in about:
+        parts.append(f"{about['windows']} windows of {about['window_length']} tokens")
+    return " · ".join(parts)
+
+
+def _table(ascii_only: bool, *columns: str) -> Table:
+    """A table without lines; the first column is text, the others are numbers."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for index, name in enumerate(columns):
+        left = index == 0 or name in ("verdict", "at", "", "module")
+        table.add_column(
+            printable(name, ascii_only), justify="left" if left else "right",
+            no_wrap=name != "module", overflow="ellipsis" if name == "module" else "crop",
+        )  # fmt: skip
+    return table
+
+
+def _overview(found: Diff, ascii_only: bool) -> Table:
+    """A line for each metric: verdicts, the median size of a change, and the largest."""
+    unclear = found.how != "sequences"
+    names = ["metric", "moved", *(["unclear"] if unclear else []), "noise", "equal"]
+    table = _table(ascii_only, *names, "median", "largest", "at")
+    for metric in found.metrics:
+        heads = found.moved(metric)
+        if not heads:
+            continue
+        most = max(heads, key=lambda head: abs(head.change))
+        counts = [
+            found.count(metric, verdict)
+            for verdict in ("moved", "unclear", "within noise", "equal")
+            if verdict != "unclear" or unclear
+        ]
+        usual = median(abs(head.change) for head in heads)
+        same = most.change == 0
+        cells = [
+            metric,
+            *map(str, counts),
+            _number(usual, metric),
+            "0" if same else _signed(most.change, metric),
+            "" if same else f"L{most.layer} h{most.head}",
+        ]
+        style = None if counts[0] else "dim"
+        table.add_row(*(printable(cell, ascii_only) for cell in cells), style=style)
+    return table
+
+
+def _heads(heads: Sequence[Any], metric: str, width: int, ascii_only: bool) -> Table:
+    wide = width >= _WIDE
+    names = ["layer", "head", "before", "after", "change", "± error"]
+    table = _table(ascii_only, *names, *(["interval"] if wide else []), "verdict")
+    table.columns[0].justify = "right"
+    for head in heads:
+        cells = [
+            str(head.layer),
+            f"h{head.head}",
+            _number(head.before, metric),
+            _number(head.after, metric),
+            _signed(head.change, metric),
+            _error(head.error, metric),
+        ]
+        if wide:
+            known = math.isfinite(head.low)
+            ends = (_signed(end, metric) for end in (head.low, head.high))
+            cells.append(" to ".join(ends) if known else "–")
+        cells.append(head.verdict)
+        style = "bold" if head.verdict == "moved" else None
+        table.add_row(*(printable(cell, ascii_only) for cell in cells), style=style)
+    return table
+
+
+def _layers(found: Diff, metric: str, width: int, ascii_only: bool) -> Table:
+    wide = width >= _WIDE
+    layers = found.layers(metric)
+    names = ["layer", "before", "after", "change", "± error", "moved", "most"]
+    table = _table(ascii_only, *names, "", *(["module"] if wide else []))
+    table.columns[0].justify = "right"
+    reach = max((abs(layer.change) for layer in layers if math.isfinite(layer.change)), default=0.0)
+    for layer in layers:
+        cells = [
+            str(layer.layer),
+            _number(layer.before, metric),
+            _number(layer.after, metric),
+            _signed(layer.change, metric),
+            _error(layer.error, metric),
+            f"{layer.moved}/{layer.heads}",
+            "" if layer.most is None else f"h{layer.most}",
+            _bar(layer.change, reach, ascii_only),
+            *([layer.module] if wide else []),
+        ]
+        table.add_row(*(printable(cell, ascii_only) for cell in cells))
+    return table
+
+
+def _bar(value: float, reach: float, ascii_only: bool) -> str:
+    """A change as a bar that leaves the middle to its side.
+
+    Example:
+        >>> _bar(-0.5, 1.0, True), _bar(1.0, 1.0, True)
+        ('    ####|        ', '        |########')
+    """
+    if not math.isfinite(value) or reach == 0:
+        return ""
+    mark, middle = ("#", "|") if ascii_only else ("█", "│")
+    cells = mark * min(_BAR, round(_BAR * abs(value) / reach))
+    return f"{cells if value < 0 else '':>{_BAR}}{middle}{cells if value > 0 else '':<{_BAR}}"
+
+
+def _below(found: Diff) -> Iterator[str]:
+    """How to read the numbers, and what they rest on."""
+    yield (
+        "Moved: the interval of the change leaves out 0. Intervals are wide enough that those of "
+        f"all heads of a metric hold together with {CONFIDENCE:.0%}."
+    )
+    if found.how != "sequences":
+        yield f"Unclear: {VERDICTS['unclear']}."
+    yield (
+        f"±: one standard error of the change; for a layer, at most that. {found.assumes} The two "
+        "states are taken as independent; where both read the same text, a change is surer."
+    )
+    if found.how == "bound":
+        yield "States that this version writes keep how sequences differ: probe again to say more."
+
+
+def _number(value: float, metric: str) -> str:
+    """A value with as many digits as a change of it needs."""
+    if not math.isfinite(value):
+        return "–"
+    if value and abs(value) < 1:
+        return f"{value:.3f}" if abs(value) >= 5e-4 else f"{value:.0e}"
+    return brief(value, metric) if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _signed(value: float, metric: str) -> str:
+    text = _number(value, metric)
+    return text if value < 0 or text == "–" else f"+{text}"
+
+
+def _error(value: float, metric: str) -> str:
+    return "unknown" if not math.isfinite(value) else f"± {_number(value, metric)}"

@@ -1,0 +1,107 @@
+"""Files of a summary: one table as CSV or Parquet, everything as JSON, a page, a figure."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from acutance.files import write_bytes, write_text
+from acutance.probing import HeadSummary
+from acutance.report.recommendations import recommendations
+
+__all__ = ["STANDARD_OUTPUT", "Targets", "csv_bytes", "put_csv", "put_json", "write_exports"]
+
+#: Where each option's file goes; None where it was not asked for.
+Targets = Mapping[str, Path | None]
+STANDARD_OUTPUT = "-"
+
+
+def to_output(targets: Targets) -> bool:
+    """Whether a file takes the place of the table on standard output."""
+    return any(str(path) == STANDARD_OUTPUT for path in targets.values())
+
+
+def write_exports(
+    summary: HeadSummary,
+    targets: Targets,
+    *,
+    chart: str = "heads",
+    metric: str | None = None,
+    dark: bool = False,
+) -> None:
+    """Write what was asked for; the figure last, since it may lack its library.
+
+    Args:
+        summary: any head summary.
+        targets: paths by option: ``--json``, ``--csv``, ``--parquet``, ``--report``, ``--figure``;
+            others are left alone.
+        chart: which figure, a name of :data:`acutance.report.charts.CHARTS`.
+        metric: what the figure shows; None is what suits it.
+        dark: whether the figure has a dark page.
+
+    Raises:
+        ImportError: if a figure is wanted without matplotlib.
+        OSError: if a file cannot be written.
+        ValueError: if the summary lacks what the figure shows.
+    """
+    if (path := targets.get("--json")) is not None:
+        advice = [each.to_dict() for each in recommendations(summary)]
+        put_json({**summary.to_dict(), "recommendations": advice}, path)
+    if (path := targets.get("--csv")) is not None:
+        put_csv(summary.to_arrow(), path)
+    if (path := targets.get("--parquet")) is not None:
+        summary.to_parquet(path)
+    if (path := targets.get("--report")) is not None:
+        from acutance.report.page import write_html
+
+        write_html(summary, path)
+    if (path := targets.get("--figure")) is not None:
+        from acutance.report.charts import draw
+
+        draw(summary, path, chart=chart, metric=metric, dark=dark)
+
+
+def put_json(record: Any, path: Path) -> None:
+    """A record as JSON in a file, or on standard output."""
+    text = json.dumps(record, allow_nan=False)
+    if str(path) == STANDARD_OUTPUT:
+        sys.stdout.write(text + "\n")
+    else:
+        write_text(path, text)
+
+
+def put_csv(table: Any, path: Path) -> None:
+    """A pyarrow table as CSV in a file, or on standard output."""
+    data = csv_bytes(table)
+    if str(path) == STANDARD_OUTPUT:
+        sys.stdout.write(data.decode("utf-8"))
+    else:
+        write_bytes(path, data)
+
+
+def csv_bytes(table: Any) -> bytes:
+    r"""A pyarrow table as CSV in UTF-8: a line of names, then the rows; NaN is an empty field.
+
+    Text is always in quotes, so that what a module is called cannot end a field or a line.
+
+    Example:
+        >>> import pyarrow
+        >>> csv_bytes(pyarrow.table({"module": ["a,b"], "mean": [float("nan")], "rows": [3]}))
+        b'"module","mean","rows"\n"a,b",,3\n'
+    """
+    import pyarrow
+    import pyarrow.compute as compute
+    from pyarrow import csv
+
+    for index, name in enumerate(table.column_names):
+        column = table.column(index)
+        if pyarrow.types.is_floating(column.type):
+            known = compute.if_else(compute.is_nan(column), None, column)
+            table = table.set_column(index, name, known)
+    buffer = io.BytesIO()
+    csv.write_csv(table, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,204 @@
+"""Numbers of many heads in few bytes: arrays on coarse scales, deflated, as one base64 text.
+
+A small summary keeps single precision and every histogram. A large one is packed more coarsely,
+level by level, until it is within :data:`BUDGET`; the page says how coarse. 80 layers of 64 heads
+fit.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Characters the packed data may take: with library, script and style the page is below 1.5 MB.
+BUDGET = 1_120_000
+#: Where a metric's scale turns from even to logarithmic steps, by kind of scale.
+SOFT = {"unit": 1e-3, "nats": 0.1, "keys": 1.0, "positive": 1e-6, "signed": 1.0}
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Level:
+    """How finely numbers are kept.
+
+    Attributes:
+        mean: bytes of a mean: 4 is single precision, 2 and 1 are codes on the metric's scale.
+        rest: bytes of a standard deviation, a smallest and a largest value.
+        join: neighbouring bins of a histogram that become one.
+        heights: different heights of a bar.
+        distances: different shares of the weight at a distance; 0 leaves distances out.
+        extremes: metrics that keep their smallest and largest value; None is all.
+        bars: metrics that keep their histograms; None is all.
+        profiles: metrics that keep their course over octaves of n; None is all, with errors.
+    """
+
+    mean: int
+    rest: int
+    join: int
+    heights: int
+    distances: int = 255
+    extremes: tuple[str, ...] | None = None
+    bars: tuple[str, ...] | None = None
+    profiles: tuple[str, ...] | None = None
+
+
+_FEW = ("normalized_entropy", "entropy", "gaussian_entropy")
+_READ = (*_FEW, "effective_keys", "top_weight", "first_weight", "max_logit")
+
+LEVELS = (
+    Level(4, 4, join=1, heights=255),
+    Level(2, 2, join=1, heights=255),
+    Level(2, 1, join=2, heights=63, bars=_READ, profiles=_READ),
+    Level(2, 1, join=4, heights=15, distances=63, extremes=_READ, bars=_READ, profiles=_FEW),
+    Level(2, 1, join=4, heights=15, distances=15, extremes=_READ, bars=_FEW, profiles=_FEW),
+    Level(2, 1, join=4, heights=7, distances=0, extremes=_FEW, bars=_FEW, profiles=("entropy",)),
+    Level(1, 1, join=4, heights=7, distances=0, extremes=(), bars=(), profiles=()),
+)
+
+
+class Packer:
+    """Collects arrays and writes them behind a JSON record that says where each lies."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._places: dict[str, list[Any]] = {}
+
+    def add(self, name: str, values: Array) -> None:
+        """Append an array of ``uint8``, ``uint16`` or ``float32``, in its own order."""
+        data = np.ascontiguousarray(values)
+        if data.dtype.itemsize > 1:
+            data = data.astype(data.dtype.newbyteorder("<"))
+        raw = data.tobytes()
+        self._places[name] = [f"{data.dtype.kind}{data.dtype.itemsize}", self._size, data.size]
+        raw += bytes(-len(raw) % 4)
+        self._parts.append(raw)
+        self._size += len(raw)
+
+    def text(self, record: Mapping[str, Any]) -> str:
+        """The record (plus ``arrays``) and the arrays, as base64 of a zlib stream.
+
+        Inside are the record's length (four bytes, little end first), the record as ASCII JSON,
+        padded to a multiple of four, and the arrays.
+        """
+        whole = {**record, "arrays": self._places}
+        head = json.dumps(whole, allow_nan=False, separators=(",", ":")).encode("ascii")
+        head += b" " * (-len(head) % 4)
+        data = len(head).to_bytes(4, "little") + head + b"".join(self._parts)
+        return base64.b64encode(zlib.compress(data, 6)).decode("ascii")
+
+
+def unpack(text: str) -> tuple[dict[str, Any], dict[str, Array]]:
+    """What :meth:`Packer.text` packed: the record and the arrays by name.
+
+    Example:
+        >>> packer = Packer()
+        >>> packer.add("counts", np.array([1, 2], dtype=np.uint16))
+        >>> record, arrays = unpack(packer.text({"model": "small"}))
+        >>> record["model"], arrays["counts"].tolist()
+        ('small', [1, 2])
+    """
+    data = zlib.decompress(base64.b64decode(text))
+    start = 4 + int.from_bytes(data[:4], "little")
+    record = json.loads(data[4:start])
+    arrays = {
+        name: np.frombuffer(data, np.dtype(kind).newbyteorder("<"), size, start + offset)
+        for name, (kind, offset, size) in record["arrays"].items()
+    }
+    return record, arrays
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Numbers as codes on a scale: even steps near zero, even ratios far from it.
+
+    Attributes:
+        values: the codes (``uint8`` or ``uint16``; the largest of the type is "no number"), or the
+            numbers themselves (``float32``, where NaN is).
+        low: what code 0 stands for, by ``asinh(value / soft)``.
+        high: what the largest code that is a number stands for, likewise.
+    """
+
+    values: Array
+    low: float = 0.0
+    high: float = 0.0
+
+
+def encode(values: Array, width: int, soft: float) -> Codes:
+    """Numbers in ``width`` bytes each; what is not finite is "no number".
+
+    Example:
+        >>> codes = encode(np.array([0.0, 10.0, math.nan]), 1, 1.0)
+        >>> codes.values.tolist()
+        [0, 254, 255]
+        >>> decode(codes, 1.0).round(3).tolist()
+        [0.0, 10.0, nan]
+    """
+    there = np.isfinite(values)
+    if width == 4:
+        return Codes(np.where(there, values, np.nan).astype(np.float32))
+    kind = np.uint8 if width == 1 else np.uint16
+    none = int(np.iinfo(kind).max)
+    bent = np.arcsinh(np.where(there, values, 0.0) / soft)
+    low, high = (float(bent[there].min()), float(bent[there].max())) if there.any() else (0.0, 0.0)
+    step = (high - low) / (none - 1) or 1.0
+    codes = np.where(there, np.rint((bent - low) / step), none)
+    return Codes(codes.astype(kind), low, high)
+
+
+def decode(codes: Codes, soft: float) -> Array:
+    """The numbers that codes stand for; NaN where there was none."""
+    if codes.values.dtype.kind == "f":
+        return codes.values.astype(np.float64)
+    none = int(np.iinfo(codes.values.dtype).max)
+    bent = codes.low + codes.values * ((codes.high - codes.low) / (none - 1))
+    return np.where(codes.values == none, np.nan, np.sinh(bent) * soft)
+
+
+def bars(counts: Array, level: Level) -> tuple[Array, int]:
+    """Histograms with bins joined and heights rounded up, cut to the bins that any of them uses.
+
+    Args:
+        counts: (heads, bins) of one metric.
+        level: how finely.
+
+    Returns:
+        Heights ``uint8`` (heads, used bins), each from 0 to ``level.heights`` of its own tallest; a
+        bin that holds any row has at least 1. And the index of the first used bin, after joining.
+
+    Example:
+        >>> heights, first = bars(np.array([[0, 0, 100, 1, 0, 50]]), LEVELS[2])
+        >>> heights.tolist(), first
+        ([[63, 32]], 1)
+    """
+    heads, bins = counts.shape
+    joined = counts.reshape(heads, bins // level.join, level.join).sum(-1)
+    used = np.flatnonzero(joined.any(0))
+    if not used.size:
+        return np.zeros((heads, 0), dtype=np.uint8), 0
+    first, last = int(used[0]), int(used[-1])
+    kept = joined[:, first : last + 1].astype(np.float64)
+    tallest = np.maximum(kept.max(-1, keepdims=True), 1.0)
+    return np.ceil(kept * (level.heights / tallest)).clip(0, level.heights).astype(np.uint8), first
+
+
+def rounded(value: float | None, digits: int) -> float | int | None:
+    """To significant digits; None for what JSON cannot say.
+
+    Example:
+        >>> rounded(1234.5678, 5), rounded(2.0, 5), rounded(math.nan, 5)
+        (1234.6, 2, None)
+    """
+    if value is None or not math.isfinite(value):
+        return None
+    number = float(f"{value:.{digits}g}")
+    return int(number) if number.is_integer() and abs(number) < 1e15 else number

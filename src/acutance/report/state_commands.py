@@ -1,0 +1,102 @@
+"""What ``acutance report`` does once its options are read: show a saved state, write its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from acutance.probing import HeadSummary, load
+from acutance.report.console import console_table, printable
+from acutance.report.exports import Targets, to_output, write_exports
+from acutance.report.findings import findings
+from acutance.report.recommendations import in_words, recommendations
+
+__all__ = ["report", "say_written", "show_and_write"]
+
+#: What the file of an option is called, where that is not the option's own name.
+_CALLED = {"--out": "state", "--save": "state", "--keep-qk": "queries and keys"}
+
+
+def report(
+    path: Path,
+    *,
+    targets: Targets,
+    chart: str,
+    metric: str | None,
+    dark: bool,
+    console: Callable[..., Any],
+) -> None:
+    """Show a state again, and write what is asked for.
+
+    Args:
+        path: a file that ``probe --save``, ``merge -o`` or ``HeadSummary.save`` wrote.
+        targets: paths by option.
+        chart: which figure.
+        metric: what the table and the figure show; None is what suits them.
+        dark: whether the figure has a dark page.
+        console: makes a rich console on standard error, or output with ``stderr=False``.
+
+    Raises:
+        ImportError: if a figure is wanted without matplotlib.
+        OSError: if a file cannot be read or written.
+        ValueError: if the file is no state, or lacks what is asked for.
+    """
+    summary = load(path)
+    if metric is not None:
+        summary.mean(metric)  # names what is near an unknown one
+    show_and_write(summary, targets, console, chart=chart, metric=metric, dark=dark)
+    say_written(targets, console)
+
+
+def show_and_write(
+    summary: HeadSummary,
+    targets: Targets,
+    console: Callable[..., Any],
+    *,
+    chart: str = "heads",
+    metric: str | None = None,
+    dark: bool = False,
+) -> None:
+    """Write what was asked for, and print the table unless a file takes its place."""
+    write_exports(summary, targets, chart=chart, metric=metric, dark=dark)
+    if not to_output(targets):
+        _show(summary, metric, console(stderr=False))
+
+
+def _show(summary: HeadSummary, metric: str | None, output: Any) -> None:
+    """Print the table, then what stands out in it and what to do about it."""
+    output.print(console_table(summary, metric))
+    ascii_only = output.options.ascii_only
+    found = [finding.sentence for finding in findings(summary)]
+    for title, sentences in (("What stands out", found), ("What to do", _advice(summary))):
+        if sentences:
+            output.print(f"\n{title}", style="bold")
+            output.print(bullets(sentences, ascii_only))
+
+
+def bullets(sentences: Sequence[str], ascii_only: bool) -> Table:
+    """Sentences as a list whose lines hang behind the bullets."""
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
+    for sentence in sentences:
+        grid.add_row(" *" if ascii_only else " •", Text(printable(sentence, ascii_only)))
+    return grid
+
+
+def _advice(summary: HeadSummary) -> list[str]:
+    """Recommendations in words; the line that there are none where there are none."""
+    return in_words(recommendations(summary))
+
+
+def say_written(targets: Targets, console: Callable[..., Any]) -> None:
+    """Name the files on standard error."""
+    for option, path in targets.items():
+        if path is not None and str(path) != "-":
+            what = _CALLED.get(option, option[2:])
+            console().print(f"[dim]{what} written to[/] {escape(str(path))}", highlight=False)

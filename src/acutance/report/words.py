@@ -1,0 +1,93 @@
+"""What the report says about metrics, for a reader who has seen none of them.
+
+The formula, unit and source of each are in :data:`acutance.METRICS`; here is what a low and a high
+value look like in a model, in plain words, and in which group a list shows it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+#: Groups in the order in which lists show them.
+GROUPS = ("Sharpness", "Where it looks", "Scores", "Predicted", "Gradient and noise", "Rows")
+
+
+class Words(NamedTuple):
+    """Plain words for a metric: its group, and what its two ends mean."""
+
+    group: str
+    low: str
+    high: str
+
+
+WORDS: dict[str, Words] = {
+    "normalized_entropy": Words("Sharpness", "sharp: one token has all", "diffuse: spread evenly"),
+    "entropy": Words("Sharpness", "sharp: few tokens", "diffuse: many tokens"),
+    "effective_keys": Words("Sharpness", "as if looking at one token", "as if looking at many"),
+    "top_weight": Words("Sharpness", "no token stands out", "one token has most"),
+    "information": Words("Sharpness", "no choice made", "a sharp choice"),
+    "sparsity": Words("Sharpness", "sharp: few tokens", "diffuse: many tokens"),
+    "collision": Words("Sharpness", "diffuse: many tokens", "sharp: few tokens"),
+    "first_weight": Words("Where it looks", "ignores the first token", "parks on the first token"),
+    "sink_mass": Words("Where it looks", "all on tokens", "much on the sink"),
+    "attention_distance": Words("Where it looks", "looks nearby", "looks far away"),
+    "max_logit": Words("Scores", "small scores", "large scores"),
+    "lse": Words("Scores", "small scores", "large scores"),
+    "logit_mean": Words("Scores", "low on average", "high on average"),
+    "logit_std": Words("Scores", "all scores alike", "scores far apart"),
+    "varentropy": Words("Scores", "hard to sharpen or blur", "quick to sharpen or blur"),
+    "entropy_slope": Words("Scores", "quick to sharpen", "hard to sharpen"),
+    "gaussian_entropy": Words("Predicted", "sharp expected", "diffuse expected"),
+    "mean_field_entropy": Words("Predicted", "low floor", "high floor"),
+    "jensen_gap": Words("Predicted", "tight bound", "loose bound"),
+    "max_gap": Words("Predicted", "tight bound", "loose bound"),
+    "jacobian_trace": Words("Gradient and noise", "little gradient passes", "gradient passes"),
+    "noise_gain": Words("Gradient and noise", "noise averages out", "noise comes through"),
+    "n_keys": Words("Rows", "few tokens visible", "many tokens visible"),
+}
+
+
+def words(name: str) -> Words:
+    """Plain words for a metric; plain "low" and "high" for one that has none.
+
+    Example:
+        >>> words("entropy").high
+        'diffuse: many tokens'
+        >>> words("something_new")
+        Words(group='Where it looks', low='low', high='high')
+    """
+    return WORDS.get(name, Words("Where it looks", "low", "high"))
+
+
+def visible(text: str) -> str:
+    r"""Text as it may be shown: what cannot be seen, or turns its surroundings, is written out.
+
+    Control characters, marks that change a line's direction, line and paragraph separators,
+    zero-width characters and lone surrogates become an escape.
+
+    Example:
+        >>> print(visible("a\u202eb\x00c\ud800"))
+        a\u202eb\x00c\ud800
+        >>> visible("naïve 日本語 🙂")
+        'naïve 日本語 🙂'
+    """
+    return "".join(_escape(part) if _hidden(ord(part)) else part for part in text)
+
+
+def _escape(part: str) -> str:
+    point = ord(part)
+    named = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
+    return named.get(part) or (f"\\x{point:02x}" if point < 256 else f"\\u{point:04x}")
+
+
+def _hidden(point: int) -> bool:
+    return (
+        point < 0x20
+        or 0x7F <= point < 0xA0
+        or point in (0xAD, 0x61C, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF)
+        or 0x2028 <= point <= 0x202E
+        or 0x2066 <= point <= 0x206F
+        or 0xD800 <= point < 0xE000
+        or 0xFFF9 <= point <= 0xFFFB
+        or 0xE0000 <= point < 0xE0080
+    )

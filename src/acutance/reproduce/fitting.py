@@ -1,0 +1,179 @@
+"""Training of the small models that experiments are made with: seeded, and resumable.
+
+The batch of a step depends on the seed and the step alone, so a run that was stopped goes on from
+its last checkpoint to the very weights it would have had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.files import write_whole
+
+#: Progress, a line at a time.
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is trained: AdamW, a warm-up, and a fall to zero at the end.
+
+    Attributes:
+        name: of what is trained; its random numbers are its own.
+        steps: how many.
+        rate: highest learning rate.
+        seed: of the batches.
+        warm: steps over which the rate rises.
+        fall: share of the steps, the last ones, over which it falls linearly to 0.
+        decay: weight decay.
+        clip: largest norm of the gradient; infinite is no limit.
+    """
+
+    name: str
+    steps: int
+    rate: float
+    seed: int = 0
+    warm: int = 0
+    fall: float = 0.0
+    decay: float = 0.0
+    clip: float = math.inf
+
+    def rate_at(self, step: int) -> float:
+        """Learning rate of a step, counted from 0.
+
+        Example:
+            >>> plan = Plan("p", steps=100, rate=1.0, warm=10, fall=0.5)
+            >>> [plan.rate_at(step) for step in (0, 9, 50, 75, 99)]
+            [0.1, 1.0, 1.0, 0.5, 0.02]
+        """
+        rising = min(1.0, (step + 1) / self.warm) if self.warm else 1.0
+        falling = min(1.0, (self.steps - step) / (self.fall * self.steps)) if self.fall else 1.0
+        return self.rate * rising * falling
+
+    def generator(self, step: int) -> torch.Generator:
+        """The random numbers of a step."""
+        return torch.Generator().manual_seed(zlib.crc32(f"{self.name} {self.seed} {step}".encode()))
+
+
+def fit(
+    model: torch.nn.Module,
+    loss: Callable[[torch.nn.Module, torch.Generator], Tensor],
+    plan: Plan,
+    *,
+    keep: Path | None = None,
+    every: float = 30.0,
+    note: Note | None = None,
+) -> torch.nn.Module:
+    """Train a model, from its checkpoint if there is one of this very plan.
+
+    Args:
+        model: seeded and made by the caller; trained in place.
+        loss: of the model on a batch drawn with a generator.
+        plan: how.
+        keep: file of checkpoints, written whole or not at all; None keeps none. That of a finished
+            training stays, and asking for the same again only reads it.
+        every: seconds between checkpoints.
+        note: takes a line of progress now and then.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        FloatingPointError: if the loss is no longer finite.
+    """
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=plan.decay
+    )
+    identity = asdict(plan) | {
+        "shapes": _shapes(model), "code": _code(loss), "torch": str(torch.__version__),
+    }  # fmt: skip
+    start = _resume(model, optimizer, keep, identity)
+    saved, seconds = time.perf_counter(), 0.0
+    model.train()
+    for step in range(start, plan.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = plan.rate_at(step)
+        began = time.perf_counter()
+        value = loss(model, plan.generator(step))
+        optimizer.zero_grad(set_to_none=True)
+        value.backward()
+        if math.isfinite(plan.clip):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
+        optimizer.step()
+        seconds += time.perf_counter() - began
+        done = step + 1
+        if done % 50 == 0 or done == plan.steps:
+            found = float(value.detach())
+            if not math.isfinite(found):
+                raise FloatingPointError(f"{plan.name}: the loss is {found} after {done} steps")
+            if note is not None:
+                left = seconds / (done - start) * (plan.steps - done)
+                note(f"{plan.name}: step {done}/{plan.steps}, loss {found:.3f}, {left:.0f} s left")
+        if keep is not None and (time.perf_counter() - saved > every or done == plan.steps):
+            _save(model, optimizer, keep, identity, done)
+            saved = time.perf_counter()
+    return model.eval()
+
+
+def _shapes(model: torch.nn.Module) -> str:
+    """What tells models of different make apart."""
+    shapes = [(name, tuple(value.shape)) for name, value in model.state_dict().items()]
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+
+
+def _code(loss: Callable[..., Any]) -> str:
+    """Digest of the file that defines a loss; "" where there is none."""
+    try:
+        source = Path(inspect.getsourcefile(loss) or "").read_bytes()
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(source).hexdigest()[:16]
+
+
+def _save(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    keep: Path,
+    identity: dict[str, Any],
+    step: int,
+) -> None:
+    state = {
+        "identity": identity,
+        "step": step,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
+    keep.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(keep, lambda path: torch.save(state, path))
+
+
+def _resume(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    keep: Path | None,
+    identity: dict[str, Any],
+) -> int:
+    """Steps already taken; 0 if there is no checkpoint, or it is another training's or broken."""
+    if keep is None or not keep.exists():
+        return 0
+    try:
+        state = torch.load(keep, weights_only=True)
+        same = state["identity"] == identity
+    except Exception:  # whatever a damaged file makes of the reader: it is then trained again
+        return 0
+    if not same:
+        return 0
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])

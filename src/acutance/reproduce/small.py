@@ -1,0 +1,157 @@
+"""A small transformer whose attention is PyTorch's own call, so that a probe and a law reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from acutance.nn.positions import rotate
+from acutance.scaling import LearnedScaling, NoScaling, Scaling
+
+
+class Attention(nn.Module):
+    """Self-attention of every token over all n, multiplied by a law's factor of n.
+
+    Args:
+        width: of tokens; ``heads`` divides it.
+        heads: how many.
+        law: what multiplies the queries.
+        base: of rotary positions; None has none.
+    """
+
+    def __init__(
+        self, width: int, heads: int, law: Scaling | LearnedScaling, base: float | None
+    ) -> None:
+        super().__init__()
+        self.heads, self.law, self.base = heads, law, base
+        self.inputs = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+
+    def queries_keys_values(self, x: Tensor) -> Tensor:
+        """(B, n, width) to (3, B, heads, n, width of a head), positions in, the law not."""
+        batch, n, width = x.shape
+        parts = self.inputs(x).view(batch, n, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        if self.base is not None:
+            query, key = rotate(query, base=self.base), rotate(key, base=self.base)
+        return torch.stack([query, key, value])
+
+    def forward(self, x: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            x: (B, n, width).
+            counts: (B, n), how many tokens each one stands for, as many in all in every row of the
+                batch; None is one each.
+
+        Returns:
+            (B, n, width).
+        """
+        batch, n, width = x.shape
+        query, key, value = self.queries_keys_values(x)
+        if not isinstance(self.law, NoScaling):
+            seen = n if counts is None else int(counts[0].sum())
+            query = query * self.law.factor(torch.tensor([seen])).unsqueeze(-1)
+        mask = None if counts is None else counts.log().to(x.dtype)[:, None, None]
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.output(out.transpose(1, 2).reshape(batch, n, width))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, normalised after each sum, or before each part."""
+
+    def __init__(self, attention: Attention, width: int, hidden: int, *, norm_first: bool) -> None:
+        super().__init__()
+        self.attention, self.norm_first = attention, norm_first
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width)
+        )
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+
+    def forward(self, x: Tensor, counts: Tensor | None = None) -> Tensor:
+        """(B, n, width) to the same."""
+        first, second = self.norms
+        if self.norm_first:
+            x = x + self.attention(first(x), counts)
+            return x + self.feed_forward(second(x))  # type: ignore[no-any-return]
+        x = first(x + self.attention(x, counts))
+        return second(x + self.feed_forward(x))  # type: ignore[no-any-return]
+
+
+class Encoder(nn.Module):
+    """Tokens, positions, blocks, logits.
+
+    Args:
+        symbols: how many kinds of tokens.
+        outputs: logits of each token.
+        width: of tokens.
+        heads: of each layer.
+        hidden: of the feed-forward networks.
+        layers: how many.
+        law: one for all layers, or one for each.
+        base: of rotary positions; None has none.
+        kinds: how many kinds of positions are embedded: the first ``kinds - 1`` positions have
+            each their own, all others share the last. 0 embeds none.
+        norm_first: normalise before each part, not after each sum.
+    """
+
+    def __init__(
+        self,
+        symbols: int,
+        outputs: int,
+        *,
+        width: int,
+        heads: int,
+        hidden: int,
+        layers: int,
+        law: Scaling | Sequence[LearnedScaling] = NoScaling(),  # noqa: B008 - a frozen record
+        base: float | None = None,
+        kinds: int = 0,
+        norm_first: bool = False,
+    ) -> None:
+        super().__init__()
+        laws = [law] * layers if isinstance(law, Scaling) else list(law)
+        self.symbols = nn.Embedding(symbols, width)
+        self.kinds = nn.Embedding(kinds, width) if kinds else None
+        self.blocks = nn.ModuleList(
+            Block(Attention(width, heads, one, base), width, hidden, norm_first=norm_first)
+            for one in laws
+        )
+        self.norm = nn.LayerNorm(width) if norm_first else nn.Identity()
+        self.output = nn.Linear(width, outputs)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Tokens with their positions, (B, n) to (B, n, width)."""
+        x: Tensor = self.symbols(ids)
+        if self.kinds is not None:
+            places = torch.arange(ids.shape[-1]).clamp(max=self.kinds.num_embeddings - 1)
+            x = x + self.kinds(places)
+        return x
+
+    def forward(self, ids: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Logits, (B, n) to (B, n, outputs); ``counts`` as in :class:`Attention`."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, counts)
+        return self.output(self.norm(x))  # type: ignore[no-any-return]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """A context in which initial weights are those of a seed; nothing outside changes.
+
+    Example:
+        >>> with seeded(3):
+        ...     one = torch.nn.Linear(2, 2).weight
+        >>> with seeded(3):
+        ...     two = torch.nn.Linear(2, 2).weight
+        >>> torch.equal(one, two)
+        True
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,116 @@
+"""STRUCTURE: what is told of where a row's weight lies, beside the METRICS of how it is spread."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from acutance.rowstats import METRICS, Metric
+
+__all__ = ["STRUCTURE", "StructureMetric", "describe", "structure_metric"]
+
+
+@dataclass(frozen=True)
+class StructureMetric:
+    """One statistic of where a row's weight lies.
+
+    Attributes:
+        name: as in :data:`STRUCTURE` and on :class:`StructureStatistics`.
+        symbol: LaTeX.
+        unit: "keys" or "1" (a pure number).
+        range: the values it can take, for n visible keys.
+        meaning: one line.
+        source: article it is from.
+    """
+
+    name: str
+    symbol: str
+    unit: str
+    range: str
+    meaning: str
+    source: str
+
+
+_CLARK = "Clark et al. (2019), arXiv:1906.04341"
+
+#: Every structure metric by name, in the order in which reports show them.
+STRUCTURE: dict[str, StructureMetric] = {
+    entry.name: entry
+    for entry in (
+        StructureMetric(
+            "attention_distance",
+            r"\sum_j p_j |i - j|",
+            "keys",
+            "[0, ∞)",
+            "how far away a row attends on average, in positions",
+            "Vig & Belinkov (2019), arXiv:1906.04284",
+        ),
+        StructureMetric(
+            "mass_self", "p_i", "1", "[0, 1]", "weight on the query's own position", _CLARK
+        ),
+        StructureMetric(
+            "mass_previous", "p_{i-1}", "1", "[0, 1]", "weight on the position just before", _CLARK
+        ),
+        StructureMetric(
+            "mass_same",
+            r"\sum_{j \ne i,\ t_j = t_i} p_j",
+            "1",
+            "[0, 1]",
+            "weight on other positions that hold the query's own token",
+            "Wang et al. (2022), arXiv:2211.00593",
+        ),
+        StructureMetric(
+            "mass_special",
+            r"\sum_{j \in \text{special}} p_j",
+            "1",
+            "[0, 1]",
+            "weight on special tokens such as [CLS] and [SEP]",
+            _CLARK,
+        ),
+        StructureMetric(
+            "critical_ratio",
+            r"\beta / \Lambda",
+            "1",
+            "[0, ∞)",
+            "scale over the one from which on the largest score stands alone",
+            "Hayase & Karakida (2026), arXiv:2605.12697",
+        ),
+    )
+}
+
+
+def structure_metric(name: str) -> StructureMetric:
+    """The entry of :data:`STRUCTURE` with that name.
+
+    Raises:
+        ValueError: if there is none, naming the nearest.
+
+    Example:
+        >>> structure_metric("mass_self").meaning
+        "weight on the query's own position"
+    """
+    found = describe(name)
+    if isinstance(found, Metric):
+        raise ValueError(f"{name!r} is one of METRICS; STRUCTURE has {', '.join(STRUCTURE)}")
+    return found
+
+
+def describe(name: str) -> Metric | StructureMetric:
+    """The entry of :data:`acutance.METRICS` or :data:`STRUCTURE` with that name.
+
+    Raises:
+        ValueError: if neither has it, naming the nearest.
+
+    Example:
+        >>> describe("entropy").unit, describe("attention_distance").unit
+        ('nat', 'keys')
+    """
+    if name in METRICS:
+        return METRICS[name]
+    if name in STRUCTURE:
+        return STRUCTURE[name]
+    close = difflib.get_close_matches(str(name), [*METRICS, *STRUCTURE], n=1, cutoff=0.4)
+    known = f": choose from {', '.join([*METRICS, *STRUCTURE])}"
+    raise ValueError(
+        f"no metric is named {name!r}{f'; did you mean {close[0]!r}?' if close else known}"
+    )

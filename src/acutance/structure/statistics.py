@@ -1,0 +1,427 @@
+"""StructureStatistics: where each row's weight lies, streamed over blocks of whole rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from acutance.masks import Masking
+from acutance.shapes import (
+    INTEGERS,
+    check_flag,
+    check_inputs,
+    check_masking,
+    check_number,
+    check_sinks,
+    check_tensor,
+    describe,
+)
+from acutance.structure.blocks import Block, Rows, blocks
+from acutance.structure.metrics import STRUCTURE, structure_metric
+
+__all__ = ["StructureStatistics", "observe_structure", "octaves_of", "statistics"]
+
+
+#: How far from its query the largest weight of a row is looked for.
+PEAKS = 8
+#: Stands for a row whose largest weight is not that near, or not alone.
+NO_PEAK = -128
+
+
+@dataclass(frozen=True)
+class StructureStatistics:
+    """Where the weight of each row lies.
+
+    Every metric of :data:`STRUCTURE` is an attribute, rows (B, Hq, L), in float32 or float64. A row
+    that sees no key of a kind has NaN there: the first row of causal attention sees no previous
+    key. A row that sees no key at all has NaN everywhere.
+
+    Attributes:
+        attention_distance: Σ p |i − j|, in positions.
+        mass_self: weight on the query's own position.
+        mass_previous: weight on the position before it.
+        mass_same: weight on other positions with the query's token; NaN without ``tokens``.
+        mass_special: weight on special tokens; NaN without them.
+        critical_ratio: β/Λ on the rows where it was asked for, NaN elsewhere.
+        octaves: (B, Hq, L, 2, K) weight by octave of distance, behind (own position included) and
+            ahead: octave 0 is distance 0, octave k distances 2^(k−1) to 2^k − 1.
+        even: (B, 1 or Hq, L, 2, K) the same if all visible keys were weighed alike.
+        peak: (B, Hq, L) int64, where the largest weight stands relative to the query, −8 to 8; −128
+            where none of these is the largest, or several are.
+    """
+
+    attention_distance: Tensor
+    mass_self: Tensor
+    mass_previous: Tensor
+    mass_same: Tensor
+    mass_special: Tensor
+    critical_ratio: Tensor
+    octaves: Tensor
+    even: Tensor
+    peak: Tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        found: Tensor = getattr(self, structure_metric(name).name)
+        return found
+
+
+def octaves_of(distance: int) -> int:
+    """Number of octaves that hold all distances up to one.
+
+    Example:
+        >>> [octaves_of(distance) for distance in (0, 1, 2, 3, 4, 7, 8)]
+        [1, 2, 3, 3, 4, 4, 5]
+    """
+    return distance.bit_length() + 1
+
+
+def statistics(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    tokens: Tensor | None = None,
+    special: Iterable[int] = (),
+    positions: Tensor | None = None,
+    critical_every: int = 1,
+    query_offset: int = 0,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> StructureStatistics:
+    r"""Where the weight of each row of softmax attention lies, in memory of O(n).
+
+    With the weights :math:`p_j` of a query at position i: the mean distance
+    :math:`\sum_j p_j |i - j|`, the weight by octave of distance, and the weight on the row's own,
+    previous, same and special tokens. Nothing here carries a gradient.
+
+    Args:
+        query: (B, Hq, L, E).
+        key: (B, H, S, E).
+        attn_mask: see :func:`acutance.attention`, as every option that is not explained here.
+        is_causal: row i sees keys j ≤ i + query_offset.
+        scale: factor of the scores; None is 1/√E.
+        enable_gqa: let Hq be a multiple of H.
+        tokens: token ids of the keys, (S,) or (B, S), integers; ids below 0 are like no other.
+        special: ids of special tokens; needs ``tokens``.
+        positions: where each query stands among the keys, (L,) or (B, L); by default query_offset
+            onwards.
+        critical_every: sort the scores of every such row for ``critical_ratio``; 0 is none.
+        query_offset: position of query 0 among the keys.
+        window: a row at position i sees keys with ``abs(i - j) < window``.
+        key_mask: boolean (B, S), True where a key takes part.
+        document_ids: a row sees only keys of its own document.
+        cu_seqlens: the same as cumulative lengths.
+        bias: added to the scores.
+        alibi_slopes: (Hq,); adds ``-slope * abs(position - j)``.
+        softcap: bounds scaled scores.
+        sinks: (Hq,) learned logits in the normaliser; they hold weight that is on no key.
+
+    Returns:
+        The statistics, rows (B, Hq, L).
+
+    Raises:
+        TypeError: if an argument is of the wrong type.
+        ValueError: if shapes or values do not fit.
+
+    Example:
+        Three keys alike: the last causal row is one position away from its weight on average.
+
+        >>> import torch
+        >>> zeros = torch.zeros(1, 1, 3, 4)
+        >>> found = statistics(zeros, zeros, is_causal=True, tokens=torch.tensor([7, 8, 7]))
+        >>> found.attention_distance
+        tensor([[[0.0000, 0.5000, 1.0000]]])
+        >>> found.mass_previous, found.mass_same
+        (tensor([[[   nan, 0.5000, 0.3333]]]), tensor([[[   nan,    nan, 0.3333]]]))
+        >>> found.octaves[0, 0, 2]  # behind: distances 0, 1, 2–3; ahead: none is visible
+        tensor([[0.3333, 0.3333, 0.3333],
+                [0.0000, 0.0000, 0.0000]])
+
+    Source:
+        Vig & Belinkov (2019), arXiv:1906.04284, for the distance; Clark et al. (2019),
+        arXiv:1906.04341, for the weight on special, previous and next tokens.
+    """
+    check_flag("is_causal", is_causal)
+    check_inputs(query, key, None, check_flag("enable_gqa", enable_gqa))
+    if softcap is not None:
+        check_number("softcap", softcap, above=0.0)
+    if isinstance(critical_every, bool) or not isinstance(critical_every, int):
+        raise TypeError(f"critical_every is an integer, got {critical_every!r}")
+    if critical_every < 0:
+        raise ValueError(f"critical_every is at least 0, got {critical_every}")
+    masking = check_masking(
+        query,
+        key,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        window=window,
+        key_mask=key_mask,
+        document_ids=document_ids,
+        cu_seqlens=cu_seqlens,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+    )
+    rows = Rows(
+        query,
+        key,
+        masking,
+        query.shape[3] ** -0.5 if scale is None else check_number("scale", scale),
+        softcap,
+        check_sinks(sinks, query),
+    )
+    if positions is None:
+        start = query_offset
+        positions = torch.arange(start, start + query.shape[2], device=query.device)[None]
+    else:
+        positions = _ids("positions", positions, masking.batch, masking.queries, query)
+    marked, marks = None, tuple(special)
+    if tokens is not None:
+        tokens = _ids("tokens", tokens, masking.batch, masking.keys, query)
+        if marks:
+            marked = torch.isin(tokens, torch.tensor(marks, device=tokens.device))
+    elif marks:
+        raise ValueError("special names token ids and so needs tokens, got None")
+    asked = None if tokens is None else tokens_at(tokens, positions)
+    return observe_structure(rows, positions, tokens, asked, marked, critical_every=critical_every)
+
+
+def _ids(name: str, value: Tensor, batch: int, length: int, like: Tensor) -> Tensor:
+    """Integers of each position, (1 or B, length)."""
+    check_tensor(name, value)
+    if value.dtype not in INTEGERS:
+        raise TypeError(f"{name} is an integer Tensor, got {value.dtype}")
+    if tuple(value.shape) not in ((length,), (1, length), (batch, length)):
+        raise ValueError(
+            f"{name} is ({length},) or ({batch}, {length}), got {tuple(value.shape)} "
+            f"({describe(query=like)})"
+        )
+    if value.device != like.device:
+        raise ValueError(f"{name} is on {value.device}, query on {like.device}")
+    return (value if value.dim() == 2 else value.unsqueeze(0)).long()
+
+
+def tokens_at(tokens: Tensor, positions: Tensor) -> Tensor:
+    """The tokens that stand at some positions, −1 beyond the ends: (B or 1, S) to (B or 1, L)."""
+    batch = max(tokens.shape[0], positions.shape[0])
+    places = positions.expand(batch, -1)
+    inside = (places >= 0) & (places < tokens.shape[1])
+    if tokens.shape[1] == 0:
+        return torch.full_like(places, -1)
+    found = tokens.expand(batch, -1).gather(1, places.clamp(0, tokens.shape[1] - 1))
+    return torch.where(inside, found, -1)
+
+
+def observe_structure(
+    rows: Rows,
+    positions: Tensor | None,
+    tokens: Tensor | None,
+    asked: Tensor | None,
+    special: Tensor | None,
+    *,
+    critical_every: int,
+) -> StructureStatistics:
+    """The statistics of a validated call.
+
+    Args:
+        rows: the call.
+        positions: (1 or B, L) where queries stand among the keys; None where they are of another
+            sequence, which leaves everything about distance NaN.
+        tokens: (1 or B, S) ids of the keys, or None.
+        asked: (1 or B, L) ids of the queries, or None.
+        special: boolean (1 or B, S), True on special tokens, or None.
+        critical_every: rows from one whose scores are sorted to the next; 0 is none.
+    """
+    masking = rows.masking
+    shape = (masking.batch, masking.heads, masking.group, masking.queries)
+    count = 1
+    if positions is not None and positions.numel() and masking.keys:
+        low, high = int(positions.min()), int(positions.max())
+        count = octaves_of(max(0, high, masking.keys - 1 - low))
+    with torch.no_grad():
+        found = {
+            name: rows.query.new_full(shape, torch.nan, dtype=rows.dtype) for name in STRUCTURE
+        }
+        octaves = rows.query.new_zeros(*shape, 2, count, dtype=rows.dtype)
+        alike = shape if _by_head(masking) else (shape[0], 1, 1, shape[3])
+        even = rows.query.new_zeros(*alike, 2, count, dtype=rows.dtype)
+        peak = torch.full(shape, NO_PEAK, device=rows.query.device)
+        for block in blocks(rows):
+            batch, heads, row = block.region.batch, block.region.heads, block.region.rows
+            part = _Part(block, positions, tokens, asked, special, count, critical_every)
+            for name, values in part.metrics().items():
+                found[name][batch, heads, :, row] = values
+            if positions is not None:
+                octaves[batch, heads, :, row] = part.octaves
+                peak[batch, heads, :, row] = part.peak
+                if even.shape[1] == 1:
+                    even[batch, :, :, row] = part.even[:, :1, :1]
+                else:
+                    even[batch, heads, :, row] = part.even
+    return StructureStatistics(
+        **{name: values.flatten(1, 2) for name, values in found.items()},
+        octaves=octaves.flatten(1, 2),
+        even=even.flatten(1, 2),
+        peak=peak.flatten(1, 2),
+    )
+
+
+def _by_head(masking: Masking) -> bool:
+    """Whether heads may see different keys."""
+    masks = (masking.boolean, *masking.additive)
+    return any(mask is not None and max(mask.shape[1:3]) > 1 for mask in masks)
+
+
+class _Part:
+    """What one block tells; tensors are (batch, heads, group, rows, …)."""
+
+    def __init__(
+        self,
+        block: Block,
+        positions: Tensor | None,
+        tokens: Tensor | None,
+        asked: Tensor | None,
+        special: Tensor | None,
+        octaves: int,
+        critical_every: int,
+    ) -> None:
+        batch, _, row = block.region.batch, block.region.heads, block.region.rows
+        width = block.scores.shape[-1]
+        columns = slice(block.start, block.start + width)
+        self._block, self._every, self._count = block, critical_every, octaves
+        self._seen = block.seen
+        at = None if positions is None else _cut(positions, batch)[:, row] - block.start
+        #: column of each query, (batch or 1, 1, 1, rows); it may be outside the block
+        self._at = None if at is None else at[:, None, None]
+        self._special = None if special is None else _cut(special, batch)[:, columns]
+        self._same = None
+        if tokens is not None and asked is not None:
+            keys, queries = _cut(tokens, batch)[:, columns], _cut(asked, batch)[:, row]
+            same = (queries[:, :, None] == keys[:, None, :]) & (queries >= 0)[:, :, None]
+            if at is not None:
+                same &= torch.arange(width, device=same.device) != at[:, :, None]
+            self._same = same[:, None, None]
+        self.octaves = self.even = self.peak = block.scores.new_empty(0)
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Every metric of this block's rows; also fills ``octaves``, ``even`` and ``peak``."""
+        found: dict[str, Tensor] = {}
+        s = self._block.scores
+        if self._every and s.shape[-1]:
+            found["critical_ratio"] = self._critical(s)
+        top = self._block.largest()
+        if self._at is not None:
+            self.peak = self._peak(s, top)
+        e, Z = self._block.exponentials(top)
+        none = Z == 0 if self._seen is None else ~self._seen.any(-1).expand(Z.shape)
+        inverse = torch.where(none, torch.nan, 1.0 / torch.where(none, 1.0, Z))
+        if self._special is not None:
+            marked = self._special[:, None, None, None]
+            mass = (e @ self._special.to(e.dtype)[:, None, None, :, None]).squeeze(-1)
+            found["mass_special"] = self._where(marked, mass * inverse)
+        if self._same is not None:
+            mass = (e * self._same).sum(-1)
+            found["mass_same"] = self._where(self._same, mass * inverse)
+        if self._at is not None:
+            found["mass_self"] = self._one(e, self._at) * inverse
+            found["mass_previous"] = self._one(e, self._at - 1) * inverse
+            share = torch.where(none, 0.0, inverse)
+            self.octaves = self._by_octave(e.cumsum(-1)) * share[..., None, None]
+            self.even = self._alike(e)
+            width = e.shape[-1]
+            away = (torch.arange(width, device=e.device) - self._at.unsqueeze(-1)).abs()
+            found["attention_distance"] = e.mul_(away.to(e.dtype)).sum(-1) * inverse
+        return found
+
+    def _where(self, kind: Tensor, mass: Tensor) -> Tensor:
+        """The mass, NaN where a row sees no key of a kind."""
+        there = kind if self._seen is None else kind & self._seen
+        return torch.where(there.any(-1), mass, torch.nan)
+
+    def _one(self, e: Tensor, column: Tensor) -> Tensor:
+        """The entry of one column of each row, NaN where there is none or it is hidden."""
+        width = e.shape[-1]
+        inside = (column >= 0) & (column < width)
+        if width == 0:
+            return torch.full(e.shape[:-1], torch.nan, dtype=e.dtype, device=e.device)
+        place = column.clamp(0, width - 1).unsqueeze(-1)
+        if self._seen is not None:
+            size = torch.broadcast_shapes(self._seen.shape[:-1], place.shape[:-1])
+            keys = self._seen.expand(*size, width)
+            inside = inside & keys.gather(-1, place.expand(*size, 1)).squeeze(-1)
+        value = e.gather(-1, place.expand(*e.shape[:-1], 1)).squeeze(-1)
+        return torch.where(inside, value, torch.nan)
+
+    def _by_octave(self, running: Tensor) -> Tensor:
+        """Sums over octaves of distance from sums up to each column: (…, 2, K)."""
+        assert self._at is not None
+        step = 1 << torch.arange(self._count, device=running.device)
+        behind = self._at.unsqueeze(-1) + 1 - step  # the first column of each octave
+        ahead = self._at.unsqueeze(-1) + step  # the column after each octave
+        edges = torch.cat([behind, ahead], -1)
+        shape = (*running.shape[:-1], edges.shape[-1])
+        if running.shape[-1] == 0:
+            return running.new_zeros(*running.shape[:-1], 2, self._count)
+        place = (edges - 1).clamp(0, running.shape[-1] - 1).expand(shape)
+        below = torch.where(edges > 0, running.gather(-1, place), 0.0)
+        low, high = below[..., : self._count], below[..., self._count :]
+        own = high[..., :1] - low[..., :1]
+        left, right = -low.diff(dim=-1), high.diff(dim=-1)
+        nothing = torch.zeros_like(own)
+        parts = [torch.cat([own, left], -1), torch.cat([nothing, right], -1)]
+        return torch.stack(parts, -2).clamp_(min=0.0)
+
+    def _alike(self, e: Tensor) -> Tensor:
+        """Shares of the visible keys by octave."""
+        assert self._at is not None
+        ones = e.new_ones(1, 1, 1, 1, e.shape[-1])
+        running = (ones if self._seen is None else self._seen.to(e.dtype)).cumsum(-1)
+        lead = torch.broadcast_shapes(running.shape[:-1], self._at.shape)
+        running = running.expand(*lead, -1)
+        if running.shape[-1] == 0:
+            return self._by_octave(running)
+        return self._by_octave(running) / running[..., -1:].unsqueeze(-1).clamp(min=1.0)
+
+    def _peak(self, s: Tensor, top: Tensor) -> Tensor:
+        """Relative position of the one largest score of each row, if it is near."""
+        assert self._at is not None
+        near = torch.arange(-PEAKS, PEAKS + 1, device=s.device)
+        column = self._at.unsqueeze(-1) + near
+        if s.shape[-1] == 0:
+            return torch.full(s.shape[:-1], NO_PEAK, device=s.device)
+        place = column.clamp(0, s.shape[-1] - 1).expand(*s.shape[:-1], -1)
+        largest = (s.gather(-1, place) == top.unsqueeze(-1)) & (column == place)
+        largest &= (top > -torch.inf).unsqueeze(-1)
+        alone = largest.sum(-1) == 1
+        return torch.where(alone, largest.to(torch.uint8).argmax(-1) - PEAKS, NO_PEAK)
+
+    def _critical(self, s: Tensor) -> Tensor:
+        """β/Λ of every ``every``-th row, NaN on the others."""
+        region = self._block.region.rows
+        first = -region.start % self._every
+        found = torch.full(s.shape[:-1], torch.nan, dtype=s.dtype, device=s.device)
+        if first >= s.shape[-2] or s.shape[-1] < 2:
+            return found
+        ordered = s[..., first :: self._every, :].sort(-1, descending=True).values
+        top = ordered[..., :1]
+        gaps = torch.where(top == -torch.inf, torch.nan, top) - ordered[..., 1:]
+        ranks = torch.arange(2, s.shape[-1] + 1, device=s.device, dtype=s.dtype).log()
+        ratio = (gaps / ranks).amin(-1)
+        found[..., first :: self._every] = torch.where(ratio == torch.inf, torch.nan, ratio)
+        return found
+
+
+def _cut(tensor: Tensor, batch: slice) -> Tensor:
+    return tensor if tensor.shape[0] == 1 else tensor[batch]

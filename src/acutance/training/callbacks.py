@@ -1,0 +1,198 @@
+"""How a monitor hears of a trainer's steps: events of transformers' Trainer and of Lightning's.
+
+Both call their callbacks by the names of methods and ask for no base class, so neither library is
+imported here, and the two Lightning packages are served alike.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from acutance.training.monitor import MonitorRecord
+
+__all__ = ["LightningEvents", "TrainerEvents"]
+
+#: Under which name the Trainer's own state keeps ours, and so its checkpoints.
+STATE_KEY = "acutance.AttentionMonitor"
+_FRAMES = 8
+
+
+class _Events:
+    """What both need of a monitor."""
+
+    steps: int
+    last: MonitorRecord | None
+    watch: Callable[[torch.nn.Module], AbstractContextManager[None]]
+    step: Callable[[], MonitorRecord | None]
+    write_histograms: Callable[[Any, MonitorRecord], None]
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[dict[str, Any]], None]
+    close: Callable[[], None]
+    _forget: Callable[[], None]
+
+    if TYPE_CHECKING:
+
+        @property
+        def due(self) -> bool: ...
+
+    def __init__(self) -> None:
+        self._open = ExitStack()  # what is watched or wrapped now
+
+    def _release(self) -> None:
+        context, self._open = self._open, ExitStack()
+        context.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """Every event that is none of ours, of any release: nothing happens."""
+        if name.startswith("on_") or name == "setup":
+            return _nothing
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Training is over, for either trainer."""
+        self.close()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """An event that concerns no monitor."""
+
+
+class TrainerEvents(_Events):
+    """The events of ``transformers.Trainer``."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Find the Trainer, and go on from a checkpoint's state."""
+        self.close()
+        self._trainer = _calling_trainer(self)
+        kept = (getattr(state, "stateful_callbacks", None) or {}).get(STATE_KEY)
+        if kept is not None and state.global_step:
+            self.load_state_dict(kept)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Watch this step's forward passes, each from the Trainer's call of ``training_step``."""
+        self._release()
+        self._forget()
+        self.steps = state.global_step
+        if not self.due:
+            return
+        trainer, model = self._trainer, given["model"]
+        if trainer is None:  # a loop that is no Trainer, and calls the events of one
+            self._open.enter_context(self.watch(model))
+            return
+        plain, own = trainer.training_step, "training_step" in vars(trainer)
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with self.watch(model):
+                    return plain(*args, **kwargs)
+            except BaseException:
+                self._release()
+                raise
+
+        def restore() -> None:
+            if own:
+                trainer.training_step = plain
+            else:
+                vars(trainer).pop("training_step", None)
+
+        trainer.training_step = training_step
+        self._open.callback(restore)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Record the step, and log it as the Trainer logs its losses."""
+        self._release()
+        self.steps = state.global_step - 1
+        record = self.step()
+        if isinstance(getattr(state, "stateful_callbacks", None), dict):
+            state.stateful_callbacks[STATE_KEY] = self.state_dict()
+        if record is None:
+            return
+        logs: dict[str, Any] = dict(record.scalars)
+        if state.epoch is not None:
+            logs["epoch"] = state.epoch
+        state.log_history.append({**logs, "step": state.global_step})
+        handler = getattr(self._trainer, "callback_handler", None)
+        for callback in () if handler is None else tuple(handler.callbacks):
+            if callback is self or _prints(callback):
+                continue
+            callback.on_log(args, state, control, logs=dict(logs), **given)
+            writer = getattr(callback, "tb_writer", None)
+            if writer is not None:
+                self.write_histograms(writer, record)
+
+    _trainer: Any = None
+
+
+def _calling_trainer(callback: object) -> Any:
+    """The Trainer that is calling this callback: the event itself does not say."""
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        owner = frame.f_locals.get("self")
+        handler = getattr(owner, "callback_handler", None)
+        theirs = getattr(handler, "callbacks", ())
+        if hasattr(owner, "training_step") and any(one is callback for one in theirs):
+            return owner
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
+
+
+def _prints(callback: object) -> bool:
+    """Whether a callback writes logs to the terminal, where hundreds of numbers would bury it."""
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    return isinstance(callback, PrinterCallback | ProgressCallback)
+
+
+class LightningEvents(_Events):
+    """The events of Lightning's ``Trainer``."""
+
+    _batch: AbstractContextManager[None] | None = None
+
+    @property
+    def state_key(self) -> str:
+        """Under which name a checkpoint keeps this callback's state."""
+        return type(self).__qualname__
+
+    @property
+    def _legacy_state_key(self) -> type:
+        return type(self)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        """Watch the batch if its optimiser step is due."""
+        self._release()
+        if trainer.global_step != self.steps:
+            self._forget()
+        self.steps = trainer.global_step
+        if self.due:
+            self._open.enter_context(self.watch(pl_module))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        """Record the step once its optimiser has stepped, and log it."""
+        self._release()
+        if trainer.global_step == self.steps:
+            return  # gradients are accumulated
+        record = self.step()
+        if record is None:
+            return
+        pl_module.log_dict(record.scalars, logger=False)
+        for logger in trainer.loggers:
+            logger.log_metrics(record.scalars, step=record.step)
+            writer = getattr(logger, "experiment", None)
+            if trainer.is_global_zero and hasattr(writer, "add_histogram_raw"):
+                self.write_histograms(writer, record)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let go of the model."""
+        self.close()
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        """Let go of the model."""
+        self.close()

@@ -1,0 +1,320 @@
+"""AttentionMonitor: the attention of a model, measured every so many steps of its training."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+import torch
+
+from acutance.probing import HeadSummary, Probe, ProbeError, all_reduce_summary, probe
+from acutance.probing.choice import Chosen
+from acutance.rowstats import METRICS, metric
+from acutance.shapes import check_count, check_flag
+from acutance.training.across_ranks import ranks
+from acutance.training.alarms import NEEDED, Alarm, AttentionWarning, Thresholds, summed_up
+from acutance.training.callbacks import LightningEvents, TrainerEvents
+from acutance.training.scalars import scalars, write
+
+__all__ = ["AttentionMonitor", "Histograms", "MonitorRecord"]
+
+Histograms = Literal["layer", "head", "none"]
+
+
+@dataclass(frozen=True)
+class MonitorRecord:
+    """What was measured in one optimiser step.
+
+    Attributes:
+        step: number of the optimiser step, from 1.
+        summary: every head's statistics over the rows of the step, of all ranks.
+        scalars: numbers by name, ``attention/<layer>/<metric>``, as loggers take them.
+        alarms: every head that is beyond a threshold, whether or not it was before.
+    """
+
+    step: int
+    summary: HeadSummary
+    scalars: dict[str, float]
+    alarms: tuple[Alarm, ...]
+
+
+class AttentionMonitor(TrainerEvents, LightningEvents):
+    r"""Measures a model's attention every ``every`` optimiser steps, and warns.
+
+    The same object is a callback of ``transformers.Trainer``, a callback of Lightning's ``Trainer``
+    and, with :meth:`watch` and :meth:`step`, part of any loop. What it measures are the forward
+    passes of a step, all of them where gradients are accumulated. The first step is measured too.
+    Training is not changed: losses and weights are those of a run without it, bit for bit, unless
+    ``provide`` is asked for, or the model is compiled: it runs uncompiled in the steps that are
+    measured.
+
+    A head raises an alarm when the mean of H / log n over its rows falls below ``collapse``, when
+    one of its logits exceeds ``growth``, or when its scores are no finite numbers. There is one
+    warning for each head and kind.
+
+    Where ``torch.distributed`` is initialised, every rank takes part, and all have the same record.
+
+    Args:
+        every: optimiser steps between two measurements.
+        metrics: what becomes scalars and histograms, of :data:`acutance.METRICS`.
+        layers: which layers, as for :func:`acutance.probe`; None is all.
+        heads: which heads of each layer, likewise.
+        max_rows: measure at most so many rows of a call, drawn at random. The largest logit is then
+            that of these rows.
+        provide: let acutance's kernel compute the attention of the steps that are measured, which
+            costs less; outputs are then equal to rounding, no longer to the bit.
+        collapse: share of log n; None turns the alarm off.
+        growth: largest logit; None turns the alarm off.
+        on_alarm: called with each :class:`Alarm` that is new, on every rank; what it raises ends
+            the training.
+        histograms: one for each "layer", each "head", or "none".
+        writer: a ``SummaryWriter`` to write to in a loop of your own. Trainers have their own.
+        group: the ranks that hold other data and the same heads; None is all of them.
+
+    Attributes:
+        steps: optimiser steps so far.
+        last: the last record; None before the first.
+
+    Raises:
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if one is out of range, or a metric does not exist.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> layer = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+        >>> monitor = AttentionMonitor(every=10)
+        >>> x = torch.randn(4, 8, 16)
+        >>> for _ in range(12):
+        ...     with monitor.watch(layer):
+        ...         out, _ = layer(x, x, x)
+        ...     record = monitor.step()
+        ...     if record is not None:
+        ...         value = record.scalars["attention/MultiheadAttention/entropy"]
+        ...         print(record.step, f"{value:.3f}")
+        1 1.926
+        10 1.926
+
+    Source:
+        Zhai et al. (2023), arXiv:2303.06296, for the collapse of entropy in training that
+        diverges; Dehghani et al. (2023), arXiv:2302.05442, for the growth of logits; Kimi Team
+        (2025), arXiv:2507.20534, for a largest logit of 100.
+    """
+
+    def __init__(
+        self,
+        every: int = 100,
+        *,
+        metrics: Sequence[str] = ("entropy", "max_logit"),
+        layers: Chosen | None = None,
+        heads: Chosen | None = None,
+        max_rows: int | None = None,
+        provide: bool = False,
+        collapse: float | None = 0.05,
+        growth: float | None = 100.0,
+        on_alarm: Callable[[Alarm], object] | None = None,
+        histograms: Histograms = "layer",
+        writer: Any = None,
+        group: Any = None,
+    ) -> None:
+        if isinstance(metrics, str):
+            raise TypeError(f"metrics is a sequence of names, got the string {metrics!r}")
+        if on_alarm is not None and not callable(on_alarm):
+            raise TypeError(f"on_alarm is a function of an Alarm, got {on_alarm!r}")
+        if histograms not in get_args(Histograms):
+            allowed = ", ".join(map(repr, get_args(Histograms)))
+            raise ValueError(f"histograms is one of {allowed}, got {histograms!r}")
+        self.every = check_count("every", every, 1)
+        self.metrics = tuple(dict.fromkeys(metric(name).name for name in metrics))
+        self.layers, self.heads = layers, heads
+        self.max_rows = None if max_rows is None else check_count("max_rows", max_rows, 2)
+        self.provide = check_flag("provide", provide)
+        self.thresholds = Thresholds(collapse, growth)
+        self.on_alarm, self.histograms = on_alarm, histograms
+        self.writer, self.group = writer, group
+        self.steps = 0
+        self.last: MonitorRecord | None = None
+        self._measured = 0  # the last step that was
+        self._told: set[tuple[str, str, int]] = set()
+        self._model: torch.nn.Module | None = None
+        self._probe: Probe | None = None
+        self._problem = ""
+        super().__init__()
+
+    # -- a loop of one's own ----------------------------------------------------------------------
+
+    @property
+    def due(self) -> bool:
+        """Whether the step under way is measured: the first, and each multiple of ``every``.
+
+        Where a loop counts several steps at once, the one that passes a multiple's distance.
+        """
+        number = self.steps + 1
+        return number == 1 or number % self.every == 0 or number - self._measured >= self.every
+
+    def watch(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Measure the forward passes in this context, if the step is due; else nothing happens.
+
+        Args:
+            model: the model that trains, the same each time in one step.
+
+        Raises:
+            TypeError: if it is no module.
+            ValueError: if another model was watched in this step.
+        """
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+        return self._watching(model) if self.due else nullcontext()
+
+    @contextmanager
+    def _watching(self, model: torch.nn.Module) -> Iterator[None]:
+        if self._probe is None:
+            self._model = model
+            self._probe = probe(
+                model,
+                metrics=[name for name in METRICS if name in (*self.metrics, *NEEDED)],
+                layers=self.layers,
+                heads=self.heads,
+                max_rows=self.max_rows,
+                seed=self.steps,
+                provide=self.provide,
+            )
+        elif self._model is not model:
+            raise ValueError(
+                f"a monitor watches one model, and {type(self._model).__name__} was watched in "
+                f"this step before {type(model).__name__}: give each a monitor of its own"
+            )
+        opened = self._probe
+        opened.__enter__()
+        try:
+            yield
+        except BaseException:
+            self._forget()  # a forward pass that ended early would count in some layers only
+            opened.__exit__(*sys.exc_info())
+            raise
+        try:
+            opened.__exit__(None, None, None)
+        except ProbeError as problem:
+            self._problem = str(problem)
+
+    def step(self) -> MonitorRecord | None:
+        """End an optimiser step: call it after ``optimizer.step()``, on every rank.
+
+        Returns:
+            What was measured; None if the step was not due, or nothing could be read.
+
+        Raises:
+            ProbeError: if the first step that is due showed no attention. Later ones only warn.
+        """
+        due, self.steps = self.due, self.steps + 1
+        if not due:
+            return None
+        summary = self._summary()
+        self._measured = self.steps
+        if summary is None:
+            return None
+        alarms = self.thresholds.alarms(summary, self.steps)
+        found = scalars(summary, self.metrics, alarms)
+        self.last = MonitorRecord(self.steps, summary, found, alarms)
+        if self.writer is not None and ranks(self.group)[0] == 0:
+            for name, value in found.items():
+                self.writer.add_scalar(name, value, self.steps)
+            self.write_histograms(self.writer, self.last)
+        self._raise_alarms(alarms)
+        return self.last
+
+    def write_histograms(self, writer: Any, record: MonitorRecord) -> None:
+        """Write a record's histograms to a ``SummaryWriter``."""
+        write(writer, record.summary, self.metrics, self.histograms, record.step)
+
+    def _summary(self) -> HeadSummary | None:
+        """All ranks' rows of this step; None if there are none and that is no news."""
+        opened, problem = self._probe, self._problem
+        self._forget()
+        summary = None
+        if opened is not None:
+            with contextlib.suppress(ProbeError):
+                summary = opened.summary()
+        if ranks(self.group)[1] > 1:
+            try:
+                summary = all_reduce_summary(summary, self.group)
+            except ValueError as error:
+                problem = problem or str(error)
+        if summary is not None:
+            return summary
+        problem = problem or "no forward pass was watched in this step"
+        if self.last is None:
+            raise ProbeError(f"the monitor measured nothing: {problem}")
+        warnings.warn(
+            f"attention at step {self.steps} was not measured: {problem}",
+            AttentionWarning,
+            stacklevel=3,
+        )
+        return None
+
+    def _raise_alarms(self, alarms: Sequence[Alarm]) -> None:
+        """Warn of the heads that are beyond a threshold for the first time."""
+        new = [alarm for alarm in alarms if alarm.place not in self._told]
+        self._told |= {alarm.place for alarm in new}
+        if ranks(self.group)[0] == 0:
+            for kind in dict.fromkeys(alarm.kind for alarm in new):
+                text = summed_up([alarm for alarm in new if alarm.kind == kind])
+                warnings.warn(text, AttentionWarning, stacklevel=3)
+        if self.on_alarm is not None:
+            for alarm in new:
+                self.on_alarm(alarm)
+
+    # -- beginning and ending ---------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        """Drop what the step under way has shown."""
+        self._model, self._probe, self._problem = None, None, ""
+
+    def close(self) -> None:
+        """Let go of a model and a trainer, wherever a step was; needed only where one was left."""
+        self._release()
+        self._forget()
+
+    def __enter__(self) -> AttentionMonitor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps, and the heads that were warned of: plain values, which JSON holds too."""
+        return {
+            "steps": self.steps,
+            "measured": self._measured,
+            "told": [list(place) for place in sorted(self._told)],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: if something is missing, or of the wrong kind.
+        """
+        wanted = set(AttentionMonitor.state_dict(self))
+        if set(state_dict) != wanted:
+            raise ValueError(
+                f"the state of an AttentionMonitor has {', '.join(sorted(wanted))}, got "
+                f"{', '.join(sorted(map(str, state_dict))) or 'nothing'}"
+            )
+        steps = check_count("steps", state_dict["steps"], 0)
+        measured = check_count("measured", state_dict["measured"], 0)
+        told = set()
+        for place in state_dict["told"]:
+            kind, module, head = place
+            told.add((str(kind), str(module), check_count("head", head, 0)))
+        self.steps, self._measured, self._told = steps, measured, told

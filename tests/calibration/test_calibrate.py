@@ -1,0 +1,438 @@
+"""acutance.calibrate: laws that hold a target, what is said about them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import acutance
+from acutance import scaling
+from acutance.calibration import Law, measure
+from acutance.calibration.collect import TARGETS
+
+Built = Callable[..., nn.Module]
+LENGTHS = (16, 32, 64)
+
+
+def encoder(scale: float = 2.0, layers: int = 1) -> tuple[nn.Module, Callable[[int], list[Tensor]]]:
+    """A bidirectional model of random weights, and text of normal tokens for a seed."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
+
+    def text(seed: int, length: int = 128, windows: int = 16) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [scale * torch.randn(windows, length, 32, generator=generator)]
+
+    return model, text
+
+
+@pytest.fixture(scope="module")
+def fitted() -> acutance.Calibration:
+    model, text = encoder(layers=2)
+    return acutance.calibrate(model, text(1), lengths=[16, 32, 64, 128])
+
+
+# -- what a law does ------------------------------------------------------------------------------
+
+
+def test_entropy_is_held_on_other_text_and_at_a_length_that_was_not_fitted() -> None:
+    model, text = encoder(layers=2)
+    law = acutance.calibrate(model, text(1), lengths=LENGTHS)
+    assert law.worst() < 0.02 < 0.3 < law.worst(law=False)
+    lengths = [16, 32, 64, 128]
+    plain = measure(model, text(2), lengths=lengths).flat()
+    under = measure(model, text(2), lengths=lengths, law=law).flat()
+    wanted = plain[:, :1]
+    assert ((under - wanted).abs() / wanted)[:, :3].max() < 0.05
+    # twice the longest fitted length: what is left of the growth, which was above 30 %
+    assert ((plain - wanted) / wanted)[:, 3].min() > 0.3
+    assert ((under - wanted).abs() / wanted)[:, 3].max() < 0.1
+
+
+def test_each_number_agrees_with_a_probe(fitted: acutance.Calibration) -> None:
+    """At one length all rows have as many keys, so a head's mean is the probe's."""
+    model, text = encoder(layers=2)
+    (x,) = text(1)
+    for law, part in ((None, "before"), (fitted, "after")):
+        probe = acutance.probe(model, metrics=["entropy"])
+        if law is None:
+            with probe, torch.no_grad():
+                model(x)
+        else:
+            with acutance.apply(model, law), probe, torch.no_grad():
+                model(x)
+        got = [getattr(head, part)[-1] for head in fitted.heads]
+        assert got == pytest.approx(probe.summary().columns()["entropy_mean"], abs=1e-5)
+
+
+def test_the_slope_gives_the_prediction(fitted: acutance.Calibration) -> None:
+    for head in fitted.heads:
+        assert head.predicted == pytest.approx(head.after, rel=0.02)
+        assert head.target == pytest.approx((head.before[0],) * 4)
+        assert head.factors[0] == 1.0
+        assert list(head.factors) == sorted(head.factors)
+        assert set(head.status) == {"held"}
+        assert head.growth[0] > 10 * head.growth[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("target", "value"),
+    [
+        ("entropy", 2.0),
+        ("normalized_entropy", 0.7),
+        ("effective_keys", 6.0),
+        ("top_weight", 0.4),
+        ("normalized_entropy", None),
+        ("effective_keys", None),
+        ("top_weight", None),
+    ],
+)
+def test_every_target_is_held(target: str, value: float | None) -> None:
+    model, text = encoder()
+    law = acutance.calibrate(model, text(1), target=target, value=value, lengths=LENGTHS)
+    assert law.metric == target
+    assert law.worst() < 0.03 < law.worst(law=False)
+    under = measure(model, text(1), target=target, lengths=LENGTHS, law=law)
+    for head in law.heads:
+        assert head.after == pytest.approx(under.values(head.module)[:, head.head].tolist())
+
+
+def test_the_largest_logit_is_bounded_and_other_heads_left_alone() -> None:
+    model, text = encoder()
+    plain = measure(model, text(1), target="max_logit", lengths=LENGTHS).flat().amax(1)
+    tau = float(plain.sort().values[1:3].mean())  # two of four heads exceed it
+    law = acutance.calibrate(model, text(1), target="max_logit", value=tau, lengths=LENGTHS)
+    (x,) = text(1)
+    with acutance.apply(model, law), acutance.probe(model, metrics=["max_logit"]) as probe:
+        model(x[:, :64])
+    largest = probe.summary().columns()["max_logit_max"]
+    for head, before, after in zip(law.heads, plain.tolist(), largest, strict=True):
+        assert after <= tau * (1 + 1e-5)
+        if before <= tau:
+            assert set(head.factors) == {1.0}
+        else:
+            assert after == pytest.approx(tau, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+def test_causal_rows_count_by_the_keys_they_see(built: Built, name: str) -> None:
+    """One window length gives rows of every n; grouped queries and query-key norms included."""
+    model = built(name)
+    ids = torch.randint(3, 97, (24, 64), generator=torch.Generator().manual_seed(1))
+    law = acutance.calibrate(model, [ids], lengths=[16, 32, 64])
+    heads = model.config.num_attention_heads
+    assert [(one.layer, one.head) for one in law.heads] == [
+        (layer, head) for layer in range(2) for head in range(heads)
+    ]
+    assert law.worst() < 0.05 < law.worst(law=False)
+    other = torch.randint(3, 97, (24, 64), generator=torch.Generator().manual_seed(2))
+    with acutance.apply(model, law), acutance.probe(model, metrics=["entropy"]) as probe:
+        model(other)
+    assert probe.summary().mean("entropy").isfinite().all()
+    with acutance.apply(model, law), torch.no_grad():
+        made = model.generate(
+            ids[:2, :20], attention_mask=torch.ones(2, 20), max_new_tokens=30, do_sample=False,
+            output_logits=True, return_dict_in_generate=True, pad_token_id=0,
+        )  # fmt: skip
+        want = model(made.sequences).logits[:, 19:-1]
+    torch.testing.assert_close(torch.stack(made.logits, 1), want, atol=1e-4, rtol=0)
+
+
+def test_a_windowed_layer_is_skipped_unless_asked_for(built: Built) -> None:
+    model = built("gpt-oss", "eager")
+    ids = torch.randint(3, 97, (4, 32), generator=torch.Generator().manual_seed(1))
+    law = acutance.calibrate(model, [ids], lengths=[16, 32], passes=2)
+    assert {one.module for one in law.heads} == {"model.layers.1.self_attn"}
+    assert list(law.skipped) == ["model.layers.0.self_attn"]
+    with pytest.raises(ValueError, match=r"no layer to calibrate: model\.layers\.0.*window only"):
+        acutance.calibrate(built("mistral"), [ids], lengths=[16, 32])
+
+
+def test_cached_and_padded_windows(built: Built) -> None:
+    """Padding on the left is not seen: a window's rows are as many as its tokens."""
+    model = built("llama")
+    ids = torch.randint(3, 97, (8, 32), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    whole = measure(model, [{"input_ids": ids, "attention_mask": mask}], lengths=[16, 32])
+    padded = torch.cat([torch.zeros_like(ids), ids], 1)
+    shown = torch.cat([torch.zeros_like(mask), mask], 1)
+    batch = {"input_ids": padded, "attention_mask": shown}
+    both = measure(model, {64: [batch]}, lengths=[64])
+    assert both.lengths == ()  # no row sees 33 to 64 keys
+    cut = measure(model, [batch], lengths=[16, 32])  # windows of padding alone are left out
+    for name in whole.modules:
+        torch.testing.assert_close(cut.values(name), whole.values(name), atol=1e-5, rtol=0)
+
+
+# -- families -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("law", ["constant", "ssmax", "log_n", "sqrt_log_n", "clip_log_n"])
+def test_a_family_is_fitted_in_place_of_the_table(law: str) -> None:
+    model, text = encoder()
+    found = acutance.calibrate(model, text(1), lengths=[16, 32, 64, 128], law=law)
+    names = {
+        part.name
+        for _, one in found.layers
+        for part in ([one.whole] if one.whole else [two for _, two in one.heads])
+    }
+    assert names == {"head_table" if law == "constant" else law}
+    under = measure(model, text(1), lengths=[16, 32, 64, 128], law=found)
+    for head in found.heads:
+        assert head.after == pytest.approx(under.values(head.module)[:, head.head].tolist())
+    if law in ("ssmax", "sqrt_log_n"):
+        assert found.worst() < 0.1 < found.worst(law=False)
+
+
+def test_beyond_the_last_length_the_family_goes_on(fitted: acutance.Calibration) -> None:
+    table = fitted.layers[0][1].whole
+    assert isinstance(table, scaling.HeadTable)
+    head = fitted.heads[0]
+    n = torch.tensor([16, 32, 64, 128, 256])
+    factors = table.factor(n, dtype=torch.float64)[0]
+    assert factors[:4].tolist() == pytest.approx(head.factors)
+    slope = head.factors[-1] - head.factors[-2]
+    assert 0.3 * slope < factors[4] - factors[3] < 1.5 * slope
+    assert (table.factor(torch.tensor([2])) == 1).all()
+
+
+# -- what is said ---------------------------------------------------------------------------------
+
+
+def test_a_target_above_log_n_is_impossible_there() -> None:
+    model, text = encoder()
+    law = acutance.calibrate(model, text(1), value=3.0, lengths=LENGTHS)
+    for head in law.heads:
+        assert head.status[0] == "impossible"  # log 16 = 2.77
+        assert head.factors[0] == 1.0
+        assert set(head.status[1:]) == {"held"}
+    assert law.counts()["impossible"] == 4
+
+
+def test_a_factor_at_its_limit_is_reported() -> None:
+    model, text = encoder()
+    law = acutance.calibrate(model, text(1), value=0.05, lengths=LENGTHS, limit=2.0)
+    assert {status for head in law.heads for status in head.status} == {"limited"}
+    assert max(max(head.factors) for head in law.heads) == 2.0
+
+
+def test_a_gain_within_noise_leaves_a_head_alone() -> None:
+    """Rows that ignore their length: all keys but 16 are hidden by the first dimension."""
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.zeros(x.shape[:2])
+            hidden[:, 16:] = -40.0  # additive, so that the row still counts every key
+            out: Tensor = self.attend(x, x, x, key_padding_mask=hidden)[0]
+            return out
+
+    x = torch.randn(16, 64, 8, generator=torch.Generator().manual_seed(1))
+    law = acutance.calibrate(Fixed(), [x], lengths=LENGTHS)
+    assert {status for head in law.heads for status in head.status} == {"kept"}
+    assert {head.factors for head in law.heads} == {(1.0, 1.0, 1.0)}
+    assert law.passes == 2
+
+
+def test_errors_are_those_of_repeated_texts() -> None:
+    """The spread of fitted factors over twelve texts is what each of them reports."""
+    model, text = encoder()
+    runs = [acutance.calibrate(model, text(seed), lengths=[16, 64]) for seed in range(12)]
+    factors = torch.tensor([[head.factors[1] for head in run.heads] for run in runs])
+    told = torch.tensor([[head.factor_errors[1] for head in run.heads] for run in runs])
+    # a deviation of 12 has a relative error of 1/√22 = 0.21, and there are four heads
+    ratio = (factors.std(0).square().mean() / told.square().mean()).sqrt()
+    assert 0.6 < ratio < 1.6
+
+
+def test_the_gap_law_is_that_of_the_scores() -> None:
+    """Λ of the first layer's rows against scores formed by hand."""
+    model, text = encoder()
+    (x,) = text(1)
+    law = acutance.calibrate(model, [x], lengths=[16, 128], passes=2)
+    attend = model.layers[0].self_attn
+    query, key, _ = nn.functional.linear(x, attend.in_proj_weight, attend.in_proj_bias).chunk(3, -1)
+    query, key = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in (query, key))
+    scores = query @ key.transpose(-1, -2) / math.sqrt(8)
+    each = torch.as_tensor(acutance.theory.critical_scale(scores.detach().numpy()))
+    for head in law.heads:
+        rows = each[:, head.head].flatten()
+        low, high = rows.quantile(0.2), rows.quantile(0.8)
+        assert low < head.critical[-1] < high  # a median of 16 rows
+        assert head.focus[-1] == pytest.approx(head.factors[-1] / head.critical[-1])
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def test_law_and_record_are_written(fitted: acutance.Calibration, tmp_path: Path) -> None:
+    model, text = encoder(layers=2)
+    fitted.save(tmp_path / "law.json")
+    law = Law.load(tmp_path / "law.json")
+    assert law.lengths == (16, 32, 64, 128)
+    assert law.target == "entropy"
+    (x,) = text(3)
+    with torch.no_grad():
+        with acutance.apply(model, fitted):
+            want = model(x)
+        with acutance.apply(model, law):
+            assert torch.equal(model(x), want)
+    fitted.to_json(tmp_path / "record.json")
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert len(record["heads"]) == 8
+    assert record["heads"][0]["factors"] == list(fitted.heads[0].factors)
+    assert record["law"] == json.loads((tmp_path / "law.json").read_text())
+
+
+def test_a_law_of_a_bare_model_serves_one_with_a_head(built: Built, ids: Tensor) -> None:
+    whole = built("llama")
+    bare = whole.model
+    law = acutance.calibrate(bare, [ids.repeat(4, 3)], lengths=[8, 16], passes=2)
+    with torch.no_grad():
+        with acutance.apply(bare, law):
+            want = whole.lm_head(bare(ids)[0])
+        with acutance.apply(whole, law) as applied:
+            got = whole(ids)[0]
+    assert sorted(applied.calls) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    torch.testing.assert_close(got, want)
+    with pytest.raises(ValueError, match="another model: it has"):
+        acutance.apply(built("qwen3"), law)
+
+
+class KilledError(Exception):
+    """Stands for a kill between two runs of the model."""
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5, 8])
+def test_a_run_that_was_killed_goes_on(tmp_path: Path, stop: int) -> None:
+    model, text = encoder()
+    batches = [*text(1, windows=8), *text(2, windows=8)]
+    given: dict[str, Any] = {"lengths": [16, 64], "passes": 3}
+    want = acutance.calibrate(model, batches, **given)
+    path, runs = tmp_path / "state", []
+
+    def kill(tokens: int, number: int, most: int) -> None:
+        runs.append(number)
+        if len(runs) == stop:
+            raise KilledError("now")
+
+    with pytest.raises(KilledError, match="now"):
+        acutance.calibrate(model, batches, save=path, advance=kill, **given)
+    again: list[int] = []
+
+    def count(tokens: int, number: int, most: int) -> None:
+        again.append(tokens)
+
+    found = acutance.calibrate(
+        model, batches, save=path, resume=True, advance=count, **given
+    )  # fmt: skip
+    assert found.heads == want.heads
+    assert found.layers == want.layers
+    assert len(again) == 4 * 3  # those done before are told as well, and none twice
+    assert sum(again) == 3 * 2 * 2 * 8 * 128
+
+
+def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
+    model, text = encoder()
+    path = tmp_path / "state"
+    acutance.calibrate(model, text(1), lengths=[16, 64], passes=2, save=path)
+    for given, match in (
+        ({"lengths": [32, 64]}, r"state cannot be resumed with other settings: .*text"),
+        ({"lengths": [16, 64], "target": "top_weight"}, r"its target is 'entropy'"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            acutance.calibrate(model, text(1), save=path, resume=True, **given)
+    other, _ = encoder()
+    with torch.no_grad():
+        other.layers[0].self_attn.in_proj_weight.mul_(1.1)
+    with pytest.raises(ValueError, match="it is of another model"):
+        acutance.calibrate(other, text(1), lengths=[16, 64], save=path, resume=True)
+    path.write_bytes(b"no state")
+    with pytest.raises(ValueError, match="holds no calibration that can be resumed"):
+        acutance.calibrate(model, text(1), lengths=[16, 64], save=path, resume=True)
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ({"target": "entropi"}, ValueError, "did you mean 'entropy'"),
+        ({"target": 3}, TypeError, "target is the name of a metric"),
+        ({"value": 9.0}, ValueError, r"rows of 64 keys lies between 0 and 4\.159 \(log 64\), got"),
+        ({"value": -1.0}, ValueError, "value: entropy"),
+        ({"value": math.nan}, ValueError, "value"),
+        ({"target": "top_weight", "value": 1.5}, ValueError, r"lies between 0\.01562 \(1/64\)"),
+        ({"target": "max_logit", "value": -1.0}, ValueError, "lies above 0"),
+        ({"target": "max_logit", "value": 1.0, "law": "ssmax"}, ValueError, "is a bound"),
+        ({"law": "log"}, ValueError, "did you mean 'log_n'"),
+        ({"law": "sqrt_log_n", "value": 2.0}, ValueError, "leave value out"),
+        ({"lengths": [64, 16]}, ValueError, r"lengths rise.*\[64, 16\]"),
+        ({"lengths": []}, ValueError, "lengths rise"),
+        ({"lengths": [16, 4096]}, ValueError, "lengths reach 4096, the longest batch has 64"),
+        ({"lengths": 64}, TypeError, "lengths is a list of whole numbers"),
+        ({"lengths": [1, 64]}, ValueError, "lengths"),
+        ({"reference": 24}, ValueError, r"reference is one of the lengths \[16, 32, 64\], got 24"),
+        ({"passes": 1}, ValueError, "passes"),
+        ({"limit": 1.0}, ValueError, "limit"),
+        ({"resume": True}, ValueError, "resume goes on from the file of save"),
+    ],
+)
+def test_bad_arguments(given: dict[str, Any], error: type[Exception], match: str) -> None:
+    model, text = encoder()
+    with pytest.raises(error, match=match):
+        acutance.calibrate(model, text(1, length=64), **({"lengths": LENGTHS} | given))
+
+
+def test_bad_batches(built: Built) -> None:
+    model, text = encoder()
+    (x,) = text(1)
+    for batches, error, match in (
+        ([], ValueError, "at least one batch, got none"),
+        (x, TypeError, "put a single batch into a list"),
+        (["text"], TypeError, "a batch is a tensor"),
+        ([torch.zeros(4)], ValueError, "windows first and at least 2 tokens second"),
+        ([x[:1]], ValueError, "at least 2 windows of 128 tokens, got 1"),
+        ({64: [x]}, ValueError, "windows of 64 tokens has 128"),
+    ):
+        with pytest.raises(error, match=match):
+            acutance.calibrate(model, batches)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model is a torch\.nn\.Module"):
+        acutance.calibrate("gpt2", [x])  # type: ignore[arg-type]
+    ids = torch.zeros(2, 128, dtype=torch.int64)
+    with pytest.raises(ValueError, match="lengths reach 128, the model has 64 positions"):
+        acutance.calibrate(built("gpt2"), [ids])
+    with pytest.warns(UserWarning, match="lengths reach 128, the model has 64 positions"):
+        measure(built("llama"), [ids], lengths=[128])
+    with pytest.raises(acutance.ProbeError, match="saw no attention"):
+        acutance.calibrate(nn.Linear(32, 32), [x])
+
+
+def test_training_mode_is_put_back() -> None:
+    model, text = encoder()
+    model.train()
+    model.layers[0].norm1.eval()
+    acutance.calibrate(model, text(1), lengths=[16, 64], passes=2)
+    assert model.training
+    assert not model.layers[0].norm1.training
+
+
+def test_every_target_is_a_metric_and_has_limits() -> None:
+    assert set(TARGETS) <= set(acutance.METRICS)
+    for target in TARGETS.values():
+        low, high = target.limits(64)
+        assert low < high

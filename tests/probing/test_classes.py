@@ -1,0 +1,189 @@
+"""Classes: attention built to be exactly one, and heads on either side of every threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import acutance
+from acutance.probing import CLASSES, HeadSummary, Moments
+from acutance.probing.beside import Beside
+from acutance.probing.distances import Distances
+from acutance.probing.summary import Layer
+from acutance.rowstats import METRICS
+from acutance.structure import STRUCTURE
+
+N = 64
+
+
+class Attend(nn.Module):
+    """Attention of given scores, one map for each head."""
+
+    def __init__(self, scores: Tensor, causal: bool = False) -> None:
+        super().__init__()
+        self.scores, self.causal = scores, causal
+        self.embed = nn.Embedding(10, N)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        heads = self.scores.shape[0]
+        one = torch.eye(N).expand(len(ids), heads, N, N)
+        key, value = self.scores.mT.expand_as(one), self.embed(ids)[:, None].expand_as(one)
+        return F.scaled_dot_product_attention(one, key, value, is_causal=self.causal, scale=1.0)
+
+
+def shifted(by: int, size: float = 1e3) -> Tensor:
+    """Scores of which the largest is ``by`` positions from the query, where there is one."""
+    return size * torch.diag(torch.ones(N - abs(by)), by)
+
+
+def classes(scores: Tensor, *, causal: bool = False, special: tuple[int, ...] = ()) -> list[str]:
+    model = Attend(scores[None], causal)
+    ids = torch.randint(1, 10, (2, N))
+    ids[:, N // 2] = 0
+    with acutance.probe(model, structure=True, special=special) as probe:
+        model(ids)
+    ((found),) = acutance.classify(probe.summary())
+    assert all(one.sentence and one.numbers for one in found)
+    return [one.name for one in found]
+
+
+def test_a_previous_token_head() -> None:
+    assert classes(shifted(-1)) == ["local", "previous-token", "sharp", "positional"]
+
+
+def test_a_head_that_looks_ahead_is_positional_and_no_previous_token_head() -> None:
+    assert classes(shifted(3)) == ["local", "sharp", "positional"]
+
+
+def test_a_local_head_that_is_not_sharp() -> None:
+    distance = (torch.arange(N)[:, None] - torch.arange(N)).abs()
+    assert classes(torch.where(distance <= 3, 0.0, -1e3), causal=True) == ["local"]
+
+
+def test_a_sink_on_the_first_token() -> None:
+    scores = torch.zeros(N, N)
+    scores[:, 0] = 30
+    assert classes(scores) == ["sink", "sharp"]
+
+
+def test_a_sink_on_special_tokens_is_found_where_they_are_known() -> None:
+    scores = torch.zeros(N, N)
+    scores[:, N // 2] = 30
+    assert classes(scores, special=(0,)) == ["sink", "sharp"]
+    assert classes(scores) == ["sharp"]
+
+
+def test_a_dead_and_a_diffuse_head() -> None:
+    assert classes(torch.zeros(N, N)) == ["dead"]
+    torch.manual_seed(0)
+    diffuse = 0.75 * torch.randn(N, N)  # entropy about log 64 − 0.28, of log 64 = 4.16
+    assert classes(diffuse) == ["diffuse"]
+
+
+def test_a_head_of_no_class() -> None:
+    torch.manual_seed(0)
+    assert classes(2.0 * torch.randn(N, N)) == []
+
+
+def test_a_sharp_head_that_follows_content() -> None:
+    torch.manual_seed(0)
+    scores = torch.zeros(N, N)
+    scores[torch.arange(N), torch.randperm(N)] = 30
+    assert classes(scores) == ["sharp"]
+
+
+def summary_of(
+    *, near: float = 0.2, even: float = 0.1, peak: int = 5, status: str = "captured", **means: float
+) -> HeadSummary:
+    """One head with these means, half of whose weight near is on the own position."""
+    metrics = (*METRICS, *STRUCTURE)
+    usual = {"n_keys": 100.0, "normalized_entropy": 0.5, "effective_keys": 10.0}
+    values = [{**usual, **means}.get(name, 0.1) for name in metrics]
+    rows = torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)  # one row is its own mean
+    moments = Moments.of(rows, metrics)
+    mass, alike = torch.zeros(2, 1, 2, 8).double().unbind(0)
+    mass[0, 0, 0], mass[0, 0, 3], mass[0, 1, 6] = near / 2, near / 2, 1 - near
+    alike[0, 0, 3], alike[0, 0, 7] = even, 1 - even
+    peaks = torch.zeros(1, 17, dtype=torch.int64)
+    peaks[0, 4] = peak
+    beside = Beside(distances=Distances(torch.tensor([10]), mass, alike, peaks))
+    layer = Layer("a", 1, status, calls=1, rows=10)  # type: ignore[arg-type]
+    return HeadSummary((layer,), metrics, moments, beside=beside)
+
+
+def names(summary: HeadSummary) -> list[str]:
+    return [one.name for one in acutance.classify(summary)[0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("sink", lambda x: {"first_weight": x}),
+        ("sink", lambda x: {"mass_special": x}),
+        ("local", lambda x: {"near": x}),
+        ("previous-token", lambda x: {"mass_previous": x}),
+        ("diffuse", lambda x: {"normalized_entropy": x}),
+        ("dead", lambda x: {"normalized_entropy": x}),
+        ("sharp", lambda x: {"top_weight": x}),
+    ],
+)
+def test_a_threshold_is_what_the_table_says(
+    name: str, change: Callable[[float], dict[str, float]]
+) -> None:
+    limit = CLASSES[name].threshold
+    assert name in names(summary_of(**change(limit + 1e-6)))
+    assert name not in names(summary_of(**change(limit)))
+    assert name not in names(summary_of(**change(limit - 1e-6)))
+    assert f"{limit:g}" in CLASSES[name].rule
+
+
+def test_positional_takes_more_than_nine_rows_of_ten() -> None:
+    assert "positional" in names(summary_of(peak=10))
+    assert "positional" not in names(summary_of(peak=9))
+    ((found,),) = [
+        [one for one in acutance.classify(summary_of(peak=10))[0] if one.name == "positional"]
+    ]
+    assert found.numbers == {"position": -4.0, "share": 1.0}
+    assert "4 positions back" in found.sentence
+
+
+def test_what_even_weights_would_do_is_no_class() -> None:
+    assert "local" not in names(summary_of(near=0.6, even=0.3))
+    assert "local" in names(summary_of(near=0.61, even=0.3))
+    assert "sink" not in names(summary_of(first_weight=0.2, n_keys=8.0))
+
+
+def test_diffuse_ends_where_dead_begins() -> None:
+    for share in (0.95, 0.98, 0.981, 1.0):
+        found = set(names(summary_of(normalized_entropy=share)))
+        assert found == ({"dead"} if share > 0.98 else {"diffuse"})
+
+
+def test_heads_of_no_class() -> None:
+    sharp = {"top_weight": 0.9}
+    assert names(summary_of(**sharp)) == ["sharp"]
+    assert names(summary_of(**sharp, n_keys=7.9)) == []
+    assert names(summary_of(**sharp, status="mismatch")) == []
+    bare = replace(summary_of(near=0.9, peak=10), beside=Beside())
+    assert names(bare) == []
+
+
+def test_every_class_is_described() -> None:
+    assert list(CLASSES) == [
+        "sink", "local", "previous-token", "diffuse", "sharp", "dead", "positional",
+    ]  # fmt: skip
+    assert all(one.source and one.name == name for name, one in CLASSES.items())
+
+
+def test_classes_are_in_frames_and_json() -> None:
+    found = summary_of(near=0.9, peak=10, mass_previous=0.8)
+    assert found.columns()["classes"] == ["local previous-token positional"]
+    (head,) = found.to_dict()["heads"]
+    assert [one["name"] for one in head["classes"]] == ["local", "previous-token", "positional"]
+    assert found.columns()["mass_octave_3"] == [0.45]
+    assert found.columns()["mass_octave_ahead_6"] == [pytest.approx(0.1)]

@@ -1,0 +1,205 @@
+"""Attention written out by hand: which softmaxes are attention, and where their heads are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import acutance
+from acutance.probing.softmaxes import fold
+
+TOLERANCE = 1e-5
+BATCH, HEADS, QUERIES, KEYS, WIDTH = 2, 3, 5, 7, 4
+
+
+class Written(nn.Module):
+    """Runs a function of query, key and value (B, H, L, E)."""
+
+    def __init__(self, function: Callable[..., Tensor], heads: int | None = HEADS) -> None:
+        super().__init__()
+        self.function = function
+        if heads is not None:
+            self.num_heads = heads
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.function(*tensors)
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    query = 2.0 * torch.randn(BATCH, HEADS, QUERIES, WIDTH)
+    return query, torch.randn(BATCH, HEADS, KEYS, WIDTH), torch.randn(BATCH, HEADS, KEYS, WIDTH)
+
+
+def expected(query: Tensor, key: Tensor) -> Tensor:
+    """Mean entropy of each head, in float64."""
+    p = torch.softmax(query.double() @ key.double().mT, -1)
+    return -torch.xlogy(p, p).sum(-1).mean((0, 2))
+
+
+def folded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    query, key, value = (part.flatten(0, 1) for part in (query, key, value))
+    return torch.bmm(F.softmax(torch.bmm(query, key.mT), dim=-1), value)
+
+
+def by_einsum(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = torch.einsum("bhqd,bhkd->bhqk", query, key)
+    return torch.einsum("bhqk,bhkd->bqhd", scores.softmax(-1), value)
+
+
+def heads_third(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = torch.einsum("bhqd,bhkd->bqhk", query, key)
+    return torch.einsum("bqhk,bhkd->bqhd", torch.softmax(scores, -1), value)
+
+
+def transposed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = torch.softmax(query @ key.mT, -1)
+    return (value.mT @ weights.mT).mT
+
+
+def passed_on(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = torch.softmax((query @ key.mT).float(), dim=-1, dtype=torch.float32)
+    weights = F.dropout(weights.to(query.dtype), 0.5, training=False)
+    return weights.contiguous().view(BATCH, HEADS, QUERIES, KEYS) @ value
+
+
+def twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = torch.softmax(query @ key.mT, -1)
+    return weights @ value + weights @ value.flip(-1)
+
+
+def in_windows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    query, key, value = (part.unsqueeze(1) for part in (query, key, value))  # (B, windows, H, …)
+    return (torch.softmax(query @ key.mT, -1) @ value).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    "function", [folded, by_einsum, heads_third, transposed, passed_on, twice, in_windows]
+)
+def test_heads_are_found_and_counted_once(function: Any) -> None:
+    model, given = Written(function), inputs()
+    plain = model(*given)
+    with acutance.probe(model, verify=True) as probe:
+        assert torch.equal(model(*given), plain)
+    summary = probe.summary()
+    (layer,) = summary.layers
+    assert (layer.heads, layer.calls, layer.rows) == (HEADS, 1, BATCH * QUERIES)
+    assert (layer.status, layer.source, probe.unread) == ("unverified", "softmax", [])
+    entropy = expected(*given[:2])
+    assert float((summary.mean("entropy") - entropy).abs().max()) < TOLERANCE
+
+
+def test_without_a_number_of_heads_three_dimensions_are_one_head() -> None:
+    model, given = Written(folded, heads=None), inputs()
+    with acutance.probe(model) as probe:
+        model(*given)
+    assert probe.summary().layers[0].heads == 1
+    mean = expected(*given[:2]).mean()
+    assert float((probe.summary().mean("entropy") - mean).abs().max()) < TOLERANCE
+
+
+def test_five_dimensions_without_a_number_of_heads_are_listed() -> None:
+    with pytest.raises(ValueError, match=r"dimensions \(2, 3, 4, 5, 6\) .* are heads is not known"):
+        fold(torch.zeros(2, 3, 4, 5, 6), None)
+    model = Written(in_windows, heads=None)
+    with pytest.raises(acutance.ProbeError, match="which of the dimensions"):  # noqa: SIM117
+        with acutance.probe(model):
+            model(*inputs())
+
+
+def router(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    share = torch.softmax(query[:, 0] @ key[:, 0].mT, -1)  # three dimensions
+    best = share.topk(2, -1).values.sum(-1)
+    return F.scaled_dot_product_attention(query, key, value) * best[:, None, :, None]
+
+
+def gate(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    share = torch.softmax(query, -1)  # four dimensions, over features
+    return F.scaled_dot_product_attention(query, key, value) * share
+
+
+def projected(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    share = torch.softmax(query, -1)
+    mixed = F.linear(share, torch.eye(WIDTH))  # what comes out are no weights
+    return F.scaled_dot_product_attention(query, key, value) + mixed @ torch.eye(WIDTH)
+
+
+def other_sum(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = torch.softmax(query @ key.mT, -1)
+    torch.einsum("bhqk,bhqd->bhkd", weights, query)  # sums over queries
+    return F.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize(
+    ("function", "listed"), [(router, False), (gate, True), (projected, True), (other_sum, True)]
+)
+def test_a_softmax_that_no_product_sums_over_is_no_attention(function: Any, listed: bool) -> None:
+    model = Written(function)
+    with acutance.probe(model) as probe:
+        model(*inputs())
+    (layer,) = probe.summary().layers
+    assert layer.source == "scaled_dot_product_attention"
+    said = ["no matrix product takes a softmax" in line for line in probe.unread]
+    assert said == [True] * listed
+
+
+def rescaled(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = torch.softmax(query @ key.mT, -1)
+    return (weights * torch.linspace(0.5, 1.0, KEYS)) @ value
+
+
+def overwritten(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = query @ key.mT
+    weights = torch.softmax(scores, -1)
+    scores.mul_(2.0)
+    return weights @ value
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (rescaled, "its weights were changed by as much as 0.* after the softmax"),
+        (overwritten, "its scores were overwritten after the softmax"),
+    ],
+)
+def test_weights_that_are_not_the_softmax_are_a_mismatch(function: Any, reason: str) -> None:
+    import re
+
+    model, given = Written(function), inputs()
+    with acutance.probe(model, verify=True) as probe:
+        model(*given)
+    assert [layer.status for layer in probe.summary().layers] == ["mismatch"]
+    (line,) = probe.unread
+    assert re.search(reason, line)
+
+
+def test_dropped_weights_are_no_mismatch() -> None:
+    def dropped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.dropout(torch.softmax(query @ key.mT, -1), 0.5, training=True) @ value
+
+    model, given = Written(dropped), inputs()
+    with acutance.probe(model, verify=True) as probe:
+        model(*given)
+    assert [layer.status for layer in probe.summary().layers] == ["unverified"]
+    entropy = expected(*given[:2])
+    assert float((probe.summary().mean("entropy") - entropy).abs().max()) < TOLERANCE
+
+
+def test_nothing_waits_when_the_probe_has_closed() -> None:
+    kept: list[Tensor] = []
+
+    def keeps(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        kept.append(torch.softmax(query @ key.mT, -1))
+        return F.scaled_dot_product_attention(query, key, value)
+
+    model, given = Written(keeps), inputs()
+    with acutance.probe(model) as probe:
+        model(*given)
+    kept[0] @ given[2]
+    kept.clear()
+    assert [layer.source for layer in probe.summary().layers] == ["scaled_dot_product_attention"]
+    assert probe.unread == []

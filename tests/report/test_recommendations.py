@@ -1,0 +1,242 @@
+"""Recommendations: each kind where it is called for, and never more certain than measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import acutance
+from acutance.probing import HeadSummary, Moments, Profile
+from acutance.probing.beside import Beside
+from acutance.report import NOTHING, Recommendation, in_words, recommendations
+from acutance.report.exports import write_exports
+from acutance.report.recommendations import (
+    COLLAPSE,
+    DEAD,
+    DIFFUSE,
+    KINDS,
+    LARGE_LOGIT,
+    SINK,
+)
+
+Make = Callable[..., HeadSummary]
+
+
+def kinds(summary: HeadSummary) -> list[str]:
+    return [found.kind for found in recommendations(summary)]
+
+
+def only(summary: HeadSummary) -> Recommendation:
+    (found,) = recommendations(summary)
+    return found
+
+
+def test_nothing_to_change_is_said(summary_of: Make) -> None:
+    assert recommendations(summary_of((3, 3))) == []
+    assert in_words([]) == [NOTHING]
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "beyond", "within", "certainty"),
+    [
+        ("large_logits", "max_logit", LARGE_LOGIT + 0.1, LARGE_LOGIT - 0.1, "measured"),
+        ("entropy_collapse", "normalized_entropy", COLLAPSE - 1e-3, COLLAPSE + 1e-3, "suspected"),
+        ("sink", "first_weight", SINK + 1e-3, SINK - 1e-3, "measured"),
+        ("dead", "normalized_entropy", DEAD + 1e-3, DEAD - 1e-3, "suspected"),
+    ],
+)
+def test_a_kind_is_found_beyond_its_threshold_only(
+    summary_of: Make, kind: str, metric: str, beyond: float, within: float, certainty: str
+) -> None:
+    found = only(summary_of((2, 2), **{metric: {(1, 0): beyond, (1, 1): within}}))
+    assert (found.kind, found.layer, found.heads) == (kind, 1, (0,))
+    assert found.certainty == certainty
+    assert found.module == "model.layers.1.attn"
+    assert found.numbers[metric] == pytest.approx(beyond)
+    assert found.sentence.startswith("Layer 1 head 0: ")
+    assert found.sentence.endswith(".")
+
+
+def test_heads_of_a_layer_are_told_together_and_layers_apart(summary_of: Make) -> None:
+    weights = {(0, 2): 0.4, (1, 0): 0.5, (1, 3): 0.7}
+    first, second = recommendations(summary_of((4, 4), first_weight=weights))
+    assert (first.layer, first.heads) == (0, (2,))
+    assert (second.layer, second.heads) == (1, (0, 3))
+    assert second.sentence.startswith("Layer 1 heads 0, 3: 50% to 70% of the weight lies on")
+    assert second.numbers["first_weight"] == pytest.approx(0.7)
+    assert in_words([first, second])[1] == f"{second.place}: {second.reason}."  # advice once
+
+
+def test_many_layers_are_named_in_part_and_counted(summary_of: Make) -> None:
+    weights = {(layer, head): 0.4 + layer / 100 for layer in range(6) for head in range(2)}
+    found = recommendations(summary_of((2,) * 6, first_weight=weights))
+    assert len(found) == 6
+    said = in_words(found)
+    assert [sentence[:8] for sentence in said] == ["Layer 3 ", "Layer 4 ", "Layer 5 "]
+    assert said[-1].endswith("The same goes for 6 heads of 3 more layers.")
+
+
+def test_the_most_urgent_comes_first(summary_of: Make) -> None:
+    summary = summary_of(
+        (4,), first_weight={(0, 0): 0.9}, max_logit={(0, 1): 300.0},
+        normalized_entropy={(0, 2): 0.99, (0, 3): 0.01},
+    )  # fmt: skip
+    assert kinds(summary) == ["large_logits", "entropy_collapse", "sink", "dead"]
+    order = list(KINDS)
+    assert kinds(summary) == sorted(kinds(summary), key=order.index)
+
+
+def test_coarse_scores_depend_on_the_dtype(summary_of: Make) -> None:
+    for dtype, value, expected in (
+        ("bfloat16", 63.0, False),
+        ("bfloat16", 65.0, True),
+        ("float16", 65.0, False),
+        ("float16", 513.0, True),
+        ("float32", 99.0, False),
+        ("", 99.0, False),
+    ):
+        summary = summary_of((1,), max_logit={(0, 0): value}, about={"dtype": dtype})
+        assert ("coarse_scores" in kinds(summary)) == expected, (dtype, value)
+    found = only(summary_of((1,), max_logit={(0, 0): 65.0}, about={"dtype": "torch.bfloat16"}))
+    assert (found.numbers["step"], found.certainty) == (0.5, "suspected")
+
+
+def test_rows_that_are_no_numbers(summary_of: Make) -> None:
+    summary = summary_of((2,), lse={(0, 1): math.nan})
+    found = only(summary)
+    assert (found.kind, found.heads) == ("not_finite", (1,))
+    assert "the scores of 40 of 40 rows are not finite" in found.sentence
+
+
+def test_a_mismatched_layer_is_said_to_be_no_more(summary_of: Make) -> None:
+    summary = summary_of(
+        (2, 2), layer={0: {"status": "mismatch", "error": 0.25}}, first_weight={(0, 0): 0.9}
+    )
+    found = only(summary)
+    assert (found.kind, found.layer, found.heads) == ("mismatch", 0, ())
+    assert found.sentence.startswith("Layer 0: the output rebuilt from what was captured differs")
+    assert "by 0.25 of it" in found.sentence
+
+
+def test_few_rows_are_only_suspected(summary_of: Make) -> None:
+    found = only(summary_of((1,), rows=5, first_weight={(0, 0): 0.9}))
+    assert found.certainty == "suspected"
+    assert "(in 5 rows only)" in found.sentence
+
+
+def test_rows_of_few_keys_call_for_nothing(summary_of: Make) -> None:
+    few = {(0, 0): 7.0}
+    for change in ({"first_weight": {(0, 0): 0.9}}, {"normalized_entropy": {(0, 0): 1.0}}):
+        assert kinds(summary_of((1,), **change, n_keys=few)) == []
+
+
+def test_a_head_that_copies_by_design_has_not_collapsed() -> None:
+    scores = 1e3 * torch.diag(torch.ones(63), -1)
+
+    class Previous(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            one = torch.eye(64)[None, None]
+            return torch.nn.functional.scaled_dot_product_attention(
+                one, scores.mT[None, None], one, scale=1.0
+            )
+
+    with acutance.probe(Previous(), structure=True, metrics=["n_keys", "normalized_entropy"]) as it:
+        it._model(torch.zeros(1))
+    assert kinds(it.summary()) == []
+    with acutance.probe(Previous(), metrics=["n_keys", "normalized_entropy"]) as it:
+        it._model(torch.zeros(1))
+    assert kinds(it.summary()) == ["entropy_collapse"]
+    assert only(it.summary()).certainty == "suspected"
+
+
+def growing(
+    slope: float, level: float = 1.0, noise: float = 0.1, sequences: int = 12, share: float = 0.6
+) -> HeadSummary:
+    """Two heads over causal rows of 256 tokens: the second's entropy is level + slope · log n."""
+    metrics = ("n_keys", "entropy", "normalized_entropy")
+    n = torch.arange(1, 257).double()
+    off = noise * torch.randn(sequences, 1, dtype=torch.float64)
+    rows = torch.empty(3, 2, sequences, 256, dtype=torch.float64)
+    rows[0], rows[2] = n, share
+    rows[1, 0] = 2.0 + off
+    rows[1, 1] = level + slope * n.log() + off
+    whole = torch.ones(sequences, 2, 256, dtype=torch.bool)
+    layer = acutance.probing.Layer("m", 2, calls=1, rows=sequences * 256)
+    profile = Profile.of(rows, n.long().view(1, 1, -1), whole)
+    return HeadSummary(
+        (layer,), metrics, Moments.of(rows.flatten(2), metrics), beside=Beside(profile)
+    )
+
+
+def test_growth_with_n_is_told_with_its_error_and_what_to_expect() -> None:
+    torch.manual_seed(0)
+    found = only(growing(0.7))
+    assert (found.kind, found.heads, found.certainty) == ("dilution", (1,), "fitted")
+    assert found.numbers["value"] == pytest.approx(0.7, abs=3 * found.numbers["error"])
+    assert 0 < found.numbers["error"] < 0.1
+    low, high = found.numbers["low_n"], found.numbers["high_n"]
+    assert high / low == pytest.approx(8, rel=0.4)
+    drop = found.numbers["high"] - found.numbers["low"]
+    assert drop == pytest.approx(found.numbers["value"] * math.log(high / low))
+    assert "acutance calibrate" in found.advice
+    assert f"from {found.numbers['high']:.1f} to {found.numbers['low']:.1f} nats" in found.advice
+    assert f"(± {found.numbers['error']:.2f})" in found.reason
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"slope": 0.1},  # too flat to matter
+        {"slope": -0.7},
+        {"slope": 0.7, "sequences": 1},  # no error is known
+        {"slope": 0.7, "noise": 20.0},  # within its error
+        {"slope": 0.9, "share": DIFFUSE + 0.01},  # spreads widely at any length
+    ],
+)
+def test_growth_that_is_not_told(options: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    assert kinds(growing(**options)) == []  # type: ignore[arg-type]
+
+
+def test_growth_needs_a_profile() -> None:
+    assert kinds(replace(growing(0.7), beside=Beside())) == []
+
+
+def test_of_heads_without_growth_hardly_one_in_a_hundred_is_named() -> None:
+    torch.manual_seed(2)
+    named = 0
+    for _ in range(100):
+        n = torch.arange(1, 129).double()
+        tilt = 1.0 * torch.randn(4, 1, dtype=torch.float64)  # sequences go up and down alike
+        rows = torch.stack([n.expand(4, -1), 2 + tilt * n.log(), 0.0 * tilt + 0.6 + 0 * n])
+        profile = Profile.of(
+            rows[:, None], n.long().view(1, 1, -1), torch.ones(4, 1, 128, dtype=torch.bool)
+        )
+        metrics = ("n_keys", "entropy", "normalized_entropy")
+        layer = acutance.probing.Layer("m", 1, calls=1, rows=512)
+        moments = Moments.of(rows.flatten(1)[:, None], metrics)
+        named += bool(kinds(HeadSummary((layer,), metrics, moments, beside=Beside(profile))))
+    assert named <= 4
+
+
+def test_everything_is_plain_json(summary_of: Make, tmp_path: Path) -> None:
+    summary = summary_of((2,), first_weight={(0, 0): 0.9}, max_logit={(0, 1): 300.0})
+    path = tmp_path / "out.json"
+    write_exports(summary, {"--json": path})
+    record = json.loads(path.read_text())
+    assert [each["kind"] for each in record["recommendations"]] == ["large_logits", "sink"]
+    first = record["recommendations"][0]
+    assert first["heads"] == [1]
+    assert first["sentence"].startswith("Layer 0 head 1: the largest logit is")
+    assert record["schema"] == summary.to_dict()["schema"]
+
+
+def test_no_head_calls_for_nothing() -> None:
+    assert recommendations(HeadSummary((), ("entropy",), Moments.none(0, 1))) == []
