@@ -195,7 +195,8 @@ struct PairProducts {
                   values);
   }
   template <bool LOOK>
-  void score(int g, int64_t from, int64_t count, float* scores, Extremes<float>* found) {
+  void score(int g, int64_t from, int64_t count, float* scores, Extremes<float>* found,
+             const NextRows&) {
     tile_dots<LOOK>(queries + g * LN * (E / 2), k + from * call.key_stride[2], call.key_stride[2],
                     E, float(call.scale), count, scores, found);
   }

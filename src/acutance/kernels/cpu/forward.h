@@ -37,6 +37,8 @@ struct Forward {
   const T *centres, *centre = nullptr;
   Rows<T>* rows;
   uint32_t* seen;
+  NextRows ahead[2];  // what the next tiles fetch while they score
+  int turn = 0;
   bool ready;
 
   explicit Forward(const Shared& shared)
@@ -123,6 +125,7 @@ struct Forward {
       const int64_t stop = imin(start + BLOCK, span.stop);
       const int64_t vs = call.value_stride[2];
       products.block(k, v, start, stop);
+      look_ahead(k, v, start, stop, span.stop);
       if (noise)
         for (int64_t j = 0; j < stop - start; ++j)
           sizes[j] = centre_row<T, In>(v + (start + j) * vs, centre, Ev, rest + j * Ev);
@@ -139,6 +142,22 @@ struct Forward {
       finish(batch, head, row + g * LN, imin(LN, count - g * LN), g);
   }
 
+  // The first tile of a block fetches the block's values, the second the next block's keys.
+  void look_ahead(const In* k, const In* v, int64_t start, int64_t stop, int64_t end) {
+    const int64_t ks = call.key_stride[2], vs = call.value_stride[2];
+    ahead[0] = ahead[1] = NextRows();
+    turn = 0;
+    if (Ev) ahead[0] = rows_at(v + start * vs, vs, Ev, stop - start);
+    if (stop < end) ahead[1] = rows_at(k + stop * ks, ks, E, imin(BLOCK, end - stop));
+  }
+
+  static NextRows rows_at(const In* from, int64_t stride, int64_t width, int64_t count) {
+    const int64_t each = sizeof(In);
+    return {(const char*)from, stride * each, width * each, count};
+  }
+
+  NextRows take_ahead() { return turn < 2 ? ahead[turn++] : NextRows(); }
+
   void tile(int64_t batch, int64_t head, int64_t first, int64_t filled, const Band& own,
             int64_t start, int64_t count, int64_t from, int g) {
     Rows<T>& row = rows[g];
@@ -146,14 +165,14 @@ struct Forward {
     V factor[NV];
     if (whole && plain_scores) {
       Extremes<T> found;
-      products.template score<true>(g, from, count, scores, &found);
+      products.template score<true>(g, from, count, scores, &found, take_ahead());
       row.begin(found, T(count), factor);
       if (!row.found) row.first_seen(start, scores);
       weigh<false>(row, count, from);
     } else {
       Masks<T> masks(call, batch, head, first, filled);
       if (!masks.tile(start, count, own, seen, added)) return;
-      products.template score<false>(g, from, count, scores, nullptr);
+      products.template score<false>(g, from, count, scores, nullptr, take_ahead());
       if (!plain_scores) adjust<T>(call, head, first, start, count, scores, added, nullptr);
       Extremes<T> found;
       V visible[NV];

@@ -54,9 +54,10 @@ struct WideProducts {
 
   // Scores of lane group g with `count` keys of the block from number `from` on.
   template <bool LOOK>
-  void score(int g, int64_t from, int64_t count, T* scores, Extremes<T>* found) {
+  void score(int g, int64_t from, int64_t count, T* scores, Extremes<T>* found,
+             const NextRows& ahead) {
     tile_scores<T, LOOK>(queries + g * LN * E, k + from * key_step, key_step, E, count, scores,
-                         found);
+                         found, ahead);
   }
 
   // total = total * factor + the sum of these keys' values by their weights.

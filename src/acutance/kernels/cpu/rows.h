@@ -272,14 +272,30 @@ ACUTANCE_INLINE void score_rows(const T* q, const T* k, int64_t ks, int64_t widt
     }
 }
 
+// Rows of memory that are wanted next, fetched while others are worked on: a head's keys and values
+// may lie in a cache so far that a wait for each of them would show.
+struct NextRows {
+  const char* at = nullptr;  // null: nothing
+  int64_t step = 0, bytes = 0, rows = 0;
+
+  ACUTANCE_INLINE void fetch(int64_t first, int64_t count) const {
+    if (!at) return;
+    for (int64_t r = first, stop = imin(first + count, rows); r < stop; ++r)
+      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(at + r * step + b, 0, 2);
+  }
+};
+
 // scores[j][lane] = sum over e of k[j][e] q[e][lane], and with LOOK their extremes.
 template <class T, bool LOOK>
 inline void tile_scores(const T* q, const T* k, int64_t ks, int64_t width, int64_t count,
-                        T* scores, Extremes<T>* found) {
+                        T* scores, Extremes<T>* found, const NextRows& ahead = NextRows()) {
   int64_t j = 0;
   Extremes<T> local;
-  for (; j + ROWS <= count; j += ROWS)
+  for (; j + ROWS <= count; j += ROWS) {
+    ahead.fetch(j, ROWS);
     score_rows<T, ROWS, LOOK>(q, k + j * ks, ks, width, scores + j * LANES<T>, &local);
+  }
+  ahead.fetch(j, count - j);
   for (; j + 4 <= count; j += 4)
     score_rows<T, 4, LOOK>(q, k + j * ks, ks, width, scores + j * LANES<T>, &local);
   for (; j < count; ++j)
