@@ -55,6 +55,7 @@ def sweep(types: list[str], path: Path, *, fresh: bool, seconds: float | None) -
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     record = _begun(path, fresh)
+    record["registered"] = len(CONFIG_MAPPING_NAMES)
     wanted = types or [
         name for name in sorted(CONFIG_MAPPING_NAMES) if name not in record["models"]
     ]
@@ -71,7 +72,7 @@ def sweep(types: list[str], path: Path, *, fresh: bool, seconds: float | None) -
         record["models"] = dict(sorted(record["models"].items()))
         _write(path, record)
         print(f"{name:34} {found['verdict']:14} {found['reason'][:110]}", flush=True)
-        if seconds is not None and spent > seconds:
+        if seconds is not None and spent >= seconds:
             print(f"stopped after {spent:.0f} seconds of process time; run again to go on")
             return
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,13 +71,14 @@ def test_help_is_quick_and_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     spent = []
     for _ in range(5):
-        start = time.perf_counter()
+        before = os.times()
         done = subprocess.run(
             [sys.executable, "-m", "acutance", "--help"], capture_output=True, check=True
         )
-        spent.append(time.perf_counter() - start)
+        after = os.times()
+        spent.append(sum(after[2:4]) - sum(before[2:4]))  # its own work: a busy machine adds none
     assert b"probe" in done.stdout
-    assert min(spent) < 0.3  # the quickest: a busy machine delays a start, and never hastens it
+    assert min(spent) < 0.3
 
 
 def test_the_default_run_reads_every_head(run: Callable[..., Any], tmp_path: Path) -> None:

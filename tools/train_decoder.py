@@ -21,9 +21,7 @@ import transformers
 from safetensors.torch import save
 
 from acutance.files import write_bytes, write_text
-from acutance.reproduce import decoder as decoders
-from acutance.reproduce import texts
-from acutance.reproduce.decoder import POSITIONS
+from acutance.reproduce import texts, trained
 
 PACKAGED = Path(__file__).parents[1] / "src" / "acutance" / "data" / "decoder"
 LENGTHS = (128, 256, 512, 1024)
@@ -36,7 +34,7 @@ def held_out_loss(model: torch.nn.Module, text: torch.Tensor, length: int) -> fl
     generator = torch.Generator().manual_seed(0)
     ids = texts.windows(text, max(LENGTHS) + 1, WINDOWS, generator)[:, -(length + 1) :]
     with torch.no_grad():
-        parts = [decoders.next_byte_losses(model, part)[:, -LAST:] for part in ids.split(8)]
+        parts = [trained.next_byte_losses(model, part)[:, -LAST:] for part in ids.split(8)]
     return float(torch.cat(parts).mean())
 
 
@@ -49,7 +47,7 @@ def write(model: torch.nn.Module, about: dict[str, object], out: Path) -> None:
         if name != "lm_head.weight"  # tied to the embedding
     }
     write_bytes(out / "model.safetensors", save(tensors, {"format": "pt"}))
-    config = decoders.configuration()
+    config = trained.configuration()
     config.architectures = ["LlamaForCausalLM"]
     config.dtype = "float32"  # what to compute in; the file's float16 is for its size
     write_text(out / "config.json", config.to_json_string())
@@ -73,7 +71,7 @@ def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     tokenizer.decoder = ByteLevel()
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        model_max_length=POSITIONS,
+        model_max_length=trained.POSITIONS,
         clean_up_tokenization_spaces=False,
     )
 
@@ -99,7 +97,7 @@ def main() -> int:
     training, held_out = texts.files("training"), texts.files("held out")
     text, other = texts.read(training), texts.read(held_out)
     start = time.process_time()
-    model = decoders.train(
+    model = trained.train(
         options.seed,
         text,
         steps=options.steps,
@@ -113,7 +111,7 @@ def main() -> int:
     about = {
         "seed": options.seed,
         "steps": options.steps,
-        "train_length": decoders.TRAIN_LENGTH,
+        "train_length": trained.TRAIN_LENGTH,
         "cpu_seconds": round(seconds),
         "text": {
             "what": "source files of the standard library",

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.small import text_config
+
 BATCH, LENGTH = 2, 12
 
 
@@ -72,9 +74,7 @@ def _rest(model: Any, parameters: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def ids(model: Any, length: int = LENGTH) -> Tensor:
     chance = torch.Generator().manual_seed(7)
-    config = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    most = getattr(text, "vocab_size", None) or 100
+    most = getattr(text_config(model.config), "vocab_size", None) or 100
     return torch.randint(3, max(4, min(int(most), 150)), (BATCH, length), generator=chance)
 
 
@@ -173,6 +173,7 @@ _MAKERS = [
     ("series", "past_values", _past),
     ("states", "hidden_states", _states),
     ("states", "inputs_embeds", _states),
+    ("states", "query_embeds", _states),
     ("any", "inputs", _states),
 ]  # fmt: skip
 

@@ -48,6 +48,8 @@ def render(record: dict[str, Any]) -> str:
     worst = max((model["worst"] for model in with_maps), default=0.0)
     facts = dict(
         **record["versions"],
+        examined=len(models),
+        registered=record.get("registered", len(models)),
         moved="None moved." if not moved else f"{moved} moved.",
         maps=sum(model["maps"] for model in with_maps),
         with_maps=len(with_maps),
@@ -62,7 +64,7 @@ def render(record: dict[str, Any]) -> str:
         group = [model for model in models if model["verdict"] == verdict]
         if group:
             text += f"\n## {title}\n\n{_group(verdict, group)}"
-    noted = [model for model in models if model.get("notes")]
+    noted = [model for model in models if any("else than" in n for n in model.get("notes", ()))]
     if noted:
         text += "\n## Implementations that differ\n\n"
         text += DIFFER
@@ -87,7 +89,8 @@ def _group(verdict: str, models: list[dict[str, Any]]) -> str:
         return _table(("model type", "class", "remark"), rows)
     names = ("model type", "class", "input", "attention", "calls read", "maps compared")
     if verdict == "verified":
-        return _table(names, [_row(model) for model in models])
+        rows = [(*_row(model), "; ".join(model.get("notes", ()))) for model in models]
+        return _table((*names, "remark"), rows)
     return _table(
         (*names, "reason"), [(*_row(m), _plain(m["reason"] or _sources(m))) for m in models]
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import importlib
 import inspect
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,9 +60,9 @@ SIZES: dict[str, int] = {
         (64, "image_size img_size pretrain_image_size input_size_image"),
         (VOCABULARY, "vocab_size text_vocab_size vocab_size_per_layer_input input_vocab_size "
         "output_vocab_size"),
-        (5, "sliding_window attention_window local_attention_window"),
+        (5, "sliding_window"),
         (6, "attention_chunk_size"),
-        (4, "window_size num_frames num_query_tokens"),
+        (4, "window_size num_frames num_query_tokens attention_window local_attention_window"),
         (12, "num_queries num_latents"),
     ]
     for name in names.split()
@@ -98,10 +100,12 @@ def options(config_class: Any, sizes: dict[str, int], depth: int | None = None) 
 #: Fields that must agree with another, or that matter where they are None: set where both exist.
 _TOGETHER: dict[str, tuple[str, Any]] = {
     "head_dim": ("qk_rope_head_dim", 8),
+    "num_key_value_heads": ("kv_lora_rank", HEADS),
     "num_experts_per_tok": ("n_routed_experts", 2),
     "attn_layer_indices": ("mamba_d_state", [1]),
     "attn_layer_period": ("attn_layer_offset", 2),
     "attn_layer_offset": ("attn_layer_period", 1),
+    "prediction_length": ("context_length", 4),
 }
 
 
@@ -165,7 +169,7 @@ def _depth_of_all_kinds(config_class: Any) -> int | None:
         config = config_class()
     except Exception:
         return None
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     for name in (
         "layer_types",
         "layers_block_type",
@@ -178,6 +182,14 @@ def _depth_of_all_kinds(config_class: Any) -> int | None:
             words = [str(kind) for kind in kinds]
             return max(2, 1 + max(words.index(kind) for kind in set(words)))
     return None
+
+
+def text_config(config: Any) -> Any:
+    """The configuration of the part that reads text, if it is known which that is."""
+    try:
+        return config.get_text_config()
+    except (AttributeError, ValueError):  # there may be two
+        return config
 
 
 def _mended(config: Any) -> Any:
@@ -222,22 +234,28 @@ def classes_of(model_type: str, config_class: Any) -> list[Any]:
         listed = getattr(modeling_auto, mapping).get(model_type)
         names += [listed] if isinstance(listed, str) else list(listed or ())
     found = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
-    package = config_class.__module__.rpartition(".")[0]
-    stem = config_class.__module__.rpartition(".configuration_")[2]
-    try:
-        module = importlib.import_module(f"{package}.modeling_{stem}")
-    except ImportError:
-        return found
-    others = [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value)
-        and getattr(value, "config_class", None) is config_class
-        and value.__module__ == module.__name__
-        and not value.__name__.endswith("PreTrainedModel")
-    ]
+    others = []
+    for module in _modules(config_class):
+        others += [
+            value
+            for value in vars(module).values()
+            if inspect.isclass(value)
+            and getattr(value, "config_class", None) is config_class
+            and value.__module__ == module.__name__
+            and not value.__name__.endswith("PreTrainedModel")
+        ]
     others.sort(key=lambda value: ("For" in value.__name__, len(value.__name__)))
     return [*found, *(other for other in others if other not in found)]
+
+
+def _modules(config_class: Any) -> Iterator[Any]:
+    """Modules beside a configuration's own that speak of it and define models."""
+    package = config_class.__module__.rpartition(".")[0]
+    folder = Path(inspect.getfile(config_class)).parent
+    for file in sorted(folder.glob("modeling_*.py")):
+        if config_class.__name__ in file.read_text(encoding="utf-8"):
+            with contextlib.suppress(ImportError):
+                yield importlib.import_module(f"{package}.{file.stem}")
 
 
 def build(model_class: Any, config: Any, implementation: str | None) -> Any:

@@ -79,6 +79,8 @@ class Witness(TorchDispatchMode):
             for tensor, one in known:
                 if name in _PRODUCTS:
                     one.used |= _contracts(tensors, tensor)
+                elif name == "mul" and _gates(tensors, tensor):
+                    continue
                 elif isinstance(result, Tensor) and 2 * result.numel() >= _size(one):
                     self._weights[_place(result)] = (one, result)  # a copy, a slice without a sink
         return result
@@ -98,6 +100,15 @@ def _contracts(tensors: list[Tensor], weights: Tensor) -> bool:
     if weights is left:
         return weights.stride(-1) == 1
     return weights is right and weights.stride(-2) == 1
+
+
+def _gates(tensors: list[Tensor], weights: Tensor) -> bool:
+    """Whether weights multiply values, which makes them a gate, and not a mask."""
+    return any(
+        other.numel() >= weights.numel() and bool(((other < 0) | (other > 1)).any())
+        for other in tensors
+        if other is not weights
+    )
 
 
 def _size(one: Seen) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -348,6 +349,6 @@ def test_what_cannot_be_read_is_told_everywhere(
     assert summary.to_dict()["unread"] == [reason]
     summary.save(tmp_path / "state")
     assert acutance.load(tmp_path / "state").unread == (reason,)
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=120, record=True, file=io.StringIO())
     console.print(console_table(summary))
     assert reason in console.export_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from acutance.probing import call as calls
 from acutance.probing.choice import HeadChoice, LayerChoice
 from acutance.probing.moments import Moments
 from acutance.probing.sampling import draw
+from acutance.probing.summary import from_parts
 
 TOLERANCE = 1e-5
 
@@ -291,6 +293,23 @@ def test_what_was_drawn_survives_a_file_and_is_told(tmp_path: Any) -> None:
         probed(Attend(), *qkv(), options={"metrics": ["lse"]}).sampling_error("entropy")
 
 
+def test_states_from_before_rows_were_drawn_are_read() -> None:
+    summary = probed(Attend(), *qkv(), options={})
+    header, tensors = summary.parts()
+    record = json.loads(header["summary"])
+    del record["not_provided"]
+    for layer in record["layers"]:
+        for name in ("chosen", "skipped", "provided"):
+            del layer[name]
+    old = {name: part for name, part in tensors.items() if name not in ("weight", "sampling")}
+    loaded = from_parts({**header, "summary": json.dumps(record)}, old)
+    assert loaded.layers == summary.layers
+    assert torch.equal(loaded.moments.weight, summary.moments.weight)
+    assert not bool(loaded.sampling_error("entropy").any())
+    with pytest.raises(ValueError, match="the array 'sampling' is missing"):
+        from_parts(header, {name: part for name, part in tensors.items() if name != "sampling"})
+
+
 def test_one_row_has_no_standard_error() -> None:
     found = Moments.of(torch.tensor([[[2.0]]]), ("entropy",)).sampled(10, 1)
     assert found.sampling_error.isnan().all()
@@ -399,7 +418,7 @@ def test_what_is_not_provided_is_left_to_the_model_and_listed(
         call = lambda: model(ids).logits.detach()  # noqa: E731
     elif kind == "func":
         model, parts = Attend(), qkv()
-        call = lambda: torch.func.vmap(lambda q: model(q, *parts[1:]))(parts[0][None])  # noqa: E731
+        call = lambda: torch.func.grad(lambda q: model(q, *parts[1:]).sum())(parts[0])  # noqa: E731
     else:
         model = nn.MultiheadAttention(16, 4, batch_first=True, dropout=0.5 * (kind == "dropout"))
         x = torch.randn(2, 5, 16)
@@ -412,9 +431,8 @@ def test_what_is_not_provided_is_left_to_the_model_and_listed(
     with acutance.probe(model, provide=True) as probe:
         assert torch.equal(call(), plain)
     assert {text.partition(": ")[2] for text in probe.not_provided} == {reasons[kind]}
-    if kind != "func":  # what is batched by vmap cannot be read, which is listed as well
-        assert {layer.provided for layer in probe.summary().layers} == {0}
-        assert probe.unread == []
+    assert {layer.provided for layer in probe.summary().layers} == {0}
+    assert probe.unread == []
 
 
 @pytest.mark.parametrize("dims", [2, 3, 4, 5])

@@ -80,13 +80,13 @@ def test_a_summary_has_not_moved_from_itself() -> None:
 def test_texts_of_one_kind_seldom_move_a_head() -> None:
     """Where rows taken as independent would call most heads moved."""
     moved = wrong = 0
-    for seed in range(40):
+    for seed in range(24):
         found = diff(drawn(2 * seed, heads=50), drawn(2 * seed + 1, heads=50))
         moved += bool(found.count("entropy", "moved"))
         wrong += int((found.change.abs() > 1.96 * found.floor).sum())
-    # of 40 pairs a share of 0.05 or less has any such head: 7 or more has probability 0.003
-    assert moved < 7
-    assert wrong > 0.5 * 40 * 50
+    # of 24 pairs a share of 0.05 or less has any such head: 6 or more has probability 0.001
+    assert moved < 6
+    assert wrong > 0.5 * 24 * 50
 
 
 def test_a_change_of_shape_alone_shows_in_the_shift() -> None:
@@ -236,3 +236,50 @@ def test_what_cannot_be_compared_is_refused() -> None:
     found: Diff = diff(one, one)
     with pytest.raises(ValueError, match="'lse' is not in both states; they share entropy"):
         found.of("lse")
+
+
+def at_lengths(seed: int, length: int, slope: float, step: float = 0.0) -> HeadSummary:
+    """Causal rows whose entropy rises with log n, seen in windows of a length."""
+    values = rows_of(torch.Generator().manual_seed(seed), 12, 3, length, 0.5) / 10
+    n = 1 + torch.arange(length)
+    values += slope * n.log() + step
+    about = {"window_length": length}
+    return summary_of(values, n.expand(12, -1), metrics=("entropy",), about=about)
+
+
+def test_at_equal_n_a_longer_window_alone_changes_nothing() -> None:
+    short, long = at_lengths(1, 32, 0.7), at_lengths(2, 128, 0.7)
+    plain = diff(short, long)
+    assert plain.count("entropy", "moved") == 3
+    assert any("rows at equal n (--equal-n)" in text for text in plain.warnings)
+    equal = diff(short, long, equal_n=True)
+    assert equal.count("entropy", "moved") == 0
+    assert equal.change.abs().max() < 0.15
+    assert equal.keys is not None
+    assert 1 == equal.keys[0] < equal.keys[1] < 32
+    assert equal.shift.isnan().all()
+    assert any("rows of as many keys compare" in text for text in equal.warnings)
+    assert equal.to_dict()["equal_n"] == list(equal.keys)
+
+
+def test_at_equal_n_what_is_not_n_remains() -> None:
+    found = diff(at_lengths(1, 32, 0.7), at_lengths(2, 128, 0.7, step=0.5), equal_n=True)
+    assert found.count("entropy", "moved") == 3
+    # 12 sequences a side, of deviation 0.07 each: five standard errors of the change are 0.15
+    assert found.change[:, 0].tolist() == pytest.approx([0.5] * 3, abs=0.15)
+
+
+def test_equal_n_of_one_summary_is_all_but_equal() -> None:
+    one = at_lengths(1, 31, 0.7)
+    found = diff(one, one, equal_n=True)
+    assert (found.verdicts == ORDER.index("equal")).all()
+    assert found.before == pytest.approx(one.moments.mean)  # all octaves, by their own rows
+
+
+def test_without_a_shared_n_or_a_profile_it_says_so() -> None:
+    rows = rows_of(torch.Generator().manual_seed(1), 4, 2, 9, 0.0)
+    few, many = (summary_of(rows, torch.full((4, 9), n)) for n in (100, 500))
+    with pytest.raises(ValueError, match="share no number of keys: rows see 100 to 100 in one and"):
+        diff(few, many, equal_n=True)
+    with pytest.raises(ValueError, match="the second state does not say how its rows change"):
+        diff(few, summary_of(rows, profile=False), equal_n=True)

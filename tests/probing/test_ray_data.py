@@ -121,6 +121,8 @@ def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 # -- with ray itself ------------------------------------------------------------------------------
 
+noisy = pytest.mark.filterwarnings("ignore")  # Ray's own: none of them is about what is tested
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
@@ -139,6 +141,7 @@ def dataset(ray: Any) -> Any:
     return ray.data.from_items([{"text": text} for text in [*SENTENCES, "  "]])
 
 
+@noisy
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_cluster_reads_what_one_process_reads(
     cluster: Any, whole: tuple[State, Any], tmp_path: Path, killed: bool
@@ -153,6 +156,7 @@ def test_a_cluster_reads_what_one_process_reads(
     assert torch.equal(again.summary.moments.M2, found.summary.moments.M2)  # nothing was left to do
 
 
+@noisy
 def test_datasets_without_text_are_refused(cluster: Any) -> None:
     with pytest.raises(ValueError, match="column: the dataset has 'text', got 'body'"):
         probe_dataset(dataset(cluster), load, column="body")

@@ -133,6 +133,8 @@ def set_at(name: str, index: Any, value: Any) -> Callable[[dict[str, Any]], None
         (set_at("count", (0, 0), 11), "'histogram' holds what no rows give"),
         (set_at("mean", (2, 1), torch.nan), "'mean' holds what no rows give, at head 2, metric 1"),
         (set_at("mean", (2, 1), torch.inf), "'mean' holds what no rows give"),
+        (set_at("mean", (0, 0), -1e300), "'mean' holds what no rows give"),
+        (set_at("M2", (0, 0), 1e300), "'M2' holds what no rows give"),
         (set_at("M2", (0, 0), -1.0), "'M2' holds what no rows give"),
         (set_at("M2", (0, 0), torch.nan), "'M2' holds what no rows give"),
         (set_at("low", (0, 0), 1e9), "'high' holds what no rows give"),

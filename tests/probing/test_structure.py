@@ -185,7 +185,7 @@ def test_an_encoder_and_its_decoder_have_their_own_tokens() -> None:
         eos_token_id=1, decoder_start_token_id=0,
     )  # fmt: skip
     model = transformers.T5ForConditionalGeneration(config).eval()
-    source, target = torch.full((1, 10), 7), torch.arange(3, 9)[None]
+    source, target = torch.full((1, 10), 7), torch.arange(8, 14)[None]
     with acutance.probe(model, structure=True, special=[7]) as probe, torch.no_grad():
         model(input_ids=source, decoder_input_ids=target)
     found = probe.summary()

@@ -160,7 +160,7 @@ def test_acutance_attention_is_read(options: dict[str, Any]) -> None:
     ("options", "reason"),
     [
         ({"weights": "relu2"}, "weights='relu2': return_stats=True reads it"),
-        ({"scaling": acutance.scaling.LogN(train_length=4)}, "a scaling: return_stats=True reads it"),
+        ({"scaling": acutance.scaling.LogN(train_length=4)}, "a scaling: return_stats=True"),
     ],
 )
 def test_what_is_no_softmax_of_products_is_listed(options: Any, reason: str) -> None:

@@ -168,7 +168,7 @@ def test_layers_named_alike_are_told_together(summary_of: Make) -> None:
 
 
 def test_heads_that_were_chosen_keep_their_numbers(summary_of: Make) -> None:
-    alike = summary_of((2, 2), layer=dict.fromkeys((0, 1), {"chosen": (3, 7)}))
+    alike = summary_of((2, 2), layer={key: {"chosen": (3, 7)} for key in (0, 1)})
     text = printed(alike, 80)
     assert text.splitlines()[3].split() == ["layer", "h3", "h7", "│", "mean"]
     assert "Read in layers 0–1: heads 3, 7." in text
@@ -176,5 +176,5 @@ def test_heads_that_were_chosen_keep_their_numbers(summary_of: Make) -> None:
     assert mixed.splitlines()[3].split() == ["layer", "#0", "#1", "│", "mean"]
     assert "Read in layer 1: heads 3, 7." in mixed
     many = tuple(range(100, 164))
-    large = summary_of((64,) * 80, rows=2, layer=dict.fromkeys(range(80), {"chosen": many}))
+    large = summary_of((64,) * 80, rows=2, layer={key: {"chosen": many} for key in range(80)})
     assert set(re.findall(r"h\d+", rows(printed(large, 80))[0])) <= {f"h{head}" for head in many}

@@ -6,12 +6,14 @@ import math
 import struct
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from acutance.probing import HeadSummary, Moments
 from acutance.report import draw_heads
+from acutance.report.style import DARK
 from acutance.rowstats import METRICS
 
 Make = Callable[..., HeadSummary]
@@ -83,3 +85,26 @@ def test_without_matplotlib_it_says_how_to_get_it(
     )
     with pytest.raises(ImportError, match=sentence):
         draw_heads(summary_of(), tmp_path / "x.png")
+
+
+@pytest.mark.parametrize("chosen", [{0: (3, 7), 1: (3, 7)}, {1: (3, 7)}])
+def test_heads_that_were_chosen_are_named(
+    summary_of: Make, tmp_path: Path, chosen: dict[int, tuple[int, ...]]
+) -> None:
+    whole = summary_of((2, 2))
+    layers = (replace(layer, chosen=chosen.get(i, ())) for i, layer in enumerate(whole.layers))
+    draw_heads(replace(whole, layers=tuple(layers)), tmp_path / "some.png")
+    draw_heads(whole, tmp_path / "all.png")
+    assert (tmp_path / "some.png").read_bytes() != (tmp_path / "all.png").read_bytes()
+
+
+def test_an_ending_in_svg_gives_one_and_dark_is_dark(summary_of: Make, tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    draw_heads(summary_of(), tmp_path / "x.svg", theme=DARK)
+    assert DARK.page in (tmp_path / "x.svg").read_text(encoding="utf-8")
+    draw_heads(summary_of(), tmp_path / "x.png", theme=DARK)
+    pixels = imread(tmp_path / "x.png")
+    inside = pixels[pixels.shape[0] // 2, 60]
+    assert inside[:3].max() < 0.15
+    assert inside[3] == 1.0

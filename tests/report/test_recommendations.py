@@ -187,6 +187,10 @@ def test_growth_with_n_is_told_with_its_error_and_what_to_expect() -> None:
     assert drop == pytest.approx(found.numbers["value"] * math.log(high / low))
     assert "acutance calibrate" in found.advice
     assert f"from {found.numbers['high']:.1f} to {found.numbers['low']:.1f} nats" in found.advice
+    assert found.numbers["drop_error"] == pytest.approx(
+        found.numbers["error"] * math.log(high / low)
+    )
+    assert high == pytest.approx(184, rel=0.05)  # n = 256 itself is alone in its octave
     assert f"(± {found.numbers['error']:.2f})" in found.reason
 
 

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from acutance.cli import INTERRUPTED, app
 from acutance.reproduce import EXPERIMENTS, Experiment, Row, Run, load, pick, run
 from acutance.reproduce import command as command_module
+from acutance.reproduce.fitting import Plan, fit
+from acutance.reproduce.small import seeded
 
 QUICKEST = ("sparsity_decay", "ssmax")
 
@@ -138,6 +141,41 @@ def test_misuse_is_exit_2_before_anything_runs(call: Callable[..., Any], tmp_pat
     assert "did you mean 'freezing'" in " ".join(result.output.replace("│", " ").split())
     assert not list(tmp_path.iterdir())
     assert call("ssmax", "--json", tmp_path).exit_code == 2
+
+
+def test_what_needs_a_missing_package_is_left_out_or_named(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = replace(EXPERIMENTS["noise"], needs="no_such_package")
+    monkeypatch.setitem(EXPERIMENTS, "noise", lacking)
+    both = call("noise", "ssmax", "--no-figures")
+    assert both.exit_code == 0
+    assert "noise: left out, it needs no_such_package" in both.output
+    alone = call("noise", "--no-figures")
+    assert alone.exit_code == 1
+    assert "the experiment noise needs no_such_package; install it with" in alone.output
+
+
+def test_models_stay_so_that_a_training_is_not_done_twice(tmp_path: Path) -> None:
+    notes: list[str] = []
+
+    def measure(given: Run) -> list[Row]:
+        def loss(model: torch.nn.Module, generator: torch.Generator) -> torch.Tensor:
+            return model(torch.randn(4, 2, generator=generator)).square().mean()
+
+        with seeded(given.seed):
+            model = torch.nn.Linear(2, 1)
+        fit(model, loss, Plan("tiny", 50, 1e-2), keep=given.kept("tiny"), note=given.note)
+        return EXPERIMENTS["ssmax"].measure(given)  # type: ignore[return-value]
+
+    chosen = [replace(EXPERIMENTS["ssmax"], measure=measure)]
+    for _ in range(2):
+        list(run(chosen, tmp_path, quick=True, figures=False, force=True, note=notes.append))
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [
+        "tiny-quick-seed0.checkpoint"
+    ]
+    assert len(notes) == 1
+    assert notes[0].startswith("tiny: step 50/50, loss ")
 
 
 def test_the_list_names_every_experiment(call: Callable[..., Any]) -> None:

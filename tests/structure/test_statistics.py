@@ -207,6 +207,16 @@ def test_narrow_inputs_are_summed_in_float32(dtype: torch.dtype) -> None:
         assert torch.allclose(close, expected, rtol=0, atol=size * 1e-6, equal_nan=True), name
 
 
+def test_autocast_casts_the_inputs_and_nothing_else() -> None:
+    query, key, tokens = random_call(torch.float32)
+    options: dict[str, Any] = {"enable_gqa": True, "tokens": tokens, "special": [1]}
+    with torch.autocast("cpu", torch.bfloat16):
+        got = statistics(query, key, **options)
+    want = statistics(query.bfloat16(), key.bfloat16(), **options)
+    for name in STRUCTURE:
+        assert torch.equal(got[name].nan_to_num(-1), want[name].nan_to_num(-1)), name
+
+
 def test_one_position_at_a_time_equals_the_whole() -> None:
     query, key = torch.randn(2, 4, 9, 8).double(), torch.randn(2, 2, 9, 8).double()
     tokens = torch.randint(0, 3, (2, 9))

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -407,6 +408,27 @@ def test_one_monitor_watches_one_model() -> None:
         monitor.watch(two),
     ):
         two(batch())
+
+
+def test_events_of_a_loop_that_is_no_trainer() -> None:
+    model, monitor = encoder(1), AttentionMonitor(every=2, **QUIET)
+    state = SimpleNamespace(global_step=0, epoch=None, log_history=[], stateful_callbacks={})
+    monitor.on_train_begin(None, state, None, model=model)
+    for _ in range(4):
+        monitor.on_step_begin(None, state, None, model=model)
+        model(batch())
+        state.global_step += 1
+        monitor.on_step_end(None, state, None, model=model)
+    assert [entry["step"] for entry in state.log_history] == [1, 2, 4]
+    assert monitor.last is not None
+    assert state.log_history[-1] == {**monitor.last.scalars, "step": 4}
+    assert state.stateful_callbacks == {"acutance.AttentionMonitor": monitor.state_dict()}
+    monitor.on_step_begin(None, state, None, model=model)
+    state.global_step += 1
+    monitor.on_step_begin(None, state, None, model=model)  # 6 is due
+    monitor.on_train_end(None, state, None)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not _get_current_function_mode_stack()
 
 
 def test_only_events_are_answered_with_nothing() -> None:

@@ -352,8 +352,15 @@ def test_nothing_happens_under_tau_and_maxima_add_up_until_the_step() -> None:
     report = clip.step()
     assert report.clipped == ()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert clip.step().layers == ()
-    assert clip.steps == 2
+    with pytest.raises(ProbeError, match=r"has seen no attention of .* since its last step"):
+        clip.step()
+    assert clip.steps == 1
+
+
+def test_a_step_before_any_attention_is_an_error() -> None:
+    layer = nn.Linear(4, 4)
+    with pytest.raises(ProbeError, match=r"seen no attention of Linear .* inside 'with clip:'"):
+        training.QKClip(layer).step()
 
 
 def test_padded_queries_and_hidden_keys_do_not_count() -> None:

@@ -121,6 +121,10 @@ def test_bad_reparametrizations() -> None:
         training.sigma_reparam(layer, "gain")
     with pytest.raises(ValueError, match="weight is a floating matrix"):
         training.sigma_reparam(layer, "bias")
+    with pytest.raises(TypeError, match="weight is a Tensor, got int"):
+        training.SigmaReparam(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"floating matrix, got \(2, 2\) of torch.int64"):
+        training.SigmaReparam(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="parts divides 6, got 4"):
         training.sigma_reparam(layer, parts=4)
     with pytest.raises(ValueError, match="gamma is a finite number above 0"):

@@ -50,14 +50,20 @@ for (const [path, { bytesInOutput }] of Object.entries(Object.values(result.meta
   const name = path.match(/node_modules\/((?:@[^/]+\/)?[^/]+)\//)?.[1];
   if (name && bytesInOutput) packages.add(name);
 }
-const licences = [...packages].sort().map((name) => {
+
+// The licences ask that their text goes wherever the code goes, and the code goes into every report: it is in a comment too.
+const texts = new Map();
+for (const name of [...packages].sort()) {
   const folder = join(here, "node_modules", name);
   const { version, license } = JSON.parse(readFileSync(join(folder, "package.json"), "utf8"));
-  return `${name} ${version} (${license})\n\n${readFileSync(join(folder, "LICENSE"), "utf8").trim()}\n`;
-});
-writeFileSync(join(target, "plot.js"), code);
-writeFileSync(
-  join(target, "plot.txt"),
-  `plot.js is a minified bundle of parts of these packages, made by tools/plot/bundle.mjs.\n\n${licences.join("\n\n")}`,
-);
+  const text = readFileSync(join(folder, "LICENSE"), "utf8").trim();
+  const [, holder, rest] = /^((?:Copyright [^\n]*\n)+)\s*([^]*)$/.exec(text) ?? [, "", text];
+  if (!texts.has(rest)) texts.set(rest, []);
+  texts.get(rest).push(`${name} ${version} (${license})${holder && `: ${holder.trim().replaceAll("\n", "; ")}`}`);
+}
+const licences = [...texts].map(([text, names]) => `${names.join("\n")}\n\n${text}\n`).join("\n\n");
+if (/\*\/|<\/script|<!--/i.test(licences)) throw new Error("a licence would end the comment that holds it");
+const about = "plot.js is a minified bundle of parts of these packages, made by tools/plot/bundle.mjs.";
+writeFileSync(join(target, "plot.js"), `/*!\n${about}\n\n${licences}*/\n${code}`);
+writeFileSync(join(target, "plot.txt"), `${about}\n\n${licences}`);
 console.log(`${code.length} bytes of ${packages.size} packages`);

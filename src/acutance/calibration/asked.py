@@ -150,7 +150,7 @@ def check_windows(turns: Sequence[Turn], lengths: Sequence[int]) -> dict[int, in
     for turn in turns:
         found[turn.length] += turn.groups.numel()
         parts[turn.length].update(turn.groups.tolist())
-    for length in lengths:
+    for length in reversed(lengths):
         if len(parts[length]) < 2:
             raise ValueError(
                 f"calibration takes at least 2 windows of {length} tokens, got {found[length]}: "

@@ -73,10 +73,15 @@ def run(
             allow_pickle=allow_pickle,
         )
     places = tuple(lengths) if lengths is not None else _default_lengths(loaded)
-    check_positions(loaded.model, places)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_positions(loaded.model, places)
+    for warning in caught:
+        console().print(f"[yellow]note[/]: {warning.message}", highlight=False)
     batches = _batches(loaded, texts, places, batch_size)
     tokens = sum(part["input_ids"].numel() for parts in batches.values() for part in parts)
-    with _progress(tokens, console()) as advance:
+    with _progress(tokens, console()) as advance, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # said above
         found = calibrate(loaded.model, batches, lengths=places, advance=advance, **given)
     if out is not None:
         found.save(out)
@@ -108,7 +113,7 @@ def _batches(
         ValueError: if there are fewer than two of one length.
     """
     found = {}
-    for length in places:
+    for length in reversed(places):  # the longest is the first that a text is too short for
         pieces = corpus.windows(texts, loaded.tokenizer, length)
         tokens = sum(map(len, pieces))
         whole = [piece for piece in pieces if len(piece) == length]

@@ -93,15 +93,10 @@ def decide(history: Sequence[LayerState], aim: Aim) -> tuple[Tensor, Tensor]:
     if aim.bound:
         return _bounded(last, aim)
     value, wanted = last.values.value, aim.wanted
-    straight, slope = _straight(value, aim), last.values.slope
-    if aim.target.by_ratio:
-        slope = slope / value
-    before = None
-    if len(history) > 1:
-        before = (history[-2].factors, _straight(history[-2].values.value, aim))
-    moved = next_factor(
-        last.factors, straight, slope, _straight(wanted, aim), before=before, limit=aim.limit
-    )
+    straight, slope = _straight(last, aim)
+    before = (history[-2].factors, *_straight(history[-2], aim)) if len(history) > 1 else None
+    aimed = wanted.log() if aim.target.by_ratio else wanted
+    moved = next_factor(last.factors, straight, slope, aimed, before=before, limit=aim.limit)
     active = torch.zeros(wanted.shape[1], dtype=torch.bool)
     for state in history:
         active |= matters(state, aim).any(0)
@@ -115,9 +110,10 @@ def decide(history: Sequence[LayerState], aim: Aim) -> tuple[Tensor, Tensor]:
     return moved, expected.exp() if aim.target.by_ratio else expected
 
 
-def _straight(value: Tensor, aim: Aim) -> Tensor:
-    """A value as what is closest to a straight line in λ²."""
-    return value.log() if aim.target.by_ratio else value
+def _straight(state: LayerState, aim: Aim) -> tuple[Tensor, Tensor]:
+    """Value and slope as what is closest to a straight line in λ²."""
+    value, slope = state.values.value, state.values.slope
+    return (value.log(), slope / value) if aim.target.by_ratio else (value, slope)
 
 
 def matters(state: LayerState, aim: Aim) -> Tensor:

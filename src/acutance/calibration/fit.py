@@ -39,7 +39,7 @@ def calibrate(
     lengths: Sequence[int] | None = None,
     reference: int | None = None,
     law: str = "table",
-    passes: int = 5,
+    passes: int = 6,
     limit: float = 16.0,
     windowed: bool = False,
     seed: int = 0,
@@ -169,9 +169,14 @@ class _Job:
     @property
     def skipped(self) -> dict[str, str]:
         """Layers that were seen and not fitted, and why."""
-        unread = self._progress.passes[0].found.unread
-        pairs = (text.partition(": ") for text in unread)
-        return {name: why for name, _, why in pairs}
+        found = self._progress.passes[0].found
+        pairs = (text.partition(": ") for text in found.unread)
+        skipped = {name: why for name, _, why in pairs}
+        few = f"no row sees more than {self._asked.knots[0] // 2} keys"
+        for name, sums in found.layers.items():
+            if not bool(sums.longest.any()):
+                skipped[name] = few
+        return skipped
 
     def run(self, advance: Advance | None) -> None:
         """Go on until the law is found, or all passes are made."""

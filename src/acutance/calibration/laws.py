@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from acutance.calibration.families import Resemblance
+from acutance.calibration.families import FamilyFit, Resemblance
 from acutance.scaling import ClipLogN, HeadTable, LogN, Scaling, SqrtLogN, SSMax
 
 __all__ = ["FITTED", "extended_table", "family_scalings", "plain_table"]
@@ -47,7 +47,7 @@ def extended_table(
     return HeadTable(columns, lengths=lengths)
 
 
-def _going_on(found: Resemblance):  # type: ignore[no-untyped-def]
+def _going_on(found: Resemblance) -> FamilyFit:
     if found.name != "undecided":
         return found.fits[found.name]
     slow = [fit for name, fit in found.fits.items() if name != "n"]

@@ -1,15 +1,19 @@
-"""The next factor of every head from what passes have measured: Newton's step, then the secant."""
+"""The next factor of every head from what passes have measured: Newton's step, corrected."""
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 __all__ = ["next_factor", "predicted"]
 
+#: λ, y and y' of the pass before.
+Before: TypeAlias = tuple[Tensor, Tensor, Tensor]
 #: A step multiplies a factor by at most this, and divides it by at most 2.
 _FARTHEST = 4.0
-#: The secant counts where it is within this of Newton's slope, either way.
+#: What came counts where it is within this of what the slopes promised, either way.
 _TRUSTED = 8.0
 
 
@@ -19,22 +23,23 @@ def next_factor(
     slope: Tensor,
     target: Tensor,
     *,
-    before: tuple[Tensor, Tensor] | None = None,
+    before: Before | None = None,
     limit: float = 16.0,
 ) -> Tensor:
     r"""The factors at which values should meet their targets.
 
     The entropy of normal logits falls as a straight line in λ², so the step is Newton's there:
     :math:`\lambda \leftarrow \lambda \sqrt{1 + 2 (y^* - y) / y'}` with :math:`y' = dy/d\log\lambda`
-    measured. From the second pass on the slope between the last two passes takes its place where
-    the two agree within reason: it also holds what other layers do to this one's input.
+    measured. From the second pass on y' is corrected by what the last step did, over what the
+    slopes at both ends of it promised: that holds what other layers do to this one's input, and
+    errors of slopes that are not exact.
 
     Args:
         factor: λ that was in force, of any shape.
         value: y measured there.
         slope: y' measured there.
         target: y*.
-        before: λ and y of the pass before, None in the first.
+        before: λ, y and y' of the pass before, None in the first.
         limit: factors stay within 1/limit and limit.
 
     Example:
@@ -55,7 +60,7 @@ def predicted(
     slope: Tensor,
     following: Tensor,
     *,
-    before: tuple[Tensor, Tensor] | None = None,
+    before: Before | None = None,
 ) -> Tensor:
     """The value to expect at the next factor, by the same line that chose it."""
     slope = _combined(factor, value, slope, before)
@@ -63,15 +68,14 @@ def predicted(
     return value + slope * grown
 
 
-def _combined(
-    factor: Tensor, value: Tensor, slope: Tensor, before: tuple[Tensor, Tensor] | None
-) -> Tensor:
+def _combined(factor: Tensor, value: Tensor, slope: Tensor, before: Before | None) -> Tensor:
     if before is None:
         return slope
-    last, then = before
+    last, then, there = before
     squares = factor.square() - last.square()
-    secant = 2 * factor.square() * (value - then) / squares
-    ratio = secant / slope
+    # the change that the slopes at both ends promise, each as dy/d(λ²)
+    promised = squares * (slope / factor.square() + there / last.square()) / 4
+    ratio = (value - then) / promised
     moved = (factor / last).log().abs()
     good = (moved > 0.02) & (ratio > 1 / _TRUSTED) & (ratio < _TRUSTED)
-    return torch.where(good, secant, slope)
+    return torch.where(good, slope * ratio, slope)

@@ -107,14 +107,10 @@ def _cell(
 
 
 def _pm(value: float, error: float) -> str:
-    if not math.isfinite(error) or error <= 0 or found_too_wide(value, error):
+    """A value with its error, where that says something."""
+    if not 0 < error <= 10 * max(abs(value), 1e-9):
         return f"{value:.3g}"
     return f"{value:.3g}±{error:.1g}"
-
-
-def found_too_wide(value: float, error: float) -> bool:
-    """Whether an error says nothing any more."""
-    return error > 10 * max(abs(value), 1e-9)
 
 
 def _grows(group: Sequence[HeadCalibration]) -> str:

@@ -59,7 +59,7 @@ def calibrate_command(
     ] = "table",
     passes: Annotated[
         int, typer.Option("--passes", min=2, help="Runs over the text, at most.")
-    ] = 5,
+    ] = 6,
     limit: Annotated[
         float, typer.Option("--limit", help="Factors stay between 1/LIMIT and LIMIT.")
     ] = 16.0,

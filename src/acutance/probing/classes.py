@@ -113,28 +113,31 @@ CLASSES: dict[str, Class] = {
 class _Head:
     """One head's numbers by name, NaN for what was not recorded."""
 
-    def __init__(self, summary: HeadSummary, columns: Mapping[str, list[float]], head: int) -> None:
-        self._columns, self._head, self._summary = columns, head, summary
+    def __init__(self, columns: Mapping[str, list[float]], head: int) -> None:
+        self._columns, self._head = columns, head
 
     def mean(self, name: str) -> float:
         return self._columns[name][self._head] if name in self._columns else math.nan
 
-    def near(self) -> tuple[float, float]:
-        """Weight within :data:`NEAR` positions, and what even weights have there."""
-        distances = self._summary.distances
-        if distances is None or not int(distances.rows[self._head]):
-            return math.nan, math.nan
-        mass, even = distances.within(NEAR)
-        return float(mass[self._head]), float(even[self._head])
 
-    def peak(self) -> tuple[int, float]:
-        """The relative position at which the largest weight stands most often, and how often."""
-        distances = self._summary.distances
-        if distances is None or not int(distances.rows[self._head]):
-            return 0, math.nan
-        peaks = distances.peaks[self._head]
-        place = int(peaks.argmax())
-        return place - PEAKS, float(peaks[place]) / float(distances.rows[self._head])
+def _columns(summary: HeadSummary) -> dict[str, list[float]]:
+    """Every number that a rule reads, by name, for all heads.
+
+    ``near`` and ``even`` are the weight within :data:`NEAR` positions and what even weights have
+    there, ``place`` and ``share`` where the largest weight stands most often and how often.
+    """
+    columns = {name: summary.mean(name).tolist() for name in summary.metrics if name in _READ}
+    distances = summary.distances
+    if distances is None:
+        return columns
+    none = distances.rows == 0
+    mass, even = distances.within(NEAR)
+    most = distances.peaks.max(1)
+    share = most.values.double() / distances.rows.clamp(min=1).double()
+    found = {"near": mass, "even": even, "place": most.indices.double() - PEAKS, "share": share}
+    return columns | {
+        name: part.masked_fill(none, math.nan).tolist() for name, part in found.items()
+    }
 
 
 def classify(summary: HeadSummary) -> list[tuple[HeadClass, ...]]:
@@ -164,11 +167,10 @@ def classify(summary: HeadSummary) -> list[tuple[HeadClass, ...]]:
         >>> print(acutance.classify(probe.summary())[0][0].sentence)
         averages everything: its entropy is 1.000 of the most it could be over 40 keys
     """
-    names = [name for name in summary.metrics if name in _READ]
-    columns = {name: summary.mean(name).tolist() for name in names}
+    columns = _columns(summary)
     found: list[tuple[HeadClass, ...]] = []
     for index, (layer, _) in enumerate(summary.places):
-        head = _Head(summary, columns, index)
+        head = _Head(columns, index)
         few = head.mean("n_keys") < LEAST_KEYS
         if summary.layers[layer].status == "mismatch" or few:
             found.append(())
@@ -190,7 +192,7 @@ def _sink(head: _Head) -> HeadClass | None:
 
 
 def _local(head: _Head) -> HeadClass | None:
-    mass, even = head.near()
+    mass, even = head.mean("near"), head.mean("even")
     if not (mass > CLASSES["local"].threshold and mass > LIFT * even):
         return None
     text = f"keeps {mass:.0%} of its weight within {NEAR} positions, where even weights have "
@@ -233,9 +235,10 @@ def _dead(head: _Head) -> HeadClass | None:
 
 
 def _positional(head: _Head) -> HeadClass | None:
-    place, share = head.peak()
+    share = head.mean("share")
     if not share > CLASSES["positional"].threshold:
         return None
+    place = int(head.mean("place"))
     away = abs(place)
     where = {0: "at its own position", -1: "one position back", 1: "one position ahead"}.get(
         place, f"{away} positions {'back' if place < 0 else 'ahead'}"

@@ -31,8 +31,13 @@ from acutance.structure import STRUCTURE
 
 _LOOKED_FOR = (
     "it looks for transformers' attention interface, F.scaled_dot_product_attention, "
-    "nn.MultiheadAttention, and softmax over the last of four dimensions"
+    "nn.MultiheadAttention, FlexAttention, acutance.attention, and a softmax that a matrix product "
+    "takes; acutance.tap tells it of anything else"
 )
+
+
+#: Where wrappers keep the module they wrap: torch.compile, FSDP, checkpoint_wrapper.
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class ProbeError(RuntimeError):
@@ -238,9 +243,15 @@ class Probe:
             raise ProbeError(self._saw_nothing())
 
     def _label(self, name: str) -> str:
-        """A module's name, the same for a compiled model as for the model itself."""
-        parts = [part for part in name.split(".") if part and part != "_orig_mod"]
-        return ".".join(parts) or type(getattr(self._model, "_orig_mod", self._model)).__name__
+        """A module's name, the same for a compiled or sharded model as for the model itself."""
+        parts = [part for part in name.split(".") if part and part not in _WRAPPERS]
+        replicated = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+        if isinstance(self._model, replicated) and parts[:1] == ["module"]:
+            del parts[0]
+        inner: Any = self._model
+        while inner is not None and (isinstance(inner, replicated) or _wrapped(inner)):
+            inner = inner.module if isinstance(inner, replicated) else _wrapped(inner)
+        return ".".join(parts) or type(inner).__name__
 
     def _saw_nothing(self) -> str:
         model = type(self._model).__name__
@@ -461,6 +472,11 @@ class Probe:
         if path is not None:
             page.save(path)
         return page
+
+
+def _wrapped(module: torch.nn.Module) -> Any:
+    """The module inside a wrapper; None if it is none."""
+    return next((module._modules[name] for name in _WRAPPERS if name in module._modules), None)
 
 
 def _whole(name: str, value: object, least: int) -> int:

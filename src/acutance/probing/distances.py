@@ -55,6 +55,8 @@ class Distances:
             peak: (B, heads, L) relative positions of the largest weights.
             kept: boolean (B, heads, L), True for rows that count.
         """
+        if octaves.device.type == "mps":  # it has no float64
+            octaves, even, peak, kept = octaves.cpu(), even.cpu(), peak.cpu(), kept.cpu()
         rows = kept.sum((0, 2))
         count = rows.clamp(min=1).to(torch.float64)[:, None, None]
         chosen = kept[..., None, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +12,12 @@ from torch import Tensor
 
 from acutance.probing.call import AttentionCall
 
-try:  # the operator that FlexAttention calls, whatever happens before
-    from torch._higher_order_ops.flex_attention import flex_attention as FLEX
-except ImportError:  # not in every build of PyTorch
-    FLEX = None
-
 __all__ = ["FLEX", "flex_call"]
 
+#: The operator that FlexAttention calls, whatever happens before; None where PyTorch has none.
+FLEX: Any = None
+with contextlib.suppress(ImportError):
+    FLEX = importlib.import_module("torch._higher_order_ops.flex_attention").flex_attention
 _NAMES = (
     "query",
     "key",

@@ -16,6 +16,7 @@ from acutance.attend import attention
 from acutance.probing.call import AttentionCall
 from acutance.scaling import NoScaling
 from acutance.scores import DotScore
+from acutance.shapes import check_inputs, check_masking
 from acutance.weights import Softmax, SoftmaxOne
 
 __all__ = ["OWN", "own_call", "plain_call"]
@@ -35,13 +36,32 @@ _PLAIN = (
     "softcap",
     "sinks",
 )
+_MASKS = (
+    "attn_mask",
+    "is_causal",
+    "query_offset",
+    "window",
+    "key_mask",
+    "document_ids",
+    "cu_seqlens",
+    "bias",
+    "alibi_slopes",
+)
 
 
 def plain_call(given: Mapping[str, Any], name: str, source: str) -> AttentionCall:
-    """The call of query, key, value and options."""
+    """The call of query, key, value and options.
+
+    Raises:
+        TypeError: as :func:`acutance.attention`.
+        ValueError: as :func:`acutance.attention`.
+    """
     query, key, value = given["query"], given["key"], given.get("value")
     if value is None:
         value = key[..., :0]
+    check_inputs(query, key, value, True)
+    masks: dict[str, Any] = {option: given.get(option) for option in _MASKS}
+    check_masking(query, key, **masks)
     options = {option: given[option] for option in _PLAIN if given.get(option) is not None}
     cross = query.shape[-2] != key.shape[-2]
     return AttentionCall(name, source, query, key, value, **options, cross=cross)
@@ -88,6 +108,7 @@ def own_call(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Atten
         far = _distances(query.shape[2], key.shape[2], given["query_offset"], query.device)
         bias = -given["alibi_slopes"].detach().view(-1, 1, 1) * far
         given["bias"] = bias if given["bias"] is None else given["bias"] + bias
+        given["alibi_slopes"] = None
     return plain_call(given, name, "acutance.attention")
 
 

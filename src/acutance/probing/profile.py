@@ -73,6 +73,8 @@ class Profile:
         Returns:
             The profile, on the CPU.
         """
+        if values.device.type == "mps":  # it has no float64
+            values, n, kept = values.cpu(), n.cpu(), kept.cpu()
         metrics, heads, batch, queries = values.shape
         if values.numel() == 0 or not bool(kept.any()):
             return Profile.none(heads, metrics)
@@ -87,38 +89,29 @@ class Profile:
         share = places.masked_fill(~counted.unsqueeze(-1), 0).transpose(0, 1).to(torch.float64)
         rows = share.sum((1, 2)).expand(heads, octaves)  # share is (heads or 1, B, L, octaves)
         log_n = (size.log().transpose(0, 1).unsqueeze(-1) * share).sum((1, 2)).expand(heads, -1)
-        x = values.detach().permute(1, 2, 0, 3)  # (heads, B, metrics, L)
-        there = x.isfinite() & kept.transpose(0, 1).unsqueeze(2)
+        x = values.detach()
+        if not bool(kept.all()):
+            x = torch.where(kept.transpose(0, 1), x, 0.0)
         share = share.to(x.dtype)
-        whole = bool(there.all())
-        if whole:
-            count = share.sum(2, keepdim=True).expand(heads, batch, metrics, octaves)
-        else:
-            x = torch.where(there, x, 0.0)
-            count = there.to(x.dtype) @ share
-        total = count.sum((1, 3)).clamp(min=1.0)
-        centre = (x.sum((1, 3)) / total)[:, None, :, None]
-        x = x - centre  # sums of squares are then about the head's mean: nothing cancels
-        if not whole:
-            x = x.masked_fill(~there, 0.0)
-        first, second = (x @ share).double(), (x.square() @ share).double()
-        count, wide = count.double(), centre.double()
-        average = first / count.clamp(min=1.0)
-        within = (second - count * average.square()).clamp(min=0.0)
-        seen = count.sum(1)
-        mean = first.sum(1) / seen.clamp(min=1.0)
-        between = (count * (average - mean.unsqueeze(1)).square()).sum(1)
-        mean = torch.where(seen > 0, mean + wide[:, 0], 0.0)
+        whole = x.sum((1, 2, 3)).isfinite()  # a sum that is not has something in it that is not
         found = {
-            "rows": rows.round().long(),
-            "log_n": log_n / rows.clamp(min=1.0),
-            "count": seen.round().long(),
-            "mean": mean,
-            "M2": within.sum(1) + between,
-            "groups": (count > 0).sum(1),
-            "between": between,
+            "count": torch.zeros(metrics, heads, octaves, dtype=torch.float64, device=x.device)
         }
-        return Profile(**{name: part.contiguous().cpu() for name, part in found.items()})
+        names = ("mean", "M2", "groups", "between")
+        found |= {name: torch.zeros_like(found["count"]) for name in names}
+        for chosen, all_there in ((whole, True), (whole.logical_not(), False)):
+            if bool(chosen.any()):
+                part = x if bool(chosen.all()) else x[chosen]
+                for name, array in _sums(part, share, kept, all_there).items():
+                    found[name][chosen] = array
+        arrays = {name: array.transpose(0, 1) for name, array in found.items()}
+        arrays |= {"rows": rows, "log_n": log_n / rows.clamp(min=1.0)}
+        return Profile(
+            **{
+                name: (part.round().long() if name in _INTEGERS else part).contiguous().cpu()
+                for name, part in arrays.items()
+            }
+        )
 
     @property
     def octaves(self) -> int:
@@ -247,6 +240,55 @@ class Profile:
         return Profile(**dict(tensors))
 
 
+def _sums(x: Tensor, share: Tensor, kept: Tensor, whole: bool) -> dict[str, Tensor]:
+    """What a profile keeps of (metrics, heads, B, L) values, as float64 (metrics, heads, octaves).
+
+    Args:
+        x: values, 0 on rows that do not count.
+        share: (heads or 1, B, L, octaves), 1 in the octave of each row that counts.
+        kept: boolean (B, heads, L).
+        whole: whether every value is finite.
+    """
+    metrics, heads, batch, queries = x.shape
+
+    def by_octave(part: Tensor) -> Tensor:
+        """Sums over rows of one sequence and octave, (B, metrics, heads, octaves)."""
+        if share.shape[0] == 1:  # one product for each sequence, of all heads and metrics
+            flat = part.reshape(metrics * heads, batch, queries).transpose(0, 1)
+            return (flat @ share[0]).view(batch, metrics, heads, -1).double()
+        return (part.permute(1, 2, 0, 3) @ share).permute(1, 2, 0, 3).double()
+
+    there = None
+    if whole:
+        count = share.sum(2).permute(1, 0, 2).unsqueeze(1).double()  # (B, 1, heads or 1, octaves)
+        count = count.expand(batch, metrics, heads, -1)
+    else:
+        there = x.isfinite() & kept.transpose(0, 1)
+        x = torch.where(there, x, 0.0)
+        count = by_octave(there.to(x.dtype))
+    total = count.sum((0, 3)).clamp(min=1.0)
+    # squares are about each head's mean, so that nothing cancels
+    centre = (x.sum((2, 3)).double() / total).to(x.dtype)[..., None, None]
+    away = x - centre
+    hidden = None if there is None else there.logical_not()
+    if hidden is not None:
+        away.masked_fill_(hidden, 0.0)
+    first = by_octave(away)
+    second = by_octave(away.square_())
+    average = first / count.clamp(min=1.0)
+    within = (second - count * average.square()).clamp(min=0.0)
+    seen = count.sum(0)
+    mean = first.sum(0) / seen.clamp(min=1.0)
+    between = (count * (average - mean).square()).sum(0)
+    return {
+        "count": seen,
+        "mean": torch.where(seen > 0, mean + centre.double()[..., 0], 0.0),
+        "M2": within.sum(0) + between,
+        "groups": (count > 0).sum(0).double(),
+        "between": between,
+    }
+
+
 class Slope(NamedTuple):
     """A line fitted to a profile: metric = level + value · log n.
 
@@ -286,9 +328,15 @@ class Slope(NamedTuple):
 
 
 def fit_slope(
-    profile: Profile, head: int, metric: int, *, least_n: float = 0.0, fewest: int = 3
+    profile: Profile,
+    head: int,
+    metric: int,
+    *,
+    least_n: float = 0.0,
+    most_n: float = math.inf,
+    fewest: int = 3,
 ) -> Slope | None:
-    """The slope of a metric against log n, over octaves whose mean n is at least ``least_n``.
+    """The slope of a metric against log n, over octaves whose mean n is within bounds.
 
     Octaves are weighed by their rows. The standard error has two parts: what the means of
     sequences, which differ among themselves, leave open, and how far the octaves are from a line.
@@ -300,6 +348,7 @@ def fit_slope(
         head: row of the arrays.
         metric: column of the arrays.
         least_n: octaves below are left out.
+        most_n: octaves above are left out.
         fewest: octaves needed.
 
     Returns:
@@ -307,11 +356,13 @@ def fit_slope(
     """
     count, groups = profile.count[head, metric], profile.groups[head, metric]
     x, y = profile.log_n[head], profile.mean[head, metric]
-    use = (count > 0) & (groups > 1) & (x.exp() >= least_n * (1 - 1e-9))
+    typical = x.exp()
+    use = (groups > 1) & (typical >= least_n * (1 - 1e-9)) & (typical <= most_n * (1 + 1e-9))
     if int(use.sum()) < max(3, fewest):
         return None
     weight, x, y = count[use].double(), x[use], y[use]
-    error = profile.error[head, metric][use]
+    squares = profile.between[head, metric][use]
+    error = (squares / weight / (groups[use] - 1)).sqrt()
     total = weight.sum()
     centre, level = (weight * x).sum() / total, (weight * y).sum() / total
     away = x - centre

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,7 +106,8 @@ def probe_dataset(
         raise ValueError("resume goes on from the file of save, and save is None")
     loaded = _load(model, "cpu")
     window = loaded.window(length)
-    pieces = corpus.windows(_texts(dataset, column, ray_data), loaded.tokenizer, window)
+    texts = _texts(dataset, column, ray_data)
+    pieces = corpus.windows(texts, loaded.tokenizer, window)
     device = "cuda" if gpus else "cpu"
     options = Options(
         window,
@@ -128,9 +130,18 @@ def probe_dataset(
         "options": options,
         "digest": run.settings["model"],
         "threads": max(1, int(cpus)),
-        "about": {"model": loaded.name, "architecture": type(loaded.model).__name__}
-        | {"window_length": window, "device": device, "actors": actors}
-        | dict(about or {}),
+        "about": {
+            "model": loaded.name,
+            "architecture": type(loaded.model).__name__,
+            "text": [f"{len(texts)} texts of a Ray dataset"],
+            "window_length": window,
+            "attention": run.settings["attention"],
+            "dtype": run.settings["dtype"],
+            "device": device,
+            "actors": actors,
+            "acutance": version("acutance"),
+            **(about or {}),
+        },
     }
     del loaded
     if chunks:

@@ -157,17 +157,20 @@ def _doubt(softmax: _Softmax, weights: Tensor) -> str | None:
     theirs = weights.detach()
     if theirs.stride(-1) != 1 and theirs.stride(-2) == 1:
         theirs = theirs.mT
-    if theirs.shape[:-1] == expected.shape[:-1]:  # a slice leaves a sink out
-        expected = expected[..., : theirs.shape[-1]]
+    width = theirs.shape[-1]
+    parts = [expected]
+    if theirs.shape[:-1] == expected.shape[:-1]:  # a slice leaves a sink out, or global keys
+        parts = [expected[..., :width], expected[..., expected.shape[-1] - width :]]
     elif theirs.shape[-1] != expected.shape[-1] or not theirs.is_contiguous():
         return None  # laid out anew: which weight went where is not known
-    if theirs.numel() != expected.numel():
+    if theirs.numel() != parts[0].numel():
         return None
-    theirs = theirs.to(expected.dtype).reshape(expected.shape)
-    difference = (theirs - expected).nan_to_num().abs().max() if expected.numel() else 0.0
+    theirs = theirs.to(expected.dtype)
+    differences = [(theirs.reshape(part.shape) - part).nan_to_num().abs() for part in parts]
+    difference = min((float(each.max()) for each in differences if each.numel()), default=0.0)
     tolerance = max(VERIFY_TOLERANCE.get(part.dtype, 1e-4) for part in (weights, scores))
-    if float(difference) > tolerance:
-        return f"its weights were changed by as much as {float(difference):.2g} after the softmax"
+    if difference > tolerance:
+        return f"its weights were changed by as much as {difference:.2g} after the softmax"
     return None
 
 
@@ -227,7 +230,7 @@ def _side_by_side(term: str, operand: Tensor) -> str:
     """The label of the dimension whose entries lie side by side; empty if it has none."""
     before, dots, after = term.partition("...")
     missing = operand.dim() - len(before) - len(after)
-    labels = [*before, *([""] * missing if dots else []), *after]
+    labels: list[str] = [*before, *([""] * missing if dots else []), *after]
     if len(labels) != operand.dim():
         return ""
     strides = [operand.stride(i) if operand.shape[i] > 1 else 1 << 62 for i in range(operand.dim())]
@@ -272,7 +275,8 @@ def fold(scores: Tensor, heads: int | None) -> Tensor:
     shape = scores.shape
     if scores.dim() == 3:
         fits = heads is not None and shape[0] % heads == 0
-        return scores.unflatten(0, (-1, heads if fits and heads else 1))
+        three: Tensor = scores.unflatten(0, (-1, heads if fits and heads else 1))
+        return three
     if scores.dim() == 4:
         turned = heads is not None and shape[1] != heads and shape[2] == heads
         return scores.transpose(1, 2) if turned else scores

@@ -35,6 +35,8 @@ _ARRAYS = {
 }
 #: Arrays that states of the first schema lack: there every row that counts stands for itself.
 _ADDED = {"weight": torch.float64, "sampling": torch.float64}
+#: Roundings of sums and merges in float64, relative to the largest value, with room to spare.
+_ROUNDING = 1e-9
 _STATUSES = ("verified", "captured", "unverified", "mismatch")
 _COUNTS = ("calls", "rows", "padded", "empty", "skipped", "provided")
 
@@ -184,15 +186,18 @@ def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> 
     found = {"weight": count.to(torch.float64), "sampling": torch.zeros_like(tensors["mean"])}
     tensors = found | dict(tensors)
     none = count == 0
+    low, high, mean, squares = (tensors[name] for name in ("low", "high", "mean", "M2"))
+    slack = _ROUNDING * torch.maximum(low.abs(), high.abs())
+    # values between two bounds vary by half their distance at most
+    most = tensors["weight"] * ((high - low) / 2 + slack).square()
     fits = {
         "count": (count >= 0) & (count <= MOST),
         "histogram": ((histogram >= 0) & (histogram <= MOST)).all(-1)
         & (histogram.sum(-1) == count),
-        "mean": none | tensors["mean"].isfinite(),
-        "M2": (tensors["M2"] >= 0) & ~(none & (tensors["M2"] > 0)),
-        "low": torch.where(none, tensors["low"] == math.inf, tensors["low"].isfinite()),
-        "high": torch.where(none, tensors["high"] == -math.inf, tensors["high"].isfinite())
-        & (none | (tensors["low"] <= tensors["high"])),
+        "low": torch.where(none, low == math.inf, low.isfinite()),
+        "high": torch.where(none, high == -math.inf, high.isfinite()) & (none | (low <= high)),
+        "mean": none | ((mean >= low - slack) & (mean <= high + slack)),
+        "M2": torch.where(none, squares == 0, (squares >= 0) & (squares <= most)),
         "weight": (tensors["weight"] >= count) & (tensors["weight"] <= MOST),
         "sampling": ~(tensors["sampling"] < 0) & (tensors["sampling"] != math.inf),
     }

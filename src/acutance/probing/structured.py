@@ -222,16 +222,18 @@ def _positions_of_last(whole: AttentionCall, positions: Tensor) -> Tensor:
 
 def _weights(rows: Rows, batch: int, head: int, row: int) -> tuple[Tensor, int]:
     """The weights of one row over all keys, (S,) float64 on the CPU, and the last key it sees."""
+    rows = rows.cast()
     masking = rows.masking
     shared, member = divmod(head, masking.group)
     weights = torch.zeros(masking.keys, dtype=torch.float64, device="cpu")
     last = -1
     at = Region(slice(batch, batch + 1), slice(shared, shared + 1), slice(row, row + 1))
-    for block in blocks(rows, at):
-        seen = (block.scores[0, 0, member, 0] > -torch.inf).nonzero()
-        e, Z = block.exponentials(block.largest())
-        width = e.shape[-1]
-        part = e[0, 0, member, 0].double() / Z[0, 0, member, 0].double()
-        weights[block.start : block.start + width] = part.cpu()
-        last = block.start + int(seen[-1]) if len(seen) else -1
+    with rows.exactly():
+        for block in blocks(rows, at):
+            seen = (block.scores[0, 0, member, 0] > -torch.inf).nonzero()
+            e, Z = block.exponentials(block.largest())
+            width = e.shape[-1]
+            part = e[0, 0, member, 0].cpu().double() / Z[0, 0, member, 0].cpu().double()
+            weights[block.start : block.start + width] = part
+            last = block.start + int(seen[-1]) if len(seen) else -1
     return weights, last

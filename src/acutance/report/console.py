@@ -20,6 +20,8 @@ MOST_LINES = 100
 _PREFERRED = ("normalized_entropy", "entropy", "effective_keys")
 _ASCII = str.maketrans(
     {"–": "-", "−": "-", "×": "x", "…": "...", "│": "|", "·": "-", "²": "^2", "∞": "inf"}
+    | {"≈": "~", "±": "+/-", "≤": "<=", "≥": ">=", "→": "->", "√": "sqrt ", "█": "#", "’": "'"}
+    | {"β": "beta", "γ": "gamma", "λ": "lambda", "Λ": "Lambda", "σ": "sigma", "τ": "tau"}
 )
 _Line = list[tuple[str, Style | None]]
 

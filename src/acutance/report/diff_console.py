@@ -20,6 +20,7 @@ from acutance.structure import describe
 __all__ = ["print_diff"]
 
 _WIDE = 100  # columns from which on intervals and bars have room
+_LONG = 120
 _BAR = 8  # cells of a bar to either side
 
 
@@ -79,7 +80,7 @@ def _subject(about: Mapping[str, Any]) -> str:
         parts.append(str(names))
     if "windows" in about and "window_length" in about:
         parts.append(f"{about['windows']} windows of {about['window_length']} tokens")
-    return " · ".join(parts)
+    return " · ".join(part if len(part) <= _LONG else f"{part[: _LONG - 1]}…" for part in parts)
 
 
 def _table(ascii_only: bool, *columns: str) -> Table:
@@ -119,7 +120,7 @@ def _overview(found: Diff, ascii_only: bool) -> Table:
             "" if same else f"L{most.layer} h{most.head}",
         ]
         style = None if counts[0] else "dim"
-        table.add_row(*(printable(cell, ascii_only) for cell in cells), style=style)
+        table.add_row(*_plain(cells, ascii_only), style=style)
     return table
 
 
@@ -143,7 +144,7 @@ def _heads(heads: Sequence[Any], metric: str, width: int, ascii_only: bool) -> T
             cells.append(" to ".join(ends) if known else "–")
         cells.append(head.verdict)
         style = "bold" if head.verdict == "moved" else None
-        table.add_row(*(printable(cell, ascii_only) for cell in cells), style=style)
+        table.add_row(*_plain(cells, ascii_only), style=style)
     return table
 
 
@@ -166,8 +167,13 @@ def _layers(found: Diff, metric: str, width: int, ascii_only: bool) -> Table:
             _bar(layer.change, reach, ascii_only),
             *([layer.module] if wide else []),
         ]
-        table.add_row(*(printable(cell, ascii_only) for cell in cells))
+        table.add_row(*_plain(cells, ascii_only))
     return table
+
+
+def _plain(cells: Sequence[str], ascii_only: bool) -> Iterator[Text]:
+    """Cells as they are: brackets in a module's name are no markup."""
+    return (Text(printable(cell, ascii_only)) for cell in cells)
 
 
 def _bar(value: float, reach: float, ascii_only: bool) -> str:

@@ -94,13 +94,17 @@ def draw_heads(
                 axes.text(
                     head + 0.5, layer + 0.5, text, ha="center", va="center", color=shade, size=size
                 )
-    for axis, count, room in ((axes.xaxis, heads, 32), (axes.yaxis, layers, 24)):
+    numbers = max((layer.numbers for layer in summary.layers), key=len)
+    names = numbers if _alike(summary, numbers) else tuple(range(heads))
+    for axis, labels, room in ((axes.xaxis, names, 32), (axes.yaxis, tuple(range(layers)), 24)):
+        count = len(labels)
         step = next(step for step in (1, 2, 4, 5, 8, 10, 16, 32, 64, count) if count <= room * step)
         axis.set_ticks(
-            [index + 0.5 for index in range(0, count, step)], list(map(str, range(0, count, step)))
+            [index + 0.5 for index in range(0, count, step)], list(map(str, labels[::step]))
         )
     axes.tick_params(length=0, labelsize=10, labelcolor=theme.muted, pad=5)
-    axes.set_xlabel("head", size=11, color=theme.ink, labelpad=6)
+    which = "head" if names is numbers else "head, in the order read"
+    axes.set_xlabel(which, size=11, color=theme.ink, labelpad=6)
     axes.set_ylabel("layer", size=11, color=theme.ink, labelpad=8)
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -142,6 +146,11 @@ def subject(summary: HeadSummary) -> str:
     """The model's name as a title begins, with a colon; nothing where it is not known."""
     model = textwrap.shorten(printable(str(summary.about.get("model", ""))), 44, placeholder="…")
     return f"{model}: " if model else ""
+
+
+def _alike(summary: HeadSummary, numbers: tuple[int, ...]) -> bool:
+    """Whether a column is the same head in every layer."""
+    return all(layer.numbers == numbers[: layer.heads] for layer in summary.layers)
 
 
 def _gap(layers: int, heads: int) -> float:

@@ -53,6 +53,7 @@ LEAST_KEYS = 8.0
 STEEP = 0.25  # nats for each e-fold of n, of which a slope must surely be above
 GROWTH = 0.5  # nats between the ends of what was fitted, at least
 OCTAVES = 4  # octaves of n that a slope is fitted to: the largest n and its eighth
+THIN = 0.25  # of the rows of the octave before, that the last needs
 FEW_ROWS = 30
 _NAMED = 3  # layers named of a kind, in words
 _BITS = {"bfloat16": 8, "float16": 11}  # significant bits
@@ -226,10 +227,13 @@ class _Heads:
         if column is None or profile is None:
             return None
         used = (profile.groups[row, column] > 1).nonzero().flatten().tolist()
+        count = profile.count[row, column].tolist()
+        while len(used) > 1 and count[used[-1]] < THIN * count[used[-2]]:
+            used.pop()  # the last row of a text of 1024 tokens is alone in its octave
         if not used:
             return None
-        least = 2.0 ** (used[-1] - OCTAVES + 1)
-        return fit_slope(profile, row, column, least_n=max(least, LEAST_KEYS))
+        least, most = 2.0 ** (used[-1] - OCTAVES + 1), 2.0 ** (used[-1] + 1) - 1
+        return fit_slope(profile, row, column, least_n=max(least, LEAST_KEYS), most_n=most)
 
 
 def _not_finite(heads: _Heads, row: int) -> _Hit | None:
@@ -267,7 +271,8 @@ def _dilution(heads: _Heads, row: int) -> _Hit | None:
         return None
     if found.value - found.margin <= STEEP or found.high - found.low <= GROWTH:
         return None
-    return _Hit(row, found.value, {**found._asdict()})
+    drop_error = found.error * math.log(found.high_n / found.low_n)
+    return _Hit(row, found.value, {**found._asdict(), "drop_error": drop_error})
 
 
 def _sink(heads: _Heads, row: int) -> _Hit | None:
@@ -381,16 +386,16 @@ def _say_collapse(heads: _Heads, hits: list[_Hit], worst: _Hit) -> _Words:
 
 
 def _say_dilution(heads: _Heads, hits: list[_Hit], worst: _Hit) -> _Words:
-    slope = Slope(**worst.numbers)  # type: ignore[arg-type]
+    low_n, high_n = (f"{worst.numbers[name]:,.0f}" for name in ("low_n", "high_n"))
+    low, high, off = (worst.numbers[name] for name in ("low", "high", "drop_error"))
     error = max(hit.numbers["error"] for hit in hits)
-    one = len(hits) == 1
+    which = "it" if len(hits) == 1 else f"head {heads.summary.places[worst.head][1]}"
     return (
-        f"entropy grows as {_range(hits, 'value', '.2f')} log n (± {error:.2f}) from n ≈ "
-        f"{slope.low_n:,.0f} to {slope.high_n:,.0f}, the longest measured",
-        f"acutance calibrate, which at n ≈ {slope.high_n:,.0f} is expected to bring "
-        f"{'it' if one else f'head {heads.summary.places[worst.head][1]}'} from {slope.high:.1f} "
-        f"to {slope.low:.1f} nats, its entropy at n ≈ {slope.low_n:,.0f}; whether the model gains "
-        "by it, held-out loss must tell",
+        f"entropy grows as {_range(hits, 'value', '.2f')} log n (± {error:.2f}) from n ≈ {low_n} "
+        f"to {high_n}",
+        f"run acutance calibrate: at n ≈ {high_n} it is expected to bring {which} from {high:.1f} "
+        f"to {low:.1f} nats (± {off:.1g}), its entropy at n ≈ {low_n}; whether the model gains by "
+        "it, held-out loss must tell",
         "fitted",
     )
 

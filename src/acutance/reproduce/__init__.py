@@ -32,10 +32,10 @@ from acutance.reproduce import (
     ssmax,
     temperature,
 )
-from acutance.reproduce.decoder import decoder
 from acutance.reproduce.experiment import Experiment, Run
 from acutance.reproduce.record import Claim, Judgement, Record, Row, judge, load
 from acutance.reproduce.runner import Outcome, pick, run, run_one
+from acutance.reproduce.trained import decoder
 
 #: Every experiment by name, in the order they run.
 EXPERIMENTS: dict[str, Experiment] = {

@@ -15,9 +15,9 @@ from acutance.calibration import measure as measure_law
 from acutance.probing import probe
 from acutance.report import style
 from acutance.reproduce import mlm_table, texts
-from acutance.reproduce.decoder import SEEDS, TRAIN_LENGTH, decoder, next_byte_losses
 from acutance.reproduce.experiment import Experiment, Run, mean
 from acutance.reproduce.record import Claim, Estimate, Record, Row, Where, seen
+from acutance.reproduce.trained import SEEDS, TRAIN_LENGTH, decoder, next_byte_losses, train
 from acutance.scaling import ClipLogN, LogN, NoScaling, Scaling, SqrtLogN, SSMax, Yarn
 
 if TYPE_CHECKING:
@@ -65,9 +65,14 @@ class Subject:
 
 
 def decoders(run: Run, seed: int) -> Subject:
-    """The decoder of this package, loss on the last 64 bytes of its windows."""
-    model, longest = decoder(seed % len(SEEDS)), TRAIN_LENGTH * times(run)[-1]
+    """The decoder of this package or one trained as it was; loss on the last 64 bytes."""
+    longest = TRAIN_LENGTH * times(run)[-1]
     training, held_out = (texts.read(texts.files(part)) for part in ("training", "held out"))
+    if seed in SEEDS:
+        model = decoder(seed)
+    else:
+        with torch.enable_grad():
+            model = train(seed, training, keep=run.kept(f"decoder-{seed}"), note=run.note)
     generator = torch.Generator().manual_seed(1000 + run.seed)
     known = texts.windows(training, longest, run.size(4, 16), generator)
     windows = texts.windows(held_out, longest + 1, run.size(16, 48), generator)
@@ -165,7 +170,7 @@ def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Row], dict[str,
     for name in ("clip_log_n", "yarn", CALIBRATED):
         where = {"model": subject.name, "law": name, "seed": seed, BOUND: 1}
         before, after = (float(losses[law][0].mean()) for law in ("none", name))
-        rows.append(SAME.row("loss, nat", before, after, where))
+        rows.append(SAME.row("loss at 1×, nat", before, after, where))
     return rows, losses
 
 

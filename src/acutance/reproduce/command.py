@@ -15,7 +15,7 @@ from acutance.files import write_text
 from acutance.reproduce import render
 from acutance.reproduce.experiment import Experiment
 from acutance.reproduce.record import SCHEMA, Record
-from acutance.reproduce.runner import run
+from acutance.reproduce.runner import missing, run
 
 AS_EXPECTED, OTHERWISE, INTERRUPTED = 0, 1, 130
 
@@ -34,6 +34,7 @@ def reproduce(
     """Run experiments and print what they found.
 
     Each prediction is printed before its experiment begins. An interrupt keeps what has finished.
+    Experiments that need a package which is not installed are left out, unless all do.
 
     Args:
         chosen: which experiments.
@@ -50,6 +51,13 @@ def reproduce(
         interrupted.
     """
     notes = console()
+    left_out = [experiment for experiment in chosen if missing(experiment)]
+    if len(left_out) < len(chosen):  # otherwise the run says what to install
+        for experiment in left_out:
+            notes.print(
+                Text(f"{experiment.name}: left out, it needs {experiment.needs}", style="yellow")
+            )
+        chosen = [experiment for experiment in chosen if experiment not in left_out]
     records: list[Record] = []
     complete = True
     progress = _Progress()

@@ -13,9 +13,9 @@ from torch import Tensor
 from acutance.probing import HeadSummary, corpus, models, probe
 from acutance.report import style
 from acutance.reproduce import texts
-from acutance.reproduce.decoder import SEEDS, decoder
 from acutance.reproduce.experiment import Experiment, Run
 from acutance.reproduce.record import Claim, Record, Row, Where, seen
+from acutance.reproduce.trained import decoder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,10 +46,9 @@ class Subject:
 
 def subjects(run: Run) -> Iterable[Subject]:
     """The decoder of this package and, where it is installed, the demo's sentence encoder."""
-    seed = run.seed % len(SEEDS)
     text = texts.read(texts.files("held out"))
     ids = texts.windows(text, run.size(128, 512), run.size(4, 16), run.generator)
-    yield Subject(f"decoder {seed}", decoder(seed), [{"input_ids": part} for part in ids.split(4)])
+    yield Subject("decoder", decoder(), [{"input_ids": part} for part in ids.split(4)])
     if importlib.util.find_spec(models.DEFAULT_PACKAGE) is None:
         return
     encoder = models.load(None)
@@ -151,7 +150,7 @@ def draw(record: Record, theme: style.Theme) -> Figure:
         style.label(axes, x="predicted H, nat", y="measured H, nat", title=title)
     places = {(row.condition["model"], row.condition["head"]): row for row in record.of("gauss")}
     options: dict[str, Any] = {"size": 9, "color": theme.ink, "textcoords": "offset points"}
-    for model, head, _ in deviating(record)[:5]:
+    for model, head, _ in deviating(record)[:3]:
         row = places[model, head]
         panels[0].annotate(head, (row.predicted, row.measured), xytext=(6, -3), **options)
     style.legend(panels[0], theme, where="upper left")

@@ -1,7 +1,7 @@
-"""A small trained decoder, inside the package: three seeds of one byte-level language model.
+"""A small trained decoder, inside the package: a byte-level language model.
 
-Each is a directory that transformers reads. They read and write bytes, know Python source and its
-documentation a little, and were trained on windows of 128 bytes. Their rotary base is so small that
+It is a directory that transformers reads. It reads and writes bytes, knows Python source and its
+documentation a little, and was trained on windows of 128 bytes. Its rotary base is so small that
 the slowest of the rotations has gone round once within 128 positions: in a longer text no angle is
 new, so what changes with length is the number of keys. (With the usual base of 10000 a model
 trained as briefly meets angles it has never seen, and no temperature helps it.)
@@ -26,8 +26,8 @@ from acutance.reproduce.small import seeded
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-#: The decoders that come with acutance.
-SEEDS = (0, 1, 2)
+#: The decoders that come with acutance; :func:`train` makes others.
+SEEDS = (0,)
 #: Bytes of context in training.
 TRAIN_LENGTH = 128
 #: What its configuration allows; it is evaluated up to 8 times the training length.
@@ -49,7 +49,10 @@ def directory(seed: int = 0) -> Path:
 'training.json']
     """
     if seed not in SEEDS:
-        raise ValueError(f"seed is one of {', '.join(map(str, SEEDS))}, got {seed!r}")
+        raise ValueError(
+            f"the decoder that comes with acutance has seed {', '.join(map(str, SEEDS))}, "
+            f"got {seed!r}: tools/train_decoder.py trains others"
+        )
     return Path(str(importlib.resources.files("acutance.data"))) / "decoder" / f"seed{seed}"
 
 
@@ -57,7 +60,7 @@ def decoder(seed: int = 0) -> LlamaForCausalLM:
     """A trained decoder of 315,552 parameters: 3 layers, 4 query heads on 2 key heads, width 96.
 
     Args:
-        seed: of its initial weights and batches: 0, 1 or 2.
+        seed: of its initial weights and batches: 0.
 
     Returns:
         The model, float32, in evaluation mode. Its tokens are the bytes of a text, its training
@@ -162,7 +165,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ImportError(
-            "acutance.reproduce.decoder is a transformers model; "
+            "acutance.reproduce.decoder() is a transformers model; "
             'install it with: pip install "acutance[hf]"'
         ) from error
     return transformers

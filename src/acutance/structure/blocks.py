@@ -7,7 +7,8 @@ rows in flight and never that of the map.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,22 @@ class Rows:
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+
+    def cast(self) -> Rows:
+        """The same with the inputs in the dtype that autocast gives those of SDPA, if it is on."""
+        kind = self.query.device.type
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+            return self
+        if self.query.dtype == torch.float64:
+            return self
+        dtype = torch.get_autocast_dtype(kind)
+        return replace(self, query=self.query.to(dtype), key=self.key.to(dtype))
+
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Context in which products are made in the dtype they are given in, without gradients."""
+        with torch.no_grad(), torch.autocast(self.query.device.type, enabled=False):
+            yield
 
     @property
     def dtype(self) -> torch.dtype:

@@ -33,14 +33,14 @@ NO_PEAK = -128
 
 @dataclass(frozen=True)
 class StructureStatistics:
-    """Where the weight of each row lies.
+    r"""Where the weight of each row lies.
 
     Every metric of :data:`STRUCTURE` is an attribute, rows (B, Hq, L), in float32 or float64. A row
     that sees no key of a kind has NaN there: the first row of causal attention sees no previous
     key. A row that sees no key at all has NaN everywhere.
 
     Attributes:
-        attention_distance: Σ p |i − j|, in positions.
+        attention_distance: :math:`\sum_j p_j |i - j|`, in positions.
         mass_self: weight on the query's own position.
         mass_previous: weight on the position before it.
         mass_same: weight on other positions with the query's token; NaN without ``tokens``.
@@ -244,13 +244,14 @@ def observe_structure(
         special: boolean (1 or B, S), True on special tokens, or None.
         critical_every: rows from one whose scores are sorted to the next; 0 is none.
     """
+    rows = rows.cast()
     masking = rows.masking
     shape = (masking.batch, masking.heads, masking.group, masking.queries)
     count = 1
     if positions is not None and positions.numel() and masking.keys:
         low, high = int(positions.min()), int(positions.max())
         count = octaves_of(max(0, high, masking.keys - 1 - low))
-    with torch.no_grad():
+    with rows.exactly():
         found = {
             name: rows.query.new_full(shape, torch.nan, dtype=rows.dtype) for name in STRUCTURE
         }

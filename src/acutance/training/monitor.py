@@ -67,15 +67,15 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         heads: which heads of each layer, likewise.
         max_rows: measure at most so many rows of a call, drawn at random. The largest logit is then
             that of these rows.
-        provide: let acutance's kernel compute the attention of the steps that are measured, which
-            costs less; outputs are then equal to rounding, no longer to the bit.
+        provide: let acutance's kernel compute the attention of the steps that are measured, forward
+            and backward; outputs are then equal to rounding, no longer to the bit.
         collapse: share of log n; None turns the alarm off.
         growth: largest logit; None turns the alarm off.
         on_alarm: called with each :class:`Alarm` that is new, on every rank; what it raises ends
             the training.
         histograms: one for each "layer", each "head", or "none".
         writer: a ``SummaryWriter`` to write to in a loop of your own. Trainers have their own.
-        group: the ranks that hold other data and the same heads; None is all of them.
+        group: the ranks that train this model; None is all of them.
 
     Attributes:
         steps: optimiser steps so far.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.probing import ProbeError
 from acutance.shapes import check_count, check_number
 from acutance.training.across_ranks import ExactMaxima
 from acutance.training.projections import Projections, find_projections
@@ -176,6 +177,10 @@ class QKClip:
         """Scale the heads that exceeded τ since the last step, and start anew.
 
         Call it after ``optimizer.step()``, on every rank.
+
+        Raises:
+            ProbeError: if no rank ran any attention inside ``with clip:`` since the last step.
+            ValueError: if a layer's weights cannot be told or scaled.
         """
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         shapes = {
@@ -203,6 +208,11 @@ class QKClip:
             counts = self.clips.setdefault(name, torch.zeros(len(largest), dtype=torch.int64))
             counts += torch.tensor([factor != 1.0 for factor in factors])
             layers.append(LayerClip(name, tuple(largest), tuple(factors)))
+        if not layers:
+            raise ProbeError(
+                f"QKClip has seen no attention of {type(self._model).__name__} since its last "
+                f"step: run the model inside 'with clip:' before step()"
+            )
         self.steps += 1
         self._maxima = {}
         return ClipReport(tuple(layers), tuple(odd))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.utils import parametrize
 
-from acutance.shapes import check_count, check_number
+from acutance.shapes import check_count, check_number, check_tensor
 
 __all__ = ["SigmaReparam", "remove_sigma_reparam", "sigma_reparam"]
 
@@ -48,8 +48,10 @@ class SigmaReparam(nn.Module):
         self, weight: Tensor, *, gamma: float | None = 1.0, parts: int = 1, dim: int = 0
     ) -> None:
         super().__init__()
-        if weight.dim() != 2 or not weight.is_floating_point():
-            raise ValueError(f"weight is a floating matrix, got {tuple(weight.shape)}")
+        if check_tensor("weight", weight).dim() != 2 or not weight.is_floating_point():
+            raise ValueError(
+                f"weight is a floating matrix, got {tuple(weight.shape)} of {weight.dtype}"
+            )
         if dim not in (0, 1):
             raise ValueError(f"dim is 0 or 1, got {dim!r}")
         if weight.shape[dim] % check_count("parts", parts, 1):

@@ -141,6 +141,21 @@ def test_a_dot_of_a_chart_opens_its_head(summary_of: Make, show: Show) -> None:
     assert page.text("#head-name") == "Layer 1 · head 0"
 
 
+def test_rows_of_unknown_tokens_say_what_is_known(summary_of: Make, show: Show) -> None:
+    summary = with_structure(summary_of((2,)), ["the", "cat", "sat", "here"])
+    assert summary.examples is not None
+    none = {name: torch.full_like(getattr(summary.examples, name), -1) for name in (
+        "position", "query", "tokens", "context",
+    )}  # fmt: skip
+    beside = dataclasses.replace(
+        summary.beside, examples=dataclasses.replace(summary.examples, **none)
+    )
+    page = show(dataclasses.replace(summary, beside=beside), "#L0H1")
+    assert page.text("#samples p") == "A query: entropy 0.50 nats over 4 tokens"
+    assert page.text("#samples .attended li").replace("\n", " ") == "token 75% · position 1"
+    assert page.run("document.querySelectorAll('#samples .context').length") == 0
+
+
 def test_classes_and_recommendations_are_shown(summary_of: Make, show: Show) -> None:
     page = show(summary_of((3, 2), first_weight={(0, 1): 0.8}), "#L0H1")
     assert "sink" in page.text("#head-words").split()

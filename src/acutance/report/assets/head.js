@@ -80,11 +80,11 @@ const drawHead = (page) => {
       one.attended.slice(0, 5).forEach(([word, position, weight]) => {
         const line = make("li"), bar = make("span", undefined, "weight");
         bar.style.setProperty("--share", `${Math.min(100, 100 * weight)}%`);
-        line.append(bar, quoted("code", word), make("span", `${percent(weight)} · position ${count(position)}`, "muted"));
+        line.append(bar, word ? quoted("code", word) : make("span", "token"), make("span", `${percent(weight)} · position ${count(position)}`, "muted"));
         list.append(line);
       });
-      const from = make("p", "From ", "small");
-      from.append(quoted("code", one.query), ` at position ${count(one.position)}: entropy ${number(one.entropy, 2)} nats over ${count(one.n_keys)} tokens`);
+      const from = make("p", one.query ? "From " : "A query", "small"), place = one.position < 0 ? "" : ` at position ${count(one.position)}`;
+      from.append(...(one.query ? [quoted("code", one.query)] : []), `${place}: entropy ${number(one.entropy, 2)} nats over ${count(one.n_keys)} tokens`);
       item.append(from, ...(one.context.length ? [text] : []), list);
       return item;
     }));

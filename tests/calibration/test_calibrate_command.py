@@ -1,0 +1,145 @@
+"""acutance calibrate and acutance probe --law, as a shell user meets them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import acutance
+from acutance.calibration.command import named_law
+from acutance.cli import app
+from acutance.probing import models
+from acutance.scaling import LogN, SSMax
+
+SENTENCES = "The lens turned until the far tree stood clear of its leaves, and nobody spoke.\n" * 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small llama of random weights with the embedded model's vocabulary."""
+    from transformers import LlamaConfig, LlamaModel
+
+    where = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    model = LlamaModel(
+        LlamaConfig(
+            vocab_size=30522,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=256,
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(12.0)
+    model.save_pretrained(where)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        shutil.copy(Path(models._embedded()) / name, where)
+    (where / "text.txt").write_text(SENTENCES)
+    return where
+
+
+@pytest.fixture
+def run() -> Callable[..., Any]:
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_law_is_fitted_written_and_probed(
+    run: Callable[..., Any], folder: Path, tmp_path: Path
+) -> None:
+    law, record = tmp_path / "law.json", tmp_path / "record.json"
+    text = ("--text", folder / "text.txt")
+    done = run(
+        "calibrate", folder, *text, "--lengths", "16,32,64", "-o", law, "--json", record,
+        "--passes", 3,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert "entropy, kept at its value for n = 16" in done.stdout
+    assert "before" in done.stdout
+    assert "after" in done.stdout
+    heads = json.loads(record.read_text())["heads"]
+    assert len(heads) == 2
+    means = {}
+    for name, extra in {"plain": (), "law": ("--law", law)}.items():
+        out = tmp_path / f"probed-{name}.json"
+        done = run("probe", folder, *text, "--length", 64, "--json", out, *extra)
+        assert done.exit_code == 0, done.stderr
+        shown = json.loads(out.read_text())
+        means[name] = [head["metrics"]["entropy"]["mean"] for head in shown["heads"]]
+        assert ("law" in shown["about"]) == (name == "law")
+    for head, plain, under in zip(heads, means["plain"], means["law"], strict=True):
+        assert (under < plain) == (head["factors"][-1] > 1)
+    other = run("probe", "--law", law)  # the embedded model
+    assert other.exit_code == 1
+    assert "this law is for another model" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (
+            ("--lengths", "16,512", "--passes", "2"),
+            0,
+            "note: lengths reach 512, the model has 256 positions",
+        ),
+        (("--lengths", "64,16"), 2, "they rise from 2 or more"),
+        (("--lengths", "a"), 2, "whole numbers with commas"),
+        (("--lengths", "16,256", "--text", "SHORT"), 1, "at least 2 windows of 256 tokens"),
+        (("--text", "EMPTY"), 1, "holds no text"),
+        (("--text", "none.txt"), 1, "there is no text file at none.txt"),
+        (("--target", "entropi"), 1, "did you mean 'entropy'"),
+        (("--target", "entropy=many"), 2, "a value is a number"),
+        (("--target", "entropy=99", "--lengths", "16,64"), 1, "lies between 0 and 4.159"),
+        (("--law", "log"), 1, "did you mean 'log_n'"),
+        (("--resume",), 2, "it goes on from the file of --save"),
+        (("-o", "nowhere/law.json"), 2, "there is no directory"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    run: Callable[..., Any],
+    folder: Path,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    code: int,
+    said: str,
+) -> None:
+    (tmp_path / "EMPTY").write_text("\n")
+    (tmp_path / "SHORT").write_text("A tree.")
+    given = [tmp_path / part if part in ("EMPTY", "SHORT") else part for part in options]
+    done = run("calibrate", folder, *given)
+    assert done.exit_code == code
+    assert said in " ".join(done.stderr.replace("│", " ").split())
+    if code == 1:
+        assert done.stderr.count("\n") == 1
+
+
+def test_laws_by_name(tmp_path: Path) -> None:
+    assert named_law("ssmax") == SSMax()
+    assert named_law("log_n:train_length=64, n_min=8") == LogN(train_length=64, n_min=8)
+    for text, match in (
+        ("ssmaxx", "no file ssmaxx, and .* did you mean 'ssmax'"),
+        ("log_n", "log_n has parameters, as in log_n:train_length=512"),
+        ("log_n:train_length", "parameters are name=number"),
+        ("log_n:train_length=long", "train_length is a number"),
+        (str(tmp_path), "is a directory"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            named_law(text)
+
+
+def test_the_command_and_the_function_agree(folder: Path) -> None:
+    """The function is what the documentation names."""
+    assert acutance.calibrate.__module__ == "acutance.calibration.fit"
+    assert issubclass(acutance.Calibration, acutance.Law)

@@ -1,0 +1,180 @@
+"""Models that several processes share out, read by each: DDP, FSDP, FSDP2, tensor parallelism."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import acutance
+from acutance.probing import all_reduce_summary
+
+SIZE = 2
+WAYS = ("ddp", "fsdp", "fsdp2", "tensor", "tensor-gqa", "fsdp2+heads")
+
+
+def built() -> Any:
+    """Weights that are the same on every rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8.0)
+    return model
+
+
+def windows() -> Tensor:
+    return torch.randint(3, 97, (4, 9), generator=torch.Generator().manual_seed(1))
+
+
+def tensor_parallel(model: Any, mesh: Any) -> Any:
+    """Projections shared out by heads, as torch's guide does."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    plan = {f"self_attn.{part}_proj": ColwiseParallel() for part in "qkv"}
+    plan |= {"self_attn.o_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+def work(folder: Path) -> None:
+    """One rank: every way in turn, each summary in a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (SIZE,))
+    mine = windows()[2 * rank : 2 * rank + 2]
+    met: dict[str, Any] = {}
+
+    def probed(way: str, model: Any, ids: Tensor, training: bool, **options: Any) -> None:
+        plain = model(ids).logits.detach()
+        with acutance.probe(model, verify=True, **options) as probe:
+            output = model(ids, labels=ids, use_cache=False)
+            if training:
+                output.loss.backward()
+        assert torch.equal(output.logits.detach(), plain), way
+        summary = probe.summary()
+        met[way] = [
+            [(layer.module, layer.calls, layer.status, layer.numbers) for layer in summary.layers],
+            probe.unread,
+        ]
+        all_reduce_summary(summary).save(folder / f"{way}-{rank}")
+
+    probed("ddp", DistributedDataParallel(built()), mine, True)
+    sharded = FullyShardedDataParallel(built(), device_id=torch.device("cpu"), use_orig_params=True)
+    probed("fsdp", sharded, mine, True)
+    for way, heads in (("fsdp2", None), ("fsdp2+heads", "1-2")):
+        model = built()
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        probed(way, model, mine, True, heads=heads)
+    probed("tensor", tensor_parallel(built(), mesh), windows(), True)
+    probed("tensor-gqa", tensor_parallel(built(), mesh), windows(), False, heads=-1)
+    torch.save(met, folder / f"met{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parallel")
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder)],
+            env=os.environ
+            | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(SIZE),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(SIZE)
+    ]
+    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(errors)[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def entropy_of_each_head() -> Tensor:
+    """From the eager weights of the whole model, (layers, heads)."""
+    model = built()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = model(windows(), output_attentions=True).attentions
+    rows = [-torch.xlogy(p.double(), p.double()).sum(-1).mean((0, 2)) for p in maps]
+    found = torch.stack(rows)
+    assert float(found.flatten().sort().values.diff().min()) > 1e-4  # no two heads are alike
+    return found
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ranks_together_read_the_whole_model(
+    found: Path, entropy_of_each_head: Tensor, way: str, rank: int
+) -> None:
+    summary = acutance.load(found / f"{way}-{rank}")
+    expected = {"tensor-gqa": (1, 3), "fsdp2+heads": (1, 2)}.get(way, (0, 1, 2, 3))
+    assert [layer.numbers for layer in summary.layers] == [expected] * 2
+    assert [head for _, head in summary.places] == list(expected) * 2
+    measured = summary.mean("entropy").view(2, -1)
+    assert float((measured - entropy_of_each_head[:, list(expected)]).abs().max()) < 1e-5
+    assert {layer.status for layer in summary.layers} == {"verified"}
+    assert {layer.rows for layer in summary.layers} == {36}
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+def test_each_rank_read_its_own_part(found: Path, rank: int) -> None:
+    met = torch.load(found / f"met{rank}")
+    assert set(met) == set(WAYS)
+    for way, (layers, unread) in met.items():
+        assert unread == []
+        assert [name.split(".")[-3:] for name, *_ in layers] == [
+            ["layers", str(index), "self_attn"] for index in range(2)
+        ], way
+        own = {"tensor": (2 * rank, 2 * rank + 1), "tensor-gqa": (2 * rank + 1,)}
+        heads = own.get(way, (1, 2) if "heads" in way else (0, 1, 2, 3))
+        assert {tuple(numbers) for *_, numbers in layers} == {heads}
+        assert {(calls, status) for _, calls, status, _ in layers} == {(1, "verified")}
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))

@@ -1,0 +1,150 @@
+"""One model of each kind of attention, judged as the sweep judges all of them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import acutance
+
+#: Kind of attention, model type, verdict, and whether the model gives maps to compare with.
+KINDS = [
+    ("multi-head, post-norm", "bert", "verified", True),
+    ("grouped queries", "llama", "verified", True),
+    ("one key head for all", "gpt_bigcode", "verified", True),
+    ("latent keys", "deepseek_v3", "verified", True),
+    ("sinks and windows", "gpt_oss", "verified", True),
+    ("softcap and windows", "gemma2", "verified", True),
+    ("windows", "mistral", "verified", True),
+    ("chunks", "llama4_text", "verified", True),
+    ("ALiBi", "bloom", "unverified", True),
+    ("relative bias", "t5", "verified", True),
+    ("disentangled", "deberta-v2", "unverified", True),
+    ("cross-attention", "bart", "verified", True),
+    ("blocks of a local window", "longformer", "unverified", True),
+    ("differential", "diffllama", "verified", True),
+    ("hybrid with state space", "bamba", "verified", True),
+    ("hybrid with linear attention", "qwen3_next", "verified", True),
+    ("state space", "mamba", "attention-free", False),
+    ("recurrent", "rwkv", "attention-free", False),
+    ("images", "vit", "verified", True),
+    ("image windows", "swin", "verified", True),
+    ("audio features", "whisper", "verified", True),
+    ("audio samples", "wav2vec2", "verified", True),
+    ("two towers", "clip", "verified", False),
+    ("shared layers", "albert", "verified", True),
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    """Models built from arbitrary configurations warn of them."""
+    import transformers
+
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    transformers.logging.set_verbosity(verbosity)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "verdict", "maps"),
+    [pytest.param(*row[1:], id=f"{row[1]}: {row[0]}") for row in KINDS],
+)
+def test_a_kind_of_attention(model_type: str, verdict: str, maps: bool) -> None:
+    from zoo.examine import examine
+
+    found = examine(model_type)
+    assert (found.verdict, found.reason if verdict != "attention-free" else "") == (verdict, "")
+    assert not found.moved
+    assert found.missed == []
+    assert found.read == found.calls
+    assert (found.calls == 0) == (verdict == "attention-free")
+    assert (found.maps > 0) == maps
+    assert found.worst <= 1.0
+
+
+def test_every_verdict_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo import examine, small
+
+    def verdict(model_type: str = "vit") -> tuple[str, str]:
+        found = examine.examine(model_type)
+        return found.verdict, found.reason
+
+    with monkeypatch.context() as patch:  # entropies one per cent too high
+        entropies = examine.row_entropy
+        patch.setattr(
+            examine, "row_entropy", lambda weights: (1.01 * entropies(weights)[0],
+                                                     entropies(weights)[1])
+        )  # fmt: skip
+        kind, reason = verdict()
+        assert kind == "wrong"
+        assert "entropies differ from the model's own maps" in reason
+    with monkeypatch.context() as patch:  # the second layer is not seen
+        seen = acutance.Probe.name_of
+
+        def blind(self: Any, module: torch.nn.Module) -> str | None:
+            name = seen(self, module)
+            return None if name is None or ".1." in name else name
+
+        patch.setattr(acutance.Probe, "name_of", blind)
+        patch.setattr(acutance.Probe, "here", lambda self: None)
+        kind, reason = verdict()
+        assert kind == "in part"
+        assert ".1." in reason
+    with monkeypatch.context() as patch:
+        patch.setattr(acutance.Probe, "name_of", lambda self, module: None)
+        patch.setattr(acutance.Probe, "here", lambda self: None)
+        assert verdict()[0] == "not read"
+    with monkeypatch.context() as patch:
+        patch.setattr(small, "LARGEST", 10)
+        kind, reason = verdict()
+        assert kind == "not built"
+        assert "million parameters where" in reason
+
+
+def test_an_output_that_moves_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo import examine
+
+    running = examine._run
+    counts = [0]
+
+    def run(model: Any, given: Any, **extra: Any) -> Any:
+        output = running(model, given, **extra)
+        counts[0] += 1
+        if counts[0] == 4:  # plain, plain, witnessed, probed
+            output["last_hidden_state"] += 1e-6
+        return output
+
+    found = examine.Examined("vit")
+    model, _, _, given = examine.runnable("vit", found)
+    monkeypatch.setattr(examine, "_run", run)
+    wrong = examine._judge(found, model, given, None, True)
+    assert found.moved
+    assert wrong == ["the output is another while it is probed"]
+
+
+def test_the_witness_sees_what_is_attention_and_nothing_else() -> None:
+    from zoo.witness import watching
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights = torch.softmax(x @ x.mT, -1)
+            gate = torch.softmax(x, -1)  # no product takes it
+            other = torch.softmax(x @ x.mT, -1).clone()  # a copy is followed
+            return (weights @ x + (other * 0.5) @ x) * gate
+
+    model = torch.nn.Sequential(Layer(), Layer())
+    with watching(model) as witness:
+        model(torch.randn(2, 5, 4))
+    assert witness.attention == {"0": 2, "1": 2}
+    assert len(witness.seen) == 6
+    with watching(torch.nn.MultiheadAttention(8, 2, batch_first=True)) as witness:
+        witness_of = torch.nn.functional.scaled_dot_product_attention
+        witness_of(*[torch.randn(1, 2, 5, 4)] * 3)
+    assert witness.attention.total() == 1

@@ -1,0 +1,106 @@
+"""The record of the sweep, the page that is written from it, and going on where one stopped."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECORD = json.loads((ROOT / "docs/_static/compatibility.json").read_text(encoding="utf-8"))
+PAGE = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+FEWEST = {"verified": 200, "unverified": 60, "attention-free": 20}
+
+
+def test_the_page_is_the_records() -> None:
+    from zoo import page
+
+    assert page.render(RECORD) == PAGE
+
+
+def test_nothing_is_wrong_and_no_output_moved() -> None:
+    from zoo.examine import VERDICTS
+
+    models = RECORD["models"].values()
+    counts = Counter(model["verdict"] for model in models)
+    assert set(counts) <= set(VERDICTS)
+    assert counts["wrong"] == 0
+    assert not any(model.get("moved") for model in models)
+    assert all(counts[verdict] >= fewest for verdict, fewest in FEWEST.items())
+    for model in models:
+        assert model["verdict"] in ("verified", "unverified", "attention-free") or model["reason"]
+        assert model.get("worst", 0.0) <= 1.0
+
+
+def test_the_model_types_are_those_of_that_release() -> None:
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if transformers.__version__ != RECORD["versions"]["transformers"]:
+        pytest.skip("another release of transformers registers others")
+    assert set(RECORD["models"]) <= set(CONFIG_MAPPING_NAMES)
+    assert RECORD["registered"] == len(CONFIG_MAPPING_NAMES)
+    assert f"{len(RECORD['models'])} of {RECORD['registered']} examined" in PAGE
+
+
+def test_reasons_cannot_break_the_page() -> None:
+    from zoo import page
+
+    model = {"model_type": "x", "verdict": "not run", "reason": "a | b\\ <script> `c` *d* $e$"}
+    versions = {"torch": "2", "transformers": "5", "python": "3"}
+    text = page.render({"versions": versions, "models": {"x": model}})
+    (line,) = [line for line in text.splitlines() if line.startswith("| `x`")]
+    assert line == r"| `x` | a \| b\\ \<script\> \`c\` \*d\* \$e\$ |"
+
+
+def test_a_sweep_goes_on_where_it_stopped(
+    sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def examined(context: Any, name: str) -> dict[str, Any]:
+        if len(done) == 2:
+            raise RuntimeError("the machine goes off")
+        done.append(name)
+        return {"model_type": name, "verdict": "verified", "reason": "", "seconds": 1.0}
+
+    path = tmp_path / "record.json"
+    monkeypatch.setattr(sweep, "_examined", examined)
+    with pytest.raises(RuntimeError, match="goes off"):
+        sweep.sweep([], path, fresh=False, seconds=None)
+    first = list(done)
+    assert sorted(json.loads(path.read_text())["models"]) == first
+    done.clear()
+    sweep.sweep([], path, fresh=False, seconds=2.0)
+    assert len(done) == 2
+    assert not set(done) & set(first)
+
+    record = json.loads(path.read_text())
+    record["versions"]["torch"] = "0.1"  # what was found with another release is found again
+    path.write_text(json.dumps(record))
+    done.clear()
+    sweep.sweep([], path, fresh=False, seconds=2.0)
+    assert done == first
+    with pytest.raises(SystemExit, match="transformers has no model type lama"):
+        sweep.sweep(["lama"], path, fresh=False, seconds=None)
+
+
+def test_a_model_that_takes_its_process_along_is_recorded(
+    sweep: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import multiprocessing
+
+    monkeypatch.setattr(sweep, "_work", _dies)
+    found = sweep._examined(multiprocessing.get_context("fork"), "llama")
+    assert found["verdict"] == "not built"
+    assert found["reason"] == "its process ended with exit code 3"
+
+
+def _dies(name: str, pipe: Any) -> None:
+    import os
+
+    os._exit(3)
