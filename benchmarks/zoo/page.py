@@ -17,6 +17,7 @@ MEANINGS = {
     "not read": "There is attention, and the probe says that it reads none.",
     "attention-free": "No softmax takes part in a matrix product, and the probe says that it saw "
     "no attention.",
+    "caught": "Rows are read wrongly, and the probe says so: status *mismatch*, with the reason.",
     "wrong": "A number or an output differs. None may be here.",
     "not run": "Built, but none of the sweep's inputs is what the model takes. This says nothing "
     "about the probe.",
@@ -34,6 +35,7 @@ _TITLES = {
     "in part": "Read in part",
     "not read": "Not read",
     "attention-free": "Attention-free",
+    "caught": "Read wrongly, and caught",
     "wrong": "Wrong",
     "not run": "Not run",
     "not built": "Not built",
@@ -43,7 +45,7 @@ _TITLES = {
 def render(record: dict[str, Any]) -> str:
     """The page, MyST Markdown."""
     models = list(record["models"].values())
-    with_maps = [model for model in models if model.get("maps")]
+    with_maps = [m for m in models if m.get("maps") and m["verdict"] != "caught"]
     moved = sum(bool(model.get("moved")) for model in models)
     worst = max((model["worst"] for model in with_maps), default=0.0)
     facts = dict(

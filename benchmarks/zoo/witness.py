@@ -23,7 +23,7 @@ _FUSED = (
     "flex_attention",
 )
 _SOFTMAX = {"_softmax", "_safe_softmax", "softmax"}
-_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "matmul"}
+_PRODUCTS = {"bmm", "baddbmm"}  # two dimensions are a linear layer
 
 
 @dataclass

@@ -40,7 +40,7 @@ def test_native_metrics_are_those_of_the_table(dtype: torch.dtype, offset: int) 
         assert values.shape == (1, 2, 70)
         assert values.dtype == stats.state.Z.dtype
         expected = METRICS[name].compute(exact)
-        # the table is computed in float64 from the same sums, so little more than one rounding is left
+        # the table in float64 from the same sums: little more than one rounding is left
         torch.testing.assert_close(
             values.double(), expected, rtol=8 * eps, atol=2e-14, equal_nan=True, msg=name
         )

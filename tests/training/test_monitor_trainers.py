@@ -179,10 +179,10 @@ def test_what_on_alarm_raises_ends_a_trainer(tmp_path: Path) -> None:
         trainer(tmp_path, monitor).train()
 
 
-@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
-def lightning(request: pytest.FixtureRequest) -> Any:
-    """Either package of Lightning."""
-    return pytest.importorskip(request.param)
+@pytest.fixture
+def lightning() -> Any:
+    """Lightning; the package pytorch_lightning has the same code under another name."""
+    return pytest.importorskip("lightning.pytorch")
 
 
 def fitted(

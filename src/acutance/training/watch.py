@@ -90,12 +90,14 @@ class AttentionWatch(Probe):
         self.rows: list[WatchedRows] = []
         self._seen: list[str] = []
         self._recorded: list[tuple[Recorded, Any]] = []
+        self._own: frozenset[str] = frozenset()
 
     def __enter__(self) -> AttentionWatch:
         self.rows, self._seen = [], []
         super().__enter__()
         for module in self._model.modules():
             if isinstance(module, Recorded):
+                self._own |= {self.name_of(module) or ""}
                 self._recorded.append((module, module.statistics))
                 module.statistics = "graph" if self.gradients else "detached"
                 module.__dict__["_record"] = self._recording(module)
@@ -128,6 +130,8 @@ class AttentionWatch(Probe):
         """Keep the statistics of a call, with their graph where gradients are wanted."""
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpointed forward pass run again for the backward pass
+        if module.partition("#")[0] in self._own:
+            return  # it hands over its statistics itself
         chosen = self._chosen(module)
         with self.mute(), self._graph(), torch._C.DisableTorchFunction():
             call = make()
@@ -142,7 +146,9 @@ class AttentionWatch(Probe):
             query = call.query
             self.rows.append(WatchedRows(module, stats, kept, query.shape[-1], query.dtype))
 
-    def observe_scores(self, scores: Tensor, module: str) -> None:
+    def observe_scores(
+        self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
+    ) -> None:
         """Attention of which only a softmax is seen has no queries and keys to train."""
         if self._chosen(module):
             self.unreadable(module, "only its softmax was seen, not its queries and keys")
