@@ -272,6 +272,11 @@ def _against_maps(
             note = "its maps leave its sinks out and are not compared"
             examined.notes += [note] if note not in examined.notes else []
             continue
+        total = weights.sum(-1)
+        if not sinks and bool(((total > 1e-6) & (total < 0.999)).any()):
+            note = "some of its maps are parts of one softmax, rows below one, and not compared"
+            examined.notes += [note] if note not in examined.notes else []
+            continue
         rows, counts = row_entropy(weights)
         if mask is not None and tuple(mask.shape) == (rows.shape[0], rows.shape[2]):
             counts = counts & mask.bool()[:, None, :]

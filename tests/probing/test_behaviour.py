@@ -231,8 +231,11 @@ def test_reopening_adds_up() -> None:
     with acutance.probe(model) as once:
         model(x)
     assert [layer.rows for layer in probe.summary().layers] == [30, 30]
+    # the same float32 sums; entropies of waiting calls are taken together, and torch's vectors round
+    # the last rows of a stretch in another way than those before: a rounding of each of two terms
+    atol = 4 * torch.finfo(torch.float32).eps
     assert torch.allclose(
-        probe.summary().mean("entropy"), once.summary().mean("entropy"), atol=1e-12, rtol=0
+        probe.summary().mean("entropy"), once.summary().mean("entropy"), atol=atol, rtol=0
     )
     with pytest.raises(acutance.ProbeError, match="did not run while it was open"), probe:
         pass  # what was read before does not excuse it
@@ -603,8 +606,9 @@ def test_inference_mode(gpt2_models: Any, random_tokens: Any, tmp_path: Any) -> 
         model(ids)
     loaded = acutance.load(tmp_path / "state.safetensors")
     assert [layer.rows for layer in loaded.layers] == [24, 24, 24]
+    atol = 4 * torch.finfo(torch.float32).eps  # as in test_reopening_adds_up
     assert torch.allclose(
-        loaded.mean("entropy"), expected.summary().mean("entropy"), atol=1e-12, rtol=0
+        loaded.mean("entropy"), expected.summary().mean("entropy"), atol=atol, rtol=0
     )
 
 
