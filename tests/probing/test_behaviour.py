@@ -231,8 +231,8 @@ def test_reopening_adds_up() -> None:
     with acutance.probe(model) as once:
         model(x)
     assert [layer.rows for layer in probe.summary().layers] == [30, 30]
-    # the same float32 sums; entropies of waiting calls are taken together, and torch's vectors round
-    # the last rows of a stretch in another way than those before: a rounding of each of two terms
+    # the same float32 sums; entropies of waiting calls are taken together, and torch's vectors
+    # round the last rows of a stretch otherwise than those before: a rounding of each of two terms
     atol = 4 * torch.finfo(torch.float32).eps
     assert torch.allclose(
         probe.summary().mean("entropy"), once.summary().mean("entropy"), atol=atol, rtol=0

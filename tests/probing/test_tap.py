@@ -116,6 +116,33 @@ def test_two_probes_are_both_told() -> None:
     assert len(other._records) == 0
 
 
+def test_a_probe_can_be_told_alone() -> None:
+    class Mine(nn.Module):
+        probe: acutance.Probe | None = None
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            assert self.probe is not None
+            with self.probe.tap(query, key, value, scale=0.5, is_causal=True) as told:
+                told.output = by_exponentials(query, key, value, 0.5)
+            return told.output
+
+    model, given = Mine(), inputs()
+    with (
+        pytest.raises(acutance.ProbeError, match="no attention"),
+        acutance.probe(model) as other,
+        acutance.probe(model, verify=True) as model.probe,
+    ):
+        model(*given)
+    (layer,) = model.probe.summary().layers
+    assert (layer.status, layer.source) == ("verified", "tap")
+    assert other.unread == []
+    before = model.probe.summary().layers
+    model(*given)  # closed: told to nobody
+    assert model.probe.summary().layers == before
+    with pytest.raises(TypeError, match="casual"):
+        model.probe.tap(*given, casual=True)
+
+
 class Own(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()

@@ -26,6 +26,7 @@ from acutance.probing.records import Records, Rows
 from acutance.probing.running import Passes, rerun
 from acutance.probing.structured import StructureReader
 from acutance.probing.summary import HeadSummary
+from acutance.probing.tapping import Tap, tap
 from acutance.rowstats import METRICS, metric
 from acutance.structure import STRUCTURE
 
@@ -399,6 +400,23 @@ class Probe:
     def number_passes(self, turn: int | None) -> None:
         """Give the next forward passes this number, which decides the rows drawn; None counts."""
         self._passes.turn = turn
+
+    def tap(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Any) -> Tap:
+        """:func:`acutance.tap`, told to this probe alone; nothing while it is closed.
+
+        Args:
+            query: (B, Hq, L, E).
+            key: (B, H, S, E).
+            value: (B, H, S, Ev), or None.
+            options: those of :func:`acutance.tap`.
+
+        Returns:
+            A context manager around the code that computes the attention.
+
+        Raises:
+            TypeError: if an option does not exist.
+        """
+        return tap(query, key, value, **options).only(self)
 
     # -- results ----------------------------------------------------------------------------------
 

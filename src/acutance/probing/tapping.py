@@ -92,6 +92,11 @@ class Tap:
         self._told: list[tuple[FunctionObserver, str]] = []
         self._quiet = ExitStack()
 
+    def only(self, observer: FunctionObserver) -> Tap:
+        """The same, told to one probe alone, if that is open."""
+        self._observers = [each for each in self._observers if each is observer]
+        return self
+
     def __enter__(self) -> Tap:
         self._told = [
             (observer, name)
