@@ -18,7 +18,7 @@ import acutance
 from acutance.probing import all_reduce_summary
 
 SIZE = 2
-WAYS = ("ddp", "fsdp", "fsdp2", "tensor", "tensor-gqa", "fsdp2+heads")
+WAYS = ("ddp", "fsdp", "fsdp2", "tensor", "tensor-gqa", "tp_plan", "fsdp2+heads")
 
 
 def built() -> Any:
@@ -62,6 +62,18 @@ def tensor_parallel(model: Any, mesh: Any) -> Any:
     return model
 
 
+def planned(folder: Path) -> Any:
+    """The same weights, shared out as transformers plans it."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    if dist.get_rank() == 0:
+        built().save_pretrained(folder)
+    dist.barrier()
+    config = DistributedConfig(tp_size=SIZE, tp_plan="auto")
+    return LlamaForCausalLM.from_pretrained(folder, distributed_config=config).eval()
+
+
 def work(folder: Path) -> None:
     """One rank: every way in turn, each summary in a file."""
     torch.set_num_threads(1)
@@ -100,6 +112,7 @@ def work(folder: Path) -> None:
         probed(way, model, mine, True, heads=heads)
     probed("tensor", tensor_parallel(built(), mesh), windows(), True)
     probed("tensor-gqa", tensor_parallel(built(), mesh), windows(), False, heads=-1)
+    probed("tp_plan", planned(folder / "whole"), windows(), False)
     torch.save(met, folder / f"met{rank}")
     dist.barrier()
     dist.destroy_process_group()
@@ -170,7 +183,8 @@ def test_each_rank_read_its_own_part(found: Path, rank: int) -> None:
         assert [name.split(".")[-3:] for name, *_ in layers] == [
             ["layers", str(index), "self_attn"] for index in range(2)
         ], way
-        own = {"tensor": (2 * rank, 2 * rank + 1), "tensor-gqa": (2 * rank + 1,)}
+        half = (2 * rank, 2 * rank + 1)
+        own = {"tensor": half, "tp_plan": half, "tensor-gqa": (2 * rank + 1,)}
         heads = own.get(way, (1, 2) if "heads" in way else (0, 1, 2, 3))
         assert {tuple(numbers) for *_, numbers in layers} == {heads}
         assert {(calls, status) for _, calls, status, _ in layers} == {(1, "verified")}
