@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from acutance.probing import Profile
-from acutance.probing.profile import MOST_OCTAVES, fit_slope
+from acutance.probing.profile import MOST_OCTAVES
+from acutance.probing.slopes import fit_slope
 
 M, H, B, L = 3, 2, 4, 37
 

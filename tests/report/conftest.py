@@ -22,6 +22,7 @@ def make_summary(
     layer: Mapping[int, Mapping[str, Any]] | None = None,
     about: Mapping[str, Any] | None = None,
     unread: Sequence[str] = (),
+    not_provided: Sequence[str] = (),
     **values: Mapping[tuple[int, int], float],
 ) -> HeadSummary:
     """A summary of heads that attend to 128 keys neither sharply nor diffusely.
@@ -33,6 +34,7 @@ def make_summary(
         layer: other attributes of some layers.
         about: what was probed.
         unread: what could not be read.
+        not_provided: what was left to the model.
         **values: for a metric, what every row of some (layer, head) has instead.
     """
     usual = {
@@ -72,6 +74,7 @@ def make_summary(
         Moments.of(table.transpose(0, 1).contiguous(), tuple(metrics)),
         dict(about or {"model": "synthetic"}),
         tuple(unread),
+        not_provided=tuple(not_provided),
     )
 
 

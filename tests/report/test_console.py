@@ -123,6 +123,7 @@ def test_what_was_left_out_and_how_far_to_trust_it(summary_of: Make) -> None:
             3: {"status": "captured", "error": None},
         },
         unread=["decoder.0.cross: dropout is on"],
+        not_provided=["decoder.1.self: of its own score"],
     )
     text = printed(summary, 200)
     assert "1,752 rows read for each head; left out: 0 to 371 padded, 0 to 2 that see" in text
@@ -132,6 +133,7 @@ def test_what_was_left_out_and_how_far_to_trust_it(summary_of: Make) -> None:
     assert "(relative difference 2.5e-01)" in text
     assert "layers 0–3: model.layers.*.attn" in text
     assert "could not be read:\n  – decoder.0.cross: dropout is on" in text
+    assert "left to the model:\n  – decoder.1.self: of its own score" in text
 
 
 def test_hostile_names_are_shown_and_drive_nothing(summary_of: Make) -> None:

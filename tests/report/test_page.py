@@ -170,6 +170,7 @@ def test_hostile_strings_stay_inside_the_data(summary_of: Make) -> None:
         about={"model": HOSTILE, HOSTILE: HOSTILE, "shape": (1, 2), "nothing": None},
         layer={1: {"module": HOSTILE, "source": HOSTILE}},
         unread=[HOSTILE, "\udc80"],
+        not_provided=["\u202e", HOSTILE],
     )
     text = html(summary)
     page = Page(text)
@@ -184,6 +185,7 @@ def test_hostile_strings_stay_inside_the_data(summary_of: Make) -> None:
     assert record["about"][2:] == [["shape", "1, 2"], ["nothing", "None"]]
     assert record["layers"][1]["module"] == record["layers"][1]["source"] == shown
     assert record["unread"] == [shown, "\\udc80"]
+    assert record["not_provided"] == ["\\u202e", shown]
     text.encode("utf-8")
 
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from acutance.masks import Region
 from acutance.probing.call import AttentionCall
-from acutance.shapes import check_masking
 from acutance.theory import critical_scale
 
 __all__ = ["critical_scales", "row_scores"]
@@ -24,27 +23,14 @@ def row_scores(call: AttentionCall, row: int) -> Tensor:
         (B, Hq, keys) of the keys that any of these rows can see.
     """
     query, key = call.query, call.key
-    masking = check_masking(
-        query,
-        key,
-        attn_mask=call.attn_mask,
-        is_causal=call.is_causal,
-        query_offset=call.query_offset,
-        window=call.window,
-        key_mask=call.key_mask,
-        document_ids=None,
-        cu_seqlens=call.cu_seqlens,
-        bias=call.bias,
-        alibi_slopes=None,
-    )
+    masking = call.masking()
     batch, heads = slice(0, query.shape[0]), slice(0, key.shape[1])
     region = Region(batch, heads, slice(row, row + 1))
-    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
     parts = []
     for tile in masking.tiles(region, max(1, key.shape[2])):
         keys = key[:, :, None, tile.start : tile.stop].double()
         queries = query[:, :, row : row + 1].double().unflatten(1, (masking.heads, masking.group))
-        scores = queries @ keys.transpose(-1, -2) * scale
+        scores = queries @ keys.transpose(-1, -2) * call.factor
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
         for bias in tile.biases:

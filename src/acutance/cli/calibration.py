@@ -8,18 +8,22 @@ from typing import Annotated
 
 import typer
 
+from acutance.cli.options import (
+    AllowPickle,
+    AttentionName,
+    Device,
+    JsonTo,
+    Model,
+    Resume,
+    SaveEvery,
+    TrustRemoteCode,
+    check_resume,
+)
 from acutance.cli.shared import INTERRUPTED, check_targets, console, fail, plain_errors
 
 
 def calibrate_command(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="Directory of a saved model, or a name transformers can load. "
-            "Left out: the MiniLM that comes with acutance\\[demo].",
-        ),
-    ] = None,
+    model: Model = None,
     text: Annotated[
         list[str] | None,
         typer.Option("--text", metavar="FILE", help="Text to read; repeat it for more."),
@@ -74,34 +78,17 @@ def calibrate_command(
         Path | None,
         typer.Option("--save", metavar="FILE", help="Keep the state, as it grows: to resume."),
     ] = None,
-    save_every: Annotated[
-        int,
-        typer.Option(
-            "--save-every", metavar="WINDOWS", min=1, help="Write the state less often than that."
-        ),
-    ] = 1,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from what the file of --save holds.")
-    ] = False,
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the whole record, '-' for stdout."),
-    ] = None,
-    attention: Annotated[
-        str | None, typer.Option("--attention", help="Attention implementation: sdpa, eager, ...")
-    ] = None,
-    device: Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, mps.")] = "cpu",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
-    ] = False,
+    save_every: SaveEvery = 1,
+    resume: Resume = False,
+    json: JsonTo = None,
+    attention: AttentionName = None,
+    device: Device = "cpu",
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
 ) -> None:
     """Fit, for every head, the scale that keeps its attention as focused at any length."""
     check_targets({"--out": out, "--json": json, "--save": save})
-    if resume and save is None:
-        raise typer.BadParameter("it goes on from the file of --save", param_hint="--resume")
+    check_resume(resume, save)
     name, value = _target(target)
     places = None if lengths is None else _lengths(lengths)
     with plain_errors():

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from acutance.cli.options import Dark, JsonTo
 from acutance.cli.shared import (
     INTERRUPTED,
     check_ending,
@@ -51,15 +52,12 @@ def compare_command(
     costs: Annotated[
         bool, typer.Option("--costs/--no-costs", help="Measure time and peak memory.")
     ] = True,
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the record, '-' for standard output."),
-    ] = None,
+    json: JsonTo = None,
     figure: Annotated[
         Path | None,
         typer.Option("--figure", metavar="FILE", help="Draw effective keys by n: .png or .svg."),
     ] = None,
-    dark: Annotated[bool, typer.Option("--dark", help="Draw on a dark page.")] = False,
+    dark: Dark = False,
     listing: Annotated[bool, typer.Option("--list", help="Show the mechanisms and end.")] = False,
 ) -> None:
     """Compare attention mechanisms: concentration measured and predicted, time, memory."""

@@ -9,6 +9,31 @@ import typer
 
 CHARTS = ("heads", "layers", "lengths", "theory")
 
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="Directory of a saved model, or a name transformers can load. "
+        "Left out: the MiniLM that comes with acutance\\[demo].",
+    ),
+]
+SaveEvery = Annotated[
+    int,
+    typer.Option(
+        "--save-every", metavar="WINDOWS", min=1, help="Write the state less often than that."
+    ),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from what the file of --save holds.")]
+AttentionName = Annotated[
+    str | None, typer.Option("--attention", help="Attention implementation: sdpa, eager, ...")
+]
+Device = Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, mps.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
+]
 ReportTo = Annotated[
     Path | None, typer.Option("--report", metavar="HTML", help="Write a page with the heat map.")
 ]
@@ -46,6 +71,12 @@ Metric = Annotated[
     typer.Option("--metric", metavar="NAME", help="What table and figure show."),
 ]
 Dark = Annotated[bool, typer.Option("--dark", help="Draw on a dark page.")]
+
+
+def check_resume(resume: bool, save: Path | None) -> None:
+    """Refuse to go on from nothing."""
+    if resume and save is None:
+        raise typer.BadParameter("it goes on from the file of --save", param_hint="--resume")
 
 
 def check_chart(chart: str, metric: str | None = None) -> None:

@@ -9,14 +9,22 @@ from typing import Annotated
 import typer
 
 from acutance.cli.options import (
+    AllowPickle,
+    AttentionName,
     Chart,
     CsvTo,
     Dark,
+    Device,
     FigureTo,
     JsonTo,
+    Model,
     ParquetTo,
     ReportTo,
+    Resume,
+    SaveEvery,
+    TrustRemoteCode,
     check_chart,
+    check_resume,
 )
 from acutance.cli.shared import (
     INTERRUPTED,
@@ -29,14 +37,7 @@ from acutance.cli.shared import (
 
 
 def probe_command(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="Directory of a saved model, or a name transformers can load. "
-            "Left out: the MiniLM that comes with acutance\\[demo].",
-        ),
-    ] = None,
+    model: Model = None,
     text: Annotated[
         list[str] | None,
         typer.Option(
@@ -64,15 +65,8 @@ def probe_command(
             "--save", metavar="FILE", help="Keep the state, as it grows: to merge, resume, reload."
         ),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from what the file of --save holds.")
-    ] = False,
-    save_every: Annotated[
-        int,
-        typer.Option(
-            "--save-every", metavar="WINDOWS", min=1, help="Write the state less often than that."
-        ),
-    ] = 1,
+    resume: Resume = False,
+    save_every: SaveEvery = 1,
     shard: Annotated[
         str | None,
         typer.Option(
@@ -142,16 +136,10 @@ def probe_command(
             "ssmax or log_n:train_length=512.",
         ),
     ] = None,
-    attention: Annotated[
-        str | None, typer.Option("--attention", help="Attention implementation: sdpa, eager, ...")
-    ] = None,
-    device: Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, mps.")] = "cpu",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
-    ] = False,
+    attention: AttentionName = None,
+    device: Device = "cpu",
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
 ) -> None:
     """Show how sharply every head of a model focuses on a text."""
     targets = {
@@ -167,8 +155,7 @@ def probe_command(
     check_output(targets)
     check_ending("--figure", figure)
     check_chart(chart)
-    if resume and save is None:
-        raise typer.BadParameter("it goes on from the file of --save", param_hint="--resume")
+    check_resume(resume, save)
     if resume and keep_qk is not None:
         raise typer.BadParameter(
             "it may skip the first windows, which --keep-qk reads", param_hint="--resume"

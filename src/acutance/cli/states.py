@@ -109,10 +109,7 @@ def diff_command(
         bool, typer.Option("--equal-n", help="Compare only rows that see as many keys.")
     ] = False,
     top: Annotated[int, typer.Option("--top", min=1, help="Heads listed for each metric.")] = 10,
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write everything, '-' for standard output."),
-    ] = None,
+    json: JsonTo = None,
     csv: Annotated[
         Path | None,
         typer.Option(

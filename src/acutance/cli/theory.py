@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from acutance.cli.options import Dark, JsonTo
 from acutance.cli.shared import check_ending, check_targets, misuse, plain_errors
 
 
@@ -57,17 +58,14 @@ def predict_command(
     sample: Annotated[
         int, typer.Option("--sample", metavar="ROWS", min=0, help="Measure random rows too.")
     ] = 0,
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the record, '-' for standard output."),
-    ] = None,
+    json: JsonTo = None,
     plot: Annotated[
         Path | None,
         typer.Option(
             "--plot", metavar="FILE", help="Draw entropy and effective keys: a .png or .svg."
         ),
     ] = None,
-    dark: Annotated[bool, typer.Option("--dark", help="Draw on a dark page.")] = False,
+    dark: Dark = False,
 ) -> None:
     """Predict every metric of an attention row from theory."""
     options = {
@@ -101,15 +99,12 @@ def temperature_command(
             help="How the other keys lie: anywhere, evenly, or at random (with --d).",
         ),
     ] = None,
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the advice, '-' for standard output."),
-    ] = None,
+    json: JsonTo = None,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", metavar="FILE", help="Draw information by temperature: .png, .svg."),
     ] = None,
-    dark: Annotated[bool, typer.Option("--dark", help="Draw on a dark page.")] = False,
+    dark: Dark = False,
 ) -> None:
     """Recommend a temperature for a softmax of cosines, and say why."""
     check_targets({"--json": json, "--plot": plot})

@@ -11,9 +11,10 @@ from acutance.probing.distributed import all_reduce_summary
 from acutance.probing.examples import Example, Examples
 from acutance.probing.kept import QueryKeySample, load_queries_keys
 from acutance.probing.moments import Moments, edges
-from acutance.probing.profile import Profile, Slope, slope
+from acutance.probing.profile import Profile
 from acutance.probing.ray_data import probe_dataset
 from acutance.probing.shards import Run, Shard, State, load_state, merge_states
+from acutance.probing.slopes import Slope, slope
 from acutance.probing.summary import SCHEMA, STATUSES, HeadSummary, Layer, load
 from acutance.probing.tapping import Tap, tap
 

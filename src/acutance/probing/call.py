@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from acutance.attend import attention, row_statistics
-from acutance.masks import hides
+from acutance.masks import Masking, hides
 from acutance.rowstats import RowState, RowStatistics, observe
+from acutance.shapes import check_masking
 
 #: Largest relative error of a rebuilt output, by dtype: some hundred roundings of it.
 VERIFY_TOLERANCE = {
@@ -118,6 +119,27 @@ class AttentionCall:
     @property
     def _grouped(self) -> bool:
         return self.query.shape[1] != self.key.shape[1]
+
+    @property
+    def factor(self) -> float:
+        """What the scores are multiplied by."""
+        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def masking(self) -> Masking:
+        """Everything that hides a key or is added to its score."""
+        return check_masking(
+            self.query,
+            self.key,
+            attn_mask=self.attn_mask,
+            is_causal=self.is_causal,
+            query_offset=self.query_offset,
+            window=self.window,
+            key_mask=self.key_mask,
+            document_ids=None,
+            cu_seqlens=self.cu_seqlens,
+            bias=self.bias,
+            alibi_slopes=None,
+        )
 
     def real_rows(self) -> Tensor | None:
         """Boolean (B, L), False on queries that are padding; None where none can be told.

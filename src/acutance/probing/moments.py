@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
@@ -317,3 +318,39 @@ class Moments:
 
 def _scale(name: str) -> Scale:
     return SCALES.get(name, "unit")
+
+
+def stack(values: Mapping[str, Tensor], metrics: tuple[str, ...]) -> Tensor:
+    """Metrics (B, heads, L) as one tensor (metrics, heads, B, L), float32 or float64."""
+    first = values[metrics[0]]
+    dtype = torch.float64 if torch.float64 in {v.dtype for v in values.values()} else torch.float32
+    stacked = first.new_empty((len(metrics), *first.transpose(0, 1).shape), dtype=dtype)
+    for index, name in enumerate(metrics):
+        stacked[index] = values[name].detach().transpose(0, 1)
+    return stacked
+
+
+def summarise(values: Mapping[str, Tensor], kept: Tensor, metrics: tuple[str, ...]) -> Moments:
+    """The record of one call's rows.
+
+    Args:
+        values: each metric, (B, heads, L).
+        kept: boolean (B, heads, L), True for rows that count.
+        metrics: names, in the order of the record's columns.
+
+    Returns:
+        Moments of (heads, metrics).
+    """
+    return summarise_stacked(stack(values, metrics), kept, metrics)
+
+
+def summarise_stacked(stacked: Tensor, kept: Tensor, metrics: tuple[str, ...]) -> Moments:
+    """The same of metrics that :func:`stack` put together."""
+    rows = stacked.flatten(2)
+    shown = kept.transpose(0, 1).flatten(1)
+    if bool((shown == shown[:1]).all()):
+        if not bool(shown.all()):
+            rows = rows[..., shown[0]]
+    else:
+        rows = torch.where(shown, rows, torch.nan)
+    return Moments.of(rows, metrics)

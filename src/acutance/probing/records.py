@@ -10,11 +10,11 @@ from torch import Tensor
 
 from acutance.probing.beside import Beside
 from acutance.probing.distances import Distances
-from acutance.probing.moments import Moments
+from acutance.probing.moments import Moments, stack, summarise_stacked
 from acutance.probing.profile import Profile
 from acutance.probing.sampling import Sample
 from acutance.probing.structured import Structured
-from acutance.probing.summary import Layer, stack, summarise_stacked
+from acutance.probing.summary import Layer
 from acutance.rowstats import RowState, RowStatistics
 from acutance.structure import STRUCTURE
 

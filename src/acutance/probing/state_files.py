@@ -11,12 +11,14 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from acutance.probing.layers import STATUSES, Layer
 from acutance.probing.moments import BINS
 from acutance.rowstats import METRICS
 from acutance.structure import STRUCTURE
@@ -37,7 +39,6 @@ _ARRAYS = {
 _ADDED = {"weight": torch.float64, "sampling": torch.float64}
 #: Roundings of sums and merges in float64, relative to the largest value, with room to spare.
 _ROUNDING = 1e-9
-_STATUSES = ("verified", "captured", "unverified", "mismatch")
 _COUNTS = ("calls", "rows", "padded", "empty", "skipped", "provided")
 
 
@@ -135,13 +136,12 @@ def _check_layer(layer: Any) -> None:
     missing = [name for name in ("module", "heads") if name not in layer]
     if missing:
         raise ValueError(f"a layer has no {missing[0]!r}")
-    known = {"module", "heads", "status", "error", "source", "chosen", *_COUNTS}
-    if unknown := sorted(set(layer) - known):
+    if unknown := sorted(set(layer) - {field.name for field in fields(Layer)}):
         raise ValueError(f"a layer has no field {_short(unknown[0])}")
     for name in ("module", "source"):
         if not isinstance(layer.get(name, ""), str):
             raise ValueError(f"a layer's {name} is text, got {_short(layer[name])}")
-    if layer.get("status", "captured") not in _STATUSES:
+    if layer.get("status", "captured") not in tuple(STATUSES):
         raise ValueError(f"a layer's status is {_short(layer['status'])}")
     for name in ("heads", *_COUNTS):
         value = layer.get(name, 0)

@@ -18,7 +18,6 @@ from acutance.probing.sampling import Sample
 from acutance.probing.summary import Layer
 from acutance.probing.tokens import Tokens, special_ids
 from acutance.rowstats import RowStatistics
-from acutance.shapes import check_masking
 from acutance.structure import StructureStatistics
 from acutance.structure.blocks import Rows, blocks
 from acutance.structure.positions import last_visible
@@ -178,21 +177,7 @@ def _word(tokenizer: Any, token: int) -> str:
 
 def _rows(call: AttentionCall) -> Rows:
     """A call as the structure pass takes it."""
-    masking = check_masking(
-        call.query,
-        call.key,
-        attn_mask=call.attn_mask,
-        is_causal=call.is_causal,
-        query_offset=call.query_offset,
-        window=call.window,
-        key_mask=call.key_mask,
-        document_ids=None,
-        cu_seqlens=call.cu_seqlens,
-        bias=call.bias,
-        alibi_slopes=None,
-    )
-    scale = call.query.shape[3] ** -0.5 if call.scale is None else call.scale
-    return Rows(call.query, call.key, masking, scale, call.softcap, call.sinks)
+    return Rows(call.query, call.key, call.masking(), call.factor, call.softcap, call.sinks)
 
 
 def _positions(whole: AttentionCall, masking: Masking, sample: Sample | None) -> Tensor | None:

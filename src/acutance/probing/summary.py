@@ -7,10 +7,9 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from acutance.files import write_bytes, write_text, write_whole
@@ -18,6 +17,7 @@ from acutance.probing.beside import Beside
 from acutance.probing.classes import classify
 from acutance.probing.distances import Distances
 from acutance.probing.examples import Examples
+from acutance.probing.layers import STATUSES, Layer, Status
 from acutance.probing.moments import Moments, edges
 from acutance.probing.profile import Profile
 from acutance.probing.state_files import checked_record, checked_tensors, checked_words, read
@@ -26,91 +26,17 @@ from acutance.structure import describe
 if TYPE_CHECKING:
     import pyarrow
 
+__all__ = [
+    "SCHEMA",
+    "STATUSES",
+    "HeadSummary",
+    "Layer",
+    "Status",
+    "from_parts",
+    "load",
+]
+
 SCHEMA = "acutance.head_summary/1"
-Status = Literal["verified", "captured", "unverified", "mismatch"]
-
-#: What each status means, for reports.
-STATUSES: dict[str, str] = {
-    "verified": "the call's output was rebuilt from what was captured and agrees",
-    "captured": "read from the call's own arguments, output not rebuilt",
-    "unverified": "read from a softmax alone, so what came before it is not known",
-    "mismatch": "the output rebuilt from what was captured differs: do not trust these rows",
-}
-_WORST = ("verified", "captured", "unverified", "mismatch")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One attention layer of a model, in model order.
-
-    Attributes:
-        module: qualified name of the module whose attention this is.
-        heads: query heads seen.
-        status: how far the capture is to be trusted, see :data:`STATUSES`.
-        calls: attention calls read.
-        rows: rows read for each head.
-        padded: rows left out because their token is padding.
-        empty: rows left out because they see no key.
-        error: largest relative difference of a rebuilt output, None where none was rebuilt.
-        source: what the call was read from.
-        chosen: numbers of the heads, ascending, where they are not the first ``heads``.
-        skipped: rows not read because others were drawn in their place.
-        provided: calls whose output acutance computed in the model's stead.
-    """
-
-    module: str
-    heads: int
-    status: Status = "captured"
-    calls: int = 0
-    rows: int = 0
-    padded: int = 0
-    empty: int = 0
-    error: float | None = None
-    source: str = ""
-    chosen: tuple[int, ...] = ()
-    skipped: int = 0
-    provided: int = 0
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Number of each head in its layer."""
-        return self.chosen or tuple(range(self.heads))
-
-    def beside(self, other: Layer) -> Layer:
-        """The same calls, other heads of them: what ranks see that share out a layer's heads."""
-        numbers = tuple(sorted(self.numbers + other.numbers))
-        counts = ("calls", "rows", "padded", "empty", "skipped", "provided")
-        most = {name: max(getattr(self, name), getattr(other, name)) for name in counts}
-        joined = replace(self.merge(replace(other, heads=self.heads, chosen=self.chosen)), **most)
-        whole = numbers == tuple(range(len(numbers)))
-        return replace(joined, heads=len(numbers), chosen=() if whole else numbers)
-
-    def merge(self, other: Layer) -> Layer:
-        """The same layer, seen in both."""
-        if (self.module, self.heads) != (other.module, other.heads):
-            raise ValueError(
-                f"layers merge with themselves: {self.module} with {self.heads} heads is not "
-                f"{other.module} with {other.heads}"
-            )
-        if self.numbers != other.numbers:
-            raise ValueError(
-                f"layers merge where they have the same heads or none in common: {self.module} "
-                f"has {list(self.numbers)} and {list(other.numbers)}"
-            )
-        errors = [error for error in (self.error, other.error) if error is not None]
-        seen = [part for part in (self, other) if part.calls] or [self]
-        return replace(
-            self,
-            status=max((part.status for part in seen), key=_WORST.index),
-            calls=self.calls + other.calls,
-            rows=self.rows + other.rows,
-            padded=self.padded + other.padded,
-            empty=self.empty + other.empty,
-            error=max(errors) if errors else None,
-            source=self.source or other.source,
-            skipped=self.skipped + other.skipped,
-            provided=self.provided + other.provided,
-        )
 
 
 @dataclass(frozen=True)
@@ -465,39 +391,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(part) for key, part in value.items()}
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def stack(values: Mapping[str, Tensor], metrics: tuple[str, ...]) -> Tensor:
-    """Metrics (B, heads, L) as one tensor (metrics, heads, B, L), float32 or float64."""
-    first = values[metrics[0]]
-    dtype = torch.float64 if torch.float64 in {v.dtype for v in values.values()} else torch.float32
-    stacked = first.new_empty((len(metrics), *first.transpose(0, 1).shape), dtype=dtype)
-    for index, name in enumerate(metrics):
-        stacked[index] = values[name].detach().transpose(0, 1)
-    return stacked
-
-
-def summarise(values: Mapping[str, Tensor], kept: Tensor, metrics: tuple[str, ...]) -> Moments:
-    """The record of one call's rows.
-
-    Args:
-        values: each metric, (B, heads, L).
-        kept: boolean (B, heads, L), True for rows that count.
-        metrics: names, in the order of the record's columns.
-
-    Returns:
-        Moments of (heads, metrics).
-    """
-    return summarise_stacked(stack(values, metrics), kept, metrics)
-
-
-def summarise_stacked(stacked: Tensor, kept: Tensor, metrics: tuple[str, ...]) -> Moments:
-    """The same of metrics that :func:`stack` put together."""
-    rows = stacked.flatten(2)
-    shown = kept.transpose(0, 1).flatten(1)
-    if bool((shown == shown[:1]).all()):
-        if not bool(shown.all()):
-            rows = rows[..., shown[0]]
-    else:
-        rows = torch.where(shown, rows, torch.nan)
-    return Moments.of(rows, metrics)

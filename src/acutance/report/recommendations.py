@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from acutance.probing import HeadSummary, classify
-from acutance.probing.profile import Slope, fit_slope
+from acutance.probing.slopes import Slope, fit_slope
 
 __all__ = ["KINDS", "NOTHING", "Recommendation", "in_words", "recommendations"]
 

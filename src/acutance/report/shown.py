@@ -102,6 +102,7 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
         ],
         **advice(recommendations(summary)),
         "unread": [visible(reason) for reason in summary.unread],
+        "not_provided": [visible(reason) for reason in summary.not_provided],
     }
 
 

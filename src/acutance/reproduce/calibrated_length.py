@@ -74,15 +74,15 @@ def decoders(run: Run, seed: int) -> Subject:
         with torch.enable_grad():
             model = train(seed, training, keep=run.kept(f"decoder-{seed}"), note=run.note)
     generator = torch.Generator().manual_seed(1000 + run.seed)
-    known = texts.windows(training, longest, run.size(4, 16), generator)
-    windows = texts.windows(held_out, longest + 1, run.size(16, 48), generator)
+    known = texts.windows(training, longest, run.size(4, 64), generator)
+    windows = texts.windows(held_out, longest + 1, run.size(16, 64), generator)
 
     def losses(length: int) -> Tensor:
         parts = windows[:, -(length + 1) :].split(8)
         return torch.cat([next_byte_losses(model, part)[:, -LAST:].mean(1) for part in parts])
 
     return Subject(
-        "decoder", model, TRAIN_LENGTH, known, windows[: run.size(4, 16), :longest], losses
+        "decoder", model, TRAIN_LENGTH, known, windows[: run.size(4, 64), :longest], losses
     )
 
 
@@ -93,7 +93,7 @@ def encoders(run: Run, seed: int) -> Subject:
     training, held_out = (texts.read(texts.files(part)) for part in ("training", "held out"))
     generator = torch.Generator().manual_seed(2000 + run.seed)
     known, _ = mlm_table.masked(
-        texts.windows(training, longest, run.size(4, 16), generator), generator
+        texts.windows(training, longest, run.size(4, 64), generator), generator
     )
     windows = texts.windows(held_out, longest, run.size(16, 64), generator)
     ids, hidden = mlm_table.masked(windows, generator)
@@ -103,7 +103,7 @@ def encoders(run: Run, seed: int) -> Subject:
         return torch.tensor([mlm_table.read(model, *one, length)[1] for one in data])
 
     return Subject(
-        "masked encoder", model, mlm_table.TRAIN_LENGTH, known, ids[: run.size(4, 16)], losses
+        "masked encoder", model, mlm_table.TRAIN_LENGTH, known, ids[: run.size(4, 64)], losses
     )
 
 
@@ -140,7 +140,7 @@ def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Row], dict[str,
         run.note(f"calibrated_length: calibrating {subject.name}, seed {seed}")
     fitted = calibrate(
         subject.model, [subject.calibration], lengths=lengths, reference=subject.length,
-        passes=run.size(4, 5),
+        passes=run.size(4, 6),
     )  # fmt: skip
     laws: dict[str, AnyLaw] = {**fixed_laws(subject), CALIBRATED: fitted}
     rows: list[Row] = []

@@ -74,6 +74,7 @@ def test_the_page_says_what_it_shows(summary_of: Make, show: Show) -> None:
         "layer 0, head 0: 0.6"
     )
     assert page.text("#unread").endswith("None: every attention call that was seen could be read.")
+    assert page.text("#not-provided") == ""
 
 
 def test_hostile_strings_are_text(summary_of: Make, show: Show) -> None:
@@ -83,6 +84,7 @@ def test_hostile_strings_are_text(summary_of: Make, show: Show) -> None:
         about={"model": HOSTILE, HOSTILE: ["prose", HOSTILE]},
         layer={1: {"module": HOSTILE, "source": HOSTILE}},
         unread=[HOSTILE, "\udc80\u202e"],
+        not_provided=[HOSTILE],
     )
     page = show(with_structure(summary, words), "#L1H1")
     assert page.text("h1") == HOSTILE
@@ -93,6 +95,8 @@ def test_hostile_strings_are_text(summary_of: Make, show: Show) -> None:
     assert page.text("#samples .attended li").startswith(HOSTILE)
     assert HOSTILE in page.text("#head-where")
     assert page.text("#unread li:nth-child(2)") == "\\udc80\\u202e"
+    assert page.text("#not-provided h3").endswith("left to the model")
+    assert page.text("#not-provided li") == HOSTILE
     assert HOSTILE in page.text("#layers")
     assert HOSTILE in page.text("#about")
 

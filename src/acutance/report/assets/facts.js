@@ -94,9 +94,13 @@ const drawFacts = (page) => {
   head.append(row(["layer", make("th", "module", "text"), "heads", "calls", "rows", "padded", "empty", make("th", "status", "text"), "difference", make("th", "read from", "text")], "th"));
   layers.forEach((layer, index) => body.append(row([String(index), text(layer.module), ...["heads", "calls", "rows", "padded", "empty"].map((part) => count(layer[part])), text(layer.status, layer.status === "mismatch" ? "text bad" : "text"), number(layer.error, 2), text(layer.source)])));
   $("layers").append(head, body);
-  const list = make("ul", undefined, "plain-list");
-  list.append(...data.unread.map((reason) => quoted("li", reason)));
-  $("unread").append(make("h3", "Attention that could not be read"), data.unread.length ? list : make("p", "None: every attention call that was seen could be read."));
+  const reasons = (id, title, said, none) => {
+    const list = make("ul", undefined, "plain-list");
+    list.append(...said.map((reason) => quoted("li", reason)));
+    $(id).append(make("h3", title), said.length ? list : make("p", none));
+  };
+  reasons("unread", "Attention that could not be read", data.unread, "None: every attention call that was seen could be read.");
+  if (data.not_provided.length) reasons("not-provided", "Attention that acutance was to provide and left to the model", data.not_provided);
 
   // -- what the numbers mean ------------------------------------------------------------------------------------
   metrics.forEach((one) => {
