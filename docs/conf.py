@@ -8,6 +8,7 @@ from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING
 
 import latex2mathml.converter
+import typer
 from docutils import nodes
 from sphinx.errors import ExtensionError
 from sphinx.util import logging
@@ -15,6 +16,7 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.util.math import get_node_equation_number
 
 import acutance
+from acutance import cli
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -184,6 +186,25 @@ class MetricsTable(SphinxDirective):
         return [f"{'* -' if i == 0 else '  -'} {cell}" for i, cell in enumerate(cells)]
 
 
+class CommandOptions(SphinxDirective):
+    """The arguments and options of one command, as its ``--help`` has them."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        commands = typer.main.get_command(cli.app).commands
+        if self.arguments[0] not in commands:
+            raise ExtensionError(f"there is no command {self.arguments[0]!r}")
+        command = commands[self.arguments[0]]
+        context = typer.Context(command, info_name=self.arguments[0])
+        lines = [command.help, "", ":::{list-table}", ":header-rows: 1", ""]
+        lines += MetricsTable.row("option", "meaning")
+        for parameter in command.params:
+            name, meaning = parameter.get_help_record(context)
+            lines += MetricsTable.row(f"`{name}`", re.sub(r"([*_\\<$`])", r"\\\1", meaning))
+        return self.parse_text_to_nodes("\n".join([*lines, ":::"]))
+
+
 def skip_named_tuple_field(
     app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object
 ) -> bool | None:
@@ -201,6 +222,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("doctree-resolved", keep_marks_with_formulas)
     app.add_directive("metrics-table", MetricsTable)
     app.add_directive("check", EquationCheck)
+    app.add_directive("command-options", CommandOptions)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 

@@ -195,7 +195,7 @@ def test_temperature_recommends_and_explains(run: Callable[..., Any], tmp_path: 
     said = flat(result.output)
     for sentence in (
         "Use τ = 0.1169",
-        "no τ above 0.2409 lets a row say 90 % of log 256 = 5.545 nat",
+        "no τ above 0.2409 lets a row say 4.991 nat (90 % of log 256), even with",
         "1 key at +1, 255 at −1",
         "every row reaches it at τ = 0.1209, with weight 0.941 on its key",
         "it needs d ≥ 255",
@@ -258,7 +258,7 @@ def test_the_even_arrangement_says_its_share_and_random_keys_about_theirs(
         ("predict --n 8 --scale 1 --family cosine", "--d: "),
         ("predict --n 8 --mechanism linear --q 1,x --mu 1 --sigma 1", "--q: numbers between"),
         ("predict --n 8 --mechanism linear --q 1,2 --mu 1,1 --sigma 1", "--mu: beside sigma"),
-        ("temperature --n 256 --fraction 1.5", "--fraction: the fraction lies between"),
+        ("temperature --n 256 --fraction 1.5", "--fraction: the fraction is above 0 and below 1"),
         ("temperature --n 256 --negatives random", '--d: "random" negatives need'),
         ("temperature --n 256 --negatives cube", "--negatives: one of box, simplex, random"),
         ("temperature --n 256 --d 1", "--d: the dimension is finite and at least 2"),

@@ -5,23 +5,82 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["write_bytes", "write_text", "write_whole"]
+__all__ = ["tidy", "write_bytes", "write_text", "write_whole"]
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
-    """Write beside the target and rename, so that a reader never sees half a file."""
-    target = Path(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-    os.close(handle)
+    """Write beside the target and rename, so that a reader never sees half a file.
+
+    What was written is on the disk before it takes the target's place: not even a machine that
+    goes down leaves half of it there. A link stays, and what it points to is written. A device or
+    a pipe is written to as it is.
+
+    Raises:
+        OSError: naming the file, if it cannot be written.
+    """
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            write(os.fspath(path))
+        else:
+            _replace(Path(os.path.realpath(path)), write)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise type(error)(f"{os.fspath(path)} cannot be written: {reason}") from error
+
+
+def _replace(target: Path, write: Callable[[str], object]) -> None:
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    held = os.name != "nt"  # where an open file has to keep its name
+    if not held:
+        os.close(handle)
+    try:
+        if held:
+            with suppress(OSError):  # not every file system has locks; tidy then leaves the part
+                _lock(handle)
         write(name)
         os.chmod(name, 0o666 & ~_umask())
+        if held:
+            os.fsync(handle)
         os.replace(name, target)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+    finally:
+        if held:
+            os.close(handle)
+
+
+def tidy(path: str | os.PathLike[str]) -> None:
+    """Remove what writes of this file that were killed have left beside it.
+
+    A part that another process is writing now is locked by it, and stays.
+    """
+    target = Path(os.path.realpath(path))
+    for part in target.parent.iterdir():
+        if part.name.startswith(f".{target.name}.") and part.name.endswith(".part"):
+            with suppress(OSError):
+                handle = os.open(part, os.O_RDWR)
+                try:
+                    _lock(handle)
+                finally:
+                    os.close(handle)
+                part.unlink(missing_ok=True)
+
+
+def _lock(handle: int) -> None:
+    """Lock a file until it is closed, by whatever ends its process.
+
+    Raises:
+        OSError: if another process has it locked, or there are no locks here.
+    """
+    if os.name == "nt":  # an open file is not removed there anyway
+        return
+    import fcntl
+
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:

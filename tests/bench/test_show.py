@@ -264,7 +264,9 @@ def test_the_command_keeps_each_finished_case(tiniest: None, monkeypatch, tmp_pa
         (["tiny", "--threads", "two"], "--threads takes whole numbers, as in 1,2, got 'two'"),
         (["tiny", "--threads", "0"], "threads is at least 1, got 0"),
         (["tiny", "--resume"], "--resume goes on with the file of --json, and none is given"),
-        (["--from", "no-such-file"], "no-such-file"),
+        (["--from", "no-such-file"], "there is no file no-such-file"),
+        (["tiny", "--from", "no-such-file"], "leave out a case or group"),
+        (["--from", "no-such-file", "--json", "new.json"], "leave out --json"),
     ],
 )
 def test_the_command_says_what_is_wrong_in_one_line(arguments: list[str], message: str) -> None:
@@ -272,6 +274,13 @@ def test_the_command_says_what_is_wrong_in_one_line(arguments: list[str], messag
     assert code == 1
     assert message in " ".join(err.split())
     assert len(err.splitlines()) == 1
+
+
+def test_a_figure_that_cannot_be_drawn_is_refused_before_anything_runs(monkeypatch) -> None:
+    monkeypatch.setattr(command, "run", None)
+    code, _, err = invoke("tiny", "--figure", "bench.pdf")
+    assert code == 2
+    assert "ends in .png or .svg" in " ".join(err.split())
 
 
 def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -16,6 +17,9 @@ import acutance
 from acutance import scaling
 from acutance.calibration import Law, measure
 from acutance.calibration.collect import TARGETS
+from acutance.calibration.decide import LayerState, aim_of, matters
+from acutance.calibration.estimates import LayerValues
+from acutance.calibration.render import sentences
 
 Built = Callable[..., nn.Module]
 LENGTHS = (16, 32, 64)
@@ -245,6 +249,46 @@ def test_a_gain_within_noise_leaves_a_head_alone() -> None:
     assert {status for head in law.heads for status in head.status} == {"kept"}
     assert {head.factors for head in law.heads} == {(1.0, 1.0, 1.0)}
     assert law.passes == 2
+
+
+def test_noise_is_told_by_a_test_at_five_per_cent() -> None:
+    """Five parts of a text, one head 3.5 standard errors from its target and one 2.5."""
+    parts = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64)
+    parts = parts / (parts.var() / 5).sqrt()  # a mean of these has standard error 1
+    value = torch.tensor([[100.0, 100.0], [103.5, 102.5]], dtype=torch.float64)
+    noise = torch.stack([torch.zeros(5, 2, dtype=torch.float64), parts[:, None].expand(5, 2)], 1)
+    left = value - noise / 4  # without a part, a mean moves by a quarter of its distance
+    values = LayerValues(
+        (16, 32), (0, 1), value, -torch.ones_like(value), left, torch.ones(5, 2).bool(), value
+    )
+    state = LayerState(torch.ones_like(value), values)
+    aim = aim_of(values, TARGETS["max_logit"], None, 0, 16.0)
+    aim = dataclasses.replace(aim, target=TARGETS["entropy"])
+    assert values.difference(0)[1].tolist() == pytest.approx([1.0, 1.0])
+    assert matters(state, aim).tolist() == [[False, False], [True, False]]  # t(4) is 2.78
+
+
+def test_a_report_says_what_other_text_may_do(fitted: acutance.Calibration) -> None:
+    said = [line for line in sentences(fitted) if line.startswith("Other text differs by chance")]
+    errors = sorted(
+        error / target
+        for head in fitted.heads
+        for error, target in zip(head.after_error, head.target, strict=True)
+    )
+    assert len(said) == 1
+    assert f"is {errors[len(errors) // 2]:.1%} of its target" in said[0]
+    assert f"and {errors[-1]:.1%} at most" in said[0]
+
+
+@pytest.mark.parametrize(("lengths", "knots"), [([8, 16, 32], (8, 11, 16, 32)), ([8, 9], (8, 9))])
+def test_rows_just_beyond_the_reference_are_fitted_too(
+    built: Built, lengths: list[int], knots: tuple[int, ...]
+) -> None:
+    """Where there are such rows: a causal model has them, the encoders above have not."""
+    ids = torch.randint(3, 97, (8, 32), generator=torch.Generator().manual_seed(1))
+    law = acutance.calibrate(built("llama"), [ids], lengths=lengths, passes=2)
+    assert law.lengths == knots
+    assert {head.lengths for head in law.heads} == {knots}
 
 
 def test_errors_are_those_of_repeated_texts() -> None:

@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 
 import acutance
 from acutance.calibration.command import named_law
+from acutance.calibration.sample import draw, spread
 from acutance.cli import app
 from acutance.probing import models
+from acutance.probing.corpus import Text, windows
 from acutance.scaling import LogN, SSMax
 
 SENTENCES = "The lens turned until the far tree stood clear of its leaves, and nobody spoke.\n" * 16
@@ -123,6 +125,55 @@ def test_bad_input_is_one_sentence(
     assert said in " ".join(done.stderr.replace("│", " ").split())
     if code == 1:
         assert done.stderr.count("\n") == 1
+
+
+def test_windows_are_spread_over_a_long_text(
+    run: Callable[..., Any], folder: Path, tmp_path: Path
+) -> None:
+    """So many of each length, said before and kept in the record; 0 reads everything."""
+    long, state = tmp_path / "long.txt", tmp_path / "state"
+    long.write_text("".join(f"The {n}th lens stood clear of its leaves.\n" for n in range(400)))
+    record = tmp_path / "record.json"
+    given = ("calibrate", folder, "--text", long, "--lengths", "16,32", "--passes", 2)
+    for count, said in ((5, "reads windows spread over"), (0, "reads every whole window")):
+        done = run(*given, "--windows", count, "--json", record, "--save", state)
+        assert done.exit_code == 0, done.stderr
+        assert said in done.stderr
+        found = json.loads(record.read_text())["windows"]
+        assert found == {"16": 5, "32": 5} if count else min(found.values()) > 100
+    other = run(*given, "--windows", 5, "--save", state, "--resume")
+    assert other.exit_code == 1
+    assert "it is of another text, or other windows of it" in other.stderr
+
+
+def test_one_window_of_each_part() -> None:
+    assert spread(7, 9, 0) == list(range(7))
+    for seed in range(20):
+        places = spread(1003, 10, seed)
+        assert [place * 10 // 1003 for place in places] == list(range(10))
+    assert spread(1003, 10, 1) != spread(1003, 10, 2)
+
+
+def test_a_text_is_tokenised_once_for_all_lengths(folder: Path) -> None:
+    loaded, seen = models.load(str(folder)), []
+
+    class Counting:
+        def __call__(self, text: str, **options: Any) -> Any:
+            seen.append(text)
+            return loaded.tokenizer(text, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(loaded.tokenizer, name)
+
+    text = Text("sentences", SENTENCES)
+    found = draw([text], Counting(), [16, 32, 64], 3, 0)
+    assert seen == [SENTENCES]
+    for length, sample in found.items():
+        every = [w for w in windows([text], loaded.tokenizer, length) if len(w) == length]
+        assert len(sample.pieces) == 3
+        assert sample.whole == len(every)
+        assert all(piece in every for piece in sample.pieces)
+        assert sample.share == pytest.approx(3 * length / sample.tokens)
 
 
 def test_laws_by_name(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_formula_five_per_cent_off_would_be_found(usual: Comparison, name: str
 
 @pytest.mark.parametrize("name", ["linear_elu1", "linear_exp"])
 def test_linear_attention_has_the_value_of_its_population(usual: Comparison, name: str) -> None:
-    for n in usual.lengths:  # the formula is off by order 1/n
+    for n in (256, 1024):  # the formula is off by order 1/n
         assert usual[name, n]["sparsity"].deviation == pytest.approx(0, abs=1 / n + 0.002)
 
 

@@ -170,6 +170,7 @@ def test_errors_count_heads_not_rows() -> None:
 
 def test_time_and_memory_are_of_one_head_with_n_rows() -> None:
     found = compare(["identity", "linear_elu1"], n=2048, d=16, heads=2, samples=2)
+    assert [result.mechanism for result in found.results] == ["identity", "linear_elu1"]
     for result in found.results:
         assert 0 < result.seconds < 60
         assert result.cpu_seconds > 0

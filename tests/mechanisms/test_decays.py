@@ -51,6 +51,7 @@ def test_closed_forms_are_the_sums(lam: float) -> None:
         row = torch.exp(math.log(lam) * torch.arange(count - 1, -1, -1, dtype=torch.float64))
         exact = WeightStatistics(observe_weights(row, distribution=True))
         assert stats.available == exact.available
+        assert {"entropy", "effective_keys", "sparsity"} <= set(exact.available)
         for name in exact.available:
             torch.testing.assert_close(
                 stats[name][place], exact[name], rtol=1e-11, atol=1e-12, equal_nan=True
@@ -97,6 +98,7 @@ def test_attention_without_content_has_these_statistics() -> None:
     decay = alibi_decays(4, dtype=torch.float64)
     _, stats = decay_attention(ones, ones, ones, decay=decay, feature_map="relu", return_stats=True)
     want = decay_statistics(torch.arange(1, 501), decay[:, None])
+    assert {"effective_keys", "sparsity"} <= set(stats.available)
     for name in stats.available:
         torch.testing.assert_close(stats[name][0], want[name], rtol=1e-11, atol=1e-12)
 

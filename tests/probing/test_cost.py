@@ -148,7 +148,7 @@ def test_heads_are_chosen_by_number() -> None:
     ("options", "error", "match"),
     [
         ({"every": 0}, ValueError, "every is at least 1, got 0"),
-        ({"every": 1.5}, TypeError, r"every is a whole number, got 1\.5"),
+        ({"every": 1.5}, TypeError, r"every is an integer, got 1\.5"),
         ({"max_rows": 1}, ValueError, "max_rows is at least 2, got 1"),
         ({"seed": -1}, ValueError, "seed is at least 0, got -1"),
         ({"heads": "a"}, ValueError, "heads are numbers or ranges, as 0,4-7, got 'a'"),

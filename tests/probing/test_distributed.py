@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from acutance.probing import HeadSummary, all_reduce_summary, load, load_state
-from acutance.probing.distributed import Alone, World, world
+from acutance.probing.distributed import Alone, RankError, World, world
 from acutance.probing.run import run_windows
 
 TOY = runpy.run_path(str(Path(__file__).with_name("toy.py")))
@@ -213,6 +213,23 @@ def test_summaries_of_any_loop_are_reduced(ranks: Any) -> None:
 def test_reducing_needs_a_process_group() -> None:
     with pytest.raises(RuntimeError, match="which is not initialised"):
         all_reduce_summary(None)
+
+
+def test_a_rank_that_was_killed_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise RuntimeError("[/build/gloo/transport/tcp/pair.cc:537] Connection reset by peer")
+
+    for name in ("all_reduce", "broadcast_object_list", "send", "recv", "get_rank"):
+        monkeypatch.setattr(torch.distributed, name, gone)
+    here = World(0, 2, 0)
+
+    def work() -> None:
+        with here.together():
+            pass
+
+    for ask in (work, here.stopped, lambda: here.first(1), lambda: here.collect(None)):
+        with pytest.raises(RankError, match=r"^another rank has ended or does not answer, .*"):
+            ask()
 
 
 def test_one_process_is_a_world_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from acutance.probing import Profile
+import acutance
+from acutance.probing import Profile, load
 from acutance.probing.profile import MOST_OCTAVES
 from acutance.probing.slopes import fit_slope
 
@@ -203,3 +205,28 @@ def test_plain_numbers() -> None:
     assert first["rows"] == found.rows[0].tolist()
     assert first["metrics"]["b"]["mean"] == found.mean[0, 1].tolist()
     assert np.allclose(first["typical"], found.log_n[0].exp().numpy())
+
+
+def test_a_probe_without_a_profile_finds_the_same_moments(tmp_path: Path) -> None:
+    layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x, found = torch.randn(2, 20, 8), {}
+    for profile in (True, False):
+        with acutance.probe(layer, structure=True, profile=profile) as probe:
+            for _ in range(2):
+                layer(x, x, x)
+        found[profile] = probe.summary()
+    full, plain = found[True], found[False]
+    assert full.profile is not None
+    assert plain.profile is None
+    for name, part in full.moments.tensors().items():
+        torch.testing.assert_close(
+            getattr(plain.moments, name), part, rtol=0, atol=0, equal_nan=True
+        )
+    assert plain.positions is not None
+    assert full.positions is not None
+    assert torch.equal(plain.positions.mean, full.positions.mean)
+    plain.save(tmp_path / "state")
+    assert load(tmp_path / "state").profile is None
+    assert plain.merge(full).profile is None  # it would be of some rows only
+    with pytest.raises(TypeError, match="profile is True or False, got 'no'"):
+        acutance.probe(layer, profile="no")  # type: ignore[arg-type]

@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 
+from acutance.files import write_text, write_whole
 from acutance.probing import load_state
 from acutance.probing.distributed import Alone
 from acutance.probing.models import TextModel
 from acutance.probing.resume import model_digest, text_digest
-from acutance.probing.run import run_windows
+from acutance.probing.run import Savings, run_windows
 from acutance.probing.shards import Shard
 
 TOY = runpy.run_path(str(Path(__file__).with_name("toy.py")))
@@ -176,6 +177,8 @@ def test_the_state_is_written_as_often_as_asked(tmp_path: Path) -> None:
         ({"verify": False}, 0, "verify is True in .*state and False in this run"),
         ({"noise": True}, 0, "noise is False in .*state and True in this run"),
         ({}, 1, "state is of another model than this run"),
+        ({"structure": True}, 0, "metrics differ: attention_distance, .* in this run alone"),
+        ({"savings": Savings(max_rows=4)}, 0, "max rows is not set in .*state and 4 in this run"),
         ({"shard": Shard(1, 2)}, 0, "it is of shard 1/1, this run of shard 1/2"),
     ],
 )
@@ -190,6 +193,9 @@ def test_other_settings_are_refused(
     other = [*pieces[:-1], [*pieces[-1][:-1], 1 + pieces[-1][-1] % 49]]  # one token of one window
     with pytest.raises(ValueError, match="state is of another text than this run"):
         run(other, options(save=path, resume=True))
+    halved = options(save=path, resume=True, savings=Savings(every=2))
+    with pytest.raises(ValueError, match=r"every is not set in .*state and 2 in this run"):
+        run(pieces[::2], halved)  # the text that is left is another one, which is not the reason
     with pytest.raises(ValueError, match="state is of another text than this run"):
         run([*pieces, [3, 4]], options(save=path, resume=True))
     assert path.read_bytes() == before
@@ -201,6 +207,45 @@ def test_what_is_no_state_is_not_resumed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a whole safetensors file"):
         run(windows(), options(save=path, resume=True))
     assert path.read_text() == "notes of mine"
+
+
+def test_a_part_is_removed_only_if_nobody_is_writing_it(tmp_path: Path) -> None:
+    target, left = tmp_path / "state", tmp_path / ".state.abc.part"
+    left.write_text("half")  # what a run that was killed leaves
+    (tmp_path / ".state2.abc.part").write_text("of another file")
+    resumed = f"from acutance.files import tidy; tidy({str(target)!r})"
+
+    def write(name: str) -> None:
+        subprocess.run([sys.executable, "-c", resumed], check=True)  # another run of this file
+        Path(name).write_text("whole")
+
+    write_whole(target, write)
+    assert target.read_text() == "whole"
+    assert {entry.name for entry in tmp_path.iterdir()} == {"state", ".state2.abc.part"}
+
+
+def test_what_cannot_be_written_is_named_and_devices_stay_devices(tmp_path: Path) -> None:
+    def full(_: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match=r"^.*state cannot be written: No space left on device$"):
+        write_whole(tmp_path / "state", full)
+    with pytest.raises(FileNotFoundError, match=r"nowhere.state cannot be written: No such file"):
+        write_text(tmp_path / "nowhere" / "state", "")
+    assert not any(tmp_path.iterdir())
+    real, link = tmp_path / "real", tmp_path / "link"
+    link.symlink_to(real)
+    for text in ("first", "second"):
+        write_text(link, text)
+        assert link.is_symlink()
+        assert real.read_text() == text
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert not pipe.is_file()
 
 
 def test_digests_tell_models_and_texts_apart() -> None:

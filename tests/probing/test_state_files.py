@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,7 @@ def rewrite(
     """Change parts of a file as an attacker, or another program, might."""
     with safe_open(path, framework="pt") as file:
         header = dict(file.metadata())
+    del header["sha256"]  # whoever writes a file can seal it too
     arrays = {name: tensor.clone() for name, tensor in load_file(path).items()}
     for field, change in (("summary", summary), ("run", run)):
         if change is not None:
@@ -97,6 +99,39 @@ def test_arrays_larger_than_the_file(path: Path) -> None:
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text)
     refused(path, "is not a whole safetensors file")
+
+
+def test_every_bit_that_flips_is_noticed(path: Path) -> None:
+    whole = path.read_bytes()
+    chance = random.Random(2)
+    start = 8 + struct.unpack("<Q", whole[:8])[0]
+    seal = whole.index(b"sha256")  # without its name there is no seal
+    places = [chance.randrange(8, start) for _ in range(40)]
+    places += [chance.randrange(start, len(whole)) for _ in range(40)]
+    for place in places:
+        if seal <= place < seal + 6:
+            continue
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        refused(path, "is damaged|is not a whole safetensors file|its schema is|its run")
+
+
+def test_states_of_earlier_versions_have_no_seal(path: Path) -> None:
+    before = load_state(path)
+    rewrite(path)
+    assert load_state(path).run == before.run
+
+
+def test_files_of_no_size_that_a_state_has(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.truncate((1 << 34) + 1)  # sparse: nothing is written
+    refused(path, "has 17179869185 bytes, more than any state")
+
+
+def test_heads_that_no_model_has(path: Path) -> None:
+    rewrite(path, summary=lambda record: record["layers"][0].update(heads=1 << 17))
+    refused(path, "a state is of at most 131072 heads, got 131074")
 
 
 def test_other_schemas(path: Path) -> None:
@@ -169,7 +204,7 @@ def layer(**fields: Any) -> Callable[[dict[str, Any]], None]:
         (layer(heads=2.0), "a layer's heads is a count, got 2.0"),
         (layer(heads=0), "a layer's heads is a count, got 0"),
         (layer(heads=True), "a layer's heads is a count, got True"),
-        (layer(heads=10**6), r"'count' is \(1000002, 2\)"),
+        (layer(heads=10**5), r"'count' is \(100002, 2\)"),
         (layer(rows=-1), "a layer's rows is a count, got -1"),
         (layer(calls="9"), "a layer's calls is a count, got '9'"),
         (layer(module=None), "a layer's module is text, got None"),

@@ -335,6 +335,23 @@ class Words:
         return "<b>" if tokens[0] == 3 else chr(ord("a") + tokens[0])
 
 
+class Pieces(Words):
+    """Sentence pieces, whose decoder drops the blank that a text begins with."""
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return "\u2581" + self.decode([token]) if token % 2 else self.decode([token])
+
+
+def test_sentence_pieces_keep_the_blank_they_begin_with(model: Tiny) -> None:
+    tokens = ids(2, 60)
+    found = read(model, tokens[:1], tokens[1:], examples=2, tokenizer=Pieces()).examples
+    assert found is not None
+    assert found.words
+    for token, word in found.words.items():
+        assert word.startswith(" ") == bool(token % 2)
+        assert word.strip() == Words().decode([token])
+
+
 def test_examples_are_the_sharpest_rows_with_what_they_attend_to(model: Tiny) -> None:
     tokens = ids(2, 60)
     found = read(model, tokens[:1], tokens[1:], examples=4, tokenizer=Words())

@@ -62,6 +62,20 @@ def test_the_page_behind_shows_around_the_card(summary_of: Make, tmp_path: Path)
     assert pixels[pixels.shape[0] // 2, 60].tolist() == [1.0, 1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("layers", [1, 3, 6, 12])
+def test_the_name_of_the_bar_stays_on_the_card(
+    summary_of: Make, tmp_path: Path, layers: int
+) -> None:
+    from matplotlib.image import imread
+
+    path = tmp_path / "heads.png"
+    draw_heads(summary_of((4,) * layers, rows=2), path)
+    right = imread(path)[:, 1440:1560]  # where the bar's name stands, upright
+    for strip in (right[24:48], right[-48:-24]):  # just inside the card's edges
+        assert bool((strip == strip[0, 0]).all())
+    assert not bool((right == right[24, 0]).all())
+
+
 def test_what_cannot_be_drawn_is_said(summary_of: Make, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean 'entropy'"):
         draw_heads(summary_of(), tmp_path / "x.png", "entropie")

@@ -30,7 +30,7 @@ from acutance.probing.profile import Profile
 from acutance.report import Report, html, write_html
 from acutance.report.packing import BUDGET, LEVELS, SOFT, Codes, decode, encode, unpack
 from acutance.report.page import SCRIPTS
-from acutance.report.words import visible
+from acutance.report.words import WORDS, visible
 from acutance.rowstats import METRICS
 from acutance.structure import STRUCTURE
 
@@ -381,3 +381,8 @@ def test_packed_data_is_a_zlib_stream_behind_base64(summary_of: Make) -> None:
     size = int.from_bytes(raw[:4], "little")
     assert size % 4 == 0
     assert json.loads(raw[4 : 4 + size])["level"]["mean"] == 4
+
+
+def test_every_number_has_words_for_its_ends() -> None:
+    assert set(WORDS) >= {*METRICS, *STRUCTURE}
+    assert all(said.low != said.high for said in WORDS.values())

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from acutance.report import style
-from acutance.reproduce import EXPERIMENTS, Claim, Record, Row, judge
+from acutance.reproduce import EXPERIMENTS, Claim, Record, Row, Run, judge
 from acutance.reproduce.record import Estimate
 from acutance.reproduce.runner import draw
 
@@ -76,6 +76,64 @@ def test_a_formula_that_is_5_per_cent_off_changes_the_verdict(
             assert verdict != judgement.verdict, (claim.key, factor)
         tried += 1
     assert tried >= 1
+
+
+def test_a_scale_is_measured_well_enough_to_tell_5_per_cent(quick_record: Quick) -> None:
+    # not only by luck of the seed: the tolerance itself, 4 standard errors, is below 5 per cent
+    rows = quick_record("invariance").of("scale", n=512)
+    assert len(rows) == 4
+    assert all(row.allowed < 0.05 * row.predicted for row in rows)
+
+
+def test_a_growth_that_is_wrong_is_told_whatever_the_seed(quick_record: Quick) -> None:
+    # 4 standard errors and the share left open are well below what √log n is off by
+    (row,) = quick_record("gap_law").of("growth", logits="normal", n=256)
+    assert abs(row.measured - row.predicted) - row.allowed > 2 * row.error
+    assert row.error < 0.0045
+
+
+def test_what_little_training_cannot_decide_is_tested_at_full_size_only(
+    quick_record: Quick,
+) -> None:
+    experiment, record = EXPERIMENTS["mlm_table"], quick_record("mlm_table")
+    keys = [judgement.claim.key for judgement in record.judgements]
+    assert keys == ["entropy", "same"]
+    assert set(experiment.full_only) | set(keys) == {claim.key for claim in experiment.claims}
+    gains = [row for row in record.of("") if row.quantity == "gain in accuracy"]
+    assert len(gains) == 5  # shown, not judged
+    assert all(row.error > 0 for row in gains)
+
+
+class Tiny(Run):
+    """The full set of rows, of models that were hardly trained."""
+
+    def size(self, quick: int, full: int) -> int:
+        return min(quick, 2)
+
+
+def test_at_full_size_every_claim_has_its_rows() -> None:
+    experiment = EXPERIMENTS["mlm_table"]
+    rows = experiment.measure(Tiny("mlm_table", quick=False))
+    assert {row.claim for row in rows} - {""} == {claim.key for claim in experiment.claims}
+    gains = {
+        (row.condition["seed"], row.condition["n"]): row.measured
+        for row in rows
+        if row.quantity == "gain in accuracy"
+    }
+    for row in rows:
+        seed = row.condition.get("seed", 0)
+        if row.claim == "peak":
+            assert row.measured == pytest.approx(gains[seed, 1024] - gains[seed, 256])
+        if row.claim == "equal":  # its sign is in the other row
+            assert row.measured == pytest.approx(abs(gains[seed, 64]))
+
+
+def test_both_laws_answer_the_same_strings(quick_record: Quick) -> None:
+    rows = quick_record("first").of("order")
+    for row in rows:
+        assert abs(row.measured) * 64 == pytest.approx(round(abs(row.measured) * 64))
+        # of a difference of answers to the same strings, not of a bare number
+        assert row.error > 0 or abs(row.measured) in (0, 1)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -143,6 +143,53 @@ def test_misuse_is_exit_2_before_anything_runs(call: Callable[..., Any], tmp_pat
     assert call("ssmax", "--json", tmp_path).exit_code == 2
 
 
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_an_output_that_is_a_file_is_misuse(
+    call: Callable[..., Any], tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    result = call("ssmax", "--no-figures", "--out", tmp_path / place)
+    assert result.exit_code == 2
+    assert "is not a directory" in " ".join(result.output.replace("│", " ").split())
+    assert "predicted" not in result.output
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_models_cannot_have_is_misuse(call: Callable[..., Any], seed: int) -> None:
+    assert call("ssmax", "--no-figures", "--seed", seed).exit_code == 2
+    with pytest.raises(
+        ValueError, match=f"seed is a whole number from 0 to 4294967295, got {seed}"
+    ):
+        Run("ssmax", True, seed)
+
+
+def test_a_training_that_fails_ends_with_one_sentence(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverges(run: Run) -> list[Row]:
+        raise FloatingPointError("tiny: the loss is nan after 50 steps")
+
+    monkeypatch.setitem(EXPERIMENTS, "ssmax", replace(EXPERIMENTS["ssmax"], measure=diverges))
+    result = call("ssmax", "--no-figures")
+    assert result.exit_code == 1
+    assert "acutance: tiny: the loss is nan after 50 steps" in result.output
+
+
+def test_claims_of_the_full_size_are_named_and_not_judged(
+    call: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = replace(EXPERIMENTS["ssmax"], full_only=("fades",))
+    monkeypatch.setitem(EXPERIMENTS, "ssmax", one)
+    for how in ("s)", "read from an earlier run"):
+        result = call("ssmax", "--no-figures")
+        assert result.exit_code == 0
+        shown = " ".join(result.output.split())
+        assert "tested at full size only: softmax leaves the one key half of the weight" in shown
+        assert how in shown
+    keys = [judgement.claim.key for judgement in load(tmp_path / "ssmax.json").judgements]
+    assert keys == ["ssmax", "softmax", "least", "critical"]
+
+
 def test_what_needs_a_missing_package_is_left_out_or_named(
     call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +201,24 @@ def test_what_needs_a_missing_package_is_left_out_or_named(
     alone = call("noise", "--no-figures")
     assert alone.exit_code == 1
     assert "the experiment noise needs no_such_package; install it with" in alone.output
+
+
+def test_without_matplotlib_it_says_what_to_do(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def lacking(*_: object) -> None:
+        raise ImportError("no matplotlib")
+
+    monkeypatch.setattr("acutance.report.style.new_figure", lacking)
+    result = call("ssmax")
+    assert result.exit_code == 1
+    assert "figures need matplotlib" in result.output
+    assert "or leave them out: --no-figures" in result.output
+    assert not (tmp_path / "ssmax.json").exists()
+    without = call("ssmax", "--no-figures")
+    assert without.exit_code == 0
+    assert "records in" in without.output
+    assert "figures in" not in without.output
 
 
 def test_models_stay_so_that_a_training_is_not_done_twice(tmp_path: Path) -> None:

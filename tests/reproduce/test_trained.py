@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import acutance
-from acutance.reproduce import decoder, texts, trained
+from acutance.reproduce import decoder, first, texts, trained
 from acutance.reproduce.fitting import Plan, fit
 from acutance.reproduce.small import Encoder, seeded
 from acutance.scaling import LogN
@@ -111,6 +111,23 @@ def test_tokens_that_count_as_many_give_the_answer_of_the_whole_string() -> None
     assert torch.allclose(model(whole)[0, 0], model(few, counts)[0, 0], atol=1e-5)
     other = torch.tensor([[1.0, 1.0, 8.0, 22.0]])
     assert not torch.allclose(model(whole)[0, 0], model(few, other)[0, 0], atol=1e-5)
+
+
+def test_a_model_that_no_longer_sees_the_first_symbol_is_at_chance_exactly() -> None:
+    with seeded(0):
+        model = Encoder(3, 1, width=16, heads=1, hidden=64, layers=2, kinds=3).eval()
+    drawn = torch.randn(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert first.accuracy_by_counts(model, first.FAR, drawn) == 0.5
+
+    def majority(ids: Tensor, counts: Tensor) -> Tensor:  # of the other symbols
+        return (counts[:, 3] - counts[:, 2])[:, None, None]
+
+    def seeing(ids: Tensor, counts: Tensor) -> Tensor:
+        return (2.0 * ids[:, 1] - 1)[:, None, None]
+
+    for n in (10, 1000, first.FAR):
+        assert first.accuracy_by_counts(majority, n, drawn) == 0.5  # type: ignore[arg-type]
+        assert first.accuracy_by_counts(seeing, n, drawn) == 1.0  # type: ignore[arg-type]
 
 
 def test_the_weights_fit_into_two_megabytes() -> None:

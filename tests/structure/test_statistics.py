@@ -11,7 +11,7 @@ from torch import Tensor
 
 from acutance.structure import STRUCTURE, StructureStatistics, statistics
 from acutance.structure import blocks as module
-from acutance.structure.statistics import NO_PEAK
+from acutance.structure.parts import NO_PEAK
 from acutance.theory import critical_scale
 
 B, H, G, L, S, E = 2, 2, 2, 7, 11, 4

@@ -11,17 +11,16 @@ from scipy.integrate import quad
 from scipy.special import log_softmax
 
 from acutance import theory
-from acutance.theory import cosine
+from acutance.theory import cosine, retrieval
 from acutance.theory.cosine import (
     cosine_best_count,
     cosine_entropy_lower_bound,
     information_range_limit,
-    match_dimension,
-    retrieval_capacity,
     tau_for_information,
-    vmf_entropy_drop,
 )
+from acutance.theory.retrieval import match_dimension, retrieval_capacity
 from acutance.theory.scales import needle_scale
+from acutance.theory.von_mises_fisher import vmf_entropy_drop
 
 REFERENCE = json.loads(Path(__file__).with_name("reference_cosine.json").read_text())
 FUNCTIONS = sorted({case["function"] for case in REFERENCE})
@@ -38,7 +37,9 @@ def entropy_of(logits):
 
 def test_reference_has_every_function():
     assert len(REFERENCE) == 580
-    assert set(cosine.__all__) < set(FUNCTIONS)
+    for module in (cosine, retrieval):
+        assert set(module.__all__) < set(FUNCTIONS)
+    assert "vmf_entropy_drop" in FUNCTIONS
     assert len(FUNCTIONS) == 11
 
 
@@ -152,7 +153,8 @@ def test_temperature_inverts_the_bound(n, fraction):
 
 def test_hotter_by_more_freedom():
     """One free row needs less than all rows at once. Random keys are near orthogonal in many
-    dimensions, so almost as good as a simplex; in few, one of them is near the match."""
+    dimensions, so almost as good as a simplex; in few, one of them is near the match.
+    """
     n, fraction = 4096, np.array([0.6, 0.9, 0.999])
     free, simplex = (tau_for_information(n, fraction, setting=s) for s in ("free", "simplex"))
     dimensions = [2, 8, 128, 10**6]
@@ -234,7 +236,7 @@ def test_drop_grows_from_a_parabola_to_a_logarithm(d):
 
 
 def test_random_rows_lose_the_drop():
-    """log n - H of sampled rows, for n large against exp(2 D)."""
+    """Log n - H of sampled rows, for n large against exp(2 D)."""
     n, d, kappa = 200_000, 16, 6.0
     rng = np.random.default_rng(16)
     normal, rest = rng.standard_normal((10, n)), rng.chisquare(d - 1, (10, n))
@@ -256,7 +258,7 @@ def test_match_at_scale_zero_needs_no_dimension():
 
 @pytest.mark.parametrize(("d", "others"), [(64, 1808), (128, 4.97e4), (256, 5.39e6)])
 def test_retrieval_capacity_of_scaled_dot_products(d, others):
-    """n - 1 = exp(sqrt(d) - 1/2); with 64 dimensions the match outweighs 1808 other keys."""
+    """N - 1 = exp(sqrt(d) - 1/2); with 64 dimensions the match outweighs 1808 other keys."""
     assert retrieval_capacity(d) - 1 == pytest.approx(others, rel=1e-3)
     assert math.floor(retrieval_capacity(64)) == 1809
 
@@ -300,7 +302,7 @@ DOMAINS = [
     (cosine_best_count, (math.nan, 1.0), r"^n: .* got n=nan$"),
     (cosine_best_count, (4, 0), r"^tau: .* got tau=0$"),
     (tau_for_information, (1, 0.5), r"^n: .* got n=1$"),
-    (tau_for_information, (4, 0.0), r"^fraction: .* between 0 and 1, got fraction=0$"),
+    (tau_for_information, (4, 0.0), r"^fraction: .* above 0 and below 1, got fraction=0$"),
     (tau_for_information, (4, [0.5, 1.0]), r"^fraction: .* got fraction=1$"),
     (vmf_entropy_drop, (1, 1.0), r"^d: .* at least 2, got d=1$"),
     (vmf_entropy_drop, (4, -1.0), r"^kappa: .* at least 0, got kappa=-1$"),

@@ -12,19 +12,17 @@ from numpy.polynomial.legendre import leggauss
 from scipy.integrate import quad
 from scipy.special import softmax
 
-from acutance.theory import noise_laws, robustness
+from acutance import theory
+from acutance.theory import certificates, noise_laws, robustness, sampled_noise
+from acutance.theory.certificates import certificate, set_bound, tv_bound
 from acutance.theory.noise_laws import noise_central_moment, noise_variance_ratio
 from acutance.theory.robustness import (
-    certificate,
     exact_noise_mse,
     first_order_bias,
     first_order_mse,
-    monte_carlo_mse,
-    quantization_noise,
     second_order_mse,
-    set_bound,
-    tv_bound,
 )
+from acutance.theory.sampled_noise import monte_carlo_mse, quantization_noise
 
 REFERENCE = json.loads(Path(__file__).with_name("reference_robustness.json").read_text())
 KINDS = ["gaussian", "laplace", "gumbel", "uniform"]
@@ -45,8 +43,7 @@ def test_reference_has_every_function():
 
 @pytest.mark.parametrize("case", REFERENCE, ids=lambda case: f"{case['function']}{case['args']}")
 def test_reference_value(case):
-    module = robustness if hasattr(robustness, case["function"]) else noise_laws
-    value = getattr(module, case["function"])(**case["args"])
+    value = getattr(theory, case["function"])(**case["args"])
     assert value == pytest.approx(case["value"], rel=case["rel_tol"], abs=0)
 
 
@@ -413,7 +410,7 @@ def test_certificate_of_many_keys_bounds_the_diameter(monkeypatch):
     simplex = certificate(np.full(300, 1 / 300), np.eye(300), 1.0)
     assert simplex == pytest.approx(tv_bound(1.0) * math.sqrt(2), rel=1e-12)
     assert certificate(p, np.ones((50, 3)), 1.0) == pytest.approx(0, abs=1e-15)
-    monkeypatch.setattr(robustness, "_PAIRWISE_KEYS", 10)
+    monkeypatch.setattr(certificates, "_PAIRWISE_KEYS", 10)
     assert exact <= certificate(p, v, 1.0) <= 2 * exact
     assert simplex <= certificate(np.full(300, 1 / 300), np.eye(300), 1.0) <= 2 * simplex
 
@@ -426,7 +423,7 @@ def test_samples_are_reproducible_and_chunked(monkeypatch):
     one = monte_carlo_mse(p, v, "laplace", 0.5, samples=1_000, seed=4)
     assert one == monte_carlo_mse(p, v, "laplace", 0.5, samples=1_000, seed=4)
     assert one != monte_carlo_mse(p, v, "laplace", 0.5, samples=1_000, seed=5)
-    monkeypatch.setattr(robustness, "_DRAWS", 64)
+    monkeypatch.setattr(sampled_noise, "_DRAWS", 64)
     blocks = monte_carlo_mse(p, v, "laplace", 0.5, samples=1_000, seed=4)
     assert blocks.samples == 1_000
     assert blocks.estimate == pytest.approx(one.estimate, rel=1e-12)  # the same stream of noise
@@ -448,11 +445,11 @@ def test_quantisation_noise_is_predicted(bits, per):
 
 def test_quantised_numbers_are_integers_of_the_width():
     x = np.array([[0.1, -0.7, 0.33], [0.0, 0.0, 0.0]])
-    rounded, step = robustness._quantized(x, 3, "row")
+    rounded, step = sampled_noise._quantized(x, 3, "row")
     assert step[:, 0] == pytest.approx([0.7 / 3, 0])
     assert rounded[0] == pytest.approx(np.array([0, -3, 1]) * 0.7 / 3)
     assert (rounded[1] == 0).all()
-    assert robustness._quantized(x, 3, "tensor")[1][:, 0] == pytest.approx([0.7 / 3] * 2)
+    assert sampled_noise._quantized(x, 3, "tensor")[1][:, 0] == pytest.approx([0.7 / 3] * 2)
 
 
 def test_exact_numbers_cause_no_quantisation_noise():

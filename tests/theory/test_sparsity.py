@@ -9,42 +9,48 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from acutance.theory import sparsity
-from acutance.theory.sparsity import (
-    effective_keys,
+from acutance import theory
+from acutance.theory import decay_weights, linear_weights, sparsity
+from acutance.theory.decay_weights import (
     effective_keys_decay,
     log_sparsity_decay,
-    log_sparsity_exp,
-    log_sparsity_identity,
+    sparsity_decay,
+)
+from acutance.theory.linear_weights import (
     log_sparsity_linear,
     log_sparsity_linear_iid,
-    log_sparsity_relu2,
-    sparsity_decay,
-    sparsity_exp,
-    sparsity_identity,
     sparsity_linear,
     sparsity_linear_iid,
+)
+from acutance.theory.sparsity import (
+    effective_keys,
+    log_sparsity_exp,
+    log_sparsity_identity,
+    log_sparsity_relu2,
+    sparsity_exp,
+    sparsity_identity,
     sparsity_relu2,
 )
 
+NAMES = {*sparsity.__all__, *linear_weights.__all__, *decay_weights.__all__}
 REFERENCE = [
     case
     for case in json.loads(Path(__file__).with_name("reference_closed_forms.json").read_text())
-    if case["function"] in sparsity.__all__
+    if case["function"] in NAMES
 ]
 GAUSSIAN = [sparsity_relu2, log_sparsity_relu2, sparsity_identity, log_sparsity_identity]
 
 
 def test_reference_has_every_function():
     assert len(REFERENCE) == 395
-    assert {case["function"] for case in REFERENCE} == set(sparsity.__all__) - {"effective_keys"}
+    assert {case["function"] for case in REFERENCE} == NAMES - {"effective_keys"}
 
 
 @pytest.mark.parametrize("function", sorted({case["function"] for case in REFERENCE}))
 def test_reference_values(function):
     for case in REFERENCE:
         if case["function"] == function:
-            value = getattr(sparsity, function)(**case["args"])
+            value = getattr(theory, function)(**case["args"])
             expected = pytest.approx(case["value"], rel=case["rel_tol"], abs=1e-290)
             assert value == expected, case["args"]
 

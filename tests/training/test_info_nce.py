@@ -125,6 +125,61 @@ def test_the_target_entropy_is_met(target: float) -> None:
     assert torch.equal(criterion.log_scale, before)
 
 
+def test_both_directions_have_one_temperature_and_meet_the_target_together() -> None:
+    """Few pairs, whose directions differ: a step between the two would leave 0.21, not 0.2."""
+    generator = torch.Generator().manual_seed(1)
+    anchor = torch.randn(16, 4, generator=generator)
+    positive = anchor + 0.5 * torch.randn(16, 4, generator=generator)
+    criterion = training.InfoNCE("entropy_target", target=0.2, symmetric=True)
+    scales = []
+    for _ in range(20):
+        scales.append(float(criterion.log_scale.exp()))
+        criterion(anchor, positive)
+        assert criterion.report is not None
+        assert criterion.report.temperature == pytest.approx(1 / scales[-1], rel=1e-6)
+    report = criterion.report
+    assert report.negative_entropy == pytest.approx(0.2 * math.log(15), rel=1e-4)
+    fixed = training.InfoNCE("fixed", tau=report.temperature, symmetric=True)
+    assert float(fixed(anchor, positive)) == pytest.approx(report.loss, rel=1e-5)
+
+
+def test_rows_of_zeros_have_no_direction_and_no_gradient() -> None:
+    anchor, positive, _ = (part.detach().clone() for part in embeddings())
+    anchor[2], positive[4] = 0.0, 0.0
+    anchor.requires_grad_()
+    positive.requires_grad_()
+    loss = training.InfoNCE("fixed", tau=0.2)(anchor, positive)
+    want = cross_entropy(dense(anchor, positive, None, 5.0), torch.arange(9))
+    torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-12)
+    loss.backward()
+    for part, dead in ((anchor, 2), (positive, 4)):
+        assert part.grad is not None
+        assert not part.grad[dead].any()
+        assert float(part.grad.abs().max()) < 10  # by a length of 1e-12 it would be 1e12
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e25])
+def test_cosines_do_not_depend_on_the_length(size: float) -> None:
+    anchor, positive, _ = (part.detach().float() for part in embeddings())
+    criterion = training.InfoNCE("fixed")
+    assert float(criterion(size * anchor, positive)) == pytest.approx(
+        float(criterion(anchor, size * positive)), rel=1e-6
+    )
+    assert float(criterion(size * anchor, positive)) == pytest.approx(
+        float(criterion(anchor, positive)), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("tau", [0.1, 0.07, 0.01])
+def test_collapsed_embeddings_find_nothing(tau: float) -> None:
+    """All cosines are 1, but for rounding of two kinds of product."""
+    same = torch.randn(1, 6, generator=torch.Generator().manual_seed(0)).repeat(8, 1)
+    criterion = training.InfoNCE("fixed", tau=tau)
+    assert float(criterion(same, same)) == pytest.approx(math.log(8), rel=1e-4)
+    assert criterion.report is not None
+    assert criterion.report.accuracy == 0.0
+
+
 def test_state_goes_on_elsewhere() -> None:
     anchor, positive = torch.randn(2, 20, 4)
     first = training.InfoNCE("entropy_target", target=0.4)

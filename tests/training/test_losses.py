@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import acutance
 from acutance import training
@@ -97,6 +98,46 @@ def test_rows_without_keys_and_padding_leave_no_trace() -> None:
     stats = acutance.row_statistics(query, query, is_causal=True, query_offset=-1)
     loss(stats).backward()
     assert bool(query.grad.isfinite().all())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True) for _ in range(2)
+        )
+        self.blocks.append(MultiheadAttention(16, 2, batch_first=True))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = (x,) if isinstance(block, nn.TransformerEncoderLayer) else (x, x, x)
+            if self.use_reentrant is None:
+                out = block(*inputs)
+            else:
+                out = checkpoint(block, *inputs, use_reentrant=self.use_reentrant)
+            x = out[0] if isinstance(out, tuple) else out
+        return x
+
+
+def test_gradients_go_through_checkpointed_layers() -> None:
+    x, found = torch.randn(2, 6, 16, requires_grad=True), []
+    for use_reentrant in (None, False):
+        torch.manual_seed(0)
+        model = Checkpointed(use_reentrant)
+        with training.AttentionWatch(model) as watch:
+            out = model(x)
+        assert len(watch.rows) == 3
+        loss = training.EntropyRegularizer(target=0.5, weight=1.0)(watch) + training.ZLoss()(watch)
+        (out.square().mean() + loss).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for plain, checkpointed in zip(*found, strict=True):
+        assert torch.equal(plain, checkpointed)
+    model = Checkpointed(True)
+    with training.AttentionWatch(model) as watch:
+        model(x)
+    with pytest.raises(ValueError, match="without reentrant checkpointing"):
+        training.ZLoss()(watch.rows[:2])
 
 
 def test_a_model_is_moved_towards_the_floor() -> None:

@@ -334,6 +334,8 @@ def test_state_goes_through_json_and_warns_of_no_head_again() -> None:
     assert seen == []
     with pytest.raises(ValueError, match="the state of an AttentionMonitor has measured, steps"):
         again.load_state_dict({"steps": 3})
+    with pytest.raises(ValueError, match="told holds a kind, a module and a head each, got 5"):
+        again.load_state_dict({"steps": 3, "measured": 1, "told": [5]})
 
 
 def test_nothing_to_measure_is_an_error_at_first_and_a_warning_later() -> None:
@@ -376,6 +378,22 @@ def test_provided_attention_is_equal_to_rounding() -> None:
     torch.testing.assert_close(out, plain(batch()))
 
 
+def test_the_profile_by_n_is_kept_on_request_and_changes_no_number() -> None:
+    found = {}
+    for profile in (False, True):
+        monitor, model = AttentionMonitor(every=1, profile=profile, **QUIET), encoder(1)
+        with monitor.watch(model):
+            model(batch())
+        found[profile] = monitor.step()
+    plain, full = found[False], found[True]
+    assert plain is not None
+    assert full is not None
+    assert plain.scalars == full.scalars
+    assert plain.summary.profile is None
+    assert full.summary.profile is not None
+    assert int(full.summary.profile.rows.sum()) == 2 * 3 * 9  # heads, sequences, rows
+
+
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
@@ -390,6 +408,7 @@ def test_provided_attention_is_equal_to_rounding() -> None:
         ({"histograms": "heads"}, ValueError, "histograms is one of 'layer', 'head', 'none'"),
         ({"max_rows": 1}, ValueError, "max_rows is at least 2, got 1"),
         ({"provide": 1}, TypeError, "provide is True or False, got 1"),
+        ({"profile": 1}, TypeError, "profile is True or False, got 1"),
     ],
 )
 def test_bad_arguments(given: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -429,6 +448,38 @@ def test_events_of_a_loop_that_is_no_trainer() -> None:
     monitor.on_train_end(None, state, None)
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert not _get_current_function_mode_stack()
+
+
+def transformers_step(monitor: AttentionMonitor, model: nn.Module) -> None:
+    state = SimpleNamespace(global_step=0, epoch=None, log_history=[], stateful_callbacks={})
+    monitor.on_train_begin(None, state, None, model=model)
+    monitor.on_step_begin(None, state, None, model=model)
+    model(batch())
+    state.global_step += 1
+    monitor.on_step_end(None, state, None, model=model)
+
+
+def lightning_step(monitor: AttentionMonitor, model: nn.Module) -> None:
+    loop = SimpleNamespace(global_step=0, loggers=[], is_global_zero=True)
+    model.log_dict = lambda *_, **__: None  # type: ignore[assignment]
+    monitor.on_train_start(loop, model)
+    monitor.on_train_batch_start(loop, model, None, 0)
+    model(batch())
+    loop.global_step += 1
+    monitor.on_train_batch_end(loop, model, None, None, 0)
+
+
+@pytest.mark.parametrize("begin", [transformers_step, lightning_step])
+def test_a_run_that_begins_anew_is_warned_of_its_own_heads(begin: Any) -> None:
+    monitor = AttentionMonitor(every=1, growth=1e-6, collapse=None)
+    for _ in range(2):  # two runs of one monitor, as in a sweep
+        with pytest.warns(AttentionWarning, match="at step 1, logit growth in 2 heads"):
+            begin(monitor, encoder(1))
+        monitor.on_train_end()
+    went_on = SimpleNamespace(global_step=1, stateful_callbacks={})
+    monitor.on_train_begin(None, went_on, None)
+    monitor.on_train_start(went_on, None)
+    assert len(monitor.state_dict()["told"]) == 2  # what goes on is told nothing twice
 
 
 def test_only_events_are_answered_with_nothing() -> None:

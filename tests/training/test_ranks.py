@@ -39,6 +39,22 @@ other = x[2 * rank : 2 * rank + 2, 1]
 loss = criterion(mine, other)
 loss.backward()
 torch.save((float(loss), mine.grad), sys.argv[2] + f".nce{rank}")
+from torch.distributed.fsdp import fully_shard
+for backward in (True, False):
+    torch.manual_seed(0)
+    attend = torch.nn.MultiheadAttention(16, 4, batch_first=True, add_bias_kv=True)
+    model = torch.nn.Sequential()
+    model.add_module("attend", attend)
+    model.forward = lambda x: model.attend(x, x, x)[0]
+    fully_shard(model)
+    clip = training.QKClip(model, 3.0)
+    with clip:
+        out = model(x[2 * rank : 2 * rank + 2])
+    if backward:
+        out.sum().backward()
+    clip.step()
+    whole = {name: value.full_tensor() for name, value in attend.state_dict().items()}
+    torch.save(whole, sys.argv[2] + f".sharded{backward}{rank}")
 dist.destroy_process_group()
 """
 
@@ -50,7 +66,7 @@ def test_two_ranks_take_the_maximum_over_both(tmp_path: Any) -> None:
     processes = [
         subprocess.Popen([*command, str(rank), str(where)], env=environment) for rank in range(2)
     ]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
     (layers, weight), (others, other_weight) = (
         torch.load(f"{where}.{rank}", weights_only=False) for rank in range(2)
     )
@@ -66,6 +82,20 @@ def test_two_ranks_take_the_maximum_over_both(tmp_path: Any) -> None:
     alone = clip.step().layers[0]
     assert layers[0].max_logit == pytest.approx(alone.max_logit, rel=1e-6)
     torch.testing.assert_close(weight, attend.in_proj_weight)
+
+    torch.manual_seed(0)
+    attend = nn.MultiheadAttention(16, 4, batch_first=True, add_bias_kv=True)
+    before = {name: value.clone() for name, value in attend.state_dict().items()}
+    clip = training.QKClip(attend, 3.0)
+    with clip:
+        attend(x, x, x)
+    assert clip.step().clipped
+    for backward in (True, False):
+        for rank in range(2):
+            sharded = torch.load(f"{where}.sharded{backward}{rank}")
+            for name, value in attend.state_dict().items():
+                torch.testing.assert_close(sharded[name], value)
+    assert not torch.equal(attend.in_proj_weight, before["in_proj_weight"])
 
     both = x[:, 0].clone().requires_grad_()
     loss = training.InfoNCE("fixed", tau=0.2, symmetric=True)(both, x[:, 1])

@@ -115,8 +115,23 @@ def test_transformers_conv1d_is_cut_along_its_outputs() -> None:
         assert norm(part) == pytest.approx(1.0, rel=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_reparametrized_layer_can_be_narrowed(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = training.sigma_reparam(nn.Linear(32, 24)).to(dtype).eval()
+    # a rounded entry of W is off by eps/2, the vectors' lengths are put right
+    assert norm(layer.weight) == pytest.approx(1.0, abs=4 * torch.finfo(dtype).eps)
+    layer.train()
+    layer(torch.randn(3, 32, dtype=dtype)).sum().backward()
+    gamma = layer.parametrizations.weight[0].gamma
+    assert gamma.grad is not None
+    assert bool(gamma.grad.isfinite().all())
+
+
 def test_bad_reparametrizations() -> None:
     layer = nn.Linear(4, 6)
+    with pytest.raises(ValueError, match="an entry other than 0 in each part"):
+        training.SigmaReparam(torch.cat([torch.ones(2, 3), torch.zeros(2, 3)]), parts=2)
     with pytest.raises(ValueError, match="Linear has no weight named 'gain'"):
         training.sigma_reparam(layer, "gain")
     with pytest.raises(ValueError, match="weight is a floating matrix"):
@@ -207,6 +222,7 @@ def test_the_usual_scale_is_found_again() -> None:
         ((0, 16, 0.5), {}, "d is at least 1"),
         ((64, 16, 0.5), {"score": "additive"}, "score is one of dot, cosine"),
         ((64, 16, 0.5), {"unit": "bits"}, "unit is one of nats, fraction"),
+        ((2, 100, 1e-6), {"score": "cosine"}, "target is one that a scale gives .* got 1e-06"),
     ],
 )
 def test_bad_scales(arguments: Any, options: dict[str, Any], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from acutance.attend.public import attention, row_statistics
+from acutance.attend.output import attention
+from acutance.attend.statistics import row_statistics
 
 __all__ = ["attention", "row_statistics"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,7 +31,9 @@ from acutance.shapes import (
 )
 from acutance.weights import Sink, Softmax, SoftmaxOne, Weighting
 
-__all__ = ["Options", "Score", "run"]
+__all__ = ["Backend", "Options", "Score", "run"]
+
+Backend: TypeAlias = Literal["auto", "native", "blocked", "triton", "dense"]
 
 #: A score, or a function that makes a tile of scores.
 Score: TypeAlias = DotScore | TileScore | Callable[[Tensor, Tensor, int], Tensor]

@@ -51,6 +51,11 @@ def bench(
     if resume and to_json is None:
         raise ValueError("--resume goes on with the file of --json, and none is given")
     if record is not None:
+        idle = {"a case or group": names, "--json": to_json, "--resume": resume}
+        if given := [option for option, value in idle.items() if value]:
+            raise ValueError(
+                f"--from measures nothing and shows a whole record: leave out {given[0]}"
+            )
         report = read(record)
     else:
         earlier = None
@@ -89,6 +94,8 @@ def read(path: Path) -> BenchReport:
     """
     try:
         return BenchReport.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"there is no file {path}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

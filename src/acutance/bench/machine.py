@@ -135,7 +135,7 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     except OSError:
-        pass
+        pass  # not Linux, where platform knows what there is to know
     return platform.processor() or "unknown"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -88,6 +88,27 @@ class _Thread(threading.local):
         self.mode: FunctionChange | None = None
 
 
+class _Hook:
+    """What a module calls; a copy of the model, or its pickle, has one that does nothing."""
+
+    def __init__(self, react: Callable[[torch.nn.Module], None]) -> None:
+        self._react = react
+
+    def __call__(self, module: torch.nn.Module, *_: object) -> None:
+        self._react(module)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _deaf, ()
+
+
+def _deaf() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(*_: object) -> None:
+    """The hook of a copy."""
+
+
 class Applied:
     """A law in force on a model: what :func:`apply` returns.
 
@@ -126,12 +147,9 @@ class Applied:
             if not found or not all(uses_interface(module) for module in found):
                 context.enter_context(EAGER)
             for module in self._model.modules():
-                # plain functions: a copy of the model then carries no copy of this object
-                before = module.register_forward_pre_hook(lambda m, *_: self._enter_module(m))
+                before = module.register_forward_pre_hook(_Hook(self._enter_module))
                 context.callback(before.remove)
-                after = module.register_forward_hook(
-                    lambda m, *_: self._leave_module(m), always_call=True
-                )
+                after = module.register_forward_hook(_Hook(self._leave_module), always_call=True)
                 context.callback(after.remove)
             context.enter_context(huggingface.change(self))
             _forget_compiled()

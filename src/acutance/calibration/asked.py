@@ -80,7 +80,7 @@ def check_asked(
     return Asked(
         kind,
         value,
-        knots_of(lengths),
+        knots_of(lengths, at),
         at,
         law,
         check_count("passes", passes, 2),

@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from acutance.calibration.fit import Advance, calibrate
 from acutance.calibration.law import AnyLaw, Law
 from acutance.calibration.render import show
 from acutance.calibration.result import Calibration
+from acutance.calibration.sample import Sample, draw, told
 from acutance.probing import corpus, models
 from acutance.probing.models import TextModel
 from acutance.scaling import SCALINGS, Scaling, get
@@ -32,6 +33,7 @@ def run(
     *,
     lengths: Sequence[int] | None,
     given: dict[str, Any],
+    windows: int,
     batch_size: int,
     attention: str | None,
     device: str,
@@ -48,6 +50,7 @@ def run(
         text: files; none is the bundled page.
         lengths: of windows; None is an eighth of the model's longest to the whole of it.
         given: further arguments of :func:`acutance.calibrate`.
+        windows: of each length at most, spread over the text; 0 is all.
         batch_size: windows of the longest length that are run at once.
         attention: implementation.
         device: where to run.
@@ -78,7 +81,9 @@ def run(
         check_positions(loaded.model, places)
     for warning in caught:
         console().print(f"[yellow]note[/]: {warning.message}", highlight=False)
-    batches = _batches(loaded, texts, places, batch_size)
+    samples = draw(texts, loaded.tokenizer, places, windows, given["seed"])
+    console().print(f"[dim]{told(samples)}[/]", highlight=False, soft_wrap=True)
+    batches = _batches(loaded, samples, batch_size)
     tokens = sum(part["input_ids"].numel() for parts in batches.values() for part in parts)
     with _progress(tokens, console()) as advance, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # said above
@@ -105,27 +110,15 @@ def _default_lengths(loaded: TextModel) -> tuple[int, ...]:
 
 
 def _batches(
-    loaded: TextModel, texts: Sequence[corpus.Text], places: Sequence[int], size: int
+    loaded: TextModel, samples: Mapping[int, Sample], size: int
 ) -> dict[int, list[dict[str, Any]]]:
-    """Whole windows of every length, each with the model's special tokens.
-
-    Raises:
-        ValueError: if there are fewer than two of one length.
-    """
-    found = {}
-    for length in reversed(places):  # the longest is the first that a text is too short for
-        pieces = corpus.windows(texts, loaded.tokenizer, length)
-        tokens = sum(map(len, pieces))
-        whole = [piece for piece in pieces if len(piece) == length]
-        if len(whole) < 2:
-            raise ValueError(
-                f"calibration takes at least 2 windows of {length} tokens, and the text has "
-                f"{tokens} tokens: give more text, or shorter --lengths"
-            )
-        together = max(1, size * places[-1] // length)
+    """The windows of every length, as many tokens at once as ``size`` of the longest have."""
+    found, longest = {}, max(samples)
+    for length, sample in samples.items():
+        together = max(1, size * longest // length)
         found[length] = [
-            _batch(loaded, whole[start : start + together])
-            for start in range(0, len(whole), together)
+            _batch(loaded, sample.pieces[start : start + together])
+            for start in range(0, len(sample.pieces), together)
         ]
     return found
 

@@ -33,18 +33,30 @@ class PassSums:
         self.unread: tuple[str, ...] = ()
 
 
-def knots_of(lengths: Sequence[int]) -> tuple[int, ...]:
+def knots_of(lengths: Sequence[int], reference: int | None = None) -> tuple[int, ...]:
     """The lengths, and between them octaves: rows of a causal model are of every length.
+
+    Args:
+        lengths: rising.
+        reference: one of them, beyond which half an octave is a knot too. Just beyond its training
+            length a model's entropy can rise faster than log n, which a line over a whole octave
+            would miss.
 
     Example:
         >>> knots_of([64, 512, 768])
         (64, 128, 256, 512, 768)
+        >>> knots_of([64, 128, 256], reference=64)
+        (64, 91, 128, 256)
     """
     found = [lengths[0]]
     for length in lengths[1:]:
         while found[-1] * 2 * 2**0.5 < length:
             found.append(found[-1] * 2)
         found.append(length)
+    if reference is not None and reference in found[:-1]:
+        at, half = found.index(reference) + 1, round(reference * 2**0.5)
+        if found[at] > half * 1.2:
+            found.insert(at, half)
     return tuple(found)
 
 

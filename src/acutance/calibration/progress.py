@@ -20,7 +20,7 @@ from acutance.probing.resume import tidy
 __all__ = ["PassState", "Progress"]
 
 SCHEMA = "acutance.calibration/1"
-_TOLD = {"model": "another model", "text": "another text"}
+_TOLD = {"model": "another model", "text": "another text, or other windows of it"}
 
 
 @dataclass

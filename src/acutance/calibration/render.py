@@ -141,10 +141,7 @@ def sentences(found: Calibration) -> Iterator[str]:
     parts = [f"{count} {name}" for name, count in counts.items() if count]
     yield f"Of {total} pairs of head and n: {', '.join(parts)}."
     if kept := _heads(found, "kept"):
-        yield (
-            f"{_named(kept)} stay as they are: what a law would change there is within noise, or "
-            f"under 1 %."
-        )
+        yield from _kept(found, kept)
     if gone := _heads(found, "impossible"):
         yield (
             f"{_named(gone)} cannot have the target at some n: rows of so few keys have at most "
@@ -152,7 +149,7 @@ def sentences(found: Calibration) -> Iterator[str]:
         )
     if limited := _heads(found, "limited"):
         yield (
-            f"{_named(limited)} do not reach the target within the limit of the factors, "
+            f"{_named(limited)} do{_s(limited)} not reach the target within the limit of the factors, "
             f"{max(max(one.factors) for one in limited):.3g}."
         )
     if missed := _heads(found, "missed"):
@@ -160,6 +157,8 @@ def sentences(found: Calibration) -> Iterator[str]:
     yield from _growth(found)
     windows = ", ".join(f"{count} of {length} tokens" for length, count in found.windows.items())
     yield f"Measured {found.passes} times on windows: {windows}; ± is a standard error over them."
+    if found.metric != "max_logit":
+        yield from _noise(found)
     for name, why in list(found.skipped.items())[:4]:
         yield f"Not fitted: {name}: {why}."
     if len(found.skipped) > 4:
@@ -172,6 +171,49 @@ def sentences(found: Calibration) -> Iterator[str]:
         )
     else:
         yield f"Beyond n = {found.lengths[-1]} nothing was measured."
+
+
+def _kept(found: Calibration, heads: Sequence[HeadCalibration]) -> Iterator[str]:
+    """What is not mended, and how large it may be."""
+    if found.metric == "max_logit":
+        yield f"Under the bound and left alone: {_named(heads)}."
+        return
+    left = max(
+        abs(one.before[at] - one.target[at]) / _size(found, one, at)
+        for one in heads
+        for at in _told(one)
+    )
+    more = "; more windows would tell" if left > HELD else ""
+    yield (
+        f"Left alone: {_named(heads)}; what a law would change there, {left:.1%} of the "
+        f"target at most, is within noise or under 1 %{more}."
+    )
+
+
+def _noise(found: Calibration) -> Iterator[str]:
+    """How far a text of as many windows may be off by chance, as no fit to this one can show."""
+    errors = sorted(
+        error
+        for one in found.heads
+        for at in _told(one)
+        if math.isfinite(error := one.after_error[at] / _size(found, one, at))
+    )
+    if errors:
+        yield (
+            f"Other text differs by chance: the standard error of a value is "
+            f"{errors[len(errors) // 2]:.1%} of its target in the median and {errors[-1]:.1%} at "
+            f"most; with four times the windows it is half of that."
+        )
+
+
+def _told(one: HeadCalibration) -> list[int]:
+    """Places of the lengths at which a head can have its target."""
+    return [at for at, status in enumerate(one.status) if status != "impossible"]
+
+
+def _size(found: Calibration, one: HeadCalibration, at: int) -> float:
+    """What a distance from the target is a part of, as in :meth:`Calibration.worst`."""
+    return max(abs(one.target[at]), TARGETS[found.metric].floor / HELD, 1e-12)
 
 
 def _growth(found: Calibration) -> Iterator[str]:
@@ -197,6 +239,11 @@ def _growth(found: Calibration) -> Iterator[str]:
 
 def _heads(found: Calibration, status: str) -> list[HeadCalibration]:
     return [one for one in found.heads if status in one.status]
+
+
+def _s(heads: Sequence[HeadCalibration]) -> str:
+    """The ending of "do" where they are a single one."""
+    return "es" if len(heads) == 1 else ""
 
 
 def _named(heads: Sequence[HeadCalibration]) -> str:

@@ -73,11 +73,12 @@ def summarise(
         heads += _heads(order.get(layer.name, index), layer, errors, like)
     target = asked.target.name if asked.value is None else f"{asked.target.name}={asked.value:g}"
     plain = Law.of(model, law)
+    bins = {k for layer in layers for k in layer.first.values.bins}
     return Calibration(
         model=Identity.of(model),
         everywhere=None,
         layers=plain.layers,
-        lengths=asked.knots,
+        lengths=tuple(asked.knots[k] for k in sorted(bins)),
         target=target,
         heads=tuple(heads),
         metric=asked.target.name,

@@ -49,6 +49,15 @@ def calibrate_command(
             help="Windows to measure, rising. Default: the model's longest and its halves to 1/8.",
         ),
     ] = None,
+    windows: Annotated[
+        int,
+        typer.Option(
+            "--windows",
+            min=0,
+            help="Of each length at most, spread over the text. More read longer and leave less "
+            "noise; 0 is all.",
+        ),
+    ] = 64,
     reference: Annotated[
         int | None,
         typer.Option("--reference", min=2, help="Training length. Default: the shortest length."),
@@ -73,7 +82,9 @@ def calibrate_command(
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Longest windows run at once.")
     ] = 4,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of sampled rows.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Of the windows, and of sampled rows.")
+    ] = 0,
     save: Annotated[
         Path | None,
         typer.Option("--save", metavar="FILE", help="Keep the state, as it grows: to resume."),
@@ -112,6 +123,7 @@ def calibrate_command(
                     "save_every": save_every,
                     "resume": resume,
                 },
+                windows=windows,
                 batch_size=batch_size,
                 attention=attention,
                 device=device,

@@ -21,7 +21,9 @@ def reproduce_command(
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where records and figures go.")
     ] = Path("acutance-reproduce"),
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of all random numbers.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**32 - 1, help="Of all random numbers.")
+    ] = 0,
     force: Annotated[
         bool, typer.Option("--force", help="Measure again what an earlier run has measured.")
     ] = False,
@@ -36,6 +38,9 @@ def reproduce_command(
 ) -> None:
     """Test published claims about attention: predicted, measured, verdict, figure."""
     check_targets({"--json": json})
+    for part in (out, *out.parents):  # before a long run, not after its first experiment
+        if part.exists() and not part.is_dir():
+            raise typer.BadParameter(f"{part} is not a directory", param_hint="--out")
     with plain_errors():
         from acutance.reproduce import EXPERIMENTS, command, pick, render
 
@@ -46,15 +51,18 @@ def reproduce_command(
         if listing:
             console(stderr=False).print(render.listing(chosen))
             return
-        status = command.reproduce(
-            chosen,
-            out,
-            quick=quick,
-            seed=seed,
-            force=force,
-            figures=figures,
-            to_json=json,
-            console=console,
-        )
+        try:
+            status = command.reproduce(
+                chosen,
+                out,
+                quick=quick,
+                seed=seed,
+                force=force,
+                figures=figures,
+                to_json=json,
+                console=console,
+            )
+        except FloatingPointError as error:  # a training whose loss is no longer finite
+            raise RuntimeError(str(error)) from error
     if status:
         raise typer.Exit(status)

@@ -116,6 +116,55 @@ class AttentionCall:
             sinks=self.sinks,
         )
 
+    def tolerance(self, dtype: torch.dtype, largest: float = 0.0) -> float:
+        """Largest relative error of the rebuilt output that roundings account for.
+
+        A score is off by some roundings of itself, and its weight relatively by as much. A
+        hundredth is the most that this may add: what a capture misses weighs more.
+
+        Args:
+            dtype: of the model's output. transformers' eager functions form their weights in
+                float32, whatever the model is in.
+            largest: of the scores, in size.
+
+        Example:
+            >>> x = torch.zeros(1, 1, 2, 4)
+            >>> sources = "transformers sdpa", "transformers eager"
+            >>> [AttentionCall("layer", of, x, x, x).tolerance(torch.float64) for of in sources]
+            [1e-09, 0.0001]
+        """
+        own = self.source.startswith("transformers") and self.source != "transformers sdpa"
+        dtype = torch.float32 if own and dtype == torch.float64 else dtype
+        wide = dtype in (torch.float32, torch.float64)
+        scores = 4.0 * torch.finfo(dtype).eps * largest if wide else 0.0
+        return VERIFY_TOLERANCE[dtype] + min(scores, 0.01)
+
+    def as_eager(self) -> Tensor | None:
+        """The output as eager functions compute it in a narrow type, to which they round scores.
+
+        Where scores are large, that alone changes the weights. None in a wide type, or where keys
+        are hidden by position, which no eager function does.
+        """
+        placed = self.is_causal or self.window is not None or self.cu_seqlens is not None
+        if placed or self.query.dtype not in (torch.float16, torch.bfloat16):
+            return None
+        group = self.query.shape[1] // self.key.shape[1]
+        key, value = (part.repeat_interleave(group, 1) for part in (self.key, self.value))
+        scores = self.query @ key.mT * self.factor
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        hidden = None if self.key_mask is None else self.key_mask[:, None, None, :]
+        for mask in (self.bias, self.attn_mask, hidden):
+            if mask is not None and mask.dtype == torch.bool:
+                scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+            elif mask is not None:
+                scores = scores + mask.to(scores.dtype)
+        if self.sinks is not None:
+            sinks = self.sinks.to(scores.dtype).view(1, -1, 1, 1)
+            scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], -1)
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)
+        return weights[..., : value.shape[2]] @ value
+
     @property
     def _grouped(self) -> bool:
         return self.query.shape[1] != self.key.shape[1]

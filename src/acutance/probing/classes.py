@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from acutance.structure.statistics import PEAKS
+from acutance.structure.parts import PEAKS
 
 if TYPE_CHECKING:
     from acutance.probing.summary import HeadSummary
@@ -243,7 +243,7 @@ def _positional(head: _Head) -> HeadClass | None:
     where = {0: "at its own position", -1: "one position back", 1: "one position ahead"}.get(
         place, f"{away} positions {'back' if place < 0 else 'ahead'}"
     )
-    text = f"looks {where} whatever is there: the largest weight of {share:.0%} of its rows"
+    text = f"looks {where}: there stands the largest weight of {share:.0%} of its rows"
     return _of("positional", text, {"position": float(place), "share": share})
 
 

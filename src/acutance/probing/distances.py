@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.structure.statistics import PEAKS
+from acutance.structure.parts import PEAKS
 
 __all__ = ["MOST_DISTANCES", "Distances"]
 

@@ -225,7 +225,8 @@ class World(Alone):
             return
         text = None if problem is None else str(problem) or type(problem).__name__
         said: list[str | None] = [None] * self.size
-        dist.all_gather_object(said, text)
+        with _answered():
+            dist.all_gather_object(said, text)
         if problem is not None:
             raise problem
         rank = next(index for index, words in enumerate(said) if words is not None)
@@ -237,12 +238,14 @@ class World(Alone):
 
     def collect(self, summary: HeadSummary | None) -> HeadSummary | None:
         """All ranks' summaries on the first rank, None elsewhere."""
-        return _collect(summary, None)
+        with _answered():
+            return _collect(summary, None)
 
     def first(self, value: T) -> T:
         """The first rank's value, on every rank."""
         box = [value]
-        dist.broadcast_object_list(box, 0)
+        with _answered():
+            dist.broadcast_object_list(box, 0)
         return box[0]
 
     def device(self, name: str) -> str:
@@ -255,8 +258,21 @@ class World(Alone):
 
     def _any(self, flag: bool) -> bool:
         found = torch.tensor([int(flag)])
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        with _answered():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
         return bool(found)
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Word with the other ranks; what gloo says of one that was killed is of sockets."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(
+            "another rank has ended or does not answer, and the run ends with it; what was written "
+            "goes on with --resume"
+        ) from error
 
 
 def started_by_torchrun() -> bool:

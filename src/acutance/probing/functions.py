@@ -7,35 +7,48 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from acutance.masks import hides
-from acutance.probing.call import VERIFY_TOLERANCE, AttentionCall
+from acutance.probing.call import AttentionCall
 from acutance.probing.flex import FLEX, flex_call
 from acutance.probing.huggingface import Observer, Substitute, is_cross
+from acutance.probing.multihead import (
+    agree,
+    changing_sdpa,
+    not_padding,
+    run_again,
+    same,
+    watch_sdpa,
+)
 from acutance.probing.own import OWN, own_call
-from acutance.probing.softmaxes import Softmaxes, fold, heads_of
+from acutance.probing.sdpa import as_given, four, refusal, sdpa_arguments, sdpa_call
+from acutance.probing.softmaxes import Softmax, Softmaxes, fold, heads_of, over_keys, version_of
+
+__all__ = [
+    "NO_PRODUCT",
+    "FunctionCapture",
+    "FunctionObserver",
+    "changing_sdpa",
+    "sdpa_arguments",
+    "sdpa_call",
+]
 
 _SOFTMAX = {torch.softmax, torch.Tensor.softmax, F.softmax, torch.special.softmax}
+_LOG_SOFTMAX = {
+    torch.log_softmax,
+    torch.Tensor.log_softmax,
+    F.log_softmax,
+    torch.special.log_softmax,
+}
 _SDPA = F.scaled_dot_product_attention
-_SDPA_NAMES = (
-    "query",
-    "key",
-    "value",
-    "attn_mask",
-    "dropout_p",
-    "is_causal",
-    "scale",
-    "enable_gqa",
-)
 #: Begins the reason of a softmax that is listed as not read.
 NO_PRODUCT = "no matrix product takes a softmax over the last dimension of"
 
@@ -90,8 +103,10 @@ class FunctionCapture(TorchFunctionMode):
             return self._flex(func, args, kwargs)
         if func is OWN:
             return self._own(func, args, kwargs)
-        if func in _SOFTMAX:
+        if func in _SOFTMAX or func in _LOG_SOFTMAX:
             return self._softmax(func, args, kwargs)
+        if isinstance(func, OpOverload | OpOverloadPacket):
+            return self._operator(func, args, kwargs)
         result = func(*args, **kwargs)
         if self._softmaxes:
             self._softmaxes.called(func, args, kwargs, result)
@@ -114,18 +129,18 @@ class FunctionCapture(TorchFunctionMode):
             with ExitStack() as quiet:
                 for capture in _other_captures():
                     quiet.enter_context(capture.observer.mute())
-                return _four(run())
+                return four(run())
 
         provided = None
         if isinstance(self.observer, Substitute):
-            provided = self.observer.provide(make, name, own)
+            provided = self.observer.provide(make, name, own, refusal(given))
         if provided is not None:
-            output = _as_given(provided, given)
+            output = as_given(provided, given)
             for capture in _other_captures():
                 capture.saw(given, output)
             return output
         output = run()
-        self.observer.observe(make, name, lambda: _four(output))
+        self.observer.observe(make, name, lambda: four(output))
         return output
 
     def saw(self, given: dict[str, Any], output: Tensor) -> None:
@@ -135,7 +150,7 @@ class FunctionCapture(TorchFunctionMode):
         name = self.observer.here()
         if name is not None:
             self.observer.observe(
-                lambda: sdpa_call(given, name, cross=is_cross(name)), name, lambda: _four(output)
+                lambda: sdpa_call(given, name, cross=is_cross(name)), name, lambda: four(output)
             )
 
     def _multi_head(
@@ -153,8 +168,8 @@ class FunctionCapture(TorchFunctionMode):
         substitute = observer if isinstance(observer, Substitute) else None
 
         def attention(call: dict[str, Any]) -> AttentionCall:
-            cross = not _same(given["query"], given["key"])
-            real = None if cross else _not_padding(given.get("key_padding_mask"))
+            cross = not same(given["query"], given["key"])
+            real = None if cross else not_padding(given.get("key_padding_mask"))
             return sdpa_call(call, name, cross=cross, real=real)
 
         def instead(call: dict[str, Any], own: Callable[[], Tensor]) -> Tensor | None:
@@ -162,14 +177,14 @@ class FunctionCapture(TorchFunctionMode):
             if substitute is None:
                 return None
             make = functools.partial(attention, call)
-            output = substitute.provide(make, name, lambda: _four(own()))
+            output = substitute.provide(make, name, lambda: four(own()), refusal(call))
             provided = output is not None
-            return None if output is None else _as_given(output, call)
+            return None if output is None else as_given(output, call)
 
         if substitute is not None and given.get("need_weights", True):
             reason = "its weights are asked for: call it with need_weights=False"
-            substitute.provide(_nothing, name, _nothing, reason)
-        with observer.mute(), _watch_sdpa(instead=instead) as seen:
+            substitute.provide(_refused, name, _refused, reason)
+        with observer.mute(), watch_sdpa(instead=instead) as seen:
             result = func(*args, **kwargs)
         if provided:
             return result
@@ -177,43 +192,68 @@ class FunctionCapture(TorchFunctionMode):
 
         def read() -> AttentionCall:
             if not seen:
-                again, _ = _run_again(func, given, seen)
-                if not dropping and not _agree(again, result[0]):
+                again, _ = run_again(func, given, seen)
+                if not dropping and not agree(again, result[0]):
                     raise ValueError("multi-head attention gave another output when run again")
             return attention(seen[-1][0])
 
         whole = bool(seen) or not dropping  # the output compared is the one the model used
-        self.observer.observe(read, name, (lambda: _four(seen[-1][1])) if whole else None)
+        self.observer.observe(read, name, (lambda: four(seen[-1][1])) if whole else None)
         return result
+
+    def _operator(
+        self, func: OpOverload | OpOverloadPacket, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """An operator called by its own name: SDPA's is read, kernels of attention are listed."""
+        space, _, name = str(func).partition(".")
+        if space == "aten" and name.partition(".")[0] == "scaled_dot_product_attention":
+            return self._sdpa(func, args, kwargs)
+        attends = "attention" in name or "attn" in name
+        if attends and "backward" not in name and space != "acutance":
+            module = self.observer.running()
+            if module is not None:
+                reason = f"{func} is called directly: tell what it computes with acutance.tap"
+                self.observer.unreadable(module, reason)
+        return func(*args, **kwargs)
 
     def _softmax(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
+        scores = args[0] if args else kwargs.get("input")
+        version = version_of(scores)
         with self.observer.mute():
             result = func(*args, **kwargs)
-        scores = args[0] if args else kwargs.get("input")
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if isinstance(scores, Tensor) and dim in (-1, scores.dim() - 1):
-            with torch._C.DisableTorchFunction():
-                self._softmaxes.made(scores, result, self.observer.running())
+        module = self.observer.running()
+        if isinstance(scores, Tensor) and isinstance(dim, int) and module is not None:
+            heads = heads_of(self.observer.module_of(module))
+            if over_keys(scores, dim, heads):
+                log = func in _LOG_SOFTMAX
+                with torch._C.DisableTorchFunction():
+                    self._softmaxes.made(scores, result, module, dim=dim, version=version, log=log)
         return result
 
-    def _weighed(self, scores: Tensor, doubt: Callable[[], str | None]) -> None:
+    def _weighed(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
         """A product took the softmax of these scores, of any rank."""
         name = self.observer.here()
         if name is None:
             return
         try:
-            folded = fold(scores, heads_of(self.observer.module_of(name)))
+            if softmax.overwritten():
+                raise ValueError("its scores were overwritten after the softmax")
+            heads = heads_of(self.observer.module_of(name))
+            scores = softmax.scores  # (B, L, H, S) where heads were last
+            folded = fold(scores, heads) if softmax.last else scores.transpose(1, 2)
         except ValueError as error:
             self.observer.unreadable(name, str(error))
             return
         self.observer.observe_scores(folded, name, doubt)
 
-    def _unused(self, name: str | None, shape: tuple[int, ...]) -> None:
+    def _unused(self, softmax: Softmax) -> None:
         """A softmax came to nothing; of four dimensions it may still be meant as attention."""
-        if name is not None and len(shape) == 4:
-            self.observer.unreadable(name, f"{NO_PRODUCT} {shape}")
+        shape = tuple(softmax.scores.shape)
+        if softmax.module is not None and len(shape) == 4:
+            self.observer.unreadable(softmax.module, f"{NO_PRODUCT} {shape}")
 
     def _own(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = self.observer.here()
@@ -235,188 +275,12 @@ class FunctionCapture(TorchFunctionMode):
         return result
 
 
-def _nothing() -> Any:
-    """Stands where nothing is read: the call is refused before."""
-    raise AssertionError("a refused call is not read")
+def _refused() -> Any:
+    """Reads and computes nothing: ``provide`` has a reason to refuse, and asks for neither."""
+    raise AssertionError("a call that is refused is not read")
 
 
 def _other_captures() -> list[FunctionCapture]:
     """Captures around the one whose handler runs, which is off the stack; the innermost first."""
     stack = torch.overrides._get_current_function_mode_stack()
     return [mode for mode in reversed(stack) if isinstance(mode, FunctionCapture)]
-
-
-def _run_again(
-    func: Callable[..., Any], given: Mapping[str, Any], seen: list[tuple[dict[str, Any], Tensor]]
-) -> tuple[Tensor, Any]:
-    """Run multi-head attention without weights and dropout, which concerns no outer watcher."""
-    with _watch_sdpa(alone=True) as calls:
-        result: tuple[Tensor, Any] = func(**{**given, "need_weights": False, "training": False})
-    seen.extend(calls)
-    return result
-
-
-def _agree(again: Tensor, output: Tensor) -> bool:
-    """Whether two outputs are equal up to rounding, rows aside that are not numbers in the second.
-
-    A row that sees no key is 0 from SDPA and NaN where the weights are formed.
-    """
-    counts = output.isfinite()
-    first, second = (torch.where(counts, part.detach(), 0.0) for part in (again, output))
-    size = float(second.abs().max()) if second.numel() else 0.0
-    tolerance = VERIFY_TOLERANCE.get(output.dtype, 1e-4) * max(size, 1e-30)
-    return torch.allclose(first, second, rtol=0.0, atol=tolerance)
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are one and the same memory: a transposed view is another object."""
-    return left is right or (
-        left.data_ptr() == right.data_ptr()
-        and left.shape == right.shape
-        and left.stride() == right.stride()
-    )
-
-
-def _not_padding(mask: Tensor | None) -> Tensor | None:
-    """Boolean (B, L), False where a ``key_padding_mask`` marks padding: True, or very low."""
-    if mask is None:
-        return None
-    real = torch.logical_not(mask if mask.dtype == torch.bool else hides(mask))
-    return real if real.dim() == 2 else real.unsqueeze(0)
-
-
-_Calls = list[tuple[dict[str, Any], Tensor]]
-_Change = Callable[[dict[str, Any]], dict[str, Any]]
-_Instead = Callable[[dict[str, Any], Callable[[], Tensor]], "Tensor | None"]
-_thread = threading.local()  # lists: where this thread's SDPA calls go; changes: made to them first
-_lock = threading.Lock()
-_watchers = 0
-_original: Callable[..., Tensor] = _SDPA
-
-
-@contextmanager
-def _watch_sdpa(*, alone: bool = False, instead: _Instead | None = None) -> Iterator[_Calls]:
-    """Arguments and results of this thread's SDPA calls made through ``torch.nn.functional``.
-
-    Args:
-        alone: hide the calls from the contexts around this one.
-        instead: what may compute a call in its stead.
-    """
-    global _watchers, _original
-    seen: _Calls = []
-    outer: tuple[_Calls, ...] = getattr(_thread, "lists", ())
-    _thread.lists = (seen,) if alone else (*outer, seen)
-    before: tuple[_Instead, ...] = getattr(_thread, "instead", ())
-    _thread.instead = () if alone else before if instead is None else (*before, instead)
-    with _lock:
-        if _watchers == 0:
-            _original = F.scaled_dot_product_attention
-            F.scaled_dot_product_attention = _watched
-        _watchers += 1
-    try:
-        yield seen
-    finally:
-        _thread.lists, _thread.instead = outer, before
-        with _lock:
-            _watchers -= 1
-            if _watchers == 0:
-                F.scaled_dot_product_attention = _original
-
-
-@contextmanager
-def changing_sdpa(change: _Change) -> Iterator[_Calls]:
-    """Change the arguments of this thread's SDPA calls, as :func:`_watch_sdpa` then sees them.
-
-    Inside a function that a mode handles no mode is active, so that only the name in
-    ``torch.nn.functional`` is left to get between.
-    """
-    outer: tuple[_Change, ...] = getattr(_thread, "changes", ())
-    _thread.changes = (*outer, change)
-    try:
-        with _watch_sdpa() as seen:
-            yield seen
-    finally:
-        _thread.changes = outer
-
-
-def _watched(*args: Any, **kwargs: Any) -> Tensor:
-    given = sdpa_arguments(args, kwargs)
-    for change in getattr(_thread, "changes", ()):
-        given = change(given)
-    output = None
-    for instead in reversed(getattr(_thread, "instead", ())):
-        output = instead(given, lambda: _original(**given)) if output is None else output
-    output = _original(**given) if output is None else output
-    for seen in getattr(_thread, "lists", ()):
-        seen.append((given, output))
-    return output
-
-
-def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of ``F.scaled_dot_product_attention``, by name."""
-    return dict(zip(_SDPA_NAMES, args, strict=False)) | dict(kwargs)
-
-
-def sdpa_call(
-    given: Mapping[str, Any], name: str, *, cross: bool = False, real: Tensor | None = None
-) -> AttentionCall:
-    """Read the arguments of ``F.scaled_dot_product_attention``, broadcasting as it does."""
-    parts = [given[part] for part in ("query", "key", "value")]
-    rank = parts[0].dim()
-    if rank == 3:  # (N, L, E) is one head each
-        parts = [part.unsqueeze(1) for part in parts]
-    elif rank == 2:
-        parts = [part[None, None] for part in parts]
-    batch = torch.broadcast_shapes(*(part.shape[:-3] for part in parts))
-    heads: tuple[int, ...] = ()
-    if not given.get("enable_gqa", False):
-        heads = torch.broadcast_shapes(*(part.shape[-3:-2] for part in parts))
-    query, key, value = (
-        _flat(part.expand(*batch, *(heads or part.shape[-3:-2]), *part.shape[-2:]))
-        for part in parts
-    )
-    mask = given.get("attn_mask")
-    if isinstance(mask, Tensor):
-        if rank == 3 and mask.dim() == 3:
-            mask = mask.unsqueeze(1)
-        elif rank > 4 and mask.dim() > 3:
-            mask = _flat(mask.expand(*batch, *mask.shape[-3:]))
-    scale = given.get("scale")
-    return AttentionCall(
-        module=name,
-        source="scaled_dot_product_attention",
-        query=query,
-        key=key,
-        value=value,
-        attn_mask=mask,
-        is_causal=bool(given.get("is_causal", False)),
-        scale=None if scale is None else float(scale),
-        dropout_p=float(given.get("dropout_p") or 0.0),
-        cross=cross,
-        real=real,
-    )
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Fold all dimensions before the last three into one batch."""
-    return tensor if tensor.dim() == 4 else tensor.flatten(0, tensor.dim() - 4)
-
-
-def _as_given(output: Tensor, given: Mapping[str, Any]) -> Tensor:
-    """An output (B, Hq, L, Ev) with the dimensions that SDPA would give it."""
-    parts = [given[part] for part in ("query", "key", "value")]
-    rank = parts[0].dim()
-    if rank == 4:
-        return output
-    if rank < 4:
-        return output.squeeze(1) if rank == 3 else output[0, 0]
-    batch = torch.broadcast_shapes(*(part.shape[:-3] for part in parts))
-    shaped: Tensor = output.unflatten(0, batch)
-    return shaped
-
-
-def _four(tensor: Tensor) -> Tensor:
-    """Give an output of SDPA its four dimensions."""
-    if tensor.dim() == 2:
-        return tensor[None, None]
-    return tensor.unsqueeze(1) if tensor.dim() == 3 else _flat(tensor)

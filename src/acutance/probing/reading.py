@@ -9,12 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.probing.call import (
-    VERIFY_TOLERANCE,
-    AttentionCall,
-    observe_scores,
-    relative_error,
-)
+from acutance.probing.call import AttentionCall, observe_scores, relative_error
 from acutance.probing.choice import Chosen, HeadChoice
 from acutance.probing.kept import Keeper
 from acutance.probing.parallel import first_head
@@ -176,6 +171,7 @@ class Reader:
         module: torch.nn.Module | None,
     ) -> Read:
         """A call that the model computed; ``output`` gives (B, Hq, L, Ev), None if unknown."""
+        _check_whole(call.query, call.key, call.value)
         part = self._part(call, module)
         doubted = self.provider is not None and call.module in self.provider.suspects
         if output is None or not (self._verify or doubted) or call.dropout_p > 0.0:
@@ -187,8 +183,13 @@ class Reader:
             raise ValueError(
                 f"its output is {tuple(theirs.shape)} where {tuple(rebuilt.shape)} was expected"
             )
-        error = relative_error(rebuilt, theirs, part.kept(stats))
-        good = error <= VERIFY_TOLERANCE[theirs.dtype]
+        kept = part.kept(stats)
+        error = relative_error(rebuilt, theirs, kept)
+        largest = torch.where(kept, stats.state.m, 0.0).abs().nan_to_num()
+        tolerance = call.tolerance(theirs.dtype, float(largest.max()) if largest.numel() else 0.0)
+        if error > tolerance and (eager := part.call.as_eager()) is not None:
+            error = min(error, relative_error(eager, theirs, kept))
+        good = error <= tolerance
         read = part.read(stats, "verified" if good else "mismatch", error)
         if not good:
             doubt = f"{REBUILT} by {error:.2g} of its size{call.unknown_keywords()}"
@@ -212,6 +213,7 @@ class Reader:
         self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
     ) -> Read:
         """Rows of which only the scores (B, H, L, S) are known; ``doubt`` is asked to verify."""
+        _check_whole(scores)
         total = scores.shape[1]
         heads = self._chosen(total)
         stats, real = observe_scores(scores if heads is None else scores[:, heads])
@@ -270,6 +272,11 @@ class Reader:
         real_rows = call.real_rows()
         self.thread.rows = None if real_rows is None else (call.module, real_rows)
         return real_rows
+
+
+def _check_whole(*tensors: Tensor) -> None:
+    if any(torch._C._functorch.is_batchedtensor(tensor) for tensor in tensors):
+        raise ValueError("it runs inside torch.vmap, where each call stands for many")
 
 
 def _numbers(first: int, heads: list[int] | range) -> tuple[int, ...]:

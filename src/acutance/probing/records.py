@@ -44,16 +44,15 @@ class Rows(NamedTuple):
 class _Record:
     """One layer."""
 
-    def __init__(self, layer: Layer, metrics: int, structure: bool) -> None:
+    def __init__(self, layer: Layer, metrics: int, structure: bool, profile: bool) -> None:
         self.layer = layer
         self.moments = Moments.none(layer.heads, metrics)
-        self.beside = Beside(profile=Profile.none(layer.heads, metrics))
-        if structure:
-            self.beside = Beside(
-                profile=self.beside.profile,
-                positions=self.beside.profile,
-                distances=Distances.none(layer.heads),
-            )
+        nothing = Profile.none(layer.heads, metrics)
+        self.beside = Beside(
+            profile=nothing if profile else None,
+            positions=nothing if structure else None,
+            distances=Distances.none(layer.heads) if structure else None,
+        )
         self.waiting: list[Rows] = []
         self.size = 0
 
@@ -64,10 +63,15 @@ class _Record:
 
 
 class Records:
-    """All layers, by name."""
+    """All layers, by name.
 
-    def __init__(self, metrics: tuple[str, ...]) -> None:
-        self._metrics = metrics
+    Args:
+        metrics: what is recorded of their rows.
+        profile: record it by octave of n too.
+    """
+
+    def __init__(self, metrics: tuple[str, ...], profile: bool = True) -> None:
+        self._metrics, self._profile = metrics, profile
         self._structure = any(name in STRUCTURE for name in metrics)
         self._lock = threading.Lock()
         self._records: dict[str, _Record] = {}
@@ -86,7 +90,7 @@ class Records:
         with self._lock:
             record = self._records.get(layer.module)
             if record is None:
-                record = _Record(layer, len(self._metrics), self._structure)
+                record = _Record(layer, len(self._metrics), self._structure, self._profile)
                 self._records[layer.module] = record
             else:
                 record.layer = record.layer.merge(layer)
@@ -137,7 +141,9 @@ class Records:
         return moments, self._beside(stacked, rows)
 
     def _beside(self, stacked: Tensor, rows: Rows) -> Beside:
-        profile = Profile.of(stacked, rows.stats.state.n, rows.kept)
+        profile = None
+        if self._profile:
+            profile = Profile.of(stacked, rows.stats.state.n, rows.kept)
         if not self._structure:
             return Beside(profile)
         heads, structured = rows.kept.shape[1], rows.structured

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from acutance.files import tidy
 from acutance.probing.shards import Run, State, load_state
 
 __all__ = ["model_digest", "restore", "text_digest", "tidy"]
@@ -92,11 +93,3 @@ def restore(path: str | os.PathLike[str], run: Run) -> State | None:
             f"run of shard {run.shard}"
         )
     return state
-
-
-def tidy(path: str | os.PathLike[str]) -> None:
-    """Remove what writes of this file that were killed have left beside it."""
-    target = Path(path)
-    for part in target.absolute().parent.iterdir():
-        if part.name.startswith(f".{target.name}.") and part.name.endswith(".part"):
-            part.unlink(missing_ok=True)

@@ -14,6 +14,8 @@ from acutance.probing.summary import SCHEMA, HeadSummary, from_parts
 __all__ = ["WHOLE", "Run", "Shard", "State", "load_state", "merge_states", "ranges"]
 
 Ranges = tuple[tuple[int, int], ...]
+#: Entries of two lists that are compared one by one.
+_FEW = 1000
 #: How a differing setting is told; others are told by their values.
 _DIGESTS = {"model": "another model", "text": "another text"}
 
@@ -90,13 +92,22 @@ class Run:
 
     def difference(self, other: Run, mine: str, theirs: str) -> str | None:
         """The first setting in which two runs differ, as the end of a sentence; None if none."""
-        for name in dict.fromkeys((*other.settings, *self.settings)):
+        names = dict.fromkeys((*other.settings, *self.settings))
+        for name in sorted(names, key="text".__eq__):  # which other settings change too: last
             left, right = self.settings.get(name), other.settings.get(name)
             if left == right:
                 continue
             if name in _DIGESTS:
                 return f"{mine} is of {_DIGESTS[name]} than {theirs}"
             label = name.replace("_", " ")
+            if isinstance(left, list) and isinstance(right, list) and len(left + right) < _FEW:
+                sides = (mine, left, right), (theirs, right, left)
+                more = [
+                    f"{_told(only)} in {where} alone"
+                    for where, here, there in sides
+                    if (only := [part for part in here if part not in there])
+                ]
+                return f"{label} differ: {' and '.join(more) or 'their order'}"
             return f"{label} is {_told(left)} in {mine} and {_told(right)} in {theirs}"
         if self.total != other.total:
             return f"{mine} is of {self.total} windows and {theirs} of {other.total}"
@@ -272,5 +283,7 @@ def merge_states(paths: Sequence[str | os.PathLike[str]]) -> State:
 
 
 def _told(value: Any) -> str:
+    if value is None:
+        return "not set"
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from acutance.probing.call import VERIFY_TOLERANCE
 
-__all__ = ["Softmaxes", "fold", "heads_of"]
+__all__ = ["Softmax", "Softmaxes", "fold", "heads_of", "over_keys", "version_of"]
 
 #: How a module may name its number of heads.
 HEADS = (
@@ -29,56 +29,97 @@ HEADS = (
     "num_attn_heads",
 )
 _LEFT = {"matmul", "__matmul__", "bmm", "mm"}
+_PRODUCTS = {*_LEFT, "__rmatmul__", "baddbmm", "einsum"}
 _MAPS = ("linear", "conv", "norm", "embedding")  # what they give is no longer the weights
 _FEWEST = 3  # dimensions: routers and classifiers have two
 
-#: Reports scores of attention, and a check that the product took the softmax of just these.
-Report = Callable[[Tensor, Callable[[], str | None]], None]
 
-
-class _Softmax:
+class Softmax:
     """One softmax that no product has taken yet.
 
     Attributes:
-        scores: what it was taken of.
+        scores: what it was taken of, the dimension that was normalised last.
         module: where.
-        version: of the scores when it was taken.
+        version: of the scores before it was taken.
+        dtype: in which it was taken: transformers asks for float32, whatever its scores are.
+        last: whether that dimension was the last.
+        step: how far apart its entries lie in the result.
+        place: which of the result's dimensions it is, in the order in which they lie in memory.
+        log: whether it is still the logarithm of weights.
         aliases: tensors alive that hold its result, as it was or changed.
         dropped: whether weights were dropped from it.
     """
 
-    def __init__(self, scores: Tensor, module: str | None) -> None:
-        self.scores, self.module = scores, module
-        self.version = -1 if scores.is_inference() else scores._version
+    def __init__(
+        self, scores: Tensor, result: Tensor, module: str | None, dim: int, version: int, log: bool
+    ) -> None:
+        dim %= scores.dim()
+        self.scores, self.module, self.log = scores.movedim(dim, -1), module, log
+        self.base, self.version, self.dtype = scores, version, result.dtype
+        self.last = dim == scores.dim() - 1
+        self.step, self.place = result.stride(dim), _order(result).index(dim)
         self.aliases: set[int] = set()
         self.dropped = False
 
     def overwritten(self) -> bool:
-        return self.version != -1 and self.scores._version != self.version
+        """Whether the scores are no longer what they were."""
+        return self.version != -1 and self.base._version != self.version
+
+
+def version_of(scores: object) -> int:
+    """Rises each time a tensor is written to; −1 where that is not counted."""
+    counted = isinstance(scores, Tensor) and not scores.is_inference()
+    return scores._version if counted else -1  # type: ignore[attr-defined]
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """Dimensions of a tensor from the widest step in memory to the smallest."""
+    steps = tensor.stride()
+    return sorted(range(len(steps)), key=lambda dim: (-steps[dim], dim))
+
+
+#: Reports a softmax of attention, and a check that the product took the softmax of its scores.
+Report = Callable[[Softmax, Callable[[], str | None]], None]
 
 
 class Softmaxes:
     """The softmaxes of one thread that wait for a product.
 
     Args:
-        report: called with the scores when a product comes.
-        unused: called with module and shape of the scores when a result is gone and no product
-            came.
+        report: called when a product comes.
+        unused: called when a result is gone and no product came.
     """
 
-    def __init__(
-        self, report: Report, unused: Callable[[str | None, tuple[int, ...]], None]
-    ) -> None:
+    def __init__(self, report: Report, unused: Callable[[Softmax], None]) -> None:
         self._report, self._unused = report, unused
-        self._waiting: dict[int, tuple[weakref.ref[Tensor], _Softmax]] = {}
+        self._waiting: dict[int, tuple[weakref.ref[Tensor], Softmax]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def made(self, scores: Tensor, result: Tensor, module: str | None) -> None:
-        """A softmax over the last dimension was taken, in this module."""
-        if scores.dim() >= _FEWEST and scores.is_floating_point() and scores.shape[-1] > 1:
-            self._alias(result, _Softmax(scores, module))
+    def made(
+        self,
+        scores: Tensor,
+        result: Tensor,
+        module: str | None,
+        *,
+        dim: int = -1,
+        version: int | None = None,
+        log: bool = False,
+    ) -> None:
+        """A softmax, or its logarithm, was taken over a dimension, in this module.
+
+        Args:
+            scores: of three dimensions or more.
+            result: what came out.
+            module: its name.
+            dim: which dimension.
+            version: of the scores before; None is now.
+            log: whether the result is the logarithm of the weights.
+        """
+        if scores.dim() >= _FEWEST and scores.is_floating_point() and scores.shape[dim] > 1:
+            version = version_of(scores) if version is None else version
+            self._alias(result, Softmax(scores, result, module, dim, version, log))
 
     def called(
         self,
@@ -92,13 +133,18 @@ class Softmaxes:
         if not given:
             return
         name = getattr(func, "__name__", "")
-        sums = summed(name, args, kwargs)
-        if sums is not None:
+        if name in _PRODUCTS:
             for weights in given:
-                if any(weights is tensor for tensor in sums) and id(weights) in self._waiting:
+                softmax = self._waiting[id(weights)][1] if id(weights) in self._waiting else None
+                if softmax is None or softmax.log:
+                    continue
+                sums = summed(name, args, kwargs, softmax.step) or ()
+                if any(weights is tensor for tensor in sums):
                     self._used(weights)
             return
         softmax = self._waiting[id(given[0])][1]
+        if name in ("exp", "exp_"):
+            softmax.log = False
         if "dropout" in name:
             softmax.dropped |= _drops(args, kwargs)
         if any(word in name for word in _MAPS) or _gates(name, args, given[0]):
@@ -116,9 +162,9 @@ class Softmaxes:
         for place in list(softmax.aliases):
             self._waiting.pop(place, None)
         softmax.aliases.clear()
-        self._report(softmax.scores, lambda: _doubt(softmax, weights))
+        self._report(softmax, lambda: _doubt(softmax, weights))
 
-    def _alias(self, tensor: Tensor, softmax: _Softmax) -> None:
+    def _alias(self, tensor: Tensor, softmax: Softmax) -> None:
         place = id(tensor)
         if place in softmax.aliases:
             return
@@ -128,7 +174,7 @@ class Softmaxes:
                 softmax.aliases.discard(place)
                 self._waiting.pop(place, None)
                 if not softmax.aliases:
-                    self._unused(softmax.module, tuple(softmax.scores.shape))
+                    self._unused(softmax)
 
         softmax.aliases.add(place)
         self._waiting[place] = (weakref.ref(tensor, gone), softmax)
@@ -145,17 +191,19 @@ def _gates(name: str, args: Sequence[Any], weights: Tensor) -> bool:
     )
 
 
-def _doubt(softmax: _Softmax, weights: Tensor) -> str | None:
+def _doubt(softmax: Softmax, weights: Tensor) -> str | None:
     """Why the weights of a product are not the softmax of the scores, None if they are."""
-    if softmax.overwritten():
-        return "its scores were overwritten after the softmax"
     if softmax.dropped:
         return None
     scores = softmax.scores.detach()
     wide = scores if scores.dtype == torch.float64 else scores.float()
     expected = torch.softmax(wide, -1)
     theirs = weights.detach()
-    if theirs.stride(-1) != 1 and theirs.stride(-2) == 1:
+    if not softmax.last:  # their dimensions as they lie in memory, turned as those of the scores
+        theirs = theirs.permute(_order(theirs)).movedim(softmax.place, -1)
+        if theirs.shape != expected.shape:
+            return None
+    elif theirs.stride(-1) != 1 and theirs.stride(-2) == 1:
         theirs = theirs.mT
     width = theirs.shape[-1]
     parts = [expected]
@@ -168,16 +216,25 @@ def _doubt(softmax: _Softmax, weights: Tensor) -> str | None:
     theirs = theirs.to(expected.dtype)
     differences = [(theirs.reshape(part.shape) - part).nan_to_num().abs() for part in parts]
     difference = min((float(each.max()) for each in differences if each.numel()), default=0.0)
-    tolerance = max(VERIFY_TOLERANCE.get(part.dtype, 1e-4) for part in (weights, scores))
+    dtypes = (weights.dtype, scores.dtype, softmax.dtype)
+    tolerance = max(VERIFY_TOLERANCE.get(dtype, 1e-4) for dtype in dtypes)
     if difference > tolerance:
         return f"its weights were changed by as much as {difference:.2g} after the softmax"
     return None
 
 
-def summed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor] | None:
+def summed(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], step: int = 1
+) -> list[Tensor] | None:
     """Operands of a product that it sums over the dimension a softmax runs along.
 
-    That dimension is the one whose entries lie side by side, however the result was turned since.
+    That dimension is told by its entries' distance in memory, however the result was turned since.
+
+    Args:
+        name: the function's.
+        args: what it was called with.
+        kwargs: by name.
+        step: how far apart the entries of that dimension lie; 1 is side by side.
 
     Returns:
         Those operands; None for a function that is no product.
@@ -195,11 +252,11 @@ def summed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Te
     """
     given = [*args, *kwargs.values()]
     if name in _LEFT:
-        return _by_strides(given[:2])
+        return _by_strides(given[:2], step)
     if name == "__rmatmul__":
-        return _by_strides([given[1], given[0]])
+        return _by_strides([given[1], given[0]], step)
     if name == "baddbmm":
-        return _by_strides(given[1:3])
+        return _by_strides(given[1:3], step)
     if name != "einsum":
         return None
     operands = list(_tensors(given[1:]))
@@ -212,29 +269,46 @@ def summed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Te
     return [
         operand
         for index, (term, operand) in enumerate(zip(terms, operands, strict=True))
-        if (label := _side_by_side(term, operand))
+        if (label := _label(term, operand, step))
         and label not in right
         and any(label in other for i, other in enumerate(terms) if i != index)
     ]
 
 
-def _by_strides(pair: Sequence[Any]) -> list[Tensor]:
+def _by_strides(pair: Sequence[Any], step: int) -> list[Tensor]:
     if len(pair) != 2 or not all(isinstance(each, Tensor) and each.dim() > 1 for each in pair):
         return []
     left, right = pair
-    found = [left] if left.stride(-1) == 1 or left.shape[-1] == 1 else []
-    return [*found, right] if right.stride(-2) == 1 else found
+    found = [left] if left.stride(-1) == step or left.shape[-1] == 1 else []
+    return [*found, right] if right.stride(-2) == step else found
 
 
-def _side_by_side(term: str, operand: Tensor) -> str:
-    """The label of the dimension whose entries lie side by side; empty if it has none."""
+def _label(term: str, operand: Tensor, step: int) -> str:
+    """The label of the dimension whose entries lie so far apart; empty if it has none."""
     before, dots, after = term.partition("...")
     missing = operand.dim() - len(before) - len(after)
     labels: list[str] = [*before, *([""] * missing if dots else []), *after]
     if len(labels) != operand.dim():
         return ""
     strides = [operand.stride(i) if operand.shape[i] > 1 else 1 << 62 for i in range(operand.dim())]
-    return labels[strides.index(min(strides))]
+    step = min(strides) if step == 1 else step
+    return labels[strides.index(step)] if step in strides else ""
+
+
+def over_keys(scores: Tensor, dim: int, heads: int | None) -> bool:
+    """Whether a softmax over this dimension may be one over keys.
+
+    It is the last, or before that of heads, which then has their number. Other softmaxes are over
+    the channels of a picture, the taps of a kernel, or the positions of each feature.
+
+    Example:
+        >>> scores = torch.zeros(2, 5, 5, 3)
+        >>> over_keys(scores, -1, None), over_keys(scores, 2, 3), over_keys(scores, 2, 4)
+        (True, True, False)
+    """
+    if scores.dim() == 0 or dim in (-1, scores.dim() - 1):
+        return scores.dim() > 0
+    return scores.dim() == 4 and dim % 4 in (1, 2) and scores.shape[-1] == heads
 
 
 def heads_of(module: torch.nn.Module | None) -> int | None:

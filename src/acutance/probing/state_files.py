@@ -7,6 +7,7 @@ whatever does not fit is refused with one sentence that names the file.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -23,10 +24,14 @@ from acutance.probing.moments import BINS
 from acutance.rowstats import METRICS
 from acutance.structure import STRUCTURE
 
-__all__ = ["checked_record", "checked_tensors", "checked_words", "parse", "read"]
+__all__ = ["checked_record", "checked_tensors", "checked_words", "parse", "read", "sealed"]
 
 #: Counts stay exact in float64, and sums of two cannot overflow.
 MOST = 1 << 53
+#: Heads of all layers and bytes of a file, many times those of any model: files may be sparse.
+MOST_HEADS, MOST_BYTES = 1 << 17, 1 << 34
+#: Field of the header that tells a damaged file.
+SEAL = "sha256"
 _ARRAYS = {
     "count": torch.int64,
     "mean": torch.float64,
@@ -48,13 +53,16 @@ def read(path: str | os.PathLike[str], schema: str) -> tuple[dict[str, str], dic
     Raises:
         FileNotFoundError: if there is no such file.
         OSError: if it cannot be read.
-        ValueError: if it is no safetensors file, cut short, or of another schema.
+        ValueError: if it is no safetensors file, cut short, of another schema, or if its seal is
+            not that of what it holds; files of earlier versions have none.
     """
     from safetensors import SafetensorError, safe_open
 
     name = os.fspath(path)
     if not Path(path).is_file():
         raise FileNotFoundError(f"no file at {name}")
+    if (size := Path(path).stat().st_size) > MOST_BYTES:
+        raise ValueError(f"{name} has {size} bytes, more than any state")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
@@ -64,13 +72,40 @@ def read(path: str | os.PathLike[str], schema: str) -> tuple[dict[str, str], dic
         raise ValueError(f"{name} is not a whole safetensors file: {_line(error)}") from error
     except OSError as error:
         raise OSError(f"{name} cannot be read: {error.strerror or _line(error)}") from error
+    except MemoryError as error:
+        raise OSError(f"{name} cannot be read: it is larger than the memory there is") from error
     if header.get("schema") != schema:
         found = str(header.get("schema"))[:60] if "schema" in header else None
         raise ValueError(
             f"{name} is not a head summary this version reads: its schema is {found!r}, expected "
             f"{schema!r}"
         )
+    seal = header.pop(SEAL, None)
+    if seal is not None and seal != sealed(header, tensors)[SEAL]:
+        raise ValueError(f"{name} is damaged: it does not hold what was written")
     return header, tensors
+
+
+def sealed(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The header with a digest of itself and the arrays: a bit that flips is noticed.
+
+    Example:
+        >>> arrays = {"mean": torch.zeros(2)}
+        >>> before = sealed({"schema": "a"}, arrays)
+        >>> sealed(before, arrays) == before
+        True
+        >>> arrays["mean"][1] = 1e-30
+        >>> sealed(before, arrays) == before
+        False
+    """
+    found = hashlib.sha256()
+    for field in sorted(set(header) - {SEAL}):
+        found.update(json.dumps([field, header[field]]).encode())
+    for name in sorted(tensors):
+        array = tensors[name].contiguous()
+        found.update(json.dumps([name, str(array.dtype), list(array.shape)]).encode())
+        found.update(array.reshape(-1).view(torch.uint8).numpy().data)
+    return {**header, SEAL: found.hexdigest()}
 
 
 def parse(header: Mapping[str, str], field: str) -> dict[str, Any]:
@@ -115,6 +150,8 @@ def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
         raise ValueError("a metric is named twice")
     for layer in record["layers"]:
         _check_layer(layer)
+    if (heads := sum(layer["heads"] for layer in record["layers"])) > MOST_HEADS:
+        raise ValueError(f"a state is of at most {MOST_HEADS} heads, got {heads}")
     modules = [layer["module"] for layer in record["layers"]]
     if len(set(modules)) != len(modules):
         raise ValueError("a layer is named twice")

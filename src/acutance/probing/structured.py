@@ -27,6 +27,7 @@ __all__ = ["CRITICAL_ROWS", "Structured", "StructureReader"]
 
 #: Rows of each sequence of a call whose scores are sorted for ``critical_ratio``.
 CRITICAL_ROWS = 16
+_BLANK = "\u2581"  # how sentence pieces write a blank
 
 
 class Structured(NamedTuple):
@@ -168,11 +169,13 @@ class StructureReader:
 def _word(tokenizer: Any, token: int) -> str:
     """What a token reads as; its name in the vocabulary where it is no whole character."""
     decoded = str(tokenizer.decode([token])) if hasattr(tokenizer, "decode") else ""
+    named = hasattr(tokenizer, "convert_ids_to_tokens")
+    name = str(tokenizer.convert_ids_to_tokens(token)) if named else ""
+    if name.startswith(_BLANK) and not decoded.startswith(" "):
+        return f" {decoded}"  # decoders of sentence pieces drop the blank that a text begins with
     if decoded and "\ufffd" not in decoded:
         return decoded
-    if hasattr(tokenizer, "convert_ids_to_tokens"):
-        return str(tokenizer.convert_ids_to_tokens(token))
-    return decoded or f"#{token}"
+    return name or decoded or f"#{token}"
 
 
 def _rows(call: AttentionCall) -> Rows:

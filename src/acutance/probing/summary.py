@@ -20,7 +20,13 @@ from acutance.probing.examples import Examples
 from acutance.probing.layers import STATUSES, Layer, Status
 from acutance.probing.moments import Moments, edges
 from acutance.probing.profile import Profile
-from acutance.probing.state_files import checked_record, checked_tensors, checked_words, read
+from acutance.probing.state_files import (
+    checked_record,
+    checked_tensors,
+    checked_words,
+    read,
+    sealed,
+)
 from acutance.structure import describe
 
 if TYPE_CHECKING:
@@ -343,9 +349,8 @@ class HeadSummary:
         from safetensors.torch import save
 
         header, tensors = self.parts()
-        header |= extra or {}
         # save_file has a temporary file of its own, whose name a killed run would leave behind
-        whole = save(tensors, metadata=header)
+        whole = save(tensors, metadata=sealed(header | dict(extra or {}), tensors))
         write_bytes(path, whole)
 
 

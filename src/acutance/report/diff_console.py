@@ -57,7 +57,7 @@ def print_diff(found: Diff, console: Console, metrics: Sequence[str], top: int) 
         unit = describe(metric).unit
         name = metric.replace("_", " ") + ("" if unit == "1" else f" ({unit})")
         changed = [head for head in found.moved(metric) if head.verdict != "equal"]
-        title(f"Heads whose {name} changed most")
+        title(f"Heads whose {name} changed most, those that moved first")
         if not changed:
             say("None: it is the same in both, or no head has rows in both.")
             continue

@@ -127,7 +127,8 @@ def draw_heads(
     bar.set_ticks(scale.ticks(5), labels=[_short(value, metric) for value in scale.ticks(5)])
     bar_axes.minorticks_off()
     bar_axes.tick_params(length=0, labelsize=10, labelcolor=theme.muted, pad=5)
-    ends = "  (0 sharp, 1 diffuse)" if metric == "normalized_entropy" else ""
+    between = "  " if down > 3.2 else "\n"  # a short bar's name has two lines
+    ends = f"{between}(0 sharp, 1 diffuse)" if metric == "normalized_entropy" else ""
     bar.set_label(
         f"{name}{ends}" if entry.unit == "1" else f"{name}, {entry.unit}",
         size=10.5,

@@ -19,8 +19,8 @@ Kind = Literal["sharpest", "most_diffuse", "first_key_sink", "collapsed", "dead"
 LABELS: dict[Kind, str] = {
     "sharpest": "Sharpest head",
     "most_diffuse": "Most diffuse head",
-    "first_key_sink": "First-key sink",
-    "collapsed": "Collapsed onto one key",
+    "first_key_sink": "Possible sink",
+    "collapsed": "Nearly all on one key",
     "dead": "Averages everything",
     "largest_logit": "Largest logit",
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 from acutance.probing import STATUSES, HeadClass, HeadSummary, classify, edges
 from acutance.probing.moments import BINS, SCALES
 from acutance.report.colours import ANCHORS, as_hex, scale_of
+from acutance.report.console import module_sentences
 from acutance.report.findings import LABELS, findings
 from acutance.report.packing import BUDGET, LEVELS, SOFT, Level, Packer, bars, encode, rounded
 from acutance.report.recommendations import recommendations
@@ -83,6 +84,7 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
             }
             for layer in summary.layers
         ],
+        "modules": [visible(said) for said in module_sentences(summary.layers)],
         "statuses": STATUSES,
         "groups": GROUPS,
         "edges": {

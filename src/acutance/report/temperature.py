@@ -150,7 +150,7 @@ def _sentences(
 ) -> list[str]:
     log_n = math.log(n)
     free, even = settings[0], settings[1]
-    share = f"{100 * fraction:.4g} % of log {n:,} = {log_n:.4g} nat"
+    share = f"{fraction * log_n:.4g} nat ({100 * fraction:.6g} % of log {n:,})"
     said = [
         f"Use τ = {chosen.tau:.4g}: multiply the cosines by {1 / chosen.tau:.4g}, as in"
         f" scaled_dot_product_attention of normalised q and k with scale={1 / chosen.tau:.4g}."

@@ -98,7 +98,7 @@ def show_advice(
     if not _write_json(advice.to_dict(), json_to):
         console = Console()
         ascii_only = console.options.ascii_only
-        title = f"τ = {advice.tau:.4g} for {100 * advice.fraction:.4g} % of log {advice.n:,}"
+        title = f"τ = {advice.tau:.4g} for {100 * advice.fraction:.6g} % of log {advice.n:,}"
         console.print(Text(printable(title, ascii_only), style="bold"))
         console.print()
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")

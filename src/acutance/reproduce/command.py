@@ -68,6 +68,10 @@ def reproduce(
         for index, experiment in enumerate(chosen, 1):
             notes.print(Text(f"{experiment.name}: {experiment.title}", style="bold"))
             notes.print(Padding(Text(f"predicted: {experiment.prediction}"), (0, 0, 0, 2)))
+            tested = experiment.tested(quick=quick)
+            left = "; ".join(claim.text for claim in experiment.claims if claim not in tested)
+            if left:
+                notes.print(Padding(Text(f"tested at full size only: {left}"), (0, 0, 0, 2)))
             with notes.status(f"{index}/{len(chosen)} {experiment.name}") as progress.status:
                 outcome = next(outcomes)
             records.append(outcome.record)
@@ -87,7 +91,8 @@ def reproduce(
     if records and str(to_json) != "-":
         output = console(stderr=False)
         output.print(render.summary(records, output.width))
-        notes.print(f"[dim]records and figures in[/] {out}", highlight=False)
+        what = "records and figures" if figures else "records"
+        notes.print(f"[dim]{what} in[/] {out}", highlight=False)
     if not complete:
         return INTERRUPTED
     return AS_EXPECTED if all(record.as_expected for record in records) else OTHERWISE

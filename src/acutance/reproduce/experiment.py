@@ -20,6 +20,8 @@ from acutance.rowstats import RowStatistics, observe
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+#: Seeds of models are up to a hundred times as large, and must fit 64 bits.
+MAX_SEED = 2**32 - 1
 _BLOCK = 1 << 17  # scores at a time: they stay in the cache
 
 
@@ -30,9 +32,12 @@ class Run:
     Attributes:
         name: the experiment's; each has its own numbers, whichever others run.
         quick: whether to run at the small size.
-        seed: of all random numbers.
+        seed: of all random numbers, from 0 to 2³² − 1.
         keep: directory of trained models, finished and not; None keeps none.
         note: takes a line of progress now and then.
+
+    Raises:
+        ValueError: if the seed is out of range.
     """
 
     name: str
@@ -46,6 +51,10 @@ class Run:
         if self.keep is None:
             return None
         return self.keep / f"{name}-{'quick' if self.quick else 'full'}-seed{self.seed}.checkpoint"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed is a whole number from 0 to {MAX_SEED}, got {self.seed}")
 
     @cached_property
     def generator(self) -> torch.Generator:
@@ -83,6 +92,7 @@ class Experiment:
         measure: makes the rows.
         draw: makes the figure from the record.
         needs: a package it cannot do without, beside those that acutance always has; "" for none.
+        full_only: keys of claims that the quick size is too small to decide.
     """
 
     name: str
@@ -92,6 +102,17 @@ class Experiment:
     measure: Callable[[Run], Sequence[Row]]
     draw: Callable[[Record, Theme], Figure]
     needs: str = ""
+    full_only: tuple[str, ...] = ()
+
+    def tested(self, *, quick: bool) -> tuple[Claim, ...]:
+        """The claims that a run of this size tests; the first gives the verdict.
+
+        Example:
+            >>> from acutance.reproduce import EXPERIMENTS
+            >>> [[claim.key for claim in EXPERIMENTS["mlm_table"].tested(quick=q)] for q in (0, 1)]
+            [['above', 'equal', 'peak', 'entropy', 'same'], ['entropy', 'same']]
+        """
+        return tuple(claim for claim in self.claims if not (quick and claim.key in self.full_only))
 
 
 def statistics(scores: Tensor) -> RowStatistics:

@@ -137,7 +137,7 @@ def draw(record: Record, theme: style.Theme) -> Figure:
         ticks = (0.25, 0.5, 1, 2, 5, 10, 20, 40)
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-    right.set_ylim(0.0, 5.0)
+    right.set_ylim(-0.15, 5.0)
     style.label(left, x="logit scale λ, nat", y="entropy H, nat", title="entropy")
     style.label(right, x="logit scale λ, nat", y="gradient λ(1 − Σp²)", title="gradient")
     style.label(last, x="logit scale λ, nat", y="‖J‖_F²", title="Jacobian norm, squared")

@@ -129,9 +129,9 @@ def draw(record: Record, theme: style.Theme) -> Figure:
             at = [row.condition["λ"] for row in own]
             style.both(axes, line, lines[name], at, marks, curve, text)
         axes.set_xlim(-0.15, 8.3)
-        axes.set_ylim(-3.0, math.log(n) * 1.05)
+        axes.set_ylim(-4.0, math.log(n) * 1.05)  # the legend lies where only H_mf goes
         style.label(axes, x="scale λ", y="nat", title=f"{family} logits")
-    style.legend(panels[0], theme, where="upper right")
+    style.legend(panels[1], theme, where="lower left")
     return figure
 
 

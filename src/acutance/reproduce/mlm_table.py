@@ -33,7 +33,7 @@ _SHAPE: dict[str, Any] = {
     "symbols": 257, "outputs": 256, "width": 64, "heads": 4, "hidden": 192, "layers": 2,
     "base": (TRAIN_LENGTH / (2 * math.pi)) ** (16 / 14), "norm_first": True,
 }  # fmt: skip
-#: Per cent, of a model of ordinary size: what the source's table has.
+#: Per cent, of a model of ordinary size: what the source's table has. E − O is largest at 256.
 PUBLISHED = {"O": (43.27, 36.53, 23.02, 15.12, 11.54), "E": (43.11, 41.17, 34.04, 20.15, 13.58)}
 
 EQUAL = Claim(
@@ -43,6 +43,10 @@ ABOVE = Claim("above", "beyond it log n is at least as accurate as none", SOURCE
 SAME = Claim(
     "same", "a law built into a model and the same law applied to it give the same loss",
     within=1e-4,
+)  # fmt: skip
+PEAK = Claim(
+    "peak", "the gain is largest at n = 256, as in the published table: at 1024 it is no larger",
+    SOURCE, "does not hold", relation="<=",
 )  # fmt: skip
 ENTROPY = Claim("entropy", "with log n the entropy grows less with n", SOURCE, relation=">=")
 
@@ -125,15 +129,26 @@ def measure(run: Run) -> Sequence[Row]:
         gains = [mean(mine - theirs) for mine, theirs in pairs]
         for place, (seed, gain) in enumerate(zip(seeds, gains, strict=True)):
             where = {"n": n, "seed": seed}
+            # with little training E may still be behind O, whatever its entropy
+            if run.quick or n == TRAIN_LENGTH:
+                rows.append(seen("gain in accuracy", gain, where))
+            else:
+                rows.append(ABOVE.row("gain in accuracy", 0.0, gain, where))
             if n == TRAIN_LENGTH:
-                apart = Estimate(abs(gain.value), gain.error)
-                rows.append(EQUAL.row("difference of accuracies", 0.02, apart, where))
+                if not run.quick:
+                    apart = Estimate(abs(gain.value), gain.error)
+                    rows.append(EQUAL.row("difference of accuracies", 0.02, apart, where))
                 continue
-            rows.append(ABOVE.row("gain in accuracy", 0.0, gain, where))
             risen = {
                 kind: entropy[kind, n][place] - entropy[kind, TRAIN_LENGTH][place] for kind in LAWS
             }
             rows.append(ENTROPY.row("rise of H, O − E, nat", 0.0, risen["O"] - risen["E"], where))
+    if not run.quick:
+        middle, longest = 256, LENGTHS[-1]
+        for place, seed in enumerate(seeds):
+            early, late = (right["E", n][place] - right["O", n][place] for n in (middle, longest))
+            grown = mean(late - early)  # the same bytes at both lengths
+            rows.append(PEAK.row("gain at 1024 − gain at 256", 0.0, grown, {"seed": seed}))
     return rows
 
 
@@ -184,7 +199,8 @@ EXPERIMENT = Experiment(
     title="masked language model, beyond its length",
     prediction="trained at n = 64 both are equally accurate there; read at 128 to 1024 the one "
     "with log n is above the one without, and its entropy grows less",
-    claims=(ABOVE, EQUAL, ENTROPY, SAME),
+    claims=(ABOVE, EQUAL, PEAK, ENTROPY, SAME),
+    full_only=(ABOVE.key, EQUAL.key, PEAK.key),
     measure=measure,
     draw=draw,
 )

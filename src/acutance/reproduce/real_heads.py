@@ -26,6 +26,7 @@ METRICS = (
     "n_keys", "information",
 )  # fmt: skip
 BOUND = "logit_std"
+EDGE = -10.0  # nat: where the figure ends
 
 GAUSS = Claim(
     "gauss", "a head's entropy is that of Gaussian logits with its n and standard deviation",
@@ -124,12 +125,16 @@ def deviating(record: Record, least: float = 0.25) -> list[tuple[str, str, float
     return sorted((one for one in off if abs(one[2]) >= least), key=lambda one: -abs(one[2]))
 
 
+def _predicted(row: Row) -> float:
+    return row.predicted
+
+
 def draw(record: Record, theme: style.Theme) -> Figure:
     """Measured against predicted, from two numbers and from three."""
     figure, panels = style.new_figure(
         "Entropy of trained heads from two numbers of their logits, and from three",
         "Each mark is a head: mean over rows. On the line prediction and measurement agree. Named: "
-        "the heads that are furthest off.",
+        "those furthest off; arrow: off the panel.",
         panels=2,
         theme=theme,
     )
@@ -138,6 +143,8 @@ def draw(record: Record, theme: style.Theme) -> Figure:
         ("gauss", "from n and standard deviation, Gaussian"),
         ("floor", "from n, mean and maximum: a lower bound"),
     )
+    options: dict[str, Any] = {"size": 9.5, "color": theme.ink, "textcoords": "axes fraction"}
+    options["arrowprops"] = {"arrowstyle": "-", "color": theme.muted, "shrinkB": 3.0}
     for axes, (claim, title) in zip(panels, parts, strict=True):
         every: list[float] = []
         for name, curve in zip(names, style.curves(len(names), theme), strict=True):
@@ -145,14 +152,26 @@ def draw(record: Record, theme: style.Theme) -> Figure:
             x, y = [row.predicted for row in own], [row.measured for row in own]
             every += x + y
             style.measured(axes, x, y, curve, name)
-        low, high = min(every) - 0.3, max(every) + 0.3
+        # one head that is very far off would press all others into a corner
+        near = [value for value in every if value >= EDGE]
+        low, high = min(near) - 0.3, max(every) + 0.3
         axes.plot([low, high], [low, high], color=theme.muted, linewidth=1.1, label="equal")
+        axes.set_xlim(low, high)
+        beyond = sorted((row for row in record.of(claim) if row.predicted < EDGE), key=_predicted)
+        if beyond:
+            head = f"{beyond[0].condition['head']} of {beyond[0].condition['model']}"
+            more = f", {len(beyond) - 1} more" if len(beyond) > 1 else ""
+            axes.annotate(
+                f"{head}: −{-beyond[0].predicted:.0f}{more}",
+                (low, beyond[0].measured), (0.05, 0.5), size=9.5, color=theme.ink,
+                textcoords="axes fraction", arrowprops={"arrowstyle": "->", "color": theme.ink},
+            )  # fmt: skip
         style.label(axes, x="predicted H, nat", y="measured H, nat", title=title)
     places = {(row.condition["model"], row.condition["head"]): row for row in record.of("gauss")}
-    options: dict[str, Any] = {"size": 9, "color": theme.ink, "textcoords": "offset points"}
-    for model, head, _ in deviating(record)[:3]:
-        row = places[model, head]
-        panels[0].annotate(head, (row.predicted, row.measured), xytext=(6, -3), **options)
+    named = [(places[one[:2]], one[1]) for one in deviating(record)[:3]]
+    for at, (row, head) in enumerate(sorted(named, key=lambda one: -one[0].measured)):
+        point = (row.predicted, row.measured)
+        panels[0].annotate(head, point, (0.92, 0.42 - 0.09 * at), **options)
     style.legend(panels[0], theme, where="upper left")
     return figure
 

@@ -85,7 +85,7 @@ def run_one(
         name=experiment.name,
         title=experiment.title,
         prediction=experiment.prediction,
-        judgements=tuple(judge(claim, rows) for claim in experiment.claims),
+        judgements=tuple(judge(claim, rows) for claim in experiment.tested(quick=quick)),
         rows=rows,
         seed=seed,
         quick=quick,
@@ -127,7 +127,13 @@ def run(
             experiment needs a package that is not installed.
     """
     if figures:
-        style.new_figure("")  # fails here rather than after a measurement
+        try:
+            style.new_figure("")  # fails here rather than after a measurement
+        except ImportError as error:
+            raise ImportError(
+                'figures need matplotlib; install it with: pip install "acutance[plots]", '
+                "or leave them out: --no-figures, in Python figures=False"
+            ) from error
     experiments = list(experiments)
     for experiment in experiments:
         if missing(experiment):
@@ -180,7 +186,8 @@ def _earlier(experiment: Experiment, path: Path, *, quick: bool, seed: int) -> R
         and record.quick == quick
         and record.seed == seed
         and dict(record.about) == _about(experiment)
-        and tuple(judgement.claim for judgement in record.judgements) == experiment.claims
+        and tuple(judgement.claim for judgement in record.judgements)
+        == experiment.tested(quick=quick)
     )
     return record if same else None
 

@@ -38,6 +38,13 @@ SHARP = Claim(
     "sharp", "dot products start with H below a fifth of log n", VASWANI, "holds only where",
     relation="<=", bound="d/(2 log n)", sense="from",
 )  # fmt: skip
+QUERY = Claim(
+    "query norm", "dividing by ‖q‖ is a temperature of the row: its top key stays", relation="<="
+)
+KEY = Claim(
+    "key norm", "dividing by ‖k‖ is no more than that: the top key stays as well",
+    "cosine read as a normalised dot product", "does not hold", relation="<=",
+)  # fmt: skip
 
 
 def expected(kind: str, n: int, d: int) -> float:
@@ -95,6 +102,19 @@ def measure(run: Run) -> Sequence[Row]:
             HALF.row("mean H, nat", math.log(keys) - 0.5, found, {"n": keys, "d": d}),
             ENTROPY.row("mean H, nat", expected("scaled dot", keys, d), found, {"n": keys, "d": d}),
         ]
+    d = 64
+    for keys in (16, 64, 256):
+        for kind in ("dot", "cosine"):
+            found = entropy(run, kind, keys, d, run.size(60, 200))
+            by_n: Where = {"kind": kind, "n": keys, "d": d}
+            rows.append(ENTROPY.row("mean H, nat", expected(kind, keys, d), found, by_n))
+    for d in (4, 64, 256):
+        query, key = run.normal(500, d), run.normal(256, d)
+        products = query @ key.T
+        top = products.argmax(1)
+        for claim, norm in ((QUERY, query.norm(dim=1)[:, None]), (KEY, key.norm(dim=1))):
+            moved = float(((products / norm).argmax(1) != top).double().mean())
+            rows.append(claim.row("share of rows with another", 0.0, moved, {"d": d, "n": 256}))
     return rows
 
 
@@ -127,8 +147,8 @@ EXPERIMENT = Experiment(
     name="scores",
     title="dot, scaled dot and cosine scores at initialisation",
     prediction="Var q·k = d, so q·k is frozen for d > 2 log n; q·k/√d starts at log n − ½, cosines "
-    "at log n − 1/(2d)",
-    claims=(VARIANCE, KURTOSIS, HALF, ALMOST_NONE, ENTROPY, SHARP),
+    "at log n − 1/(2d); 1/‖q‖ keeps the order of the keys, 1/‖k‖ does not",
+    claims=(VARIANCE, KURTOSIS, HALF, ALMOST_NONE, ENTROPY, SHARP, QUERY, KEY),
     measure=measure,
     draw=draw,
 )

@@ -29,6 +29,7 @@ FORMULA = Claim(
 )  # fmt: skip
 PRINTED = Claim("printed", "eq. 6, typeset rightly, is M₂/√M₄", SOURCE, rounding=0.0, within=1e-9)
 BOUNDED = Claim("bounded", "for β ≥ 0, S ≥ 1/√6", SOURCE, relation=">=", within=0.005)
+FLOOR = Claim("floor", "S ≥ 1/√n in every row", relation=">=")
 OPPOSITE = Claim("opposite", "for β < 0, a smaller γ is sparser", SOURCE, relation="<=")
 
 
@@ -63,6 +64,7 @@ def measure(run: Run) -> Sequence[Row]:
                 continue
             found = mean(S_rows)
             rows.append(FORMULA.row("mean S", S, found, where))
+            rows.append(FLOOR.row("least S", n**-0.5, float(S_rows.min()), where))
             if beta >= 0:
                 rows.append(BOUNDED.row("mean S", BOUND, found, where))
             elif before is not None:
@@ -112,8 +114,8 @@ EXPERIMENT = Experiment(
     name="sparsity_relu2",
     title="sparsity of squared-ReLU weights",
     prediction="S depends on u = β/γ alone and rises with it; S ≥ 1/√6 for β ≥ 0, S → 0 only as "
-    "β/γ → −∞; the formula needs many active keys, n·Φ(u) ≫ 1",
-    claims=(FORMULA, PRINTED, BOUNDED, OPPOSITE),
+    "β/γ → −∞; the formula needs many active keys, n·Φ(u) ≫ 1; one active key has S = 1/√n",
+    claims=(FORMULA, PRINTED, BOUNDED, OPPOSITE, FLOOR),
     measure=measure,
     draw=draw,
 )

@@ -10,14 +10,21 @@ from acutance.theory.asymptotic import (
     asymptotic_entropy_gauss,
     asymptotic_logsumexp_gauss,
 )
+from acutance.theory.certificates import (
+    certificate,
+    set_bound,
+    tv_bound,
+)
 from acutance.theory.cosine import (
     cosine_best_count,
     cosine_entropy_lower_bound,
     information_range_limit,
-    match_dimension,
-    retrieval_capacity,
     tau_for_information,
-    vmf_entropy_drop,
+)
+from acutance.theory.decay_weights import (
+    effective_keys_decay,
+    log_sparsity_decay,
+    sparsity_decay,
 )
 from acutance.theory.extremes import expected_max, gauss_hazard_scale, hazard_scale
 from acutance.theory.gaps import critical_scale, gap_count
@@ -48,6 +55,12 @@ from acutance.theory.jacobian import (
     scale_gradmax_annealed,
 )
 from acutance.theory.laws import ScalingLaw, scaling_exponent
+from acutance.theory.linear_weights import (
+    log_sparsity_linear,
+    log_sparsity_linear_iid,
+    sparsity_linear,
+    sparsity_linear_iid,
+)
 from acutance.theory.mean_field import (
     EntropyBounds,
     entropy_bounds,
@@ -68,18 +81,15 @@ from acutance.theory.prediction import (
     Prediction,
     predict,
 )
+from acutance.theory.retrieval import (
+    match_dimension,
+    retrieval_capacity,
+)
 from acutance.theory.robustness import (
-    NoiseSample,
-    QuantizationNoise,
-    certificate,
     exact_noise_mse,
     first_order_bias,
     first_order_mse,
-    monte_carlo_mse,
-    quantization_noise,
     second_order_mse,
-    set_bound,
-    tv_bound,
 )
 from acutance.theory.row_means import (
     expected_effective_keys,
@@ -87,24 +97,26 @@ from acutance.theory.row_means import (
     expected_sparsity,
     expected_varentropy,
 )
+from acutance.theory.sampled_noise import (
+    NoiseSample,
+    QuantizationNoise,
+    monte_carlo_mse,
+    quantization_noise,
+)
 from acutance.theory.scales import gauss_invariant_scale, needle_scale
 from acutance.theory.sparsity import (
     effective_keys,
-    effective_keys_decay,
-    log_sparsity_decay,
     log_sparsity_exp,
     log_sparsity_identity,
-    log_sparsity_linear,
-    log_sparsity_linear_iid,
     log_sparsity_relu2,
-    sparsity_decay,
     sparsity_exp,
     sparsity_identity,
-    sparsity_linear,
-    sparsity_linear_iid,
     sparsity_relu2,
 )
 from acutance.theory.top_weight import expected_top_weight
+from acutance.theory.von_mises_fisher import (
+    vmf_entropy_drop,
+)
 
 __all__ = [
     "EntropyBounds",

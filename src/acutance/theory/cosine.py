@@ -15,7 +15,7 @@ puts k keys at the top and the other n - k at the bottom. With :math:`r = (n - k
 the limit for many keys, reached at :math:`k / n = (B - 1) / (e^A - 1)`.
 
 *Random directions.* Cosines of uniform directions in :math:`R^d` instead give the entropy drop of
-the von Mises-Fisher law, at :math:`\kappa = 1/\tau`.
+the von Mises-Fisher law, at :math:`\kappa = 1/\tau` (:mod:`~acutance.theory.von_mises_fisher`).
 
 Each formula is evaluated in the form that keeps its relative accuracy: differences that vanish
 with A as series, Bessel functions scaled by their growth, and the entropy drop with its growing
@@ -29,8 +29,6 @@ Sources: Su (2023), https://kexue.fm/archives/9593 (the range at a temperature);
 import math
 from collections.abc import Callable
 from decimal import Decimal, localcontext
-from fractions import Fraction
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -38,19 +36,17 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
 from scipy.special import bernoulli
 
+from acutance.theory.arguments import Array, checked_dimension, pointwise, require, result
+from acutance.theory.von_mises_fisher import horner, von_mises_fisher
+
 __all__ = [
     "cosine_best_count",
     "cosine_entropy_lower_bound",
     "information_range_limit",
-    "match_dimension",
-    "retrieval_capacity",
     "tau_for_information",
-    "vmf_entropy_drop",
 ]
 
-Array = NDArray[np.float64]
 Setting = Literal["free", "simplex", "random_keys"]
-
 _EPS = float(np.finfo(np.float64).eps)
 #: A / (1 - e^-A) - 1 = A/2 + A²/12 - A⁴/720 + ..., enough terms for A <= 1.
 _ODD_HALF = [0.0, 0.5] + [bernoulli(20)[k] / math.factorial(k) for k in range(2, 21)]
@@ -58,10 +54,6 @@ _ODD_HALF = [0.0, 0.5] + [bernoulli(20)[k] / math.factorial(k) for k in range(2,
 _ATANH_TAIL = [1 / (2 * j + 3) for j in range(13)]
 #: (1 - φ) / y², φ = (1 - y²) atanh(y) / y, in powers of y², enough terms for y <= 1/3.
 _MIDPOINT = [2 / ((2 * j + 1) * (2 * j + 3)) for j in range(17)]
-#: log Γ(v + 1) less Stirling's formula, times v, in powers of 1/v², for v >= 30.
-_STIRLING = [bernoulli(12)[2 * j] / (2 * j * (2 * j - 1)) for j in range(1, 7)]
-_DEBYE_FROM = 30.0  # the order of the Bessel function, and its argument, for Debye's expansion
-_DEBYE_TERMS = 12
 
 
 def information_range_limit(tau: ArrayLike, *, width: ArrayLike = 2.0) -> float | Array:
@@ -93,7 +85,7 @@ def information_range_limit(tau: ArrayLike, *, width: ArrayLike = 2.0) -> float 
         Su (2023), https://kexue.fm/archives/9593, which prints 0.4745 for tau = 1.
     """
     span = _span(tau, width)
-    return _result(_excess(_bulge(span)))
+    return result(_excess(_bulge(span)))
 
 
 def cosine_best_count(n: ArrayLike, tau: ArrayLike, *, width: ArrayLike = 2.0) -> float | Array:
@@ -136,7 +128,7 @@ def cosine_best_count(n: ArrayLike, tau: ArrayLike, *, width: ArrayLike = 2.0) -
     for index in np.argwhere(unsure):
         at = tuple(index)
         count[at] = _best_count_exactly(count[at], keys[at], tau[at], width[at])
-    return _result(count)
+    return result(count)
 
 
 def cosine_entropy_lower_bound(
@@ -178,7 +170,7 @@ def cosine_entropy_lower_bound(
     rest = (keys - count) * np.exp(-span)
     entropy = np.where(count > 1, np.log(count + rest), np.log1p(rest))
     entropy += span * (rest / (count + rest))
-    return _result(entropy)
+    return result(entropy)
 
 
 def tau_for_information(
@@ -228,7 +220,7 @@ def tau_for_information(
         Su (2023), https://kexue.fm/archives/9593, for the free setting.
     """
     keys, wanted = _keys(n), np.asarray(fraction, np.float64)
-    _require("fraction", wanted, (wanted > 0) & (wanted < 1), "the fraction lies between 0 and 1")
+    require("fraction", wanted, (wanted > 0) & (wanted < 1), "the fraction is above 0 and below 1")
     if setting not in ("free", "simplex", "random_keys"):
         raise ValueError(
             f'setting: one of "free", "simplex" and "random_keys", got setting={setting!r}'
@@ -237,7 +229,7 @@ def tau_for_information(
         raise ValueError(
             f'd: the dimension goes with setting="random_keys", got d={d!r} and setting="{setting}"'
         )
-    dimension = _dimension(2.0 if d is None else d)
+    dimension = checked_dimension(2.0 if d is None else d)
     keys, wanted, dimension = np.broadcast_arrays(keys, wanted, dimension)
 
     def point(count: float, part: float, dim: float) -> float:
@@ -254,122 +246,7 @@ def tau_for_information(
 
         return 2 / _solve(free, count, part)
 
-    return _pointwise(point, keys, wanted, dimension)
-
-
-def vmf_entropy_drop(d: ArrayLike, kappa: ArrayLike) -> float | Array:
-    r"""Information of a row of cosine logits at scale kappa over many random directions.
-
-    .. math:: D = \kappa A_d(\kappa) - \log {}_0F_1(; d/2; \kappa^2/4), \qquad
-              A_d = \frac{I_{d/2}(\kappa)}{I_{d/2-1}(\kappa)}
-
-    the relative entropy of the von Mises-Fisher law to the uniform one. log n - H tends to D for
-    many keys, while D < log n.
-
-    It is κ²/(2d) for κ ≪ d, is 0.2406 d at κ = d ≫ 1, and grows as (d-1)/2 log κ for κ ≫ d.
-
-    Args:
-        d: Dimension of queries and keys, d >= 2. Values between the integers continue the formula.
-        kappa: Scale of the cosines, one over the temperature, kappa >= 0.
-
-    Returns:
-        D in nats, float64 of the broadcast shape; a float for scalars.
-
-    Raises:
-        ValueError: If some d is below 2, some kappa is negative, or either is not finite.
-
-    Example:
-        >>> vmf_entropy_drop(64, 64.0)
-        15.473400160234
-        >>> vmf_entropy_drop([2, 768], [1.0, 30.0])
-        array([0.21047561, 0.58460437])
-
-    Source:
-        Mardia & Jupp (2000), Directional Statistics, section 9.3.
-    """
-    dimension, scale = _dimension(d), np.asarray(kappa, np.float64)
-    _require(
-        "kappa", scale, (scale >= 0) & np.isfinite(scale), "the scale is finite and at least 0"
-    )
-    return _pointwise(
-        lambda dim, k: _von_mises_fisher(dim, k)[2], *np.broadcast_arrays(dimension, scale)
-    )
-
-
-def match_dimension(n: ArrayLike, mass: ArrayLike = 0.5) -> float | Array:
-    r"""Dimension from which a perfect match can hold a given weight among n random keys.
-
-    .. math:: d \ge 2 \left( \log(n - 1) + \log \frac{p}{1 - p} \right)
-
-    The match has cosine 1, the other n - 1 keys cosines N(0, 1/d). Their average exponential at
-    scale λ is exp(λ²/2d), so the match has weight p where λ - λ²/2d = log(n-1) + logit p. The left
-    side is at most d/2, at λ = d. ``needle_scale`` with gap 1 and sigma d^(-1/2) gives the scale.
-
-    Args:
-        n: Number of keys, n >= 2. Values between the integers continue the formula.
-        mass: Weight p of the match, 1/n <= mass < 1; 1/n is what it has at scale 0.
-
-    Returns:
-        The least d, not rounded, float64 of the broadcast shape; a float for scalars.
-
-    Raises:
-        ValueError: If some n is below 2 or not finite, or some mass is outside [1/n, 1).
-
-    Example:
-        >>> match_dimension(512)
-        12.4727
-        >>> match_dimension([4096, 65536], 0.9)
-        array([21.02949315, 26.57512841])
-
-    Source:
-        The planted row of the random energy model, Derrida (1981), Phys. Rev. B 24, 2613; the
-        growth with log n is that of Johnson & Lindenstrauss, see https://kexue.fm/archives/9588.
-    """
-    keys, weight = np.asarray(n, np.float64), np.asarray(mass, np.float64)
-    _require("n", keys, (keys >= 2) & np.isfinite(keys), "the number of keys is at least 2")
-    keys, weight = np.broadcast_arrays(keys, weight)
-    _require(
-        "mass", weight, (weight * keys >= 1 - _EPS) & (weight < 1), "the mass lies in [1/n, 1)"
-    )
-    return _result(2 * np.log1p(np.maximum(keys * weight - 1, 0.0) / (1 - weight)))
-
-
-def retrieval_capacity(d: ArrayLike, mass: ArrayLike = 0.5) -> float | Array:
-    r"""Number of keys among which scaled dot products still give a perfect match its weight.
-
-    .. math:: \log(n - 1) \le \sqrt{d} - \tfrac12 - \log \frac{p}{1 - p}
-
-    Query and match are the same vector of squared length d, so the match's logit is sqrt(d) at
-    the usual scale 1/sqrt(d); the other keys are N(0, I), so their logits are N(0, 1), with average
-    exponential sqrt(e).
-
-    Args:
-        d: Dimension of queries and keys, d >= 2.
-        mass: Weight p of the match, 0 < mass < 1.
-
-    Returns:
-        The largest n, the match included, not rounded; float64 of the broadcast shape, a float
-        for scalars. Infinite above 1e308.
-
-    Raises:
-        ValueError: If some d is below 2 or not finite, or some mass is outside (0, 1).
-
-    Example:
-        The match and 1808 others:
-
-        >>> retrieval_capacity(64)
-        1809.04
-        >>> retrieval_capacity(256)
-        5389699.47
-
-    Source:
-        The planted row of the random energy model, Derrida (1981), Phys. Rev. B 24, 2613.
-    """
-    dimension, weight = _dimension(d), np.asarray(mass, np.float64)
-    _require("mass", weight, (weight > 0) & (weight < 1), "the mass lies between 0 and 1")
-    with np.errstate(over="ignore"):
-        others = np.exp(np.sqrt(dimension) - 0.5) * ((1 - weight) / weight)
-    return _result(1 + others)
+    return pointwise(point, keys, wanted, dimension)
 
 
 def _best_count(keys: Array, span: Array) -> tuple[Array, NDArray[np.bool_]]:
@@ -441,12 +318,12 @@ def _match_among_random(n: float, d: float) -> Callable[[float], tuple[float, fl
     log_others = math.log(n - 1)
     frozen_from, slope = 0.0, 1.0  # with one other key
     if n > 2:
-        frozen_from = _root(lambda kappa: _von_mises_fisher(d, kappa)[2] / log_others - 1)
-        slope = _von_mises_fisher(d, frozen_from)[1] / frozen_from
+        frozen_from = _root(lambda kappa: von_mises_fisher(d, kappa)[2] / log_others - 1)
+        slope = von_mises_fisher(d, frozen_from)[1] / frozen_from
 
     def at(kappa: float) -> tuple[float, float]:
         if kappa < frozen_from:
-            lift, below, drop = _von_mises_fisher(d, kappa)
+            lift, below, drop = von_mises_fisher(d, kappa)
         else:
             lift, below, drop = log_others + slope * kappa, slope * kappa, log_others
         information, rest = _bernoulli_information(1 / n, lift)
@@ -475,85 +352,6 @@ def _root(rising: Callable[[float], float]) -> float:
     return float(brentq(rising, low, high, xtol=1e-300, rtol=4 * _EPS, maxiter=500))
 
 
-def _von_mises_fisher(d: float, kappa: float) -> tuple[float, float, float]:
-    """Three expressions in log F = log 0F1(; d/2; κ²/4): κ - log F, κ - κA and D = κA - log F.
-
-    Each cancels in one regime when made from Bessel functions, so each is kept by itself.
-    """
-    order = d / 2 - 1
-    if kappa >= 20 + order * order / 2:
-        return _far_from_order(order, kappa)
-    if order >= _DEBYE_FROM and kappa >= _DEBYE_FROM:
-        return _large_order(order, kappa)
-    term = tail = slope = 0.0
-    quarter = kappa * kappa / 4
-    term, k = 1.0, 0
-    while term > 1e-18 * slope or k == 0:  # positive terms; past the peak they fall geometrically
-        k += 1
-        term *= quarter / (k * (order + k))
-        tail += term
-        slope += 2 * k * term
-    log_f, product = math.log1p(tail), slope / (1 + tail)
-    return kappa - log_f, kappa - product, product - log_f
-
-
-def _far_from_order(order: float, kappa: float) -> tuple[float, float, float]:
-    """The same for κ ≫ order², from Hankel's expansion of I_v(κ) e^-κ sqrt(2 π κ)."""
-    term, total, moment = 1.0, 0.0, 0.0
-    for k in range(200):
-        total += term
-        moment += k * term
-        factor = ((k + 0.5) - order) * ((k + 0.5) + order) / (2 * kappa * (k + 1))
-        if abs(factor * term) > abs(term) and k > order:
-            break  # the expansion is asymptotic
-        term *= factor
-        if abs(term) < 1e-19 * abs(total):
-            break
-    lift = order * math.log(kappa / 2) + 0.5 * math.log(2 * math.pi * kappa)
-    lift -= math.lgamma(order + 1) + math.log(total)
-    below = order + 0.5 + moment / total
-    return lift, below, lift - below
-
-
-def _large_order(order: float, kappa: float) -> tuple[float, float, float]:
-    """The same for a large order, from Debye's expansion, uniform in κ."""
-    z = kappa / order
-    s = math.hypot(1.0, z)
-    p = 1 / s
-    u = w = 0.0
-    for value, slope in reversed(_debye_polynomials()):
-        first = _horner(value, p)
-        u = u / order + first
-        w = w / order + 0.5 * first + p * _horner(slope, p)
-    correction = (z / s) ** 2 * w / u
-    stirling = _horner(_STIRLING, 1 / (order * order)) / order
-    rise = order * math.log1p(z * (z / (1 + s)) / 2) + 0.5 * math.log(s) - math.log(u) - stirling
-    slack = order * (z + z * (z / (1 + s))) / (s + z)  # κ - order (s - 1)
-    return slack + rise, slack + correction, rise - correction
-
-
-@lru_cache(maxsize=1)
-def _debye_polynomials() -> list[tuple[list[float], list[float]]]:
-    """Coefficients of u_0, u_1, ... of DLMF 10.41.10, and of their derivatives."""
-    u, table = [Fraction(1)], []
-    for _ in range(_DEBYE_TERMS):
-        slope = [k * c for k, c in enumerate(u)][1:] or [Fraction(0)]
-        table.append(([float(c) for c in u], [float(c) for c in slope]))
-        after = [Fraction(0)] * (len(u) + 3)
-        for k, c in enumerate(u):
-            after[k + 1] += c * (Fraction(k, 2) + Fraction(1, 8 * (k + 1)))
-            after[k + 3] -= c * (Fraction(k, 2) + Fraction(5, 8 * (k + 3)))
-        u = after
-    return table
-
-
-def _horner(coefficients: list[float], x: float) -> float:
-    total = 0.0
-    for c in reversed(coefficients):
-        total = total * x + c
-    return total
-
-
 def _series(coefficients: list[float], x: Array) -> Array:
     return np.asarray(np.polynomial.polynomial.polyval(x, coefficients), np.float64)
 
@@ -578,15 +376,15 @@ def _entropy_excess(u: float) -> float:
     t = u / (2 + u)
     if abs(t) > 0.2:
         return (1 + u) * math.log1p(u) - u
-    return 2 * t * t * (1 + (1 + t) * t * _horner(_ATANH_TAIL, t * t)) / (1 - t)
+    return 2 * t * t * (1 + (1 + t) * t * horner(_ATANH_TAIL, t * t)) / (1 - t)
 
 
 def _span(temperature: ArrayLike, extent: ArrayLike) -> Array:
     tau, width = np.asarray(temperature, np.float64), np.asarray(extent, np.float64)
-    _require(
+    require(
         "tau", tau, (tau > 0) & np.isfinite(tau), "the temperature is finite and greater than 0"
     )
-    _require(
+    require(
         "width", width, (width > 0) & np.isfinite(width), "the width is finite and greater than 0"
     )
     with np.errstate(over="ignore"):
@@ -597,30 +395,5 @@ def _keys(n: ArrayLike) -> Array:
     keys = np.asarray(n, np.float64)
     whole = np.isfinite(keys) & (keys >= 2)
     whole &= np.floor(np.where(whole, keys, 0.5)) == keys
-    _require("n", keys, whole, "the number of keys is an integer of at least 2")
+    require("n", keys, whole, "the number of keys is an integer of at least 2")
     return keys
-
-
-def _dimension(d: ArrayLike) -> Array:
-    values = np.asarray(d, np.float64)
-    _require(
-        "d", values, (values >= 2) & np.isfinite(values), "the dimension is finite and at least 2"
-    )
-    return values
-
-
-def _require(name: str, values: Array, holds: NDArray[np.bool_], rule: str) -> None:
-    wrong = values[~np.asarray(holds)]
-    if wrong.size:
-        raise ValueError(f"{name}: {rule}, got {name}={wrong[0]:g}")
-
-
-def _pointwise(point: Callable[..., float], *arrays: Array) -> float | Array:
-    """Evaluate point by point over arrays of one shape."""
-    rows = zip(*(array.ravel().tolist() for array in arrays), strict=True)
-    return _result(np.array([point(*row) for row in rows]).reshape(arrays[0].shape))
-
-
-def _result(values: Array) -> float | Array:
-    values = np.asarray(values, np.float64)
-    return values if values.ndim else float(values)

@@ -13,16 +13,14 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import betaincinv, betaln, erfcx, log_expit, ndtri
 
+from acutance.theory.arguments import Array, checked_keys, require, result
 from acutance.theory.families import as_family, name_and_parameter
 from acutance.theory.grid import grid
-from acutance.theory.scales import _check_keys, _require, _result
 
 __all__ = ["expected_max", "gauss_hazard_scale", "hazard_scale"]
-
-Array = NDArray[np.float64]
 
 
 def expected_max(
@@ -65,12 +63,12 @@ def expected_max(
     cells = grid(as_family(family, d=d, rho=rho, a=a))
     cells.require_mean("the expected maximum")
     keys = np.asarray(n, np.float64)
-    _require("n", keys, (keys >= 1) & np.isfinite(keys), "the number of scores is at least 1")
+    require("n", keys, (keys >= 1) & np.isfinite(keys), "the number of scores is at least 1")
     for count in keys.ravel():
         cells.require_tail(float(count))
     rest = np.exp((keys[..., None, None] - 1) * log_expit(cells.log_odds))
     moments = keys * (rest * cells.weights * cells.scores).sum(axis=(-2, -1))
-    return _result(cells.origin + moments)
+    return result(cells.origin + moments)
 
 
 def gauss_hazard_scale(n: ArrayLike) -> float | Array:
@@ -102,9 +100,8 @@ def gauss_hazard_scale(n: ArrayLike) -> float | Array:
         de Haan & Ferreira (2006), Extreme Value Theory, section 1.1, for 1/h as the scale of the
         largest values.
     """
-    keys = np.asarray(n, np.float64)
-    _check_keys("n", keys)
-    return _result(math.sqrt(2 / math.pi) / erfcx(-ndtri(1 / keys) / math.sqrt(2)))
+    keys = checked_keys("n", n)
+    return result(math.sqrt(2 / math.pi) / erfcx(-ndtri(1 / keys) / math.sqrt(2)))
 
 
 def hazard_scale(
@@ -170,9 +167,8 @@ def hazard_scale(
         de Haan & Ferreira (2006), Extreme Value Theory, section 1.1, for 1/h as the scale of the
         largest values.
     """
-    keys, factor = np.asarray(n, np.float64), np.asarray(c, np.float64)
-    _check_keys("n", keys)
-    _require(
+    keys, factor = checked_keys("n", n), np.asarray(c, np.float64)
+    require(
         "c", factor, (factor > 0) & np.isfinite(factor), "the factor is finite and greater than 0"
     )
     name, parameter = _family_parameter(family, _HAZARDS, {"d": d, "rho": rho, "a": a})
@@ -182,7 +178,7 @@ def hazard_scale(
         rate = np.exp(law.logpdf(top) + np.log(keys))
     else:
         rate = _HAZARDS[name](keys, parameter)
-    return _result(factor * rate)
+    return result(factor * rate)
 
 
 _Hazard = Callable[[Array, Array], Array]
@@ -246,7 +242,7 @@ def _family_parameter(
     if given[parameter] is None:
         raise ValueError(f'{parameter}: family="{family}" needs it, got {parameter}=None')
     values = np.asarray(given[parameter], np.float64)
-    _require(
+    require(
         parameter,
         values,
         np.isfinite(values) & ((values >= least) if closed else (values > least)),

@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from acutance.theory.scales import _require, _result
+from acutance.theory.arguments import Array, require, result
 
 __all__ = ["critical_scale", "gap_count"]
-
-Array = NDArray[np.float64]
 
 _BLOCK = 1 << 20  # scores that are in memory as float64 at a time, or one row
 
@@ -49,13 +47,13 @@ def gap_count(scores: ArrayLike, t: ArrayLike) -> float | Array:
         Hayase & Karakida (2026), arXiv:2605.12697.
     """
     rows, reach = np.asarray(scores), np.asarray(t, np.float64)
-    _require("t", reach, reach >= 0, "the gap is at least 0")
+    require("t", reach, reach >= 0, "the gap is at least 0")
     counts = np.empty((math.prod(rows.shape[:-1]), reach.size))
     for block, gaps in _sorted_gaps(rows):
         counts[block] = [
             np.searchsorted(row[row < np.inf], reach.ravel(), side="right") for row in gaps
         ]
-    return _result(counts.reshape(rows.shape[:-1] + reach.shape))
+    return result(counts.reshape(rows.shape[:-1] + reach.shape))
 
 
 def critical_scale(scores: ArrayLike) -> float | Array:
@@ -98,7 +96,7 @@ def critical_scale(scores: ArrayLike) -> float | Array:
             ratio = ranks[1:] / gaps[:, 1:]
         best = ratio.max(axis=-1, initial=0.0)
         scale[block] = np.where(np.isinf(gaps[:, 0]), np.nan, best)
-    return _result(scale.reshape(rows.shape[:-1]))
+    return result(scale.reshape(rows.shape[:-1]))
 
 
 def _sorted_gaps(rows: NDArray[Any]) -> Iterator[tuple[slice, Array]]:

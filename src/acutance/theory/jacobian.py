@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import lambertw, zetac
 
+from acutance.theory.arguments import Array, checked, require, result
 from acutance.theory.mean_field import _gaps, _weights
-from acutance.theory.sparsity import Array, _checked, _require, _result
 
 __all__ = [
     "frozen_collision",
@@ -71,7 +71,7 @@ def jacobian_trace(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
         Su Jianlin, kexue.fm/archives/9593.
     """
     others, top, lost = _probabilities(logits, scale)
-    return _result(top * lost + (others * (1 - others)).sum(axis=-1))
+    return result(top * lost + (others * (1 - others)).sum(axis=-1))
 
 
 def jacobian_fro2(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
@@ -106,7 +106,7 @@ def jacobian_fro2(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
     # Y less one square; for keys other than the top one it is at least half of Y
     without = (top * top + rest)[..., None] - squares
     total = (squares * ((1 - others) ** 2 + without)).sum(axis=-1)
-    return _result(total + top * top * (lost * lost + rest))
+    return result(total + top * top * (lost * lost + rest))
 
 
 def scale_gradmax_annealed(n: ArrayLike) -> float | Array:
@@ -138,13 +138,13 @@ def scale_gradmax_annealed(n: ArrayLike) -> float | Array:
     Source:
         Su Jianlin, kexue.fm/archives/9812.
     """
-    keys = _checked("n", n, "the number of keys is finite and at least 1", 1.0)
+    keys = checked("n", n, "the number of keys is finite and at least 1", 1.0)
     excess = lambertw(keys * (np.exp(0.5) / 2)).real - 0.5
     # one Newton step for x = lambda²: (1 + 2x) e^x = n
     excess = np.maximum(excess, 0.0)
     slope = 1 + 2 / (1 + 2 * excess)
     excess = excess + (np.log(keys) - excess - np.log1p(2 * excess)) / slope
-    return _result(np.sqrt(np.maximum(excess, 0.0)))
+    return result(np.sqrt(np.maximum(excess, 0.0)))
 
 
 def frozen_entropy(m: ArrayLike) -> float | Array:
@@ -174,7 +174,7 @@ def frozen_entropy(m: ArrayLike) -> float | Array:
     """
     freezing = _freezing(m)
     series = np.polynomial.polynomial.polyval(freezing, _ZETA_LESS_ONE)
-    return _result(freezing / (1 - freezing) + series)
+    return result(freezing / (1 - freezing) + series)
 
 
 def frozen_collision(m: ArrayLike) -> float | Array:
@@ -198,7 +198,7 @@ def frozen_collision(m: ArrayLike) -> float | Array:
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613; Pitman & Yor (1997), Annals of Probability 25, 855.
     """
-    return _result(1 - _freezing(m))
+    return result(1 - _freezing(m))
 
 
 def frozen_jacobian_fro2(m: ArrayLike) -> float | Array:
@@ -226,7 +226,7 @@ def frozen_jacobian_fro2(m: ArrayLike) -> float | Array:
         25, 855.
     """
     freezing = _freezing(m)
-    return _result(freezing * (1 - freezing) / 3)
+    return result(freezing * (1 - freezing) / 3)
 
 
 def _probabilities(logits: ArrayLike, scale: ArrayLike) -> tuple[Array, Array, Array]:
@@ -238,6 +238,6 @@ def _probabilities(logits: ArrayLike, scale: ArrayLike) -> tuple[Array, Array, A
 
 def _freezing(m: ArrayLike) -> Array:
     rule = "the freezing parameter is at least 0 and below 1"
-    freezing = _checked("m", m, rule, 0.0)
-    _require("m", freezing, freezing < 1, rule)
+    freezing = checked("m", m, rule, 0.0)
+    require("m", freezing, freezing < 1, rule)
     return freezing

@@ -136,7 +136,7 @@ def scaling_exponent(
         ("sigma", sigma, 0 <= sigma < math.inf, "the standard deviation is finite, at least 0"),
         ("rho", parameter, name != "stretched" or parameter >= 1, "the exponent is at least 1"),
         ("effective_keys", effective_keys, 1 < effective_keys < math.inf, "the number exceeds 1"),
-        ("fraction", fraction, 0 < fraction < 1, "the fraction lies between 0 and 1"),
+        ("fraction", fraction, 0 < fraction < 1, "the fraction is above 0 and below 1"),
         ("n", n, n is None or 2 <= n < math.inf, "the number of keys is at least 2"),
     ):
         if not holds:

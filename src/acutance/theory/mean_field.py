@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import xlog1py, xlogy, zeta
 
-from acutance.theory.sparsity import Array, _checked, _require, _result
+from acutance.theory.arguments import Array, checked, require, result
 
 __all__ = [
     "EntropyBounds",
@@ -91,7 +91,7 @@ def softmax_entropy(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
     """
     gaps = _gaps(logits, scale)
     _, rest = _weights(gaps)
-    return _result(np.log1p(rest) + _mean_gap(gaps))
+    return result(np.log1p(rest) + _mean_gap(gaps))
 
 
 def jensen_gap(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
@@ -129,7 +129,7 @@ def jensen_gap(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
     near = np.log1p(_exp_rest(np.clip(centred, None, 500)).sum(axis=-1) / n)
     _, rest = _weights(gaps)
     far = mean[..., 0] + np.log1p(rest) - np.log(n)
-    return _result(np.where(mean[..., 0] < 500, near, far))
+    return result(np.where(mean[..., 0] < 500, near, far))
 
 
 def max_gap(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
@@ -156,7 +156,7 @@ def max_gap(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
     Source:
         Su Jianlin, kexue.fm/archives/9034, second approximation.
     """
-    return _result(_mean_gap(_gaps(logits, scale)))
+    return result(_mean_gap(_gaps(logits, scale)))
 
 
 def mean_field_entropy(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
@@ -187,7 +187,7 @@ def mean_field_entropy(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Arr
     """
     gaps = _gaps(logits, scale)
     n = gaps.shape[-1]
-    return _result(np.log(n) - (gaps / n).sum(axis=-1))
+    return result(np.log(n) - (gaps / n).sum(axis=-1))
 
 
 def uniform_entropy_drop(half_range: ArrayLike) -> float | Array:
@@ -215,13 +215,13 @@ def uniform_entropy_drop(half_range: ArrayLike) -> float | Array:
         Differential entropy of an exponential density cut to an interval; kexue.fm/archives/9034
         treats the same logits.
     """
-    size = _checked("half_range", half_range, "half the range is finite and at least 0", 0.0)
+    size = checked("half_range", half_range, "half the range is finite and at least 0", 0.0)
     low, high = np.minimum(size, 1), np.maximum(size, 1)
     series = low * low * np.polynomial.polynomial.polyval(low * low, _DROP)
     capped = np.minimum(high, 300)  # from where on coth is 1
     coth = 2 * capped / np.expm1(2 * capped)  # lambda (coth lambda - 1)
     closed = np.log(high) + (np.log(2) - 1) + coth - np.log1p(-np.exp(-2 * capped))
-    return _result(np.where(size < 1, series, closed))
+    return result(np.where(size < 1, series, closed))
 
 
 def onehot_entropy(n: ArrayLike, lam: ArrayLike) -> float | Array:
@@ -246,9 +246,9 @@ def onehot_entropy(n: ArrayLike, lam: ArrayLike) -> float | Array:
     Source:
         Su Jianlin, kexue.fm/archives/9034 (its comments take lam = n).
     """
-    keys = _checked("n", n, "the number of keys is finite and at least 1", 1.0)
-    gap = _checked("lam", lam, "the distance of the top logit is finite and at least 0", 0.0)
-    return _result(_onehot(keys, gap))
+    keys = checked("n", n, "the number of keys is finite and at least 1", 1.0)
+    gap = checked("lam", lam, "the distance of the top logit is finite and at least 0", 0.0)
+    return result(_onehot(keys, gap))
 
 
 def entropy_bounds(
@@ -298,16 +298,16 @@ def entropy_bounds(
     """
     from acutance.theory.cosine import cosine_entropy_lower_bound
 
-    keys = _checked("n", n, "the number of keys is finite and at least 2", 2.0)
-    top = _checked("s_max", s_max, "the largest logit is finite")
-    average = _checked("mean", mean, "the mean of the logits is finite")
-    length = _checked("spread", spread, "the range of the logits is finite and at least 0", 0.0)
-    factor = _checked("scale", scale, "the scale of the logits is finite and at least 0", 0.0)
+    keys = checked("n", n, "the number of keys is finite and at least 2", 2.0)
+    top = checked("s_max", s_max, "the largest logit is finite")
+    average = checked("mean", mean, "the mean of the logits is finite")
+    length = checked("spread", spread, "the range of the logits is finite and at least 0", 0.0)
+    factor = checked("scale", scale, "the scale of the logits is finite and at least 0", 0.0)
     with np.errstate(over="ignore"):
         below = top - average
         slack = _TOLERANCE * (np.abs(top) + length)
         rule = "the mean of the logits is between s_max - spread and s_max"
-        _require("mean", average, (below >= -slack) & (below <= length + slack), rule)
+        require("mean", average, (below >= -slack) & (below <= length + slack), rule)
         log_n = np.log(keys)
         mean_field = log_n - factor * np.maximum(below, 0)
         width = np.clip(factor * length, 1e-300, 1e300)
@@ -317,13 +317,13 @@ def entropy_bounds(
     upper = log_n
     if p_max is not None:
         rule = "the largest weight is between 1/n and 1"
-        share = _checked("p_max", p_max, rule, 0.0, 1 + _TOLERANCE)
-        _require("p_max", share, share * keys >= 1 - _TOLERANCE, rule)
+        share = checked("p_max", p_max, rule, 0.0, 1 + _TOLERANCE)
+        require("p_max", share, share * keys >= 1 - _TOLERANCE, rule)
         share = np.clip(share, 1 / keys, 1)
         others = (1 - share) * np.log(keys - 1)
         upper = np.minimum(others - xlogy(share, share) - xlog1py(1 - share, -share), log_n)
     lower, upper = np.broadcast_arrays(lower, upper)
-    return EntropyBounds(_result(lower.copy()), _result(upper.copy()))
+    return EntropyBounds(result(lower.copy()), result(upper.copy()))
 
 
 def entropy_lower_bound(n: ArrayLike, logit_norm: ArrayLike) -> float | Array:
@@ -353,9 +353,9 @@ def entropy_lower_bound(n: ArrayLike, logit_norm: ArrayLike) -> float | Array:
     Source:
         Zhai et al. (2023), arXiv:2303.06296, theorem 3.1.
     """
-    keys = _checked("n", n, "the number of keys is finite and at least 2", 2.0)
-    norm = _checked("logit_norm", logit_norm, "the norm of the logits is finite and at least 0", 0)
-    return _result(_onehot(keys, norm * np.sqrt(keys / (keys - 1))))
+    keys = checked("n", n, "the number of keys is finite and at least 2", 2.0)
+    norm = checked("logit_norm", logit_norm, "the norm of the logits is finite and at least 0", 0)
+    return result(_onehot(keys, norm * np.sqrt(keys / (keys - 1))))
 
 
 def entropy_floor_from_spectral_norm(
@@ -393,16 +393,16 @@ def entropy_floor_from_spectral_norm(
     Source:
         Zhai et al. (2023), arXiv:2303.06296, theorem 3.1, who take scale = 1.
     """
-    size = _checked("spectral_norm", spectral_norm, "a spectral norm is finite and at least 0", 0.0)
-    gram = _checked("gram_norm", gram_norm, "a spectral norm is finite and at least 0", 0.0)
-    factor = _checked("scale", scale, "the scale of the logits is finite and at least 0", 0.0)
+    size = checked("spectral_norm", spectral_norm, "a spectral norm is finite and at least 0", 0.0)
+    gram = checked("gram_norm", gram_norm, "a spectral norm is finite and at least 0", 0.0)
+    factor = checked("scale", scale, "the scale of the logits is finite and at least 0", 0.0)
     return entropy_lower_bound(n, factor * size * gram)
 
 
 def _gaps(logits: ArrayLike, scale: ArrayLike) -> Array:
     """Check the domains, then lambda (s_max - s_j), shape (..., n), at most the largest float64."""
-    rows = _checked("logits", logits, "logits are finite")
-    factor = _checked("scale", scale, "the scale of the logits is finite and at least 0", 0.0)
+    rows = checked("logits", logits, "logits are finite")
+    factor = checked("scale", scale, "the scale of the logits is finite and at least 0", 0.0)
     if rows.ndim == 0 or rows.shape[-1] == 0:
         raise ValueError(f"logits: a row has the shape (..., n) with n >= 1, got {rows.shape}")
     with np.errstate(over="ignore"):

@@ -8,11 +8,11 @@ https://kexue.fm/archives/8823 (why a scale that grows with n).
 """
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
+
+from acutance.theory.arguments import Array, checked_keys, require, result
 
 __all__ = ["gauss_invariant_scale", "needle_scale"]
-
-Array = NDArray[np.float64]
 
 _EPS = float(np.finfo(np.float64).eps)
 
@@ -51,30 +51,27 @@ def needle_scale(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613, with a planted level.
     """
-    keys, top = np.asarray(n, np.float64), np.asarray(gap, np.float64)
+    keys, top = checked_keys("n", n), np.asarray(gap, np.float64)
     spread, weight = np.asarray(sigma, np.float64), np.asarray(mass, np.float64)
-    _check_keys("n", keys)
-    _require("gap", top, (top > 0) & np.isfinite(top), "the gap is finite and greater than 0")
-    _require(
+    require("gap", top, (top > 0) & np.isfinite(top), "the gap is finite and greater than 0")
+    require(
         "sigma",
         spread,
         (spread >= 0) & np.isfinite(spread),
         "the standard deviation is finite and at least 0",
     )
     keys, top, spread, weight = np.broadcast_arrays(keys, top, spread, weight)
-    _require(
-        "mass", weight, (weight * keys >= 1 - _EPS) & (weight < 1), "the mass lies in [1/n, 1)"
-    )
+    require("mass", weight, (weight * keys >= 1 - _EPS) & (weight < 1), "the mass lies in [1/n, 1)")
     c = np.log1p(np.maximum(keys * weight - 1, 0.0) / (1 - weight))
     room = 1 - 2 * c * (spread / top) ** 2
-    _require(
+    require(
         "gap",
         top,
         room >= -8 * _EPS,
         "no scale gives the match its mass: the gap is at least sigma"
         " sqrt(2 (log(n - 1) + logit mass))",
     )
-    return _result(2 * c / (top * (1 + np.sqrt(np.maximum(room, 0.0)))))
+    return result(2 * c / (top * (1 + np.sqrt(np.maximum(room, 0.0)))))
 
 
 def gauss_invariant_scale(n: ArrayLike, n0: ArrayLike, gamma0: ArrayLike = 1.0) -> float | Array:
@@ -106,11 +103,9 @@ def gauss_invariant_scale(n: ArrayLike, n0: ArrayLike, gamma0: ArrayLike = 1.0) 
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613, for the entropy.
     """
-    keys, start = np.asarray(n, np.float64), np.asarray(n0, np.float64)
+    keys, start = checked_keys("n", n), checked_keys("n0", n0)
     first = np.asarray(gamma0, np.float64)
-    _check_keys("n", keys)
-    _check_keys("n0", start)
-    _require(
+    require(
         "gamma0",
         first,
         (first >= 0) & np.isfinite(first),
@@ -122,26 +117,11 @@ def gauss_invariant_scale(n: ArrayLike, n0: ArrayLike, gamma0: ArrayLike = 1.0) 
         near, np.log1p(np.where(near, keys - start, 0.0) / start), np.log(keys) - np.log(start)
     )
     step = np.sqrt(2 * np.abs(log_ratio))
-    _require(
+    require(
         "n",
         keys,
         (log_ratio >= 0) | (first >= step),
         "log n is at least the entropy to keep, n >= n0 exp(-gamma0²/2)",
     )
     shrunk = np.sqrt(np.maximum(first - step, 0.0)) * np.sqrt(first + step)
-    return _result(np.where(log_ratio >= 0, np.hypot(first, step), shrunk))
-
-
-def _check_keys(name: str, keys: Array) -> None:
-    _require(name, keys, (keys >= 2) & np.isfinite(keys), "the number of keys is at least 2")
-
-
-def _require(name: str, values: Array, holds: NDArray[np.bool_], rule: str) -> None:
-    wrong = values[~np.asarray(holds)]
-    if wrong.size:
-        raise ValueError(f"{name}: {rule}, got {name}={wrong[0]:g}")
-
-
-def _result(values: Array) -> float | Array:
-    values = np.asarray(values, np.float64)
-    return values if values.ndim else float(values)
+    return result(np.where(log_ratio >= 0, np.hypot(first, step), shrunk))

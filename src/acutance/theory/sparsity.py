@@ -9,7 +9,8 @@ n keys cannot go below :math:`n^{-1/2}`, and the limit fails some way before tha
 
 Keys are Gaussian with mean mu and variance sigma² in each component, so that a score q·k has mean
 ``beta`` = q·mu and standard deviation ``gamma`` = sigma |q|. Only their ratio matters except to
-``exp``. Each function has a logarithm that keeps 12 digits where S rounds to 0 or to 1.
+``exp``. Each function has a logarithm that keeps 12 digits where S rounds to 0 or to 1. Linear
+attention and decays have files of their own.
 
 Sources: Su Jianlin, kexue.fm/archives/9889 (equations 5, 6 and 7, and the unnumbered ones for
 linear attention and decay). Public copies of that page print equation 5 with exp(-12 sigma² |q|²),
@@ -18,33 +19,23 @@ what is here agrees with quadrature and simulation.
 """
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-from scipy.special import erf, ndtr, zeta
+from numpy.typing import ArrayLike
+from scipy.special import erf, ndtr
+
+from acutance.theory.arguments import Array, checked, result
 
 __all__ = [
     "effective_keys",
-    "effective_keys_decay",
-    "log_sparsity_decay",
     "log_sparsity_exp",
     "log_sparsity_identity",
-    "log_sparsity_linear",
-    "log_sparsity_linear_iid",
     "log_sparsity_relu2",
-    "sparsity_decay",
     "sparsity_exp",
     "sparsity_identity",
-    "sparsity_linear",
-    "sparsity_linear_iid",
     "sparsity_relu2",
 ]
 
-Array = NDArray[np.float64]
-
 _TAIL_STEPS = 450  # of the continued fraction: to the last bit for every u <= -1
 _FAR = 1e200  # beyond it exp(-u²) and 1/u² are 0
-#: log(tanh(y) / y) = -y²/3 + 7 y⁴/90 - ..., 16 terms: to the last bit for y <= 0.3.
-_K = np.arange(1, 17)
-_LOG_TANHC = (-1.0) ** _K * (1 - 2 * 4.0**-_K) * zeta(2 * _K) / _K * (4 / np.pi**2) ** _K
 
 
 def sparsity_exp(gamma: ArrayLike) -> float | Array:
@@ -72,7 +63,7 @@ def sparsity_exp(gamma: ArrayLike) -> float | Array:
     Source:
         Su Jianlin, kexue.fm/archives/9889, equation 5 (some copies print -12 for -1/2).
     """
-    return _result(np.exp(_log_exp(gamma)))
+    return result(np.exp(_log_exp(gamma)))
 
 
 def log_sparsity_exp(gamma: ArrayLike) -> float | Array:
@@ -94,7 +85,7 @@ def log_sparsity_exp(gamma: ArrayLike) -> float | Array:
     Source:
         Su Jianlin, kexue.fm/archives/9889, equation 5.
     """
-    return _result(_log_exp(gamma))
+    return result(_log_exp(gamma))
 
 
 def sparsity_relu2(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
@@ -132,7 +123,7 @@ def sparsity_relu2(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
         loses all digits at u = -7); for few keys, about n Phi(u) of them are active at all.
     """
     u = _ratio(beta, gamma)
-    return _result(np.where(u > 1, np.exp(_log_relu2_high(u)), _relu2_up_to_one(u)))
+    return result(np.where(u > 1, np.exp(_log_relu2_high(u)), _relu2_up_to_one(u)))
 
 
 def log_sparsity_relu2(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
@@ -163,7 +154,7 @@ def log_sparsity_relu2(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
     """
     u = _ratio(beta, gamma)
     middle = np.log(_relu2_middle(u))
-    return _result(
+    return result(
         np.select([u > 1, u < -1], [_log_relu2_high(u), _log_relu2_low(u)], default=middle)
     )
 
@@ -199,7 +190,7 @@ def sparsity_identity(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
         Su Jianlin, kexue.fm/archives/9889, equation 7.
     """
     u = np.abs(_ratio(beta, gamma))
-    return _result(np.where(u > 1, np.exp(_log_identity_high(u)), _identity_low(u)))
+    return result(np.where(u > 1, np.exp(_log_identity_high(u)), _identity_low(u)))
 
 
 def log_sparsity_identity(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
@@ -223,212 +214,7 @@ def log_sparsity_identity(beta: ArrayLike, gamma: ArrayLike) -> float | Array:
         Su Jianlin, kexue.fm/archives/9889, equation 7.
     """
     u = np.abs(_ratio(beta, gamma))
-    return _result(np.where(u > 1, _log_identity_high(u), np.log(_identity_low(u))))
-
-
-def sparsity_linear(q: ArrayLike, mu: ArrayLike, Sigma: ArrayLike) -> float | Array:
-    r"""Sparsity of non-negative linear attention, a = q·k >= 0, from the moments of the keys.
-
-    .. math:: S = \left( 1 + \frac{q^\top \Sigma q}{(q \cdot \mu)^2} \right)^{-1/2}
-
-    The distribution of the keys does not matter beyond mean and covariance. With the empirical
-    ones of n keys (covariance divided by n, not n - 1) the formula is exact for that row.
-
-    Args:
-        q: Query features, shape (..., d).
-        mu: Mean of the key features, shape (..., d).
-        Sigma: Covariance of the key features, symmetric, shape (..., d, d). Leading dimensions
-            broadcast.
-
-    Returns:
-        S, between 0 and 1, float64 of the broadcast leading shape; a float for single vectors.
-
-    Raises:
-        ValueError: If the shapes do not fit, a value is not finite, q·mu is not positive,
-            Sigma is not symmetric, or q'Sigma q is negative.
-
-    Example:
-        >>> sparsity_linear([1.0, 2.0], [1.0, 0.5], [[1.0, 0.25], [0.25, 2.0]])
-        0.534522483825
-
-    Source:
-        Su Jianlin, kexue.fm/archives/9889 (copies print 1/(1 + q'Sigma q)·(q·mu)², which
-        depends on the unit of q and can exceed 1).
-    """
-    return _result(1 / np.hypot(1, _spread_linear(q, mu, Sigma)))
-
-
-def log_sparsity_linear(q: ArrayLike, mu: ArrayLike, Sigma: ArrayLike) -> float | Array:
-    r"""Logarithm of ``sparsity_linear``, -log(1 + q'Sigma q / (q·mu)²)/2.
-
-    Args:
-        q: Query features, shape (..., d).
-        mu: Mean of the key features, shape (..., d).
-        Sigma: Covariance of the key features, symmetric, shape (..., d, d).
-
-    Returns:
-        log S <= 0, float64 of the broadcast leading shape; a float for single vectors.
-
-    Raises:
-        ValueError: If the shapes do not fit, a value is not finite, q·mu is not positive,
-            Sigma is not symmetric, or q'Sigma q is negative.
-
-    Example:
-        >>> log_sparsity_linear([1.0, 1.0], [1e8, 1e8], [[1.0, 0.0], [0.0, 1.0]])
-        -2.5e-17
-
-    Source:
-        Su Jianlin, kexue.fm/archives/9889.
-    """
-    return _result(_log_of_spread(_spread_linear(q, mu, Sigma)))
-
-
-def sparsity_linear_iid(q: ArrayLike, mu: ArrayLike, sigma: ArrayLike) -> float | Array:
-    r"""Sparsity of non-negative linear attention with independent, alike key components.
-
-    .. math:: S = \left( 1 + \frac{\sigma^2}{\mu^2}
-              \frac{\lVert q \rVert_2^2}{\lVert q \rVert_1^2} \right)^{-1/2}
-
-    The ratio of the norms of q lies between d^(-1/2), its *minimum*, when all components are
-    equal, and 1 when one is alone. So for such keys and a dense q, a larger d makes the row less
-    sparse, not more.
-
-    Args:
-        q: Query features, non-negative, not all 0, shape (..., d).
-        mu: Mean of every key component, mu > 0, broadcasts against the leading shape of ``q``.
-        sigma: Standard deviation of every key component, sigma >= 0, broadcasts likewise.
-
-    Returns:
-        S, between 0 and 1, float64 of the broadcast leading shape; a float for a single query.
-
-    Raises:
-        ValueError: If q has a negative component or only zeros, mu is not positive, sigma
-            is negative, or a value is not finite.
-
-    Example:
-        >>> sparsity_linear_iid([1.0, 0.0, 0.0, 0.0], 1.0, 1.0)
-        0.707106781187
-        >>> sparsity_linear_iid([1.0, 1.0, 1.0, 1.0], 1.0, 1.0)
-        0.894427191
-
-    Source:
-        Su Jianlin, kexue.fm/archives/9889 (copies print sigma·mu for sigma/mu, lose one square,
-        and call d^(-1/2) the maximum).
-    """
-    return _result(1 / np.hypot(1, _spread_iid(q, mu, sigma)))
-
-
-def log_sparsity_linear_iid(q: ArrayLike, mu: ArrayLike, sigma: ArrayLike) -> float | Array:
-    r"""Logarithm of ``sparsity_linear_iid``.
-
-    Args:
-        q: Query features, non-negative, not all 0, shape (..., d).
-        mu: Mean of every key component, mu > 0, broadcasts against the leading shape of ``q``.
-        sigma: Standard deviation of every key component, sigma >= 0, broadcasts likewise.
-
-    Returns:
-        log S <= 0, float64 of the broadcast leading shape; a float for a single query.
-
-    Raises:
-        ValueError: If q has a negative component or only zeros, mu is not positive, sigma
-            is negative, or a value is not finite.
-
-    Example:
-        >>> log_sparsity_linear_iid([1.0, 1.0], 1.0, [0.0, 1e-6, 1e300])
-        array([ 0.00000000e+00, -2.50000000e-13, -6.90428954e+02])
-
-    Source:
-        Su Jianlin, kexue.fm/archives/9889.
-    """
-    return _result(_log_of_spread(_spread_iid(q, mu, sigma)))
-
-
-def sparsity_decay(lam: ArrayLike, n: ArrayLike) -> float | Array:
-    r"""Sparsity of n weights that decay geometrically, a = (lam^(n-1), ..., lam, 1).
-
-    .. math:: S = \frac{1 - \lambda^n}{\sqrt n (1 - \lambda)}
-              \sqrt{\frac{1 - \lambda^2}{1 - \lambda^{2n}}}
-              = \sqrt{\frac{\tanh(n\theta/2)}{n \tanh(\theta/2)}}, \qquad \theta = -\log\lambda
-
-    Exact for every n. It is 1 at lam = 1 and tends to n^(-1/2) as lam tends to 0. For many keys
-    it goes to 0 as sqrt((1 + lam)/((1 - lam) n)), only because zeros are appended:
-    ``effective_keys_decay`` stays finite.
-
-    Args:
-        lam: Decay per key, 0 < lam <= 1. It broadcasts against ``n``.
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
-
-    Returns:
-        S, between n^(-1/2) and 1, float64 of the broadcast shape; a float for scalars.
-
-    Raises:
-        ValueError: If some lam is outside (0, 1], or some n below 1 or not finite.
-
-    Example:
-        >>> sparsity_decay([0.5, 0.9, 1.0], 1000)
-        array([0.05477226, 0.13784049, 1.        ])
-
-    Source:
-        Su Jianlin, kexue.fm/archives/9889 (copies print another expression).
-    """
-    theta, keys = _decay_arguments(lam, n)
-    with np.errstate(invalid="ignore"):
-        square = np.tanh(keys * theta / 2) / (keys * np.tanh(theta / 2))
-    return _result(np.sqrt(np.where(theta == 0, 1.0, square)))
-
-
-def log_sparsity_decay(lam: ArrayLike, n: ArrayLike) -> float | Array:
-    r"""Logarithm of ``sparsity_decay``; about -(n² - 1) theta²/24 for small theta = -log(lam).
-
-    Args:
-        lam: Decay per key, 0 < lam <= 1. It broadcasts against ``n``.
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
-
-    Returns:
-        log S, between -log(n)/2 and 0, float64 of the broadcast shape; a float for scalars.
-
-    Raises:
-        ValueError: If some lam is outside (0, 1], or some n below 1 or not finite.
-
-    Example:
-        >>> log_sparsity_decay(0.999999999, 1000)
-        -4.16666227e-14
-
-    Source:
-        Su Jianlin, kexue.fm/archives/9889.
-    """
-    theta, keys = _decay_arguments(lam, n)
-    return _result((_log_tanhc(keys * theta / 2) - _log_tanhc(theta / 2)) / 2)
-
-
-def effective_keys_decay(lam: ArrayLike, n: ArrayLike) -> float | Array:
-    r"""Effective number of keys under geometric decay, the inverse of the sum of squared weights.
-
-    .. math:: N_\mathrm{eff} = n S^2 = \frac{\tanh(n\theta/2)}{\tanh(\theta/2)}
-              \to \frac{1 + \lambda}{1 - \lambda}, \qquad \theta = -\log\lambda
-
-    Args:
-        lam: Decay per key, 0 < lam <= 1. It broadcasts against ``n``.
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
-
-    Returns:
-        Effective number of keys, between 1 and n, float64 of the broadcast shape; a float for
-        scalars. It is n for lam = 1.
-
-    Raises:
-        ValueError: If some lam is outside (0, 1], or some n below 1 or not finite.
-
-    Example:
-        >>> effective_keys_decay(0.9, [1, 10, 1000, 1e12])
-        array([ 1. ,  9.17573031, 19. , 19. ])
-
-    Source:
-        Su Jianlin, kexue.fm/archives/9889, for S; n S² is the inverse collision probability.
-    """
-    theta, keys = _decay_arguments(lam, n)
-    with np.errstate(invalid="ignore"):
-        ratio = np.tanh(keys * theta / 2) / np.tanh(theta / 2)
-    return _result(np.where(theta == 0, keys, ratio))
+    return result(np.where(u > 1, _log_identity_high(u), np.log(_identity_low(u))))
 
 
 def effective_keys(sparsity: ArrayLike, n: ArrayLike) -> float | Array:
@@ -456,9 +242,9 @@ def effective_keys(sparsity: ArrayLike, n: ArrayLike) -> float | Array:
     Source:
         Hoyer (2004), JMLR 5, 1457, for the ratio of norms as a measure of sparsity.
     """
-    value = _checked("sparsity", sparsity, "a sparsity is between 0 and 1", 0.0, 1.0)
-    keys = _keys(n)
-    return _result(keys * value * value)
+    value = checked("sparsity", sparsity, "a sparsity is between 0 and 1", 0.0, 1.0)
+    keys = checked("n", n, "the number of keys is finite and at least 1", 1.0)
+    return result(keys * value * value)
 
 
 def _log_exp(gamma: ArrayLike) -> Array:
@@ -469,7 +255,7 @@ def _log_exp(gamma: ArrayLike) -> Array:
 
 def _ratio(beta: ArrayLike, gamma: ArrayLike) -> Array:
     """Check the domain, then u = beta / gamma, at most 1e200 in size, which is as good as inf."""
-    mean = _checked("beta", beta, "the mean of the scores is finite")
+    mean = checked("beta", beta, "the mean of the scores is finite")
     deviation = _deviation(gamma)
     if ((mean == 0) & (deviation == 0)).any():
         raise ValueError("beta, gamma: not both are 0, got beta=0, gamma=0")
@@ -541,101 +327,6 @@ def _normal_density(u: Array) -> Array:
         return np.asarray(np.exp(-u * u / 2) / np.sqrt(2 * np.pi))
 
 
-def _spread_linear(q: ArrayLike, mu: ArrayLike, Sigma: ArrayLike) -> Array:
-    """Standard deviation of q·k over its mean, each factor scaled so that nothing overflows."""
-    query = _checked("q", q, "query features are finite")
-    mean = _checked("mu", mu, "means of key features are finite")
-    cov = _checked("Sigma", Sigma, "covariances of key features are finite")
-    d = query.shape[-1] if query.ndim else 0
-    if d == 0 or mean.shape[-1:] != (d,) or cov.shape[-2:] != (d, d):
-        raise ValueError(
-            "q, mu and Sigma share the number of features d >= 1 in the shapes (..., d), (..., d) "
-            f"and (..., d, d), got q {query.shape}, mu {mean.shape}, Sigma {cov.shape}"
-        )
-    size_q, size_mu = _largest(query, -1), _largest(mean, -1)
-    size_cov = _largest(cov, (-2, -1))
-    query, mean = query / size_q[..., None], mean / size_mu[..., None]
-    cov = cov / size_cov[..., None, None]
-    if (np.abs(cov - np.swapaxes(cov, -2, -1)) > 1e-9).any():
-        raise ValueError("Sigma: a covariance matrix is symmetric, got a matrix that is not")
-    centre = np.einsum("...i,...i->...", query, mean)
-    variance = np.einsum("...i,...ij,...j->...", query, cov, query)
-    rounding = 1e-12 * np.einsum("...i,...ij,...j->...", abs(query), abs(cov), abs(query))
-    with np.errstate(over="ignore"):
-        score, square = centre * size_mu * size_q, variance * size_cov * size_q * size_q
-        _require("mu", score, centre > 0, "the mean score q·mu is positive", "q·mu")
-        rule = "a covariance matrix is positive semidefinite"
-        _require("Sigma", square, variance >= -rounding, rule, "q'Sigma q")
-        deviation = np.sqrt(np.maximum(variance, 0))
-        return np.asarray(deviation / centre * (np.sqrt(size_cov) / size_mu))
-
-
-def _spread_iid(q: ArrayLike, mu: ArrayLike, sigma: ArrayLike) -> Array:
-    query = _checked("q", q, "query features are finite and at least 0", 0.0)
-    if query.ndim == 0 or not query.any(axis=-1).all():
-        raise ValueError(
-            f"q: query features, of shape (..., d), are not all 0, got q of shape {query.shape}"
-        )
-    mean = _checked("mu", mu, "the mean of the key components is finite and positive", 0.0)
-    _require("mu", mean, mean > 0, "the mean of the key components is finite and positive")
-    rule = "the standard deviation of the key components is finite and at least 0"
-    deviation = _checked("sigma", sigma, rule, 0.0)
-    query = query / _largest(query, -1)[..., None]
-    shape = np.sqrt((query * query).sum(axis=-1)) / query.sum(axis=-1)
-    with np.errstate(over="ignore"):
-        return np.asarray(deviation / mean * shape)
-
-
-def _log_of_spread(ratio: Array) -> Array:
-    """Give -log(1 + ratio²)/2 for every ratio >= 0."""
-    small, large = np.minimum(ratio, 1), np.maximum(ratio, 1)
-    return np.where(ratio < 1, -np.log1p(small * small) / 2, -np.log(np.hypot(1, large)))
-
-
-def _largest(values: Array, axis: int | tuple[int, int]) -> Array:
-    """Largest size along the axis, or 1 if all are 0."""
-    size = np.abs(values).max(axis=axis)
-    return np.where(size > 0, size, 1.0)
-
-
-def _decay_arguments(lam: ArrayLike, n: ArrayLike) -> tuple[Array, Array]:
-    decay = _checked("lam", lam, "a decay is above 0 and at most 1", 0.0, 1.0)
-    _require("lam", decay, decay > 0, "a decay is above 0 and at most 1")
-    theta, keys = np.broadcast_arrays(-np.log(decay), _keys(n))
-    return theta, keys
-
-
-def _log_tanhc(y: Array) -> Array:
-    """Give log(tanh(y) / y) for y >= 0, 0 at y = 0."""
-    low, high = np.minimum(y, 0.3), np.maximum(y, 0.3)
-    series = low * low * np.polynomial.polynomial.polyval(low * low, _LOG_TANHC)
-    return np.where(y < 0.3, series, np.log(np.tanh(high) / high))
-
-
 def _deviation(gamma: ArrayLike) -> Array:
     rule = "the standard deviation of the scores is finite and at least 0"
-    return _checked("gamma", gamma, rule, 0.0)
-
-
-def _keys(n: ArrayLike) -> Array:
-    return _checked("n", n, "the number of keys is finite and at least 1", 1.0)
-
-
-def _checked(
-    name: str, value: ArrayLike, rule: str, least: float = -np.inf, most: float = np.inf
-) -> Array:
-    """As float64, if finite and within [least, most]."""
-    values = np.asarray(value, dtype=np.float64)
-    _require(name, values, np.isfinite(values) & (values >= least) & (values <= most), rule)
-    return values
-
-
-def _require(name: str, values: Array, valid: NDArray[np.bool_], rule: str, what: str = "") -> None:
-    if not valid.all():
-        values, valid = np.broadcast_arrays(values, valid)
-        raise ValueError(f"{name}: {rule}, got {what or name}={values[~valid][0]:g}")
-
-
-def _result(values: Array) -> float | Array:
-    values = values + 0.0  # no negative zero
-    return values if np.ndim(values) else float(values)
+    return checked("gamma", gamma, rule, 0.0)

@@ -35,6 +35,7 @@ class _Events:
     load_state_dict: Callable[[dict[str, Any]], None]
     close: Callable[[], None]
     _forget: Callable[[], None]
+    _begin_anew: Callable[[], None]
 
     if TYPE_CHECKING:
 
@@ -71,7 +72,9 @@ class TrainerEvents(_Events):
         self.close()
         self._trainer = _calling_trainer(self)
         kept = (getattr(state, "stateful_callbacks", None) or {}).get(STATE_KEY)
-        if kept is not None and state.global_step:
+        if not state.global_step:
+            self._begin_anew()
+        elif kept is not None:
             self.load_state_dict(kept)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -164,6 +167,11 @@ class LightningEvents(_Events):
     @property
     def _legacy_state_key(self) -> type:
         return type(self)
+
+    def on_train_start(self, trainer: Any, *_: Any, **__: Any) -> None:
+        """Begin anew, unless the run goes on from a checkpoint or from an earlier fit."""
+        if not trainer.global_step:
+            self._begin_anew()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         """Watch the batch if its optimiser step is due."""

@@ -34,7 +34,7 @@ class ContrastiveReport:
         negative_entropy: entropy in nats of the weights among the negatives alone.
         effective_negatives: 1/Σp² of the same weights: how many negatives count.
         positive_weight: weight of the positive among all.
-        accuracy: share of rows whose positive is above every negative.
+        accuracy: share of rows whose positive is above every negative, by more than rounding.
     """
 
     loss: float
@@ -63,8 +63,9 @@ class InfoNCE(nn.Module):
     ``fixed``           1/``tau``
     ``learned``         trained as its logarithm, from 1/``tau``, at most 1/``minimum``
     ``log_n``           ``coefficient`` · log n, n the candidates of a row
-    ``entropy_target``  moved at each forward in training by one Newton step on the measured
-                        entropy of the negatives, towards ``target`` · log of their number
+    ``entropy_target``  moved after each forward in training by one Newton step on the measured
+                        entropy of the negatives, towards ``target`` · log of their number, and
+                        held between 0.001 and 1000
     ==================  ===========================================================================
 
     Args:
@@ -147,7 +148,7 @@ class InfoNCE(nn.Module):
         """The loss, a scalar, in nats.
 
         Args:
-            anchor: (B, d), any length; none is 0.
+            anchor: (B, d), any length. A row of zeros has cosine 0 with all, and no gradient.
             positive: (B, d): row i belongs to anchor i.
             negatives: (M, d), further negatives of every anchor.
 
@@ -166,11 +167,13 @@ class InfoNCE(nn.Module):
                     "a row has at least one negative: give two pairs or more, or negatives, got "
                     f"anchor {tuple(anchor.shape)}"
                 )
+            if self.symmetric and across * len(first) < 2:
+                raise ValueError("symmetric needs two pairs or more, got one")
             sides = [self._side(first, second, extra)]
             if self.symmetric:
-                if across * len(first) < 2:
-                    raise ValueError("symmetric needs two pairs or more, got one")
                 sides.append(self._side(second, first, None))
+            if self.temperature == "entropy_target" and self.training:
+                self._follow([side[2] for side in sides])  # both directions had the same τ
         losses = torch.stack([side[0] for side in sides])
         self._keep(losses, sides)
         return losses.mean()
@@ -190,18 +193,22 @@ class InfoNCE(nn.Module):
             found = RowStatistics(merge(found.state, further.state))
         match = (scaled * key).sum(-1)
         loss = softplus(found.lse[0, 0] - match).mean()
-        if self.temperature == "entropy_target" and self.training:
-            self._follow(found)
         return loss, scale, found, match
 
     @torch.no_grad()
-    def _follow(self, found: RowStatistics) -> None:
-        """One Newton step of 1/τ, on the means over all ranks, so that they stay together."""
-        means = torch.stack([found.entropy.mean(), found.varentropy.mean()]).detach()
+    def _follow(self, sides: list[RowStatistics]) -> None:
+        """One Newton step of 1/τ, on means over directions and ranks, which stay together so."""
+        means = torch.stack(
+            [
+                torch.stack([found.entropy.mean(), found.varentropy.mean()]).detach()
+                for found in sides
+            ]
+        ).mean(0)
         if self.gather and ranks(self.group)[1] > 1:
             torch.distributed.all_reduce(means, group=self.group)
             means /= ranks(self.group)[1]
-        aim = self.target * torch.log(found.n_keys[0, 0, 0].to(means.dtype))
+        most = torch.stack([found.n_keys[0, 0, 0].to(means.dtype).log() for found in sides])
+        aim = self.target * most.mean()
         moved = newton_step(self.log_scale.exp().to(means), means[0], means[1], aim)
         self.log_scale.copy_(moved.clamp(1e-3, _LARGEST).log())
 
@@ -219,7 +226,7 @@ class InfoNCE(nn.Module):
             negative_entropy=mean([found.entropy for _, _, found, _ in sides]),
             effective_negatives=mean([found.effective_keys for _, _, found, _ in sides]),
             positive_weight=mean([torch.sigmoid(m - f.lse[0, 0]) for _, _, f, m in sides]),
-            accuracy=mean([m > f.max_logit[0, 0] for _, _, f, m in sides]),
+            accuracy=mean([m - f.max_logit[0, 0] > _tie(m, s) for _, s, f, m in sides]),
         )
 
     def extra_repr(self) -> str:
@@ -248,8 +255,16 @@ def _others(query: Tensor, key: Tensor, offset: int) -> RowStatistics:
 
 
 def _unit(rows: Tensor) -> Tensor:
+    """Rows over their lengths, whatever these are; a row of zeros stays, and has no gradient."""
     wide = rows if rows.dtype == torch.float64 else rows.float()
-    return normalize(wide, dim=-1)
+    largest = wide.detach().abs().amax(-1, keepdim=True)  # squares of 1e25 would overflow
+    there = largest > 0
+    return normalize(wide * there / torch.where(there, largest, 1.0), dim=-1)
+
+
+def _tie(match: Tensor, scale: Tensor) -> Tensor:
+    """Differences of logits that rounding may make of none."""
+    return 8 * torch.finfo(match.dtype).eps * scale
 
 
 def _check(anchor: Tensor, positive: Tensor, negatives: Tensor | None) -> None:

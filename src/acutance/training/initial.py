@@ -74,7 +74,13 @@ def initial_scale(
         most = "1" if unit == "fraction" else f"log n = {math.log(n):.6g} nats"
         raise ValueError(f"target is below {most}, which is the entropy of scale 0, got {target!r}")
     if score == "cosine":
-        return float(theory.scale_for_entropy(n, entropy, "cosine", d=d))
+        try:
+            return float(theory.scale_for_entropy(n, entropy, "cosine", d=d))
+        except ValueError:
+            raise ValueError(
+                "target is one that a scale gives at which float64 still tells cosines apart, got "
+                f"{target!r} for n={n} and d={d}"
+            ) from None
     fixed = float(theory.scale_for_entropy(n, entropy)) / math.sqrt(d)
     keys = torch.full((_NODES,), float(n), dtype=torch.float64)
     lengths, weights = _lengths(d)

@@ -74,6 +74,8 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         on_alarm: called with each :class:`Alarm` that is new, on every rank; what it raises ends
             the training.
         histograms: one for each "layer", each "head", or "none".
+        profile: also keep each metric by octave of n in the record's summary, as a probe does;
+            nothing that is logged needs it.
         writer: a ``SummaryWriter`` to write to in a loop of your own. Trainers have their own.
         group: the ranks that train this model; None is all of them.
 
@@ -119,6 +121,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         growth: float | None = 100.0,
         on_alarm: Callable[[Alarm], object] | None = None,
         histograms: Histograms = "layer",
+        profile: bool = False,
         writer: Any = None,
         group: Any = None,
     ) -> None:
@@ -134,6 +137,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         self.layers, self.heads = layers, heads
         self.max_rows = None if max_rows is None else check_count("max_rows", max_rows, 2)
         self.provide = check_flag("provide", provide)
+        self.profile = check_flag("profile", profile)
         self.thresholds = Thresholds(collapse, growth)
         self.on_alarm, self.histograms = on_alarm, histograms
         self.writer, self.group = writer, group
@@ -183,6 +187,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
                 max_rows=self.max_rows,
                 seed=self.steps,
                 provide=self.provide,
+                profile=self.profile,
             )
         elif self._model is not model:
             raise ValueError(
@@ -275,6 +280,13 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         """Drop what the step under way has shown."""
         self._model, self._probe, self._problem = None, None, ""
 
+    def _begin_anew(self) -> None:
+        """Know nothing of an earlier run: its heads were those of another model."""
+        self._forget()
+        self.steps = self._measured = 0
+        self.last = None
+        self._told.clear()
+
     def close(self) -> None:
         """Let go of a model and a trainer, wherever a step was; needed only where one was left."""
         self._release()
@@ -315,6 +327,8 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         measured = check_count("measured", state_dict["measured"], 0)
         told = set()
         for place in state_dict["told"]:
+            if not isinstance(place, list | tuple) or len(place) != 3:
+                raise ValueError(f"told holds a kind, a module and a head each, got {place!r}")
             kind, module, head = place
             told.add((str(kind), str(module), check_count("head", head, 0)))
         self.steps, self._measured, self._told = steps, measured, told

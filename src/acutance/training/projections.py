@@ -13,7 +13,18 @@ from acutance import scores
 from acutance.nn import MultiheadAttention
 from acutance.scores import QKNorm
 
-__all__ = ["HeadSlices", "Projections", "find_projections"]
+__all__ = [
+    "LAYOUTS",
+    "NAMES",
+    "HeadSlices",
+    "Projections",
+    "find_layouts",
+    "find_projections",
+]
+
+#: How queries and keys lie: in two projections; in one, all queries, then keys, then values; in
+#: one, by key head, each with its queries, its key and its value; or as in latent attention.
+LAYOUTS = ("separate", "blocks", "interleaved", "latent")
 
 _PAIRS = (
     ("q_proj", "k_proj"),
@@ -23,24 +34,50 @@ _PAIRS = (
     ("query_proj", "key_proj"),
     ("to_q", "to_k"),
     ("wq", "wk"),
+    ("Wq", "Wk"),
+    ("w_q", "w_k"),
+    ("W_q", "W_k"),
+    ("linear_q", "linear_k"),
+    ("q_linear", "k_linear"),
+    ("query_projection", "key_projection"),
 )
-_PACKED = ("c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj")
-_INTERLEAVED = ("GPTNeoX", "Bloom")  # query_key_value there is [head, (q, k, v), width]
-_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm", "norm_q")
+_PACKED = ("c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj", "to_qkv", "W_pack", "qkv_linear")
+_BY_HEAD = ("query_key_value", "wqkv")  # interleaved in GPT-NeoX, Bloom, Falcon and InternLM
+#: Names of what makes queries or keys.
+NAMES = frozenset(name for pair in _PAIRS for name in pair) | {
+    *_PACKED,
+    *_BY_HEAD,
+    "q_attn",
+    "q_b_proj",
+    "kv_b_proj",
+}
+_NORMS = tuple(
+    form.format(part)
+    for part in ("q", "k", "qk", "query", "key")
+    for form in ("{}_norm", "{}_layernorm", "{}_layer_norm", "{}_ln", "norm_{}", "ln_{}")
+)
 
 
 @dataclass(frozen=True)
 class HeadSlices:
-    """The slices of one tensor that belong to each head: ``size`` entries every ``stride``."""
+    """The slices of one tensor that belong to each head.
+
+    ``size`` entries every ``stride``, or where heads stand in groups, ``group`` times ``size``.
+    """
 
     tensor: Tensor
     dim: int
     start: int
     stride: int
     size: int
+    group: int = 1
+
+    def offset(self, head: int) -> int:
+        """Where a head's slice starts."""
+        return self.start + head // self.group * self.stride + head % self.group * self.size
 
     def __getitem__(self, head: int) -> Tensor:
-        return self.tensor.narrow(self.dim, self.start + head * self.stride, self.size)
+        return self.tensor.narrow(self.dim, self.offset(head), self.size)
 
 
 @dataclass(frozen=True)
@@ -54,6 +91,9 @@ class Projections:
         key: slices by key head.
         query_alone: slices by query head of what meets a key that all heads share (the rotary part
             of multi-head latent attention).
+        layout: one of :data:`LAYOUTS`.
+        makers: the modules whose outputs are the queries and the keys; empty where parameters are
+            used directly.
     """
 
     heads: int
@@ -61,22 +101,25 @@ class Projections:
     query: tuple[HeadSlices, ...]
     key: tuple[HeadSlices, ...]
     query_alone: tuple[HeadSlices, ...] = ()
+    layout: str = "separate"
+    makers: tuple[nn.Module, ...] = ()
 
-    def scale(self, head: int, factor: float, alpha: float = 0.5) -> None:
-        r"""Multiply the logits of one head, and of no other, by a factor.
+    def factors(
+        self, head: int, factor: float, alpha: float = 0.5
+    ) -> Iterator[tuple[HeadSlices, float]]:
+        r"""What multiplies the logits of one head, and of no other: its slices of each, by factors.
 
         Queries take :math:`\gamma^\alpha` and keys the rest; where a key is shared, the
         queries take all of it.
         """
-        with torch.no_grad():
-            own = self.group == 1
-            for part in self.query:
-                _multiply(part[head], factor**alpha if own else factor)
-            for part in self.query_alone:
-                _multiply(part[head], factor)
-            if own:
-                for part in self.key:
-                    _multiply(part[head], factor ** (1 - alpha))
+        own = self.group == 1
+        for part in self.query:
+            yield part, factor**alpha if own else factor
+        for part in self.query_alone:
+            yield part, factor
+        if own:
+            for part in self.key:
+                yield part, factor ** (1 - alpha)
 
     @property
     def eps(self) -> float:
@@ -84,18 +127,22 @@ class Projections:
         return max(torch.finfo(part.tensor.dtype).eps for part in (*self.query, *self.key))
 
 
-def _multiply(part: Tensor, factor: float) -> None:
-    wide = part.to(torch.float64 if part.dtype == torch.float64 else torch.float32)
-    part.copy_(wide * factor)  # rounded once: a float16 factor would be rounded too
-
-
 def find_projections(module: nn.Module, heads: int, width: int) -> Projections:
+    """The first of :func:`find_layouts`."""
+    return find_layouts(module, heads, width)[0]
+
+
+def find_layouts(module: nn.Module, heads: int, width: int) -> tuple[Projections, ...]:
     """Locate the weights behind a module's queries and keys.
 
     Args:
         module: an attention module.
         heads: Hq.
         width: E, of one head's query.
+
+    Returns:
+        One, or the ways in which a projection of all three may be laid out, the usual one for its
+        name first.
 
     Raises:
         ValueError: if they cannot be told, are computed from others, or a normalisation between
@@ -106,57 +153,59 @@ def find_projections(module: nn.Module, heads: int, width: int) -> Projections:
         norm = getattr(module, name, None)
         if isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity):
             raise ValueError(f"{kind}.{name} normalises, which undoes any factor on the weights")
+    limit = getattr(module, "clip_qkv", None) or getattr(
+        getattr(module, "config", None), "clip_qkv", None
+    )
+    if limit is not None:
+        raise ValueError(f"{kind} clamps queries and keys at clip_qkv={limit!r}, after the weights")
     if isinstance(module, MultiheadAttention):
-        return _ours(module)
+        return (_ours(module),)
     if isinstance(module, nn.MultiheadAttention):
-        return _torch(module)
+        return (_torch(module),)
     if hasattr(module, "kv_b_proj"):
-        return _latent(module, heads, width)
+        return (_latent(module, heads, width),)
     crossing, both = getattr(module, "q_attn", None), getattr(module, "c_attn", None)
     if isinstance(crossing, nn.Module) and isinstance(both, nn.Module):  # GPT-2's cross-attention
-        return _pair(kind, crossing, both, heads, width, keys=heads)
+        return (_pair(kind, crossing, both, heads, width, keys=heads),)
     for first, second in _PAIRS:
         query, key = getattr(module, first, None), getattr(module, second, None)
         if isinstance(query, nn.Module) and isinstance(key, nn.Module):
-            return _pair(kind, query, key, heads, width)
-    for name in _PACKED:
+            return (_pair(kind, query, key, heads, width),)
+    for name in (*_PACKED, *_BY_HEAD):
         if isinstance(packed := getattr(module, name, None), nn.Module):
-            return _blocks(f"{kind}.{name}", packed, heads, width)
-    packed = getattr(module, "query_key_value", None)
-    if isinstance(packed, nn.Module) and kind.startswith(_INTERLEAVED):
-        return _interleaved(f"{kind}.query_key_value", packed, heads, width)
+            both_ways = _packed(f"{kind}.{name}", packed, heads, width)
+            return both_ways if name in _PACKED else both_ways[::-1]
     raise ValueError(
         f"{kind} has no projections that are known: it has none of "
-        f"{', '.join(a for a, _ in _PAIRS)}, {', '.join(_PACKED)}"
+        f"{', '.join(a for a, _ in _PAIRS)}, {', '.join((*_PACKED, *_BY_HEAD))}"
     )
 
 
 def _slices(
-    name: str, module: Any, start: int, stride: int, size: int
+    name: str, module: Any, start: int, stride: int, size: int, group: int = 1
 ) -> Iterator[tuple[HeadSlices, int]]:
     """Slices of weight and bias, each with the length of the dimension that is cut."""
     if hasattr(module, "parametrizations"):
         raise ValueError(f"{name} is computed by a parametrization: remove it before clipping")
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-        raise ValueError(f"{name} has no floating weight matrix that could be scaled")
-    _check_local(name, weight)
-    dim = 1 if type(module).__name__ == "Conv1D" else 0  # transformers' Conv1D is (in, out)
-    yield HeadSlices(weight, dim, start, stride, size), weight.shape[dim]
+    # a weight that is no parameter is made from others at each forward (LoRA, weight_norm, FSDP)
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2 or not weight.is_floating_point():
+        raise ValueError(
+            f"{name} ({type(module).__name__}) has no floating weight matrix of its own that could "
+            "be scaled"
+        )
+    # transformers' Conv1D is (in, out); fully_shard makes a subclass
+    dim = 1 if any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) else 0
+    yield HeadSlices(weight, dim, start, stride, size, group), weight.shape[dim]
     bias = getattr(module, "bias", None)
     if isinstance(bias, Tensor):
-        yield HeadSlices(bias, 0, start, stride, size), bias.shape[0]
-
-
-def _check_local(name: str, weight: Tensor) -> None:
-    if type(weight).__name__ == "DTensor":
-        raise ValueError(f"{name} is sharded over ranks (DTensor), which cannot be scaled by head")
+        yield HeadSlices(bias, 0, start, stride, size, group), bias.shape[0]
 
 
 def _cut(
-    name: str, module: Any, start: int, stride: int, size: int, whole: int
+    name: str, module: Any, start: int, stride: int, size: int, whole: int, group: int = 1
 ) -> tuple[HeadSlices, ...]:
-    found = tuple(_slices(name, module, start, stride, size))
+    found = tuple(_slices(name, module, start, stride, size, group))
     for _, length in found:
         if length != whole:
             raise ValueError(f"{name} has {length} outputs where {whole} were expected")
@@ -179,11 +228,12 @@ def _pair(
         heads // count,
         _cut(f"{kind}'s query projection", query, 0, width, width, heads * width),
         tuple(part for part, _ in found),
+        makers=(query, key),
     )
 
 
-def _blocks(name: str, packed: nn.Module, heads: int, width: int) -> Projections:
-    """All queries, then all keys, then all values."""
+def _packed(name: str, packed: nn.Module, heads: int, width: int) -> tuple[Projections, ...]:
+    """All queries, then all keys, then all values; or each key head with its queries and value."""
     rows = next(_slices(name, packed, 0, width, width))[1]
     rest = rows - heads * width
     keys = rest // (2 * width)
@@ -192,22 +242,27 @@ def _blocks(name: str, packed: nn.Module, heads: int, width: int) -> Projections
             f"{name} has {rows} outputs: not queries of {heads} heads of width {width}, then keys "
             "and values of as many or of a divisor"
         )
-    return Projections(
+    group, makers = heads // keys, (packed, packed)
+    blocks = Projections(
         heads,
-        heads // keys,
+        group,
         _cut(name, packed, 0, width, width, rows),
         _cut(name, packed, heads * width, width, width, rows),
+        layout="blocks",
+        makers=makers,
     )
-
-
-def _interleaved(name: str, packed: nn.Module, heads: int, width: int) -> Projections:
-    rows, stride = 3 * heads * width, 3 * width
-    return Projections(
+    if keys == 1:
+        return (blocks,)  # the two are one
+    stride = (group + 2) * width
+    interleaved = Projections(
         heads,
-        1,
-        _cut(name, packed, 0, stride, width, rows),
-        _cut(name, packed, width, stride, width, rows),
+        group,
+        _cut(name, packed, 0, stride, width, rows, group),
+        _cut(name, packed, group * width, stride, width, rows),
+        layout="interleaved",
+        makers=makers,
     )
+    return blocks, interleaved
 
 
 def _latent(module: Any, heads: int, width: int) -> Projections:
@@ -220,7 +275,7 @@ def _latent(module: Any, heads: int, width: int) -> Projections:
             f"qk_rope_head_dim and v_head_dim are {sizes} for queries of width {width}"
         )
     own, rotary, value = sizes
-    query = getattr(module, "q_b_proj", None) or getattr(module, "q_proj", None)
+    query: Any = getattr(module, "q_b_proj", None) or getattr(module, "q_proj", None)
     rows = heads * width
     return Projections(
         heads,
@@ -228,6 +283,8 @@ def _latent(module: Any, heads: int, width: int) -> Projections:
         _cut(f"{kind}'s query projection", query, 0, width, own, rows),
         _cut(f"{kind}.kv_b_proj", module.kv_b_proj, 0, own + value, own, heads * (own + value)),
         _cut(f"{kind}'s query projection", query, own, width, rotary, rows),
+        layout="latent",
+        makers=(query, module.kv_b_proj),
     )
 
 
@@ -260,7 +317,6 @@ def _packed_parameters(module: Any, heads: int, keys: int, width: int) -> Projec
     else:
         query = [HeadSlices(module.q_proj_weight, 0, 0, width, width)]
         key = [HeadSlices(module.k_proj_weight, 0, 0, width, width)]
-    _check_local(type(module).__name__, query[0].tensor)
     if module.in_proj_bias is not None:
         query.append(HeadSlices(module.in_proj_bias, 0, 0, width, width))
         key.append(HeadSlices(module.in_proj_bias, 0, first, width, width))

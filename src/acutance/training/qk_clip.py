@@ -12,12 +12,17 @@ import torch
 from torch import Tensor
 
 from acutance.probing import ProbeError
+from acutance.probing.call import AttentionCall
 from acutance.shapes import check_count, check_number
 from acutance.training.across_ranks import ExactMaxima
-from acutance.training.projections import Projections, find_projections
+from acutance.training.agreement import Outputs, agrees
+from acutance.training.projections import LAYOUTS, HeadSlices, Projections, find_layouts
+from acutance.training.sharded import multiply, reshard
 from acutance.training.watch import AttentionWatch, Layers, WatchedRows
 
 __all__ = ["ClipReport", "LayerClip", "QKClip"]
+
+_UNTOLD, _OTHERS = -1, len(LAYOUTS)  # beside the number of a layout: not known; none of them
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,22 @@ class ClipReport:
         )
 
 
+class _Watch(AttentionWatch):
+    """Hands over every call before it is read."""
+
+    noted: Callable[[str, AttentionCall], None]
+
+    def observe(
+        self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
+    ) -> None:
+        def noting() -> AttentionCall:
+            call = make()
+            self.noted(module.partition("#")[0], call)
+            return call
+
+        super().observe(noting, module, output)
+
+
 class QKClip:
     r"""After an optimiser step, scale down the heads whose largest logit exceeded a threshold.
 
@@ -80,7 +101,10 @@ class QKClip:
     Works on ``torch.nn.MultiheadAttention``, on :class:`acutance.nn.MultiheadAttention`, and on
     modules of any library that call ``F.scaled_dot_product_attention`` or transformers' attention
     interface and have their projections under a usual name (``q_proj`` and ``k_proj``, ``query``
-    and ``key``, ``c_attn``, ``qkv_proj``, ...).
+    and ``key``, ``c_attn``, ``qkv_proj``, ...). The first forward tells how a projection of
+    queries, keys and values is laid out, and whether what was scored is what the projections made:
+    a layer in which something else lies between, such as a normalisation, is refused. Weights that
+    modules share take the smallest of their factors, once.
 
     Args:
         model: the model that trains.
@@ -126,7 +150,8 @@ class QKClip:
         layers: Layers = None,
         group: Any = None,
     ) -> None:
-        self._watch = AttentionWatch(model, layers=layers, gradients=False, products=True)
+        self._watch = _Watch(model, layers=layers, gradients=False, products=True)
+        self._watch.noted = self._note
         self._model = model
         self.tau = check_number("tau", tau, above=0.0)
         self.alpha = check_number("alpha", alpha, above=0.0, including=True)
@@ -137,9 +162,14 @@ class QKClip:
         self._exact = ExactMaxima(group)
         self._maxima: dict[str, Tensor] = {}
         self._shapes: dict[str, tuple[int, float]] = {}
+        self._layouts: dict[str, int] = {}
+        self._outputs: Outputs | None = None
+        self._modules: dict[str, torch.nn.Module] = {}
 
     def __enter__(self) -> QKClip:
         self._watch.__enter__()
+        if not self._layouts:
+            self._outputs = Outputs(self._model)
         return self
 
     def __exit__(
@@ -151,7 +181,10 @@ class QKClip:
         try:
             self._watch.__exit__(kind, error, trace)
         finally:
-            rows, self._watch.rows = self._watch.rows, []
+            rows, self._watch.rows, self._modules = self._watch.rows, [], {}
+            if self._outputs is not None:
+                self._outputs.remove()
+                self._outputs = None
         if kind is not None:
             return
         if self._watch.unread:
@@ -173,6 +206,23 @@ class QKClip:
         eps = torch.finfo(seen.dtype).eps if seen.dtype is not None else 0.0
         self._shapes[name] = (seen.width, eps)  # for ranks that do not see the layer
 
+    def _note(self, name: str, call: AttentionCall) -> None:
+        """At the first forward, tell from a call how its module's projections are laid out."""
+        if self._outputs is None or name in self._layouts:
+            return
+        query, key = call.query, call.key
+        try:
+            ways = self._weights(name, query.shape[1], query.shape[-1])
+        except ValueError:
+            return  # step() says so
+        told = [agrees(way, query, key, self._outputs) for way in ways]
+        right = [way.layout for way, verdict in zip(ways, told, strict=True) if verdict]
+        if right:
+            self._layouts[name] = LAYOUTS.index(right[0])
+        else:
+            self._layouts[name] = _OTHERS if told[0] is False else _UNTOLD
+        self._outputs.forget(ways[0].makers)
+
     def step(self) -> ClipReport:
         """Scale the heads that exceeded τ since the last step, and start anew.
 
@@ -184,12 +234,15 @@ class QKClip:
         """
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         shapes = {
-            name: values.new_tensor(self._shapes[name]) for name, values in self._maxima.items()
+            name: values.new_tensor([*self._shapes[name], self._layouts.get(name, _UNTOLD)])
+            for name, values in self._maxima.items()
         }
         mine = {name: torch.cat([values, shapes[name]]) for name, values in self._maxima.items()}
         layers, odd = [], []
+        smallest: dict[tuple[int, ...], tuple[HeadSlices, float]] = {}
+        reshard(self._model)
         for name, values in self._exact(mine, device).items():
-            *largest, width, eps = values.tolist()
+            *largest, width, eps, layout = values.tolist()
             if width < 0:
                 continue  # in the layout of the ranks, but none saw it since the last step
             factors = [1.0] * len(largest)
@@ -201,10 +254,13 @@ class QKClip:
                 for h, value in enumerate(largest)
                 if math.isnan(value) or value == math.inf
             ]
-            weights = self._weights(name, len(largest), int(width))
+            weights = self._laid_out(name, len(largest), int(width), int(layout))
             for head in over:
                 factors[head] = self.tau / largest[head] * (1 - _margin(max(eps, weights.eps)))
-                weights.scale(head, factors[head], self.alpha)
+                for part, factor in weights.factors(head, factors[head], self.alpha):
+                    place = (id(part.tensor), part.dim, part.offset(head), part.size)
+                    before = smallest.get(place, (part, 1.0))[1]
+                    smallest[place] = (part, min(before, factor))
             counts = self.clips.setdefault(name, torch.zeros(len(largest), dtype=torch.int64))
             counts += torch.tensor([factor != 1.0 for factor in factors])
             layers.append(LayerClip(name, tuple(largest), tuple(factors)))
@@ -213,8 +269,10 @@ class QKClip:
                 f"QKClip has seen no attention of {type(self._model).__name__} since its last "
                 f"step: run the model inside 'with clip:' before step()"
             )
+        for (_, dim, start, size), (part, factor) in smallest.items():
+            multiply(part.tensor, dim, start, size, factor)
         self.steps += 1
-        self._maxima = {}
+        self._maxima, self._modules = {}, {}
         return ClipReport(tuple(layers), tuple(odd))
 
     def settle(self, run: Callable[[], object], *, rounds: int = 100) -> tuple[ClipReport, ...]:
@@ -256,23 +314,36 @@ class QKClip:
     def _hooked(self) -> None:
         self.step()
 
-    def _weights(self, name: str, heads: int, width: int) -> Projections:
+    def _laid_out(self, name: str, heads: int, width: int, layout: int) -> Projections:
+        """The weights of a module, laid out as the first forward told."""
+        ways = self._weights(name, heads, width)
+        if layout == _OTHERS:
+            raise ValueError(
+                f"{name} cannot be clipped, leave it out with layers=: its queries and keys are "
+                "not what its projections give, but for a rotation or a factor: a normalisation, a "
+                "clamp, a term that is added or an unknown order of heads lies between"
+            )
+        return next((w for w in ways if LAYOUTS.index(w.layout) == layout), ways[0])
+
+    def _weights(self, name: str, heads: int, width: int) -> tuple[Projections, ...]:
         """The weights of a module, or of the nearest module around it that has them."""
-        modules = {self._watch._label(key): part for key, part in self._model.named_modules()}
-        module, reason, place = modules[name], None, name
+        if not self._modules:
+            parts = self._model.named_modules()
+            self._modules = {self._watch._label(key): part for key, part in parts}
+        module, reason, place = self._modules[name], None, name
         for _ in range(3):
             try:
-                return find_projections(module, heads, width)
+                return find_layouts(module, heads, width)
             except ValueError as problem:
                 reason = reason or problem
                 if "has no projections" not in str(problem) or not place:
                     break
                 place = place.rpartition(".")[0]
-                module = modules.get(place, self._model)
+                module = self._modules.get(place, self._model)
         raise ValueError(f"{name} cannot be clipped, leave it out with layers=: {reason}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps, counts and the maxima since the last step."""
+        """Steps, counts, the maxima since the last step, and how weights are laid out."""
         return {
             "tau": self.tau,
             "alpha": self.alpha,
@@ -280,6 +351,7 @@ class QKClip:
             "clips": {name: counts.clone() for name, counts in self.clips.items()},
             "maxima": {name: values.clone() for name, values in self._maxima.items()},
             "shapes": dict(self._shapes),
+            "layouts": dict(self._layouts),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -300,6 +372,7 @@ class QKClip:
         self.clips = {name: counts.clone() for name, counts in state["clips"].items()}
         self._maxima = {name: values.clone() for name, values in state["maxima"].items()}
         self._shapes = {name: (int(w), float(e)) for name, (w, e) in state["shapes"].items()}
+        self._layouts = {name: int(layout) for name, layout in state["layouts"].items()}
 
 
 def _margin(eps: float) -> float:

@@ -29,7 +29,7 @@ class SigmaReparam(nn.Module):
 
     Raises:
         TypeError: if an argument is of the wrong kind.
-        ValueError: if the weight is no matrix, or one does not fit.
+        ValueError: if the weight is no matrix or a part of it all zeros, or an option does not fit.
 
     Example:
         >>> weight = torch.diag(torch.tensor([4.0, 1.0]))
@@ -58,6 +58,11 @@ class SigmaReparam(nn.Module):
             raise ValueError(f"parts divides {weight.shape[dim]}, got {parts}")
         self.parts, self.dim = parts, dim
         blocks = self._blocks(weight.detach())
+        if not bool(blocks.flatten(1).any(1).all()):
+            raise ValueError(
+                "weight has an entry other than 0 in each part: where σ(W) is 0, γ W / σ(W) is no "
+                f"number, got zeros of shape {tuple(weight.shape)} in {parts} parts"
+            )
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(parts, blocks.shape[2], generator=generator).to(blocks)
         self.register_buffer("v", normalize(start, dim=1))
@@ -80,11 +85,13 @@ class SigmaReparam(nn.Module):
     @torch.no_grad()
     def _iterate(self, blocks: Tensor) -> None:
         # new tensors: an earlier forward's graph may still hold the old ones
-        self.u = normalize(torch.einsum("pmk,pk->pm", blocks, self.v), dim=1)
+        self.u = normalize(torch.einsum("pmk,pk->pm", blocks, self.v.to(blocks)), dim=1)
         self.v = normalize(torch.einsum("pmk,pm->pk", blocks, self.u), dim=1)
 
     def _sigma(self, blocks: Tensor) -> Tensor:
-        return torch.einsum("pm,pmk,pk->p", self.u, blocks, self.v)
+        # model.bfloat16() rounds the vectors too, and then they are no unit vectors
+        left, right = (normalize(part.to(blocks), dim=1) for part in (self.u, self.v))
+        return torch.einsum("pm,pmk,pk->p", left, blocks, right)
 
     @property
     def sigma(self) -> Tensor:
@@ -121,7 +128,7 @@ def sigma_reparam(
         The module.
 
     Raises:
-        ValueError: if it has no such weight, or the weight is reparametrized already.
+        ValueError: if it has no such weight, or the weight is reparametrized already or all zeros.
 
     Example:
         >>> layer = sigma_reparam(nn.Linear(8, 8))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from acutance.masks import hides
 from acutance.nn import Recorded
@@ -133,18 +134,20 @@ class AttentionWatch(Probe):
         if module.partition("#")[0] in self._own:
             return  # it hands over its statistics itself
         chosen = self._chosen(module)
-        with self.mute(), self._graph(), torch._C.DisableTorchFunction():
+        # a checkpoint that saves nothing would miss these when it runs the model's part alone again
+        kept = saved_tensors_hooks(_detached, _as_saved)
+        with self.mute(), self._graph(), kept, torch._C.DisableTorchFunction():
             call = make()
             with torch.no_grad():
                 real = self._real_rows(call)
             if not chosen:
                 return
             stats = (_products(call) if self.products else call).statistics(False)
-            kept = stats.state.n > 0
+            counted = stats.state.n > 0
             if real is not None:
-                kept = kept & real[:, None, :]
+                counted = counted & real[:, None, :]
             query = call.query
-            self.rows.append(WatchedRows(module, stats, kept, query.shape[-1], query.dtype))
+            self.rows.append(WatchedRows(module, stats, counted, query.shape[-1], query.dtype))
 
     def observe_scores(
         self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
@@ -206,6 +209,14 @@ def _matches(module: str, layer: int | str) -> bool:
         return fnmatch.fnmatchcase(name, layer)
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     return bool(numbers) and numbers[0] == layer
+
+
+def _detached(saved: Tensor) -> Tensor:
+    return saved.detach()  # as it is, a saved output would hold its own graph
+
+
+def _as_saved(saved: Tensor) -> Tensor:
+    return saved
 
 
 def _products(call: AttentionCall) -> AttentionCall:

@@ -163,8 +163,8 @@ def test_rows_of_unknown_tokens_say_what_is_known(summary_of: Make, show: Show) 
 def test_classes_and_recommendations_are_shown(summary_of: Make, show: Show) -> None:
     page = show(summary_of((3, 2), first_weight={(0, 1): 0.8}), "#L0H1")
     assert "sink" in page.text("#head-words").split()
-    assert "Attention sink." in page.text("#head-words .advice")
-    assert page.text("#findings .urgent h3") == "Attention sink"
+    assert "Much weight on the first token." in page.text("#head-words .advice")
+    assert page.text("#findings .urgent h3") == "Much weight on the first token"
     page.click("#next")
     page.click("#findings .urgent button")
     assert page.text("#head-name") == "Layer 0 · head 1"
@@ -256,6 +256,8 @@ def test_the_table_sorts_and_the_filter_filters(summary_of: Make, show: Show) ->
 def test_structure_is_drawn(summary_of: Make, show: Show) -> None:
     page = show(with_structure(summary_of((3, 2)), ["the", "cat", "sat", "here"]), "#L0H1:entropy")
     assert page.text("#profile-title") == "Entropy against visible tokens"
+    named = page.run("document.querySelector('#profile svg').getAttribute('aria-label')")
+    assert named == "Layer 0 · head 1: entropy against tokens the row can see, n"
     assert page.run("document.querySelectorAll('#profile [aria-label=dot] circle').length") == 5
     assert page.run("document.querySelectorAll('#distances [aria-label=rect] rect').length") == 7
     assert page.text("#samples .query") == "here"
@@ -294,6 +296,31 @@ def test_it_fits_the_window_and_is_readable(
     assert wide is True
 
 
+def test_long_lists_of_heads_break(summary_of: Make, show: Show) -> None:
+    every = {(layer, head): 0.5 for layer in range(2) for head in range(0, 64, 2)}
+    page = show(summary_of((64, 64), first_weight=every), width=390)
+    assert page.text("#findings .places button").count(",") == 31
+    root = "document.documentElement"
+    assert page.run(f"{root}.scrollWidth - {root}.clientWidth") == 0
+
+
+def test_tokens_that_bring_their_blanks_are_set_as_they_stand(summary_of: Make, show: Show) -> None:
+    pieces = ["Th", "e", " ", "cat", " sat"]
+    page = show(with_structure(summary_of((2,)), pieces), "#L0H0:entropy_slope")
+    assert page.text("#samples .context") == "The cat sat"
+    listed = page.run("[...document.querySelectorAll('#samples code')].map((one) => one.innerText)")
+    assert listed[:2] == ["cat", "e"]  # the query, the most attended
+    assert "␣" in listed
+    words = show(with_structure(summary_of((2,)), ["the", "cat", "##s"]), "#L0H0")
+    assert words.text("#samples .context") == "the cat##s"
+
+
+def test_nothing_is_minus_zero(summary_of: Make, show: Show) -> None:
+    page = show(summary_of((1,), entropy_slope={(0, 0): -0.0}))
+    page.run("document.getElementById('numbers-part').open = true")
+    assert "−0" not in page.text("#head-numbers").split()
+
+
 def test_it_prints_light_and_whole(summary_of: Make, show: Show) -> None:
     page = show(summary_of((3, 2)), dark=True)
     page.send("Emulation.setEmulatedMedia", media="print")
@@ -317,6 +344,9 @@ def test_heads_of_mixed_layers_keep_their_numbers(summary_of: Make, show: Show) 
     )
     page = show(summary, "#L0H7")
     assert page.text("#head-name") == "Layer 0 · head 7"
+    assert page.text("#modules").split("\n") == [
+        "layer 0: decoder.0.cross_attn", "layers 1–2: model.layers.*.attn",
+    ]  # fmt: skip
     heads = page.run("[...document.querySelectorAll('#map thead th')].map((one) => one.innerText)")
     assert heads == ["layer", "0", "1", "2", "3", "7", "mean"]
     page.run("document.querySelector('[aria-selected=true]').focus()")

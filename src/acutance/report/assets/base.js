@@ -65,6 +65,7 @@ const typeset = (text) => text.replace("e+", "e").replaceAll("-", "−");
 const far = (value) => value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3);
 const number = (value, digits = 4) => {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0"; // not −0
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return typeset(count(value));
   const whole = Math.floor(Math.log10(Math.abs(value))) + 1;
   return typeset(far(value) ? value.toExponential(2) : value.toPrecision(Math.max(digits, whole)));

@@ -113,11 +113,11 @@ const drawRange = (page, box, at) => {
     ],
   });
   const off = measured - predicted, size = Math.abs(off);
-  const meaning = size < 0.1
-    ? "The spread of its scores explains how sharp it is."
+  const meaning = size < 0.1 && size < 0.25 * Math.max(measured, predicted)
+    ? "Scores that spread as much are about as sharp."
     : off < 0
-      ? "It is sharper than scores of that spread usually are: a few scores stand out."
-      : "It is more diffuse than scores of that spread usually are: no score stands out, or a few are very low.";
+      ? "It is sharper than such scores, as where a few stand out."
+      : "It is more diffuse than such scores, as where none stands out or a few are very low.";
   note.textContent = `The left end is one token, the right end ${number(most, 3)}, all tokens alike. Line: ${number(predicted, 3)}, predicted for normally distributed scores that spread as much. ${meaning}${bottom > 0 ? ` Pale bar: it cannot be below ${number(bottom, 3)}, by the largest and the mean score.` : ""}`;
 };
 
@@ -125,7 +125,7 @@ const drawRange = (page, box, at) => {
 const drawProfile = (page, box, points, one, axis) => {
   put(box, {
     height: 190, marginLeft: 48, marginTop: 18,
-    ariaLabel: `${label(one)} against the number of visible tokens`,
+    ariaLabel: `${page.long(page.chosen)}: ${label(one)} against ${axis}`,
     x: { type: "log", base: 2, label: axis, labelAnchor: "center", labelArrow: "none", labelOffset: 34, tickFormat: (value) => plain(value), ticks: 6 },
     y: { grid: true, ticks: 4, tickFormat: plain, label: withUnit(one), labelArrow: "none", zero: one.kind === "nats" },
     marks: [

@@ -50,6 +50,9 @@ const drawFacts = (page) => {
     });
   }
 
+  $("modules").hidden = data.modules.length < 2;
+  $("modules").append(...data.modules.map((said) => quoted("li", said)));
+
   // -- worth a look -----------------------------------------------------------------------------------------
   const card = (title, layer, head, sentence, more) => {
     const item = make("li"), top = make("div", undefined, "top");

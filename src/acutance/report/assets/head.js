@@ -47,10 +47,10 @@ const drawHead = (page) => {
       mean, n: Math.exp(middles[layer][octave] ?? Math.LN2 * (octave + 0.5)), rows: rows[layer][octave],
       error: errors ? errors[octave] : null, predicted: predicted ? predicted[octave] : null,
       most: told && told[octave] !== null ? mean + told[octave] : null,
-      range: `${part === "profile" ? "visible tokens" : "position"} ${count(2 ** octave)}${octave ? ` to ${count(2 ** (octave + 1) - 1)}` : ""}`,
+      range: `${part === "profile" ? "visible tokens" : "tokens of the window"} ${count(2 ** octave)}${octave ? ` to ${count(2 ** (octave + 1) - 1)}` : ""}`,
     })).filter((point) => point.mean !== null);
-    $("profile-title").textContent = part === "profile" ? `${capital(label(one))} against visible tokens` : `${capital(label(one))} against position`;
-    drawProfile(page, $("profile"), points, one, part === "profile" ? "tokens the row can see, n" : "position in the text");
+    $("profile-title").textContent = part === "profile" ? `${capital(label(one))} against visible tokens` : `${capital(label(one))} against place in the window`;
+    drawProfile(page, $("profile"), points, one, part === "profile" ? "tokens the row can see, n" : "place in the window; 1 is the first token");
     const bars = points.some((point) => point.error) ? " Upright bars: standard error from sequence to sequence." : "";
     const lines = predicted ? ` Line without points: predicted.${told ? " Dotted: the most possible." : ""}` : "";
     $("profile-note").textContent = `A point is the mean over the rows of one octave: 4 to 7, 8 to 15, and so on.${lines}${bars}`;
@@ -64,6 +64,10 @@ const drawHead = (page) => {
     drawDistances(page, $("distances"), { mass: take("mass"), even: take("even"), wide });
   };
 
+  /** Whether tokens bring the spaces between words with them, as bytes and most pieces do, and word pieces do not. */
+  const spaced = (data.examples || []).flat().some((one) => [...one.context, ...one.attended].some(([word]) => word.startsWith(" ")));
+  const token = (word) => quoted("code", word.trim() || word.replaceAll(" ", "␣"));
+
   // -- text -----------------------------------------------------------------------------------------------
   const samples = (at) => {
     const rows = (data.examples && data.examples[at]) || [];
@@ -75,16 +79,16 @@ const drawHead = (page) => {
         const mark = make("span", word, index === one.here ? "query" : "word");
         if (weight) mark.style.setProperty("--weight", `${Math.round(70 * weight / heaviest)}%`);
         if (weight) mark.title = percent(weight);
-        text.append(index && !word.startsWith("##") ? " " : "", mark);
+        text.append(index && !spaced && !word.startsWith("##") ? " " : "", mark);
       });
       one.attended.slice(0, 5).forEach(([word, position, weight]) => {
         const line = make("li"), bar = make("span", undefined, "weight");
         bar.style.setProperty("--share", `${Math.min(100, 100 * weight)}%`);
-        line.append(bar, word ? quoted("code", word) : make("span", "token"), make("span", `${percent(weight)} · position ${count(position)}`, "muted"));
+        line.append(bar, word ? token(word) : make("span", "token"), make("span", `${percent(weight)} · position ${count(position)}`, "muted"));
         list.append(line);
       });
       const from = make("p", one.query ? "From " : "A query", "small"), place = one.position < 0 ? "" : ` at position ${count(one.position)}`;
-      from.append(...(one.query ? [quoted("code", one.query)] : []), `${place}: entropy ${number(one.entropy, 2)} nats over ${count(one.n_keys)} tokens`);
+      from.append(...(one.query ? [token(one.query)] : []), `${place}: entropy ${number(one.entropy, 2)} nats over ${count(one.n_keys)} tokens`);
       item.append(from, ...(one.context.length ? [text] : []), list);
       return item;
     }));

@@ -18,10 +18,10 @@ Source: Su Jianlin, kexue.fm/archives/9889.
 import math
 from collections.abc import Callable
 
+from acutance.theory.decay_weights import effective_keys_decay, sparsity_decay
 from acutance.theory.gaussian import expected_entropy_gauss, expected_max_gauss
 from acutance.theory.prediction.softmax import Formulas, gaussian_deviation
 from acutance.theory.prediction.weights import WeightedRow, relu2_top_weight, size_top_weight
-from acutance.theory.sparsity import effective_keys_decay, sparsity_decay
 
 __all__ = ["decay_formulas", "linear_formulas", "relu2_formulas", "size_formulas"]
 

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from acutance.theory.decay_weights import sparsity_decay
 from acutance.theory.families import Family, Gaussian, as_family
+from acutance.theory.linear_weights import sparsity_linear, sparsity_linear_iid
 from acutance.theory.prediction.fixed import (
     decay_formulas,
     linear_formulas,
@@ -26,13 +28,7 @@ from acutance.theory.prediction.fixed import (
 from acutance.theory.prediction.population import softmax_population, sparse_population
 from acutance.theory.prediction.record import NAMES, Kind, MetricRecord, Prediction
 from acutance.theory.prediction.softmax import Formulas, score_moments, softmax_formulas
-from acutance.theory.sparsity import (
-    sparsity_decay,
-    sparsity_identity,
-    sparsity_linear,
-    sparsity_linear_iid,
-    sparsity_relu2,
-)
+from acutance.theory.sparsity import sparsity_identity, sparsity_relu2
 
 __all__ = ["PREDICTED_MECHANISMS", "predict"]
 
