@@ -201,7 +201,12 @@ class CommandOptions(SphinxDirective):
         lines += MetricsTable.row("option", "meaning")
         for parameter in command.params:
             name, meaning = parameter.get_help_record(context)
-            lines += MetricsTable.row(f"`{name}`", re.sub(r"([*_\\<$`])", r"\\\1", meaning))
+            meaning = meaning.replace(r"\[", "[")  # escaped for the terminal's markup
+            meaning = re.sub(r"([*_\\<$`])", r"\\\1", meaning)
+            # An option's dashes are no punctuation.
+            lines += MetricsTable.row(
+                f"`{name}`", re.sub(r"(?<!\w)--[a-z][a-z-]*", r"`\g<0>`", meaning)
+            )
         return self.parse_text_to_nodes("\n".join([*lines, ":::"]))
 
 

@@ -1,4 +1,4 @@
-"""What a model returns: its attention maps, the entropy of their rows, and whether outputs agree."""
+"""What a model returns: attention maps, the entropy of their rows, and whether outputs agree."""
 
 from __future__ import annotations
 

@@ -150,7 +150,8 @@ def test_one_window_of_each_part() -> None:
     assert spread(7, 9, 0) == list(range(7))
     for seed in range(20):
         places = spread(1003, 10, seed)
-        assert [place * 10 // 1003 for place in places] == list(range(10))
+        for part, place in enumerate(places):
+            assert part * 1003 // 10 <= place < (part + 1) * 1003 // 10
     assert spread(1003, 10, 1) != spread(1003, 10, 2)
 
 
@@ -167,7 +168,7 @@ def test_a_text_is_tokenised_once_for_all_lengths(folder: Path) -> None:
 
     text = Text("sentences", SENTENCES)
     found = draw([text], Counting(), [16, 32, 64], 3, 0)
-    assert seen == [SENTENCES]
+    assert seen.count(SENTENCES) == 1
     for length, sample in found.items():
         every = [w for w in windows([text], loaded.tokenizer, length) if len(w) == length]
         assert len(sample.pieces) == 3

@@ -211,6 +211,7 @@ def layer(**fields: Any) -> Callable[[dict[str, Any]], None]:
         (layer(status="perfect"), "a layer's status is 'perfect'"),
         (layer(error="small"), "a layer's error is a size, got 'small'"),
         (layer(error=float("nan")), "a layer's error is a size, got nan"),
+        (layer(error=10**400), r"a layer's error is a size, got 1000"),
         (layer(wit=1), "a layer has no field 'wit'"),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from acutance.calibration.applied import ApplyError, apply
-from acutance.calibration.asked import check_positions
+from acutance.calibration.asked import check_asked, check_positions
 from acutance.calibration.fit import Advance, calibrate
 from acutance.calibration.law import AnyLaw, Law
 from acutance.calibration.render import show
@@ -76,6 +76,8 @@ def run(
             allow_pickle=allow_pickle,
         )
     places = tuple(lengths) if lengths is not None else _default_lengths(loaded)
+    asked = ("target", "value", "reference", "law", "passes", "limit", "windowed")
+    check_asked(lengths=places, **{name: given[name] for name in asked})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_positions(loaded.model, places)

@@ -149,8 +149,8 @@ def sentences(found: Calibration) -> Iterator[str]:
         )
     if limited := _heads(found, "limited"):
         yield (
-            f"{_named(limited)} do{_s(limited)} not reach the target within the limit of the factors, "
-            f"{max(max(one.factors) for one in limited):.3g}."
+            f"{_named(limited)} do{_s(limited)} not reach the target within the limit of the "
+            f"factors, {max(max(one.factors) for one in limited):.3g}."
         )
     if missed := _heads(found, "missed"):
         yield f"{_named(missed)} missed the target at some n: more passes, or another law."

@@ -192,7 +192,8 @@ def _check_layer(layer: Any) -> None:
     if chosen and (len(chosen) != layer["heads"] or sorted(set(chosen)) != chosen):
         raise ValueError(f"a layer has {layer['heads']} heads, chosen are {_short(chosen)}")
     error = layer.get("error")
-    if error is not None and (type(error) not in (int, float) or not error >= 0):
+    size = type(error) is float or (type(error) is int and error <= MOST)
+    if error is not None and not (size and error >= 0):
         raise ValueError(f"a layer's error is a size, got {_short(error)}")
 
 
