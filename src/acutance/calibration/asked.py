@@ -17,7 +17,14 @@ from acutance.calibration.passes import knots_of
 from acutance.calibration.windows import Turn
 from acutance.shapes import check_count, check_flag, check_number
 
-__all__ = ["Asked", "check_asked", "check_positions", "check_target", "check_windows"]
+__all__ = [
+    "Asked",
+    "check_asked",
+    "check_positions",
+    "check_reference",
+    "check_target",
+    "check_windows",
+]
 
 #: Other names that a target is known by.
 _ALIASES = {"information_fraction": "normalized_entropy"}
@@ -68,9 +75,7 @@ def check_asked(
     if law not in FITTED:
         hint = _nearest(law, FITTED)
         raise ValueError(f"law={law!r:.40} is none of {', '.join(FITTED)}{hint}")
-    at = lengths[0] if reference is None else check_count("reference", reference, 2)
-    if at not in lengths:
-        raise ValueError(f"reference is one of the lengths {list(lengths)}, got {at}")
+    at = check_reference(reference, lengths)
     if value is not None:
         value = _check_value(kind, value, lengths)
         if law in ("sqrt_log_n", "clip_log_n"):
@@ -87,6 +92,19 @@ def check_asked(
         check_number("limit", limit, above=1.0),
         check_flag("windowed", windowed),
     )
+
+
+def check_reference(reference: int | None, lengths: Sequence[int]) -> int:
+    """The reference length, the first unless another is named.
+
+    Raises:
+        TypeError: if it is no whole number.
+        ValueError: if it is none of the lengths.
+    """
+    at = lengths[0] if reference is None else check_count("reference", reference, 2)
+    if at not in lengths:
+        raise ValueError(f"reference is one of the lengths {list(lengths)}, got {at}")
+    return at
 
 
 def check_target(target: str) -> Target:

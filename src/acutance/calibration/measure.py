@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from acutance.calibration.asked import check_positions, check_target, check_windows
+from acutance.calibration.asked import (
+    check_positions,
+    check_reference,
+    check_target,
+    check_windows,
+)
 from acutance.calibration.estimates import LayerValues
 from acutance.calibration.law import AnyLaw
 from acutance.calibration.layers import attention_layers
@@ -68,6 +73,7 @@ def measure(
     *,
     target: str = "entropy",
     lengths: Sequence[int] | None = None,
+    reference: int | None = None,
     law: AnyLaw | None = None,
     windowed: bool = False,
 ) -> Measured:
@@ -81,6 +87,7 @@ def measure(
         batches: as in :func:`acutance.calibrate`.
         target: likewise.
         lengths: likewise.
+        reference: likewise, one of them; rows beyond it are read in the same parts as there.
         law: in force, as in :func:`acutance.apply`; None leaves the model as it is.
         windowed: also measure, and scale, layers with a sliding window.
 
@@ -101,7 +108,7 @@ def measure(
     check_positions(model, places)
     turns = cut(found, places)
     check_windows(turns, places)
-    knots = knots_of(places)
+    knots = knots_of(places, check_reference(reference, places))
     sums = run_pass(model, turns, kind, knots, law, so_far=PassSums(), windowed=windowed)
     order = {name: index for index, name in enumerate(attention_layers(model))}
     names = sorted(sums.layers, key=lambda name: order.get(name, len(order)))

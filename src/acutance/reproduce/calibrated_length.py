@@ -159,7 +159,7 @@ def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Row], dict[str,
     start: Tensor | None = None
     for name, law in laws.items():
         found = measure_law(subject.model, [subject.held_out], lengths=lengths, law=law)
-        H = found.flat()
+        H = found.flat()[:, [found.lengths.index(length) for length in lengths]]
         if start is None:
             start = H[:, 0]  # every head's own, at the training length, without a law
         off = (H / start[:, None] - 1).abs()
