@@ -136,6 +136,17 @@ def test_what_was_left_out_and_how_far_to_trust_it(summary_of: Make) -> None:
     assert "left to the model:\n  – decoder.1.self: of its own score" in text
 
 
+def test_heads_are_counted_by_class(summary_of: Make) -> None:
+    places = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    plain = dict.fromkeys(places, 0.4)
+    spread = dict.fromkeys(places[1:3], 0.95)
+    text = printed(
+        summary_of((2, 2), normalized_entropy=spread, top_weight=plain | {(0, 0): 0.6}), 200
+    )
+    assert "Heads by what they do: diffuse 2, sharp 1." in text
+    assert "by what they do" not in printed(summary_of((2, 2), top_weight=plain), 200)
+
+
 def test_hostile_names_are_shown_and_drive_nothing(summary_of: Make) -> None:
     name = "a[bold]b[/bold]\x1b[31mred\x07\udc80"
     text = printed(summary_of((1, 1), layer={1: {"module": name}}, unread=[name]), 80)

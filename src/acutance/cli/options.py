@@ -20,7 +20,10 @@ Model = Annotated[
 SaveEvery = Annotated[
     int,
     typer.Option(
-        "--save-every", metavar="WINDOWS", min=1, help="Write the state less often than that."
+        "--save-every",
+        metavar="WINDOWS",
+        min=1,
+        help="Windows between two writes of the state; a killed run repeats at most so many.",
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from what the file of --save holds.")]

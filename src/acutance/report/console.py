@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, quantiles
 
@@ -12,6 +13,7 @@ from rich.style import Style
 from rich.text import Text
 
 from acutance.probing import STATUSES, HeadSummary, Layer
+from acutance.probing.classes import CLASSES, classify
 from acutance.report.colours import as_hex, brief, colour, ink, scale_of
 from acutance.structure import describe
 
@@ -227,6 +229,10 @@ def _below(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
     )
     for sentence in chosen_sentences(layers):
         yield sentence, None
+    counts = Counter(one.name for head in classify(summary) for one in head)
+    if counts:
+        told = ", ".join(f"{name} {counts[name]}" for name in CLASSES if name in counts)
+        yield f"Heads by what they do: {told}.", None
     for sentence, wrong in status_sentences(layers):
         yield sentence, Style(bold=True, color="red") if wrong else None
     if len(layers) > 1 or not layers:
