@@ -291,6 +291,19 @@ def test_rows_just_beyond_the_reference_are_fitted_too(
     assert {head.lengths for head in law.heads} == {knots}
 
 
+def test_rows_are_measured_in_the_parts_of_the_fit(built: Built) -> None:
+    """Under one text and law the two give the same numbers, half an octave and all."""
+    model = built("llama")
+    ids = torch.randint(3, 97, (8, 32), generator=torch.Generator().manual_seed(1))
+    law = acutance.calibrate(model, [ids], lengths=[8, 16, 32], reference=16, passes=2)
+    found = measure(model, [ids], lengths=[8, 16, 32], reference=16, law=law)
+    assert found.lengths == law.lengths == (8, 16, 23, 32)
+    after = torch.tensor([head.after for head in law.heads])
+    torch.testing.assert_close(found.flat().float(), after, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match=r"reference is one of the lengths \[8, 16\], got 32"):
+        measure(model, [ids], lengths=[8, 16], reference=32)
+
+
 def test_errors_are_those_of_repeated_texts() -> None:
     """The spread of fitted factors over twelve texts is what each of them reports."""
     model, text = encoder()
