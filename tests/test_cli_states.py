@@ -89,7 +89,7 @@ def test_the_head_that_moved_leads_the_diff(
     result = run("diff", one, other, "--csv", table, "--json", record, "--figure", figure)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    start = lines.index("Heads whose normalized entropy changed most")
+    start = lines.index("Heads whose normalized entropy changed most, those that moved first")
     assert lines[start + 2].split()[:2] == ["1", "h2"]
     assert "moved" in lines[start + 2]
     assert "! They read different texts, a.txt and b.txt" in result.stdout

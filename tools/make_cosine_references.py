@@ -4,11 +4,11 @@ Run it from the repository's root:
 
     python tools/make_cosine_references.py
 
-It evaluates the definitions of ``acutance.theory.cosine`` and of the scales of
-``acutance.theory`` in 60 digits with mpmath, none of them rearranged for stability, and the
-inverses by bisection: about a minute. mpmath comes with torch, by way of SymPy. Arguments
-are the float64 numbers that the tests pass. ``GIVEN`` are values computed elsewhere; the script
-fails if its own differ from them, and writes them along with the others.
+It evaluates the definitions of ``acutance.theory.cosine``, ``von_mises_fisher`` and ``retrieval``
+and of the scales of ``acutance.theory`` in 60 digits with mpmath, none of them rearranged for
+stability, and the inverses by bisection: about a minute. mpmath comes with torch, by way of SymPy.
+Arguments are the float64 numbers that the tests pass. ``GIVEN`` are values computed elsewhere; the
+script fails if its own differ from them, and writes them along with the others.
 """
 
 from __future__ import annotations

@@ -32,14 +32,11 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[str], object]) ->
 
 
 def _replace(target: Path, write: Callable[[str], object]) -> None:
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    handle, name = _part(target)
     held = os.name != "nt"  # where an open file has to keep its name
     if not held:
         os.close(handle)
     try:
-        if held:
-            with suppress(OSError):  # not every file system has locks; tidy then leaves the part
-                _lock(handle)
         write(name)
         os.chmod(name, 0o666 & ~_umask())
         if held:
@@ -51,6 +48,28 @@ def _replace(target: Path, write: Callable[[str], object]) -> None:
     finally:
         if held:
             os.close(handle)
+
+
+def _part(target: Path) -> tuple[int, str]:
+    """A new file beside the target, locked where there are locks: the handle and the name.
+
+    Between its making and its locking :func:`tidy` of another process may take it for one that was
+    left behind; then another is made.
+    """
+    while True:
+        handle, name = tempfile.mkstemp(
+            dir=target.parent, prefix=f".{target.name}.", suffix=".part"
+        )
+        try:
+            _lock(handle)
+        except BlockingIOError:
+            os.close(handle)
+            continue
+        except OSError:  # not every file system has locks; tidy then leaves the part
+            return handle, name
+        if os.path.exists(name):
+            return handle, name
+        os.close(handle)
 
 
 def tidy(path: str | os.PathLike[str]) -> None:
@@ -65,6 +84,8 @@ def tidy(path: str | os.PathLike[str]) -> None:
                 handle = os.open(part, os.O_RDWR)
                 try:
                     _lock(handle)
+                    if os.name != "nt":  # while it is locked: no writer can have taken it
+                        part.unlink(missing_ok=True)
                 finally:
                     os.close(handle)
                 part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The figures of README.md and of the limitations are those of the recorded benchmark."""
+"""The figures of README.md are those of the recorded benchmark."""
 
 from __future__ import annotations
 

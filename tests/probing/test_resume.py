@@ -9,6 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from acutance.files import write_text, write_whole
+from acutance.files import tidy, write_text, write_whole
 from acutance.probing import load_state
 from acutance.probing.distributed import Alone
 from acutance.probing.models import TextModel
@@ -222,6 +223,25 @@ def test_a_part_is_removed_only_if_nobody_is_writing_it(tmp_path: Path) -> None:
     write_whole(target, write)
     assert target.read_text() == "whole"
     assert {entry.name for entry in tmp_path.iterdir()} == {"state", ".state2.abc.part"}
+
+
+def test_a_part_that_is_removed_before_it_is_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, made = tmp_path / "state", []
+    make = tempfile.mkstemp
+
+    def made_and_removed(**given: Any) -> tuple[int, str]:
+        made.append(make(**given))
+        if len(made) == 1:
+            tidy(target)  # as another run would, just then
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkstemp", made_and_removed)
+    write_text(target, "whole")
+    assert target.read_text() == "whole"
+    assert len(made) == 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state"]
 
 
 def test_what_cannot_be_written_is_named_and_devices_stay_devices(tmp_path: Path) -> None:

@@ -77,6 +77,12 @@ def in_windows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return (torch.softmax(query @ key.mT, -1) @ value).squeeze(1)
 
 
+def by_operators(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = torch.ops.aten.clone(torch.softmax(query @ key.mT, -1))
+    output: Tensor = torch.ops.aten.matmul.default(weights, value)
+    return output
+
+
 def exp_of_logs(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.log_softmax(query @ key.mT, dim=-1).exp() @ value
 
@@ -96,7 +102,7 @@ def heads_last_keys_first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     "function",
     [
         *(folded, by_einsum, heads_third, transposed, passed_on, twice, in_windows),
-        *(exp_of_logs, over_the_third, heads_last_keys_first),
+        *(exp_of_logs, over_the_third, heads_last_keys_first, by_operators),
     ],
 )
 def test_heads_are_found_and_counted_once(function: Any) -> None:
@@ -170,7 +176,7 @@ def channels(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     ("function", "listed"),
     [
         *((router, False), (channels, False), (gate, True)),
-        *((projected, True), (other_sum, True), (likelihoods, True)),
+        *((projected, True), (other_sum, True), (likelihoods, False)),
     ],
 )
 def test_a_softmax_that_no_product_sums_over_is_no_attention(function: Any, listed: bool) -> None:
@@ -266,3 +272,33 @@ def test_nothing_waits_when_the_probe_has_closed() -> None:
     kept.clear()
     assert [layer.source for layer in probe.summary().layers] == ["scaled_dot_product_attention"]
     assert probe.unread == []
+
+
+def test_a_softmax_in_place_is_listed_in_inference_mode_too() -> None:
+    def in_place(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = query @ key.mT
+        return torch.softmax(scores, -1, out=scores) @ value
+
+    model = Written(in_place)
+    with (
+        pytest.raises(acutance.ProbeError, match="its scores were overwritten after the softmax"),
+        torch.inference_mode(),
+        acutance.probe(model),
+    ):
+        model(*inputs())
+
+
+def test_a_softmax_of_a_nested_tensor_goes_on_and_is_listed() -> None:
+    def nested(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        parts = [query[0, 0], query[1, 0, :-1]]
+        found = torch.softmax(torch.nested.nested_tensor(parts, layout=torch.jagged), -1)
+        assert [float(part.sum()) for part in found.unbind()] == pytest.approx(
+            [len(part) for part in parts]
+        )
+        return F.scaled_dot_product_attention(query, key, value)
+
+    model = Written(nested)
+    with acutance.probe(model) as probe:
+        model(*inputs())
+    assert [layer.calls for layer in probe.summary().layers] == [1]
+    assert ["its softmax is of a nested tensor" in line for line in probe.unread] == [True]

@@ -64,6 +64,27 @@ def test_a_tap_that_says_something_else_is_a_mismatch() -> None:
     assert "the output rebuilt from what was captured differs by" in probe.unread[0]
 
 
+@pytest.mark.parametrize(("off", "status"), [(1.0, "verified"), (1.004, "mismatch")])
+def test_rows_of_large_scores_excuse_no_other_row(off: float, status: str) -> None:
+    """A row hidden by −10⁴ has scores of that size, whose rounding is 0.005 of a weight."""
+    mask = torch.zeros(6, 6)
+    mask[0] = -1e4
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with acutance.tap(query, key, value, attn_mask=mask) as told:
+            weights = torch.exp(0.5 * query @ key.mT)
+            told.output = off * (weights / weights.sum(-1, keepdim=True)) @ value
+        return told.output
+
+    class Layer(nn.Module):
+        forward = staticmethod(model)
+
+    layer = Layer()
+    with acutance.probe(layer, verify=True) as probe:
+        layer(*inputs())
+    assert [one.status for one in probe.summary().layers] == [status]
+
+
 def test_what_does_not_fit_is_listed_and_the_model_goes_on() -> None:
     model, given = Kernel(attn_mask=torch.ones(3, 3, dtype=torch.bool)), inputs()
     plain = model(*given)

@@ -191,3 +191,12 @@ def test_heads_that_were_chosen_keep_their_numbers(summary_of: Make) -> None:
     many = tuple(range(100, 164))
     large = summary_of((64,) * 80, rows=2, layer={key: {"chosen": many} for key in range(80)})
     assert set(re.findall(r"h\d+", rows(printed(large, 80))[0])) <= {f"h{head}" for head in many}
+
+
+def test_a_star_in_a_name_is_not_a_number(summary_of: Make) -> None:
+    summary = summary_of(
+        (1, 1, 1), layer={0: {"module": "x*"}, 1: {"module": "x1"}, 2: {"module": "x2"}}
+    )
+    text = printed(summary, 200)
+    assert "layer 0: x*\n" in text
+    assert "layers 1–2: x*\n" in text

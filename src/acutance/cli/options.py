@@ -23,7 +23,8 @@ SaveEvery = Annotated[
         "--save-every",
         metavar="WINDOWS",
         min=1,
-        help="Windows between two writes of the state; a killed run repeats at most so many.",
+        help="New windows after which the state is written: fewer than so many, and the batch "
+        "under way, are run again after a kill.",
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from what the file of --save holds.")]

@@ -38,10 +38,10 @@ def reproduce_command(
 ) -> None:
     """Test published claims about attention: predicted, measured, verdict, figure."""
     check_targets({"--json": json})
-    for part in (out, *out.parents):  # before a long run, not after its first experiment
-        if part.exists() and not part.is_dir():
-            raise typer.BadParameter(f"{part} is not a directory", param_hint="--out")
     with plain_errors():
+        for part in (out, *out.parents):  # before a long run, not after its first experiment
+            if part.exists() and not part.is_dir():
+                raise typer.BadParameter(f"{part} is not a directory", param_hint="--out")
         from acutance.reproduce import EXPERIMENTS, command, pick, render
 
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -116,8 +117,8 @@ class AttentionCall:
             sinks=self.sinks,
         )
 
-    def tolerance(self, dtype: torch.dtype, largest: float = 0.0) -> float:
-        """Largest relative error of the rebuilt output that roundings account for.
+    def tolerance(self, dtype: torch.dtype, largest: Tensor) -> Tensor:
+        """Largest error of each rebuilt row that roundings account for.
 
         A score is off by some roundings of itself, and its weight relatively by as much. A
         hundredth is the most that this may add: what a capture misses weighs more.
@@ -125,26 +126,33 @@ class AttentionCall:
         Args:
             dtype: of the model's output. transformers' eager functions form their weights in
                 float32, whatever the model is in.
-            largest: of the scores, in size.
+            largest: of a row's scores, (B, Hq, L).
+
+        Returns:
+            Of the same shape, relative to the largest entry of the output.
 
         Example:
-            >>> x = torch.zeros(1, 1, 2, 4)
+            >>> x, m = torch.zeros(1, 1, 2, 4), torch.tensor([0.0, 1e3])
             >>> sources = "transformers sdpa", "transformers eager"
-            >>> [AttentionCall("layer", of, x, x, x).tolerance(torch.float64) for of in sources]
-            [1e-09, 0.0001]
+            >>> for of in sources:
+            ...     AttentionCall("layer", of, x, x, x).tolerance(torch.float64, m).tolist()
+            [1.0e-09, 1.0e-09]
+            [0.0001, 0.00057]
         """
-        own = self.source.startswith("transformers") and self.source != "transformers sdpa"
-        dtype = torch.float32 if own and dtype == torch.float64 else dtype
+        dtype = torch.float32 if self._eager and dtype == torch.float64 else dtype
         wide = dtype in (torch.float32, torch.float64)
-        scores = 4.0 * torch.finfo(dtype).eps * largest if wide else 0.0
-        return VERIFY_TOLERANCE[dtype] + min(scores, 0.01)
+        factor = 4.0 * torch.finfo(dtype).eps if wide else 0.0
+        rounded = (factor * largest.detach().double().abs().nan_to_num()).clamp(max=0.01)
+        return VERIFY_TOLERANCE[dtype] + rounded
 
     def as_eager(self) -> Tensor | None:
         """The output as eager functions compute it in a narrow type, to which they round scores.
 
-        Where scores are large, that alone changes the weights. None in a wide type, or where keys
-        are hidden by position, which no eager function does.
+        Where scores are large, that alone changes the weights. None for other functions, in a wide
+        type, or where keys are hidden by position, which no eager function does.
         """
+        if not self._eager:
+            return None
         placed = self.is_causal or self.window is not None or self.cu_seqlens is not None
         if placed or self.query.dtype not in (torch.float16, torch.bfloat16):
             return None
@@ -164,6 +172,11 @@ class AttentionCall:
             scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], -1)
         weights = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)
         return weights[..., : value.shape[2]] @ value
+
+    @property
+    def _eager(self) -> bool:
+        """Whether transformers forms the weights itself."""
+        return self.source.startswith("transformers") and self.source != "transformers sdpa"
 
     @property
     def _grouped(self) -> bool:
@@ -215,7 +228,13 @@ class AttentionCall:
 
 
 def relative_error(rebuilt: Tensor, output: Tensor, kept: Tensor) -> float:
-    """Largest difference of two outputs over the kept rows, relative to the largest entry.
+    """The largest of :func:`row_errors`, 0 where there is no row."""
+    errors = row_errors(rebuilt, output, kept)
+    return float(errors.max()) if errors.numel() else 0.0
+
+
+def row_errors(rebuilt: Tensor, output: Tensor, kept: Tensor) -> Tensor:
+    """Largest difference of two outputs in each kept row, relative to the largest entry of all.
 
     Args:
         rebuilt: (B, Hq, L, Ev).
@@ -223,18 +242,17 @@ def relative_error(rebuilt: Tensor, output: Tensor, kept: Tensor) -> float:
         kept: boolean (B, Hq, L).
 
     Returns:
-        The ratio; 0 where no row is kept, infinity where a difference is not a number.
+        (B, Hq, L): 0 for a row that is not kept, infinity where a difference is not a number.
     """
     rows = kept.unsqueeze(-1)
     theirs = torch.where(rows, output.detach().double(), 0.0)
     ours = torch.where(rows, rebuilt.detach().double(), 0.0)
     if theirs.numel() == 0:
-        return 0.0
-    size = float(theirs.abs().max())
-    difference = float((ours - theirs).abs().max())
-    if difference != difference:  # NaN
-        return float("inf")
-    return difference / size if size > 0 else difference
+        return theirs.new_zeros(kept.shape)
+    size = theirs.abs().max()
+    difference = (ours - theirs).abs().amax(-1)
+    ratio = difference / size if size > 0 else difference
+    return ratio.masked_fill(difference.isnan(), math.inf)
 
 
 def observe_scores(scores: Tensor) -> tuple[RowStatistics, Tensor | None]:

@@ -214,7 +214,10 @@ class FunctionCapture(TorchFunctionMode):
             if module is not None:
                 reason = f"{func} is called directly: tell what it computes with acutance.tap"
                 self.observer.unreadable(module, reason)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self._softmaxes:
+            self._softmaxes.called(func, args, kwargs, result)
+        return result
 
     def _softmax(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -225,7 +228,11 @@ class FunctionCapture(TorchFunctionMode):
             result = func(*args, **kwargs)
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         module = self.observer.running()
-        if isinstance(scores, Tensor) and isinstance(dim, int) and module is not None:
+        if not isinstance(scores, Tensor) or not isinstance(dim, int) or module is None:
+            return result
+        if scores.is_nested:
+            self.observer.unreadable(module, "its softmax is of a nested tensor")
+        elif scores.layout is torch.strided and result.layout is torch.strided:
             heads = heads_of(self.observer.module_of(module))
             if over_keys(scores, dim, heads):
                 log = func in _LOG_SOFTMAX
@@ -251,6 +258,8 @@ class FunctionCapture(TorchFunctionMode):
 
     def _unused(self, softmax: Softmax) -> None:
         """A softmax came to nothing; of four dimensions it may still be meant as attention."""
+        if softmax.log:  # log-probabilities that nobody exponentiates: of an output, not weights
+            return
         shape = tuple(softmax.scores.shape)
         if softmax.module is not None and len(shape) == 4:
             self.observer.unreadable(softmax.module, f"{NO_PRODUCT} {shape}")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.probing.call import AttentionCall, observe_scores, relative_error
+from acutance.probing.call import AttentionCall, observe_scores, row_errors
 from acutance.probing.choice import Chosen, HeadChoice
 from acutance.probing.kept import Keeper
 from acutance.probing.parallel import first_head
@@ -184,12 +184,12 @@ class Reader:
                 f"its output is {tuple(theirs.shape)} where {tuple(rebuilt.shape)} was expected"
             )
         kept = part.kept(stats)
-        error = relative_error(rebuilt, theirs, kept)
-        largest = torch.where(kept, stats.state.m, 0.0).abs().nan_to_num()
-        tolerance = call.tolerance(theirs.dtype, float(largest.max()) if largest.numel() else 0.0)
-        if error > tolerance and (eager := part.call.as_eager()) is not None:
-            error = min(error, relative_error(eager, theirs, kept))
-        good = error <= tolerance
+        errors = row_errors(rebuilt, theirs, kept)
+        tolerance = call.tolerance(theirs.dtype, stats.state.m)
+        if bool((errors > tolerance).any()) and (eager := part.call.as_eager()) is not None:
+            errors = errors.minimum(row_errors(eager, theirs, kept))
+        good = bool((errors <= tolerance).all())
+        error = float(errors.max()) if errors.numel() else 0.0
         read = part.read(stats, "verified" if good else "mismatch", error)
         if not good:
             doubt = f"{REBUILT} by {error:.2g} of its size{call.unknown_keywords()}"

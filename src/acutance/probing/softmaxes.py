@@ -48,6 +48,7 @@ class Softmax:
         log: whether it is still the logarithm of weights.
         aliases: tensors alive that hold its result, as it was or changed.
         dropped: whether weights were dropped from it.
+        inplace: whether the result was written over the scores.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class Softmax:
         self.step, self.place = result.stride(dim), _order(result).index(dim)
         self.aliases: set[int] = set()
         self.dropped = False
+        self.inplace = result.numel() > 0 and result.data_ptr() == scores.data_ptr()
 
     def overwritten(self) -> bool:
         """Whether the scores are no longer what they were."""
-        return self.version != -1 and self.base._version != self.version
+        return self.inplace or (self.version != -1 and self.base._version != self.version)
 
 
 def version_of(scores: object) -> int:
@@ -132,7 +134,7 @@ class Softmaxes:
         given = [each for each in _tensors((*args, *kwargs.values())) if id(each) in self._waiting]
         if not given:
             return
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").partition(".")[0]  # an operator's overload follows
         if name in _PRODUCTS:
             for weights in given:
                 softmax = self._waiting[id(weights)][1] if id(weights) in self._waiting else None

@@ -56,7 +56,7 @@ def tap(
 
     Returns:
         A context manager. Set its ``output``, (B, Hq, L, Ev), so that ``verify`` can compare.
-        What does not fit is listed in :attr:`acutance.Probe.unread`; the model goes on.
+        What does not fit is listed in :attr:`acutance.HeadSummary.unread`; the model goes on.
 
     Example:
         >>> import torch, acutance

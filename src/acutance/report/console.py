@@ -312,14 +312,13 @@ def module_sentences(layers: tuple[Layer, ...]) -> list[str]:
         >>> module_sentences((Layer("h.0.attn", 2), Layer("h.1.attn", 2), Layer("pool", 1)))
         ['layers 0–1: h.*.attn', 'layer 2: pool']
     """
-    alike: dict[str, list[int]] = {}
+    alike: dict[tuple[str, ...], list[int]] = {}
     for index, layer in enumerate(layers):
-        alike.setdefault(re.sub(r"\d+", "*", layer.module), []).append(index)
+        alike.setdefault(tuple(re.split(r"\d+", layer.module)), []).append(index)
     sentences = []
-    for pattern, those in alike.items():
+    for those in alike.values():
         names = [re.split(r"(\d+)", layers[index].module) for index in those]
         parts = [column[0] if len(set(column)) == 1 else "*" for column in zip(*names, strict=True)]
-        assert len(parts) % 2 == 1, pattern  # text, digits, …, text
         sentences.append(f"{ranges(those, 'layer')}: {''.join(parts)}")
     return sentences
 

@@ -113,7 +113,7 @@ const drawRange = (page, box, at) => {
     ],
   });
   const off = measured - predicted, size = Math.abs(off);
-  const meaning = size < 0.1 && size < 0.25 * Math.max(measured, predicted)
+  const meaning = size < 0.01 || (size < 0.1 && size < 0.25 * Math.max(measured, predicted))
     ? "Scores that spread as much are about as sharp."
     : off < 0
       ? "It is sharper than such scores, as where a few stand out."
