@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -243,3 +247,30 @@ def test_bad_inputs() -> None:
     with pytest.raises(ValueError, match="symmetric needs two pairs or more"):
         training.InfoNCE(symmetric=True)(x[:1], x[:1], x)
     assert float(criterion(x[:1], x[:1], x[1:]).detach()) >= 0
+
+
+RANKS = """
+import sys
+sys.modules["transformers"] = None  # none is run here, and its import takes seconds
+import torch, torch.distributed as dist
+from acutance import training
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(3))
+criterion = training.InfoNCE("entropy_target", tau=0.5, gather=True)
+for step in range(4):
+    criterion(x[rank], x[2 + rank], torch.cat([x[1 - rank]] * (1 + 8 * rank)))
+    torch.save(criterion.log_scale, sys.argv[2] + f".{rank}{step}")
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_with_unlike_numbers_of_negatives_keep_one_temperature(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    command = [sys.executable, "-W", "ignore", "-c", RANKS]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    running = [subprocess.Popen([*command, str(rank), store], env=environment) for rank in range(2)]
+    assert [process.wait(timeout=120) for process in running] == [0, 0]
+    for step in range(4):
+        first, second = (torch.load(f"{store}.{rank}{step}") for rank in range(2))
+        assert torch.equal(first, second)

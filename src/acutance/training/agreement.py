@@ -2,135 +2,197 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from acutance.training.projections import NAMES, HeadSlices, Projections
+from acutance.training.projections import HeadSlices, Projections
 
-__all__ = ["Outputs", "agrees"]
+__all__ = ["Outputs", "agrees", "rotary_width"]
 
 _FAINT = 1e-4  # of the longest vector: shorter ones are left out
+_MOST = 8  # outputs that are kept of a projection whose scores were not seen
 
 
 class Outputs:
-    """Keeps the last output of every module that has the name of a projection, until removed."""
+    """Keeps what projections give until it is forgotten, the last few outputs of each.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._last: dict[nn.Module, Tensor] = {}
-        self._hooks = [
-            part.register_forward_hook(self._keep)
-            for name, part in model.named_modules()
-            if name.rpartition(".")[2] in NAMES
-        ]
+    Args:
+        projections: the modules.
+    """
+
+    def __init__(self, projections: Iterable[nn.Module]) -> None:
+        self._kept: dict[nn.Module, deque[Tensor]] = {}
+        self._hooks = [part.register_forward_hook(self._keep) for part in projections]
 
     def _keep(self, module: nn.Module, _: object, output: object) -> None:
         if isinstance(output, Tensor):
-            self._last[module] = output.detach()
+            self._kept.setdefault(module, deque(maxlen=_MOST)).append(output.detach())
 
-    def take(self, module: nn.Module) -> Tensor | None:
-        """The last output of a module."""
-        return self._last.get(module)
+    def take(self, module: nn.Module) -> tuple[Tensor, ...]:
+        """The outputs of a module since they were last forgotten."""
+        return tuple(self._kept.get(module, ()))
+
+    def left(self) -> set[nn.Module]:
+        """The modules of which something is kept."""
+        return set(self._kept)
 
     def forget(self, modules: Sequence[nn.Module]) -> None:
         """Let outputs go."""
         for module in modules:
-            self._last.pop(module, None)
+            self._kept.pop(module, None)
 
     def remove(self) -> None:
         """Keep nothing any more."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._last = [], {}
+        self._hooks, self._kept = [], {}
+
+
+def rotary_width(module: nn.Module, width: int) -> int:
+    """How many entries of a head of a module are rotated, the first ones; 0 where all may be."""
+    config: Any = getattr(module, "config", None)
+    share = getattr(config, "partial_rotary_factor", None)
+    if share is None and isinstance(given := getattr(config, "rope_parameters", None), dict):
+        share = given.get("partial_rotary_factor")  # transformers 5
+    rotated = getattr(module, "rotary_ndims", None)
+    if not isinstance(rotated, int):
+        rotated = int(share * width) if isinstance(share, int | float) else 0
+    return rotated if 0 < rotated < width else 0
 
 
 @torch.no_grad()
-def agrees(found: Projections, query: Tensor, key: Tensor, outputs: Outputs) -> bool | None:
+def agrees(
+    found: Projections, query: Tensor, key: Tensor, outputs: Outputs, rotary: int = 0
+) -> bool | None:
     """Whether the scored vectors are as long as those that the slices of the outputs hold.
 
     A rotation leaves lengths as they are, a scale by head and position multiplies them; slices of
     other heads, a normalisation, a clamp or something added do not. Only then does a factor on
-    the weights multiply the scores by as much.
+    the weights multiply the scores by as much. Where a part of each head is rotated, it may have a
+    scale of its own.
 
     Args:
         found: where queries and keys are made.
         query: (B, Hq, L, E), as they were scored.
         key: (B, H, S, E).
         outputs: of the projections, in the same forward.
+        rotary: the first so many entries of a head are rotated and the others are not; 0 where
+            that is not known.
 
     Returns:
-        None where nothing could be compared.
+        None where nothing could be compared, or a projection gave several outputs and none of
+        those that are kept agrees.
     """
     if not found.makers:
         return None
     parts = [(found.makers[0], query, (found.query[0], *found.query_alone[:1]))]
     if found.group == 1 and not found.query_alone:
         parts.append((found.makers[1], key, (found.key[0],)))
-    verdicts = []
+    verdicts: list[bool | None] = []
     for maker, scored, slices in parts:
-        output = outputs.take(maker)
-        if output is not None and scored.shape[1] == found.heads:
-            verdicts.append(_proportional(scored, output, slices))
+        if scored.shape[1] != found.heads:
+            continue
+        kept = outputs.take(maker)
+        cut = slices[0].size if len(slices) > 1 else rotary
+        each = [_proportional(scored, output, slices, cut) for output in kept]
+        if True in each:
+            verdicts.append(True)
+        elif len(kept) == 1:
+            verdicts.append(each[0])
     if False in verdicts:
         return False
     return True if True in verdicts else None
 
 
-def _proportional(scored: Tensor, output: Tensor, slices: Sequence[HeadSlices]) -> bool | None:
-    batch, heads, rows, _ = scored.shape
+def _proportional(
+    scored: Tensor, output: Tensor, slices: Sequence[HeadSlices], cut: int
+) -> bool | None:
+    batch, _, rows, width = scored.shape
     if output.dim() < 2 or output.shape[:-1].numel() != batch * rows or batch * rows < 2:
         return None
     ends = slices[0].tensor.shape[slices[0].dim]
     if output.shape[-1] != ends:
         return None
-    made = torch.stack([_length(output, slices, head) for head in range(heads)], -1)
-    wanted = torch.linalg.vector_norm(scored, dim=-1, dtype=_wide(scored)).transpose(1, 2).double()
+    whole = _fits(scored, output, slices, 0, width)
+    if whole is not False or not 0 < cut < width or sum(part.size for part in slices) != width:
+        return whole
+    parts = [_fits(scored, output, slices, first, last) for first, last in ((0, cut), (cut, width))]
+    return False if False in parts else True if None not in parts else None
+
+
+def _fits(
+    scored: Tensor, output: Tensor, slices: Sequence[HeadSlices], first: int, last: int
+) -> bool | None:
+    """Whether the lengths of some entries of all heads differ by no more than a scale."""
+    made = [_length(output, slices, head, first, last) for head in range(scored.shape[1])]
+    kept = scored[..., first:last]
+    wanted = torch.linalg.vector_norm(kept, dim=-1, dtype=_wide(scored)).transpose(1, 2)
     eps = max(torch.finfo(part.dtype).eps for part in (scored, output))
-    worst = [part for part in _residuals(made.double(), wanted) if len(part)]
-    if not worst:
-        return None
-    return any(bool(part.abs().max() <= max(1e-3, 4 * eps)) for part in worst)
-
-
-def _length(output: Tensor, slices: Sequence[HeadSlices], head: int) -> Tensor:
-    parts = [
-        torch.linalg.vector_norm(
-            output.narrow(-1, part.offset(head), part.size), dim=-1, dtype=_wide(output)
-        )
-        for part in slices
+    tolerance = max(1e-3, 4 * eps)
+    worst = [
+        float(left.abs().max())
+        for left, own in _residuals(torch.stack(made, -1).double(), wanted.double())
+        if own.numel() and bool(own.abs().max() > tolerance)  # else any lengths would agree
     ]
-    return torch.stack(parts).square().sum(0).sqrt()
+    return min(worst) <= tolerance if worst else None
+
+
+def _length(
+    output: Tensor, slices: Sequence[HeadSlices], head: int, first: int, last: int
+) -> Tensor:
+    entries = torch.cat([output.narrow(-1, s.offset(head), s.size) for s in slices], -1)
+    lengths: Tensor = torch.linalg.vector_norm(
+        entries[..., first:last], dim=-1, dtype=_wide(output)
+    )
+    return lengths
 
 
 def _wide(part: Tensor) -> torch.dtype:
     return torch.float64 if part.dtype == torch.float64 else torch.float32
 
 
-def _residuals(made: Tensor, wanted: Tensor) -> Iterator[Tensor]:
+def _clear(lengths: Tensor) -> Tensor:
+    """Which lengths are finite and long enough for a ratio to say something."""
+    finite = lengths.isfinite()
+    return finite & (lengths > _FAINT * torch.where(finite, lengths, 0.0).amax())
+
+
+def _residuals(made: Tensor, wanted: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """What is left of the logarithms of ratios after what a scale may explain.
 
     Args:
         made: (..., H), of as many tokens.
         wanted: (B, L, H).
+
+    Yields:
+        That, and what the same subtraction leaves of the logarithms of ``made`` alone.
     """
     batch, rows, heads = wanted.shape
     orders = [made.reshape(batch, rows, heads)]
     if made.dim() == 3 and made.shape[:2] == (rows, batch) and batch != 1:
         orders.append(made.transpose(0, 1))
-    enough = wanted > _FAINT * wanted.amax()
+    enough = _clear(wanted)
     for order in orders:
-        good = enough & (order > _FAINT * order.amax())
-        ratio = torch.where(good, wanted / order, 1.0).log()
+        good = enough & _clear(order)
+        own = torch.where(good, order, 1.0).log()
+        ratio = torch.where(good, wanted, 1.0).log() - own
         if batch > 1:  # a factor of each position and head
-            yield (ratio - ratio.mean(0))[:, good.all(0)]
+            there = good.all(0)
+            yield (ratio - ratio.mean(0))[:, there], (own - own.mean(0))[:, there]
         if heads > 1:  # a factor of each token times one of each head
-            kept = ratio[good.all(-1)]
-            if len(kept) > 1:
-                yield kept - kept.mean(0) - kept.mean(1, keepdim=True) + kept.mean()
+            there = good.all(-1)
+            yield _centred(ratio[there]), _centred(own[there])
     # a factor of each head, whatever the order of the tokens: windows, or documents in a row
     first, second = (part.reshape(-1, heads).sort(0).values for part in (made, wanted))
-    good = ((first > _FAINT * first.amax()) & (second > _FAINT * second.amax())).all(-1)
-    ratio = (second[good] / first[good]).log()
-    if len(ratio) > 1:
-        yield ratio - ratio.mean(0)
+    there = (_clear(first) & _clear(second)).all(-1)
+    own = first[there].log()
+    ratio = second[there].log() - own
+    yield ratio - ratio.mean(0), own - own.mean(0)
+
+
+def _centred(logs: Tensor) -> Tensor:
+    return logs - logs.mean(0) - logs.mean(1, keepdim=True) + logs.mean()

@@ -198,17 +198,16 @@ class InfoNCE(nn.Module):
     @torch.no_grad()
     def _follow(self, sides: list[RowStatistics]) -> None:
         """One Newton step of 1/τ, on means over directions and ranks, which stay together so."""
-        means = torch.stack(
-            [
-                torch.stack([found.entropy.mean(), found.varentropy.mean()]).detach()
-                for found in sides
-            ]
-        ).mean(0)
+        parts = [
+            (found.entropy, found.varentropy, found.n_keys.to(found.entropy.dtype).log())
+            for found in sides
+        ]
+        means = torch.stack([torch.stack([part.mean() for part in side]) for side in parts])
+        means = means.detach().mean(0)
         if self.gather and ranks(self.group)[1] > 1:
             torch.distributed.all_reduce(means, group=self.group)
-            means /= ranks(self.group)[1]
-        most = torch.stack([found.n_keys[0, 0, 0].to(means.dtype).log() for found in sides])
-        aim = self.target * most.mean()
+            means /= ranks(self.group)[1]  # the aim's too: extra negatives are each rank's own
+        aim = self.target * means[2]
         moved = newton_step(self.log_scale.exp().to(means), means[0], means[1], aim)
         self.log_scale.copy_(moved.clamp(1e-3, _LARGEST).log())
 

@@ -15,10 +15,16 @@ from acutance.probing import ProbeError
 from acutance.probing.call import AttentionCall
 from acutance.shapes import check_count, check_number
 from acutance.training.across_ranks import ExactMaxima
-from acutance.training.agreement import Outputs, agrees
-from acutance.training.projections import LAYOUTS, HeadSlices, Projections, find_layouts
+from acutance.training.agreement import Outputs, agrees, rotary_width
+from acutance.training.projections import (
+    LAYOUTS,
+    NAMES,
+    HeadSlices,
+    Projections,
+    find_layouts,
+)
 from acutance.training.sharded import multiply, reshard
-from acutance.training.watch import AttentionWatch, Layers, WatchedRows
+from acutance.training.watch import AttentionWatch, Layers, WatchedRows, matches
 
 __all__ = ["ClipReport", "LayerClip", "QKClip"]
 
@@ -101,7 +107,7 @@ class QKClip:
     Works on ``torch.nn.MultiheadAttention``, on :class:`acutance.nn.MultiheadAttention`, and on
     modules of any library that call ``F.scaled_dot_product_attention`` or transformers' attention
     interface and have their projections under a usual name (``q_proj`` and ``k_proj``, ``query``
-    and ``key``, ``c_attn``, ``qkv_proj``, ...). The first forward tells how a projection of
+    and ``key``, ``c_attn``, ``qkv_proj``, ...). A layer's first forward tells how a projection of
     queries, keys and values is laid out, and whether what was scored is what the projections made:
     a layer in which something else lies between, such as a normalisation, is refused. Weights that
     modules share take the smallest of their factors, once.
@@ -164,12 +170,15 @@ class QKClip:
         self._shapes: dict[str, tuple[int, float]] = {}
         self._layouts: dict[str, int] = {}
         self._outputs: Outputs | None = None
+        self._makers: dict[str, tuple[torch.nn.Module, ...]] = {}  # of what was told, in a context
+        self._attending: set[torch.nn.Module] = set()  # projections of which attention was seen
+        self._aside: set[torch.nn.Module] = set()  # what only has the name of a projection
         self._modules: dict[str, torch.nn.Module] = {}
 
     def __enter__(self) -> QKClip:
         self._watch.__enter__()
-        if not self._layouts:
-            self._outputs = Outputs(self._model)
+        if untold := self._untold():
+            self._outputs = Outputs(untold)
         return self
 
     def __exit__(
@@ -183,8 +192,11 @@ class QKClip:
         finally:
             rows, self._watch.rows, self._modules = self._watch.rows, [], {}
             if self._outputs is not None:
+                if kind is None:  # those that ran, and no attention with them
+                    self._aside |= self._outputs.left() - self._attending
                 self._outputs.remove()
                 self._outputs = None
+            self._makers, self._attending = {}, set()
         if kind is not None:
             return
         if self._watch.unread:
@@ -207,21 +219,60 @@ class QKClip:
         self._shapes[name] = (seen.width, eps)  # for ranks that do not see the layer
 
     def _note(self, name: str, call: AttentionCall) -> None:
-        """At the first forward, tell from a call how its module's projections are laid out."""
-        if self._outputs is None or name in self._layouts:
+        """Tell from a call how its module's projections are laid out, until that is known."""
+        if self._outputs is None:
+            return
+        if name in self._layouts:
+            self._outputs.forget(self._makers.get(name, ()))
             return
         query, key = call.query, call.key
         try:
             ways = self._weights(name, query.shape[1], query.shape[-1])
         except ValueError:
             return  # step() says so
-        told = [agrees(way, query, key, self._outputs) for way in ways]
+        holder = self._holder(self._modules, name)
+        rotary = 0 if holder is None else rotary_width(holder, query.shape[-1])
+        told = [agrees(way, query, key, self._outputs, rotary) for way in ways]
         right = [way.layout for way, verdict in zip(ways, told, strict=True) if verdict]
-        if right:
+        if len(right) == 1:  # where several are, other tokens may tell them apart
             self._layouts[name] = LAYOUTS.index(right[0])
-        else:
-            self._layouts[name] = _OTHERS if told[0] is False else _UNTOLD
-        self._outputs.forget(ways[0].makers)
+        elif not right and told[0] is False:
+            self._layouts[name] = _OTHERS
+        makers = tuple(maker for way in ways for maker in way.makers)
+        self._outputs.forget(makers)
+        self._attending.update(makers)
+        if name in self._layouts:
+            self._makers[name] = makers
+
+    def _untold(self) -> set[torch.nn.Module]:
+        """The projections of the chosen modules whose layout is not known."""
+        label, layers = self._watch._label, self._watch.layers
+        modules = {label(name): part for name, part in self._model.named_modules()}
+        told = {self._holder(modules, name) for name in self._layouts}
+        chosen = {
+            self._holder(modules, name)
+            for name in modules
+            if layers is None or any(matches(name, layer) for layer in layers)
+        }
+        return {
+            part
+            for module in chosen - told
+            if module is not None
+            for name, part in module.named_children()
+            if name in NAMES
+        } - self._aside
+
+    def _holder(self, modules: Mapping[str, torch.nn.Module], name: str) -> torch.nn.Module | None:
+        """The module, or the nearest around it, that has something with a projection's name."""
+        module = modules.get(name)
+        for _ in range(3):
+            if module is None or any(part in NAMES for part, _ in module.named_children()):
+                return module
+            if not name:
+                return None
+            name = name.rpartition(".")[0]
+            module = modules.get(name, self._model)
+        return None
 
     def step(self) -> ClipReport:
         """Scale the heads that exceeded τ since the last step, and start anew.
@@ -315,7 +366,7 @@ class QKClip:
         self.step()
 
     def _laid_out(self, name: str, heads: int, width: int, layout: int) -> Projections:
-        """The weights of a module, laid out as the first forward told."""
+        """The weights of a module, laid out as a forward told."""
         ways = self._weights(name, heads, width)
         if layout == _OTHERS:
             raise ValueError(
@@ -372,7 +423,8 @@ class QKClip:
         self.clips = {name: counts.clone() for name, counts in state["clips"].items()}
         self._maxima = {name: values.clone() for name, values in state["maxima"].items()}
         self._shapes = {name: (int(w), float(e)) for name, (w, e) in state["shapes"].items()}
-        self._layouts = {name: int(layout) for name, layout in state["layouts"].items()}
+        layouts = {name: int(layout) for name, layout in state["layouts"].items()}
+        self._layouts = {name: layout for name, layout in layouts.items() if layout != _UNTOLD}
 
 
 def _margin(eps: float) -> float:

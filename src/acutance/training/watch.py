@@ -20,7 +20,7 @@ from acutance.probing.call import AttentionCall
 from acutance.rowstats import RowStatistics
 from acutance.shapes import check_flag
 
-__all__ = ["AttentionWatch", "Layers", "WatchedRows", "check_layers"]
+__all__ = ["AttentionWatch", "Layers", "WatchedRows", "check_layers", "matches"]
 
 #: Numbers of the model's blocks, patterns of module names (``"*.cross_attn"``), or None for all.
 Layers = Sequence[int | str] | None
@@ -181,7 +181,7 @@ class AttentionWatch(Probe):
         self._calls += 1
         if module not in self._seen:
             self._seen.append(module)
-        return self.layers is None or any(_matches(module, layer) for layer in self.layers)
+        return self.layers is None or any(matches(module, layer) for layer in self.layers)
 
 
 def check_layers(layers: Layers) -> tuple[int | str, ...] | None:
@@ -203,7 +203,7 @@ def check_layers(layers: Layers) -> tuple[int | str, ...] | None:
     return tuple(layers)
 
 
-def _matches(module: str, layer: int | str) -> bool:
+def matches(module: str, layer: int | str) -> bool:
     name = module.partition("#")[0]
     if isinstance(layer, str):
         return fnmatch.fnmatchcase(name, layer)
