@@ -204,6 +204,7 @@ def check_layers(layers: Layers) -> tuple[int | str, ...] | None:
 
 
 def matches(module: str, layer: int | str) -> bool:
+    """Whether a module is of a block, by number, or fits a name pattern."""
     name = module.partition("#")[0]
     if isinstance(layer, str):
         return fnmatch.fnmatchcase(name, layer)
