@@ -302,3 +302,29 @@ def test_a_softmax_of_a_nested_tensor_goes_on_and_is_listed() -> None:
         model(*inputs())
     assert [layer.calls for layer in probe.summary().layers] == [1]
     assert ["its softmax is of a nested tensor" in line for line in probe.unread] == [True]
+
+
+def test_a_softmax_module_takes_the_heads_of_the_attention_around_it() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads, self.softmax = HEADS, nn.Softmax(dim=2)
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            scores = torch.einsum("bhid,bhjd->bijh", query, key)
+            return torch.einsum("bijh,bhjd->bihd", self.softmax(scores), value)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Attention()
+
+        def forward(self, *given: Tensor) -> Tensor:
+            output: Tensor = self.attention(*given)
+            return output
+
+    model = Block()
+    with acutance.probe(model) as probe:
+        model(*inputs())
+    (layer,) = probe.summary().layers
+    assert (layer.heads, layer.rows) == (HEADS, BATCH * QUERIES)

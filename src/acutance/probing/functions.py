@@ -234,6 +234,8 @@ class FunctionCapture(TorchFunctionMode):
             self.observer.unreadable(module, "its softmax is of a nested tensor")
         elif scores.layout is torch.strided and result.layout is torch.strided:
             heads = heads_of(self.observer.module_of(module))
+            if heads is None:  # a softmax that is a module of its own: its attention is around it
+                heads = heads_of(self.observer.module_of(module.rpartition(".")[0]))
             if over_keys(scores, dim, heads):
                 log = func in _LOG_SOFTMAX
                 with torch._C.DisableTorchFunction():

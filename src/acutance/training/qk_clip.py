@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +15,7 @@ from acutance.probing.call import AttentionCall
 from acutance.shapes import check_count, check_number
 from acutance.training.across_ranks import ExactMaxima
 from acutance.training.agreement import Outputs, agrees, rotary_width
+from acutance.training.clip_report import ClipReport, LayerClip
 from acutance.training.projections import (
     LAYOUTS,
     NAMES,
@@ -26,53 +26,9 @@ from acutance.training.projections import (
 from acutance.training.sharded import multiply, reshard
 from acutance.training.watch import AttentionWatch, Layers, WatchedRows, matches
 
-__all__ = ["ClipReport", "LayerClip", "QKClip"]
+__all__ = ["QKClip"]
 
 _UNTOLD, _OTHERS = -1, len(LAYOUTS)  # beside the number of a layout: not known; none of them
-
-
-@dataclass(frozen=True)
-class LayerClip:
-    """What one step did to one layer.
-
-    Attributes:
-        module: qualified name of the module.
-        max_logit: largest logit of each head since the last step, over all ranks.
-        factor: γ of each head; 1 where nothing was done.
-    """
-
-    module: str
-    max_logit: tuple[float, ...]
-    factor: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class ClipReport:
-    """What one step of a :class:`QKClip` did.
-
-    Attributes:
-        layers: the layers seen since the last step.
-        not_finite: heads, as ``(module, head)``, whose largest logit was no finite number. They
-            were left alone: no factor would mend them.
-    """
-
-    layers: tuple[LayerClip, ...]
-    not_finite: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def max_logit(self) -> float:
-        """The largest logit of all heads; −inf where no row was seen."""
-        return max((value for layer in self.layers for value in layer.max_logit), default=-math.inf)
-
-    @property
-    def clipped(self) -> tuple[tuple[str, int], ...]:
-        """Heads that were scaled, as ``(module, head)``."""
-        return tuple(
-            (layer.module, head)
-            for layer in self.layers
-            for head, factor in enumerate(layer.factor)
-            if factor != 1.0
-        )
 
 
 class _Watch(AttentionWatch):
