@@ -250,7 +250,7 @@ def test_bad_inputs() -> None:
 
 
 RANKS = """
-import sys
+import os, sys
 sys.modules["transformers"] = None  # none is run here, and its import takes seconds
 import torch, torch.distributed as dist
 from acutance import training
@@ -262,6 +262,7 @@ for step in range(4):
     criterion(x[rank], x[2 + rank], torch.cat([x[1 - rank]] * (1 + 8 * rank)))
     torch.save(criterion.log_scale, sys.argv[2] + f".{rank}{step}")
 dist.destroy_process_group()
+os._exit(0)  # an object that holds gloo's threads past shutdown would abort it
 """
 
 

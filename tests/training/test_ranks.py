@@ -14,7 +14,7 @@ from torch import nn
 from acutance import training
 
 RANKS = """
-import sys
+import os, sys
 sys.modules["transformers"] = None  # none is run here, and its import takes seconds
 import torch, torch.distributed as dist
 from acutance import training
@@ -56,6 +56,7 @@ for backward in (True, False):
     whole = {name: value.full_tensor() for name, value in attend.state_dict().items()}
     torch.save(whole, sys.argv[2] + f".sharded{backward}{rank}")
 dist.destroy_process_group()
+os._exit(0)  # an object that holds gloo's threads past shutdown would abort it
 """
 
 
