@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.calibration.by_hand import scaled_scores
 from acutance.calibration.factors import factor_of
 from acutance.calibration.functions import FunctionChange
 from acutance.calibration.law import AnyLaw, HeadLaws, Law, by_layer
-from acutance.calibration.layers import attention_layers, is_windowed, label, uses_interface
+from acutance.calibration.layers import attention_layers, label, uses_interface, windowed_layers
 from acutance.calibration.rows import count, count_call
 from acutance.probing import huggingface
 from acutance.probing.call import AttentionCall
 from acutance.probing.context import EAGER
 from acutance.probing.functions import sdpa_call
+from acutance.probing.softmaxes import heads_of, over_keys
 
 __all__ = ["Applied", "ApplyError", "apply"]
 
@@ -75,6 +77,7 @@ class _Plan:
     name: str
     laws: HeadLaws | None
     windowed: bool
+    heads: int | None
     holds: bool  # a part of it asks the interface: functions that seem its own are that part's,
     # seen while a compiled graph runs, where no hook tells who is running
 
@@ -129,12 +132,15 @@ class Applied:
         elsewhere = None if everywhere is None else HeadLaws(everywhere)
         self._plans: dict[int, _Plan] = {}
         asking = [name for name, one in attention_layers(model).items() if uses_interface(one)]
-        for full, module in model.named_modules():
-            name = label(model, full)
+        windows, modules = windowed_layers(model), dict(model.named_modules())
+        for full, module in modules.items():
+            above = full.rpartition(".")[0]
+            name = label(model, above if isinstance(module, torch.nn.Softmax) else full)
             laws = layers.get(name, elsewhere)
+            heads = heads_of(module) or heads_of(modules.get(above))
             start = f"{name}." if full.replace("_orig_mod", "").strip(".") else ""
             holds = any(one.startswith(start) and one != name for one in asking)
-            self._plans[id(module)] = _Plan(name, laws, is_windowed(module), holds)
+            self._plans[id(module)] = _Plan(name, laws, windows[name], heads, holds)
         self._context: ExitStack | None = None
         self._install()
 
@@ -190,9 +196,8 @@ class Applied:
             name, why = next(iter(self.skipped.items()))
             return f"the law changed no call of {model}: {len(self.skipped)} layers, {name}: {why}"
         return (
-            f"the law changed no call of {model}: it did not run, or has no attention that goes "
-            f"through transformers' interface, F.scaled_dot_product_attention or "
-            f"nn.MultiheadAttention"
+            f"the law changed no call of {model}: it did not run, or has no attention of queries "
+            "and keys that could be seen"
         )
 
     @property
@@ -264,6 +269,24 @@ class Applied:
             self._count(name)
             return {**given, "query": query * _shaped(factor, query, call.query)}
 
+    def over_keys(self, scores: Tensor, dim: int) -> bool:
+        """Whether a softmax over this dimension, in the running module, may be one over keys."""
+        plan = self._thread.stack[-1] if self._thread.stack else None
+        return plan is not None and over_keys(scores, dim, plan.heads)
+
+    def changed_scores(
+        self, name: str, scores: Tensor, bare: Tensor, dim: int, narrow: torch.dtype
+    ) -> Tensor:
+        """A softmax's scores with their products scaled."""
+        plan = self._thread.stack[-1]
+        assert plan.laws is not None
+        try:
+            changed = scaled_scores(scores, bare, dim, plan.laws, plan.heads, narrow)
+        except ValueError as error:
+            raise self.unreachable(name, str(error)) from error
+        self._count(name)
+        return changed
+
     def unreachable(self, name: str, what: str) -> ApplyError:
         """The error for attention that cannot be scaled."""
         return ApplyError(f"the law cannot be applied to {name}: {what}")
@@ -302,7 +325,7 @@ class Applied:
         thread.stack.pop()
         if not thread.stack and thread.mode is not None:
             mode, thread.mode = thread.mode, None
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            mode.__exit__(None, None, None)
 
 
 def _entropy(call: AttentionCall) -> Tensor:

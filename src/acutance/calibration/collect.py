@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from acutance.calibration.gaps import critical_scales
-from acutance.calibration.layers import is_windowed, label
+from acutance.calibration.layers import windowed_layers
 from acutance.probing import Probe
 from acutance.probing.call import AttentionCall
 from acutance.rowstats import RowStatistics
@@ -158,9 +158,7 @@ class Collector(Probe):
         self.scales: dict[tuple[str, int], list[Tensor]] = {}
         self.turn = 0
         self._gaps, self._seed = gaps, seed
-        self._windowed = {
-            label(model, name): is_windowed(module) for name, module in model.named_modules()
-        }
+        self._windowed = windowed_layers(model)
         self._adding = threading.Lock()
         self._last: Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""Changes the query of plain PyTorch attention: SDPA and nn.MultiheadAttention."""
+"""Changes plain PyTorch attention: SDPA, nn.MultiheadAttention, softmaxes written by hand."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from acutance.probing.functions import changing_sdpa, sdpa_arguments
+from acutance.probing.lineage import Lineage, LineageError
+from acutance.probing.softmaxes import FEWEST, LOG_SOFTMAX, SOFTMAX
 
 __all__ = ["FunctionChange"]
 
-_SOFTMAX = {torch.softmax, torch.Tensor.softmax, F.softmax, torch.special.softmax}
 _SDPA = F.scaled_dot_product_attention
 
 
@@ -32,16 +33,30 @@ class FunctionChanger(Protocol):
     def changed_arguments(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
         """SDPA's arguments with the query scaled."""
 
+    def changed_scores(
+        self, name: str, scores: Tensor, bare: Tensor, dim: int, narrow: torch.dtype
+    ) -> Tensor:
+        """What a softmax takes over a dimension, with its products scaled; ``bare`` has none."""
+
+    def over_keys(self, scores: Tensor, dim: int) -> bool:
+        """Whether a softmax over this dimension, in the running module, may be one over keys."""
+
     def unreachable(self, name: str, what: str) -> Exception:
         """The error for attention that cannot be scaled."""
 
 
 class FunctionChange(TorchFunctionMode):
-    """Sees every torch function while the model runs, and scales the query of attention."""
+    """Sees every torch function while the model runs, and scales attention's queries or scores."""
 
     def __init__(self, changer: FunctionChanger) -> None:
         super().__init__()
         self._changer = changer
+        self._lineage = Lineage()
+
+    def __exit__(self, *error: Any) -> None:
+        """What was followed need not be any longer."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._lineage.clear()
 
     def __torch_function__(
         self,
@@ -61,15 +76,42 @@ class FunctionChange(TorchFunctionMode):
             return func(**self._changer.changed_arguments(name, sdpa_arguments(args, given)))
         if func is F.multi_head_attention_forward:
             return self._multi_head(func, args, given)
-        if func in _SOFTMAX and _is_attention(args, given):
-            name = self._changer.here()
-            if name is not None:
-                raise self._changer.unreachable(name, "its weights are formed by a softmax")
-        elif getattr(func, "__name__", "") == "flex_attention":
+        if func in SOFTMAX or func in LOG_SOFTMAX:
+            return self._softmax(func, args, given)
+        if getattr(func, "__name__", "") == "flex_attention":
             name = self._changer.here()
             if name is not None:
                 raise self._changer.unreachable(name, "it calls flex_attention itself")
-        return func(*args, **given)
+        return self._lineage.call(func, args, given)
+
+    def _softmax(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Scale what scores have of products; a softmax of anything else is left alone."""
+        scores = args[0] if args else kwargs.get("input")
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if not isinstance(scores, Tensor) or not isinstance(dim, int):
+            return func(*args, **kwargs)
+        if not _may_be_attention(scores) or not self._changer.over_keys(scores, dim):
+            return func(*args, **kwargs)
+        name = self._changer.here()
+        if name is None:
+            return func(*args, **kwargs)
+        try:
+            bare = self._lineage.without_products(scores)
+        except LineageError as error:
+            raise self._changer.unreachable(name, str(error)) from error
+        if bare is None:
+            if scores.dim() == 4 and func in SOFTMAX:
+                reason = "its weights are a softmax of scores that are no matrix product"
+                raise self._changer.unreachable(name, reason)
+            return func(*args, **kwargs)
+        narrow = self._lineage.narrowest(scores)
+        with torch._C.DisableTorchFunction():
+            changed = self._changer.changed_scores(name, scores, bare, dim, narrow)
+        if args:
+            return func(changed, *args[1:], **kwargs)
+        return func(**{**kwargs, "input": changed})
 
     def _multi_head(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -93,14 +135,13 @@ class FunctionChange(TorchFunctionMode):
         return output, weights
 
 
-def _is_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    scores = args[0] if args else kwargs.get("input")
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+def _may_be_attention(scores: Tensor) -> bool:
     return (
-        isinstance(scores, Tensor)
-        and scores.dim() == 4
-        and dim in (-1, 3)
+        scores.dim() >= FEWEST
         and scores.is_floating_point()
+        and scores.layout is torch.strided
+        and not scores.is_nested
+        and scores.numel() > 0
     )
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import dis
 import types
 from collections.abc import Iterator
 
 import torch
 
-__all__ = ["attention_layers", "is_windowed", "label", "uses_interface"]
+__all__ = ["attention_layers", "is_windowed", "label", "uses_interface", "windowed_layers"]
 
 #: Names whose presence in a module's code says that it computes attention.
 _INTERFACE = "get_interface"
 _FUNCTIONS = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "@"}
 _LOCAL = {"sliding_attention", "chunked_attention", "local", "local_attention"}
 
 
 def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Modules that compute attention by what they call, under their names, in model order.
 
-    They are told by the code of their class: it asks transformers for an attention function, or
-    names ``scaled_dot_product_attention`` or ``multi_head_attention_forward``.
+    They are told by the code of their class: it asks transformers for an attention function, names
+    ``scaled_dot_product_attention`` or ``multi_head_attention_forward``, or takes a softmax and
+    matrix products and holds no other attention layer.
 
     Args:
         model: any module.
@@ -29,11 +32,20 @@ def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         ['self_attn', 'multihead_attn']
     """
     found = {}
-    for name, module in model.named_modules():
+    inner: set[str] = set()  # what holds attention: by hand it would be the innermost module
+    for name, module in reversed(list(model.named_modules())):
         names = _names_of(type(module))
-        if _INTERFACE in names or names & _FUNCTIONS:
+        known = _INTERFACE in names or names & _FUNCTIONS
+        if known or (name not in inner and _by_hand(module, names)):
             found[label(model, name)] = module
-    return found
+            parts = name.split(".")
+            inner.update(".".join(parts[:end]) for end in range(len(parts)))
+    return dict(reversed(found.items()))
+
+
+def _by_hand(module: torch.nn.Module, names: frozenset[str]) -> bool:
+    softmax = any(isinstance(part, torch.nn.Softmax) for part in module.children())
+    return bool(names & _PRODUCTS) and (softmax or "softmax" in names)
 
 
 def uses_interface(module: torch.nn.Module) -> bool:
@@ -65,7 +77,24 @@ def is_windowed(module: torch.nn.Module) -> bool:
     return False
 
 
+_MATMUL = {"@", "@=", "BINARY_MATRIX_MULTIPLY", "INPLACE_MATRIX_MULTIPLY"}
 _KNOWN: dict[type, frozenset[str]] = {}
+
+
+def windowed_layers(model: torch.nn.Module) -> dict[str, bool]:
+    """Whether each module's rows see a window only, by its name: it says so, or its attention.
+
+    Example:
+        >>> windowed_layers(torch.nn.MultiheadAttention(8, 2))["MultiheadAttention"]
+        False
+    """
+    found = {}
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        above = modules.get(name.rpartition(".")[0]) if name else None
+        outer = above is not None and "att" in type(above).__name__.lower() and is_windowed(above)
+        found[label(model, name)] = outer or is_windowed(module)
+    return found
 
 
 def _names_of(kind: type) -> frozenset[str]:
@@ -79,10 +108,29 @@ def _names_of(kind: type) -> frozenset[str]:
                 function = getattr(member, "__wrapped__", member)
                 code = getattr(function, "__code__", None)
                 if isinstance(code, types.CodeType):
-                    for part in _codes(code):
-                        names.update(part.co_names)
+                    names.update(_names_in(code))
+                    called = getattr(function, "__globals__", {})
+                    for name in code.co_names:  # a function beside the class, as many write it
+                        beside = called.get(name)
+                        if (
+                            isinstance(beside, types.FunctionType)
+                            and beside.__module__ == base.__module__
+                        ):
+                            names.update(_names_in(beside.__code__) & {"softmax", *_PRODUCTS})
         _KNOWN[kind] = frozenset(names)
     return _KNOWN[kind]
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Global and attribute names in code, and ``@`` for that operator."""
+    names: set[str] = set()
+    for part in _codes(code):
+        names.update(part.co_names)
+        if any(
+            one.argrepr in _MATMUL or one.opname in _MATMUL for one in dis.get_instructions(part)
+        ):
+            names.add("@")
+    return names
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

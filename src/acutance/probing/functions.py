@@ -30,7 +30,16 @@ from acutance.probing.multihead import (
 )
 from acutance.probing.own import OWN, own_call
 from acutance.probing.sdpa import as_given, four, refusal, sdpa_arguments, sdpa_call
-from acutance.probing.softmaxes import Softmax, Softmaxes, fold, heads_of, over_keys, version_of
+from acutance.probing.softmaxes import (
+    LOG_SOFTMAX,
+    SOFTMAX,
+    Softmax,
+    Softmaxes,
+    fold,
+    heads_of,
+    over_keys,
+    version_of,
+)
 
 __all__ = [
     "NO_PRODUCT",
@@ -41,13 +50,6 @@ __all__ = [
     "sdpa_call",
 ]
 
-_SOFTMAX = {torch.softmax, torch.Tensor.softmax, F.softmax, torch.special.softmax}
-_LOG_SOFTMAX = {
-    torch.log_softmax,
-    torch.Tensor.log_softmax,
-    F.log_softmax,
-    torch.special.log_softmax,
-}
 _SDPA = F.scaled_dot_product_attention
 #: Begins the reason of a softmax that is listed as not read.
 NO_PRODUCT = "no matrix product takes a softmax over the last dimension of"
@@ -103,7 +105,7 @@ class FunctionCapture(TorchFunctionMode):
             return self._flex(func, args, kwargs)
         if func is OWN:
             return self._own(func, args, kwargs)
-        if func in _SOFTMAX or func in _LOG_SOFTMAX:
+        if func in SOFTMAX or func in LOG_SOFTMAX:
             return self._softmax(func, args, kwargs)
         if isinstance(func, OpOverload | OpOverloadPacket):
             return self._operator(func, args, kwargs)
@@ -237,7 +239,7 @@ class FunctionCapture(TorchFunctionMode):
             if heads is None:  # a softmax that is a module of its own: its attention is around it
                 heads = heads_of(self.observer.module_of(module.rpartition(".")[0]))
             if over_keys(scores, dim, heads):
-                log = func in _LOG_SOFTMAX
+                log = func in LOG_SOFTMAX
                 with torch._C.DisableTorchFunction():
                     self._softmaxes.made(scores, result, module, dim=dim, version=version, log=log)
         return result

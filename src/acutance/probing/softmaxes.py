@@ -11,12 +11,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from acutance.probing.call import VERIFY_TOLERANCE
 
-__all__ = ["Softmax", "Softmaxes", "fold", "heads_of", "over_keys", "version_of"]
+__all__ = [
+    "FEWEST",
+    "LOG_SOFTMAX",
+    "SOFTMAX",
+    "Softmax",
+    "Softmaxes",
+    "drops",
+    "fold",
+    "heads_of",
+    "over_keys",
+    "version_of",
+]
 
+SOFTMAX = {torch.softmax, torch.Tensor.softmax, F.softmax, torch.special.softmax}
+LOG_SOFTMAX = {
+    torch.log_softmax,
+    torch.Tensor.log_softmax,
+    F.log_softmax,
+    torch.special.log_softmax,
+}
 #: How a module may name its number of heads.
 HEADS = (
     "num_heads",
@@ -31,7 +50,7 @@ HEADS = (
 _LEFT = {"matmul", "__matmul__", "bmm", "mm"}
 _PRODUCTS = {*_LEFT, "__rmatmul__", "baddbmm", "einsum"}
 _MAPS = ("linear", "conv", "norm", "embedding")  # what they give is no longer the weights
-_FEWEST = 3  # dimensions: routers and classifiers have two
+FEWEST = 3  # dimensions: routers and classifiers have two
 
 
 class Softmax:
@@ -119,7 +138,7 @@ class Softmaxes:
             version: of the scores before; None is now.
             log: whether the result is the logarithm of the weights.
         """
-        if scores.dim() >= _FEWEST and scores.is_floating_point() and scores.shape[dim] > 1:
+        if scores.dim() >= FEWEST and scores.is_floating_point() and scores.shape[dim] > 1:
             version = version_of(scores) if version is None else version
             self._alias(result, Softmax(scores, result, module, dim, version, log))
 
@@ -148,7 +167,7 @@ class Softmaxes:
         if name in ("exp", "exp_"):
             softmax.log = False
         if "dropout" in name:
-            softmax.dropped |= _drops(args, kwargs)
+            softmax.dropped |= drops(args, kwargs)
         if any(word in name for word in _MAPS) or _gates(name, args, given[0]):
             return
         for tensor in _tensors((result,)):
@@ -373,7 +392,7 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
             yield from (part for part in value if isinstance(part, Tensor))
 
 
-def _drops(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def drops(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of ``F.dropout`` or ``torch.dropout`` drops anything."""
     p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
