@@ -18,7 +18,13 @@ from acutance.calibration.by_hand import scaled_scores
 from acutance.calibration.factors import factor_of
 from acutance.calibration.functions import FunctionChange
 from acutance.calibration.law import AnyLaw, HeadLaws, Law, by_layer
-from acutance.calibration.layers import attention_layers, label, uses_interface, windowed_layers
+from acutance.calibration.layers import (
+    attention_layers,
+    is_softmax,
+    label,
+    uses_interface,
+    windowed_layers,
+)
 from acutance.calibration.rows import count, count_call
 from acutance.probing import huggingface
 from acutance.probing.call import AttentionCall
@@ -135,7 +141,7 @@ class Applied:
         windows, modules = windowed_layers(model), dict(model.named_modules())
         for full, module in modules.items():
             above = full.rpartition(".")[0]
-            name = label(model, above if isinstance(module, torch.nn.Softmax) else full)
+            name = label(model, above if is_softmax(module) else full)
             laws = layers.get(name, elsewhere)
             heads = heads_of(module) or heads_of(modules.get(above))
             start = f"{name}." if full.replace("_orig_mod", "").strip(".") else ""

@@ -14,7 +14,7 @@ from torch import Tensor
 from acutance.calibration.gaps import critical_scales
 from acutance.calibration.layers import windowed_layers
 from acutance.probing import Probe
-from acutance.probing.call import AttentionCall
+from acutance.probing.call import AttentionCall, observe_scores
 from acutance.rowstats import RowStatistics
 
 __all__ = ["HELD", "TARGETS", "Collector", "LayerSums", "Target"]
@@ -95,7 +95,8 @@ class LayerSums:
 
     Attributes:
         sums: (groups, bins, heads, 6) float64.
-        top: largest logit, (groups, bins, heads) float64; −inf where there is no row.
+        top: largest logit, (groups, bins, heads) float64; −inf where there is no row. It is also
+            over rows of fewer keys, down to the bin before, which the sums leave out.
         longest: most visible keys of a row in each bin, (bins,) int64.
     """
 
@@ -183,15 +184,26 @@ class Collector(Probe):
                 ):
                     self.unreadable(name, "its rows see a window only (windowed=True fits it too)")
                     return
-                self._collect(name, call, real)
+                self._collect(name, call.statistics(False), real, call)
             except ValueError as problem:
                 self.unreadable(module, " ".join(str(problem).split()))
 
     def observe_scores(
         self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
     ) -> None:
-        """A softmax alone says nothing of the query that a law multiplies."""
-        self.unreadable(module, "only its softmax was seen, not its queries and keys")
+        """Add the rows of a softmax written by hand."""
+        name = module.partition("#")[0]
+        with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
+            self._calls += 1
+            if not self.windowed and self._windowed.get(name, False):
+                self.unreadable(name, "its rows see a window only (windowed=True fits it too)")
+                return
+            why = doubt() if doubt is not None else None
+            if why is not None:
+                self.unreadable(module, why)
+                return
+            stats, seen = observe_scores(scores)
+            self._collect(name, stats, seen, None)
 
     def _real(self, call: AttentionCall) -> Tensor | None:
         """Boolean (B, L), False on padding; cross-attention has the queries of what ran before."""
@@ -201,8 +213,9 @@ class Collector(Probe):
         rows = (call.query.shape[0], call.query.shape[2])
         return self._last if self._last is not None and self._last.shape == rows else None
 
-    def _collect(self, name: str, call: AttentionCall, real: Tensor | None) -> None:
-        stats = call.statistics(False)
+    def _collect(
+        self, name: str, stats: RowStatistics, real: Tensor | None, call: AttentionCall | None
+    ) -> None:
         n = stats.n_keys
         kept = n > 0 if real is None else (n > 0) & real[:, None, :]
         # a batch of another size (a vision tower's) cannot be told apart by window
@@ -212,14 +225,15 @@ class Collector(Probe):
         edges = torch.tensor(self.knots, device=n.device)
         place = torch.bucketize(n, edges)
         lowest = torch.tensor([knot / 2 for knot in (*self.knots, math.inf)], device=n.device)
-        kept = kept & (place < bins) & (n > lowest[place.clamp(max=bins)])
+        seen = kept & (place < bins)  # a bound holds for rows that are shorter too
+        kept = seen & (n > lowest[place.clamp(max=bins)])
         values = stats[self.target.name].double()
         slopes = self.target.slope(stats).double()
         kept = kept & values.isfinite()
         heads = n.shape[1]
         found = LayerSums.none(self.groups, bins, heads)
-        index = group.to(n.device)[:, None, None] * bins + place
-        index = torch.where(kept, index, self.groups * bins)
+        place_of = group.to(n.device)[:, None, None] * bins + place
+        index = torch.where(kept, place_of, self.groups * bins)
         x = n.clamp(min=1).double().log()
         one = torch.ones_like(x)
         parts = (one, x, x * x, values, x * values, slopes)
@@ -231,14 +245,15 @@ class Collector(Probe):
             total.scatter_add_(1, flat, made)
             found.sums[..., column] = _cells(total, self.groups, bins)
         top = torch.full((heads, cells), -torch.inf, dtype=torch.float64, device=n.device)
-        logits = torch.where(kept, stats.max_logit.double(), -torch.inf)
+        logits = torch.where(seen, stats.max_logit.double(), -torch.inf)
+        flat = torch.where(seen, place_of, self.groups * bins).transpose(0, 1).flatten(1)
         top.scatter_reduce_(1, flat, logits.transpose(0, 1).flatten(1), "amax")
         found.top = _cells(top, self.groups, bins)
         for k in range(bins):
             rows = kept & (place == k)
             if bool(rows.any()):
                 found.longest[k] = int(torch.where(rows, n, 0).max())
-        scales = self._sample(name, call, kept, place) if self._gaps else {}
+        scales = self._sample(name, call, kept, place) if self._gaps and call is not None else {}
         with self._adding:
             self.layers.setdefault(name, LayerSums.none(self.groups, bins, heads)).add(found)
             for k, part in scales.items():

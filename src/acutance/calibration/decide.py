@@ -12,13 +12,18 @@ from acutance.calibration.collect import HELD, Target
 from acutance.calibration.estimates import LayerValues
 from acutance.calibration.newton import next_factor, predicted
 
-__all__ = ["Aim", "LayerState", "aim_of", "decide", "status_of"]
+__all__ = ["ROUNDING", "Aim", "LayerState", "above", "aim_of", "decide", "status_of"]
 
 #: A change is worth making where it is more than this share of the target, and beyond noise.
 _WORTH = 0.01
 #: Student's quantile that tells noise, at each length: a two-sided test at 5 %. A stricter one
 #: leaves heads alone that are far off where the text has few parts.
 _LEVEL = 0.975
+#: A logit exceeds its bound by more than this share of it; less is rounding.
+ROUNDING = 1e-5
+#: What exceeds its bound is brought this share below it. Other layers then change a layer's input
+#: a little more, which a pass would be needed for each time.
+_MARGIN = 5e-4
 
 
 @dataclass(frozen=True)
@@ -127,24 +132,35 @@ def matters(state: LayerState, aim: Aim) -> Tensor:
     values = state.values
     away = (state.measured(aim) - aim.wanted).abs()
     if aim.bound:
-        return state.measured(aim) > aim.wanted
+        return above(state.measured(aim), aim.wanted)
     error = values.estimate.error if aim.reference is None else values.difference(aim.reference)
     noise = error * values.widening(_LEVEL)
     worth = torch.clamp(_WORTH * aim.wanted.abs(), min=aim.target.floor)
     return (away > noise) & (away > worth) & aim.possible
 
 
+def above(top: Tensor, bound: Tensor) -> Tensor:
+    """Where the largest logit exceeds its bound by more than rounding.
+
+    Example:
+        >>> above(torch.tensor([7.0, 7.00001, 7.1]), torch.tensor([7.0, 7.0, 7.0]))
+        tensor([False, False,  True])
+    """
+    return top > bound + ROUNDING * bound.abs()
+
+
 def _bounded(last: LayerState, aim: Aim) -> tuple[Tensor, Tensor]:
     """Factors that bring each bin's largest logit under the bound.
 
-    A row between two knots has a factor between theirs, so a knot takes the lower of the two bins
-    that it bounds.
+    A row between two knots has a factor between theirs, so both are multiplied by what the bin
+    between them lacks: by the lower, where a knot bounds two bins. What is under the bound already
+    lacks nothing, however low its neighbours' factors are.
     """
     top = last.values.top
-    over = (top > aim.wanted) & (top > 0) & (aim.wanted > 0)
-    need = torch.where(over, last.factors * aim.wanted / top * (1 - 1e-5), last.factors)
-    following = torch.cat([need[1:], need[-1:]])
-    need = torch.minimum(need, following).clamp(min=1 / aim.limit)
+    over = above(top, aim.wanted) & (top > 0) & (aim.wanted > 0)
+    lacks = torch.where(over, aim.wanted / top * (1 - _MARGIN), 1.0)
+    lacks = torch.minimum(lacks, torch.cat([lacks[1:], lacks[-1:]]))
+    need = (last.factors * lacks).clamp(min=1 / aim.limit)
     return need, top * need / last.factors
 
 
@@ -155,7 +171,7 @@ def status_of(first: LayerState, last: LayerState, aim: Aim) -> list[list[str]]:
         HELD * aim.wanted.abs(), min=aim.target.floor
     )
     if aim.bound:
-        close = measured <= aim.wanted * (1 + 1e-6)
+        close = ~above(measured, aim.wanted)
     kept = (last.factors == 1.0).all(0) & ~matters(first, aim).any(0)
     edge = (last.factors >= aim.limit * (1 - 1e-9)) | (last.factors <= (1 + 1e-9) / aim.limit)
     found = []

@@ -227,7 +227,9 @@ class _Job:
         factors, settled = {}, True
         for name, states in history.items():
             chosen, _ = decide(states, self._aims[name])
-            settled &= bool(((chosen / states[-1].factors).log().abs() < _SETTLED).all())
+            # a bound's factors only change where it is exceeded
+            least = 0.0 if self._aims[name].bound else _SETTLED
+            settled &= bool(((chosen / states[-1].factors).log().abs() <= least).all())
             factors[name] = chosen
         family = asked.law != "table"
         if settled and len(passes) > 1:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from acutance.probing.functions import changing_sdpa, sdpa_arguments
 from acutance.probing.lineage import Lineage, LineageError
-from acutance.probing.softmaxes import FEWEST, LOG_SOFTMAX, SOFTMAX
+from acutance.probing.softmaxes import FEWEST, LOG_SOFTMAX, SOFTMAX, Softmax, Softmaxes
 
 __all__ = ["FunctionChange"]
 
@@ -52,11 +52,14 @@ class FunctionChange(TorchFunctionMode):
         super().__init__()
         self._changer = changer
         self._lineage = Lineage()
+        self._softmaxes = Softmaxes(self._weighed, _unused)
+        self._why: dict[str, str] = {}  # by module, why its softmax was left as it is
 
     def __exit__(self, *error: Any) -> None:
         """What was followed need not be any longer."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._lineage.clear()
+        self._softmaxes.clear()
 
     def __torch_function__(
         self,
@@ -82,12 +85,15 @@ class FunctionChange(TorchFunctionMode):
             name = self._changer.here()
             if name is not None:
                 raise self._changer.unreachable(name, "it calls flex_attention itself")
-        return self._lineage.call(func, args, given)
+        result = self._lineage.call(func, args, given)
+        if self._softmaxes:
+            self._softmaxes.called(func, args, given, result)
+        return result
 
     def _softmax(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Scale what scores have of products; a softmax of anything else is left alone."""
+        """Scale what scores have of products; one that cannot be scaled must be no attention."""
         scores = args[0] if args else kwargs.get("input")
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if not isinstance(scores, Tensor) or not isinstance(dim, int):
@@ -97,21 +103,29 @@ class FunctionChange(TorchFunctionMode):
         name = self._changer.here()
         if name is None:
             return func(*args, **kwargs)
+        bare, why = None, "its scores are no product of queries and keys"
         try:
             bare = self._lineage.without_products(scores)
         except LineageError as error:
-            raise self._changer.unreachable(name, str(error)) from error
+            why = str(error)
         if bare is None:
-            if scores.dim() == 4 and func in SOFTMAX:
-                reason = "its weights are a softmax of scores that are no matrix product"
-                raise self._changer.unreachable(name, reason)
-            return func(*args, **kwargs)
+            result, log = func(*args, **kwargs), func in LOG_SOFTMAX
+            self._why[name] = why
+            with torch._C.DisableTorchFunction():
+                self._softmaxes.made(scores, result, name, dim=dim, log=log)
+            return result
         narrow = self._lineage.narrowest(scores)
         with torch._C.DisableTorchFunction():
             changed = self._changer.changed_scores(name, scores, bare, dim, narrow)
         if args:
             return func(changed, *args[1:], **kwargs)
         return func(**{**kwargs, "input": changed})
+
+    def _weighed(self, softmax: Softmax, _: Callable[[], str | None]) -> None:
+        """A product took the softmax of scores that were left as they are."""
+        name = softmax.module or ""
+        hint = "; give the law by layer to leave it alone"
+        raise self._changer.unreachable(name, self._why[name] + hint)
 
     def _multi_head(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -133,6 +147,10 @@ class FunctionChange(TorchFunctionMode):
             if given["query"].dim() == 2:
                 weights = weights.squeeze(0)
         return output, weights
+
+
+def _unused(_: Softmax) -> None:
+    """A softmax that no product took: no attention."""
 
 
 def _may_be_attention(scores: Tensor) -> bool:

@@ -8,11 +8,19 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["attention_layers", "is_windowed", "label", "uses_interface", "windowed_layers"]
+__all__ = [
+    "attention_layers",
+    "is_softmax",
+    "is_windowed",
+    "label",
+    "uses_interface",
+    "windowed_layers",
+]
 
 #: Names whose presence in a module's code says that it computes attention.
 _INTERFACE = "get_interface"
 _FUNCTIONS = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+_SOFTMAX = {"softmax", "Softmax"}
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "@"}
 _LOCAL = {"sliding_attention", "chunked_attention", "local", "local_attention"}
 
@@ -31,21 +39,37 @@ def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         >>> list(attention_layers(torch.nn.TransformerDecoderLayer(8, 2)))
         ['self_attn', 'multihead_attn']
     """
-    found = {}
-    inner: set[str] = set()  # what holds attention: by hand it would be the innermost module
-    for name, module in reversed(list(model.named_modules())):
+    modules = dict(model.named_modules())
+    found, holding = set(), set()
+    for name, module in modules.items():
         names = _names_of(type(module))
-        known = _INTERFACE in names or names & _FUNCTIONS
-        if known or (name not in inner and _by_hand(module, names)):
-            found[label(model, name)] = module
-            parts = name.split(".")
-            inner.update(".".join(parts[:end]) for end in range(len(parts)))
-    return dict(reversed(found.items()))
+        if _INTERFACE in names or names & _FUNCTIONS:
+            found.add(name)
+            holding |= _around(name)
+    hands = set()
+    for name in reversed(modules):  # innermost first: what holds attention is none itself
+        around = _around(name)
+        if name not in holding and not found & {name, *around} and _by_hand(modules[name]):
+            hands.add(name)
+            holding |= around
+    return {label(model, name): modules[name] for name in modules if name in found | hands}
 
 
-def _by_hand(module: torch.nn.Module, names: frozenset[str]) -> bool:
-    softmax = any(isinstance(part, torch.nn.Softmax) for part in module.children())
-    return bool(names & _PRODUCTS) and (softmax or "softmax" in names)
+def _around(name: str) -> set[str]:
+    """Names of the modules that a module is inside."""
+    parts = name.split(".")
+    return {".".join(parts[:end]) for end in range(len(parts))} - {name}
+
+
+def _by_hand(module: torch.nn.Module) -> bool:
+    names = _names_of(type(module))
+    softmax = any(is_softmax(part) for part in module.children())
+    return bool(names & _PRODUCTS) and (softmax or bool(names & _SOFTMAX))
+
+
+def is_softmax(module: torch.nn.Module) -> bool:
+    """Whether a module is a softmax alone: the attention is the module around it."""
+    return "softmax" in type(module).__name__.lower()
 
 
 def uses_interface(module: torch.nn.Module) -> bool:
@@ -69,6 +93,8 @@ def is_windowed(module: torch.nn.Module) -> bool:
         if getattr(module, name, None) in _LOCAL:
             return True
     if getattr(module, "is_sliding", False) is True:
+        return True
+    if isinstance(getattr(module, "one_sided_attn_window_size", None), int):  # Longformer's
         return True
     kinds = getattr(getattr(module, "config", None), "layer_types", None)
     index = getattr(module, "layer_idx", None)
@@ -116,7 +142,7 @@ def _names_of(kind: type) -> frozenset[str]:
                             isinstance(beside, types.FunctionType)
                             and beside.__module__ == base.__module__
                         ):
-                            names.update(_names_in(beside.__code__) & {"softmax", *_PRODUCTS})
+                            names.update(_names_in(beside.__code__) & (_SOFTMAX | _PRODUCTS))
         _KNOWN[kind] = frozenset(names)
     return _KNOWN[kind]
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from acutance.calibration.collect import HELD, TARGETS
+from acutance.calibration.decide import ROUNDING
 from acutance.calibration.result import Calibration, HeadCalibration
 
 __all__ = ["sentences", "show"]
@@ -127,8 +128,8 @@ def sentences(found: Calibration) -> Iterator[str]:
     """What a reader should know besides the table."""
     unit = _unit(found)
     if found.metric == "max_logit":
-        over = sum(max(one.before) > max(one.target) for one in found.heads)
-        still = sum(max(one.after) > max(one.target) * (1 + 1e-6) for one in found.heads)
+        over = sum(_exceeds(one.before, one.target) for one in found.heads)
+        still = sum(_exceeds(one.after, one.target) for one in found.heads)
         yield f"{over} of {len(found.heads)} heads exceeded the bound; under the law {still} do."
     else:
         yield (
@@ -171,6 +172,11 @@ def sentences(found: Calibration) -> Iterator[str]:
         )
     else:
         yield f"Beyond n = {found.lengths[-1]} nothing was measured."
+
+
+def _exceeds(shown: Sequence[float], bound: Sequence[float]) -> bool:
+    """Whether a head's largest logits exceed its bound, which is one for all n."""
+    return max(shown) > bound[0] + ROUNDING * abs(bound[0])
 
 
 def _kept(found: Calibration, heads: Sequence[HeadCalibration]) -> Iterator[str]:
