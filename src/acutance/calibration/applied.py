@@ -49,7 +49,8 @@ def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> App
 
     Args:
         model: any module whose attention goes through transformers' attention interface,
-            ``F.scaled_dot_product_attention`` or ``nn.MultiheadAttention``.
+            ``F.scaled_dot_product_attention`` or ``nn.MultiheadAttention``, or is a softmax of its
+            own, whose scores then have their products multiplied and their biases not.
         law: a scaling or its name for all heads; a mapping from layer or (layer, head) to
             scalings, where a layer is its number among the attention layers or its module's name
             and what is left out is not scaled; or a :class:`Law`, such as :meth:`Law.load` reads.
