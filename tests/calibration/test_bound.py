@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +15,7 @@ from acutance.calibration import measure
 from acutance.calibration.collect import TARGETS
 from acutance.calibration.decide import Aim, LayerState, decide, status_of
 from acutance.calibration.estimates import LayerValues
+from acutance.calibration.render import sentences
 
 Built = Callable[..., nn.Module]
 KNOTS = (16, 32, 64, 128)
@@ -95,3 +98,32 @@ def test_the_bound_holds_for_rows_shorter_than_the_first_length(
     for after, bound in zip(under, bounds, strict=True):
         assert after <= bound * (1 + 1e-5)
     assert {status for head in law.heads for status in head.status} <= {"held", "kept"}
+
+
+@pytest.mark.parametrize("passes", [2, 6])
+def test_one_factor_for_all_lengths_keeps_the_bound_at_all(built: Built, passes: int) -> None:
+    """A mean of the factors by length would leave the length that needs the lowest above it."""
+    model = built("llama")
+    ids = torch.randint(3, 97, (8, 64), generator=torch.Generator().manual_seed(4))
+    law = acutance.calibrate(
+        model, [ids], target="max_logit", lengths=[16, 32, 64], law="constant", passes=passes
+    )
+    first = [head for head in law.heads if head.layer == 0]  # nothing before it changes its input
+    assert max(max(head.before) / head.target[0] for head in first) > 1.05
+    for head in law.heads if passes > 2 else first:
+        assert len(set(head.factors)) == 1
+        assert max(head.after) <= head.target[0] * (1 + 1e-5)
+
+
+def test_a_maximum_has_no_standard_error(built: Built) -> None:
+    """The jackknife is of the mean over rows, which says nothing of the largest."""
+    ids = torch.randint(3, 97, (8, 64), generator=torch.Generator().manual_seed(4))
+    law = acutance.calibrate(built("llama"), [ids], target="max_logit", lengths=[16, 32, 64])
+    for head in law.heads:
+        for numbers in (head.before_error, head.after_error, head.factor_errors):
+            assert all(map(math.isnan, numbers))
+    told = json.loads(json.dumps(law.to_dict(), allow_nan=False))
+    assert set(told["heads"][0]["before_error"]) == {None}
+    said = list(sentences(law))
+    assert not any("±" in line for line in said)
+    assert any(line.startswith("Other text may exceed the bound") for line in said)

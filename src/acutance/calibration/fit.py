@@ -226,9 +226,12 @@ class _Job:
         history = self._history(len(passes))
         factors, settled = {}, True
         for name, states in history.items():
-            chosen, _ = decide(states, self._aims[name])
+            aim = self._aims[name]
+            chosen, _ = decide(states, aim)
+            if aim.bound and asked.law == "constant":  # a mean would not keep it
+                chosen = chosen.amin(0, keepdim=True).expand_as(chosen)
             # a bound's factors only change where it is exceeded
-            least = 0.0 if self._aims[name].bound else _SETTLED
+            least = 0.0 if aim.bound else _SETTLED
             settled &= bool(((chosen / states[-1].factors).log().abs() <= least).all())
             factors[name] = chosen
         family = asked.law != "table"

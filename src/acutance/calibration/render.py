@@ -157,8 +157,15 @@ def sentences(found: Calibration) -> Iterator[str]:
         yield f"{_named(missed)} missed the target at some n: more passes, or another law."
     yield from _growth(found)
     windows = ", ".join(f"{count} of {length} tokens" for length, count in found.windows.items())
-    yield f"Measured {found.passes} times on windows: {windows}; ± is a standard error over them."
-    if found.metric != "max_logit":
+    measured = f"Measured {found.passes} times on windows: {windows}"
+    if found.metric == "max_logit":
+        yield f"{measured}."
+        yield (
+            "Other text may exceed the bound, most of all where there is more of it: give a lower "
+            "value than the one that must hold."
+        )
+    else:
+        yield f"{measured}; ± is a standard error over them."
         yield from _noise(found)
     for name, why in list(found.skipped.items())[:4]:
         yield f"Not fitted: {name}: {why}."

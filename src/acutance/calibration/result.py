@@ -37,7 +37,8 @@ class HeadCalibration:
         lengths: visible keys n.
         target: what was wanted.
         before: what rows of n keys have without a law.
-        before_error: its standard error over parts of the text.
+        before_error: its standard error over parts of the text; NaN for ``max_logit``, as are the
+            other errors.
         predicted: what was to be expected under the law, before it was measured.
         after: what was measured under the law.
         after_error: its standard error.
@@ -117,7 +118,7 @@ class Calibration(Law):
         """Largest relative distance from the target over heads and possible lengths.
 
         Targets near 0, of heads that look at one key, count as the size of which 5 % is of no
-        interest: 0.2 nats of entropy.
+        interest: 0.2 nats of entropy. What is below the bound ``max_logit`` counts as 0.
 
         Args:
             law: under the law, or without it.
@@ -126,8 +127,10 @@ class Calibration(Law):
         for one in self.heads:
             shown = one.after if law else one.before
             for value, target, status in zip(shown, one.target, one.status, strict=True):
+                away = value - target
                 if status != "impossible":
-                    found = max(found, abs(value - target) / max(abs(target), least, 1e-12))
+                    away = max(away, 0.0) if self.metric == "max_logit" else abs(away)
+                    found = max(found, away / max(abs(target), least, 1e-12))
         return found
 
     def to_dict(self) -> dict[str, Any]:

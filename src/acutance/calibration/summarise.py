@@ -92,8 +92,13 @@ def summarise(
 
 
 def _factor_errors(layer: FittedLayer) -> Tensor:
-    """Standard errors of the factors: that of the value over its slope (delta method)."""
+    """Standard errors of the factors: that of the value over its slope (delta method).
+
+    NaN for a bound: a maximum has no such error.
+    """
     values, aim = layer.last.values, layer.aim
+    if aim.bound:
+        return torch.full_like(layer.last.factors, torch.nan)
     error = values.estimate.error if aim.reference is None else values.difference(aim.reference)
     return layer.last.factors * error / values.slope.abs().clamp(min=1e-9)
 
@@ -127,13 +132,16 @@ def _heads(
             for part in layer.scales
         ]
     )
+    before_error, after_error = first.values.estimate.error, last.values.estimate.error
+    if aim.bound:  # those are of the mean over rows
+        before_error = after_error = torch.full_like(before_error, torch.nan)
     columns = {
         "target": aim.wanted,
         "before": first.measured(aim),
-        "before_error": first.values.estimate.error,
+        "before_error": before_error,
         "predicted": predicted,
         "after": last.measured(aim),
-        "after_error": last.values.estimate.error,
+        "after_error": after_error,
         "factors": last.factors,
         "factor_errors": errors,
         "critical": critical,

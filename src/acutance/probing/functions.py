@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,11 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
+from acutance.masks import mask_limit
 from acutance.probing.call import AttentionCall
 from acutance.probing.flex import FLEX, flex_call
 from acutance.probing.huggingface import Observer, Substitute, is_cross
+from acutance.probing.lineage import Lineage
 from acutance.probing.multihead import (
     agree,
     changing_sdpa,
@@ -28,6 +30,7 @@ from acutance.probing.multihead import (
     same,
     watch_sdpa,
 )
+from acutance.probing.operands import stand_for
 from acutance.probing.own import OWN, own_call
 from acutance.probing.sdpa import as_given, four, refusal, sdpa_arguments, sdpa_call
 from acutance.probing.softmaxes import (
@@ -73,6 +76,20 @@ class FunctionObserver(Observer, Protocol):
         """Record rows of which only the scores are known; ``doubt`` says what speaks against."""
 
 
+@runtime_checkable
+class ProductObserver(FunctionObserver, Protocol):
+    """An observer of what scores that a model forms itself have of products.
+
+    Attributes:
+        products: whether it wants that in place of the scores.
+    """
+
+    products: bool
+
+    def observe_products(self, products: Tensor, query: Tensor, key: Tensor, module: str) -> None:
+        """Record the scaled products of queries and keys, −inf where the key is hidden."""
+
+
 class FunctionCapture(TorchFunctionMode):
     """Sees every torch function called in its context, and records those that are attention."""
 
@@ -80,11 +97,15 @@ class FunctionCapture(TorchFunctionMode):
         super().__init__()
         self.observer = observer
         self._softmaxes = Softmaxes(self._weighed, self._unused)
+        asked = isinstance(observer, ProductObserver) and observer.products
+        self._lineage = Lineage(operands=True) if asked else None
 
     def __exit__(self, *error: Any) -> None:
         """Softmaxes that wait for a product wait no longer."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._softmaxes.clear()
+        if self._lineage is not None:
+            self._lineage.clear()
 
     def __torch_function__(
         self,
@@ -109,7 +130,8 @@ class FunctionCapture(TorchFunctionMode):
             return self._softmax(func, args, kwargs)
         if isinstance(func, OpOverload | OpOverloadPacket):
             return self._operator(func, args, kwargs)
-        result = func(*args, **kwargs)
+        follow = func if self._lineage is None else functools.partial(self._followed, func)
+        result = follow(*args, **kwargs)
         if self._softmaxes:
             self._softmaxes.called(func, args, kwargs, result)
         return result
@@ -244,6 +266,10 @@ class FunctionCapture(TorchFunctionMode):
                     self._softmaxes.made(scores, result, module, dim=dim, version=version, log=log)
         return result
 
+    def _followed(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._lineage is not None
+        return self._lineage.call(func, args, kwargs)
+
     def _weighed(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
         """A product took the softmax of these scores, of any rank."""
         name = self.observer.here()
@@ -255,10 +281,35 @@ class FunctionCapture(TorchFunctionMode):
             heads = heads_of(self.observer.module_of(name))
             scores = softmax.scores  # (B, L, H, S) where heads were last
             folded = fold(scores, heads) if softmax.last else scores.transpose(1, 2)
+            if self._lineage is not None:
+                self._multiplied(self._lineage, softmax, folded, heads, name)
+                return
         except ValueError as error:
             self.observer.unreadable(name, str(error))
             return
         self.observer.observe_scores(folded, name, doubt)
+
+    def _multiplied(
+        self, lineage: Lineage, softmax: Softmax, folded: Tensor, heads: int | None, name: str
+    ) -> None:
+        """Report what the scores of a softmax have of a product.
+
+        Raises:
+            ValueError: if they are made of none, of several, or in a way that cannot be followed.
+        """
+        with self.observer.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
+            bare, pairs = lineage.without_products(softmax.base), lineage.pairs(softmax.base)
+            if bare is None or len(pairs) != 1:
+                many = f"the sum of {len(pairs)} products" if len(pairs) > 1 else "no product"
+                raise ValueError(f"its scores are {many} of queries and keys")
+            bare = bare.movedim(softmax.dim, -1)
+            without = fold(bare, heads) if softmax.last else bare.transpose(1, 2)
+            hidden = folded <= mask_limit(lineage.narrowest(softmax.base))
+            wide = folded.dtype if folded.dtype == torch.float64 else torch.float32
+            products = folded.to(wide) - without.to(wide)
+            query, key = stand_for(pairs[0], folded)
+        assert isinstance(self.observer, ProductObserver)
+        self.observer.observe_products(products.masked_fill(hidden, -torch.inf), query, key, name)
 
     def _unused(self, softmax: Softmax) -> None:
         """A softmax came to nothing; of four dimensions it may still be meant as attention."""

@@ -11,12 +11,13 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from acutance.masks import mask_limit
+from acutance.probing.operands import operands
 from acutance.probing.softmaxes import drops, version_of
 
 __all__ = ["Lineage", "LineageError", "name_of"]
@@ -47,6 +48,9 @@ class LineageError(ValueError):
     """Scores were made in a way that cannot be run again."""
 
 
+_Call: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
 @dataclass(frozen=True, eq=False)
 class _Made:
     """How a tensor was made, with the ones before it that were made of products.
@@ -61,6 +65,7 @@ class _Made:
         narrow: of the dtypes on the way, the one with the highest mask value.
         active: whether a product of two tensors went into it that both depend on the input.
         shift: whether it has one value for all keys of a row, a largest score.
+        calls: the products that went into it: name, arguments.
     """
 
     func: Callable[..., Any]
@@ -72,6 +77,7 @@ class _Made:
     narrow: torch.dtype = torch.float32
     active: bool = False
     shift: bool = False
+    calls: tuple[_Call, ...] = ()
 
 
 class _Fixed:
@@ -84,6 +90,9 @@ class _Fixed:
 class Lineage:
     """Follows the matrix products of one thread.
 
+    Args:
+        operands: also keep what each product was made of.
+
     Example:
         >>> lineage = Lineage()
         >>> query, key, bias = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.randn(3, 3)
@@ -95,7 +104,8 @@ class Lineage:
         True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, operands: bool = False) -> None:
+        self._operands = operands
         self._known: dict[int, tuple[weakref.ref[Tensor], _Made, int]] = {}
 
     def clear(self) -> None:
@@ -114,7 +124,10 @@ class Lineage:
         if name in _PRODUCTS and (name != "einsum" or len(list(_tensors(args, kwargs))) > 1):
             result = func(*args, **kwargs)
             if isinstance(result, Tensor) and result.dim() > 2 and result.is_floating_point():
-                self._mark(result, _product(name, result, args, kwargs))
+                product = _product(name, result, args, kwargs)
+                if self._operands:
+                    product = replace(product, calls=((name, tuple(args), dict(kwargs)),))
+                self._mark(result, product)
             return result
         if not self._known or not any(id(each) in self._known for each in _tensors(args, kwargs)):
             return func(*args, **kwargs)
@@ -137,6 +150,16 @@ class Lineage:
         with torch._C.DisableTorchFunction():
             found: Tensor = _again(made, {})
         return found.expand(scores.shape)
+
+    def pairs(self, scores: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Queries (..., L, E) and keys (..., S, E) of each product that went into scores.
+
+        Raises:
+            ValueError: if they cannot be told.
+        """
+        known = self._known.get(id(scores))
+        calls = () if known is None else known[1].calls
+        return tuple(operands(name, args, kwargs) for name, args, kwargs in calls)
 
     def narrowest(self, scores: Tensor) -> torch.dtype:
         """The dtype with the highest mask value among those that scores had on their way."""
@@ -168,6 +191,7 @@ class Lineage:
             writes=_writes(name),
             narrow=functools.reduce(_narrower, [each.narrow for each in given]),
             active=any(each.active for each in given),
+            calls=tuple({id(call): call for each in given for call in each.calls}.values()),
         )
         if plain in _SHIFTS and _along_last(args, kwargs):
             return replace(made, shift=True, broken="are divided by their largest")

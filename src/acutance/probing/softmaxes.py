@@ -58,6 +58,8 @@ class Softmax:
 
     Attributes:
         scores: what it was taken of, the dimension that was normalised last.
+        base: that, as it was.
+        dim: the dimension that was normalised.
         module: where.
         version: of the scores before it was taken.
         dtype: in which it was taken: transformers asks for float32, whatever its scores are.
@@ -75,6 +77,7 @@ class Softmax:
     ) -> None:
         dim %= scores.dim()
         self.scores, self.module, self.log = scores.movedim(dim, -1), module, log
+        self.dim = dim
         self.base, self.version, self.dtype = scores, version, result.dtype
         self.last = dim == scores.dim() - 1
         self.step, self.place = result.stride(dim), _order(result).index(dim)

@@ -34,17 +34,22 @@ _UNTOLD, _OTHERS = -1, len(LAYOUTS)  # beside the number of a layout: not known;
 class _Watch(AttentionWatch):
     """Hands over every call before it is read."""
 
-    noted: Callable[[str, AttentionCall], None]
+    noted: Callable[[str, Tensor, Tensor], None]
 
     def observe(
         self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
     ) -> None:
         def noting() -> AttentionCall:
             call = make()
-            self.noted(module.partition("#")[0], call)
+            self.noted(module.partition("#")[0], call.query, call.key)
             return call
 
         super().observe(noting, module, output)
+
+    def observe_products(self, products: Tensor, query: Tensor, key: Tensor, module: str) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self.noted(module.partition("#")[0], query, key)
+        super().observe_products(products, query, key, module)
 
 
 class QKClip:
@@ -62,8 +67,9 @@ class QKClip:
 
     Works on ``torch.nn.MultiheadAttention``, on :class:`acutance.nn.MultiheadAttention`, and on
     modules of any library that call ``F.scaled_dot_product_attention`` or transformers' attention
-    interface and have their projections under a usual name (``q_proj`` and ``k_proj``, ``query``
-    and ``key``, ``c_attn``, ``qkv_proj``, ...). A layer's first forward tells how a projection of
+    interface, or take a softmax of one product of queries and keys, and have their projections
+    under a usual name (``q_proj`` and ``k_proj``, ``query`` and ``key``, ``c_attn``,
+    ``qkv_proj``, ...). A layer's first forward tells how a projection of
     queries, keys and values is laid out, and whether what was scored is what the projections made:
     a layer in which something else lies between, such as a normalisation, is refused. Weights that
     modules share take the smallest of their factors, once.
@@ -174,14 +180,13 @@ class QKClip:
         eps = torch.finfo(seen.dtype).eps if seen.dtype is not None else 0.0
         self._shapes[name] = (seen.width, eps)  # for ranks that do not see the layer
 
-    def _note(self, name: str, call: AttentionCall) -> None:
+    def _note(self, name: str, query: Tensor, key: Tensor) -> None:
         """Tell from a call how its module's projections are laid out, until that is known."""
         if self._outputs is None:
             return
         if name in self._layouts:
             self._outputs.forget(self._makers.get(name, ()))
             return
-        query, key = call.query, call.key
         try:
             ways = self._weights(name, query.shape[1], query.shape[-1])
         except ValueError:

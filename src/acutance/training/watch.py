@@ -17,7 +17,7 @@ from acutance.masks import hides
 from acutance.nn import Recorded
 from acutance.probing import Probe, ProbeError
 from acutance.probing.call import AttentionCall
-from acutance.rowstats import RowStatistics
+from acutance.rowstats import RowStatistics, observe
 from acutance.shapes import check_flag
 
 __all__ = ["AttentionWatch", "Layers", "WatchedRows", "check_layers", "matches"]
@@ -152,9 +152,41 @@ class AttentionWatch(Probe):
     def observe_scores(
         self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
     ) -> None:
-        """Attention of which only a softmax is seen has no queries and keys to train."""
-        if self._chosen(module):
-            self.unreadable(module, "only its softmax was seen, not its queries and keys")
+        """Keep the statistics of a softmax written by hand, with their graph."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        why = doubt() if doubt is not None else None
+        if not self._chosen(module):
+            return
+        if why is not None:
+            self.unreadable(module, why)
+            return
+        visible = torch.logical_not(hides(scores))
+        queries, keys = scores.shape[2:]
+        real = visible.any(2).any(1) if queries == keys else None
+        self._keep(module, scores, visible, real)
+
+    def observe_products(self, products: Tensor, query: Tensor, key: Tensor, module: str) -> None:
+        """Keep the statistics of the products that scores written by hand are made of."""
+        if torch._C._current_graph_task_id() == -1 and self._chosen(module):
+            self._keep(module, products, products > -torch.inf, None, query)
+
+    def _keep(
+        self,
+        module: str,
+        scores: Tensor,
+        visible: Tensor,
+        real: Tensor | None,
+        query: Tensor | None = None,
+    ) -> None:
+        kept = saved_tensors_hooks(_detached, _as_saved)
+        with self.mute(), self._graph(), kept, torch._C.DisableTorchFunction():
+            stats = RowStatistics(observe(scores, visible))
+            counted = stats.state.n > 0
+            if real is not None:
+                counted = counted & real[:, None, :]
+            width, dtype = (0, scores.dtype) if query is None else (query.shape[-1], query.dtype)
+            self.rows.append(WatchedRows(module, stats, counted, width, dtype))
 
     def _recording(self, module: Recorded) -> Callable[[Any], None]:
         record = type(module)._record

@@ -1,0 +1,92 @@
+"""The queries and keys of a matrix product that scores are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["operands", "stand_for"]
+
+
+def operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The two factors of a product, as queries (..., L, E) and keys (..., S, E).
+
+    Args:
+        name: the function's.
+        args: what it was called with.
+        kwargs: by name.
+
+    Raises:
+        ValueError: if they cannot be told.
+
+    Example:
+        >>> import torch
+        >>> query, key = torch.zeros(2, 5, 3, 4), torch.zeros(2, 7, 3, 4)
+        >>> pair = operands("einsum", ("blhe,bshe->bhls", query, key), {})
+        >>> [tuple(part.shape) for part in pair]
+        [(2, 3, 5, 4), (2, 3, 7, 4)]
+        >>> pair = operands("matmul", (torch.zeros(2, 5, 4), torch.zeros(2, 4, 7)), {})
+        >>> [tuple(part.shape) for part in pair]
+        [(2, 5, 4), (2, 7, 4)]
+    """
+    given = [*args, *kwargs.values()]
+    if name == "einsum":
+        return _of_einsum(given)
+    if name == "baddbmm":
+        given = [*args, *(kwargs[key] for key in ("batch1", "batch2") if key in kwargs)][1:]
+    if name == "__rmatmul__":
+        given = given[1::-1]
+    pair = [each for each in given if isinstance(each, Tensor)]
+    if len(pair) != 2 or min(each.dim() for each in pair) < 2:
+        raise ValueError(f"the factors of its {name} are not known")
+    return pair[0], pair[1].transpose(-1, -2)
+
+
+def _of_einsum(given: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    unknown = f"which factor of its einsum is the queries is not known: {given[0]!r:.60}"
+    terms, arrow, out = str(given[0]).replace(" ", "").partition("->")
+    names = terms.split(",")
+    pair = list(given[1]) if isinstance(given[1], list | tuple) else list(given[1:])
+    if not arrow or "." in terms or len(names) != 2 or len(pair) != 2:
+        raise ValueError(unknown)
+    shared = [label for label in names[0] if label in names[1]]
+    over, batch = ([x for x in shared if (x in out) == kept] for kept in (False, True))
+    own = [[label for label in name if label not in shared] for name in names]
+    if len(over) != 1 or any(len(labels) != 1 or labels[0] not in out for labels in own):
+        raise ValueError(unknown)
+    turned = [
+        part.permute([name.index(label) for label in (*batch, *labels, *over)])
+        for part, name, labels in zip(pair, names, own, strict=True)
+    ]
+    first = out.index(own[0][0]) < out.index(own[1][0])  # keys come after queries
+    return (turned[0], turned[1]) if first else (turned[1], turned[0])
+
+
+def stand_for(pair: tuple[Tensor, Tensor], scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors as (B, Hq, L, E) and (B, H, S, E), for scores (B, Hq, L, S) made of them.
+
+    Raises:
+        ValueError: if they do not have the sizes of the scores.
+
+    Example:
+        >>> import torch
+        >>> pair = torch.zeros(6, 5, 4), torch.zeros(6, 7, 4)
+        >>> [tuple(part.shape) for part in stand_for(pair, torch.zeros(2, 3, 5, 7))]
+        [(2, 3, 5, 4), (2, 3, 7, 4)]
+    """
+    batch, heads, rows, keys = scores.shape
+    found = []
+    for part, length in zip(pair, (rows, keys), strict=True):
+        three = part.dim() == 3 and part.shape[0] == batch * heads
+        four = part.unflatten(0, (batch, heads)) if three else part
+        if four.dim() != 4 or four.shape[0] != batch or four.shape[2] != length:
+            raise ValueError(
+                f"its scores have shape {tuple(scores.shape)} and a factor of their product "
+                f"{tuple(part.shape)}"
+            )
+        found.append(four)
+    if found[0].shape[1] != heads or heads % found[1].shape[1]:
+        raise ValueError(f"its product has {found[0].shape[1]} heads of queries, not {heads}")
+    return found[0], found[1]
