@@ -80,7 +80,7 @@ def test_every_head_ends_at_or_under_tau_and_the_others_are_untouched(name: str)
     report = clip.step()
     assert 0 < len(report.clipped) < 8
     for layer in report.layers:
-        for head, factor in enumerate(layer.factors):
+        for head, factor in enumerate(layer.factor):
             parts = zip(
                 QUERIES[name](modules[layer.module], head), before[layer.module, head], strict=True
             )
