@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -127,3 +128,19 @@ def test_a_maximum_has_no_standard_error(built: Built) -> None:
     said = list(sentences(law))
     assert not any("±" in line for line in said)
     assert any(line.startswith("Other text may exceed the bound") for line in said)
+
+
+def test_the_limit_that_is_told_is_the_one_that_was_met(built: Built) -> None:
+    """The largest factor of a head is no limit where the smallest was met, or a higher one is."""
+    ids = torch.randint(3, 97, (8, 64), generator=torch.Generator().manual_seed(4))
+    law = acutance.calibrate(
+        built("llama"), [ids], target="max_logit", lengths=[32, 64], value=3.0, passes=2
+    )
+    one = dataclasses.replace(law.heads[0], factors=(1.0, 0.25, 0.0625), lengths=(32, 45, 64))
+    for status, told in (
+        (("kept", "held", "limited"), "factors, 0.0625."),
+        (("limited", "held", "limited"), "factors, 0.0625 and 1."),
+    ):
+        many = dataclasses.replace(law, heads=(dataclasses.replace(one, status=status),))
+        (said,) = (line for line in sentences(many) if "limit of the factors" in line)
+        assert said.endswith(told)

@@ -149,9 +149,16 @@ def sentences(found: Calibration) -> Iterator[str]:
             f"log n nats (and at least 1/n as a top weight); their factor there is 1."
         )
     if limited := _heads(found, "limited"):
+        edges = {
+            factor
+            for one in limited
+            for factor, status in zip(one.factors, one.status, strict=True)
+            if status == "limited"
+        }
+        told = " and ".join(dict.fromkeys(f"{edge:.3g}" for edge in sorted(edges)))
         yield (
             f"{_named(limited)} do{_s(limited)} not reach the target within the limit of the "
-            f"factors, {max(max(one.factors) for one in limited):.3g}."
+            f"factors, {told}."
         )
     if missed := _heads(found, "missed"):
         yield f"{_named(missed)} missed the target at some n: more passes, or another law."
