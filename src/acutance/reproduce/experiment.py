@@ -110,7 +110,7 @@ class Experiment:
         Example:
             >>> from acutance.reproduce import EXPERIMENTS
             >>> [[claim.key for claim in EXPERIMENTS["mlm_table"].tested(quick=q)] for q in (0, 1)]
-            [['above', 'equal', 'peak', 'entropy', 'same'], ['entropy', 'same']]
+            [['above', 'most', 'equal', 'entropy', 'same'], ['entropy', 'same']]
         """
         return tuple(claim for claim in self.claims if not (quick and claim.key in self.full_only))
 
