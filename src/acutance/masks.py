@@ -15,7 +15,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["ADDITIVE_MASK_LIMIT", "Hidden", "Masking", "Region", "Tile", "hides", "mask_limit"]
+__all__ = [
+    "ADDITIVE_MASK_LIMIT",
+    "Hidden",
+    "Masking",
+    "Region",
+    "Tile",
+    "hidden_scores",
+    "hides",
+    "mask_limit",
+]
 
 CPU = torch.device("cpu")
 #: An additive mask value at or below this hides its key, whatever the dtype (see :func:`hides`).
@@ -39,6 +48,23 @@ def hides(additive: Tensor) -> Tensor:
 def mask_limit(dtype: torch.dtype) -> float:
     """The additive mask value at or below which a key is hidden (:func:`hides`)."""
     return max(ADDITIVE_MASK_LIMIT, torch.finfo(dtype).min / 2)
+
+
+def hidden_scores(scores: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Boolean tensor, True where scores that a mask was added to have a key hidden.
+
+    The sum of a mask of −1e9 and a score above 0 is above −1e9, and so is −1e9 in bfloat16: a
+    hundredth is allowed for both.
+
+    Args:
+        scores: of any shape.
+        dtype: what the mask had, that of the scores if None.
+
+    Example:
+        >>> hidden_scores(torch.tensor([-1e9 + 640.0, -1e9, -1e4, torch.finfo(torch.float32).min]))
+        tensor([ True,  True, False,  True])
+    """
+    return scores <= 0.99 * mask_limit(scores.dtype if dtype is None else dtype)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,15 @@ def _through_a_view(q: Tensor, k: Tensor, bias: Tensor, **_: Tensor) -> Tensor:
     return scores
 
 
+def _through_views(q: Tensor, k: Tensor, bias: Tensor, seen: Tensor, **_: Tensor) -> Tensor:
+    scores = q @ k.mT
+    heads = scores.view(B * H, L, S).transpose(0, 1)[1:]
+    heads.add_(bias[0, 1:, None]).mul_(2.0)
+    scores.data.masked_fill_(~seen, -1e30)
+    scores.unbind(1)[2].add_(bias[1])
+    return scores * 1.5
+
+
 def _into_zeros(q: Tensor, k: Tensor, bias: Tensor, **_: Tensor) -> Tensor:
     scores = bias.new_zeros(B, H, L, S + 2) + 3
     scores[..., :S] = q @ k.mT
@@ -74,6 +83,8 @@ def _in_place(q: Tensor, k: Tensor, bias: Tensor, seen: Tensor, **_: Tensor) -> 
     scores.masked_fill_(~seen, -1e30)
     return scores + twice
 
+
+HEADS = torch.nn.Parameter(torch.arange(9.0, dtype=torch.float64).view(H, H) / 5 - 1)
 
 WAYS: dict[str, Callable[..., Tensor]] = {
     "matmul": lambda q, k, **_: torch.matmul(q, k.transpose(-1, -2)) / E**0.5,
@@ -101,9 +112,20 @@ WAYS: dict[str, Callable[..., Tensor]] = {
     "with global keys": lambda q, k, bias, **_: torch.cat([bias.expand(B, H, L, S), q @ k.mT], -1),
     "padded": lambda q, k, **_: F.pad(q @ k.mT, (0, 1), value=4.0)[..., 1:],
     "split": lambda q, k, bias, **_: (q @ k.mT + bias).split(2, -1)[1],
+    "talking heads": lambda q, k, bias, **_: torch.einsum("bhls,hg->bgls", q @ k.mT + bias, HEADS),
+    "talking heads, a view": lambda q, k, bias, **_: (
+        HEADS[None] @ (q @ k.mT + bias).flatten(2)
+    ).view(B, H, L, S),
+    "added inside a product of its own": lambda q, k, bias, **_: torch.baddbmm(
+        torch.bmm(q[0], k[1].mT) + bias, q[0], k[0].mT
+    ),
+    "turned by einsum": lambda q, k, bias, **_: torch.einsum("bhls->blhs", q @ k.mT + bias),
+    "addcmul": lambda q, k, bias, **_: torch.addcmul(q @ k.mT, bias, bias, value=2.0),
+    "summed": lambda q, k, bias, **_: torch.stack([q @ k.mT, bias.expand(B, H, L, S)]).sum(0),
     "dropout at rest": lambda q, k, bias, **_: F.dropout(q @ k.mT + bias, 0.5, training=False),
     "largest taken away": _softmax_shift,
     "through a view": _through_a_view,
+    "through views": _through_views,
     "into zeros": _into_zeros,
     "relative": _relative,
     "in place": _in_place,
@@ -132,8 +154,9 @@ def test_scores_without_products_are_those_of_a_query_that_is_zero(way: str) -> 
 
 def _written_elsewhere(q: Tensor, k: Tensor, bias: Tensor, **_: Tensor) -> Tensor:
     scores = q @ k.mT
-    part = scores[:, 1]
-    part.add_(1.0)
+    first, whole = scores[:, 1], scores.view(B, -1)
+    whole.mul_(2.0)
+    first.add_(1.0)  # of what the other view has written to
     return scores
 
 
@@ -209,3 +232,66 @@ def test_the_dtype_whose_mask_value_hides() -> None:
         scores = (query @ key.mT).float() + 1.0
         assert following.lineage.narrowest(scores) == torch.float16
         assert following.lineage.narrowest(torch.zeros(2)) == torch.float32
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_overwritten_is_noticed_where_pytorch_does_not_count(mode: Any) -> None:
+    """Inference mode counts no writes, and neither does what is written through ``data``."""
+    with mode():
+        inputs = given()
+        with Following() as following:
+            bias = inputs["bias"] * 1.0
+            scores = inputs["q"] @ inputs["k"].mT + bias
+            bias.view(-1).zero_()
+            with pytest.raises(LineageError, match="overwritten since"):
+                following.lineage.without_products(scores)
+            scores = inputs["q"] @ inputs["k"].mT
+            scores.data.add_(inputs["bias"])
+            scores.view(-1).mul_(2.0)
+            bare = following.lineage.without_products(scores)
+            torch.testing.assert_close(bare, (2 * inputs["bias"]).expand(B, H, L, S))
+
+
+def test_which_products_are_scores() -> None:
+    """Keys come from the input; weights of a router do not, whatever stands for a parameter."""
+    inputs = given()
+    queries = torch.nn.Parameter(inputs["table"])
+    with Following() as following:
+        active = following.lineage.is_active
+        assert active(torch.matmul(queries, inputs["k"].mT))
+        assert active(torch.einsum("ne,bhse->bhns", queries, inputs["k"]))
+        assert not active(torch.matmul(inputs["q"], queries.mT * 1.0))
+        assert not active(torch.einsum("bhle,hen->bhln", inputs["q"], torch.nn.Parameter(
+            torch.ones(H, E, 2).double()
+        )))  # fmt: skip
+        weights = torch.rand(B, H, L, S).double()
+        following.lineage.weights(weights)
+        assert not active(weights * 2.0 @ inputs["k"])
+        assert not following.lineage._known.get(id(weights @ inputs["k"]))
+
+
+def test_neither_steps_nor_memory_grow_without_bound() -> None:
+    inputs = given()
+    with Following() as following:
+        scores = inputs["q"] @ inputs["k"].mT
+        for _ in range(1200):
+            scores = scores + 1.0
+        with pytest.raises(LineageError, match="more than 150 steps"):
+            following.lineage.without_products(scores)
+        stream = torch.randn(1, 1 << 10, 4) @ torch.randn(1, 4, 1 << 10)
+        for _ in range(40):
+            stream = stream + torch.randn(1, 1 << 10, 1 << 10)
+        made = following.lineage._known[id(stream)][1]
+        assert made.kept <= 17 * stream.nbytes
+        with pytest.raises(LineageError, match="too many tensors"):
+            following.lineage.without_products(stream)
+
+
+def test_a_cache_that_is_written_to_is_not_copied() -> None:
+    inputs, cache = given(), torch.zeros(B, H, 64, E).double()
+    weight = torch.nn.Parameter(torch.eye(E).double())
+    with Following() as following:
+        cache[:, :, :S] = inputs["k"] @ weight
+        scores = inputs["q"] @ cache[:, :, :S].mT
+        assert following.lineage._known[id(cache)][1].args == ()
+        assert torch.equal(following.lineage.without_products(scores), torch.zeros(B, H, L, S))

@@ -151,6 +151,26 @@ class Plain(nn.Module):
         return weights @ value, weights
 
 
+def test_einsum_with_dots_is_clipped() -> None:
+    class Dots(Plain):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            query, key, value = (
+                part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+            )
+            weights = (torch.einsum("... i d, ... j d -> ... i j", query, key) / 8**0.5).softmax(-1)
+            return torch.einsum("... i j, ... j d -> ... i d", weights, value), weights
+
+    torch.manual_seed(0)
+    model, x = Dots(), 4 * torch.randn(2, 9, 32)
+    clip = training.QKClip(model, tau=0.5)
+    with torch.no_grad(), clip:
+        model(x)
+    assert len(clip.step().clipped) == 4
+    with torch.no_grad(), clip:
+        model(x)
+    assert clip.step().max_logit <= 0.5
+
+
 @pytest.mark.parametrize("which", ["entropy", "z"])
 def test_gradients_of_the_regularisers_are_those_of_the_scores(which: str) -> None:
     torch.manual_seed(0)

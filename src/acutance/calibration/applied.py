@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.by_hand import scaled_scores
+from acutance.calibration.by_hand import has_shallow_mask, scaled_scores
 from acutance.calibration.factors import factor_of
 from acutance.calibration.functions import FunctionChange
 from acutance.calibration.law import AnyLaw, HeadLaws, Law, by_layer
@@ -33,6 +33,15 @@ from acutance.probing.functions import sdpa_call
 from acutance.probing.softmaxes import heads_of, over_keys
 
 __all__ = ["Applied", "ApplyError", "apply"]
+
+
+_WINDOWED = "its rows see a window only (windowed=True scales it)"
+
+
+_SHALLOW = (
+    "{} hides keys with a number above -1e9: the law takes them for keys that rows see, and n for "
+    "larger than it is; mask with -inf or torch.finfo(dtype).min"
+)
 
 
 class ApplyError(RuntimeError):
@@ -195,6 +204,7 @@ class Applied:
         context, self._context = self._context, None
         if context is not None:
             context.close()
+        self._leave_model()
         return context is not None
 
     def _did_nothing(self) -> str:
@@ -220,7 +230,7 @@ class Applied:
         if plan is None or plan.laws is None:
             return None
         if not self._windowed and (plan.windowed or call["sliding_window"] is not None):
-            self._skip(plan.name)
+            self.skip(plan.name)
             return None
         query: Tensor = call["query"]
         entropy = None
@@ -247,8 +257,8 @@ class Applied:
     # -- what plain functions ask -----------------------------------------------------------------
 
     def muted(self) -> bool:
-        """Whether this thread is inside a call that is already dealt with."""
-        return self._thread.depth > 0
+        """Whether this thread is inside a call that is dealt with, or the law was taken off."""
+        return self._thread.depth > 0 or self._context is None
 
     def here(self) -> str | None:
         """Name of the running module if it is to be scaled, None for any other."""
@@ -256,7 +266,7 @@ class Applied:
         if plan is None or plan.laws is None or plan.holds:
             return None
         if plan.windowed and not self._windowed:
-            self._skip(plan.name)
+            self.skip(plan.name)
             return None
         return plan.name
 
@@ -291,6 +301,8 @@ class Applied:
             changed = scaled_scores(scores, bare, dim, plan.laws, plan.heads, narrow)
         except ValueError as error:
             raise self.unreachable(name, str(error)) from error
+        if name not in self.calls and has_shallow_mask(bare, dim, narrow):
+            warnings.warn(_SHALLOW.format(name), stacklevel=2)
         self._count(name)
         return changed
 
@@ -307,9 +319,9 @@ class Applied:
         else:
             self.calls[name] = self.calls.get(name, 0) + 1
 
-    def _skip(self, name: str) -> None:
-        if name not in self.skipped:
-            self.skipped[name] = "its rows see a window only (windowed=True scales it)"
+    def skip(self, name: str, why: str = _WINDOWED) -> None:
+        """Note calls of a module that were left alone."""
+        self.skipped.setdefault(name, why)
 
     def _enter_module(self, module: torch.nn.Module) -> None:
         if torch.compiler.is_compiling():
@@ -330,8 +342,15 @@ class Applied:
         if not thread.stack or thread.stack[-1] is not self._plans.get(id(module)):
             return
         thread.stack.pop()
-        if not thread.stack and thread.mode is not None:
-            mode, thread.mode = thread.mode, None
+        if not thread.stack:
+            self._leave_model()
+
+    def _leave_model(self) -> None:
+        """Follow what this thread calls no longer; an interrupt may have left modules running."""
+        thread = self._thread
+        thread.stack.clear()
+        mode, thread.mode = thread.mode, None
+        if mode is not None:
             mode.__exit__(None, None, None)
 
 

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from acutance.calibration.factors import factor_of
 from acutance.calibration.law import HeadLaws
-from acutance.masks import mask_limit
+from acutance.masks import hidden_scores
 from acutance.probing.softmaxes import fold
 
-__all__ = ["scaled_scores"]
+__all__ = ["has_shallow_mask", "scaled_scores"]
+
+_SHALLOW = -1e4  # the least of the numbers that models hide keys with
 
 
 def scaled_scores(
@@ -23,7 +25,7 @@ def scaled_scores(
     with :math:`s_0` the scores without their products.
 
     Args:
-        scores: what a softmax is about to take, three dimensions or more.
+        scores: what a softmax is about to take, two dimensions or more.
         bare: :math:`s_0`, same shape.
         dim: over which dimension: the last, or of four one before, with heads last.
         laws: of the layer.
@@ -41,10 +43,49 @@ def scaled_scores(
         tensor([[[7., 1.],
                  [3., -inf]]])
     """
+    if scores.dim() == 2:  # rows of one query each
+        three = scaled_scores(scores[:, None], bare[:, None], -1, laws, heads, narrow)
+        return three.squeeze(1)
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     last, base = scores.movedim(dim, -1), bare.movedim(dim, -1)
-    hidden = last <= mask_limit(narrow)
+    with torch._C.DisableTorchFunction():
+        factor, hidden = _factor(last, scores, dim, laws, heads, narrow)
+    # seen by what is around this: another law follows these to the softmax too
     products = (last.to(wide) - base.to(wide)).masked_fill(hidden, 0.0)
+    return (last + (products * (factor - 1)).to(scores.dtype)).movedim(-1, dim)
+
+
+def has_shallow_mask(bare: Tensor, dim: int, narrow: torch.dtype) -> bool:
+    """Whether keys seem hidden by a number that does not count as hiding, such as −1e4.
+
+    A row then has scores about there and none halfway, as ALiBi would have.
+
+    Args:
+        bare: scores without their products.
+        dim: of the keys.
+        narrow: as for :func:`scaled_scores`.
+
+    Example:
+        >>> mask = torch.tensor([[0.0, -1e4, -1e4], [0.0, 0.0, -1e4]])
+        >>> has_shallow_mask(mask, -1, torch.float32), has_shallow_mask(mask * 1e6, -1, mask.dtype)
+        (True, False)
+    """
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        low = (bare <= 0.99 * _SHALLOW) & torch.logical_not(hidden_scores(bare, narrow))
+        between = (bare <= 0.5 * _SHALLOW) & (bare > 0.99 * _SHALLOW)
+        rows = low.any(dim) & torch.logical_not(between.any(dim))
+        try:
+            return bool(rows.any())
+        except RuntimeError:  # under vmap, which has no numbers to ask
+            return False
+
+
+def _factor(
+    last: Tensor, scores: Tensor, dim: int, laws: HeadLaws, heads: int | None, narrow: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """What multiplies the rows of scores with keys last, (..., 1), and which keys are hidden."""
+    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    hidden = hidden_scores(last, narrow)
     with torch.no_grad():
         n = _folded(torch.logical_not(hidden).sum(-1, keepdim=True), scores, dim, heads).squeeze(-1)
         entropy = None
@@ -57,8 +98,7 @@ def scaled_scores(
     factor = factor_of(laws, n, n.shape[1], wide, entropy).expand(n.shape)
     row = torch.empty_like(order)
     row[order] = places  # where each row of the scores lies among the folded ones
-    extra = products * (factor.flatten()[row].view(last.shape[:-1]).unsqueeze(-1) - 1)
-    return (last + extra.to(scores.dtype)).movedim(-1, dim)
+    return factor.flatten()[row].view(last.shape[:-1]).unsqueeze(-1), hidden
 
 
 def _folded(rows: Tensor, scores: Tensor, dim: int, heads: int | None) -> Tensor:

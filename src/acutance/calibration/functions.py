@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,14 @@ from torch.overrides import TorchFunctionMode
 
 from acutance.probing.functions import changing_sdpa, sdpa_arguments
 from acutance.probing.lineage import Lineage, LineageError
+from acutance.probing.modes import leave
 from acutance.probing.softmaxes import FEWEST, LOG_SOFTMAX, SOFTMAX, Softmax, Softmaxes
 
 __all__ = ["FunctionChange"]
 
 _SDPA = F.scaled_dot_product_attention
+_HINT = "; give the law by layer to leave it alone"
+_UNTAKEN = ", and no matrix product takes its softmax over keys"
 
 
 class FunctionChanger(Protocol):
@@ -41,6 +45,9 @@ class FunctionChanger(Protocol):
     def over_keys(self, scores: Tensor, dim: int) -> bool:
         """Whether a softmax over this dimension, in the running module, may be one over keys."""
 
+    def skip(self, name: str, why: str) -> None:
+        """Note calls of a module that may be attention and were left alone."""
+
     def unreachable(self, name: str, what: str) -> Exception:
         """The error for attention that cannot be scaled."""
 
@@ -51,13 +58,15 @@ class FunctionChange(TorchFunctionMode):
     def __init__(self, changer: FunctionChanger) -> None:
         super().__init__()
         self._changer = changer
-        self._lineage = Lineage()
-        self._softmaxes = Softmaxes(self._weighed, _unused)
+        self._lineage = Lineage(by_hand=self._by_hand)
+        self._softmaxes = Softmaxes(self._weighed, self._unused)
         self._why: dict[str, str] = {}  # by module, why its softmax was left as it is
 
     def __exit__(self, *error: Any) -> None:
         """What was followed need not be any longer."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        leave(self)
+        for softmax in {id(each): each for _, each in self._softmaxes._waiting.values()}.values():
+            self._unused(softmax)  # a graph of gradients keeps its result alive
         self._lineage.clear()
         self._softmaxes.clear()
 
@@ -96,36 +105,57 @@ class FunctionChange(TorchFunctionMode):
         """Scale what scores have of products; one that cannot be scaled must be no attention."""
         scores = args[0] if args else kwargs.get("input")
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if not isinstance(scores, Tensor) or not isinstance(dim, int):
+        if not isinstance(scores, Tensor) or not isinstance(dim, SupportsIndex):
             return func(*args, **kwargs)
-        if not _may_be_attention(scores) or not self._changer.over_keys(scores, dim):
+        dim = operator.index(dim)
+        name, active = self._changer.here(), self._lineage.is_active(scores)
+        if not _may_be_attention(scores, 2 if active else FEWEST):
             return func(*args, **kwargs)
-        name = self._changer.here()
-        if name is None:
-            return func(*args, **kwargs)
+        over_keys = self._changer.over_keys(scores, dim)
+        if name is None or not (over_keys or active):
+            return self._weights(func, args, kwargs)
         bare, why = None, "its scores are no product of queries and keys"
-        try:
-            bare = self._lineage.without_products(scores)
-        except LineageError as error:
-            why = str(error)
+        if not over_keys:
+            why = f"its softmax is over dimension {dim} of {tuple(scores.shape)}"
+        elif active:
+            try:
+                bare = self._lineage.without_products(scores)
+            except LineageError as error:
+                why = str(error)
         if bare is None:
-            result, log = func(*args, **kwargs), func in LOG_SOFTMAX
+            result, log = self._weights(func, args, kwargs), func in LOG_SOFTMAX
             self._why[name] = why
             with torch._C.DisableTorchFunction():
                 self._softmaxes.made(scores, result, name, dim=dim, log=log)
             return result
         narrow = self._lineage.narrowest(scores)
-        with torch._C.DisableTorchFunction():
-            changed = self._changer.changed_scores(name, scores, bare, dim, narrow)
+        changed = self._changer.changed_scores(name, scores, bare, dim, narrow)
         if args:
-            return func(changed, *args[1:], **kwargs)
-        return func(**{**kwargs, "input": changed})
+            return self._weights(func, (changed, *args[1:]), kwargs)
+        return self._weights(func, (), {**kwargs, "input": changed})
+
+    def _weights(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        result = func(*args, **kwargs)
+        self._lineage.weights(result)
+        return result
+
+    def _by_hand(self, why: str) -> None:
+        """A product took the weights of a softmax that is written out."""
+        name = self._changer.here()
+        if name is not None:
+            raise self._changer.unreachable(name, why + _HINT)
 
     def _weighed(self, softmax: Softmax, _: Callable[[], str | None]) -> None:
         """A product took the softmax of scores that were left as they are."""
         name = softmax.module or ""
-        hint = "; give the law by layer to leave it alone"
-        raise self._changer.unreachable(name, self._why[name] + hint)
+        raise self._changer.unreachable(name, self._why[name] + _HINT)
+
+    def _unused(self, softmax: Softmax) -> None:
+        """No product took a softmax: of four dimensions it may still be meant as attention."""
+        if softmax.scores.dim() == 4 and not softmax.log and softmax.module is not None:
+            self._changer.skip(softmax.module, f"{self._why[softmax.module]}{_UNTAKEN}")
 
     def _multi_head(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -149,13 +179,9 @@ class FunctionChange(TorchFunctionMode):
         return output, weights
 
 
-def _unused(_: Softmax) -> None:
-    """A softmax that no product took: no attention."""
-
-
-def _may_be_attention(scores: Tensor) -> bool:
+def _may_be_attention(scores: Tensor, fewest: int) -> bool:
     return (
-        scores.dim() >= FEWEST
+        scores.dim() >= fewest
         and scores.is_floating_point()
         and scores.layout is torch.strided
         and not scores.is_nested

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acutance.attend import attention, row_statistics
-from acutance.masks import Masking, hides
+from acutance.masks import Masking, hidden_scores, hides
 from acutance.rowstats import RowState, RowStatistics, observe
 from acutance.shapes import check_masking
 
@@ -271,7 +271,7 @@ def observe_scores(scores: Tensor) -> tuple[RowStatistics, Tensor | None]:
     seen = torch.zeros(batch, keys, dtype=torch.bool, device=scores.device)
     for start in range(0, queries, rows):
         part = scores[:, :, start : start + rows].detach()
-        visible = torch.logical_not(hides(part))
+        visible = torch.logical_not(hidden_scores(part))
         seen |= visible.any(2).any(1)
         parts.append(observe(part, visible))
     joined = {

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from acutance.masks import mask_limit
+from acutance.masks import hidden_scores
 from acutance.probing.call import AttentionCall
 from acutance.probing.flex import FLEX, flex_call
 from acutance.probing.huggingface import Observer, Substitute, is_cross
 from acutance.probing.lineage import Lineage
+from acutance.probing.modes import leave
 from acutance.probing.multihead import (
     agree,
     changing_sdpa,
@@ -102,7 +103,7 @@ class FunctionCapture(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         """Softmaxes that wait for a product wait no longer."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        leave(self)
         self._softmaxes.clear()
         if self._lineage is not None:
             self._lineage.clear()
@@ -264,6 +265,8 @@ class FunctionCapture(TorchFunctionMode):
                 log = func in LOG_SOFTMAX
                 with torch._C.DisableTorchFunction():
                     self._softmaxes.made(scores, result, module, dim=dim, version=version, log=log)
+                if self._lineage is not None:
+                    self._lineage.weights(result)
         return result
 
     def _followed(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -304,7 +307,7 @@ class FunctionCapture(TorchFunctionMode):
                 raise ValueError(f"its scores are {many} of queries and keys")
             bare = bare.movedim(softmax.dim, -1)
             without = fold(bare, heads) if softmax.last else bare.transpose(1, 2)
-            hidden = folded <= mask_limit(lineage.narrowest(softmax.base))
+            hidden = hidden_scores(folded, lineage.narrowest(softmax.base))
             wide = folded.dtype if folded.dtype == torch.float64 else torch.float32
             products = folded.to(wide) - without.to(wide)
             query, key = stand_for(pairs[0], folded)

@@ -9,82 +9,53 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from acutance.masks import mask_limit
+from acutance.probing.made import (
+    Fixed,
+    LineageError,
+    Made,
+    Version,
+    after,
+    again,
+    memory_of,
+    shares_memory,
+    viewing,
+    written_through,
+)
 from acutance.probing.operands import operands
-from acutance.probing.softmaxes import drops, version_of
+from acutance.probing.softmaxes import version_of
+from acutance.probing.steps import (
+    ENDS,
+    MOVES,
+    PRODUCTS,
+    is_parameter,
+    is_shift,
+    is_weight,
+    name_of,
+    owner_of_keys,
+    plain_name,
+    target_of,
+    tensors_of,
+    why_not,
+    writes,
+)
 
-__all__ = ["Lineage", "LineageError", "name_of"]
+__all__ = ["Lineage", "LineageError"]
 
-_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"}
-#: Functions whose result is affine in each of its tensors, the others held.
-_AFFINE = {
-    *("view", "reshape", "view_as", "reshape_as", "transpose", "permute", "swapaxes", "swapdims"),
-    *("movedim", "moveaxis", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to"),
-    *("flatten", "unflatten", "ravel", "repeat", "repeat_interleave", "tile", "flip", "roll"),
-    *("contiguous", "clone", "detach", "alias", "to", "type", "type_as", "float", "half", "double"),
-    *("bfloat16", "cpu", "cuda", "T", "mT", "data", "t", "narrow", "select", "index_select"),
-    *("gather", "take_along_dim", "diagonal", "tril", "triu", "__getitem__", "__setitem__"),
-    *("cat", "concat", "concatenate", "stack", "split", "chunk", "tensor_split", "unbind"),
-    *("split_with_sizes", "pad", "_pad", "as_strided", "unfold", "masked_fill", "where"),
-    *("add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "neg"),
-    *("index_copy", "slice_scatter", "select_scatter", "copy", "fill_diagonal"),
-}
-_TWICE = {"mul", "multiply", "div", "divide", "true_divide"}  # affine in one tensor at a time
-_BOUNDS = {"max", "maximum", "clamp", "clamp_min"}  # affine for scores above a mask's value
-_SHIFTS = {"max", "amax", "mean", "logsumexp"}  # over all keys: a softmax does not notice them
-_MOVES = {"add", "sub", "subtract", "unsqueeze", "view", "reshape", "expand", "detach", "to"}
-_ENDS = ("linear", "conv", "norm", "embedding", "softmax")  # what comes out is no score
-_LOW = -1e4  # no score that a row sees is as low
-
-
-class LineageError(ValueError):
-    """Scores were made in a way that cannot be run again."""
-
-
-_Call: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(frozen=True, eq=False)
-class _Made:
-    """How a tensor was made, with the ones before it that were made of products.
-
-    Attributes:
-        func: what made it.
-        args: what it was called with, in the place of tensors :class:`_Made` or :class:`_Fixed`.
-        kwargs: by name.
-        writes: whether the function writes to its first argument.
-        part: which of the function's results it is; None for the only one.
-        broken: why it cannot be made again, if so.
-        narrow: of the dtypes on the way, the one with the highest mask value.
-        active: whether a product of two tensors went into it that both depend on the input.
-        shift: whether it has one value for all keys of a row, a largest score.
-        calls: the products that went into it: name, arguments.
-    """
-
-    func: Callable[..., Any]
-    args: Any = ()
-    kwargs: Any = field(default_factory=dict)
-    writes: bool = False
-    part: int | None = None
-    broken: str = ""
-    narrow: torch.dtype = torch.float32
-    active: bool = False
-    shift: bool = False
-    calls: tuple[_Call, ...] = ()
-
-
-class _Fixed:
-    """A tensor that no product went into, as it was."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor, version_of(tensor)
+_STEPS = 150  # of one tensor, at most: each is a level of recursion, and may copy it
+_MEMORY = 16  # times a tensor's size, at most, that is kept alive to make it again
+_LEAST = 1 << 24  # bytes that may be kept for any
+_EXP, _SUMS = "go through exp", "go through sums of exp"
+_BY_HAND = "are exponentiated and divided by their sum"
+_LOG = "are divided by their logsumexp"
 
 
 class Lineage:
@@ -92,6 +63,7 @@ class Lineage:
 
     Args:
         operands: also keep what each product was made of.
+        by_hand: called when a product takes weights that were formed without a softmax.
 
     Example:
         >>> lineage = Lineage()
@@ -104,13 +76,18 @@ class Lineage:
         True
     """
 
-    def __init__(self, *, operands: bool = False) -> None:
-        self._operands = operands
-        self._known: dict[int, tuple[weakref.ref[Tensor], _Made, int]] = {}
+    def __init__(
+        self, *, operands: bool = False, by_hand: Callable[[str], None] | None = None
+    ) -> None:
+        self._operands, self._by_hand = operands, by_hand
+        self._known: dict[int, tuple[weakref.ref[Tensor], Made, Version]] = {}
+        self._written: Counter[int] = Counter()  # by memory: inference mode does not count, and
+        # what is written through ``tensor.data`` counts there alone
 
     def clear(self) -> None:
         """Forget everything."""
         self._known.clear()
+        self._written.clear()
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function, and note what it makes of products.
@@ -121,21 +98,33 @@ class Lineage:
             kwargs: by name.
         """
         name = name_of(func)
-        if name in _PRODUCTS and (name != "einsum" or len(list(_tensors(args, kwargs))) > 1):
-            result = func(*args, **kwargs)
-            if isinstance(result, Tensor) and result.dim() > 2 and result.is_floating_point():
-                product = _product(name, result, args, kwargs)
-                if self._operands:
-                    product = replace(product, calls=((name, tuple(args), dict(kwargs)),))
-                self._mark(result, product)
-            return result
-        if not self._known or not any(id(each) in self._known for each in _tensors(args, kwargs)):
+        if name in PRODUCTS and (name != "einsum" or len(list(tensors_of(args, kwargs))) > 1):
+            return self._multiply(func, name, args, kwargs)
+        if not self._known:
+            if self._written:
+                self._written.clear()
             return func(*args, **kwargs)
-        made = self._noted(func, name, args, kwargs)
+        target = target_of(name, args, kwargs)
+        made = None
+        if any(id(each) in self._known for each in tensors_of(args, kwargs)):
+            made = self._noted(func, name, args, kwargs)
         result = func(*args, **kwargs)
+        if target is not None:
+            self._wrote(target)
+            if made is None:
+                self._known.pop(id(target), None)
         if made is not None:
-            self._note_result(made, args[0] if made.writes else None, result)
+            self._note_result(made, args, kwargs, result)
         return result
+
+    def weights(self, tensor: Tensor) -> None:
+        """A softmax gave this tensor: what it is multiplied with makes no scores."""
+        self._mark(tensor, Made(torch.softmax, broken="go through softmax", weights=True))
+
+    def is_active(self, scores: Tensor) -> bool:
+        """Whether a product of two tensors that depend on the input went into scores."""
+        known = self._known.get(id(scores))
+        return known is not None and known[1].active
 
     def without_products(self, scores: Tensor) -> Tensor | None:
         """The scores with each product at zero, same shape; None if no product went into them.
@@ -148,8 +137,11 @@ class Lineage:
         if made is None or not made.active:
             return None
         with torch._C.DisableTorchFunction():
-            found: Tensor = _again(made, {})
-        return found.expand(scores.shape)
+            try:
+                found: Tensor = again(made, {}, self._version)
+                return found.expand(scores.shape)
+            except RuntimeError as error:
+                raise LineageError(f"its scores cannot be made again: {error}") from error
 
     def pairs(self, scores: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
         """Queries (..., L, E) and keys (..., S, E) of each product that went into scores.
@@ -168,231 +160,236 @@ class Lineage:
 
     # -- following --------------------------------------------------------------------------------
 
-    def _of(self, tensor: Tensor) -> _Made | None:
+    def _version(self, tensor: Tensor) -> Version:
+        return version_of(tensor), self._written[memory_of(tensor)] if self._written else 0
+
+    def _of(self, tensor: Tensor) -> Made | None:
         known = self._known.get(id(tensor))
         if known is None:
             return None
         _, made, version = known
-        if version != version_of(tensor):
+        if version != self._version(tensor):
             return replace(made, broken="were written to through a view")
         return made
 
+    def _wrote(self, target: Tensor) -> None:
+        self._written[memory_of(target)] += 1
+
+    def _multiply(
+        self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a matrix product; one that takes the weights of a softmax makes no scores."""
+        out = kwargs.get("out")
+        factors = [each for each in tensors_of(args, kwargs) if each is not out]
+        given = [self._known[id(each)][1] for each in factors if id(each) in self._known]
+        if self._by_hand is not None:
+            for each in given:
+                if each.broken == _BY_HAND and each.active:
+                    self._by_hand(f"its scores {_BY_HAND}, with no softmax that could be seen")
+        made, owner, weights = None, None, any(each.weights for each in given)
+        if not weights:
+            owner = owner_of_keys(name, args if name == "einsum" else factors)
+            if owner is not None and _mixes(self._known.get(id(owner)), name, owner, factors):
+                made = self._noted(func, name, args, kwargs)
+        result = func(*args, **kwargs)
+        if out is not None:
+            self._wrote(out)
+            self._known.pop(id(out), None)
+        if weights:
+            return result
+        if isinstance(result, Tensor) and result.dim() > 2 and result.is_floating_point():
+            if made is None:
+                made = self._product(name, result, owner, factors, kwargs)
+                if self._operands:
+                    made = replace(made, calls=(*made.calls, (name, tuple(args), dict(kwargs))))
+            self._mark(result, made)
+        return result
+
     def _noted(
         self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> _Made | None:
+    ) -> Made | None:
         """How the result of a call is made, None where products end."""
-        plain = _plain(name)
-        if any(word in plain for word in _ENDS) or plain.endswith("_like") or plain[:4] == "new_":
+        plain = plain_name(name)
+        if any(word in plain for word in ENDS) or plain.endswith("_like") or plain[:4] == "new_":
             return None
-        marked = [each for each in _tensors(args, kwargs) if id(each) in self._known]
+        marked = [each for each in tensors_of(args, kwargs) if id(each) in self._known]
         given = [self._known[id(each)][1] for each in marked]
-        made = _Made(
+        made = Made(
             func,
-            writes=_writes(name),
+            writes=writes(name),
             narrow=functools.reduce(_narrower, [each.narrow for each in given]),
             active=any(each.active for each in given),
+            weights=any(each.weights for each in given),
             calls=tuple({id(call): call for each in given for call in each.calls}.values()),
+            steps=1 + max(each.steps for each in given),
+            kept=max(each.kept for each in given),
         )
-        if plain in _SHIFTS and _along_last(args, kwargs):
-            return replace(made, shift=True, broken="are divided by their largest")
+        if is_shift(plain, args, kwargs):
+            what = "largest" if "max" in plain else plain
+            return replace(made, shift=True, broken=f"are divided by their {what}")
         shifts = [each for each in given if each.shift]
-        if len(shifts) == len(given) and plain in _MOVES:
+        if len(shifts) == len(given) and plain in MOVES:
             return replace(made, shift=True, broken=shifts[0].broken)
         fixed = plain in ("add", "sub", "subtract")  # a row moved as a whole
         reason = "" if fixed else next((each.broken for each in shifts), "")
         reason = next((each.broken for each in given if each.broken and not each.shift), reason)
-        reason = reason or _why_not(plain, name, args, kwargs, marked)
+        reason = _by_hand(plain, given) or reason or why_not(plain, name, args, kwargs, marked)
+        if not reason and made.steps > _STEPS:
+            reason = f"are made in more than {_STEPS} steps"
         if reason:
             return replace(made, broken=reason)
+        if fixed and any(each.broken == _LOG for each in shifts):
+            made = replace(made, log=True)
         kept = self._kept(args)
         if made.writes and isinstance(args[0], Tensor):
             known = self._known.get(id(args[0]))
-            if known is None:
-                kept = (_Fixed(args[0].clone()), *kept[1:])  # as it is before this writes to it
-            elif name == "__setitem__" and _shares(args[-1], args[0]):
+            if known is None and not made.active:  # a cache that outlives its scores, most likely
+                return replace(made, broken="are written into a tensor")
+            if known is None:  # as it is before this writes to it
+                kept = (self._fixed(args[0].clone()), *kept[1:])
+            elif name == "__setitem__" and shares_memory(args[-1], args[0]):
                 kept = (known[1], *kept[1:])  # x[i] += y has written to x already, through a view
-        return replace(made, args=kept, kwargs=self._kept(kwargs))
+        held = [each for each in tensors_of(args, kwargs) if id(each) not in self._known]
+        size = sum(each.nbytes for each in held if not is_parameter(each))
+        return replace(made, args=kept, kwargs=self._kept(kwargs), kept=made.kept + size)
 
-    def _note_result(self, made: _Made, target: Any, result: Any) -> None:
-        if isinstance(target, Tensor):
-            self._mark(target, made)
+    def _product(
+        self,
+        name: str,
+        result: Tensor,
+        owner: Tensor | None,
+        factors: Sequence[Tensor],
+        kwargs: Mapping[str, Any],
+    ) -> Made:
+        """A product as the zeros that stand for it, or what ``baddbmm`` adds it to."""
+        shape, dtype, device = result.shape, result.dtype, result.device
+        active = not any(map(is_weight, factors if owner is None else [owner]))
+        beta = kwargs.get("beta", 1)
+        if name == "baddbmm" and beta != 0:
+
+            def around(added: Tensor) -> Tensor:
+                scaled: Tensor = added * beta
+                return scaled.to(dtype).expand(shape).clone()
+
+            added = self._kept(factors[0])
+            made = Made(around, (added,), narrow=dtype, active=active)
+            if isinstance(added, Made):
+                both = active or added.active
+                made = replace(made, active=both, calls=added.calls, broken=added.broken)
+            return made
+
+        def zeros() -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return Made(zeros, narrow=dtype, active=active)
+
+    def _note_result(
+        self, made: Made, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        if made.writes and isinstance(args[0], Tensor):
+            self._note_write(made, args[0])
         elif isinstance(result, Tensor):
-            if result.is_floating_point():
-                self._mark(result, made)
+            self._note_part(made, args, kwargs, result, None)
         elif isinstance(result, list | tuple):
             for part, tensor in enumerate(result):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    self._mark(tensor, replace(made, part=part))
+                if isinstance(tensor, Tensor):
+                    self._note_part(made, args, kwargs, tensor, part)
+
+    def _note_part(
+        self,
+        made: Made,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensor: Tensor,
+        part: int | None,
+    ) -> None:
+        if not tensor.is_floating_point():
+            return
+        made = replace(made, part=part)
+        if made.kept > max(_MEMORY * tensor.nbytes, _LEAST):
+            made = replace(made, args=(), kwargs={}, broken="are made of too many tensors")
+        if args and isinstance(args[0], Tensor) and shares_memory(tensor, args[0]):
+            view = viewing(made, args[1:], kwargs)
+            known = self._known.get(id(args[0]))
+            above = () if known is None else known[1].bases
+            further = [(base, after(first, view)) for base, first in above]
+            made = replace(made, bases=((weakref.ref(args[0]), view), *further))
+        self._mark(tensor, made)
+
+    def _note_write(self, made: Made, target: Tensor) -> None:
+        """Mark what a function wrote to, and what that is a view of."""
+        known = self._known.get(id(target))
+        bases = () if known is None else known[1].bases
+        self._mark(target, replace(made, bases=bases))
+        for reference, view in bases:
+            base = reference()
+            known = None if base is None else self._known.get(id(base))
+            if base is None or known is None or not self._one_behind(known[2], base):
+                continue
+            before = known[1]
+            calls = {id(call): call for call in (*before.calls, *made.calls)}
+            whole = replace(
+                made,
+                func=functools.partial(written_through, view),
+                args=(before, made),
+                kwargs={},
+                broken=made.broken or before.broken,
+                active=made.active or before.active,
+                calls=tuple(calls.values()),
+                steps=made.steps + 1,
+                bases=before.bases,
+            )
+            self._mark(base, whole)
+
+    def _one_behind(self, version: Version, tensor: Tensor) -> bool:
+        """Whether nothing but the present write happened to a tensor since it was marked."""
+        now = self._version(tensor)
+        return version[1] + 1 == now[1] and now[0] - version[0] in (0, 1)
+
+    def _fixed(self, tensor: Tensor) -> Fixed:
+        return Fixed(tensor, self._version(tensor))
 
     def _kept(self, value: Any) -> Any:
-        """Arguments with what was made of products as :class:`_Made`."""
+        """Arguments with what was made of products as :class:`Made`."""
         if isinstance(value, Tensor):
             made = self._of(value)
-            return _Fixed(value) if made is None or made.shift else made
+            return self._fixed(value) if made is None or made.shift else made
         if isinstance(value, Mapping):
             return {name: self._kept(part) for name, part in value.items()}
         if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
             return type(value)(self._kept(part) for part in value)
         return value
 
-    def _mark(self, tensor: Tensor, made: _Made) -> None:
+    def _mark(self, tensor: Tensor, made: Made) -> None:
         place = id(tensor)
 
         def gone(_: object) -> None:
             self._known.pop(place, None)
 
-        self._known[place] = (weakref.ref(tensor, gone), made, version_of(tensor))
+        self._known[place] = (weakref.ref(tensor, gone), made, self._version(tensor))
 
 
-def name_of(func: Callable[..., Any]) -> str:
-    """A function's name; of a property's getter, the property's."""
-    name: str = getattr(func, "__name__", "")
-    if name == "__get__":
-        name = getattr(getattr(func, "__self__", None), "__name__", name)
-    return name.partition(".")[0]
+def _mixes(
+    known: tuple[Any, Made, Version] | None, name: str, owner: Tensor, factors: Sequence[Tensor]
+) -> bool:
+    """Whether parameters mix scores over heads: what comes out is affine in what they were."""
+    others = [each for each in factors if each is not owner]
+    if known is None or not known[1].active or not others or name == "baddbmm":
+        return False
+    return all(map(is_parameter, others))
 
 
-def _plain(name: str) -> str:
-    """``__iadd__``, ``__radd__`` and ``add_`` as ``add``; item access as it is.
-
-    Example:
-        >>> [
-        ...     _plain(name)
-        ...     for name in ("__iadd__", "__rsub__", "__truediv__", "mul_", "__getitem__")
-        ... ]
-        ['add', 'sub', 'div', 'mul', '__getitem__']
-    """
-    if name in ("__getitem__", "__setitem__"):
-        return name
-    if not name.startswith("__"):
-        return name.rstrip("_")
-    inner = name.strip("_")
-    for rest in (inner, inner[1:]):
-        if rest in ("add", "sub", "mul", "truediv", "div", "neg"):
-            return "div" if rest == "truediv" else rest
-    return inner
-
-
-def _writes(name: str) -> bool:
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
-    return name.endswith("_")
-
-
-def _why_not(
-    plain: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], marked: list[Tensor]
-) -> str:
-    """Why a function is not affine in what was made of products; empty if it is."""
-    if kwargs.get("out") is not None:
-        return "are written to with out="
-    if "dropout" in plain:
-        return "are dropped out" if drops(args, kwargs) else ""
-    if plain in _BOUNDS:
-        return "" if _is_bound(args, kwargs) else f"go through {plain}"
-    if plain not in _AFFINE:
-        return f"go through {plain}"
-    if plain in _TWICE and len(marked) > 1:
-        return "are products multiplied or divided by products"
-    divisor = args[0] if name.startswith("__r") else kwargs.get("other", args[-1])
-    if plain in _TWICE and "div" in plain and divisor is marked[0]:
-        return "are divided by products"
+def _by_hand(plain: str, given: Sequence[Made]) -> str:
+    """What a function adds to a softmax that is written out; empty if nothing."""
+    if plain == "sum" and given[0].broken == _EXP:
+        return _SUMS
+    if plain == "exp" and given[0].log:
+        return _BY_HAND
+    if "div" in plain and [each.broken for each in given] == [_EXP, _SUMS]:
+        return _BY_HAND
     return ""
-
-
-def _product(name: str, result: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Made:
-    """A product as the zeros that stand for it, or what ``baddbmm`` adds it to."""
-    shape, dtype, device = result.shape, result.dtype, result.device
-    given = list(_tensors(args, kwargs))
-    active = not any(each.dim() < 3 and _is_parameter(each) for each in given)
-    beta = kwargs.get("beta", 1)
-    if name == "baddbmm" and beta != 0:
-
-        def around(added: Tensor) -> Tensor:
-            scaled: Tensor = added * beta
-            return scaled.to(dtype).expand(shape).clone()
-
-        return _Made(around, (_Fixed(given[0]),), narrow=dtype, active=active)
-
-    def zeros() -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    return _Made(zeros, narrow=dtype, active=active)
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one."""
-    base = tensor if tensor.is_inference() or tensor._base is None else tensor._base
-    return isinstance(base, torch.nn.Parameter)
-
-
-def _again(made: _Made, known: dict[int, Any]) -> Any:
-    """Run what made a tensor once more, from products at zero; each step once."""
-    if id(made) in known:
-        return known[id(made)][0]
-    if made.broken:
-        raise LineageError(f"its scores {made.broken}")
-    args = [_value(each, known) for each in made.args]
-    kwargs = {name: _value(each, known) for name, each in made.kwargs.items()}
-    if made.writes:
-        args[0] = args[0].clone()  # others may have been made of it before
-    result = made.func(*args, **kwargs)
-    if made.writes:
-        result = args[0]
-    elif made.part is not None:
-        result = result[made.part]
-    known[id(made)] = (result, made)
-    return result
-
-
-def _value(each: Any, known: dict[int, Any]) -> Any:
-    if isinstance(each, _Made):
-        return _again(each, known)
-    if isinstance(each, _Fixed):
-        if each.version != version_of(each.tensor):
-            raise LineageError("what its scores were made with was overwritten since")
-        return each.tensor
-    if isinstance(each, dict):
-        return {name: _value(part, known) for name, part in each.items()}
-    if isinstance(each, list | tuple) and not hasattr(each, "_fields"):
-        return type(each)(_value(part, known) for part in each)
-    return each
 
 
 def _narrower(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
     """Of two dtypes the one whose mask value is higher."""
     return dtype if mask_limit(dtype) >= mask_limit(other) else other
-
-
-def _along_last(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a largest value is taken over the last dimension, or over everything."""
-    scores = args[0] if args else kwargs.get("input")
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if not isinstance(scores, Tensor) or isinstance(dim, Tensor) or "other" in kwargs:
-        return False
-    return dim is None or dim in (-1, scores.dim() - 1, (-1,), [-1])
-
-
-def _is_bound(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether scores are held above a value so low that only masked ones are."""
-    given = [*args[1:], *(kwargs.get(name) for name in ("other", "min", "max"))]
-    bounds = [each for each in given if each is not None]
-    if len(bounds) != 1:
-        return False
-    low = bounds[0]
-    if isinstance(low, Tensor):
-        return low.numel() == 1 and float(low) <= _LOW
-    return isinstance(low, int | float) and "max" not in kwargs and low <= _LOW
-
-
-def _shares(view: Any, base: Tensor) -> bool:
-    return isinstance(view, Tensor) and (
-        view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
-    )
-
-
-def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (part for part in value if isinstance(part, Tensor))

@@ -9,6 +9,8 @@ from torch import Tensor
 
 __all__ = ["operands", "stand_for"]
 
+_DOTS = "0123456789"  # labels that no einsum has
+
 
 def operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """The two factors of a product, as queries (..., L, E) and keys (..., S, E).
@@ -27,6 +29,9 @@ def operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
         >>> pair = operands("einsum", ("blhe,bshe->bhls", query, key), {})
         >>> [tuple(part.shape) for part in pair]
         [(2, 3, 5, 4), (2, 3, 7, 4)]
+        >>> pair = operands("einsum", ("...ie,...je->...ij", query.mT, torch.zeros(2, 5, 7, 3)), {})
+        >>> [tuple(part.shape) for part in pair]
+        [(2, 5, 4, 3), (2, 5, 7, 3)]
         >>> pair = operands("matmul", (torch.zeros(2, 5, 4), torch.zeros(2, 4, 7)), {})
         >>> [tuple(part.shape) for part in pair]
         [(2, 5, 4), (2, 7, 4)]
@@ -49,7 +54,21 @@ def _of_einsum(given: Sequence[Any]) -> tuple[Tensor, Tensor]:
     terms, arrow, out = str(given[0]).replace(" ", "").partition("->")
     names = terms.split(",")
     pair = list(given[1]) if isinstance(given[1], list | tuple) else list(given[1:])
-    if not arrow or "." in terms or len(names) != 2 or len(pair) != 2:
+    if not arrow or len(names) != 2 or len(pair) != 2:
+        raise ValueError(unknown)
+    if "..." in terms:  # as many labels, the same from the right, as the dots stand for
+        dots = [
+            part.dim() - len(name.replace("...", ""))
+            for part, name in zip(pair, names, strict=True)
+        ]
+        names = [
+            name.replace("...", _DOTS[-n:] if n else "")
+            for n, name in zip(dots, names, strict=True)
+        ]
+        out = out.replace("...", _DOTS[-max(dots) :] if max(dots) else "")
+    if "." in "".join(names) or any(
+        part.dim() != len(name) for part, name in zip(pair, names, strict=True)
+    ):
         raise ValueError(unknown)
     shared = [label for label in names[0] if label in names[1]]
     over, batch = ([x for x in shared if (x in out) == kept] for kept in (False, True))

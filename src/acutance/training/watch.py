@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from acutance.masks import hides
+from acutance.masks import hidden_scores, hides
 from acutance.nn import Recorded
 from acutance.probing import Probe, ProbeError
 from acutance.probing.call import AttentionCall
@@ -161,7 +161,7 @@ class AttentionWatch(Probe):
         if why is not None:
             self.unreadable(module, why)
             return
-        visible = torch.logical_not(hides(scores))
+        visible = torch.logical_not(hidden_scores(scores))
         queries, keys = scores.shape[2:]
         real = visible.any(2).any(1) if queries == keys else None
         self._keep(module, scores, visible, real)
