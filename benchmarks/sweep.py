@@ -9,6 +9,7 @@ it stopped.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -16,6 +17,8 @@ import platform
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "_static" / "compatibility.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 SCHEMA = "acutance.sweep/1"
-CPU_SECONDS, WALL_SECONDS, MEMORY = 40, 300, 6 << 30
+CPU_SECONDS, WALL_SECONDS, MEMORY = 120, 300, 6 << 30
 
 
 def main() -> int:
@@ -36,17 +39,28 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="begin again, whatever the record has")
     parser.add_argument("--seconds", type=float, help="stop after so many seconds of process time")
     parser.add_argument("--page", action="store_true", help="only write the page from the record")
+    parser.add_argument(
+        "--laws", action="store_true", help="only put laws on what the record has as read"
+    )
     chosen = parser.parse_args()
-    if not chosen.page:
+    if chosen.laws:
+        laws(chosen.types, chosen.json, fresh=chosen.fresh, seconds=chosen.seconds)
+    elif not chosen.page:
         sweep(chosen.types, chosen.json, fresh=chosen.fresh, seconds=chosen.seconds)
     record = json.loads(chosen.json.read_text(encoding="utf-8"))
+    from zoo import laws as under
     from zoo import page
 
     if chosen.json == RECORD:
         PAGE.write_text(page.render(record), encoding="utf-8")
     counts = Counter(model["verdict"] for model in record["models"].values())
     print(", ".join(f"{verdict} {count}" for verdict, count in counts.most_common()))
-    return 1 if counts["wrong"] else 0
+    found = [
+        under.Lawful(**model["law"]) for model in record["models"].values() if model.get("law")
+    ]
+    faults, refused = sum(bool(law.fault) for law in found), sum(bool(law.refused) for law in found)
+    print(f"under a law: {len(found) - faults - refused}, refused {refused}, wrong {faults}")
+    return 1 if counts["wrong"] or faults else 0
 
 
 def sweep(types: list[str], path: Path, *, fresh: bool, seconds: float | None) -> None:
@@ -62,9 +76,7 @@ def sweep(types: list[str], path: Path, *, fresh: bool, seconds: float | None) -
     unknown = sorted(set(wanted) - set(CONFIG_MAPPING_NAMES))
     if unknown:
         raise SystemExit(f"transformers has no model type {', '.join(unknown)}")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["zoo.examine", "transformers.modeling_utils"])
-    spent = 0.0
+    spent, context = 0.0, _context()
     for name in wanted:
         found = _examined(context, name)
         spent += found["seconds"]
@@ -72,6 +84,32 @@ def sweep(types: list[str], path: Path, *, fresh: bool, seconds: float | None) -
         record["models"] = dict(sorted(record["models"].items()))
         _write(path, record)
         print(f"{name:34} {found['verdict']:14} {found['reason'][:110]}", flush=True)
+        if seconds is not None and spent >= seconds:
+            print(f"stopped after {spent:.0f} seconds of process time; run again to go on")
+            return
+
+
+def laws(types: list[str], path: Path, *, fresh: bool, seconds: float | None) -> None:
+    """Put laws on model types whose attention was read: those without one, or all named."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from zoo.laws import Lawful
+
+    record = _begun(path, False)
+    read = [name for name, model in record["models"].items() if model.get("read")]
+    unread = sorted(set(types) - set(read))
+    if unread:
+        raise SystemExit(f"the record has no attention read of {', '.join(unread)}")
+    spent, context = 0.0, _context()
+    for name in types or read:
+        model = record["models"][name]
+        if "law" in model and not (types or fresh):
+            continue
+        found = _in_process(context, _under_laws, name)
+        spent += found.pop("seconds")
+        law = Lawful(**found)
+        model["law"] = asdict(law)
+        _write(path, record)
+        print(f"{name:34} {(law.fault or law.refused or law.left)[:110]}", flush=True)
         if seconds is not None and spent >= seconds:
             print(f"stopped after {spent:.0f} seconds of process time; run again to go on")
             return
@@ -94,9 +132,24 @@ def _begun(path: Path, fresh: bool) -> dict[str, Any]:
     return {"schema": SCHEMA, "versions": versions, "models": {}}
 
 
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["zoo.examine", "transformers.modeling_utils"])
+    return context
+
+
 def _examined(context: Any, name: str) -> dict[str, Any]:
+    found = _in_process(context, _work, name)
+    if "failed" in found:
+        found = {"verdict": "not built", "reason": found["failed"], "seconds": found["seconds"]}
+    found["model_type"] = name
+    return found
+
+
+def _in_process(context: Any, work: Any, name: str) -> dict[str, Any]:
+    """What a piece of work sends; why nothing came, where it takes its process along."""
     ours, theirs = context.Pipe(duplex=False)
-    worker = context.Process(target=_work, args=(name, theirs), daemon=True)
+    worker = context.Process(target=work, args=(name, theirs), daemon=True)
     start = time.monotonic()
     worker.start()
     theirs.close()
@@ -114,20 +167,46 @@ def _examined(context: Any, name: str) -> dict[str, Any]:
         reason = f"its process ended with exit code {worker.exitcode}"
         if worker.exitcode in (-9, -24):  # killed, or out of processor time
             reason = f"more than {CPU_SECONDS} seconds or {MEMORY >> 30} GiB"
-        found = {"verdict": "not built", "reason": reason, "seconds": time.monotonic() - start}
-    found["model_type"] = name
+        found = {"failed": reason, "seconds": time.monotonic() - start}
     return found
 
 
 def _work(name: str, pipe: Connection) -> None:
-    """One model type, in a process of its own."""
-    import contextlib
+    """Judge one model type."""
+    from zoo.examine import Examined, examine
+
+    try:
+        with _quiet():
+            found = examine(name)
+    except BaseException as error:
+        reason = f"the examination failed: {_line(error)}"
+        found = Examined(name, "wrong", reason=reason)
+    pipe.send(found.record())
+    pipe.close()
+
+
+def _under_laws(name: str, pipe: Connection) -> None:
+    """Put laws on one model type."""
+    from zoo.examine import under_laws
+
+    with _quiet():
+        found = under_laws(name)
+    pipe.send(found)
+    pipe.close()
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """One thread, limits of time and memory, and nothing printed: for a process of one model."""
     import logging
     import warnings
 
     import torch
     import transformers
-    from zoo.examine import Examined, examine
 
     try:
         import resource
@@ -140,18 +219,12 @@ def _work(name: str, pipe: Connection) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     transformers.logging.set_verbosity_error()
-    try:
-        with (
-            open(os.devnull, "w") as nowhere,
-            contextlib.redirect_stdout(nowhere),
-            contextlib.redirect_stderr(nowhere),
-        ):
-            found = examine(name)
-    except BaseException as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-        found = Examined(name, "wrong", reason=f"the examination failed: {reason}")
-    pipe.send(found.record())
-    pipe.close()
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from acutance.probing import Probe, ProbeError
 from acutance.probing.functions import NO_PRODUCT
 from zoo import inputs, small
+from zoo.inputs import run as _run
+from zoo.laws import Lawful, lawful
 from zoo.maps import alike, maps, row_entropy, same, tensors, tolerance
 from zoo.witness import watching
 
@@ -54,6 +54,7 @@ class Examined:
         moved: whether an output changed by as much as a bit.
         notes: what else is worth knowing.
         reason: what is behind the verdict, in a sentence.
+        law: what :class:`~zoo.laws.Lawful` found, where attention was read.
         seconds: process time.
     """
 
@@ -73,6 +74,7 @@ class Examined:
     moved: bool = False
     notes: list[str] = field(default_factory=list)
     reason: str = ""
+    law: dict[str, Any] | None = None
     seconds: float = 0.0
 
     def record(self) -> dict[str, Any]:
@@ -126,6 +128,16 @@ def _examine(examined: Examined) -> None:
         for call in _variants(given):
             findings += _judge(examined, each, call, eager, name == first and call is given)
     _conclude(examined, model, findings)
+    if examined.read:
+        examined.law = asdict(lawful(model, given))
+
+
+def under_laws(model_type: str) -> dict[str, Any]:
+    """The law of a model type alone, as a record, without judging anew how it is read."""
+    start = time.process_time()
+    found = runnable(model_type, Examined(model_type))
+    law = Lawful(failed="it did not run") if found is None else lawful(found[0], found[3])
+    return {**asdict(law), "seconds": round(time.process_time() - start, 2)}
 
 
 def runnable(model_type: str, examined: Examined) -> tuple[Any, Any, str, dict[str, Any]] | None:
@@ -180,14 +192,6 @@ def _variants(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
         padded = given["attention_mask"].clone()
         padded[1, -4:] = 0
         yield given | {"attention_mask": padded}
-
-
-def _run(model: Any, given: dict[str, Any], **extra: Any) -> Any:
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-    with torch.no_grad():
-        return model(**copy.deepcopy(given), **extra)
 
 
 def _judge(
@@ -324,4 +328,4 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-__all__ = ["VERDICTS", "Examined", "examine", "runnable"]
+__all__ = ["VERDICTS", "Examined", "examine", "runnable", "under_laws"]

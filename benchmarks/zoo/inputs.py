@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +34,15 @@ def candidates(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             if name < second and {name, second} != {"input_ids", "inputs_embeds"}:
                 given = {name: next(iter(make(model))), second: next(iter(also(model)))}
                 yield f"{kind} and {other}", given | _rest(model, parameters, given)
+
+
+def run(model: Any, given: dict[str, Any], **extra: Any) -> Any:
+    """What a model gives, the same chance each time and the input left as it was."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    with torch.no_grad():
+        return model(**copy.deepcopy(given), **extra)
 
 
 def _masks(parameters: Any, given: Tensor) -> dict[str, Any]:

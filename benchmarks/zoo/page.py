@@ -7,7 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from zoo.laws import Lawful
+
 TEMPLATE = Path(__file__).with_suffix(".md")
+_DTYPES = {"float64": "", "float32": " These do not run in float64."}
 MEANINGS = {
     "verified": "All attention is read, and every call's output rebuilt from it.",
     "unverified": "All attention is read, some of it from a softmax that the model writes out by "
@@ -28,6 +31,14 @@ DIFFER = (
     "With its default attention, each of these gives another output than with eager attention, "
     "probed or not, for the same weights and input. Each is read as it runs; the maps are compared "
     "in eager only.\n\n"
+)
+UNDER_A_LAW = (
+    "Each model type whose attention is read also ran under {func}`acutance.apply`, with a factor "
+    "of 1 for all heads and with one of 1.5, layers with windows too. What it gives at 1.5 is held "
+    "against the model run plain after what makes its queries was multiplied by 1.5: weights and "
+    "biases of the projection, or the output of a normalisation that follows it. Where a query "
+    "has another use too, such as a position bias, or is no projection's, that was done to the "
+    "keys.\n\n"
 )
 _TITLES = {
     "verified": "Read and verified",
@@ -74,10 +85,47 @@ def render(record: dict[str, Any]) -> str:
             ("model type", "what differs"),
             [(_code(m["model_type"]), "; ".join(m["notes"])) for m in noted],
         )
+    laws = {m["model_type"]: Lawful(**m["law"]) for m in models if m.get("law")}
+    held = [law for law in laws.values() if not law.refused and not law.fault]
+    facts |= {"laws": len(laws), "held": len(held)}
+    if laws:
+        text += f"\n## Under a law\n\n{UNDER_A_LAW}{_laws(laws, held)}"
     template = TEMPLATE.read_text(encoding="utf-8")
     for name, value in {**facts, "groups": text}.items():
         template = template.replace(f"{{{name}}}", str(value))
     return template
+
+
+def _laws(laws: dict[str, Lawful], held: list[Lawful]) -> str:
+    """What became of a law on each model type."""
+    compared = {kind: [w for w in held if w.agrees and w.dtype == kind] for kind in _DTYPES}
+    rows: list[tuple[object, ...]] = [
+        ("takes a law", len(held), "At 1 no bit of an output is another, every module that the "
+         "probe reads is scaled, and at 1.5 the outputs move or the reason is below.")
+    ]  # fmt: skip
+    for kind, some in compared.items():
+        if some:
+            worst = max(law.reference / law.moved for law in some if law.reference is not None)
+            keys = sum(law.by == "keys" for law in some)
+            rows.append(
+                (f"of these, compared in {kind}", len(some), f"The outputs agree with the larger "
+                 f"queries ({len(some) - keys}) or keys ({keys}): the largest difference is "
+                 f"{worst:.0e} of what the law moves.{_DTYPES[kind]}")
+            )  # fmt: skip
+    groups = {
+        "not compared": {name: law.left for name, law in laws.items() if law in held and law.left},
+        "refused": {name: law.refused for name, law in laws.items() if law.refused},
+        "wrong": {name: law.fault for name, law in laws.items() if law.fault},
+    }
+    for title, some_of in groups.items():
+        rows += [(title, len(some_of), "")] if some_of else []
+    text = _table(("", "model types", ""), rows)
+    listed = [
+        (_code(name), title, _plain(why))
+        for title, some_of in groups.items()
+        for name, why in some_of.items()
+    ]
+    return f"{text}\n{_table(('model type', '', 'reason'), listed)}" if listed else text
 
 
 def _group(verdict: str, models: list[dict[str, Any]]) -> str:
