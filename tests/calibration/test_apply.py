@@ -102,6 +102,43 @@ def test_multihead_attention(weights: str | None) -> None:
         torch.testing.assert_close(given, each.mean(1) if weights == "mean" else each)
 
 
+@pytest.mark.parametrize("weights", [None, "mean", "heads"])
+def test_multihead_attention_at_a_factor_of_one_is_as_it_was(weights: str | None) -> None:
+    """To the bit, with dropout as it falls, and with NaN for a row that sees no key."""
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(16, 4, batch_first=True, dropout=0.2, add_bias_kv=True).train()
+    x = 3 * torch.randn(2, 10, 16)
+    mask = torch.zeros(10, 10).masked_fill(torch.ones(10, 10).triu(1).bool(), -torch.inf)
+    asked = {"need_weights": weights is not None, "average_attn_weights": weights == "mean"}
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(1)
+        return [part for part in model(x, x, x, attn_mask=mask, **asked) if part is not None]
+
+    plain = run()
+    with acutance.apply(model, scaling.HeadTable([1.0])) as applied:
+        assert all(map(torch.equal, run(), plain))
+    assert applied.calls == {"MultiheadAttention": 1}
+    with acutance.apply(model, scaling.HeadTable([2.0])):
+        doubled = run()
+    with torch.no_grad():
+        model.in_proj_weight[:16] *= 2
+        model.in_proj_bias[:16] *= 2
+    for got, want in zip(doubled, run(), strict=True):
+        torch.testing.assert_close(got, want, atol=CLOSE, rtol=0)
+
+    bare = nn.MultiheadAttention(16, 4, batch_first=True).eval()
+    empty = torch.ones(10, 10).triu(1).bool()
+    empty[3] = True
+    with torch.no_grad():
+        before = bare(x, x, x, attn_mask=empty)
+        with acutance.apply(bare, LAW):
+            after = bare(x, x, x, attn_mask=empty)
+    for first, second in zip(before, after, strict=True):
+        assert torch.equal(first.isnan(), second.isnan())
+        assert first.isnan().any()
+
+
 class Plain(nn.Module):
     """A module that calls SDPA."""
 

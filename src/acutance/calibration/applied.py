@@ -272,6 +272,10 @@ class Applied:
 
     def changed_arguments(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
         """SDPA's arguments with the query scaled."""
+        return {**given, "query": given["query"] * self.factor_of_arguments(name, given)}
+
+    def factor_of_arguments(self, name: str, given: dict[str, Any]) -> Tensor:
+        """What multiplies the query of SDPA's arguments."""
         laws = self._thread.stack[-1].laws
         assert laws is not None
         query = given["query"]
@@ -284,7 +288,7 @@ class Applied:
             except ValueError as error:
                 raise self.unreachable(name, str(error)) from error
             self._count(name)
-            return {**given, "query": query * _shaped(factor, query, call.query)}
+            return _shaped(factor, query, call.query)
 
     def over_keys(self, scores: Tensor, dim: int) -> bool:
         """Whether a softmax over this dimension, in the running module, may be one over keys."""

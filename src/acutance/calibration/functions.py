@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, SupportsIndex
@@ -13,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from acutance.calibration.by_hand import scaled_weights
 from acutance.probing.functions import changing_sdpa, sdpa_arguments
 from acutance.probing.lineage import Lineage, LineageError
 from acutance.probing.modes import leave
+from acutance.probing.multihead import changing_softmax, sdpa_instead
 from acutance.probing.softmaxes import FEWEST, LOG_SOFTMAX, SOFTMAX, Softmax, Softmaxes
 
 __all__ = ["FunctionChange"]
@@ -36,6 +37,9 @@ class FunctionChanger(Protocol):
 
     def changed_arguments(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
         """SDPA's arguments with the query scaled."""
+
+    def factor_of_arguments(self, name: str, given: dict[str, Any]) -> Tensor:
+        """What multiplies the query of SDPA's arguments."""
 
     def changed_scores(
         self, name: str, scores: Tensor, bare: Tensor, dim: int, narrow: torch.dtype
@@ -160,23 +164,26 @@ class FunctionChange(TorchFunctionMode):
     def _multi_head(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Scale the SDPA call inside; weights that are asked for are formed from its arguments."""
+        """Scale the SDPA call inside, or where weights are asked for, the scores they are of."""
         name = self._changer.here()
         if name is None:
             return func(*args, **kwargs)
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
-        with changing_sdpa(lambda inner: self._changer.changed_arguments(name, inner)) as seen:
-            output, weights = func(**{**given, "need_weights": False})
-        if given["need_weights"]:
-            with torch._C.DisableTorchFunction():  # no softmax for a probe to take for attention
-                weights = _weights(seen[-1][0])
-            if given["average_attn_weights"]:
-                weights = weights.mean(1)
-            if given["query"].dim() == 2:
-                weights = weights.squeeze(0)
-        return output, weights
+        if not bound.arguments["need_weights"]:
+            with changing_sdpa(lambda inner: self._changer.changed_arguments(name, inner)):
+                return func(*args, **kwargs)
+        given = sdpa_instead(func, bound.arguments)
+        factor = self._changer.factor_of_arguments(name, given)
+
+        def query(inner: dict[str, Any]) -> dict[str, Any]:  # of a probe, which runs it without
+            return {**inner, "query": inner["query"] * factor}
+
+        def scores(inner: Tensor) -> Tensor:
+            return scaled_weights(inner, factor, given)
+
+        with changing_sdpa(query), changing_softmax(scores):
+            return func(*args, **kwargs)
 
 
 def _may_be_attention(scores: Tensor, fewest: int) -> bool:
@@ -187,18 +194,3 @@ def _may_be_attention(scores: Tensor, fewest: int) -> bool:
         and not scores.is_nested
         and scores.numel() > 0
     )
-
-
-def _weights(given: Mapping[str, Any]) -> Tensor:
-    """The weights of an SDPA call that ``nn.MultiheadAttention`` makes, (B, H, L, S)."""
-    query, key, mask = given["query"], given["key"], given.get("attn_mask")
-    scores: Tensor = (query / math.sqrt(query.shape[-1])) @ key.transpose(-2, -1)
-    if given.get("is_causal"):
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            scores = scores.masked_fill(torch.logical_not(mask), -math.inf)
-        else:
-            scores = scores + mask
-    return scores.softmax(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,7 +15,16 @@ from acutance.masks import hides
 from acutance.probing.call import VERIFY_TOLERANCE
 from acutance.probing.sdpa import sdpa_arguments
 
-__all__ = ["agree", "changing_sdpa", "not_padding", "run_again", "same", "watch_sdpa"]
+__all__ = [
+    "agree",
+    "changing_sdpa",
+    "changing_softmax",
+    "not_padding",
+    "run_again",
+    "same",
+    "sdpa_instead",
+    "watch_sdpa",
+]
 
 _Calls = list[tuple[dict[str, Any], Tensor]]
 _Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -24,6 +33,8 @@ _thread = threading.local()  # lists: where this thread's SDPA calls go; changes
 _lock = threading.Lock()
 _watchers = 0
 _original: Callable[..., Tensor] = F.scaled_dot_product_attention
+_changers = 0
+_softmax: Callable[..., Tensor] = F.softmax
 
 
 @contextmanager
@@ -69,6 +80,57 @@ def changing_sdpa(change: _Change) -> Iterator[_Calls]:
             yield seen
     finally:
         _thread.changes = outer
+
+
+@contextmanager
+def changing_softmax(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Change the scores of this thread's softmaxes taken through ``torch.nn.functional``."""
+    global _changers, _softmax
+    outer: tuple[Callable[[Tensor], Tensor], ...] = getattr(_thread, "scores", ())
+    _thread.scores = (*outer, change)
+    with _lock:
+        if _changers == 0:
+            _softmax = F.softmax
+            F.softmax = _changed  # type: ignore[assignment]
+        _changers += 1
+    try:
+        yield
+    finally:
+        _thread.scores = outer
+        with _lock:
+            _changers -= 1
+            if _changers == 0:
+                F.softmax = _softmax
+
+
+def _changed(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    for change in getattr(_thread, "scores", ()):
+        scores = change(scores)
+    return _softmax(scores, *args, **kwargs)
+
+
+class _Known(Exception):  # noqa: N818 - it is no error
+    """What was wanted is known."""
+
+
+def sdpa_instead(func: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of SDPA that multi-head attention would call if no weights were asked of it.
+
+    Args:
+        func: ``F.multi_head_attention_forward``, which goes no further than that call.
+        given: what it is called with.
+    """
+    calls: list[dict[str, Any]] = []
+
+    def stop(inner: dict[str, Any]) -> dict[str, Any]:
+        calls.append(inner)
+        raise _Known
+
+    # with is_causal it would leave the mask out
+    asked = {**given, "need_weights": False, "is_causal": False}
+    with torch.no_grad(), torch._C.DisableTorchFunction(), suppress(_Known), changing_sdpa(stop):
+        func(**asked)
+    return calls[0]
 
 
 def _watched(*args: Any, **kwargs: Any) -> Tensor:

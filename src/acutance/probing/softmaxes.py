@@ -344,7 +344,10 @@ def heads_of(module: torch.nn.Module | None) -> int | None:
     """
     for holder in (module, getattr(module, "config", None)):
         for name in HEADS:
-            heads = getattr(holder, name, None)
+            try:
+                heads = getattr(holder, name, None)
+            except RuntimeError:  # layers have numbers of their own, says the configuration
+                continue
             if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
                 return heads
     return None
