@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -37,19 +36,7 @@ KINDS = [
     ("two towers", "clip", "verified", False),
     ("shared layers", "albert", "verified", True),
 ]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Any:
-    """Models built from arbitrary configurations warn of them."""
-    import transformers
-
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    transformers.logging.set_verbosity(verbosity)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,19 +15,7 @@ from acutance.scaling import HeadTable
 
 ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / "docs/_static/compatibility.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Models built from arbitrary configurations warn of them."""
-    import transformers
-
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    transformers.logging.set_verbosity(verbosity)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from acutance.probing import huggingface
 from acutance.probing.call import AttentionCall
 from acutance.probing.context import EAGER
 from acutance.probing.functions import sdpa_call
-from acutance.probing.softmaxes import heads_of, over_keys
+from acutance.probing.heads import heads_of, over_keys
 
 __all__ = ["Applied", "ApplyError", "apply"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from acutance.calibration.factors import factor_of
 from acutance.calibration.law import HeadLaws
 from acutance.masks import hidden_scores, hides
-from acutance.probing.softmaxes import fold
+from acutance.probing.heads import folded
 
 __all__ = ["has_shallow_mask", "scaled_scores", "scaled_weights"]
 
@@ -49,12 +49,11 @@ def scaled_scores(
         three = scaled_scores(scores[:, None], bare[:, None], -1, laws, heads, narrow)
         return three.squeeze(1)
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    last, base = scores.movedim(dim, -1), bare.movedim(dim, -1)
     with torch._C.DisableTorchFunction():
-        factor, hidden = _factor(last, scores, dim, laws, heads, narrow)
+        factor, hidden = _factor(scores, dim, laws, heads, narrow)
     # seen by what is around this: another law follows these to the softmax too
-    products = (last.to(wide) - base.to(wide)).masked_fill(hidden, 0.0)
-    return (last + (products * (factor - 1)).to(scores.dtype)).movedim(-1, dim)
+    products = (scores.to(wide) - bare.to(wide)).masked_fill(hidden, 0.0)
+    return scores + (products * (factor - 1)).to(scores.dtype)
 
 
 def has_shallow_mask(bare: Tensor, dim: int, narrow: torch.dtype) -> bool:
@@ -83,32 +82,25 @@ def has_shallow_mask(bare: Tensor, dim: int, narrow: torch.dtype) -> bool:
 
 
 def _factor(
-    last: Tensor, scores: Tensor, dim: int, laws: HeadLaws, heads: int | None, narrow: torch.dtype
+    scores: Tensor, dim: int, laws: HeadLaws, heads: int | None, narrow: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What multiplies the rows of scores with keys last, (..., 1), and which keys are hidden."""
+    """What multiplies each row of scores, keys having a single place, and which keys are hidden."""
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    hidden = hidden_scores(last, narrow)
+    hidden = hidden_scores(scores, narrow)
     with torch.no_grad():
-        n = _folded(torch.logical_not(hidden).sum(-1, keepdim=True), scores, dim, heads).squeeze(-1)
+        count = torch.logical_not(hidden).sum(dim, keepdim=True)
+        n = folded(count, dim, heads).squeeze(-1)
         entropy = None
         if laws.needs_entropy:
-            weights = torch.softmax(last.detach().to(wide).masked_fill(hidden, -torch.inf), -1)
-            rows = torch.special.entr(weights).sum(-1, keepdim=True).nan_to_num()
-            entropy = _folded(rows, scores, dim, heads).squeeze(-1)
-        places = torch.arange(last[..., 0].numel(), device=scores.device)
-        order = _folded(places.view(last.shape[:-1]).unsqueeze(-1), scores, dim, heads).flatten()
+            weights = torch.softmax(scores.detach().to(wide).masked_fill(hidden, -torch.inf), dim)
+            rows = torch.special.entr(weights).sum(dim, keepdim=True).nan_to_num()
+            entropy = folded(rows, dim, heads).squeeze(-1)
+        places = torch.arange(count.numel(), device=scores.device)
+        order = folded(places.view(count.shape), dim, heads).flatten()
     factor = factor_of(laws, n, n.shape[1], wide, entropy).expand(n.shape)
     row = torch.empty_like(order)
     row[order] = places  # where each row of the scores lies among the folded ones
-    return factor.flatten()[row].view(last.shape[:-1]).unsqueeze(-1), hidden
-
-
-def _folded(rows: Tensor, scores: Tensor, dim: int, heads: int | None) -> Tensor:
-    """What each row has, (..., 1) with the row's dimensions of the scores, as (B, H, L, 1)."""
-    if dim in (-1, scores.dim() - 1):
-        return fold(rows, heads)
-    turned: Tensor = rows.transpose(1, 2)  # (B, L, H, 1), as heads were last
-    return turned
+    return factor.flatten()[row].view(count.shape), hidden
 
 
 def scaled_weights(scores: Tensor, factor: Tensor, given: dict[str, Any]) -> Tensor:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from acutance.probing.functions import changing_sdpa, sdpa_arguments
 from acutance.probing.lineage import Lineage, LineageError
 from acutance.probing.modes import leave
 from acutance.probing.multihead import changing_softmax, sdpa_instead
-from acutance.probing.softmaxes import FEWEST, LOG_SOFTMAX, SOFTMAX, Softmax, Softmaxes
+from acutance.probing.softmaxes import FEWEST, LOG_SOFTMAX, SOFTMAX, Softmax, Softmaxes, scores_of
 
 __all__ = ["FunctionChange"]
 
@@ -69,10 +68,8 @@ class FunctionChange(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         """What was followed need not be any longer."""
         leave(self)
-        for softmax in {id(each): each for _, each in self._softmaxes._waiting.values()}.values():
-            self._unused(softmax)  # a graph of gradients keeps its result alive
+        self._softmaxes.finish()
         self._lineage.clear()
-        self._softmaxes.clear()
 
     def __torch_function__(
         self,
@@ -107,11 +104,9 @@ class FunctionChange(TorchFunctionMode):
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Scale what scores have of products; one that cannot be scaled must be no attention."""
-        scores = args[0] if args else kwargs.get("input")
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if not isinstance(scores, Tensor) or not isinstance(dim, SupportsIndex):
+        scores, dim = scores_of(args, kwargs)
+        if scores is None or dim is None:
             return func(*args, **kwargs)
-        dim = operator.index(dim)
         name, active = self._changer.here(), self._lineage.is_active(scores)
         if not _may_be_attention(scores, 2 if active else FEWEST):
             return func(*args, **kwargs)

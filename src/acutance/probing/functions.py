@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from acutance.masks import hidden_scores
 from acutance.probing.call import AttentionCall
 from acutance.probing.flex import FLEX, flex_call
+from acutance.probing.heads import folded, heads_of, over_keys
 from acutance.probing.huggingface import Observer, Substitute, is_cross
 from acutance.probing.lineage import Lineage
 from acutance.probing.modes import leave
@@ -39,9 +40,7 @@ from acutance.probing.softmaxes import (
     SOFTMAX,
     Softmax,
     Softmaxes,
-    fold,
-    heads_of,
-    over_keys,
+    scores_of,
     version_of,
 )
 
@@ -247,13 +246,12 @@ class FunctionCapture(TorchFunctionMode):
     def _softmax(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        scores = args[0] if args else kwargs.get("input")
+        scores, dim = scores_of(args, kwargs)
         version = version_of(scores)
         with self.observer.mute():
             result = func(*args, **kwargs)
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         module = self.observer.running()
-        if not isinstance(scores, Tensor) or not isinstance(dim, int) or module is None:
+        if scores is None or dim is None or module is None:
             return result
         if scores.is_nested:
             self.observer.unreadable(module, "its softmax is of a nested tensor")
@@ -282,18 +280,17 @@ class FunctionCapture(TorchFunctionMode):
             if softmax.overwritten():
                 raise ValueError("its scores were overwritten after the softmax")
             heads = heads_of(self.observer.module_of(name))
-            scores = softmax.scores  # (B, L, H, S) where heads were last
-            folded = fold(scores, heads) if softmax.last else scores.transpose(1, 2)
+            scores = folded(softmax.base, softmax.dim, heads)
             if self._lineage is not None:
-                self._multiplied(self._lineage, softmax, folded, heads, name)
+                self._multiplied(self._lineage, softmax, scores, heads, name)
                 return
         except ValueError as error:
             self.observer.unreadable(name, str(error))
             return
-        self.observer.observe_scores(folded, name, doubt)
+        self.observer.observe_scores(scores, name, doubt)
 
     def _multiplied(
-        self, lineage: Lineage, softmax: Softmax, folded: Tensor, heads: int | None, name: str
+        self, lineage: Lineage, softmax: Softmax, scores: Tensor, heads: int | None, name: str
     ) -> None:
         """Report what the scores of a softmax have of a product.
 
@@ -305,12 +302,10 @@ class FunctionCapture(TorchFunctionMode):
             if bare is None or len(pairs) != 1:
                 many = f"the sum of {len(pairs)} products" if len(pairs) > 1 else "no product"
                 raise ValueError(f"its scores are {many} of queries and keys")
-            bare = bare.movedim(softmax.dim, -1)
-            without = fold(bare, heads) if softmax.last else bare.transpose(1, 2)
-            hidden = hidden_scores(folded, lineage.narrowest(softmax.base))
-            wide = folded.dtype if folded.dtype == torch.float64 else torch.float32
-            products = folded.to(wide) - without.to(wide)
-            query, key = stand_for(pairs[0], folded)
+            hidden = hidden_scores(scores, lineage.narrowest(softmax.base))
+            wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
+            products = scores.to(wide) - folded(bare, softmax.dim, heads).to(wide)
+            query, key = stand_for(pairs[0], scores)
         assert isinstance(self.observer, ProductObserver)
         self.observer.observe_products(products.masked_fill(hidden, -torch.inf), query, key, name)
 

@@ -6,9 +6,10 @@ product that sums over the dimension that was normalised, so a softmax waits her
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +24,7 @@ __all__ = [
     "Softmax",
     "Softmaxes",
     "drops",
-    "fold",
-    "heads_of",
-    "over_keys",
+    "scores_of",
     "version_of",
 ]
 
@@ -36,17 +35,6 @@ LOG_SOFTMAX = {
     F.log_softmax,
     torch.special.log_softmax,
 }
-#: How a module may name its number of heads.
-HEADS = (
-    "num_heads",
-    "num_attention_heads",
-    "n_heads",
-    "n_head",
-    "nhead",
-    "heads",
-    "attention_heads",
-    "num_attn_heads",
-)
 _LEFT = {"matmul", "__matmul__", "bmm", "mm"}
 _PRODUCTS = {*_LEFT, "__rmatmul__", "baddbmm", "einsum"}
 _MAPS = ("linear", "conv", "norm", "embedding")  # what they give is no longer the weights
@@ -100,6 +88,22 @@ def _order(tensor: Tensor) -> list[int]:
     """Dimensions of a tensor from the widest step in memory to the smallest."""
     steps = tensor.stride()
     return sorted(range(len(steps)), key=lambda dim: (-steps[dim], dim))
+
+
+def scores_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, int] | tuple[None, None]:
+    """What a call of a softmax is taken of, and over which dimension; None where that is not told.
+
+    Example:
+        >>> scores_of((torch.zeros(2, 3), torch.tensor(1)), {})[1]
+        1
+    """
+    scores = args[0] if args else kwargs.get("input")
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if not isinstance(scores, Tensor) or not isinstance(dim, SupportsIndex):
+        return None, None
+    return scores, operator.index(dim)
 
 
 #: Reports a softmax of attention, and a check that the product took the softmax of its scores.
@@ -180,6 +184,12 @@ class Softmaxes:
     def clear(self) -> None:
         """Forget everything."""
         self._waiting.clear()
+
+    def finish(self) -> None:
+        """No product will come: a graph of gradients may keep results alive."""
+        for softmax in {id(each): each for _, each in self._waiting.values()}.values():
+            self._unused(softmax)
+        self.clear()
 
     def _used(self, weights: Tensor) -> None:
         softmax = self._waiting[id(weights)][1]
@@ -317,77 +327,6 @@ def _label(term: str, operand: Tensor, step: int) -> str:
     strides = [operand.stride(i) if operand.shape[i] > 1 else 1 << 62 for i in range(operand.dim())]
     step = min(strides) if step == 1 else step
     return labels[strides.index(step)] if step in strides else ""
-
-
-def over_keys(scores: Tensor, dim: int, heads: int | None) -> bool:
-    """Whether a softmax over this dimension may be one over keys.
-
-    It is the last, or before that of heads, which then has their number. Other softmaxes are over
-    the channels of a picture, the taps of a kernel, or the positions of each feature.
-
-    Example:
-        >>> scores = torch.zeros(2, 5, 5, 3)
-        >>> over_keys(scores, -1, None), over_keys(scores, 2, 3), over_keys(scores, 2, 4)
-        (True, True, False)
-    """
-    if scores.dim() == 0 or dim in (-1, scores.dim() - 1):
-        return scores.dim() > 0
-    return scores.dim() == 4 and dim % 4 in (1, 2) and scores.shape[-1] == heads
-
-
-def heads_of(module: torch.nn.Module | None) -> int | None:
-    """Number of heads a module says it has, None if it says nothing.
-
-    Example:
-        >>> heads_of(torch.nn.MultiheadAttention(8, 2))
-        2
-    """
-    for holder in (module, getattr(module, "config", None)):
-        for name in HEADS:
-            try:
-                heads = getattr(holder, name, None)
-            except RuntimeError:  # layers have numbers of their own, says the configuration
-                continue
-            if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
-                return heads
-    return None
-
-
-def fold(scores: Tensor, heads: int | None) -> Tensor:
-    """Scores of any rank as (B, H, L, S).
-
-    Three dimensions are batches of heads, or of a single head where their number does not fit. Of
-    four, the second is heads, unless only the third has their number. More have heads where their
-    number is, and are folded into the batch otherwise.
-
-    Args:
-        scores: (..., S).
-        heads: how many there are, None if unknown.
-
-    Raises:
-        ValueError: if heads cannot be told from other dimensions.
-
-    Example:
-        >>> [list(fold(torch.zeros(shape), 2).shape) for shape in ((6, 5, 7), (3, 5, 2, 7))]
-        [[3, 2, 5, 7], [3, 2, 5, 7]]
-        >>> list(fold(torch.zeros(3, 9, 2, 5, 7), 2).shape)
-        [27, 2, 5, 7]
-    """
-    shape = scores.shape
-    if scores.dim() == 3:
-        fits = heads is not None and shape[0] % heads == 0
-        three: Tensor = scores.unflatten(0, (-1, heads if fits and heads else 1))
-        return three
-    if scores.dim() == 4:
-        turned = heads is not None and shape[1] != heads and shape[2] == heads
-        return scores.transpose(1, 2) if turned else scores
-    places = [place for place in range(1, scores.dim() - 1) if shape[place] == heads]
-    if not places:
-        raise ValueError(
-            f"which of the dimensions {tuple(shape)} of its softmax are heads is not known"
-        )
-    place = places[0] if places[0] == 1 else places[-1]
-    return scores.movedim(place, -3).flatten(0, -4)
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
