@@ -36,8 +36,6 @@ __all__ = ["Applied", "ApplyError", "apply"]
 
 
 _WINDOWED = "its rows see a window only (windowed=True scales it)"
-
-
 _SHALLOW = (
     "{} hides keys with a number above -1e9: the law takes them for keys that rows see, and n for "
     "larger than it is; mask with -inf or torch.finfo(dtype).min"
