@@ -72,6 +72,10 @@ def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> App
         TypeError: if ``model`` is no module or ``law`` no law.
         ValueError: if a scaling, layer or head does not exist, or the law is another model's.
 
+    Warns:
+        UserWarning: while the model runs, if a softmax of its own has keys hidden by a number above
+            −1e9, which n then counts.
+
     Example:
         >>> import torch, acutance
         >>> model = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
