@@ -9,6 +9,7 @@ import torch
 from scipy.special import expit
 from torch import Tensor
 
+import acutance
 from acutance import weights as w
 
 ROWS = (2, 3, 5, 7)  # batch, heads, rows, keys
@@ -119,6 +120,30 @@ def test_what_is_hidden_changes_nothing(case: str) -> None:
     (grad,) = torch.autograd.grad(got.square().sum(), poisoned)
     assert grad.isfinite().all()
     assert (grad[~seen] == 0).all()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", [(2, 3, 5, 0), (2, 3, 0, 7)], ids=["no keys", "no rows"])
+def test_rows_of_no_keys_have_no_weights(case: str, shape: tuple[int, ...]) -> None:
+    s = torch.zeros(shape, requires_grad=True)
+    seen = torch.ones(shape, dtype=torch.bool)
+    for weights in (CASES[case][0](s), CASES[case][0](s, seen)):
+        assert weights.shape == s.shape
+        assert torch.autograd.grad(weights.sum(), s)[0].shape == s.shape
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_to_no_keys_is_zero_and_its_metrics_are_nan(case: str) -> None:
+    query, key = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 7, 4)
+    hidden = torch.zeros(2, 7, dtype=torch.bool)
+    for k, mask in ((key[:, :, :0], None), (key, hidden)):
+        out, stats = acutance.attention(
+            query, k, k, weights=CASES[case][0], key_mask=mask, return_stats=True
+        )
+        assert torch.equal(out, torch.zeros(2, 3, 5, 4))
+        assert (stats.n_keys == 0).all()
+        for name in ("entropy", "effective_keys", "collision", "top_weight", "first_weight"):
+            assert stats[name].isnan().all()
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "max" not in name or "soft" in name])

@@ -183,7 +183,7 @@ def _block(
             s = s + bias.to(dtype)
         seen = _seen(tile, fold)
     s = s.flatten(1, 2)
-    weights = weighting(s, seen) if s.numel() else s
+    weights = weighting(s, seen)
     distribution = weighting.distribution
     sums = observe_weights(weights, seen, distribution=distribution, first_key=start)
     v = None if value is None else value[region.batch, :, start:stop].to(dtype)

@@ -62,6 +62,8 @@ class Weighting(ABC):
         Returns:
             Weights, shaped as the scores: 0 at hidden keys, and in rows without a visible one.
         """
+        if not scores.numel():  # rows of no keys, or no rows: solvers refuse them
+            return scores
         if visible is not None:
             scores = torch.where(visible, scores, 0.0)  # no gradient, no NaN from hidden scores
         weights = self.weigh(scores, visible)
