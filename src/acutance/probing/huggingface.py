@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -101,8 +102,8 @@ class InterfaceCall:
         query, key, mask, module = (
             self[part] for part in ("query", "key", "attention_mask", "module")
         )
-        kind = self.implementation or "eager"
-        if "flash" in kind:
+        kind = _kind(self.implementation)
+        if is_flash(self.implementation):
             masks = _flash(self.kwargs, query, key, mask, module)
             return {part: masks[part] for part in masks if part not in ("softcap", "sinks")}
         return _mask(kind, self["is_causal"], query, key, mask, module)
@@ -238,8 +239,8 @@ def _of(result: Any) -> Tensor:
 
 def _keeps(implementation: str, kwargs: dict[str, Any]) -> str | None:
     """Why a function's own result is needed, None if its output is all there is to it."""
-    kind = implementation or "eager"
-    if kind != "sdpa" and "flash" not in kind:
+    kind = _kind(implementation)
+    if kind != "sdpa" and not is_flash(implementation):
         return f"{kind} attention may return its weights, which only it forms"
     if kwargs.get("output_attentions"):
         return "its weights are asked for"
@@ -273,8 +274,8 @@ def _call(
         "cross": is_cross(name, module),
         "unknown": tuple(sorted(set(given) - _KNOWN)),
     }
-    kind = implementation or "eager"
-    if kind.startswith("flash") or "flash_attention" in kind:
+    kind = _kind(implementation)
+    if is_flash(implementation):
         return AttentionCall(**call, **_flash(given, query, key, mask, module))
     bias = given.get("position_bias") if _takes(kind, accepts, "position_bias") else None
     if isinstance(bias, Tensor):
@@ -326,6 +327,34 @@ def _block_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
     shape = (batch, heads, query.shape[2], key.shape[2])
     result: Tensor = create_mask(mask.mask_mod, *shape, device=str(query.device))
     return result
+
+
+def _kind(implementation: str | None) -> str:
+    """The name of an implementation, without what says where its keys are."""
+    return (implementation or "eager").removeprefix("paged|")
+
+
+def is_flash(implementation: str | None) -> bool:
+    """Whether an implementation takes its masks as flash attention does.
+
+    It then gets no mask but a 2-d one of padding, aligns its causal mask bottom-right, and applies
+    the sliding window itself. transformers says so by the mask function it registers under the
+    name; a name without one is judged by itself.
+
+    Args:
+        implementation: a name registered with ``AttentionInterface``, such as
+            ``"kernels-community/flash-attn2"``; ``"paged|"`` in front of it does not count.
+
+    Example:
+        >>> [is_flash(name) for name in ("flash_attention_2", "paged|my_flash", "sdpa", None)]
+        [True, True, False, False]
+    """
+    name = _kind(implementation)
+    masking = sys.modules.get("transformers.masking_utils")
+    registered = getattr(masking, "ALL_MASK_ATTENTION_FUNCTIONS", {}).get(name)
+    if registered is not None:
+        return registered is getattr(masking, "flash_attention_mask", None)
+    return "flash" in name
 
 
 def _flash(

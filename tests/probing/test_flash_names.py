@@ -1,0 +1,107 @@
+"""Every name under which transformers may register flash attention is read as flash attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import MistralConfig, MistralForCausalLM
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    flash_attention_mask,
+    sdpa_mask,
+)
+from transformers.modeling_flash_attention_utils import (
+    FLASH_ATTN_KERNEL_FALLBACK,
+    FLASH_ATTN_KERNEL_VERSIONS,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+import acutance
+from acutance.probing.huggingface import InterfaceCall, is_flash
+
+BUILT_IN = [name for name in AttentionInterface._global_mapping if "flash" in name]
+KERNELS = sorted({*FLASH_ATTN_KERNEL_FALLBACK.values(), *FLASH_ATTN_KERNEL_VERSIONS})
+OTHERS = ["me/my-flash@v2:run", "kernels-community/attention-varlen"]
+WINDOW, QUERIES, KEYS = 4, 3, 10
+
+
+def test_transformers_has_names_to_test() -> None:
+    assert len(BUILT_IN) >= 3
+    assert len(KERNELS) >= 4
+
+
+def register(monkeypatch: pytest.MonkeyPatch, name: str, mask: Any, function: Any = None) -> None:
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, mask)
+    if function is not None:
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, function)
+
+
+@pytest.mark.parametrize("prefix", ["", "paged|"])
+@pytest.mark.parametrize("name", [*BUILT_IN, *KERNELS, *OTHERS])
+def test_masks_of_flash_attention(monkeypatch: pytest.MonkeyPatch, name: str, prefix: str) -> None:
+    register(monkeypatch, name, flash_attention_mask)
+    query, key = torch.zeros(1, 2, QUERIES, 8), torch.zeros(1, 2, KEYS, 8)
+    given = {"attention_mask": None, "is_causal": True, "sliding_window": WINDOW}
+    arguments = (nn.Identity(), query, key, key)
+    call = InterfaceCall(torch.nn.functional.relu, prefix + name, arguments, given)
+    for offset, window in (
+        (call.read("layer").query_offset, call.read("layer").window),  # what a probe reads
+        (call.masks()["query_offset"], call.masks()["window"]),  # what a law reads
+    ):
+        assert (offset, window) == (KEYS - QUERIES, WINDOW)
+
+
+def test_a_kernel_with_the_masks_of_sdpa_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "kernels-community/metal-flash-sdpa"  # named flash, given 4-d masks
+    register(monkeypatch, name, sdpa_mask)
+    assert name in ALL_MASK_ATTENTION_FUNCTIONS
+    assert not is_flash(name)
+    assert not is_flash("paged|eager")
+
+
+@pytest.mark.parametrize("name", [*KERNELS, *OTHERS])
+def test_a_window_after_a_cache_is_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def kernel(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any
+    ) -> tuple[Tensor, None]:
+        queries, keys = query.shape[2], key.shape[2]
+        row = torch.arange(keys - queries, keys)[:, None]
+        column = torch.arange(keys)
+        sees = (column <= row) & (column > row - given["sliding_window"])
+        group = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(group, 1) for part in (key, value))
+        scores = (query @ key.mT * given["scaling"]).masked_fill(~sees, -torch.inf)
+        return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+    register(monkeypatch, name, flash_attention_mask, kernel)
+    config = MistralConfig(
+        vocab_size=20,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=WINDOW,
+    )
+    model = MistralForCausalLM(config).eval()
+    monkeypatch.setattr(model.config, "_attn_implementation", name)
+    ids = torch.randint(20, (2, KEYS))
+    with torch.no_grad():
+        plain = model(ids[:, :-QUERIES])
+        cache = plain.past_key_values
+        with acutance.probe(model, verify=True) as probe:
+            model(ids[:, -QUERIES:], past_key_values=cache)
+    summary = probe.summary()
+    assert {layer.status for layer in summary.layers} == {"verified"}
+    place = summary.metrics.index("n_keys")
+    assert (summary.moments.low[:, place], summary.moments.high[:, place]) == (
+        pytest.approx(WINDOW),
+        pytest.approx(WINDOW),
+    )
+    with torch.no_grad(), acutance.apply(model, acutance.scaling.LogN(2), windowed=True) as law:
+        model(ids)
+    assert sum(law.calls.values()) == 2
