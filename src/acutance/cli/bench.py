@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from acutance.cli.shared import check_ending, check_targets, console, plain_errors
+from acutance.cli.shared import check_figure, check_targets, console, plain_errors
 
 
 def bench_command(
@@ -56,7 +56,7 @@ def bench_command(
 ) -> None:
     """Check, then time, attention with statistics against PyTorch's own and the usual ways."""
     check_targets({"--json": json, "--markdown": markdown, "--figure": figure})
-    check_ending("--figure", figure)
+    check_figure("--figure", figure)
     if info:
         with plain_errors():
             from acutance import kernels

@@ -10,7 +10,7 @@ import typer
 from acutance.cli.options import Dark, JsonTo
 from acutance.cli.shared import (
     INTERRUPTED,
-    check_ending,
+    check_figure,
     check_targets,
     console,
     misuse,
@@ -62,7 +62,7 @@ def compare_command(
 ) -> None:
     """Compare attention mechanisms: concentration measured and predicted, time, memory."""
     check_targets({"--json": json, "--figure": figure})
-    check_ending("--figure", figure)
+    check_figure("--figure", figure)
     with plain_errors():
         from acutance.comparison import command
     if listing:

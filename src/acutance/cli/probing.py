@@ -28,7 +28,7 @@ from acutance.cli.options import (
 )
 from acutance.cli.shared import (
     INTERRUPTED,
-    check_ending,
+    check_figure,
     check_output,
     check_targets,
     console,
@@ -153,7 +153,7 @@ def probe_command(
     }
     check_targets(targets)
     check_output(targets)
-    check_ending("--figure", figure)
+    check_figure("--figure", figure)
     check_chart(chart)
     check_resume(resume, save)
     if resume and keep_qk is not None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from acutance.cli.shared import check_targets, console, plain_errors
+from acutance.cli.shared import check_targets, console, need, plain_errors
 
 
 def reproduce_command(
@@ -51,6 +51,8 @@ def reproduce_command(
         if listing:
             console(stderr=False).print(render.listing(chosen))
             return
+        if figures:
+            need("matplotlib", "plots", "drawing", ", or leave figures out: --no-figures")
         try:
             status = command.reproduce(
                 chosen,

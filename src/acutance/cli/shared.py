@@ -1,7 +1,8 @@
-"""What the commands share: where output may go, and how a failure ends."""
+"""What the commands share: where output may go, what it needs, and how a failure ends."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,10 +38,27 @@ def check_output(targets: Mapping[str, Path | None]) -> None:
         raise typer.BadParameter("standard output takes one file", param_hint=", ".join(there))
 
 
-def check_ending(option: str, path: Path | None) -> None:
-    """Refuse a figure in a format that is not drawn."""
-    if path is not None and path.suffix.lower() not in (".png", ".svg"):
+def check_figure(option: str, path: Path | None) -> None:
+    """Refuse, before any work, a figure in a format that is not drawn, or without matplotlib."""
+    if path is None:
+        return
+    if path.suffix.lower() not in (".png", ".svg"):
         raise typer.BadParameter(f"a figure ends in .png or .svg, got {path}", param_hint=option)
+    need("matplotlib", "plots", option)
+
+
+def need(package: str, extra: str, what: str, instead: str = "") -> None:
+    """End with one sentence and exit code 1 where a package of an extra is not installed.
+
+    Args:
+        package: what is imported.
+        extra: the extra of acutance that has it.
+        what: what needs it, as the sentence begins.
+        instead: how to do without.
+    """
+    if importlib.util.find_spec(package) is None:
+        fail(f'{what} needs {package}; install it with: pip install "acutance[{extra}]"{instead}')
+        raise typer.Exit(1)
 
 
 @contextmanager

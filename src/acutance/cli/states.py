@@ -18,7 +18,7 @@ from acutance.cli.options import (
     ReportTo,
     check_chart,
 )
-from acutance.cli.shared import check_ending, check_output, check_targets, console, plain_errors
+from acutance.cli.shared import check_figure, check_output, check_targets, console, plain_errors
 
 
 def merge_command(
@@ -46,7 +46,7 @@ def merge_command(
     }
     check_targets(targets)
     check_output(targets)
-    check_ending("--figure", figure)
+    check_figure("--figure", figure)
     with plain_errors():
         from acutance.report import probe_commands
 
@@ -81,7 +81,7 @@ def report_command(
     }
     check_targets(targets)
     check_output(targets)
-    check_ending("--figure", figure)
+    check_figure("--figure", figure)
     check_chart(chart, metric)
     with plain_errors():
         from acutance.report import state_commands
@@ -125,7 +125,7 @@ def diff_command(
     targets = {"--json": json, "--csv": csv, "--figure": figure}
     check_targets(targets)
     check_output(targets)
-    check_ending("--figure", figure)
+    check_figure("--figure", figure)
     with plain_errors():
         from acutance.report import diff_commands
 

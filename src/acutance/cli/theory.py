@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from acutance.cli.options import Dark, JsonTo
-from acutance.cli.shared import check_ending, check_targets, misuse, plain_errors
+from acutance.cli.shared import check_figure, check_targets, misuse, plain_errors
 
 
 def predict_command(
@@ -76,7 +76,7 @@ def predict_command(
     if sample == 1:
         raise typer.BadParameter("a standard error takes 2 rows or more", param_hint="--sample")
     check_targets({"--json": json, "--plot": plot})
-    check_ending("--plot", plot)
+    check_figure("--plot", plot)
     with plain_errors():
         from acutance.report import theory_commands
     with misuse():
@@ -108,7 +108,7 @@ def temperature_command(
 ) -> None:
     """Recommend a temperature for a softmax of cosines, and say why."""
     check_targets({"--json": json, "--plot": plot})
-    check_ending("--plot", plot)
+    check_figure("--plot", plot)
     with plain_errors():
         from acutance.report import theory_commands
     with misuse():

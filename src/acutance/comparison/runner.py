@@ -82,7 +82,8 @@ def compare(
     Raises:
         TypeError: if an argument is of the wrong kind.
         ValueError: if a mechanism is unknown (the nearest is named) or a number is out of range.
-        ImportError: if a mechanism needs a library that is not installed.
+        ImportError: before anything is measured, if a mechanism needs a library that is not
+            installed.
 
     Example:
         >>> found = compare(["cosine", "decay"], n=64, d=16, heads=2, costs=False)
@@ -114,6 +115,7 @@ def compare(
             count, d, law, heads=of, batch=sequences, samples=rows, seed=seed, is_causal=causal
         )
 
+    _check_installed(chosen)
     results: dict[tuple[str, int], Result] = {}
     complete, total = True, len(chosen) * len(lengths)
     try:
@@ -174,6 +176,14 @@ def pick(
     if not found:
         raise ValueError("mechanisms: at least one, got none")
     return tuple(found.values())
+
+
+def _check_installed(chosen: Sequence[Mechanism]) -> None:
+    """Run each mechanism on two keys: one whose library is missing is named before any work."""
+    two = torch.zeros(1, 1, 2, 16)
+    with torch.no_grad():
+        for entry in chosen:
+            entry.run(two, two, two)
 
 
 def _result(entry: Mechanism, sampled: Inputs, whole: Inputs | None, seed: int) -> Result:
