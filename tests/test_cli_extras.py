@@ -48,8 +48,7 @@ def test_a_figure_without_matplotlib_is_refused_before_any_work(
     assert result.exit_code == 1
     assert result.stdout == ""
     assert result.stderr == (
-        f"acutance: {option} needs matplotlib; install it with: "
-        'pip install "acutance[plots]"\n'
+        f'acutance: {option} needs matplotlib; install it with: pip install "acutance[plots]"\n'
     )
 
 
