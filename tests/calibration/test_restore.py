@@ -30,6 +30,7 @@ def traces(model: nn.Module) -> list[Any]:
 
     kept: list[Any] = [AttentionInterface.get_interface, F.scaled_dot_product_attention]
     kept.append(torch._C._len_torch_function_stack())
+    kept.append(torch.nn.modules.module._has_any_global_hook())
     for module in model.modules():
         kept.append(sorted(vars(module)))
         kept.append([len(v) for k, v in sorted(vars(module).items()) if k.endswith("_hooks")])

@@ -56,8 +56,8 @@ def traces(model: nn.Module) -> tuple[Any, ...]:
         F.scaled_dot_product_attention,
         torch._dynamo.eval_frame._stance.stance,
         torch.overrides._len_torch_function_stack(),
+        torch.nn.modules.module._has_any_global_hook(),
         [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
-        [len(m._forward_hooks_always_called) for m in model.modules()],
     )
 
 

@@ -161,7 +161,7 @@ def test_an_exception_in_a_trainer_restores_everything(
         trained.train()
     assert "training_step" not in vars(trained)
     assert F.scaled_dot_product_attention is before
-    assert not any(module._forward_pre_hooks for module in trained.model.modules())
+    assert not torch.nn.modules.module._has_any_global_hook()
     assert not _get_current_function_mode_stack()
     trained.train()
     assert logged(trained, f"{FIRST}/entropy")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -31,6 +31,7 @@ from acutance.probing.call import AttentionCall
 from acutance.probing.context import EAGER
 from acutance.probing.functions import sdpa_call
 from acutance.probing.heads import heads_of, over_keys
+from acutance.probing.module_hooks import follow
 
 __all__ = ["Applied", "ApplyError", "apply"]
 
@@ -109,27 +110,6 @@ class _Thread(threading.local):
         self.mode: FunctionChange | None = None
 
 
-class _Hook:
-    """What a module calls; a copy of the model, or its pickle, has one that does nothing."""
-
-    def __init__(self, react: Callable[[torch.nn.Module], None]) -> None:
-        self._react = react
-
-    def __call__(self, module: torch.nn.Module, *_: object) -> None:
-        self._react(module)
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _deaf, ()
-
-
-def _deaf() -> Callable[..., None]:
-    return _ignore
-
-
-def _ignore(*_: object) -> None:
-    """The hook of a copy."""
-
-
 class Applied:
     """A law in force on a model: what :func:`apply` returns.
 
@@ -170,11 +150,7 @@ class Applied:
             context.callback(_forget_compiled)
             if not found or not all(uses_interface(module) for module in found):
                 context.enter_context(EAGER)
-            for module in self._model.modules():
-                before = module.register_forward_pre_hook(_Hook(self._enter_module))
-                context.callback(before.remove)
-                after = module.register_forward_hook(_Hook(self._leave_module), always_call=True)
-                context.callback(after.remove)
+            context.enter_context(follow(self._enter_module, self._leave_module))
             context.enter_context(huggingface.change(self))
             _forget_compiled()
             self._context = context.pop_all()
@@ -333,7 +309,7 @@ class Applied:
         if torch.compiler.is_compiling():
             return
         plan = self._plans.get(id(module))
-        if plan is None:  # a copy of the model carries its hooks along
+        if plan is None:
             return
         thread = self._thread
         if not thread.stack:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import nn
 
 from acutance.rowstats import RowStatistics, WeightStatistics
 
-__all__ = ["Recorded", "Recording"]
+__all__ = ["Recorded", "Recording", "listen"]
 
 #: Keep statistics without their graph, with it, or not at all.
 Recording = Literal["detached", "graph", "off"]
@@ -42,6 +44,8 @@ class Recorded(nn.Module):
     @property
     def statistics(self) -> Recording:
         """What is kept: ``"detached"``, ``"graph"`` or ``"off"``."""
+        if _listeners and (listener := _listeners.get(id(self))) is not None:
+            return listener.recording
         return self._statistics
 
     @statistics.setter
@@ -55,6 +59,11 @@ class Recorded(nn.Module):
             self.last_statistics = None
 
     def _record(self, stats: RowStatistics | WeightStatistics | None) -> None:
+        self._keep(stats)
+        if _listeners and (listener := _listeners.get(id(self))) is not None:
+            listener.hear(self, self.last_statistics)
+
+    def _keep(self, stats: RowStatistics | WeightStatistics | None) -> None:
         if stats is None or self.statistics == "off":
             self.last_statistics = None
         elif self.statistics == "graph":
@@ -65,6 +74,53 @@ class Recorded(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # a tensor with a graph can be neither copied nor pickled
         return {**self.__dict__, "last_statistics": None}
+
+
+class _Listener(NamedTuple):
+    recording: Recording
+    hear: Callable[[Recorded, RowStatistics | WeightStatistics | None], None]
+
+
+#: By a module's id, who hears what it records. Not on the module, where a copy would have it too.
+_listeners: dict[int, _Listener] = {}
+
+
+@contextmanager
+def listen(
+    modules: Iterable[Recorded],
+    recording: Recording,
+    hear: Callable[[Recorded, RowStatistics | WeightStatistics | None], None],
+) -> Iterator[None]:
+    """Call back with what each of these modules records, in the context; the innermost one hears.
+
+    Args:
+        modules: who records.
+        recording: what they keep meanwhile, whatever their own setting is.
+        hear: called with the module and its new ``last_statistics``.
+
+    Example:
+        >>> import torch
+        >>> from acutance.nn import MultiheadAttention
+        >>> layer, heard = MultiheadAttention(8, 2, statistics="off"), []
+        >>> with listen([layer], "detached", lambda module, stats: heard.append(stats)):
+        ...     _ = layer(*torch.randn(3, 1, 5, 8))
+        >>> len(heard), layer.statistics
+        (1, 'off')
+    """
+    meant = {id(module): module for module in modules}  # holds them: an id is theirs alone
+    before = {place: _listeners.get(place) for place in meant}
+    _listeners.update(dict.fromkeys(meant, _Listener(recording, hear)))
+    try:
+        yield
+    finally:
+        for place, listener in before.items():
+            if listener is None:
+                _listeners.pop(place, None)
+            else:
+                _listeners[place] = listener
+        for module in meant.values():
+            if module.statistics == "off":
+                module.last_statistics = None
 
 
 def detached(stats: RowStatistics | WeightStatistics) -> RowStatistics | WeightStatistics:

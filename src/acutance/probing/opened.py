@@ -20,6 +20,7 @@ from acutance.probing.choice import Chosen, LayerChoice
 from acutance.probing.eager import EAGER, unwatched
 from acutance.probing.functions import FunctionCapture
 from acutance.probing.kept import QueryKeySample
+from acutance.probing.module_hooks import follow
 from acutance.probing.moments import Moments
 from acutance.probing.naming import label
 from acutance.probing.reading import Read, Reader
@@ -132,16 +133,9 @@ class Probe:
             self._order.setdefault(label, index)
         with ExitStack() as context:
             context.enter_context(EAGER)
-            for module in self._model.modules():
-                before = module.register_forward_pre_hook(lambda m, *_: self._enter_module(m))
-                context.callback(before.remove)
-                after = module.register_forward_hook(
-                    lambda m, *_: self._leave_module(m), always_call=True
-                )
-                context.callback(after.remove)
+            context.enter_context(follow(self._enter_module, self._leave_module))
             if self._structure is not None:
-                for ear in self._structure.tokens.follow(self._model):
-                    context.callback(ear.remove)
+                context.enter_context(self._structure.tokens.follow(self._model))
             context.enter_context(huggingface.capture(self))
             context.enter_context(FunctionCapture(self))
             self._context = context.pop_all()
@@ -292,7 +286,7 @@ class Probe:
 
     def _enter_module(self, module: torch.nn.Module) -> None:
         name = self._names.get(id(module))
-        if name is not None:  # a copy of a probed module carries its hooks along
+        if name is not None:
             if not self._thread.stack:
                 self._passes.begin(name, self._thread)
             self._thread.stack.append((name, [0]))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
+from acutance.probing.module_hooks import follow_inputs
 from acutance.probing.running import rerun
 
 __all__ = ["Tokens", "special_ids"]
@@ -35,10 +35,9 @@ class Tokens:
     def __init__(self) -> None:
         self._seen = _Seen()
 
-    def follow(self, model: torch.nn.Module) -> Iterator[RemovableHandle]:
-        """Listen to a model's embeddings; each handle ends one of the ears."""
-        for module in _embeddings(model):
-            yield module.register_forward_pre_hook(self._take, with_kwargs=True)
+    def follow(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Note the ids that a model's embeddings are asked for, in the context."""
+        return follow_inputs(_embeddings(model), self._take)
 
     def _take(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         ids = args[0] if args else kwargs.get("input")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from acutance.probing.module_hooks import follow_outputs
 from acutance.training.projections import HeadSlices, Projections
+from acutance.training.sharded import is_sharded
 
 __all__ = ["Outputs", "agrees", "rotary_width"]
 
@@ -26,9 +29,12 @@ class Outputs:
 
     def __init__(self, projections: Iterable[nn.Module]) -> None:
         self._kept: dict[nn.Module, deque[Tensor]] = {}
-        self._hooks = [part.register_forward_hook(self._keep) for part in projections]
+        self._context = ExitStack()
+        self._context.enter_context(follow_outputs(projections, self._keep))
 
-    def _keep(self, module: nn.Module, _: object, output: object) -> None:
+    def _keep(self, module: nn.Module, output: Any) -> None:
+        if is_sharded(output):  # a hook of the module's own makes it local after this
+            output = output.to_local()
         if isinstance(output, Tensor):
             self._kept.setdefault(module, deque(maxlen=_MOST)).append(output.detach())
 
@@ -47,9 +53,8 @@ class Outputs:
 
     def remove(self) -> None:
         """Keep nothing any more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._kept = [], {}
+        self._context.close()
+        self._kept = {}
 
 
 def rotary_width(module: nn.Module, width: int) -> int:

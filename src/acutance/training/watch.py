@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from acutance.masks import hidden_scores, hides
 from acutance.nn import Recorded
+from acutance.nn.recording import listen
 from acutance.probing import Probe, ProbeError
 from acutance.probing.call import AttentionCall
 from acutance.rowstats import RowStatistics, observe
@@ -90,18 +91,16 @@ class AttentionWatch(Probe):
         self.products = check_flag("products", products)
         self.rows: list[WatchedRows] = []
         self._seen: list[str] = []
-        self._recorded: list[tuple[Recorded, Any]] = []
+        self._listening: AbstractContextManager[None] = nullcontext()
         self._own: frozenset[str] = frozenset()
 
     def __enter__(self) -> AttentionWatch:
         self.rows, self._seen = [], []
         super().__enter__()
-        for module in self._model.modules():
-            if isinstance(module, Recorded):
-                self._own |= {self.name_of(module) or ""}
-                self._recorded.append((module, module.statistics))
-                module.statistics = "graph" if self.gradients else "detached"
-                module.__dict__["_record"] = self._recording(module)
+        recorded = [part for part in self._model.modules() if isinstance(part, Recorded)]
+        self._own = frozenset(self.name_of(part) or "" for part in recorded)
+        self._listening = listen(recorded, "graph" if self.gradients else "detached", self._hear)
+        self._listening.__enter__()
         return self
 
     def __exit__(
@@ -110,10 +109,8 @@ class AttentionWatch(Probe):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for module, before in self._recorded:
-            del module.__dict__["_record"]
-            module.statistics = before
-        self._recorded = []
+        listening, self._listening = self._listening, nullcontext()
+        listening.__exit__(None, None, None)
         super().__exit__(kind, error, trace)
         if kind is None and not self.rows:
             if self._seen and not self.unread:
@@ -188,22 +185,16 @@ class AttentionWatch(Probe):
             width, dtype = (0, scores.dtype) if query is None else (query.shape[-1], query.dtype)
             self.rows.append(WatchedRows(module, stats, counted, width, dtype))
 
-    def _recording(self, module: Recorded) -> Callable[[Any], None]:
-        record = type(module)._record
-
-        def keep(stats: Any) -> None:
-            record(module, stats)
-            stats = module.last_statistics  # with its graph, or cut from it
-            name = self.name_of(module)
-            if name is None or stats is None or not self._chosen(name):
-                return
-            if isinstance(stats, RowStatistics):
-                width = getattr(module, "head_dim", 0)
-                self.rows.append(WatchedRows(name, stats, stats.state.n > 0, width))
-            else:
-                self.unreadable(name, "its weights are no softmax of its scores")
-
-        return keep
+    def _hear(self, module: Recorded, stats: Any) -> None:
+        """Keep what a module of :mod:`acutance.nn` recorded, with its graph or cut from it."""
+        name = self.name_of(module)
+        if name is None or stats is None or not self._chosen(name):
+            return
+        if isinstance(stats, RowStatistics):
+            width = getattr(module, "head_dim", 0)
+            self.rows.append(WatchedRows(name, stats, stats.state.n > 0, width))
+        else:
+            self.unreadable(name, "its weights are no softmax of its scores")
 
     def _graph(self) -> Any:
         return nullcontext() if self.gradients else torch.no_grad()

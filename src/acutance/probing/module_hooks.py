@@ -1,0 +1,92 @@
+"""Hooks on the forward pass of modules that leave nothing on the modules themselves.
+
+A hook that a module holds goes into its copies and its pickles. These are held by PyTorch for the
+whole process, and whoever asks for one decides by the module's identity whether it is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+__all__ = ["follow", "follow_inputs", "follow_outputs"]
+
+_React = Callable[[torch.nn.Module], None]
+
+
+@contextmanager
+def follow(enter: _React, leave: _React) -> Iterator[None]:
+    """Call back as any module of the process starts its forward pass, and as it ends or raises.
+
+    Args:
+        enter: called with the module, before its own hooks.
+        leave: called with the module, before its own hooks, also where it raised an error.
+
+    Example:
+        >>> model, seen = torch.nn.Sequential(torch.nn.Identity()), []
+        >>> with follow(lambda module: seen.append(type(module).__name__), lambda module: None):
+        ...     _ = model(torch.zeros(1))
+        >>> seen, len(model._forward_pre_hooks)
+        (['Sequential', 'Identity'], 0)
+    """
+
+    def before(module: torch.nn.Module, args: Any) -> None:
+        enter(module)
+
+    def after(module: torch.nn.Module, args: Any, output: Any) -> None:
+        leave(module)
+
+    handles = (
+        register_module_forward_pre_hook(before),
+        register_module_forward_hook(after, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def follow_inputs(
+    modules: Iterable[torch.nn.Module],
+    react: Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None],
+) -> Iterator[None]:
+    """Call back with the arguments of each forward pass of these modules, once it has run."""
+    with _follow_results(modules, lambda module, args, kwargs, _: react(module, args, kwargs)):
+        yield
+
+
+@contextmanager
+def follow_outputs(
+    modules: Iterable[torch.nn.Module], react: Callable[[torch.nn.Module, Any], None]
+) -> Iterator[None]:
+    """Call back with the result of each forward pass of these modules."""
+    with _follow_results(modules, lambda module, args, kwargs, output: react(module, output)):
+        yield
+
+
+@contextmanager
+def _follow_results(
+    modules: Iterable[torch.nn.Module], react: Callable[..., None]
+) -> Iterator[None]:
+    meant = {id(module): module for module in modules}  # holds them: an id is theirs alone
+
+    def after(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if id(module) in meant:
+            react(module, args, kwargs, output)
+
+    handle = register_module_forward_hook(after, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+        _global_forward_hooks_with_kwargs.pop(handle.id, None)  # PyTorch leaves it
