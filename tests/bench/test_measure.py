@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+import acutance
 from acutance.bench import machine, measure
 from acutance.bench.cases import CASES, Case
 from acutance.bench.contenders import CONTENDERS
@@ -124,6 +127,29 @@ def test_a_process_of_its_own_sees_the_maps_of_the_naive_way() -> None:
     case = Case("maps", 1024, 1024, heads=16, width=8)  # a map is 64 MiB, p@v and H are small
     naive = measure.weigh_apart(case, "naive", threads=1)
     assert naive == pytest.approx(3 * 64, abs=8)
+
+
+@linux
+def test_no_process_runs_code_of_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = tmp_path / "ran"
+    for name in ("json", "torch", "acutance", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(ran)!r}, 'w').close(); 1 / 0")
+    monkeypatch.chdir(tmp_path)
+    assert measure.weigh_apart(Case("tiny", 8, 8), "sdpa", threads=1) >= 0
+    assert not ran.exists()
+
+
+def test_processes_are_started_in_one_place() -> None:
+    package = Path(acutance.__file__).parent
+    starts = re.compile(r"subprocess|multiprocessing|os\.(exec|spawn|popen|system|posix_spawn)")
+    there = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if starts.search(path.read_text(encoding="utf-8"))
+    }
+    assert there == {"bench/measure.py"}
 
 
 def test_a_process_that_fails_says_why() -> None:

@@ -1,6 +1,6 @@
 """Time and memory: turns, medians of ratios, and a process of its own for each peak.
 
-``python -m acutance.bench.measure`` is that process; it prints one JSON object.
+:func:`main` is what that process runs; it prints one JSON object.
 """
 
 from __future__ import annotations
@@ -208,6 +208,14 @@ def weigh(case: Case, contender: str, *, threads: int) -> float:
         return high_water(call) / MIB
 
 
+#: The program of a process of its own. ``python -m`` and ``-c`` look for modules in the current
+#: directory first, so a ``json.py`` there would run; Python 3.10 has no option ``-P`` against it.
+_APART = (
+    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; "
+    "from acutance.bench.measure import main; main(sys.argv[2:])"
+)
+
+
 def weigh_apart(case: Case, contender: str, *, threads: int) -> float:
     """:func:`weigh` in a fresh process.
 
@@ -215,7 +223,8 @@ def weigh_apart(case: Case, contender: str, *, threads: int) -> float:
         RuntimeError: if that process fails; the message ends with its last line.
     """
     job = {"case": asdict(case), "contender": contender, "threads": threads}
-    command = [sys.executable, "-m", "acutance.bench.measure", json.dumps(job)]
+    package = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-c", _APART, package, json.dumps(job)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
@@ -228,7 +237,3 @@ def main(arguments: Sequence[str]) -> None:
     job: dict[str, Any] = json.loads(arguments[0])
     case = case_from_dict(job.pop("case"))
     print(json.dumps({"mib": weigh(case, job.pop("contender"), **job)}))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

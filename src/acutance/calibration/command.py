@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def run(
     device: str,
     trust_remote_code: bool,
     allow_pickle: bool,
+    allow_missing: bool,
     out: Path | None,
     to_json: Path | None,
     console: Callable[..., Any],
@@ -56,6 +58,7 @@ def run(
         device: where to run.
         trust_remote_code: run code that comes with the model.
         allow_pickle: load weights that are not safetensors.
+        allow_missing: go on where weights did not load.
         out: where the law goes.
         to_json: where the whole record goes.
         console: makes consoles.
@@ -74,6 +77,7 @@ def run(
             device=device,
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
+            allow_missing=allow_missing,
         )
     places = tuple(lengths) if lengths is not None else _default_lengths(loaded)
     asked = ("target", "value", "reference", "law", "passes", "limit", "windowed")
@@ -90,6 +94,7 @@ def run(
     with _progress(tokens, console()) as advance, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # said above
         found = calibrate(loaded.model, batches, lengths=places, advance=advance, **given)
+    found = replace(found, weights_not_loaded=loaded.not_loaded)
     if out is not None:
         found.save(out)
     if to_json is not None:

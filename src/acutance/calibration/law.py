@@ -16,6 +16,7 @@ import torch
 from acutance.calibration.identity import Identity, longest, positions_are_learned
 from acutance.calibration.layers import attention_layers, label
 from acutance.files import write_text
+from acutance.probing.checkpoint import NOT_LOADED
 from acutance.scaling import AnyScaling, NoScaling, Scaling, from_dict, get
 from acutance.scaling.learned import LearnedScaling
 from acutance.shapes import check_count
@@ -64,6 +65,7 @@ class Law:
         layers: module name and its scalings.
         lengths: lengths at which it was fitted, none if it was not.
         target: what was held constant, None if nothing was.
+        weights_not_loaded: which weights of the model it was fitted to were random, None if none.
 
     Example:
         >>> from acutance import scaling
@@ -79,6 +81,7 @@ class Law:
     layers: tuple[tuple[str, HeadLaws], ...] = ()
     lengths: tuple[int, ...] = ()
     target: str | None = None
+    weights_not_loaded: str | None = None
 
     @classmethod
     def of(
@@ -175,7 +178,7 @@ class Law:
             "layers": {name: _written(one) for name, one in self.layers},
             "lengths": list(self.lengths),
             "target": self.target,
-        }
+        } | ({} if self.weights_not_loaded is None else {NOT_LOADED: self.weights_not_loaded})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON, whole or not at all."""
@@ -206,8 +209,7 @@ class Law:
             found = record.get("schema") if isinstance(record, dict) else type(record).__name__
             raise ValueError(f"its schema is {SCHEMA!r}, got {found!r:.60}")
         known = {"schema", "model", "everywhere", "layers", "lengths", "target"}
-        if set(record) != known:
-            wrong = sorted(set(record) ^ known)
+        if wrong := sorted((set(record) - {NOT_LOADED}) ^ known):
             raise ValueError(f"it has {', '.join(sorted(known))}; wrong is {', '.join(wrong):.60}")
         everywhere, layers, lengths, target = (
             record[part] for part in ("everywhere", "layers", "lengths", "target")
@@ -216,12 +218,16 @@ class Law:
             raise ValueError("layers is an object and lengths a list")
         if target is not None and not isinstance(target, str):
             raise ValueError(f"target is text or null, got {type(target).__name__}")
+        random = record.get(NOT_LOADED)
+        if random is not None and not isinstance(random, str):
+            raise ValueError(f"{NOT_LOADED} is text, got {type(random).__name__}")
         return cls(
             model=Identity.from_dict(record["model"]),
             everywhere=None if everywhere is None else _scaling("everywhere", everywhere),
             layers=tuple((name, _heads(name, part)) for name, part in layers.items()),
             lengths=tuple(check_count("lengths", n, 1) for n in lengths),
             target=target,
+            weights_not_loaded=random,
         )
 
 

@@ -14,6 +14,7 @@ from rich.text import Text
 from acutance.calibration.collect import HELD, TARGETS
 from acutance.calibration.decide import ROUNDING
 from acutance.calibration.result import Calibration, HeadCalibration
+from acutance.probing.checkpoint import in_words
 
 __all__ = ["sentences", "show"]
 
@@ -127,6 +128,8 @@ def _grows(group: Sequence[HeadCalibration]) -> str:
 def sentences(found: Calibration) -> Iterator[str]:
     """What a reader should know besides the table."""
     unit = _unit(found)
+    if found.weights_not_loaded is not None:
+        yield in_words(found.weights_not_loaded)
     if found.metric == "max_logit":
         over = sum(_exceeds(one.before, one.target) for one in found.heads)
         still = sum(_exceeds(one.after, one.target) for one in found.heads)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from acutance.cli.options import (
+    AllowMissing,
     AllowPickle,
     AttentionName,
     Device,
@@ -96,6 +97,7 @@ def calibrate_command(
     device: Device = "cpu",
     trust_remote_code: TrustRemoteCode = False,
     allow_pickle: AllowPickle = False,
+    allow_missing: AllowMissing = False,
 ) -> None:
     """Fit, for every head, the scale that keeps its attention as focused at any length."""
     check_targets({"--out": out, "--json": json, "--save": save})
@@ -129,6 +131,7 @@ def calibrate_command(
                 device=device,
                 trust_remote_code=trust_remote_code,
                 allow_pickle=allow_pickle,
+                allow_missing=allow_missing,
                 out=out,
                 to_json=json,
                 console=console,

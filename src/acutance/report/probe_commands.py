@@ -37,6 +37,7 @@ def probe(
     device: str,
     trust_remote_code: bool,
     allow_pickle: bool,
+    allow_missing: bool,
     targets: Targets,
     chart: str,
     dark: bool,
@@ -70,6 +71,7 @@ def probe(
             device=world.device(device),
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
+            allow_missing=allow_missing,
         )
         window = loaded.window(length)
         pieces = corpus.windows(texts, loaded.tokenizer, window)[:: savings.every]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from acutance.probing import STATUSES, HeadClass, HeadSummary, classify, edges
 from acutance.probing.moments import BINS, SCALES
+from acutance.report.alarms import alarms
 from acutance.report.colours import ANCHORS, as_hex, scale_of
 from acutance.report.console import module_sentences
 from acutance.report.findings import LABELS, findings
@@ -74,6 +75,7 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
     """Everything but the numbers of single heads, as plain JSON values."""
     return {
         "about": [[visible(str(name)), _text(value)] for name, value in summary.about.items()],
+        "alarms": [visible(sentence) for sentence in alarms(summary.about)],
         "layers": [
             {
                 **asdict(layer),

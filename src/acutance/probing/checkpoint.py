@@ -1,0 +1,126 @@
+"""Which tensors of a saved model did not load, which of them matter, and the likely cause.
+
+transformers fills a parameter that its files lack with random numbers and goes on; what is measured
+then is noise. Some differences are normal: files of a language model hold a head that the model
+without it has no place for, and lack the pooler that some models add behind the last layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+__all__ = ["NOT_LOADED", "in_words", "not_loaded"]
+
+#: What records call the weights that did not load.
+NOT_LOADED = "weights_not_loaded"
+
+#: Parts behind the last layer: no attention depends on them.
+_BEHIND = "pooler"
+#: Tensors that old files hold and models compute today.
+_COMPUTED = {"position_ids", "token_type_ids", "inv_freq", "original_inv_freq", "masked_bias"} | {
+    "causal_mask", "num_batches_tracked", "relative_position_index", "version", "_float_tensor",
+}  # fmt: skip
+#: What wrappers put before each name of a state dict.
+_WRAPPERS = {
+    "module": "DistributedDataParallel and DataParallel add it",
+    "_orig_mod": "torch.compile adds it",
+    "_fsdp_wrapped_module": "FullyShardedDataParallel adds it",
+}
+_LISTED = 3
+
+
+def not_loaded(model: nn.Module, report: Mapping[str, Any]) -> str | None:
+    """What a model lacks of its files, or they of it, as a sentence without its subject.
+
+    Args:
+        model: the model, of transformers.
+        report: what ``from_pretrained`` returns with ``output_loading_info=True``.
+
+    Returns:
+        None if all that attention depends on has loaded.
+
+    Example:
+        >>> names = {"module.weight", "module.bias"}
+        >>> report = {"missing_keys": {"weight", "bias"}, "unexpected_keys": names}
+        >>> print(not_loaded(nn.Linear(2, 2), report))
+        2 tensors missing from its files (bias, weight) and 2 there that fit nowhere (module.bias,
+        module.weight); the names in the files begin with 'module.' (DistributedDataParallel and
+        DataParallel add it): save the model inside it
+    """
+    every = set(map(str, report.get("missing_keys", ())))
+    missing = {name for name in every if _BEHIND not in name.split(".") or "atten" in name}
+    unexpected = {
+        name for name in map(str, report.get("unexpected_keys", ())) if _fits(model, name)
+    }
+    cause = _cause(missing, set(map(str, report.get("unexpected_keys", ()))))
+    if cause:
+        unexpected |= set(map(str, report["unexpected_keys"]))
+    shapes = [
+        f"{name}: {tuple(there)} in the files, {tuple(here)} in the model"
+        for name, there, here in sorted(report.get("mismatched_keys", ()), key=lambda part: part[0])
+    ]
+    parts = [
+        f"{_count(missing)} missing from its files ({_listed(missing)})" if missing else "",
+        (
+            f"{len(unexpected)} there that fit{'s' * (len(unexpected) == 1)} nowhere "
+            f"({_listed(unexpected)})"
+            if missing
+            else f"{_count(unexpected)} in its files that the model has no place for "
+            f"({_listed(unexpected)})"
+        )
+        if unexpected
+        else "",
+        f"{_count(shapes)} of another shape ({_listed(shapes)})" if shapes else "",
+    ]
+    if not any(parts):
+        return None
+    return " and ".join(filter(None, parts)) + (f"; {cause}" if cause else "")
+
+
+def in_words(text: str) -> str:
+    """What :func:`not_loaded` says, as a sentence for a reader of numbers."""
+    return f"The model did not load: {text}. Random numbers stand for what is missing."
+
+
+def _fits(model: nn.Module, name: str) -> bool:
+    """Whether a tensor that the model lacks is of a part it has: not a head's, not computed."""
+    prefix = getattr(model, "base_model_prefix", "")
+    inner = name.removeprefix(f"{prefix}.") if prefix else name
+    parts = inner.split(".")
+    if parts[-1] in _COMPUTED or inner in dict(model.named_buffers()):
+        return False
+    inside = inner != name and not hasattr(model, prefix)
+    return inside or parts[0] in dict(model.named_children())
+
+
+def _cause(missing: Collection[str], unexpected: Iterable[str]) -> str:
+    """A prefix without which most of the names in the files fit; empty if there is none."""
+    before: Counter[str] = Counter()
+    for name in unexpected:
+        start = name.find(".") + 1
+        while start:
+            if name[start:] in missing:
+                before[name[:start]] += 1
+                break
+            start = name.find(".", start) + 1
+    if not before or 2 * before.total() < len(missing):
+        return ""
+    prefix, _ = before.most_common(1)[0]
+    why = next((told for part, told in _WRAPPERS.items() if part in prefix.split(".")), "")
+    if not why:
+        return f"the names in the files begin with {prefix!r}, without which they would fit"
+    return f"the names in the files begin with {prefix!r} ({why}): save the model inside it"
+
+
+def _count(names: Collection[str]) -> str:
+    return f"{len(names)} tensor{'s' * (len(names) != 1)}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    first = sorted(names)
+    more = f", … {len(first) - _LISTED} more" if len(first) > _LISTED else ""
+    return ", ".join(name[:120] for name in first[:_LISTED]) + more
