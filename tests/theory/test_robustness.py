@@ -23,6 +23,7 @@ from acutance.theory.robustness import (
     second_order_mse,
 )
 from acutance.theory.sampled_noise import monte_carlo_mse, quantization_noise
+from acutance.theory.tail_rates import asymptotic_noise_mse, noise_tail_rate
 
 REFERENCE = json.loads(Path(__file__).with_name("reference_robustness.json").read_text())
 KINDS = ["gaussian", "laplace", "gumbel", "uniform"]
@@ -536,3 +537,65 @@ def test_quantisation_domain(change, message):
     given = {"query": np.ones((2, 4)), "key": np.ones((5, 4)), "value": np.ones((5, 2)), "bits": 8}
     with pytest.raises(ValueError, match=message):
         quantization_noise(**(given | change))
+
+
+# Rates in the number of keys
+
+
+def even_row_error(n, kind, scale):
+    """Exact mean square error of n even keys, for values of unit variance."""
+    values = np.where(np.arange(n) % 2, 1.0, -1.0)[:, None]
+    return exact_noise_mse(np.full(n, 1 / n), values, kind, scale)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "at"),
+    [
+        ("laplace", 2 / 3, {256: 0.0284, 4096: 0.0075, 65536: 0.0019, 2**20: 0.0005}),
+        ("gumbel", 1.0, {256: 0.144, 4096: 0.100, 65536: 0.077, 2**20: 0.062}),
+    ],
+)
+def test_heavier_tails_are_averaged_slower_and_not_never(kind, scale, at):
+    """A simulation's rounded errors at r = 1.5 and 1; the largest n by the rate alone."""
+    errors = [even_row_error(n, kind, scale) for n in (256, 4096, 65536)]
+    errors.append(asymptotic_noise_mse(2**20, kind, scale))
+    assert errors == pytest.approx(list(at.values()), rel=0.06)
+    assert errors[0] > errors[1] > errors[2] > errors[3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "tolerance"),
+    [
+        ("gaussian", 0.5, 1e-4), ("uniform", 2.0, 1e-4), ("laplace", 0.2, 1e-4),
+        ("laplace", 0.5, 1e-3), ("gumbel", 0.5, 1e-3), ("laplace", 2 / 3, 4e-3),
+        ("gumbel", 2 / 3, 4e-3), ("laplace", 1.0, 0.01), ("gumbel", 1.0, 0.01),
+        ("laplace", 2.0, 2e-4), ("gumbel", 2.0, 2e-4),
+    ],
+)  # fmt: skip
+def test_the_rate_of_every_tail(kind, scale, tolerance):
+    n = 65536
+    exact = even_row_error(n, kind, scale)
+    assert asymptotic_noise_mse(n, kind, scale) == pytest.approx(exact, rel=tolerance)
+    assert np.array_equal(
+        asymptotic_noise_mse([16, n], kind, scale),
+        [asymptotic_noise_mse(16, kind, scale), asymptotic_noise_mse(n, kind, scale)],
+    )
+
+
+def test_the_rate_is_that_of_simulated_attention():
+    """Laplace noise of rate 1.5; errors of the mean are 0.7 %, from tails that are cut off."""
+    noise = np.random.default_rng(5).laplace(0, 2 / 3, (4000, 1024))
+    collision = (softmax(noise, axis=1) ** 2).sum(axis=1)
+    spread = collision.std() / 4000**0.5
+    predicted = asymptotic_noise_mse(1024, "laplace", 2 / 3) + 1 / 1024
+    assert abs(collision.mean() - predicted) < 4 * spread + 0.025 * predicted
+    assert abs(collision.mean() - predicted / 2) > 8 * spread
+
+
+def test_tail_rates():
+    assert [noise_tail_rate(kind, 0.5) for kind in KINDS] == [math.inf, 2.0, 2.0, math.inf]
+    assert noise_tail_rate("laplace", 0.0) == math.inf
+    with pytest.raises(ValueError, match="n: the number of keys is at least 2, got n=1"):
+        asymptotic_noise_mse(1, "laplace", 1.0)
+    with pytest.raises(ValueError, match="the nearest is 'laplace'"):
+        noise_tail_rate("laplac", 1.0)

@@ -1,4 +1,4 @@
-"""Noise on the logits and what it does to the output: averaged away, or not."""
+"""Noise on the logits and what it does to the output: averaged away fast, slowly, or not."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ OTHERS: tuple[tuple[Kind, float], ...] = (
 #: Noise whose averaging is followed over n, with the rate r of its right tail, P(ε > x) ~ e^(−rx).
 TAILS: tuple[tuple[Kind, float, float], ...] = (
     ("gaussian", 0.5, math.inf), ("laplace", 0.2, 5.0), ("laplace", 2 / 3, 1.5),
+    ("gumbel", 1.0, 1.0),
     ("laplace", 2.0, 0.5),
 )  # fmt: skip
 
@@ -140,7 +141,7 @@ def measure(run: Run) -> Sequence[Row]:
 def draw(record: Record, theme: style.Theme) -> Figure:
     """Error against noise for rows of every width, and against n for noise of every tail."""
     figure, [left, right] = style.new_figure(
-        "Attention averages light-tailed logit noise away, and no other",
+        "Attention averages logit noise away, the slower the heavier its right tail",
         "Lines: exact integral. Thin grey lines: ν·Σp²‖v − o‖², the first order. Marks: mean over "
         "noisy runs of attention, bars of one standard error.",
         panels=2,
@@ -163,7 +164,7 @@ def draw(record: Record, theme: style.Theme) -> Figure:
         tail = "r = ∞" if math.isinf(rate) else f"r = {rate:g}"
         style.both(
             right, at, [row.predicted for row in own], at, [row.measured for row in own], curve,
-            f"{kind.capitalize() if kind == 'laplace' else 'Gaussian'}, b = {b:.2g}, {tail}",
+            f"{kind.capitalize()}, b = {b:.2g}, {tail}",
             error=[row.error for row in own],
         )  # fmt: skip
     for axes in (left, right):
@@ -196,7 +197,8 @@ EXPERIMENT = Experiment(
     name="noise",
     title="robustness to noise on the logits",
     prediction="E‖õ − o‖² ≈ ν·Σp²‖v − o‖² while ν/N_eff ≪ 1, an exact integral otherwise; the "
-    "error falls as 1/n only for a right tail lighter than e^(−2x), and not at all from e^(−x) on",
+    "error of n even keys falls as 1/n for a right tail e^(−rx) with r > 2, as n^(1−r) for "
+    "1 < r < 2, as 1/log n at r = 1, and not at all below",
     claims=(FIRST, EXACT, AVERAGES, COLLAPSE),
     measure=measure,
     draw=draw,

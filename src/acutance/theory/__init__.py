@@ -113,6 +113,7 @@ from acutance.theory.sparsity import (
     sparsity_identity,
     sparsity_relu2,
 )
+from acutance.theory.tail_rates import asymptotic_noise_mse, noise_tail_rate
 from acutance.theory.top_weight import expected_top_weight
 from acutance.theory.von_mises_fisher import (
     vmf_entropy_drop,
@@ -130,6 +131,7 @@ __all__ = [
     "asymptotic_collision_gauss",
     "asymptotic_entropy_gauss",
     "asymptotic_logsumexp_gauss",
+    "asymptotic_noise_mse",
     "certificate",
     "cosine_best_count",
     "cosine_entropy_lower_bound",
@@ -180,6 +182,7 @@ __all__ = [
     "monte_carlo_mse",
     "needle_scale",
     "noise_central_moment",
+    "noise_tail_rate",
     "noise_variance_ratio",
     "onehot_entropy",
     "predict",
