@@ -160,7 +160,10 @@ def test_an_interrupt_keeps_what_was_read(
     monkeypatch.setattr(models.TextModel, "run", stopped)
     result = run("probe", folder, "--text", text, "--length", 32, "--batch-size", 2, "--json", out)
     assert result.exit_code == INTERRUPTED
-    about = json.loads(out.read_text())["about"]
+    assert "! Incomplete: 4 of " in result.stdout
+    record = json.loads(out.read_text())
+    assert record["notices"][0].startswith("Incomplete: 4 of ")
+    about = record["about"]
     assert about["complete"] is False
     assert about["windows"] == 4 < about["windows_in_all"]
     calls[:] = [1, 1]

@@ -134,7 +134,7 @@ def test_every_output_says_what_did_not_load(saved: Callable[..., Path], tmp_pat
     assert said in " ".join(shown.output.split())
     from acutance.report.shown import _record
 
-    assert said in _record(acutance.load(state))["alarms"][0]
+    assert said in _record(acutance.load(state))["notices"][0]
 
 
 def test_a_law_says_that_its_model_did_not_load(saved: Callable[..., Path], tmp_path: Path) -> None:

@@ -136,6 +136,14 @@ def test_what_was_left_out_and_how_far_to_trust_it(summary_of: Make) -> None:
     assert "left to the model:\n  – decoder.1.self: of its own score" in text
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_an_incomplete_run_says_so_first(summary_of: Make, width: int) -> None:
+    about = {"complete": False, "windows": 28, "windows_in_all": 1092, "tokens": 14336}
+    text = " ".join(printed(summary_of((2,), about=about), width).split())
+    assert text.startswith("! Incomplete: 28 of 1,092 windows were read (14,336 tokens);")
+    assert "Incomplete" not in printed(summary_of((2,)), width)
+
+
 def test_heads_are_counted_by_class(summary_of: Make) -> None:
     places = [(0, 0), (0, 1), (1, 0), (1, 1)]
     plain = dict.fromkeys(places, 0.4)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from acutance.probing import HeadSummary, Moments
-from acutance.report import Finding, findings
-from acutance.report.findings import COLLAPSED, DEAD, LABELS, LARGE_LOGIT, MOST_NAMED, SINK
+from acutance.report import Finding, findings, in_words, recommendations
+from acutance.report.findings import LABELS, MOST_NAMED
+from acutance.report.recommendations import otherwise
+from acutance.report.rules import COLLAPSE, DEAD, LARGE_LOGIT, SINK
 from acutance.rowstats import METRICS
 
 Make = Callable[..., HeadSummary]
@@ -56,7 +59,7 @@ def test_one_head_is_not_called_both(summary_of: Make) -> None:
     ("kind", "metric", "beyond", "within"),
     [
         ("first_key_sink", "first_weight", SINK + 0.01, SINK - 0.01),
-        ("collapsed", "effective_keys", COLLAPSED - 0.01, COLLAPSED + 0.01),
+        ("collapsed", "normalized_entropy", COLLAPSE - 0.001, COLLAPSE + 0.001),
         ("dead", "normalized_entropy", DEAD + 0.001, DEAD - 0.001),
     ],
 )
@@ -73,10 +76,9 @@ def test_a_kind_is_found_beyond_its_threshold_only(
 def test_rows_of_few_keys_are_neither_sink_nor_collapsed_nor_dead(summary_of: Make) -> None:
     changes = {
         "first_weight": {(0, 0): 0.9},
-        "effective_keys": {(0, 0): 1.1},
-        "normalized_entropy": {(0, 1): 1.0},
+        "normalized_entropy": {(0, 0): 0.01, (0, 1): 1.0},
     }
-    few = {(0, 0): 2.0, (0, 1): 3.0}
+    few = {(0, 0): 2.0, (0, 1): 7.0}
     assert {"first_key_sink", "collapsed", "dead"} <= set(kinds(summary_of((2,), **changes)))
     assert kinds(summary_of((2,), **changes, n_keys=few)) == [
         "sharpest",
@@ -98,11 +100,17 @@ def test_many_heads_of_a_kind_are_named_in_part_and_counted(summary_of: Make) ->
 
 def test_the_largest_logit_says_what_bfloat16_makes_of_it(summary_of: Make) -> None:
     calm = only(summary_of((2,), max_logit={(0, 1): LARGE_LOGIT - 1}), "largest_logit")
-    large = only(summary_of((2,), max_logit={(0, 1): 67.0}), "largest_logit")
-    huge = only(summary_of((2,), max_logit={(0, 1): 1e4}), "largest_logit")
+    narrow = {"dtype": "bfloat16"}
+    large = only(summary_of((2,), max_logit={(0, 1): 67.0}, about=narrow), "largest_logit")
+    huge = only(summary_of((2,), max_logit={(0, 1): 1e4}, about=narrow), "largest_logit")
+    wide = only(summary_of((2,), max_logit={(0, 1): 101.0}), "largest_logit")
     assert "no size to worry about" in calm.sentence
     assert "steps of 0.5, so rounding can change a weight by 28%" in large.sentence
     assert "steps of 64, so rounding can change a weight by a factor of 7.9e+13" in huge.sentence
+    assert "above 100: growth" in huge.sentence
+    assert "above 100: growth" in wide.sentence
+    assert "above 100" not in large.sentence
+    assert "bfloat16" not in wide.sentence
 
 
 def test_the_largest_logit_is_of_all_rows_not_of_means(summary_of: Make) -> None:
@@ -155,7 +163,42 @@ def test_every_kind_has_a_label_and_a_test(summary_of: Make) -> None:
     summary = summary_of(
         (6,),
         first_weight={(0, 0): 0.9},
-        effective_keys={(0, 1): 1.1},
-        normalized_entropy={(0, 2): 0.99},
+        normalized_entropy={(0, 1): 0.01, (0, 2): 0.99},
     )
     assert Counter(kinds(summary)) == Counter(list(LABELS))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("logit", [20.0, 40.0, 87.7, 120.0, 600.0])
+@pytest.mark.parametrize("share", [0.01, 0.06, 0.5, 0.97, 0.99])
+@pytest.mark.parametrize("keys", [1.2, 1.6])
+def test_findings_and_recommendations_agree(
+    summary_of: Make, dtype: str, logit: float, share: float, keys: float
+) -> None:
+    summary = summary_of(
+        (2,),
+        max_logit={(0, 1): logit},
+        normalized_entropy={(0, 1): share},
+        effective_keys={(0, 1): keys},
+        about={"dtype": dtype},
+    )
+    advised = {each.kind for each in recommendations(summary)}
+    found = {each.kind: each.sentence for each in findings(summary)}
+    assert ("collapsed" in found) == ("entropy_collapse" in advised)
+    assert ("dead" in found) == ("dead" in advised)
+    assert ("instability" in found["largest_logit"]) == ("large_logits" in advised)
+    assert ("rounding" in found["largest_logit"]) == ("coarse_scores" in advised)
+
+
+def test_an_untrained_model_is_said_once(summary_of: Make) -> None:
+    heads = {(layer, head): 0.99 for layer in range(4) for head in range(8)}
+    about = {"untrained": True}
+    summary = summary_of((8,) * 4, normalized_entropy=heads, about=about)
+    assert kinds(summary) == ["sharpest", "most_diffuse"]
+    assert recommendations(summary) == []
+    assert in_words([], otherwise(summary)) == [
+        "Load trained weights, or train the model, before judging its heads."
+    ]
+    (notice,) = summary.to_dict()["notices"]
+    assert notice.startswith("Untrained: every norm has its initial gain")
+    assert kinds(replace(summary, about={})).count("dead") == MOST_NAMED

@@ -17,11 +17,13 @@ from acutance.probing.shards import Run, Shard, State, load_state, merge_states
 from acutance.probing.slopes import Slope, slope
 from acutance.probing.summary import SCHEMA, STATUSES, HeadSummary, Layer, load
 from acutance.probing.tapping import Tap, tap
+from acutance.probing.thresholds import THRESHOLDS, Threshold
 
 __all__ = [
     "CLASSES",
     "SCHEMA",
     "STATUSES",
+    "THRESHOLDS",
     "Diff",
     "Distances",
     "Example",
@@ -41,6 +43,7 @@ __all__ = [
     "Slope",
     "State",
     "Tap",
+    "Threshold",
     "all_reduce_summary",
     "classify",
     "diff",

@@ -1,4 +1,4 @@
-"""Classes of heads: what a head mostly does, by thresholds that are all in one table."""
+"""Classes of heads: what a head mostly does, by the thresholds of one table."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from acutance.probing.thresholds import THRESHOLDS, limit
 from acutance.structure.parts import PEAKS
 
 if TYPE_CHECKING:
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["CLASSES", "LEAST_KEYS", "Class", "HeadClass", "classify"]
 
 #: Rows must see so many keys on average: of few keys every head looks sharp, local or even.
-LEAST_KEYS = 8.0
+LEAST_KEYS = limit("least_keys")
 #: How far away counts as near, for "local".
-NEAR = 7
+NEAR = int(limit("near"))
 #: Weight must also be so many times what even weights would have there.
-LIFT = 2.0
+LIFT = limit("lift")
 
 
 @dataclass(frozen=True)
@@ -60,53 +61,18 @@ class Class:
 
 #: Every class, with its threshold; a head is in a class if it is beyond the threshold, not at it.
 CLASSES: dict[str, Class] = {
-    entry.name: entry
-    for entry in (
-        Class(
-            "sink",
-            0.3,
-            "mean weight above 0.3 on the first visible key, or on special tokens, and above "
-            "twice an even share",
-            "Gu et al. (2024), arXiv:2410.10781, for 0.3; Xiao et al. (2023), arXiv:2309.17453",
-        ),
-        Class(
-            "local",
-            0.5,
-            "mean weight above 0.5 within 7 positions, and above twice what even weights have",
-            "acutance's own threshold; the name as in Kovaleva et al. (2019), arXiv:1908.08593",
-        ),
-        Class(
-            "previous-token",
-            0.5,
-            "mean weight above 0.5 on the position just before",
-            "Clark et al. (2019), arXiv:1906.04341",
-        ),
-        Class(
-            "diffuse",
-            0.9,
-            "mean normalized entropy above 0.9, and no more than 0.98",
-            "acutance's own threshold; Clark et al. (2019) call such heads broad",
-        ),
-        Class(
-            "sharp",
-            0.5,
-            "mean largest weight above 0.5",
-            "acutance's own threshold: one key outweighs all others together",
-        ),
-        Class(
-            "dead",
-            0.98,
-            "mean normalized entropy above 0.98",
-            "acutance's own threshold: within 2 % of averaging everything",
-        ),
-        Class(
-            "positional",
-            0.9,
-            "largest weight at one and the same relative position, up to 8 away, in more than 90 % "
-            "of rows",
-            "Voita et al. (2019), arXiv:1905.09418",
-        ),
-    )
+    name: Class(name, limit(name), rule, THRESHOLDS[name].source)
+    for name, rule in {
+        "sink": "mean weight above 0.3 on the first visible key, or on special tokens, and above "
+        "twice an even share",
+        "local": "mean weight above 0.5 within 7 positions, and above twice what even weights have",
+        "previous-token": "mean weight above 0.5 on the position just before",
+        "diffuse": "mean normalized entropy above 0.9, and no more than 0.98",
+        "sharp": "mean largest weight above 0.5",
+        "dead": "mean normalized entropy above 0.98",
+        "positional": "largest weight at one and the same relative position, up to 8 away, in more "
+        "than 90 % of rows",
+    }.items()
 }
 
 

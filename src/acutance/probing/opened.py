@@ -29,6 +29,7 @@ from acutance.probing.running import Passes, rerun
 from acutance.probing.structured import StructureReader
 from acutance.probing.summary import HeadSummary
 from acutance.probing.tapping import Tap, tap
+from acutance.probing.untrained import is_untrained
 from acutance.rowstats import METRICS, metric
 from acutance.shapes import check_count, check_flag
 from acutance.structure import STRUCTURE
@@ -341,7 +342,12 @@ class Probe:
             layers=tuple(layer for layer, _, _ in found),
             metrics=self.metrics,
             moments=Moments.join([moments for _, moments, _ in found]),
-            about={"model": type(self._model).__name__, "torch": torch.__version__} | (about or {}),
+            about={
+                "model": type(self._model).__name__,
+                "torch": torch.__version__,
+                **({"untrained": True} if is_untrained(self._model) else {}),
+                **(about or {}),
+            },
             unread=tuple(self.unread),
             beside=Beside.join(besides),
             not_provided=tuple(self.not_provided),

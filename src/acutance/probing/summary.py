@@ -19,6 +19,7 @@ from acutance.probing.distances import Distances
 from acutance.probing.examples import Examples
 from acutance.probing.layers import STATUSES, Layer, Status
 from acutance.probing.moments import Moments, edges
+from acutance.probing.notices import notices
 from acutance.probing.profile import Profile
 from acutance.probing.state_files import (
     checked_record,
@@ -288,6 +289,7 @@ class HeadSummary:
         return {
             "schema": SCHEMA,
             "about": _plain(dict(self.about)),
+            "notices": notices(self.about),
             "layers": [
                 _plain({"layer": i, **asdict(layer)}) for i, layer in enumerate(self.layers)
             ],

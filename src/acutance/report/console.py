@@ -14,7 +14,7 @@ from rich.text import Text
 
 from acutance.probing import STATUSES, HeadSummary, Layer
 from acutance.probing.classes import CLASSES, classify
-from acutance.report.alarms import alarms
+from acutance.probing.notices import notices
 from acutance.report.colours import as_hex, brief, colour, ink, scale_of
 from acutance.structure import describe
 
@@ -78,8 +78,6 @@ class _HeadTable:
         self.scale = scale_of(self.metric, (value for row in self.grid for value in row))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for sentence in alarms(self.summary.about):
-            yield Text(printable(sentence, options.ascii_only), Style(bold=True, color="red"))
         coloured = console.color_system in ("256", "truecolor")
         for line in self._lines(options.max_width):
             text = Text()
@@ -91,6 +89,9 @@ class _HeadTable:
             yield text
 
     def _lines(self, width: int) -> Iterator[_Line]:
+        for notice in notices(self.summary.about):
+            yield [(f"! {notice}", Style(bold=True, color="red"))]
+            yield []
         if any(self.grid):
             yield from self._head()
             yield []

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from acutance.probing import Diff
 from acutance.probing.changes import CONFIDENCE, VERDICTS
-from acutance.report.alarms import alarms
+from acutance.probing.notices import notices
 from acutance.report.colours import brief
 from acutance.report.console import printable
 from acutance.structure import describe
@@ -45,7 +45,7 @@ def print_diff(found: Diff, console: Console, metrics: Sequence[str], top: int) 
 
     for name, about in zip(("before", "after"), found.about, strict=True):
         say(f"{name}: {_subject(about)}")
-        for sentence in alarms(about):
+        for sentence in notices({**about, "complete": True}):  # the warnings say what is incomplete
             say(sentence, "bold red")
     for sentence in found.warnings:
         say(f"! {sentence}", "yellow")

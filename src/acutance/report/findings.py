@@ -7,11 +7,13 @@ Layers whose capture is known to be wrong (status ``mismatch``) yield none.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from acutance.probing import HeadSummary
+from acutance.probing.thresholds import limit
+from acutance.report import rules
 
 Kind = Literal["sharpest", "most_diffuse", "first_key_sink", "collapsed", "dead", "largest_logit"]
 
@@ -25,13 +27,6 @@ LABELS: dict[Kind, str] = {
     "largest_logit": "Largest logit",
 }
 
-# Thresholds, all on a head's mean over rows. They say which heads are worth naming; none is a law.
-DEAD = 0.98  # normalized entropy above it: nearly the most a row can have
-COLLAPSED = 1.5  # effective keys below it: one key has most of the weight
-SINK = 0.3  # weight of the first visible key above it: the usual mark of an attention sink
-LARGE_LOGIT = 32.0  # from here on neighbouring bfloat16 numbers are a quarter of a logit apart
-LEAST_KEYS = 4.0  # rows of fewer visible keys cannot be called a sink, dead or collapsed
-FEW_ROWS = 30  # with fewer rows a sentence says how many there were
 MOST_NAMED = 3  # heads named for each kind; the last sentence counts the rest
 
 
@@ -45,8 +40,8 @@ class Finding:
         head: index of the head in its layer.
         module: qualified name of the layer's module.
         value: the number it was found by: mean normalized entropy ("sharpest", "most_diffuse",
-            "dead"; in a summary without it, mean entropy or effective keys), mean weight of the
-            first key ("first_key_sink"), mean effective keys ("collapsed") or the largest of all
+            "collapsed", "dead"; in a summary without it the extremes have mean entropy or
+            effective keys), mean weight of the first key ("first_key_sink") or the largest of all
             rows' maximum logits ("largest_logit").
         sentence: what it is and what it can mean.
     """
@@ -65,6 +60,7 @@ class _Head:
     def __init__(self, summary: HeadSummary, columns: dict[str, list[float]], index: int) -> None:
         self.layer, self.head = int(columns["layer"][index]), int(columns["head"][index])
         self.record = summary.layers[self.layer]
+        self.row = index
         self._columns, self._index = columns, index
 
     def mean(self, name: str) -> float:
@@ -81,15 +77,10 @@ class _Head:
         return f"Layer {self.layer} head {self.head}"
 
     @property
-    def many_keys(self) -> bool:
-        """Whether rows see keys enough, as far as that was recorded."""
-        return not self.mean("n_keys") < LEAST_KEYS
-
-    @property
     def caveat(self) -> str:
         """What limits every sentence about this head."""
         parts = []
-        if self.record.rows < FEW_ROWS:
+        if self.record.rows < rules.FEW_ROWS:
             rows = f"{self.record.rows} row{'s' * (self.record.rows != 1)}"
             parts.append(f" Only {rows} {'were' if self.record.rows != 1 else 'was'} read.")
         if self.record.status == "unverified":
@@ -101,9 +92,10 @@ def findings(summary: HeadSummary) -> list[Finding]:
     """The heads worth a look first.
 
     The sharpest and the most diffuse head, up to three each of the heads that look like attention
-    sinks, collapsed or dead (those furthest beyond their threshold; the constants of this module
-    are the thresholds), and the head with the largest logit. Metrics that were not recorded find
-    nothing.
+    sinks, collapsed or dead (those furthest beyond their threshold), and the head with the largest
+    logit. The rules are those of :func:`recommendations`, by the thresholds of
+    :data:`acutance.probing.THRESHOLDS`. Metrics that were not recorded find nothing; of an
+    untrained model only the sharpest and the most diffuse head are named.
 
     Args:
         summary: any head summary.
@@ -125,36 +117,36 @@ def findings(summary: HeadSummary) -> list[Finding]:
     columns = summary.columns()
     heads = [_Head(summary, columns, index) for index in range(len(columns["layer"]))]
     trusted = [head for head in heads if head.record.status != "mismatch"]
+    if summary.about.get("untrained") is True:
+        return _extremes(trusted)
+    judged = rules.Heads(summary)
     return [
         *_extremes(trusted),
         *_beyond(
             trusted,
+            judged,
             "first_key_sink",
-            lambda head: head.mean("first_weight"),
-            lambda value: value > SINK,
+            "sink",
             _sink,
-            f"give the first visible key more than {SINK:.0%} of their weight",
-            largest=True,
+            f"give the first visible key more than {rules.SINK:.0%} of their weight",
         ),
         *_beyond(
             trusted,
+            judged,
             "collapsed",
-            lambda head: head.mean("effective_keys"),
-            lambda value: value < COLLAPSED,
+            "entropy_collapse",
             _collapsed,
-            f"have fewer than {COLLAPSED} effective keys",
-            largest=False,
+            f"have less than {rules.COLLAPSE:g} of the most entropy they could have",
         ),
         *_beyond(
             trusted,
+            judged,
             "dead",
-            lambda head: head.mean("normalized_entropy"),
-            lambda value: value > DEAD,
+            "dead",
             _dead,
-            f"are above {DEAD} of the most entropy they could have",
-            largest=True,
+            f"are above {rules.DEAD:g} of the most entropy they could have",
         ),
-        *_largest_logit(trusted),
+        *_largest_logit(trusted, judged),
     ]
 
 
@@ -190,11 +182,11 @@ def _spread(head: _Head, title: str) -> str:
         text = f"its rows have {share:.1%} of the entropy they could have on average"
     else:
         text = f"its rows have {entropy:.2f} nats of entropy on average"
-    if keys < 3.0:
+    if keys < limit("few_keys"):
         text += ", close to picking one key"
-    elif share > 0.95:
+    elif share > limit("diffuse"):
         text += ", close to weighing all keys alike"
-    elif share < 0.5:
+    elif share < limit("part"):
         text += ", a small part of what it could look at"
     return f"{head.name} is {title}: {text}."
 
@@ -213,9 +205,11 @@ def _collapsed(head: _Head, value: float) -> tuple[str, str]:
     where = ""
     if (first := head.mean("first_weight")) > 0.5:
         where = f", mostly the first visible one (weight {first:.2f})"
+    keys = head.mean("effective_keys")
+    amounts = f", {keys:.2f} effective keys in a row" if math.isfinite(keys) else ""
     return (
-        f"{head.name} looks collapsed: a row amounts to {value:.2f} effective keys on "
-        f"average{where}.",
+        f"{head.name} looks collapsed: its entropy is {value:.3f} of the most it could be"
+        f"{amounts}{where}.",
         "Heads that copy one position do this by design; if this one should not, its logits may "
         "have grown too large, and little gradient passes through such rows.",
     )
@@ -230,7 +224,7 @@ def _dead(head: _Head, value: float) -> tuple[str, str]:
     )
 
 
-def _largest_logit(heads: list[_Head]) -> list[Finding]:
+def _largest_logit(heads: list[_Head], judged: rules.Heads) -> list[Finding]:
     there = [head for head in heads if math.isfinite(head.high("max_logit"))]
     if not there:
         return []
@@ -238,46 +232,53 @@ def _largest_logit(heads: list[_Head]) -> list[Finding]:
     value, typical = head.high("max_logit"), head.mean("max_logit")
     text = (
         f"{head.name} has the largest attention logit, {_number(value)}; its rows' maxima "
-        f"average {_number(typical)}. "
+        f"average {_number(typical)}."
     )
-    if value < LARGE_LOGIT:
-        text += "That is no size to worry about; watch whether it grows as training goes on."
-    else:
-        step = 2.0 ** (math.floor(math.log2(value)) - 7)  # bfloat16 has eight significant bits
+    large = rules.RULES["large_logits"](judged, head.row)
+    coarse = rules.RULES["coarse_scores"](judged, head.row)
+    if coarse is not None:
+        step = coarse.numbers["step"]
         off = math.expm1(step / 2)
         change = f"{off:.0%}" if off < 1 else f"a factor of {off + 1:.2g}"
         text += (
-            f"Scores of this size kept in bfloat16 come in steps of {step:g}, so rounding can "
-            f"change a weight by {change}; growth as training goes on is an early sign of "
-            f"instability."
+            f" Scores of this size kept in {judged.dtype} come in steps of {step:g}, so rounding "
+            f"can change a weight by {change}."
         )
+    if large is not None:
+        text += (
+            f" It is above {rules.LARGE_LOGIT:g}: growth of this size in training is an early sign "
+            "of instability."
+        )
+    if large is None and coarse is None:
+        text += " That is no size to worry about; watch whether it grows as training goes on."
     return [_finding("largest_logit", head, value, text)]
 
 
 def _beyond(
     heads: list[_Head],
+    judged: rules.Heads,
     kind: Kind,
-    measure: Callable[[_Head], float],
-    triggers: Callable[[float], bool],
+    rule: rules.Kind,
     describe: Callable[[_Head, float], tuple[str, str]],
     rest: str,
-    *,
-    largest: bool,
 ) -> list[Finding]:
     """Findings for the heads furthest beyond a threshold; NaN is beyond none.
 
     The first says what it can mean, the last how many heads there are in all.
     """
-    hits: Iterable[_Head] = (head for head in heads if head.many_keys and triggers(measure(head)))
-    ranked = sorted(hits, key=measure, reverse=largest)
+    hits = [
+        (hit, head) for head in heads if (hit := rules.RULES[rule](judged, head.row)) is not None
+    ]
+    ranked = sorted(hits, key=lambda pair: -pair[0].size)
     named = []
-    for index, head in enumerate(ranked[:MOST_NAMED]):
-        sentence, meaning = describe(head, measure(head))
+    for index, (hit, head) in enumerate(ranked[:MOST_NAMED]):
+        value = next(iter(hit.numbers.values()))
+        sentence, meaning = describe(head, value)
         if index == 0:
             sentence += f" {meaning}"
         if index == MOST_NAMED - 1 and len(ranked) > MOST_NAMED:
             sentence += f" In all, {len(ranked)} of {len(heads)} heads {rest}."
-        named.append(_finding(kind, head, measure(head), sentence))
+        named.append(_finding(kind, head, value, sentence))
     return named
 
 

@@ -17,7 +17,7 @@ from acutance.report.console import ranges
 from acutance.report.rules import FEW_ROWS, RULES, Heads, Hit, Kind
 from acutance.report.wording import WORDS, Certainty
 
-__all__ = ["KINDS", "NOTHING", "Recommendation", "in_words", "recommendations"]
+__all__ = ["KINDS", "NOTHING", "Recommendation", "in_words", "otherwise", "recommendations"]
 
 #: Every kind, most urgent first, and what it is called.
 KINDS: dict[Kind, str] = {
@@ -33,6 +33,10 @@ KINDS: dict[Kind, str] = {
 #: Shown where there is nothing to recommend.
 NOTHING = "No head is beyond a threshold that calls for a change."
 
+#: Shown in its place where the model is untrained.
+UNTRAINED = "Load trained weights, or train the model, before judging its heads."
+
+_OF_ANY_WEIGHTS = {"mismatch", "not_finite"}  # told of an untrained model too
 _NAMED = 3  # layers named of a kind, in words
 
 
@@ -97,7 +101,8 @@ def recommendations(summary: HeadSummary) -> list[Recommendation]:
 
     Returns:
         The recommendations; none where no head is beyond a threshold. The thresholds are the
-        constants of :mod:`acutance.report.rules`.
+        table :data:`acutance.probing.THRESHOLDS`. Of an untrained model only what is measured
+        wrongly is told: thresholds on heads say nothing about an initialisation.
 
     Example:
         >>> import torch, acutance
@@ -110,7 +115,10 @@ def recommendations(summary: HeadSummary) -> list[Recommendation]:
     """
     found: list[Recommendation] = []
     heads = Heads(summary)
+    untrained = summary.about.get("untrained") is True
     for kind, rule in RULES.items():
+        if untrained and kind not in _OF_ANY_WEIGHTS:
+            continue
         start = 0
         for index, layer in enumerate(summary.layers):
             rows = range(start, start + layer.heads)
@@ -126,17 +134,23 @@ def recommendations(summary: HeadSummary) -> list[Recommendation]:
     return found
 
 
-def in_words(found: Sequence[Recommendation]) -> list[str]:
+def otherwise(summary: HeadSummary) -> str:
+    """The sentence to show where nothing is recommended."""
+    return UNTRAINED if summary.about.get("untrained") is True else NOTHING
+
+
+def in_words(found: Sequence[Recommendation], nothing: str = NOTHING) -> list[str]:
     """A few sentences for a terminal: three layers of each kind, an advice once, others counted.
 
     Args:
         found: what :func:`recommendations` gave.
+        nothing: the sentence where there is nothing, see :func:`otherwise`.
 
     Returns:
-        At least one sentence: :data:`NOTHING` where there is nothing.
+        At least one sentence.
     """
     if not found:
-        return [NOTHING]
+        return [nothing]
     sentences = []
     for kind in KINDS:
         same = [each for each in found if each.kind == kind]

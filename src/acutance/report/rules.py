@@ -1,4 +1,4 @@
-"""When something is recommended: the thresholds, and a rule for each kind.
+"""When something is recommended: a rule for each kind, by the one table of thresholds.
 
 A rule looks at one head's numbers and says by which of them it is beyond a threshold, or nothing.
 """
@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from acutance.probing import HeadSummary, classify
 from acutance.probing.slopes import Slope, fit_slope
+from acutance.probing.thresholds import limit
 
 __all__ = ["RULES", "Heads", "Hit", "Kind"]
 
@@ -27,18 +28,18 @@ Kind = Literal[
 ]
 
 
-LARGE_LOGIT = 100.0  # where QK-Clip clips by default: Kimi Team (2025), arXiv:2507.20534
-COARSE_STEP = 0.5  # steps between scores that change a weight by a quarter, when rounded
-COLLAPSE = 0.05  # of the entropy log n; Zhai et al. (2023), arXiv:2303.06296, on collapse
-SINK = 0.3  # weight on the first key: Gu et al. (2024), arXiv:2410.10781
-DEAD = 0.98  # of the entropy log n
-DIFFUSE = 0.9  # of the entropy log n: heads above it spread widely by nature, at any length
-LEAST_KEYS = 8.0
-STEEP = 0.25  # nats for each e-fold of n, of which a slope must surely be above
-GROWTH = 0.5  # nats between the ends of what was fitted, at least
+LARGE_LOGIT = limit("large_logits")
+COARSE_STEP = limit("coarse_scores")
+COLLAPSE = limit("entropy_collapse")
+SINK = limit("sink")
+DEAD = limit("dead")
+DIFFUSE = limit("diffuse")
+LEAST_KEYS = limit("least_keys")
+STEEP = limit("steep")
+GROWTH = limit("growth")
 OCTAVES = 4  # octaves of n that a slope is fitted to: the largest n and its eighth
 THIN = 0.25  # of the rows of the octave before, that the last needs
-FEW_ROWS = 30
+FEW_ROWS = int(limit("few_rows"))
 _BITS = {"bfloat16": 8, "float16": 11}  # significant bits
 _BY_DESIGN = {"previous-token", "positional", "local"}
 
@@ -152,7 +153,7 @@ def _dilution(heads: Heads, row: int) -> Hit | None:
 
 def _sink(heads: Heads, row: int) -> Hit | None:
     value, n = heads.mean("first_weight", row), heads.mean("n_keys", row)
-    if not value > SINK or not heads.many_keys(row) or value < 2 / n:
+    if not value > SINK or not heads.many_keys(row) or value < limit("lift") / n:
         return None
     return Hit(row, value, {"first_weight": value, "n_keys": n})
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from acutance.probing import STATUSES, HeadClass, HeadSummary, classify, edges
 from acutance.probing.moments import BINS, SCALES
-from acutance.report.alarms import alarms
+from acutance.probing.notices import notices
 from acutance.report.colours import ANCHORS, as_hex, scale_of
 from acutance.report.console import module_sentences
 from acutance.report.findings import LABELS, findings
 from acutance.report.packing import BUDGET, LEVELS, SOFT, Level, Packer, bars, encode, rounded
-from acutance.report.recommendations import recommendations
+from acutance.report.recommendations import otherwise, recommendations
 from acutance.report.shown_structure import advice, classes, structure
 from acutance.report.words import GROUPS, visible, words
 from acutance.structure import describe
@@ -75,7 +75,6 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
     """Everything but the numbers of single heads, as plain JSON values."""
     return {
         "about": [[visible(str(name)), _text(value)] for name, value in summary.about.items()],
-        "alarms": [visible(sentence) for sentence in alarms(summary.about)],
         "layers": [
             {
                 **asdict(layer),
@@ -104,7 +103,8 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
             }
             for found in findings(summary)
         ],
-        **advice(recommendations(summary)),
+        **advice(recommendations(summary), otherwise(summary)),
+        "notices": [visible(notice) for notice in notices(summary.about)],
         "unread": [visible(reason) for reason in summary.unread],
         "not_provided": [visible(reason) for reason in summary.not_provided],
     }

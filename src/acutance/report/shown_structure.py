@@ -15,7 +15,7 @@ from acutance.probing.examples import Examples
 from acutance.probing.moments import SCALES
 from acutance.probing.profile import Profile
 from acutance.report.packing import SOFT, Level, Packer, encode, rounded
-from acutance.report.recommendations import KINDS, NOTHING, Recommendation
+from acutance.report.recommendations import KINDS, Recommendation
 from acutance.report.words import visible
 
 #: Heads whose rows of text are kept in a report of very many heads, and rows of each.
@@ -121,11 +121,11 @@ def classes(found: Sequence[Sequence[HeadClass]], level: Level) -> dict[str, Any
     }
 
 
-def advice(found: Sequence[Recommendation]) -> dict[str, Any]:
-    """Recommendations, most urgent first."""
+def advice(found: Sequence[Recommendation], nothing: str) -> dict[str, Any]:
+    """Recommendations, most urgent first, and the sentence to show where there are none."""
     return {
         "kinds": KINDS,
-        "nothing": NOTHING,
+        "nothing": nothing,
         "recommendations": [
             {
                 "kind": one.kind,

@@ -14,7 +14,7 @@ from acutance.probing import HeadSummary, load
 from acutance.report.console import console_table, printable
 from acutance.report.exports import Targets, to_output, write_exports
 from acutance.report.findings import findings
-from acutance.report.recommendations import in_words, recommendations
+from acutance.report.recommendations import in_words, otherwise, recommendations
 
 __all__ = ["report", "say_written", "show_and_write"]
 
@@ -91,7 +91,7 @@ def bullets(sentences: Sequence[str], ascii_only: bool) -> Table:
 
 def _advice(summary: HeadSummary) -> list[str]:
     """Recommendations in words; the line that there are none where there are none."""
-    return in_words(recommendations(summary))
+    return in_words(recommendations(summary), otherwise(summary))
 
 
 def say_written(targets: Targets, console: Callable[..., Any]) -> None:

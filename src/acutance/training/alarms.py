@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from acutance.probing import HeadSummary
+from acutance.probing.thresholds import limit
 from acutance.shapes import check_number
 
 __all__ = ["Alarm", "AttentionWarning", "Kind", "Thresholds", "summed_up"]
@@ -71,8 +72,8 @@ class Thresholds:
         growth: highest logit of a head; None holds no head against it.
     """
 
-    collapse: float | None = 0.05
-    growth: float | None = 100.0
+    collapse: float | None = limit("entropy_collapse")
+    growth: float | None = limit("large_logits")
 
     def __post_init__(self) -> None:
         if self.collapse is not None:
