@@ -66,7 +66,7 @@ _ROWS = (
 )  # fmt: skip
 
 #: Every threshold by name.
-THRESHOLDS: dict[str, Threshold] = {row[0]: Threshold(*row) for row in _ROWS}  # type: ignore[arg-type]
+THRESHOLDS: dict[str, Threshold] = {row[0]: Threshold(*row) for row in _ROWS}
 
 
 def limit(name: str) -> float:

@@ -250,7 +250,59 @@ def test_the_table_sorts_and_the_filter_filters(summary_of: Make, show: Show) ->
     assert page.run("document.querySelectorAll('#table tbody tr').length") == 3
     for letter in " nosuch<1":
         page.key(letter, letter)
-    assert page.text("#filter-hint") == "No metric is called nosuch."
+    assert page.text("#filter-hint") == "No metric is called nosuch. 3 heads found."
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint", "heads"),
+    [
+        ("entropy<1", "1 head found.", ["L0H2"]),
+        ("entropy < 1", "1 head found.", ["L0H2"]),
+        ("effective keys>300", "1 head found.", ["L1H0"]),
+        ("Effective Keys > 300", "1 head found.", ["L1H0"]),
+        ("effective_keys >= 300 L1", "1 head found.", ["L1H0"]),
+        ("layer 1 effective keys > 300", "1 head found.", ["L1H0"]),
+        ("layer 1 head 1", "1 head found.", ["L1H1"]),
+        ("max logit < 3", "1 head found.", ["L1H1"]),
+        ("max<3", "1 head found.", ["L1H1"]),
+        ("0.1 < entropy ≤ 1", "1 head found.", ["L0H2"]),
+        ("entropy > 1 effective keys < 300 l1", "1 head found.", ["L1H1"]),
+        ("entropy, nat < 1", "1 head found.", ["L0H2"]),
+        ("verified", "5 heads found.", None),
+        ("entropy", "Give entropy a bound, such as entropy > 1.", None),
+        ("sharpness", "No module, status or class has “sharpness” in its name.", None),
+        ("< 3", "“<3” has no metric before it.", None),
+        ("entropy <", "Give entropy a bound, such as entropy > 1. “<” is no bound: write a metric, "
+         "< or >, and a number.", None),
+        ("keys > 300", "No metric is called keys.", None),
+    ],
+)  # fmt: skip
+def test_the_find_box_takes_names_and_labels_with_spaces(
+    summary_of: Make, show: Show, typed: str, hint: str, heads: list[str] | None
+) -> None:
+    summary = summary_of(
+        (3, 2), entropy={(0, 2): 0.21}, effective_keys={(1, 0): 400.0}, max_logit={(1, 1): 2.0}
+    )
+    page = show(summary)
+    page.run(
+        f"(() => {{ const box = document.getElementById('filter'); box.value = {typed!r};"
+        " box.dispatchEvent(new Event('input')); })()"
+    )
+    assert page.text("#filter-hint") == hint
+    shown = page.run(
+        "[...document.querySelectorAll('#table tbody th')].map((one) => one.innerText)"
+    )
+    assert shown == (heads or ["L0H0", "L0H1", "L0H2", "L1H0", "L1H1"])
+
+
+def test_what_must_be_known_first_stands_first(summary_of: Make, show: Show) -> None:
+    about = {"complete": False, "windows": 28, "windows_in_all": 1092, "untrained": True}
+    page = show(summary_of((3, 2), about=about))
+    incomplete, untrained = page.text("#notices").split("\n\n")
+    assert incomplete.startswith("Incomplete: 28 of 1,092 windows were read")
+    assert untrained.startswith("Untrained: ")
+    top = "document.querySelector('#notices p').getBoundingClientRect().top"
+    assert page.run(top) < page.run("document.querySelector('h1').getBoundingClientRect().top")
 
 
 def test_structure_is_drawn(summary_of: Make, show: Show) -> None:

@@ -1,21 +1,61 @@
 // The table of all heads, which sorts, and the filter that map, charts and table share.
 const PAGE = innerWidth > 600 ? 40 : 15;
 
-/** A test of heads from what was typed: words, L3, L3H5, and bounds such as entropy<1; with a hint on what was not understood. */
+/** Metrics by what a reader may call them: their names, their labels with and without unit, without spaces and underscores. */
+const callsOf = (page) => page.metrics.flatMap((one) => [...new Set([one.name, withUnit(one), ...(one.name === "gaussian_entropy" ? ["predicted entropy"] : [])])].map((name) => [name.toLowerCase().replace(/[\s_,]+/g, ""), one]));
+
+/**
+ * A test of heads from what was typed: words, L3, L3H5 or "layer 3 head 5", and bounds such as entropy<1, effective keys > 300
+ * or 0.2 <= entropy < 1 of a metric's name or label; with what was not understood.
+ */
 const parseFilter = (page, typed) => {
-  const tests = [], unknown = [];
-  for (const part of typed.trim().toLowerCase().split(/\s+/).filter(Boolean)) {
-    const bound = /^([a-z_]+)(<|>)(-?[\d.]+(?:e-?\d+)?)$/.exec(part);
-    const place = /^l(\d+)(?:h(\d+))?$/.exec(part);
-    if (bound) {
-      const one = page.metrics.find((metric) => metric.name === bound[1]) || page.metrics.find((metric) => metric.name.startsWith(bound[1]));
-      if (one) tests.push((at) => one.mean[at] !== null && (bound[2] === "<" ? one.mean[at] < +bound[3] : one.mean[at] > +bound[3]));
-      else unknown.push(bound[1]);
-    } else if (place) {
-      tests.push((at) => page.places[at][0] === +place[1] && (place[2] === undefined || page.places[at][1] === +place[2]));
-    } else {
-      tests.push((at) => [page.layerOf(at).module.toLowerCase(), page.layerOf(at).status, ...page.classesOf(at).map((kind) => kind.label.toLowerCase())].some((text) => text.includes(part)));
+  const tests = [], unknown = [], calls = callsOf(page);
+  const sides = { "<": (x, y) => x < y, ">": (x, y) => x > y, "<=": (x, y) => x <= y, ">=": (x, y) => x >= y, "=": (x, y) => brief(x, "") === brief(y, "") };
+  /** The metric that the end of a text names, and the text before it; the longest name wins, else a name that begins so. */
+  const named = (text) => {
+    const words = text.split(/[\s,]+/).filter(Boolean);
+    for (let start = 0; start < words.length; start++) {
+      const called = words.slice(start).join("").replaceAll("_", "");
+      const found = calls.find(([name]) => name === called);
+      if (found) return [found[1], words.slice(0, start).join(" ")];
     }
+    const last = (words.at(-1) || "").replaceAll("_", "");
+    const found = last && calls.find(([name]) => name.startsWith(last));
+    return found ? [found[1], words.slice(0, -1).join(" ")] : [undefined, words.slice(0, -1).join(" "), words.at(-1)];
+  };
+  const bound = (one, side, limit) => tests.push((at) => one.mean[at] !== null && sides[side](one.mean[at], limit));
+  let rest = typed.trim().toLowerCase().replaceAll("≤", "<=").replaceAll("≥", ">=").replaceAll("−", "-");
+  const number = "-?(?:\\d+\\.?\\d*|\\.\\d+)(?:e[+-]?\\d+)?";
+  const side = "<=|>=|<|>|=";
+  const between = new RegExp(`(${number})\\s*(<=|<)\\s*([a-z][a-z_, ]*?)\\s*(<=|<)\\s*(${number})(?=\\s|$)`);
+  for (let found = between.exec(rest); found; found = between.exec(rest)) {
+    const [one, before, missing] = named(found[3]);
+    if (one && !before) {
+      bound(one, { "<": ">", "<=": ">=" }[found[2]], +found[1]);
+      bound(one, found[4], +found[5]);
+    } else unknown.push(`No metric is called ${missing || before}.`);
+    rest = rest.replace(found[0], " ");
+  }
+  const pattern = new RegExp(`^(.*?)\\s*(${side})\\s*(${number})(?=\\s|$)`);
+  let words = "";
+  for (let found = pattern.exec(rest); found; found = pattern.exec(rest)) {
+    const [one, before, missing] = named(found[1]);
+    words += ` ${before}`;
+    if (one) bound(one, found[2], +found[3]);
+    else unknown.push(missing ? `No metric is called ${missing}.` : `“${found[2]}${found[3]}” has no metric before it.`);
+    rest = rest.slice(found[0].length);
+  }
+  rest = `${words} ${rest}`.replace(/\blayer\s+(\d+)(?:[\s,·]+head\s+(\d+))?/g, (_, layer, head) => `l${layer}${head === undefined ? "" : `h${head}`}`).replace(/\bl(\d+)\s+h(\d+)\b/g, "l$1h$2");
+  for (const part of rest.split(/\s+/).filter(Boolean)) {
+    const place = /^l(\d+)(?:h(\d+))?$/.exec(part);
+    if (place) {
+      tests.push((at) => page.places[at][0] === +place[1] && (place[2] === undefined || page.places[at][1] === +place[2]));
+      continue;
+    }
+    const texts = (at) => [page.layerOf(at).module.toLowerCase(), page.layerOf(at).status, ...page.classesOf(at).map((kind) => kind.label.toLowerCase())];
+    if (/[<>=]/.test(part)) unknown.push(`“${part}” is no bound: write a metric, < or >, and a number.`);
+    else if (page.places.some((_, at) => texts(at).some((text) => text.includes(part)))) tests.push((at) => texts(at).some((text) => text.includes(part)));
+    else unknown.push(calls.some(([name]) => name === part.replaceAll("_", "")) ? `Give ${part} a bound, such as ${part} > 1.` : `No module, status or class has “${part}” in its name.`);
   }
   return { test: (at) => tests.every((one) => one(at)), some: tests.length > 0, unknown };
 };
@@ -73,7 +113,7 @@ const drawTable = (page) => {
   const filter = () => {
     const { test, some: any, unknown } = parseFilter(page, $("filter").value);
     page.shown = any ? new Set(all.filter(test)) : null;
-    const hint = unknown.length ? `No metric is called ${unknown.join(", ")}.` : any ? `${some(page.shown.size, "head")} found.` : "";
+    const hint = [...unknown, ...(any ? [`${some(page.shown.size, "head")} found.`] : [])].join(" ");
     $("filter-hint").textContent = hint;
     $("filter-hint").hidden = !hint;
     document.querySelectorAll("#classes button").forEach((chip) => chip.setAttribute("aria-pressed", $("filter").value.trim().toLowerCase() === chip.dataset.name));
