@@ -80,7 +80,7 @@ def expected_effective_keys(
         ValueError: If an argument is outside its domain, or the family's parameter is missing.
 
     Example:
-        >>> expected_effective_keys(4096, [0.0, 2.0, 6.0])  # 1 / expected_collision: 106.9, 2.62
+        >>> expected_effective_keys(4096, [0.0, 2.0, 6.0])  # 1 / expected_collision: 103.2, 2.37
         array([4.09600000e+03, 1.55728014e+02, 3.72968653e+00])
 
     Source:
