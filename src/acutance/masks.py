@@ -27,20 +27,25 @@ __all__ = [
 ]
 
 CPU = torch.device("cpu")
-#: An additive mask value at or below this hides its key, whatever the dtype (see :func:`hides`).
-ADDITIVE_MASK_LIMIT = -1e9
+#: An additive mask value at or below this hides its key (see :func:`hides`): −1e9 as the coarsest
+#: dtype that holds it, bfloat16, rounds it, so that a mask hides the same keys in every dtype.
+ADDITIVE_MASK_LIMIT = -998_244_352.0
 
 
 def hides(additive: Tensor) -> Tensor:
     """Boolean tensor, True where an additive mask hides its key.
 
-    A mask hides with −inf, with its dtype's most negative value, or with a number so low that no
-    bias means it: at or below −1e9, or half the dtype's most negative value where that is higher
-    (float16).
+    The one rule of every backend, the probe, laws and structure. A mask hides with −inf, with its
+    dtype's most negative value, or with a number so low that no bias means it: at or below −1e9
+    (−998,244,352, which is −1e9 in bfloat16), in float16 at or below −32,752, half its most
+    negative value. −1e4 hides nothing. Each mask is judged by itself, in its own dtype, before
+    anything is added to it.
 
     Example:
         >>> hides(torch.tensor([0.0, -5.0, -1e9, -torch.inf, torch.finfo(torch.float32).min]))
         tensor([False, False,  True,  True,  True])
+        >>> hides(torch.tensor([-1e4, -1e9], dtype=torch.bfloat16))
+        tensor([False,  True])
     """
     return additive <= mask_limit(additive.dtype)
 
@@ -53,8 +58,7 @@ def mask_limit(dtype: torch.dtype) -> float:
 def hidden_scores(scores: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Boolean tensor, True where scores that a mask was added to have a key hidden.
 
-    The sum of a mask of −1e9 and a score above 0 is above −1e9, and so is −1e9 in bfloat16: a
-    hundredth is allowed for both.
+    The sum of a mask of −1e9 and a score above 0 is above −1e9: a hundredth is allowed for it.
 
     Args:
         scores: of any shape.

@@ -22,6 +22,7 @@ __all__ = [
     "check_masking",
     "check_number",
     "check_sinks",
+    "check_softcap",
     "check_tensor",
     "describe",
 ]
@@ -122,13 +123,26 @@ def _check_heads(query_heads: int, heads: int, enable_gqa: bool, shapes: Callabl
 
 
 def check_tensor(name: str, value: object) -> Tensor:
-    """A Tensor.
+    """A dense Tensor; a lazily negated view, which kernels would read without its sign, resolved.
 
     Raises:
         TypeError: if it is anything else.
+
+    Example:
+        >>> imaginary = torch.tensor([1j]).conj().imag  # a view of 1.0 that says "negated"
+        >>> imaginary.is_neg(), check_tensor("bias", imaginary).is_neg()
+        (True, False)
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a Tensor, got {type(value).__name__}")
+    if value.layout not in (torch.strided, torch.jagged):
+        raise TypeError(
+            f"{name} is a dense Tensor, got layout {value.layout} and shape {tuple(value.shape)}: "
+            f"pass {name}.to_dense()"
+        )
+    # a compiled graph reaches kernels as operators, whose dispatch resolves it
+    if not torch.compiler.is_compiling() and value.is_neg():
+        return value.resolve_neg()
     return value
 
 
@@ -167,6 +181,27 @@ def check_number(
         joint = " and" if lower and upper else ""
         raise ValueError(f"{name} is a finite number{lower}{joint}{upper}, got {value!r}")
     return float(value)
+
+
+def check_softcap(softcap: float | None, dtype: torch.dtype) -> float | None:
+    """A positive number that scores of this dtype, summed in float32 at least, can be divided by.
+
+    A softcap above 1e30 (float64: 1e290) bounds no score and is None; one below 1e-30 (1e-290) is
+    that number, as good as 0.
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is not finite or not positive.
+
+    Example:
+        >>> check_softcap(50, torch.float32), check_softcap(1e39, torch.float32)
+        (50.0, None)
+    """
+    if softcap is None:
+        return None
+    cap = check_number("softcap", softcap, above=0.0)
+    most = 1e290 if dtype == torch.float64 else 1e30
+    return None if cap > most else max(cap, 1.0 / most)
 
 
 def check_count(name: str, value: int, least: int) -> int:
@@ -251,7 +286,7 @@ def _documents(
                 f"document_ids of {name} is ({length},) or ({batch}, {length}), got "
                 f"{tuple(ids.shape)}"
             )
-        checked.append(ids.reshape(-1, length))
+        checked.append(ids if ids.dim() == 2 else ids.unsqueeze(0))
     return checked[0], checked[1]
 
 
@@ -301,7 +336,8 @@ def check_masking(
         return describe(query=query, key=key)
 
     if attn_mask is not None:
-        dtype = check_tensor("attn_mask", attn_mask).dtype
+        attn_mask = check_tensor("attn_mask", attn_mask)
+        dtype = attn_mask.dtype
         if is_causal:
             raise ValueError(
                 f"attn_mask and is_causal=True exclude each other, as in PyTorch: put the causal "
@@ -314,7 +350,8 @@ def check_masking(
             )
         _check_additive("attn_mask", attn_mask, target, query, shapes)
     if bias is not None:
-        if check_tensor("bias", bias).dtype not in FLOATS:
+        bias = check_tensor("bias", bias)
+        if bias.dtype not in FLOATS:
             raise TypeError(f"bias is floating and added to the scores, got {bias.dtype}")
         _check_additive("bias", bias, target, query, shapes)
     if key_mask is not None:
@@ -331,7 +368,8 @@ def check_masking(
         check_count("window", window, 1)
     check_count("query_offset", query_offset, -MOST)
     if alibi_slopes is not None:
-        if check_tensor("alibi_slopes", alibi_slopes).dtype not in FLOATS:
+        alibi_slopes = check_tensor("alibi_slopes", alibi_slopes)
+        if alibi_slopes.dtype not in FLOATS:
             raise TypeError(f"alibi_slopes is a floating Tensor, got {alibi_slopes.dtype}")
         if tuple(alibi_slopes.shape) != (query_heads,):
             raise ValueError(
@@ -376,7 +414,8 @@ def check_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
     """
     if sinks is None:
         return None
-    if check_tensor("sinks", sinks).dtype not in FLOATS:
+    sinks = check_tensor("sinks", sinks)
+    if sinks.dtype not in FLOATS:
         raise TypeError(f"sinks is a floating Tensor, got {sinks.dtype}")
     if tuple(sinks.shape) != (query.shape[1],):
         raise ValueError(

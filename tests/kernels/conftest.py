@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
-from acutance.kernels import tiles
+from acutance.kernels import library, tiles
 
 
 @pytest.fixture(autouse=True)
@@ -26,3 +29,24 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, blocked_only: None) -> None:
     monkeypatch.setattr(tiles, "TILE_ROWS", 4)
     monkeypatch.setattr(tiles, "LEVEL_ROWS", 4)
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 512)
+
+
+def _absent(name: str) -> str | None:
+    if name == "native":
+        found = library.load()
+        return found if isinstance(found, str) else None
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton, on Linux)"
+    return None
+
+
+@pytest.fixture(params=["native", "blocked", "dense", "triton"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each backend by name; Triton's in its interpreter, which computes with numpy and warns."""
+    name: str = request.param
+    why = _absent(name)
+    if why is not None:
+        pytest.skip(why)
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield name

@@ -12,7 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from acutance.rowstats import METRICS, RowState, RowStatistics, empty, merge, observe
+from acutance import row_statistics
+from acutance.rowstats import (
+    METRICS,
+    RowState,
+    RowStatistics,
+    WeightStatistics,
+    empty,
+    merge,
+    merge_weights,
+    observe,
+    observe_weights,
+)
 from acutance.rowstats.dense import dense_statistics
 from acutance.rowstats.state import NO_KEY, has_noise
 
@@ -181,7 +192,7 @@ def test_a_masked_row_is_the_shorter_row() -> None:
     for name in RowState._fields:
         torch.testing.assert_close(getattr(whole, name), getattr(short, name), rtol=0, atol=1e-15)
         assert torch.equal(getattr(whole, name), getattr(hidden, name)), name
-    late = observe(rows, torch.tensor([False, True] * 4), value)
+    late = observe(rows, torch.tensor([False, True] * 4), value, first_key=0)
     assert late.first_index.eq(1).all()
     assert torch.equal(late.first, rows[:, 1])
 
@@ -295,3 +306,63 @@ def test_no_keys_at_all_are_the_empty_rows(value: Tensor | None) -> None:
     assert got.sink.tolist() == [1.0, 1.0]
     for name in set(got._fields) - {"sink"}:
         assert torch.equal(getattr(got, name), getattr(want, name)), name
+
+
+def test_first_weight_follows_the_order_of_parts_whose_first_keys_are_hidden() -> None:
+    """Three parts merged left to right, in either grouping, and out of order with first_key."""
+    scores = torch.tensor([[-torch.inf, 0.3, -1.0, 2.0], [0.1, 0.3, -1.0, 2.0], [-torch.inf] * 4])
+    scores[2, 3] = 1.0
+    whole = RowStatistics(observe(scores)).first_weight
+    cuts = [(0, 2), (2, 3), (3, 4)]
+    a, b, c = (observe(scores[:, i:j]) for i, j in cuts)
+    placed = [observe(scores[:, i:j], first_key=i) for i, j in cuts]
+    joints = (
+        merge(merge(a, b), c),
+        merge(a, merge(b, c)),
+        merge(merge(empty((3,)), a), merge(b, c)),
+        merge(placed[2], merge(placed[1], placed[0])),
+    )
+    for joint in joints:
+        torch.testing.assert_close(RowStatistics(joint).first_weight, whole)
+    assert joints[-1].first_index.tolist() == [1, 0, 3]
+    parts = [observe_weights(scores[:, i:j].exp(), scores[:, i:j] > -torch.inf) for i, j in cuts]
+    sums = merge_weights(merge_weights(parts[0], parts[1]), parts[2])
+    assert sums.first.tolist() == pytest.approx([math.exp(0.3), math.exp(0.1), math.exp(1.0)])
+
+
+@pytest.mark.parametrize("backend", ["auto", "blocked", "dense"])
+def test_statistics_of_two_blocks_of_keys_merge_left_to_right(backend: str) -> None:
+    query, key = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 6, 4)
+    mask = torch.ones(1, 1, 3, 6, dtype=torch.bool)
+    mask[..., 0] = False
+    mask[:, :, 2, :3] = False
+    whole = row_statistics(query, key, attn_mask=mask, backend=backend)
+    left, right = (
+        row_statistics(query, key[:, :, part], attn_mask=mask[..., part], backend=backend)
+        for part in (slice(3), slice(3, 6))
+    )
+    joint = left.merge(right)
+    for name in ("first_weight", "entropy", "n_keys", "lse"):
+        torch.testing.assert_close(joint[name], whole[name], msg=name)
+
+
+def test_what_is_no_tensor_or_state_is_named() -> None:
+    stats = RowStatistics(observe(torch.zeros(2, 3)))
+    with pytest.raises(TypeError, match=r"^scores is a Tensor, got list$"):
+        observe([0.0, 1.0])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^scores is a dense Tensor, got layout torch.sparse_coo"):
+        observe(torch.ones(3).to_sparse())
+    with pytest.raises(TypeError, match=r"^mask is a Tensor, got list$"):
+        observe(torch.zeros(2), [True, False])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^weights is a Tensor, got list$"):
+        observe_weights([0.0, 1.0])  # type: ignore[arg-type]
+    message = "^merge takes two RowState, got RowStatistics: pass its .state$"
+    with pytest.raises(TypeError, match=message):
+        merge(stats, stats)  # type: ignore[arg-type]
+    sums = WeightStatistics(observe_weights(torch.ones(2, 3)))
+    message = "^merge_weights takes two WeightSums, got WeightStatistics: pass its .sums$"
+    with pytest.raises(TypeError, match=message):
+        merge_weights(sums, sums)  # type: ignore[arg-type]
+    for mine, other in ((stats, stats.state), (sums, sums.sums)):
+        with pytest.raises(TypeError, match=r"Statistics merge with .*Statistics, got "):
+            mine.merge(other)  # type: ignore[arg-type]

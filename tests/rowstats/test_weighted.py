@@ -107,7 +107,7 @@ def test_merge_is_associative_and_commutative(a, b, c) -> None:
 def test_a_hidden_weight_is_the_shorter_row_whatever_it_holds() -> None:
     row = torch.tensor([[torch.nan, 2.0, torch.inf, -1.0]], dtype=torch.float64)
     mask = torch.tensor([[False, True, False, True]])
-    hidden = observe_weights(row, mask, distribution=True)
+    hidden = observe_weights(row, mask, distribution=True, first_key=0)
     shorter = observe_weights(row[:, [1, 3]], distribution=True)
     assert hidden.first_index.item() == 1
     for one, two in zip(hidden[:-1], shorter[:-1], strict=True):

@@ -146,7 +146,8 @@ def attention(
         key: (B, H, S, E).
         value: (B, H, S, Ev).
         attn_mask: boolean (True takes part) or additive, broadcastable to (B, Hq, L, S). An
-            additive value of −inf, or at or below −1e9 (float16: half its minimum), hides its key.
+            additive value of −inf, or at or below −1e9 (float16: half its minimum), hides its key
+            (:func:`acutance.masks.hides`).
         is_causal: row i sees keys j ≤ i + query_offset; at offset 0 aligned top-left, as in SDPA.
         scale: factor of the scores; None is the score's own, 1/√E for scaled dot products.
         enable_gqa: let Hq be a multiple of H, consecutive query heads sharing a key head.

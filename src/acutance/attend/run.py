@@ -14,6 +14,7 @@ from acutance import scores
 from acutance import weights as weightings
 from acutance.kernels import direct, dispatch
 from acutance.kernels.blocked import Sums
+from acutance.kernels.hidden import constant_where_not_finite
 from acutance.kernels.ops import row_sums
 from acutance.kernels.rows import weigh_rows
 from acutance.kernels.tiles import Rule, accumulate_dtype
@@ -27,6 +28,7 @@ from acutance.shapes import (
     check_masking,
     check_number,
     check_sinks,
+    check_softcap,
     check_tensor,
 )
 from acutance.weights import Sink, Softmax, SoftmaxOne, Weighting
@@ -78,8 +80,8 @@ def run(
     dispatch.check_backend(options.backend)
     score, weighting = scores.get(options.score), weightings.get(options.weights)
     law = scalings.get(options.scaling)
-    for name, tensor in {"query": query, "key": key}.items():
-        check_tensor(name, tensor)
+    query, key = check_tensor("query", query), check_tensor("key", key)
+    value = None if value is None else check_tensor("value", value)
     query, key, value = _autocast(query, key, value)
     plain = type(score) is ScaledDot
     check_inputs(query, key, value, options.enable_gqa, same_width=plain)
@@ -87,14 +89,13 @@ def run(
     if plain:
         scale = query.shape[3] ** -0.5
     elif isinstance(score, DotScore):
-        query, key, scale = score.transform(query, key)
+        query, key, scale = score.transform(query, constant_where_not_finite(key))
     else:
-        score, query, key = score.prepare(query, key)
+        score, query, key = score.prepare(query, constant_where_not_finite(key))
         scale = 1.0
     if options.scale is not None:
         scale = check_number("scale", options.scale)
-    if options.softcap is not None:
-        check_number("softcap", options.softcap, above=0.0)
+    options = replace(options, softcap=check_softcap(options.softcap, query.dtype))
     check_number("dropout_p", options.dropout_p, above=0.0, below=1.0, including=True)
     masking = check_masking(
         query,
@@ -274,7 +275,7 @@ def _autocast(
         eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
         return tensor.to(dtype) if eligible else tensor
 
-    return cast(query), cast(key), None if value is None else cast(check_tensor("value", value))
+    return cast(query), cast(key), None if value is None else cast(value)
 
 
 def _state(sums: Sums, sinks: Tensor | None) -> RowState:

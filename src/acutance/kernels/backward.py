@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from acutance.kernels.blocked import Sums
+from acutance.kernels.hidden import all_finite, hides_keys, value_gradient, zeroed
 from acutance.kernels.running import FLOOR, LOG2E, finite, inverse_normaliser, ratio
 from acutance.kernels.tiles import (
     Buffers,
@@ -112,6 +113,10 @@ def backward(
     _, width = tile_shape(masking)
     scratch = Buffers(query, dtype)
     generator = dropout_generator(rule, query.device)
+    # what is hidden has gradients of 0 for its scores, which must not multiply NaN
+    hides = hides_keys(masking)
+    clean_key, clean_q5 = (zeroed(key), zeroed(q5)) if hides else (key, q5)
+    finite_out = not hides or grad.out is None or all_finite(grad.out)
     for work in tile_rows(key, value, masking, dtype):
         region = work.region
         q = fold_rows(q5, work).to(dtype) * rule.scale
@@ -120,6 +125,11 @@ def backward(
             {name: None if part is None else fold_rows(part, work) for name, part in grads.items()},
             sink_rows(rule, work, masking, q),
         )
+        clean_q, clean_keys = q, work.key
+        if clean_q5 is not q5:
+            clean_q = fold_rows(clean_q5, work).to(dtype) * rule.scale
+        if clean_key is not key:
+            clean_keys = clean_key[region.batch, region.heads].to(dtype).flatten(0, 1)
         row_dq = torch.zeros_like(q)
         part_dk = dk[region.batch, region.heads]
         largest = _largest(q, work, masking, rule, scratch, width) if row.gm is not None else None
@@ -140,7 +150,7 @@ def backward(
                 if dv is not None:
                     dropped = e if keep is None else e * keep
                     part_dv = dv[region.batch, region.heads, columns]
-                    part_dv += torch.bmm(dropped.transpose(1, 2), row.dO).view(part_dv.shape)
+                    part_dv += value_gradient(dropped, row.dO, finite_out).view(part_dv.shape)
             else:
                 ds.zero_()
             row.scores(ds, t, e)
@@ -154,10 +164,10 @@ def backward(
             if rule.softcap is not None:
                 ds.mul_(scratch("slope", *ds.shape))
             if want_q:
-                row_dq.baddbmm_(ds, work.key[:, columns])
+                row_dq.baddbmm_(ds, clean_keys[:, columns])
             if want_k:
                 part = part_dk[:, :, columns]
-                part += torch.bmm(ds.transpose(1, 2), q).view(part.shape)
+                part += torch.bmm(ds.transpose(1, 2), clean_q).view(part.shape)
         target = dq[region.batch, region.heads, :, region.rows]
         target.copy_(row_dq.mul_(rule.scale).view(target.shape))
         if row.dsink is not None:
@@ -228,7 +238,8 @@ def row_coefficients(
         delta = (gO * sums["out"].to(Z.dtype)).sum(-1)
         constant = plus(constant, -delta * inverse)
         if sink is not None:
-            of_sink = -delta / (1.0 + Z * torch.exp(m - sink))
+            none = (sink == -torch.inf) | (Z == 0)
+            of_sink = torch.where(none, 0.0, -delta / (1.0 + Z * torch.exp(m - sink)))
     weight = None if (gQ := grads["Q"]) is None else 2 * gQ
     return Coefficients(constant, linear, gW, weight, slope, plain, inverse, of_sink)
 

@@ -45,6 +45,10 @@ from acutance.masks import Masking
 __all__ = ["Sums", "forward"]
 
 
+#: Keys up to which float32 counts exactly.
+EXACT = 1 << 24
+
+
 class Sums(NamedTuple):
     """What the kernel returns: the output and the sums of :class:`acutance.rowstats.RowState`.
 
@@ -95,6 +99,7 @@ def forward(
 
     kept = width if noise else 0
     found = _Found(
+        n=rows(dtype=torch.int64) if masking.keys > EXACT else None,
         parts=query.new_empty(len(Part._fields) + 1, B, H, g, L, dtype=dtype),
         first_index=rows(dtype=torch.int64).zero_(),
         out=rows(width, dtype=query.dtype),
@@ -123,7 +128,7 @@ def forward(
         sink = None if rule.sinks is None else rule.sinks.to(dtype).view(H, g, 1)
         found.out.mul_(inverse_normaliser(fields["Z"], fields["m"], sink).unsqueeze(-1))
     fields |= {name: getattr(found, name) for name in ("out", "first_index", "O", "R1", "R2")}
-    fields["n"] = fields["n"].to(torch.int64)
+    fields["n"] = fields["n"].to(torch.int64) if found.n is None else found.n
     return Sums(**{name: part.view(B, H * g, *part.shape[3:]) for name, part in fields.items()})
 
 
@@ -131,6 +136,7 @@ def forward(
 class _Found:
     """Where finished tile rows are written; every tensor but ``parts`` begins (B, H, group, L)."""
 
+    n: Tensor | None  # None where the floating count in ``parts`` is exact
     parts: Tensor  # (fields of Part and the first score, B, H, group, L)
     first_index: Tensor
     out: Tensor
@@ -157,6 +163,8 @@ class _Found:
                 where.copy_(rows.view(where.shape))
 
         part = running.part()
+        if self.n is not None:
+            put(self.n, running.count())
         first = torch.zeros_like(part.Z) if running.first is None else running.first
         where = self.parts[:, region.batch, region.heads, :, region.rows]
         where.copy_(torch.stack([*part, first]).view(where.shape))

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from acutance.kernels.backward import Gradients, SumGradients, row_coefficients
 from acutance.kernels.blocked import Sums
+from acutance.kernels.hidden import all_finite, hides_keys, value_gradient, zeroed
 from acutance.kernels.running import finite
 from acutance.kernels.tiles import Rule, accumulate_dtype
 from acutance.masks import Masking, hides
-from acutance.rowstats import observe
+from acutance.rowstats.state import observe_visible
 
 __all__ = ["backward", "forward"]
 
@@ -56,6 +57,7 @@ def backward(
         return 0.0 if part is None else part.unsqueeze(-1)
 
     s, bend, seen = _scores(query, key, masking, rule)
+    bend = None if bend is None else torch.where(seen, bend, 0.0)
     t = torch.where(seen, s - each(finite(given["m"])), 0.0)
     e = torch.where(seen, torch.exp(t), 0.0)
     inside = each(found.constant) + t * each(found.linear) + t * t * each(found.square)
@@ -64,8 +66,8 @@ def backward(
     if value is not None and grads["out"] is not None:
         dO = grads["out"] * each(found.inverse)
         inside = inside + dO @ value.to(dtype).unsqueeze(2).mT
-        dv = (e.mT @ dO).sum(2)
-    ds = e * inside + torch.where(seen, t * each(found.slope) + each(found.plain), 0.0)
+        dv = value_gradient(e, dO, all_finite(dO)).sum(2)
+    ds = torch.where(seen, e * inside + t * each(found.slope) + each(found.plain), 0.0)
     if grads["first"] is not None:
         place = given["first_index"].unsqueeze(-1) == torch.arange(masking.keys, device=s.device)
         ds = ds + torch.where(place, each(grads["first"]), 0.0)
@@ -81,8 +83,9 @@ def backward(
         size = masking.spread(tensor).shape
         return ds.sum_to_size(size).reshape(tensor.shape).to(tensor.dtype)
 
-    dq = (dots @ key.to(dtype).unsqueeze(2)).reshape(query.shape) * rule.scale
-    dk = (dots.mT @ rows(query).to(dtype)).sum(2) * rule.scale
+    clean_key, clean_query = (zeroed(key), zeroed(query)) if hides_keys(masking) else (key, query)
+    dq = (dots @ clean_key.to(dtype).unsqueeze(2)).reshape(query.shape) * rule.scale
+    dk = (dots.mT @ rows(clean_query).to(dtype)).sum(2) * rule.scale
     dsinks = None
     if rule.sinks is not None and wanted[5]:
         none = torch.zeros_like(given["Z"])
@@ -121,20 +124,20 @@ def _sums(
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
     s, _, seen = _scores(query, key, masking, rule)
-    state = observe(s, seen)
+    state = observe_visible(s, seen, first_key=0)
     none = state.Z.detach().unsqueeze(-1)[..., :0]
     out, O, R1, R2 = (none,) * 4
     if value is not None:
         v = value.to(dtype).unsqueeze(2)
-        m = torch.where(state.n > 0, state.m.detach(), 0.0)
+        m = finite(state.m.detach())
         e = torch.where(seen, torch.exp(torch.where(seen, s, 0.0) - m.unsqueeze(-1)), 0.0)
         normaliser = state.Z
         if rule.sinks is not None:
             normaliser = normaliser + torch.exp(rule.sinks.to(dtype).view(1, H, g, 1) - m)
-        normaliser = torch.where(state.n > 0, normaliser, 1.0)
+        normaliser = torch.where((state.n > 0) & (normaliser > 0), normaliser, 1.0)
         out = (e @ v) / normaliser.unsqueeze(-1)
         if noise:
-            O, R1, R2 = observe(s, seen, v.unsqueeze(3))[-3:]
+            O, R1, R2 = observe_visible(s, seen, v.unsqueeze(3), first_key=0)[-3:]
     elif noise:
         R2 = torch.zeros_like(state.Z)
     fields = state._asdict() | {"out": out.to(query.dtype), "O": O, "R1": R1, "R2": R2}

@@ -28,7 +28,7 @@ from torch.compiler import is_compiling
 
 from acutance.kernels import library
 from acutance.kernels.library import ABI, CALL, METRIC_CODES, SUMS, Layout
-from acutance.kernels.native import DTYPES, MOST_WIDTH, check
+from acutance.kernels.native import DTYPES, MOST_WIDTH, UNFINISHED, check
 from acutance.rowstats import RowState, RowStatistics
 from acutance.shapes import MOST
 
@@ -96,6 +96,10 @@ class PackedStatistics(RowStatistics):
         own["_rows"] = rows, dtype, B, H, L
         own["backend"] = "native"
 
+    def __reduce__(self) -> tuple[type[RowStatistics], tuple[RowState, str | None]]:
+        """What pickle, ``torch.save`` and ``copy`` keep: the sums, as tensors."""
+        return RowStatistics, (RowState(*(part.clone() for part in self.state)), self.backend)
+
     def __getitem__(self, name: str) -> Tensor:
         code = METRIC_CODES.get(name)
         found = library.load()
@@ -114,7 +118,7 @@ class PackedStatistics(RowStatistics):
         if not isinstance(rows, Tensor):
             rows = torch.frombuffer(rows, dtype=dtype)
         whole = 2 * 8 // rows.element_size() * B * H * L
-        n, first_index = rows[:whole].view(torch.int64).view(2, B, H, L).unbind(0)
+        n, first_index = rows[:whole].view(torch.int64).clone().view(2, B, H, L).unbind(0)
         m, Z, U, W, Q, mean, M2, depth, first = rows[whole:].view(9, B, H, L).unbind(0)
         none = Z.unsqueeze(-1)[..., :0]
         return RowState(
@@ -180,6 +184,8 @@ def attend(
         not (B == B1 == B2 and H == H2 and S == S2 and E == E1)
         or not (B and Hq and L and H and S and 0 < E <= MOST_WIDTH and 0 < Ev <= MOST_WIDTH)
         or not (q3 == k3 == v3 == 1)
+        # numbers of a lazily negated view, an imaginary part, lie two apart: only one has stride 1
+        or ((E == 1 or Ev == 1) and (query.is_neg() or key.is_neg() or v.is_neg()))
         or not (q and k and place)
         or not ((enable_gqa is False and Hq == H) or (enable_gqa is True and Hq % H == 0))
         or not (causal is True or causal is False)
@@ -239,6 +245,8 @@ def attend(
     )
     # fmt: on
     status = found.forward(call, sums)
+    if status == UNFINISHED:
+        return None
     if status:
         check(status)
     return out, PackedStatistics(rows, wide, B, Hq, L)

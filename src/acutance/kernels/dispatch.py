@@ -19,6 +19,7 @@ from acutance.kernels import blocked, dense, library, native
 from acutance.kernels.backward import Gradients, SumGradients
 from acutance.kernels.backward import backward as blocked_backward
 from acutance.kernels.blocked import Sums
+from acutance.kernels.hidden import all_finite, hides_keys, only_visible_values
 from acutance.kernels.tiles import Rule
 from acutance.masks import Masking
 
@@ -144,7 +145,11 @@ def forward(
         return native.forward(*arguments)
     if chosen == "triton":
         return cast(Sums, _gpu().forward(*arguments))
-    return dense.forward(*arguments) if chosen == "dense" else blocked.forward(*arguments)
+    chosen_forward = dense.forward if chosen == "dense" else blocked.forward
+    sums = chosen_forward(*arguments)
+    if value is None or not hides_keys(masking) or all_finite(sums.out):
+        return sums
+    return only_visible_values(chosen_forward, sums, query, key, value, masking, rule, noise)
 
 
 def backward(

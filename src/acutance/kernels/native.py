@@ -15,16 +15,28 @@ from acutance.kernels import blocked, library
 from acutance.kernels.backward import Gradients, SumGradients, row_coefficients
 from acutance.kernels.backward import backward as blocked_backward
 from acutance.kernels.blocked import Sums
+from acutance.kernels.hidden import only_visible_values
 from acutance.kernels.library import CALL, GRADIENTS, SUMS, Library
 from acutance.kernels.tiles import Rule, accumulate_dtype
 from acutance.masks import Masking, mask_limit
 
-__all__ = ["DTYPES", "MOST_WIDTH", "backward", "check", "forward", "why_no_gradient", "why_not"]
+__all__ = [
+    "DTYPES",
+    "MOST_WIDTH",
+    "UNFINISHED",
+    "backward",
+    "check",
+    "forward",
+    "why_no_gradient",
+    "why_not",
+]
 
 #: Numbers of the dtypes in the C interface.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 #: The widest queries, keys and values.
 MOST_WIDTH = 256
+#: Status of a forward pass that ended well, with an output that is not finite.
+UNFINISHED = 4
 
 
 def _unavailable() -> str | None:
@@ -115,8 +127,11 @@ def forward(
         made["R2"] = new().zero_()
     sums = Sums(**made)
     call, held = _call(query, key, value, masking, rule)
-    check(_library().forward(call, _sums(sums, noise)))
+    status = _library().forward(call, _sums(sums, noise))
+    check(0 if status == UNFINISHED else status)
     del held
+    if value is not None and status == UNFINISHED:
+        return only_visible_values(forward, sums, query, key, value, masking, rule, noise)
     return sums
 
 

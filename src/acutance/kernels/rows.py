@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from acutance.kernels.hidden import all_finite
 from acutance.kernels.tiles import accumulate_dtype
 from acutance.masks import Masking, Region, Tile
 from acutance.rowstats import RowState, WeightSums, observe, observe_weights
-from acutance.rowstats.state import NO_KEY
+from acutance.rowstats.state import NO_KEY, observe_visible
 from acutance.rowstats.weighted import Slopes
 from acutance.weights import Sink, Softmax, SoftmaxOne, Weighting
 from acutance.weights.base import Jacobian
@@ -116,6 +117,11 @@ def weigh_rows(
     )
 
 
+def _ordinary(tensor: Tensor) -> bool:
+    """Whether all is finite, as far as that can be known without waiting or breaking a graph."""
+    return not torch.compiler.is_compiling() and tensor.device.type == "cpu" and all_finite(tensor)
+
+
 class _Found(NamedTuple):
     """What a block of rows gives."""
 
@@ -163,6 +169,10 @@ def _block(
     tile = next(masking.tiles(region, max(1, masking.keys)), None) if rows else None
     start, stop = (0, 0) if tile is None else (tile.start, tile.stop)
     k = k[:, :, start:stop]
+    # hidden keys and values may be NaN: where they are, 0 takes their place in products, and NaN
+    # comes back where a row sees them
+    strange = None if _ordinary(k) else torch.logical_not(k.isfinite().all(-1))
+    k = k if strange is None else torch.nan_to_num(k, 0.0, 0.0, 0.0)
     fold = (q.shape[0], masking.heads, masking.group, rows)
     if score is None:
         s = (q.reshape(*fold[:2], fold[2] * rows, q.shape[-1]) @ k.mT).view(*fold, stop - start)
@@ -182,6 +192,8 @@ def _block(
         for bias in tile.biases:
             s = s + bias.to(dtype)
         seen = _seen(tile, fold)
+    if strange is not None:
+        s = s.masked_fill(strange[:, :, None, None], torch.nan)
     s = s.flatten(1, 2)
     weights = weighting(s, seen)
     distribution = weighting.distribution
@@ -189,7 +201,8 @@ def _block(
     v = None if value is None else value[region.batch, :, start:stop].to(dtype)
     answer = None
     if isinstance(weighting, Softmax | SoftmaxOne | Sink):
-        state = observe(s, seen, first_key=start)
+        visible = torch.ones_like(s, dtype=torch.bool) if seen is None else seen.expand_as(s)
+        state = observe_visible(s, visible, first_key=start)
         if noise and v is not None:
             state = _with_values(state, s, seen, v)
     else:
@@ -203,7 +216,12 @@ def _block(
         return _Found(None, sums, state, answer)
     if dropout_p > 0.0:
         weights = torch.nn.functional.dropout(weights, dropout_p)
-    out = _weighed(weights, v)
+    if _ordinary(v):
+        out = _weighed(weights, v)
+    else:
+        wrong = torch.logical_not(v.isfinite()).to(dtype)
+        reached = _weighed((weights != 0).to(dtype), wrong) > 0
+        out = _weighed(weights, torch.nan_to_num(v, 0.0, 0.0, 0.0)).masked_fill(reached, torch.nan)
     return _Found(out.to(query.dtype), sums, state, answer)
 
 

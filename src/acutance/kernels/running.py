@@ -64,9 +64,8 @@ def row_dot(left: Tensor, right: Tensor) -> Tensor:
 
 def inverse_normaliser(Z: Tensor, m: Tensor, sink: Tensor | None) -> Tensor:
     """1 / (Z + e^(sink − m)); 0 for a row with nothing to attend to."""
-    if sink is not None:
-        return 1.0 / (Z + torch.exp(sink - m))
-    return torch.where(Z == 0, 0.0, 1.0 / Z)
+    whole = Z if sink is None else Z + torch.exp(sink - finite(m))
+    return torch.where(whole == 0, 0.0, 1.0 / whole)
 
 
 def moderate(largest: Tensor) -> bool:
@@ -141,15 +140,17 @@ def row_fields(stacked: Tensor, log2: float) -> dict[str, Tensor]:
     """
     part, first = Part(*stacked[:-1]), stacked[-1]
     average, unit = part.average * LN2, _unit(log2)
+    # a visible score of −inf has no weight, and weight times score is no number
+    known = torch.where(part.total == -torch.inf, torch.nan, 0.0)
     return {
         "n": part.n,
         "m": part.m * unit,
         "Z": part.Z.clone(),
-        "U": average * part.Z,
-        "W": part.W * LN2**2,
+        "U": average * part.Z + known,
+        "W": part.W * LN2**2 + known,
         "Q": part.norm.square(),
         "mean": part.total * unit / part.n.clamp(min=1.0),
-        "M2": part.M2 * LN2**2,
+        "M2": part.M2 * LN2**2 + known,
         "depth": torch.where(part.n == 0, 0.0, (part.average + part.offset) * -LN2),
         "first": first * unit,
     }
@@ -184,6 +185,13 @@ class Running:
         zero = self._like.new_zeros(self._like.shape[:2])
         return Part(*[zero] * len(Part._fields))._replace(m=torch.full_like(zero, -torch.inf))
 
+    def count(self) -> Tensor:
+        """Visible keys of each row so far, (blocks, rows), exact where ``part().n`` is rounded."""
+        if not self._parts:
+            return torch.zeros(self._like.shape[:2], dtype=torch.int64, device=self._like.device)
+        counts = torch.stack([part.n for part in self._parts])
+        return counts.sum(0, dtype=torch.float64).to(torch.int64)
+
     def observe(
         self,
         s: Tensor,
@@ -211,7 +219,7 @@ class Running:
         m = s.amax(-1)
         if self._parts:
             m = torch.maximum(self._parts[-1].m, m)
-        shift = m if populated else finite(m)
+        shift = m if populated and bounded else finite(m)
         t = s.sub_(shift.unsqueeze(-1))
         if self._log2 != 1.0:
             t.mul_(self._log2)

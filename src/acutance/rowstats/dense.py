@@ -110,7 +110,7 @@ def _metrics(
     outcomes, seen = s.masked_fill(hidden, -torch.inf), visible
     if sink is not None:
         outcomes = torch.cat([outcomes, sink], -1)
-        seen = torch.cat([seen, torch.ones_like(seen[..., :1])], -1)
+        seen = torch.cat([seen, sink != -torch.inf], -1)  # a sink of −inf is none
     # a row without keys gets one outcome, so that its gradient is 0 and not NaN; its results go
     # below
     lost = none.unsqueeze(-1) & (torch.arange(seen.shape[-1], device=s.device) == 0)

@@ -14,7 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from acutance.rowstats.state import NO_KEY, RowState, _finite, _nothing, _ratio, _shift, has_noise
+from acutance.rowstats.state import (
+    NO_KEY,
+    UNPLACED,
+    RowState,
+    _finite,
+    _nothing,
+    _shift,
+    has_noise,
+    ratio,
+)
 from acutance.rowstats.state import has_sink as state_has_sink
 from acutance.rowstats.statistics import RowStatistics
 from acutance.rowstats.weighted import WeightStatistics, WeightSums, _known, _rescaled, unknown
@@ -129,7 +138,7 @@ def _rows(state: RowState, group: dist.ProcessGroup | None, first_key: int | Ten
     Z, U, Q, mean, depth = add(own.Z, own.U, own.Q, count * own.mean, count * own.depth)
     keys = n.to(add.dtype).clamp(min=1)
     depth = depth / keys
-    gap = _ratio(own.U, own.Z) - _ratio(U, Z)
+    gap = ratio(own.U, own.Z) - ratio(U, Z)
     away = own.depth - depth
     W, M2 = add(own.W + own.Z * gap.square(), own.M2 + count * away.square())
     narrow = state.Z.dtype
@@ -153,7 +162,7 @@ def _rows(state: RowState, group: dist.ProcessGroup | None, first_key: int | Ten
     if no_noise:
         return joint
     output, centre = add(own.O, own.Q.unsqueeze(-1) * own.R1)
-    centre = _ratio(centre, Q.unsqueeze(-1).expand_as(centre))
+    centre = ratio(centre, Q.unsqueeze(-1).expand_as(centre))
     off = torch.where((own.Q == 0).unsqueeze(-1), 0.0, own.R1 - centre)
     (spread,) = add(own.R2 + own.Q * off.square().sum(-1))
     return joint._replace(O=output.to(narrow), R1=centre.to(narrow), R2=spread.to(narrow))
@@ -218,6 +227,7 @@ class _adder:  # noqa: N801 (used as the function it is)
 def _placed(index: Tensor, first_key: int | Tensor) -> tuple[Tensor, str | None]:
     """A rank's first key of each row by its position among all keys, or what forbids it."""
     some = index != NO_KEY
+    index = torch.where(index < 0, index - UNPLACED, index)  # among this rank's keys
     if isinstance(first_key, int):
         if first_key < 0:
             return index, f"first_key is a position, 0 or more, got {first_key}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from acutance.rowstats.gaussian import expected_entropy
-from acutance.rowstats.state import RowState, has_noise, has_sink
+from acutance.rowstats.state import DEEPEST, RowState, has_noise, has_sink, ratio
 
 MILAKOV = "Milakov & Gimelshein (2018), arXiv:1805.02867"
 SU_ROBUST = "Su Jianlin, kexue.fm article 9593"
@@ -56,21 +56,25 @@ def _count(state: RowState) -> Tensor:
 
 
 def _with_sink(state: RowState) -> RowState:
-    """The sums with the sink as one more outcome of the distribution (unchanged without a sink)."""
+    """The sums with the sink as one more outcome of the distribution (unchanged without a sink).
+
+    Where either side has all the weight, the other's is 0 or about to be: means are taken before
+    weights shrink, never as quotients of what has shrunk, and distances end at :data:`DEEPEST`.
+    """
     if not has_sink(state):
         return state._replace(m=state.m.detach())
     m, sink = state.m.detach(), state.sink
     none = sink == -torch.inf
     top = torch.maximum(m, sink.detach())
     top = top.clamp(min=torch.finfo(top.dtype).min)
-    drop = torch.where(none, 0.0, (m - top).clamp(min=torch.finfo(top.dtype).min / 4))
+    drop = torch.where(none, 0.0, (m - top).clamp(min=DEEPEST))
     decay = torch.exp(drop)
-    t = torch.where(none, 0.0, sink - top)
+    t = torch.where(none, 0.0, (sink - top).clamp(min=DEEPEST))
     e = torch.where(none, 0.0, torch.exp(t))
     key_Z, key_U = state.Z * decay, (state.U + drop * state.Z) * decay
     Z = key_Z + e
     safe = torch.where(Z == 0, 1.0, Z)
-    key_mean = key_U / torch.where(key_Z == 0, 1.0, key_Z)
+    key_mean = drop + ratio(state.U, state.Z)
     gap = t - key_mean
     return state._replace(
         m=torch.where(none, m, top),

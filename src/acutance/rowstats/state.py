@@ -12,8 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from acutance.shapes import check_tensor
+
 #: ``first_index`` of a row that has no visible key.
 NO_KEY = torch.iinfo(torch.int64).max
+#: Added to ``first_index`` where a part does not say where its keys lie among all keys.
+UNPLACED = -(2**62)
+#: No distance of logits needs to be told from this one: e^−1000 is 0 in every dtype.
+DEEPEST = -1000.0
 
 
 class RowState(NamedTuple):
@@ -32,7 +38,8 @@ class RowState(NamedTuple):
         M2: plain sum of squared deviations from ``mean``.
         depth: plain mean of :math:`m - s_j`, which ``m - mean`` would lose to rounding.
         first: score of the first visible key.
-        first_index: position of that key among all keys, int64.
+        first_index: position of that key among all keys, int64; for a part that does not say where
+            its keys lie (:func:`observe` without ``first_key``), among its own keys, less 2⁶².
         sink: logit of a sink that shares the normaliser without being a key; no element, (..., 0),
             without one.
         O: :math:`\sum_j e_j v_j`, (..., Ev); like the next two, it has no element, (..., 0), unless
@@ -132,25 +139,53 @@ def observe(
     value: Tensor | None = None,
     *,
     sink: Tensor | None = None,
-    first_key: int = 0,
+    first_key: int | None = None,
 ) -> RowState:
     r"""The state of rows given as explicit scores: one block of keys, or all of them.
 
     Args:
-        scores: (..., S), after scale and bias. −inf hides a key. float16 and bfloat16 are widened.
+        scores: (..., S), after scale and bias. −inf hides a key (in :func:`acutance.attention` only
+            masks do). float16 and bfloat16 are widened.
         mask: boolean, broadcastable to ``scores``; True where the key takes part.
         value: (..., S, Ev), to carry the output and the noise sums as well.
         sink: sink logits, broadcastable to the rows.
-        first_key: position of column 0 among all keys. Blocks that are merged out of order need it
-            for ``first_weight``; blocks merged left to right do not.
+        first_key: position of column 0 among all keys, whether that key is hidden or not. Blocks
+            that are merged out of order need it for ``first_weight``, all of them; blocks merged
+            left to right do not.
 
     Returns:
         The rows' state, shape ``scores.shape[:-1]``.
+
+    Raises:
+        TypeError: if scores, mask, value or sink are no tensors.
 
     Example:
         >>> state = observe(torch.tensor([0.0, 0.0, -torch.inf]))
         >>> state.n.item(), state.Z.item()
         (2, 2.0)
+    """
+    s = check_tensor("scores", scores)
+    for name, tensor in (("mask", mask), ("value", value), ("sink", sink)):
+        if tensor is not None:
+            check_tensor(name, tensor)
+    seen = s != -torch.inf
+    if mask is not None:
+        seen = seen & mask
+    return observe_visible(s, seen, value, sink=sink, first_key=first_key)
+
+
+def observe_visible(
+    scores: Tensor,
+    seen: Tensor,
+    value: Tensor | None = None,
+    *,
+    sink: Tensor | None = None,
+    first_key: int | None = None,
+) -> RowState:
+    """:func:`observe` where ``seen``, shaped as the scores, alone says which keys are visible.
+
+    A visible score of −inf (a product that overflowed) has weight 0 and leaves NaN in the sums that
+    multiply weights by scores.
     """
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     s = scores.to(dtype)
@@ -158,16 +193,13 @@ def observe(
         width = None if value is None else value.shape[-1]
         state = empty(tuple(s.shape[:-1]), width, dtype=dtype, device=s.device)
         return state if sink is None else state._replace(sink=sink.to(dtype).expand_as(state.Z))
-    seen = s != -torch.inf
-    if mask is not None:
-        seen = seen & mask
     hidden = torch.logical_not(seen)
     n = seen.sum(-1)
     m = s.masked_fill(hidden, -torch.inf).amax(-1)
     t = (s - _finite(m.detach()).unsqueeze(-1)).masked_fill(hidden, 0.0)
     e = torch.exp(t).masked_fill(hidden, 0.0)
     Z, U = e.sum(-1), (e * t).sum(-1)
-    centre = _ratio(U, Z).unsqueeze(-1)
+    centre = ratio(U, Z).unsqueeze(-1)
     plain = s.masked_fill(hidden, 0.0)
     mean = plain.sum(-1) / n.clamp(min=1)
     depth = -t.sum(-1) / n.clamp(min=1)
@@ -184,7 +216,7 @@ def observe(
         M2=away.square().sum(-1),
         depth=depth,
         first=plain.gather(-1, column.unsqueeze(-1)).squeeze(-1),
-        first_index=torch.where(n > 0, column + first_key, NO_KEY),
+        first_index=torch.where(n > 0, column + place_of(first_key), NO_KEY),
         sink=_nothing(Z.detach()) if sink is None else sink.to(dtype).expand_as(Z),
         **_no_values(Z.detach()),
     )
@@ -192,23 +224,54 @@ def observe(
         return state
     v = value.to(dtype)
     squared = e.square().unsqueeze(-1)
-    R1 = _ratio((squared * v).sum(-2), squared.sum(-2))
+    R1 = ratio((squared * v).sum(-2), squared.sum(-2))
     spread = (v - R1.unsqueeze(-2)).square().sum(-1)
     return state._replace(O=(e.unsqueeze(-1) * v).sum(-2), R1=R1, R2=(e.square() * spread).sum(-1))
+
+
+def place_of(first_key: int | None) -> int:
+    """What is added to a column for ``first_index``."""
+    return UNPLACED if first_key is None else first_key
+
+
+def unplaced(index: Tensor) -> Tensor:
+    """The same first keys, of a part whose place among all keys is not known."""
+    known = (index >= 0) & (index != NO_KEY)
+    return torch.where(known, index + torch.where(known, UNPLACED, 0), index)
+
+
+def joined_first(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the first key of all is the right part's, and its index, from each ``first_index``.
+
+    Of two parts that do not say where they lie, the left one's keys come first; beside one that
+    says, a part that does not begins at 0.
+    """
+    a, b = (torch.where(index < 0, index - UNPLACED, index) for index in (left, right))
+    loose = (left < 0) & (right < 0)
+    later = torch.logical_not(loose) & (b < a)
+    mixed = ((left < 0) != (right < 0)) & (left != NO_KEY) & (right != NO_KEY)
+    return later, torch.where(mixed, torch.minimum(a, b), torch.where(later, right, left))
 
 
 def merge(left: RowState, right: RowState) -> RowState:
     """The state of two disjoint sets of keys of the same rows, exactly.
 
-    Associative and commutative, with :func:`empty` as identity. ``first`` follows the smaller
-    ``first_index``; on a tie (blocks observed without ``first_key``) it is ``left``'s.
+    Associative, with :func:`empty` as identity, and commutative where both parts say where their
+    keys lie: ``first`` then follows the smaller ``first_index``. Where neither does (blocks
+    observed without ``first_key``), ``left``'s keys are taken to come before ``right``'s; where one
+    does, the other is taken to begin at 0.
 
     Args:
         left: one set of keys.
-        right: the other; its rows broadcast against ``left``'s.
+        right: the other; its rows broadcast against ``left``'s. The state of a call counts its own
+            keys from 0: for calls on two blocks of keys use
+            :meth:`RowStatistics.merge <acutance.rowstats.RowStatistics.merge>`.
 
     Returns:
         The joint state. Values' sums are kept only where both carry them.
+
+    Raises:
+        TypeError: if one is no :class:`RowState`.
 
     Example:
         Scores split anywhere give the state of the whole row:
@@ -223,33 +286,37 @@ def merge(left: RowState, right: RowState) -> RowState:
         Milakov & Gimelshein (2018), arXiv:1805.02867, for the running (m, Z) pair; Chan, Golub &
         LeVeque (1983), The American Statistician 37:242, for means and squared deviations.
     """
+    check_state(left, RowState, "merge", "state")
+    check_state(right, RowState, "merge", "state")
     m = torch.maximum(left.m, right.m)
     reference = _finite(m.detach())
     a, b = _shift(left, reference), _shift(right, reference)
     Z = a.Z + b.Z
-    gap = _ratio(a.U, a.Z) - _ratio(b.U, b.Z)
+    # means before weights shrink: a quotient of what has shrunk, or its gradient, may be 0 by 0
+    gap = _middle(left, reference) - _middle(right, reference)
     n = left.n + right.n
     count = left.n.to(Z.dtype)  # a quotient of integers would be float32 whatever the sums are
     share = right.n.to(Z.dtype) / n.clamp(min=1)
-    step = b.depth - a.depth  # between the two means, told from the maximum
+    step = b.depth - a.depth  # between the two means, as distances from the maximum
+    later, first_index = joined_first(left.first_index, right.first_index)
     state = RowState(
         n=n,
         m=m,
         Z=Z,
         U=a.U + b.U,
-        W=a.W + b.W + gap.square() * a.Z * _ratio(b.Z, Z),
+        W=a.W + b.W + gap.square() * a.Z * ratio(b.Z, Z),
         Q=a.Q + b.Q,
         mean=left.mean + (right.mean - left.mean) * share,
         M2=left.M2 + right.M2 + step.square() * count * share,
         depth=a.depth + step * share,
-        first=torch.where(right.first_index < left.first_index, right.first, left.first),
-        first_index=torch.minimum(left.first_index, right.first_index),
+        first=torch.where(later, right.first, left.first),
+        first_index=first_index,
         sink=_same_sink(left, right),
         **_no_values(Z.detach()),
     )
     if not (has_noise(a) and has_noise(b)):
         return state
-    part = _ratio(b.Q, state.Q)
+    part = ratio(b.Q, state.Q)
     between = b.R1 - a.R1
     return state._replace(
         O=a.O + b.O,
@@ -270,7 +337,21 @@ def _same_sink(left: RowState, right: RowState) -> Tensor:
     return left.sink if has_sink(left) else right.sink
 
 
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+def check_state(part: object, kind: type, function: str, attribute: str) -> None:
+    """Raise TypeError unless ``part`` is of the kind of sums that a merging function takes."""
+    if not isinstance(part, kind):
+        name = type(part).__name__
+        advice = f": pass its .{attribute}" if hasattr(part, attribute) else ""
+        raise TypeError(f"{function} takes two {kind.__name__}, got {name}{advice}")
+
+
+def _middle(state: RowState, reference: Tensor) -> Tensor:
+    """Weighted mean of a part's scores, from the reference down to :data:`DEEPEST`."""
+    drop = torch.where(state.Z == 0, 0.0, (state.m.detach() - reference).clamp(min=DEEPEST))
+    return ratio(state.U, state.Z) + drop
+
+
+def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Quotient, 0 where the denominator is 0, with a gradient that is 0 there and not NaN."""
     none = denominator == 0
     return torch.where(none, 0.0, numerator / torch.where(none, 1.0, denominator))

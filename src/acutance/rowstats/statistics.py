@@ -8,7 +8,7 @@ from torch import Tensor
 
 from acutance.rowstats.metrics import METRICS, metric
 from acutance.rowstats.named import NamedMetrics
-from acutance.rowstats.state import RowState, has_noise, merge
+from acutance.rowstats.state import RowState, has_noise, merge, unplaced
 
 
 @dataclass(frozen=True)
@@ -45,5 +45,18 @@ class RowStatistics(NamedMetrics):
         return tuple(name for name, entry in METRICS.items() if noise or not entry.needs_values)
 
     def merge(self, other: RowStatistics) -> RowStatistics:
-        """Statistics of the same rows over both sets of keys (:func:`~acutance.rowstats.merge`)."""
-        return RowStatistics(merge(self.state, other.state))
+        """Statistics of the same rows over both sets of keys (:func:`~acutance.rowstats.merge`).
+
+        The other's keys come after these: ``first_weight`` is that of the first key visible here,
+        and only where a row has none here, of the first one there.
+
+        Raises:
+            TypeError: if ``other`` is no :class:`RowStatistics`.
+        """
+        if not isinstance(other, RowStatistics):
+            raise TypeError(f"RowStatistics merge with RowStatistics, got {type(other).__name__}")
+        parts = (
+            part._replace(first_index=unplaced(part.first_index))
+            for part in (self.state, other.state)
+        )
+        return RowStatistics(merge(*parts))

@@ -17,8 +17,16 @@ from torch import Tensor
 
 from acutance.rowstats.metrics import METRICS, metric
 from acutance.rowstats.named import NamedMetrics
-from acutance.rowstats.state import NO_KEY, RowState
+from acutance.rowstats.state import (
+    NO_KEY,
+    RowState,
+    check_state,
+    joined_first,
+    place_of,
+    unplaced,
+)
 from acutance.rowstats.state import merge as merge_scores
+from acutance.shapes import check_tensor
 
 __all__ = [
     "Slopes",
@@ -110,7 +118,7 @@ def observe_weights(
     mask: Tensor | None = None,
     *,
     distribution: bool = False,
-    first_key: int = 0,
+    first_key: int | None = None,
 ) -> WeightSums:
     r"""The sums of rows given as explicit weights: one block of keys, or all of them.
 
@@ -120,7 +128,8 @@ def observe_weights(
             may hold anything.
         distribution: whether whole rows are distributions (or would be, divided by their sum), so
             that they have an entropy.
-        first_key: position of column 0 among all keys, for blocks that are merged out of order.
+        first_key: position of column 0 among all keys, for blocks that are merged out of order;
+            blocks merged left to right need none.
 
     Returns:
         The rows' sums, shape ``weights.shape[:-1]``.
@@ -130,8 +139,8 @@ def observe_weights(
         >>> WeightStatistics(sums).effective_keys
         tensor(2.)
     """
-    dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
-    a = weights.to(dtype)
+    a = check_tensor("weights", weights)
+    a = a.to(torch.float64 if a.dtype == torch.float64 else torch.float32)
     if mask is not None:
         a = torch.where(mask, a, 0.0)
     size = a.abs()
@@ -159,7 +168,7 @@ def observe_weights(
         X=_share_logs(share) if distribution else unknown(c),
         top=top,
         first=first,
-        first_index=torch.where(n > 0, column + first_key, NO_KEY),
+        first_index=torch.where(n > 0, column + place_of(first_key), NO_KEY),
     )
 
 
@@ -175,8 +184,9 @@ def _share_logs(share: Tensor) -> Tensor:
 def merge_weights(left: WeightSums, right: WeightSums) -> WeightSums:
     """The sums of two disjoint sets of keys of the same rows, exactly.
 
-    Associative and commutative, with :func:`empty_weights` as identity. The weights of both sides
-    are on one scale: those of a row normalised block by block are not.
+    Associative, with :func:`empty_weights` as identity, and commutative where both parts say where
+    their keys lie (``first_key``); otherwise ``left``'s come before ``right``'s. The weights of
+    both sides are on one scale: those of a row normalised block by block are not.
 
     Args:
         left: one set of keys.
@@ -188,9 +198,11 @@ def merge_weights(left: WeightSums, right: WeightSums) -> WeightSums:
     Example:
         >>> a = torch.tensor([0.5, -1.0, 4.0])
         >>> parts = merge_weights(observe_weights(a[:1]), observe_weights(a[1:], first_key=1))
-        >>> all(torch.allclose(x, y) for x, y in zip(parts, observe_weights(a)))
+        >>> all(torch.allclose(x, y) for x, y in zip(parts, observe_weights(a, first_key=0)))
         True
     """
+    check_state(left, WeightSums, "merge_weights", "sums")
+    check_state(right, WeightSums, "merge_weights", "sums")
     c = torch.maximum(left.c, right.c)
     x, y = _rescaled(left, c), _rescaled(right, c)
     nothing = unknown(c)
@@ -198,7 +210,7 @@ def merge_weights(left: WeightSums, right: WeightSums) -> WeightSums:
     def both(name: str) -> bool:
         return _known(left, getattr(left, name)) and _known(right, getattr(right, name))
 
-    earlier = right.first_index < left.first_index
+    later, first_index = joined_first(left.first_index, right.first_index)
     return WeightSums(
         n=left.n + right.n,
         c=c,
@@ -207,8 +219,8 @@ def merge_weights(left: WeightSums, right: WeightSums) -> WeightSums:
         Q=x.Q + y.Q if both("Q") else nothing,
         X=x.X + y.X if both("X") else nothing,
         top=torch.maximum(left.top, right.top) if both("top") else nothing,
-        first=torch.where(earlier, right.first, left.first) if both("first") else nothing,
-        first_index=torch.minimum(left.first_index, right.first_index),
+        first=torch.where(later, right.first, left.first) if both("first") else nothing,
+        first_index=first_index,
     )
 
 
@@ -326,11 +338,24 @@ class WeightStatistics(NamedMetrics):
         return tuple(name for name in METRICS if name in names)
 
     def merge(self, other: WeightStatistics) -> WeightStatistics:
-        """Statistics of the same rows over both sets of keys (:func:`merge_weights`)."""
+        """Statistics of the same rows over both sets of keys (:func:`merge_weights`).
+
+        The other's keys come after these.
+
+        Raises:
+            TypeError: if ``other`` is no :class:`WeightStatistics`.
+        """
+        if not isinstance(other, WeightStatistics):
+            raise TypeError(
+                f"WeightStatistics merge with WeightStatistics, got {type(other).__name__}"
+            )
         scores = None
         if self.scores is not None and other.scores is not None:
-            scores = merge_scores(self.scores, other.scores)
-        return WeightStatistics(merge_weights(self.sums, other.sums), scores)
+            states = (self.scores, other.scores)
+            parts = (s._replace(first_index=unplaced(s.first_index)) for s in states)
+            scores = merge_scores(*parts)
+        sums = (s._replace(first_index=unplaced(s.first_index)) for s in (self.sums, other.sums))
+        return WeightStatistics(merge_weights(*sums), scores)
 
 
 def _compute(name: str, sums: WeightSums) -> Tensor:

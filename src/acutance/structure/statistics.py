@@ -16,6 +16,7 @@ from acutance.shapes import (
     check_masking,
     check_number,
     check_sinks,
+    check_softcap,
     check_tensor,
     describe,
 )
@@ -150,8 +151,7 @@ def statistics(
     """
     check_flag("is_causal", is_causal)
     check_inputs(query, key, None, check_flag("enable_gqa", enable_gqa))
-    if softcap is not None:
-        check_number("softcap", softcap, above=0.0)
+    softcap = check_softcap(softcap, query.dtype)
     if isinstance(critical_every, bool) or not isinstance(critical_every, int):
         raise TypeError(f"critical_every is an integer, got {critical_every!r}")
     if critical_every < 0:

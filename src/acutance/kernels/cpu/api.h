@@ -44,10 +44,10 @@ typedef struct {
   int64_t causal;           // 0 or 1: key j is seen where j <= query + offset
   int64_t offset;           // position of query 0 among the keys
   int64_t window;           // keys with |query + offset - j| < window are seen; 0: all
-  const uint8_t* allowed;   // boolean mask, 1 takes part; null: none
+  const uint8_t* allowed;   // boolean mask, not 0 takes part; null: none
   int64_t allowed_stride[4];
   acutance_additive additive[2];
-  const uint8_t* key_mask;  // 1 takes part; null: none
+  const uint8_t* key_mask;  // not 0 takes part; null: none
   int64_t key_mask_stride[2];
   const int64_t *query_documents, *key_documents;  // a row sees keys of its own; null: none
   int64_t query_documents_stride[2], key_documents_stride[2];
@@ -82,7 +82,8 @@ typedef struct {
   void *query, *key, *value;  // gradients, contiguous, of the sums' type; null: not asked for
 } acutance_gradients;
 
-// Zero, or a reason: 1 another ABI, 2 not supported, 3 out of memory.
+// Zero, or a reason: 1 another ABI, 2 not supported, 3 out of memory. Forward also 4: all is
+// written, and an output of rows from which keys may be hidden holds a number that is not finite.
 ACUTANCE_EXPORT int acutance_forward(const acutance_call* call, const acutance_sums* sums);
 ACUTANCE_EXPORT int acutance_backward(const acutance_call* call, const acutance_gradients* grads);
 

@@ -27,6 +27,7 @@ struct Decode {
     const acutance_sums& sums;
     int64_t chunks, length;  // stretches of a key head, keys of each
     char* parts;             // their sums; null where there is one
+    int* unfinished;         // set where an output is not finite
   };
   typedef Vec<T> V;
   typedef typename Traits<T>::Int Int;
@@ -87,7 +88,8 @@ struct Decode {
     const int64_t start = span.start + chunk * shared.length;
     attend(unit / call.heads, unit % call.heads, start, imin(start + shared.length, span.stop),
            part);
-    if (!shared.parts) finish_rows<T, In>(call, sums, unit, own, 1);
+    if (!shared.parts && !finish_rows<T, In>(call, sums, unit, own, 1))
+      __atomic_store_n(shared.unfinished, 1, __ATOMIC_RELAXED);
   }
 
   void attend(int64_t batch, int64_t head, int64_t start, int64_t stop, S& part) {
@@ -247,20 +249,24 @@ int decode(const acutance_call& call, const acutance_sums& sums, acutance_parall
   const int64_t tiles = imax((keys + TILE<T> - 1) / TILE<T>, 1);
   const int64_t length = (tiles + chunks - 1) / chunks * TILE<T>;
   chunks = imax((keys + length - 1) / length, 1);
+  const bool hides = masked_by_data(call) || call.causal || call.window;
+  int unfinished = 0;
   if (chunks == 1) {
-    const typename Pass::Shared shared = {call, sums, 1, length, nullptr};
-    return share_out<Pass>(shared, heads, threads, parallel);
+    const typename Pass::Shared shared = {call, sums, 1, length, nullptr, &unfinished};
+    const int failed = share_out<Pass>(shared, heads, threads, parallel);
+    return failed ? failed : hides && unfinished ? 4 : 0;
   }
   const int64_t each = Stretch<T>::bytes(rows, width, sums.noise && width);
   Arena parts(size_t(each * heads * chunks));
   if (!parts.base) return 3;
-  const typename Pass::Shared shared = {call, sums, chunks, length, parts.base};
+  const typename Pass::Shared shared = {call, sums, chunks, length, parts.base, &unfinished};
   const int failed = share_out<Pass>(shared, heads * chunks, threads, parallel);
   if (failed) return failed;
   FlushDenormals mode;
   for (int64_t unit = 0; unit < heads; ++unit)
-    finish_rows<T, In>(call, sums, unit, parts.base + unit * chunks * each, chunks);
-  return 0;
+    if (!finish_rows<T, In>(call, sums, unit, parts.base + unit * chunks * each, chunks))
+      unfinished = 1;
+  return hides && unfinished ? 4 : 0;
 }
 
 }  // namespace

@@ -149,8 +149,9 @@ struct Merged {
 };
 
 // The rows of a key head, from `count` stretches of its keys; the first one's memory is used up.
+// False where an output is not finite.
 template <class T, class In>
-inline void finish_rows(const acutance_call& call, const acutance_sums& sums, int64_t unit,
+inline bool finish_rows(const acutance_call& call, const acutance_sums& sums, int64_t unit,
                         char* parts, int64_t count) {
   typedef Stretch<T> S;
   const int64_t rows = call.group * call.queries, Ev = call.value_width;
@@ -158,6 +159,7 @@ inline void finish_rows(const acutance_call& call, const acutance_sums& sums, in
   const int64_t first_head = unit % call.heads * call.group;
   const bool noise = sums.noise && Ev;
   const int64_t each = S::bytes(rows, width, noise);
+  bool finite = true;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t head = first_head + r / call.queries, row = r % call.queries;
     const int64_t place =
@@ -181,7 +183,8 @@ inline void finish_rows(const acutance_call& call, const acutance_sums& sums, in
     all.write<T>(sums, place);
     if (!Ev) continue;
     double normaliser = all.Z;
-    if (call.sinks) normaliser += exp(call.sinks[head] - all.m);
+    if (call.sinks && all.m != -INFINITY) normaliser += exp(call.sinks[head] - all.m);
+    finite = finite && all_finite<T>(total, 0, 1, Ev);
     const T inverse = normaliser == 0 ? T(0) : T(1 / normaliser);
     In* out = (In*)sums.out + unit / call.heads * sums.out_stride[0] + head * sums.out_stride[1] +
               row * sums.out_stride[2];
@@ -191,6 +194,7 @@ inline void finish_rows(const acutance_call& call, const acutance_sums& sums, in
     for (int64_t e = 0; e < Ev; ++e) ((T*)sums.O)[place * Ev + e] = total[e];
     all.spread<T>(sums, place, parts, each, count, rows, r, Ev, width);
   }
+  return finite;
 }
 
 }  // namespace

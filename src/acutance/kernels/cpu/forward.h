@@ -22,6 +22,7 @@ struct Forward {
     const acutance_sums& sums;
     int64_t blocks;
     const T* centres;  // mean value of each key head, for the noise sums
+    int* unfinished;   // set where an output is not finite
   };
   typedef Vec<T> V;
   static constexpr int LN = LANES<T>;
@@ -35,6 +36,7 @@ struct Forward {
   Products products;
   T *outputs, *first_moments, *scores, *squares, *added, *rest, *sizes;
   const T *centres, *centre = nullptr;
+  int* unfinished;
   Rows<T>* rows;
   uint32_t* seen;
   NextRows ahead[2];  // what the next tiles fetch while they score
@@ -54,7 +56,7 @@ struct Forward {
     rest = arena.take<T>(noise ? BLOCK * Ev : 0);
     added = arena.take<T>(adds(call) ? BLOCK * LN : 0);
     sizes = arena.take<T>(noise ? BLOCK : 0);
-    centres = shared.centres;
+    centres = shared.centres, unfinished = shared.unfinished;
     rows = arena.take<Rows<T>>(GROUPS);
     seen = arena.take<uint32_t>(BLOCK);
   }
@@ -167,6 +169,7 @@ struct Forward {
       Extremes<T> found;
       products.template score<true>(g, from, count, scores, &found, take_ahead());
       row.begin(found, T(count), factor);
+      row.whole += count;
       if (!row.found) row.first_seen(start, scores);
       weigh<false>(row, count, from);
     } else {
@@ -178,6 +181,8 @@ struct Forward {
       V visible[NV];
       look<T>(scores, seen, count, &found, visible);
       row.begin(found, visible, factor);
+      for (int v = 0; v < NV; ++v)
+        row.masked[v] += __builtin_convertvector(visible[v], IVec<T>);
       row.first_seen(start, count, scores, seen);
       weigh<true>(row, count, from);
     }
@@ -206,11 +211,14 @@ struct Forward {
       rows[g].read(l, &row);
       write(base + l, row);
       T normaliser = row.Z;
-      if (call.sinks) normaliser += T(exp(call.sinks[head] - double(row.m)));
+      if (call.sinks && row.m != T(-INFINITY))
+        normaliser += T(exp(call.sinks[head] - double(row.m)));
       inverse[l] = normaliser == 0 ? T(0) : T(1) / normaliser;
     }
     if (!Ev) return;
     const T* total = outputs + g * LN * Ev;
+    if ((data || call.causal || call.window) && !all_finite<T>(total, LN, Ev, LN))
+      __atomic_store_n(unfinished, 1, __ATOMIC_RELAXED);
     In* out = (In*)sums.out + batch * sums.out_stride[0] + head * sums.out_stride[1] +
               first * sums.out_stride[2];
     lay_along<T, In>(total, inverse, filled, Ev, out, sums.out_stride[2]);
@@ -233,7 +241,7 @@ struct Forward {
   }
 
   void write(int64_t at, const Row<T>& row) {
-    sums.n[at] = int64_t(row.n);
+    sums.n[at] = row.keys;
     ((T*)sums.m)[at] = row.m;
     ((T*)sums.Z)[at] = row.Z;
     ((T*)sums.U)[at] = row.U;
@@ -268,10 +276,12 @@ int forward(const acutance_call& call, const acutance_sums& sums, acutance_paral
   const int64_t blocks = (call.queries + BLOCK - 1) / BLOCK;
   Arena means(sums.noise ? sizeof(T) * size_t(call.batch * call.heads * call.value_width) : 0);
   if (!means.base) return 3;
-  typename Pass::Shared shared = {call, sums, blocks, (const T*)means.base};
+  int unfinished = 0;
+  typename Pass::Shared shared = {call, sums, blocks, (const T*)means.base, &unfinished};
   if (sums.noise) average_values<T, In>(call, (T*)means.base);
   const int64_t items = call.batch * call.heads * call.group * blocks;
-  return share_out<Pass>(shared, items, call.threads, parallel);
+  const int failed = share_out<Pass>(shared, items, call.threads, parallel);
+  return failed ? failed : unfinished ? 4 : 0;
 }
 
 }  // namespace

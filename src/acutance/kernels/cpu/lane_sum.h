@@ -86,18 +86,6 @@ inline void lay_rows(const In* from, int64_t stride, int64_t count, int64_t widt
       store(to + l * step + e, widen_vector<T, In>(from + l * stride + e, width - e) * factor[l]);
 }
 
-// Whether every number is finite.
-template <class T>
-inline bool all_finite(const T* from, int64_t stride, int64_t count, int64_t width) {
-  Vec<T> sum = {};
-  for (int64_t l = 0; l < count; ++l)
-    for (int64_t e = 0; e < width; e += VL<T>)
-      sum += widen_vector<T, T>(from + l * stride + e, width - e) * T(0);
-  for (int i = 0; i < VL<T>; ++i)
-    if (sum[i] != 0) return false;
-  return true;
-}
-
 // The products where a key or a query is no number: what a row does not see adds nothing to it,
 // where a weight of zero would add 0 times that.
 template <class T>

@@ -51,11 +51,13 @@ inline void transpose_bits(uint32_t* words) {
     }
 }
 
-// Eight bytes of 0 or 1 as eight bits, the first lowest.
+// Eight bytes as eight bits, the first lowest: 0 where a byte is 0, whatever else it holds.
 ACUTANCE_INLINE uint32_t pack_bytes(const uint8_t* from) {
+  const uint64_t low = 0x7f7f7f7f7f7f7f7full;
   uint64_t bytes;
   memcpy(&bytes, from, 8);
-  return uint32_t((bytes & 0x0101010101010101ull) * 0x0102040810204080ull >> 56);
+  bytes = (((bytes & low) + low) | bytes) & ~low;  // the highest bit of each byte that is not 0
+  return uint32_t((bytes >> 7) * 0x0102040810204080ull >> 56);
 }
 
 template <class T, class In>

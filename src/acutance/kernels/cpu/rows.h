@@ -15,6 +15,7 @@ constexpr int64_t NO_KEY = INT64_MAX;  // first visible key of a row that has no
 template <class T>
 struct Row {
   T n, m, Z, U, W, Q, mean, depth, M2, first, R2;
+  int64_t keys;  // n, exactly
   int64_t first_index;
 };
 
@@ -37,6 +38,8 @@ struct Rows {
   V Z[NV], U[NV], Q[NV];  // sums of e, e t, e^2 with t = s - m, e = exp(t)
   V W[NV];      // sum of e (t - U/Z)^2
   V n[NV], D[NV];  // visible keys, sum of t
+  IVec<T> masked[NV];  // visible keys of tiles that hide some: exact where n is rounded
+  int64_t whole;       // keys of tiles that hide none
   V total[NV];  // sum of scores
   V M2[NV];     // sum of (t - D/n)^2
   V R2[NV];     // sum of e^2 |v - centre|^2
@@ -49,7 +52,9 @@ struct Rows {
     for (int v = 0; v < NV; ++v) {
       m[v] = splat(T(-INFINITY));
       shift[v] = Z[v] = U[v] = Q[v] = W[v] = n[v] = D[v] = M2[v] = R2[v] = total[v] = V{};
+      masked[v] = IVec<T>{};
     }
+    whole = 0;
     for (int l = 0; l < LN; ++l) first[l] = 0, first_index[l] = NO_KEY;
     found = 0;
   }
@@ -170,7 +175,7 @@ struct Rows {
 
   void read(int l, Row<T>* row) const {
     const int v = l / VL<T>, i = l % VL<T>;
-    row->n = n[v][i], row->m = m[v][i], row->Z = Z[v][i], row->U = U[v][i], row->W = W[v][i];
+    row->n = n[v][i], row->keys = whole + int64_t(masked[v][i]), row->m = m[v][i], row->Z = Z[v][i], row->U = U[v][i], row->W = W[v][i];
     row->Q = Q[v][i], row->M2 = M2[v][i], row->R2 = R2[v][i];
     row->depth = row->n == 0 ? T(0) : -D[v][i] / row->n;
     row->mean = row->n == 0 ? T(0) : total[v][i] / row->n;

@@ -347,5 +347,17 @@ ACUTANCE_INLINE void multiply_add(
   }
 }
 
+// Whether every number is finite.
+template <class T>
+inline bool all_finite(const T* from, int64_t stride, int64_t count, int64_t width) {
+  Vec<T> sum = {};
+  for (int64_t l = 0; l < count; ++l)
+    for (int64_t e = 0; e < width; e += VL<T>)
+      sum += widen_vector<T, T>(from + l * stride + e, width - e) * T(0);
+  for (int i = 0; i < VL<T>; ++i)
+    if (sum[i] != 0) return false;
+  return true;
+}
+
 }  // namespace
 #endif

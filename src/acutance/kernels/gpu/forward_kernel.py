@@ -137,6 +137,8 @@ def tile(
             v = tl.load(v_at)
         else:
             v = tl.load(v_at, mask=v_index < EV, other=0.0)
+        if EDGE and FLAGS.data:  # padding may hold NaN: what no row of the tile sees is 0
+            v = tl.where(tl.max(seen.to(tl.int32), 0)[:, None] > 0, v, 0.0)
         p = e
         if NOISE:
             v = v.to(tl.float32)
@@ -355,7 +357,8 @@ def forward_kernel(
     if EV > 0:
         if HAS_SINKS:
             sink = tl.load(SINKS + head).to(tl.float32)
-            inverse = 1.0 / (Z + tl.exp2((sink - m) * LOG2E))
+            whole = Z + tl.exp2((sink - tl.where(m == -float("inf"), 0.0, m)) * LOG2E)
+            inverse = tl.where(whole == 0.0, 0.0, 1.0 / tl.where(whole == 0.0, 1.0, whole))
         out_at = row[:, None] * EV + v_index
         stored = there[:, None] & (v_index < EV)
         out = acc * inverse[:, None]

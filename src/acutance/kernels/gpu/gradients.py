@@ -18,7 +18,7 @@ from typing import NamedTuple
 from acutance.kernels.gpu.language import jit, tl
 from acutance.kernels.gpu.scores import LOG2E, in_place, natural, visible
 
-__all__ = ["COEFFICIENTS", "Terms", "coefficients", "load", "score_gradients"]
+__all__ = ["COEFFICIENTS", "Terms", "coefficients", "finite", "load", "score_gradients"]
 
 #: Rows of the table of coefficients, in order.
 COEFFICIENTS = (
@@ -50,6 +50,12 @@ def load(X, at, there, row, width: tl.constexpr, BLOCK: tl.constexpr, FLAGS: tl.
     if FLAGS.widen:
         found = found.to(tl.float32)
     return found
+
+
+@jit
+def finite(x):
+    """0 for what is not finite: a gradient of 0, where a key is hidden, times that would be NaN."""
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @jit

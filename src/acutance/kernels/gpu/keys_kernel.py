@@ -10,7 +10,7 @@ across programs.
 
 from __future__ import annotations
 
-from acutance.kernels.gpu.gradients import coefficients, load, score_gradients
+from acutance.kernels.gpu.gradients import coefficients, finite, load, score_gradients
 from acutance.kernels.gpu.language import jit, tl
 from acutance.kernels.gpu.scores import at_head, rows_band, same_documents
 
@@ -62,6 +62,8 @@ def keys_tile(
         dv = tl.dot(p, do, dv, input_precision=FLAGS.precision)
     if FLAGS.softcap:
         ds *= bend
+    if EDGE:
+        q = finite(q)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=FLAGS.precision)
     return dk, dv
 

@@ -10,7 +10,7 @@ which comes first.
 
 from __future__ import annotations
 
-from acutance.kernels.gpu.gradients import coefficients, load, score_gradients
+from acutance.kernels.gpu.gradients import coefficients, finite, load, score_gradients
 from acutance.kernels.gpu.language import jit, tl
 from acutance.kernels.gpu.scores import at_head, band, same_documents
 
@@ -58,6 +58,8 @@ def queries_tile(
         tl.store(ADDED + i.to(tl.int64) * keys + j, ds, mask=seen & (j < keys))
     if FLAGS.softcap:
         ds *= bend
+    if EDGE:
+        k = finite(k)
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=FLAGS.precision)
 
 

@@ -1,0 +1,119 @@
+"""What is not finite at hidden keys, padding that holds NaN, and must reach no row.
+
+A weight of 0 does not hide a value or a key that is NaN: 0 · NaN is NaN. Kernels multiply all the
+same, which costs nothing where everything is finite, and what is not is sorted out here, once it
+has shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from acutance.kernels.blocked import Sums
+from acutance.kernels.tiles import Rule, accumulate_dtype
+from acutance.masks import Masking
+
+__all__ = [
+    "all_finite",
+    "constant_where_not_finite",
+    "hides_keys",
+    "only_visible_values",
+    "value_gradient",
+    "zeroed",
+]
+
+Forward = Callable[[Tensor, Tensor, "Tensor | None", Masking, Rule, bool], Sums]
+
+
+def hides_keys(masking: Masking) -> bool:
+    """Whether any mask may hide a key from a row."""
+    masks = (masking.attn_mask, masking.bias, masking.key_mask, masking.key_documents)
+    return masking.causal or masking.window is not None or any(m is not None for m in masks)
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether every number is finite; not asked, and said to be so, of a device to wait for."""
+    if tensor.device.type != "cpu":
+        return True
+    return bool(tensor.sum(dtype=accumulate_dtype(tensor.dtype)).isfinite())
+
+
+def zeroed(tensor: Tensor) -> Tensor:
+    """The tensor with 0 for what is not finite, to be multiplied by gradients that are NaN or 0.
+
+    The gradient of a score is NaN where the row sees a key that is not finite, and 0 where it does
+    not.
+    """
+    if tensor.device.type == "cpu" and all_finite(tensor):
+        return tensor
+    return torch.nan_to_num(tensor, 0.0, 0.0, 0.0)
+
+
+def constant_where_not_finite(rows: Tensor) -> Tensor:
+    """The rows (..., E), those that are not finite without a gradient.
+
+    What makes scores of keys, a norm of a cosine, has no gradient there to be multiplied by 0.
+    """
+    wants = torch.is_grad_enabled() and rows.requires_grad
+    if torch.compiler.is_compiling() or not wants or all_finite(rows.detach()):
+        return rows
+    return torch.where(rows.isfinite().all(-1, keepdim=True), rows, rows.detach())
+
+
+def value_gradient(weights: Tensor, grad: Tensor, finite: bool) -> Tensor:
+    """Gradients of values (..., S, Ev) from weights (..., L, S) and rows of gradients (..., L, Ev).
+
+    Args:
+        weights: 0 where a row does not see a key.
+        grad: of the output over the rows' normalisers.
+        finite: whether all of it is; a row's that is not reaches only the keys it sees.
+    """
+    if finite:
+        return weights.mT @ grad
+    wrong = torch.logical_not(grad.isfinite()).to(grad.dtype)
+    reached = (weights > 0).to(grad.dtype).mT @ wrong
+    found = weights.mT @ torch.nan_to_num(grad, 0.0, 0.0, 0.0)
+    return found.masked_fill(reached > 0, torch.nan)
+
+
+def only_visible_values(
+    forward: Forward,
+    sums: Sums,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masking: Masking,
+    rule: Rule,
+    noise: bool,
+) -> Sums:
+    """The sums of a forward pass with an output that is not finite, right where values are hidden.
+
+    Args:
+        forward: the pass, called again with other values.
+        sums: what it gave.
+        query: what it was given, like the rest.
+        key: (B, H, S, E).
+        value: (B, H, S, Ev).
+        masking: which keys each row sees.
+        rule: scale, softcap, sinks and dropout.
+        noise: whether it summed the values' moments.
+
+    Returns:
+        The sums, with the output (and the moments) that finite values alone give in rows that no
+        other value has a weight in.
+    """
+    finite = value.isfinite()
+    if bool(finite.all()):
+        return sums
+    clean = forward(query, key, torch.where(finite, value, 0.0), masking, rule, noise)
+    wrong = forward(query, key, torch.logical_not(finite).to(value.dtype), masking, rule, False)
+    reached = (wrong.out != 0).any(-1, keepdim=True)
+    return sums._replace(
+        out=torch.where(reached, sums.out, clean.out),
+        O=clean.O if not noise else torch.where(reached, sums.O, clean.O),
+        R1=clean.R1 if not noise else torch.where(reached, sums.R1, clean.R1),
+        R2=clean.R2 if not noise else torch.where(reached.squeeze(-1), sums.R2, clean.R2),
+    )
