@@ -123,9 +123,12 @@ def _counts(text: str) -> list[int]:
 def _listing(asked: Sequence[str], quick: bool) -> Any:
     """Every case asked for: group, name, shape and goals."""
     from rich import box
-    from rich.table import Table
 
-    drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    from acutance.report.tables import NumberTable
+
+    drawn = NumberTable(
+        keys=2, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
+    )
     for heading in ("group", "case", "shape", "goals"):
         drawn.add_column(heading, no_wrap=heading == "case")
     chosen = choose(asked, quick=quick)

@@ -65,9 +65,10 @@ def _table(
     header: tuple[str, ...], widths: tuple[int, ...], heads: bool = True, **options: Any
 ) -> Table:
     from rich import box
-    from rich.table import Table
 
-    drawn = Table(
+    from acutance.report.tables import NumberTable
+
+    drawn = NumberTable(
         box=box.SIMPLE_HEAD,
         padding=0,
         pad_edge=False,
@@ -81,7 +82,7 @@ def _table(
         drawn.add_column(
             heading,
             justify="right" if index else "left",
-            no_wrap=bool(widths) or index < 2,
+            no_wrap=bool(widths) or 0 < index < len(header) - 1,
             width=widths[index] if widths else None,
         )
     return drawn

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from acutance.calibration.collect import HELD, TARGETS
 from acutance.calibration.decide import ROUNDING
 from acutance.calibration.result import Calibration, HeadCalibration
 from acutance.probing.checkpoint import in_words
+from acutance.report.tables import NumberTable
 
 __all__ = ["sentences", "show"]
 
@@ -46,16 +46,16 @@ def _title(found: Calibration) -> str:
     return f"{name}, {what}: before and after a law ({found.family}), at n visible keys"
 
 
-def _table(found: Calibration) -> Table:
+def _table(found: Calibration) -> NumberTable:
     """Head by head, or where there are many, the layers' means."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = NumberTable(keys=3, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     lengths = _lengths(found)
     single = len(found.heads) <= MOST_HEADS
-    table.add_column("layer", justify="right")
-    table.add_column("head" if single else "heads", justify="right")
-    table.add_column("n =", justify="right")
+    table.add_column("layer", justify="right", no_wrap=True)
+    table.add_column("head" if single else "heads", justify="right", no_wrap=True)
+    table.add_column("n =", justify="right", no_wrap=True)
     for n in lengths:
-        table.add_column(str(n), justify="right")
+        table.add_column(str(n), justify="right", no_wrap=True)
     table.add_column("grows as")
     groups = [[one] for one in found.heads] if single else _by_layer(found.heads)
     for group in groups:

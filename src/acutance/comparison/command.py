@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from acutance.comparison import render
@@ -20,6 +19,7 @@ from acutance.files import write_text
 from acutance.mechanisms import MECHANISMS
 from acutance.probing import QueryKeySample, load_queries_keys
 from acutance.report.console import printable
+from acutance.report.tables import NumberTable
 
 __all__ = ["arguments", "listing", "run", "show", "source"]
 
@@ -62,9 +62,9 @@ def source(path: Path | None) -> QueryKeySample | None:
     return None if path is None else load_queries_keys(path)
 
 
-def listing() -> Table:
+def listing() -> NumberTable:
     """Every mechanism with its title."""
-    body = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    body = NumberTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     body.add_column("mechanism", no_wrap=True)
     body.add_column("what it is")
     for name, entry in MECHANISMS.items():

@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
-from rich.table import Table
 from rich.text import Text
 
 from acutance.comparison.record import COMPARED, Comparison, Reading, Result
 from acutance.mechanisms import MECHANISMS
 from acutance.report.console import printable
+from acutance.report.tables import NumberTable
 
 __all__ = ["WIDE", "heading", "legend", "sentences", "table"]
 
@@ -53,7 +53,9 @@ class _Table:
         yield Text(shown(heading(found)), style="bold")
         yield Text()
         gap = 2 if wide or not costs else 1
-        body = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+        body = NumberTable(
+            keys=2, box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim"
+        )
         body.add_column("mechanism", no_wrap=True)
         names = ["n", "entropy"]
         names += ["theory", "sparsity", "theory"] if wide else ["sparsity"]

@@ -93,14 +93,14 @@ class _HeadTable:
             yield [(f"! {notice}", Style(bold=True, color="red"))]
             yield []
         if any(self.grid):
-            yield from self._head()
+            yield from self._head(width)
             yield []
             yield from self._body(width)
             yield []
         for line, style in _below(self.summary):
             yield [(line, style)]
 
-    def _head(self) -> Iterator[_Line]:
+    def _head(self, width: int) -> Iterator[_Line]:
         name = self.metric.replace("_", " ")
         bold, dim = Style(bold=True), Style(dim=True)
         if self.metric == "normalized_entropy":
@@ -114,9 +114,13 @@ class _HeadTable:
         unit = describe(self.metric).unit
         of = "" if unit == "1" else f" ({unit})"
         yield [(f"{title}mean {name}{of} over rows, layer × head", bold)]
-        ticks = self.scale.ticks(6)
-        ramp: _Line = [(f" {self._text(tick)} ", self._style(tick)) for tick in ticks]
-        yield [(f"{low} ", dim), *ramp, (f" {high}", dim)]
+        for count, ends in ((6, (low, high)), (6, _short(low, high)), (3, _short(low, high))):
+            ticks = self.scale.ticks(count)
+            texts = [f" {self._text(tick)} " for tick in ticks]
+            if len("".join((*ends, *texts))) + 2 <= width:
+                break
+        ramp: _Line = [(text, self._style(tick)) for text, tick in zip(texts, ticks, strict=True)]
+        yield [(f"{ends[0]} ", dim), *ramp, (f" {ends[1]}", dim)]
 
     def _body(self, width: int) -> Iterator[_Line]:
         widest = max(len(row) for row in self.grid)
@@ -133,7 +137,7 @@ class _HeadTable:
                 chunk = _chunk(widest, max(1, (width - label - 1 - cell - 3) // cell))
         lines = sum(max(1, math.ceil(len(row) / chunk)) for row in self.grid)
         if chunk < widest and lines > MOST_LINES:
-            yield from self._digest(cell - 1)
+            yield from self._digest(cell - 1, width)
         else:
             yield from self._folded(chunk, widest, cell, label)
 
@@ -166,16 +170,40 @@ class _HeadTable:
                     line.append((f"{self._text(mean)}{pad}".rjust(cell), self._style(mean)))
                 yield line
 
-    def _digest(self, cell: int) -> Iterator[_Line]:
-        """One line for each layer: its heads' spread, and which are at its ends."""
+    def _digest(self, cell: int, width: int) -> Iterator[_Line]:
+        """One line for each layer: its heads' spread, and which are at its ends.
+
+        Where that does not fit, quartiles, the median and the ends give way to the mean, in this
+        order, and a sentence says so.
+        """
         bold, dim = Style(bold=True), Style(dim=True)
         wide = max(cell, 6) + 2
-        names = ("lowest", "head", "25 %", "median", "75 %", "highest", "head")
-        widths = (wide, 5, wide, wide, wide, wide + 1, 5)
-        yield [("The heads do not fit side by side: the spread over each layer's heads.", dim)]
+        sizes = {
+            "lowest": wide + 5,
+            "25 %": wide,
+            "median": wide,
+            "75 %": wide,
+            "highest": wide + 6,
+        }
+        shown, missing = list(sizes), []
+        for names in (("25 %", "75 %"), ("median",), ("lowest", "highest")):
+            if 5 + sum(sizes[name] for name in shown) + 3 + cell + 1 > width:
+                shown = [name for name in shown if name not in names]
+                missing += names
+        left = f" No room for: {', '.join(missing)}." if missing else ""
+        yield [
+            (
+                "The heads do not fit side by side: the spread over each layer's heads." + left,
+                dim,
+            )
+        ]
         yield []
         header: _Line = [("layer", bold)]
-        header += [(name.rjust(size), dim) for name, size in zip(names, widths, strict=True)]
+        for name in shown:
+            ends = name in ("lowest", "highest")
+            header.append((name.rjust(sizes[name] - 5 * ends), dim))
+            if ends:
+                header.append(("head".rjust(5), dim))
         yield [*header, (" │ ", dim), ("mean".rjust(cell + 1), bold)]
         for layer, row in enumerate(self.grid):
             there = sorted((value, head) for head, value in enumerate(row) if math.isfinite(value))
@@ -185,17 +213,17 @@ class _HeadTable:
                 quarters = (
                     quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
                 )
-                low, high = there[0], there[-1]
-                for value, size in zip(
-                    (low[0], low[1], *quarters, high[0], high[1]), widths, strict=True
-                ):
-                    if isinstance(value, int):
-                        number = self.summary.layers[layer].numbers[value]
-                        line.append((f"h{number}".rjust(size), dim))
-                    else:
-                        line.append((self._text(value).rjust(size), self._style(value)))
+                numbers = self.summary.layers[layer].numbers
+                ends_of = {"lowest": there[0], "highest": there[-1]}
+                middle = dict(zip(("25 %", "median", "75 %"), quarters, strict=True))
+                for name in shown:
+                    value, head = ends_of.get(name) or (middle[name], None)
+                    room = sizes[name] - 5 * (head is not None)
+                    line.append((self._text(value).rjust(room), self._style(value)))
+                    if head is not None:
+                        line.append((f"h{numbers[head]}".rjust(5), dim))
             else:
-                line.append(("–".rjust(wide).ljust(sum(widths)), None))
+                line.append(("–".rjust(wide).ljust(sum(sizes[name] for name in shown)), None))
             mean = _mean(row)
             yield [*line, (" │ ", dim), (self._text(mean).rjust(cell + 1), self._style(mean))]
 
@@ -346,6 +374,11 @@ def ranges(indices: list[int], noun: str) -> str:
 
 def _from_to(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}–{last}"
+
+
+def _short(low: str, high: str) -> tuple[str, str]:
+    """What the ends of a scale are called where there is little room."""
+    return low.split(",")[0], high.split(",")[0]
 
 
 def _chunk(heads: int, fit: int) -> int:

@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from acutance.probing import Diff
@@ -16,6 +15,7 @@ from acutance.probing.changes import CONFIDENCE, VERDICTS
 from acutance.probing.notices import notices
 from acutance.report.colours import brief
 from acutance.report.console import printable
+from acutance.report.tables import NumberTable
 from acutance.structure import describe
 
 __all__ = ["print_diff"]
@@ -86,23 +86,25 @@ def _subject(about: Mapping[str, Any]) -> str:
     return " · ".join(part if len(part) <= _LONG else f"{part[: _LONG - 1]}…" for part in parts)
 
 
-def _table(ascii_only: bool, *columns: str) -> Table:
+def _table(ascii_only: bool, keys: int, *columns: str) -> NumberTable:
     """A table without lines; the first column is text, the others are numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table = NumberTable(
+        keys=keys, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim"
+    )
     for index, name in enumerate(columns):
         left = index == 0 or name in ("verdict", "at", "", "module")
         table.add_column(
             printable(name, ascii_only), justify="left" if left else "right",
-            no_wrap=name != "module", overflow="ellipsis" if name == "module" else "crop",
+            no_wrap=name != "module",
         )  # fmt: skip
     return table
 
 
-def _overview(found: Diff, ascii_only: bool) -> Table:
+def _overview(found: Diff, ascii_only: bool) -> NumberTable:
     """A line for each metric: verdicts, the median size of a change, and the largest."""
     unclear = found.how != "sequences"
     names = ["metric", "moved", *(["unclear"] if unclear else []), "noise", "equal"]
-    table = _table(ascii_only, *names, "median", "largest", "at")
+    table = _table(ascii_only, 1, *names, "median", "largest", "at")
     for metric in found.metrics:
         heads = found.moved(metric)
         if not heads:
@@ -127,10 +129,10 @@ def _overview(found: Diff, ascii_only: bool) -> Table:
     return table
 
 
-def _heads(heads: Sequence[Any], metric: str, width: int, ascii_only: bool) -> Table:
+def _heads(heads: Sequence[Any], metric: str, width: int, ascii_only: bool) -> NumberTable:
     wide = width >= _WIDE
     names = ["layer", "head", "before", "after", "change", "± error"]
-    table = _table(ascii_only, *names, *(["interval"] if wide else []), "verdict")
+    table = _table(ascii_only, 2, *names, *(["interval"] if wide else []), "verdict")
     table.columns[0].justify = "right"
     for head in heads:
         cells = [
@@ -151,11 +153,11 @@ def _heads(heads: Sequence[Any], metric: str, width: int, ascii_only: bool) -> T
     return table
 
 
-def _layers(found: Diff, metric: str, width: int, ascii_only: bool) -> Table:
+def _layers(found: Diff, metric: str, width: int, ascii_only: bool) -> NumberTable:
     wide = width >= _WIDE
     layers = found.layers(metric)
     names = ["layer", "before", "after", "change", "± error", "moved", "most"]
-    table = _table(ascii_only, *names, "", *(["module"] if wide else []))
+    table = _table(ascii_only, 1, *names, "", *(["module"] if wide else []))
     table.columns[0].justify = "right"
     reach = max((abs(layer.change) for layer in layers if math.isfinite(layer.change)), default=0.0)
     for layer in layers:

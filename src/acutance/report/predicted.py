@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from acutance.report.console import printable
+from acutance.report.tables import NumberTable
 from acutance.rowstats import METRICS
 from acutance.theory import Prediction, effective_keys_decay, expected_max_gauss, frozen_entropy
 from acutance.theory.prediction.population import gaussian_break_points
@@ -65,7 +65,7 @@ class _PredictionTable:
         yield Text(shown(_heading(row)), style="bold")
         yield Text()
         gap = 1 if self.measured and options.max_width < 90 else 2
-        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+        table = NumberTable(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
         fixed = all(kind == "fixed" for kind in row.kinds.values())
         table.add_column("metric", no_wrap=True)
         table.add_column("exact" if fixed else "expected", justify="right", no_wrap=True)

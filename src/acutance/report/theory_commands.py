@@ -10,13 +10,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from acutance import theory
 from acutance.files import write_text
 from acutance.report.console import printable
 from acutance.report.predicted import prediction_record, prediction_table
+from acutance.report.tables import NumberTable
 from acutance.report.temperature import Advice, advise
 
 
@@ -101,9 +101,10 @@ def show_advice(
         title = f"τ = {advice.tau:.4g} for {100 * advice.fraction:.6g} % of log {advice.n:,}"
         console.print(Text(printable(title, ascii_only), style="bold"))
         console.print()
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        for name, justify in (("arrangement of keys", "left"), ("τ", "right"), ("scale", "right")):
-            table.add_column(printable(name, ascii_only), justify=justify)  # type: ignore[arg-type]
+        table = NumberTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column("arrangement of keys")
+        for name in ("τ", "scale"):
+            table.add_column(printable(name, ascii_only), justify="right", no_wrap=True)
         table.add_column("needs")
         for setting in advice.settings:
             mark = "" if setting.feasible else " (not met)"

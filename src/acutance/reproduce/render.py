@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 from rich.text import Text
 
+from acutance.report.tables import NumberTable
 from acutance.reproduce.experiment import Experiment
 from acutance.reproduce.record import Judgement, Record, Row
 
@@ -52,10 +53,10 @@ def verdict(judgement: Judgement) -> Text:
 
 def listing(experiments: Iterable[Experiment]) -> Table:
     """Names, what they are about and how many claims they test."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = NumberTable(box=None, pad_edge=False, header_style="bold")
     table.add_column("experiment", no_wrap=True)
     table.add_column("about")
-    table.add_column("claims", justify="right")
+    table.add_column("claims", justify="right", no_wrap=True)
     for experiment in experiments:
         table.add_row(experiment.name, experiment.title, str(len(experiment.claims)))
     return table
@@ -82,8 +83,8 @@ def _wide(records: Sequence[Record]) -> Table:
     table = Table(header_style="bold")
     table.add_column("experiment", no_wrap=True)
     table.add_column("claim", ratio=3)
-    table.add_column("predicted", justify="right")
-    table.add_column("measured", justify="right")
+    table.add_column("predicted", justify="right", no_wrap=True)
+    table.add_column("measured", justify="right", no_wrap=True)
     table.add_column("rows", justify="right", no_wrap=True)
     table.add_column("verdict", ratio=3)
     table.add_column("seconds", justify="right", no_wrap=True)
@@ -106,7 +107,7 @@ def _wide(records: Sequence[Record]) -> Table:
 def _narrow(records: Sequence[Record]) -> Table:
     """Claims under their experiment, numbers under their claim."""
     table = Table(header_style="bold", show_header=False)
-    table.add_column("claim")
+    table.add_column("claim", overflow="fold")
     for record in records:
         table.add_row(Text.assemble((record.name, "bold"), (f"  {record.seconds:.1f} s", "dim")))
         for index, judgement in enumerate(record.judgements):
