@@ -226,6 +226,12 @@ def test_a_factor_at_its_limit_is_reported() -> None:
     law = acutance.calibrate(model, text(1), value=0.05, lengths=LENGTHS, limit=2.0)
     assert {status for head in law.heads for status in head.status} == {"limited"}
     assert max(max(head.factors) for head in law.heads) == 2.0
+    assert {head.family for head in law.heads} == {"limited"}  # a limit tells nothing of growth
+    assert all(math.isnan(head.growth[0]) for head in law.heads)
+    said = list(sentences(law))
+    count = len(law.heads)
+    assert f"{count} of {count} heads reach the limit of the factors: no family." in said
+    assert not any("log n" in line and "Growth" in line for line in said)
 
 
 def test_a_gain_within_noise_leaves_a_head_alone() -> None:

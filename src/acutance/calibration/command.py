@@ -36,6 +36,7 @@ def run(
     given: dict[str, Any],
     windows: int,
     batch_size: int,
+    tokenizer: str | None,
     attention: str | None,
     device: str,
     trust_remote_code: bool,
@@ -54,6 +55,7 @@ def run(
         given: further arguments of :func:`acutance.calibrate`.
         windows: of each length at most, spread over the text; 0 is all.
         batch_size: windows of the longest length that are run at once.
+        tokenizer: directory or name of a tokenizer; None is the model's own.
         attention: implementation.
         device: where to run.
         trust_remote_code: run code that comes with the model.
@@ -73,6 +75,7 @@ def run(
     with console().status("loading the model"):
         loaded = models.load(
             model,
+            tokenizer=tokenizer,
             attention=attention,
             device=device,
             trust_remote_code=trust_remote_code,
@@ -88,6 +91,7 @@ def run(
     for warning in caught:
         console().print(f"[yellow]note[/]: {warning.message}", highlight=False)
     samples = draw(texts, loaded.tokenizer, places, windows, given["seed"])
+    loaded.check_tokens(piece for sample in samples.values() for piece in sample.pieces)
     console().print(f"[dim]{told(samples)}[/]", highlight=False, soft_wrap=True)
     batches = _batches(loaded, samples, batch_size)
     tokens = sum(part["input_ids"].numel() for parts in batches.values() for part in parts)
@@ -169,9 +173,7 @@ def _scaling(name: str, parameters: str) -> Scaling:
         try:
             found = get(name)
         except ValueError as error:
-            raise ValueError(
-                f"law: {name} has parameters, as in log_n:train_length=512: {error}"
-            ) from error
+            raise ValueError(f"law: {name} has parameters, as in log_n:train_length=512") from error
         assert isinstance(found, Scaling)
         return found
     record: dict[str, Any] = {"name": name}

@@ -61,7 +61,8 @@ class Resemblance:
     """What a head's factors look like.
 
     Attributes:
-        name: the family, or ``"undecided"``.
+        name: the family, ``"undecided"``, or ``"limited"`` where a factor is at its limit, which
+            tells nothing of how it would grow.
         best: the family that fits best, told apart or not.
         fits: every family by name; fewer than three lengths leave only the constant and log n.
         candidates: families that cannot be told apart from the best.

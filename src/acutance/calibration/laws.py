@@ -48,6 +48,8 @@ def extended_table(
 
 
 def _going_on(found: Resemblance) -> FamilyFit:
+    if found.name == "limited":  # it stays at its last factor
+        return found.fits["constant"]
     if found.name != "undecided":
         return found.fits[found.name]
     slow = [fit for name, fit in found.fits.items() if name != "n"]

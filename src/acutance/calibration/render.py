@@ -26,6 +26,7 @@ _FAMILIES = {
     "log_n": "log n",
     "n": "n",
     "undecided": "undecided",
+    "limited": "limited",
 }
 
 
@@ -242,8 +243,13 @@ def _size(found: Calibration, one: HeadCalibration, at: int) -> float:
 def _growth(found: Calibration) -> Iterator[str]:
     """Families, and where heads stand against the gap law."""
     families = Counter(one.family for one in found.heads)
+    limited = families.pop("limited", 0)
     told = ", ".join(f"{count} {_FAMILIES[name]}" for name, count in families.most_common())
-    if len(found.lengths) < 3:
+    if limited:
+        yield f"{limited} of {len(found.heads)} heads reach the limit of the factors: no family."
+    if not families:
+        pass
+    elif len(found.lengths) < 3:
         yield f"Growth of the factors: {told}; fewer than 3 lengths tell no family apart."
     else:
         yield f"Growth of the factors with n, by fit error: {told}."

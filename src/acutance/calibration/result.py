@@ -45,12 +45,12 @@ class HeadCalibration:
         factors: of the law.
         factor_errors: their standard errors, by the measured slope.
         status: one of :data:`STATUSES`.
-        family: the growth of the factors: ``constant``, ``sqrt_log_n``, ``log_n``, ``n``, or
-            ``undecided``.
+        family: the growth of the factors: ``constant``, ``sqrt_log_n``, ``log_n``, ``n``,
+            ``undecided``, or ``limited`` where a factor is at its limit.
         candidates: families that cannot be told apart from the best.
         family_errors: relative error of the factors under each family, root mean square.
         growth: increase of the factor per unit of log n, with its standard error; NaN where there
-            is one length.
+            is one length, or a factor is at its limit.
         critical: median critical scale Λ of the unscaled scores; NaN where none was sampled.
         focus: β/Λ under the law: above 1 the maximum stands alone.
     """

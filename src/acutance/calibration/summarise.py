@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,9 +105,12 @@ def _factor_errors(layer: FittedLayer) -> Tensor:
 
 
 def _resemblance(layer: FittedLayer, errors: Tensor, head: int) -> Resemblance:
-    """Over the lengths where the target can be had."""
+    """Over the lengths where the target can be had; none where a factor is at its limit."""
     factors, possible = layer.last.factors[:, head], layer.aim.possible[:, head]
     knots = layer.first.values.knots
+    if any(row[head] == "limited" for row in status_of(layer.first, layer.last, layer.aim)):
+        end = FamilyFit("constant", float(factors[-1]), 0.0, 0.0, 0.0, 2.0)
+        return Resemblance("limited", "limited", {"constant": end}, ())
     if bool((factors == 1.0).all()):
         constant = FamilyFit("constant", 1.0, 0.0, 0.0, 0.0, 2.0)
         return Resemblance("constant", "constant", {"constant": constant}, ("constant",))
@@ -151,6 +155,8 @@ def _heads(
     for h, one in enumerate(like):
         line = one.fits.get("log_n")
         growth = (line.b, line.b_error) if line is not None else (0.0, 0.0)
+        if one.name == "limited":
+            growth = (math.nan, math.nan)
         numbers: dict[str, Any] = {n: tuple(c[:, h].tolist()) for n, c in columns.items()}
         found.append(
             HeadCalibration(
@@ -161,7 +167,9 @@ def _heads(
                 status=tuple(row[h] for row in status),
                 family=one.name,
                 candidates=one.candidates,
-                family_errors={name: fit.error for name, fit in one.fits.items()},
+                family_errors={
+                    name: fit.error for name, fit in one.fits.items() if one.name != "limited"
+                },
                 growth=growth,
                 **numbers,
             )

@@ -17,6 +17,7 @@ from acutance.cli.options import (
     Model,
     Resume,
     SaveEvery,
+    Tokenizer,
     TrustRemoteCode,
     check_resume,
 )
@@ -93,6 +94,7 @@ def calibrate_command(
     save_every: SaveEvery = 1,
     resume: Resume = False,
     json: JsonTo = None,
+    tokenizer: Tokenizer = None,
     attention: AttentionName = None,
     device: Device = "cpu",
     trust_remote_code: TrustRemoteCode = False,
@@ -127,6 +129,7 @@ def calibrate_command(
                 },
                 windows=windows,
                 batch_size=batch_size,
+                tokenizer=tokenizer,
                 attention=attention,
                 device=device,
                 trust_remote_code=trust_remote_code,

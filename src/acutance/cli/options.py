@@ -28,6 +28,14 @@ SaveEvery = Annotated[
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from what the file of --save holds.")]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer",
+        metavar="NAME",
+        help="Directory or name of a tokenizer, in place of the model's own.",
+    ),
+]
 AttentionName = Annotated[
     str | None, typer.Option("--attention", help="Attention implementation: sdpa, eager, ...")
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,22 @@ class TextModel:
                 return token
         return 0
 
+    def check_tokens(self, pieces: Iterable[Iterable[int]]) -> None:
+        """Refuse tokens that the model has no embedding for, before any window is run.
+
+        Raises:
+            ModelError: naming the largest token and the size of the embedding.
+        """
+        model: Any = self.model
+        table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        rows = getattr(table, "num_embeddings", None)
+        largest = max((max(piece, default=0) for piece in pieces), default=0)
+        if isinstance(rows, int) and largest >= rows:
+            raise ModelError(
+                f"the tokenizer gives token {largest}, and the embedding of {self.name} has "
+                f"{rows} rows: it is another model's tokenizer; name the right one with --tokenizer"
+            )
+
     def run(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
         """One forward pass. An encoder-decoder's decoder reads the same text as its encoder."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
@@ -79,6 +96,7 @@ class TextModel:
 def load(
     name: str | None,
     *,
+    tokenizer: str | None = None,
     attention: str | None = None,
     dtype: torch.dtype | None = None,
     device: str = "cpu",
@@ -90,6 +108,7 @@ def load(
 
     Args:
         name: a directory, or a name transformers can load; None is the embedded default.
+        tokenizer: a directory or name of the tokenizer; None is the one saved with the model.
         attention: attention implementation; None is the model's own choice.
         dtype: of the weights; None is as they were saved.
         device: where to run.
@@ -115,9 +134,10 @@ def load(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     try:
         config = transformers.AutoConfig.from_pretrained(source, **options)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:
         raise ModelError(_why(label, error)) from error
+    _check_reads_text(label, config)
+    words = _tokenizer(label, source, tokenizer, options)
     extra: dict[str, Any] = {} if allow_pickle else {"use_safetensors": True}
     if attention is not None:
         extra["attn_implementation"] = attention
@@ -139,7 +159,51 @@ def load(
             f"{label} did not load: {difference}. What is missing would be random numbers; pass "
             "--allow-missing to go on with them"
         )
-    return TextModel(label, model, tokenizer, _positions(config, tokenizer), difference)
+    return TextModel(label, model, words, _positions(config, words), difference)
+
+
+def _check_reads_text(label: str, config: Any) -> None:
+    """Refuse a model of images or sounds, which no tokenizer would help."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "vocab_size", None) is None and (
+        hasattr(config, "image_size") or hasattr(config, "num_channels")
+    ):
+        raise ModelError(
+            f"{label} reads images, no text ({type(config).__name__} has no vocabulary); run it "
+            "yourself inside acutance.probe(model)"
+        )
+
+
+def _tokenizer(label: str, source: str, name: str | None, options: dict[str, Any]) -> Any:
+    """The tokenizer of a model, or the one named in its place."""
+    import transformers
+
+    where = source if name is None else str(Path(name).expanduser())
+    help_ = "name one with --tokenizer, a directory or the model that it came with"
+    try:
+        found = transformers.AutoTokenizer.from_pretrained(where, **options)
+    except Exception as error:
+        if name is not None or not Path(source).is_dir() or _TOKENIZERS & _names(source):
+            raise ModelError(_why(label if name is None else name, error)) from error
+        raise ModelError(f"{label} was saved without a tokenizer; {help_}") from error
+    if not found("a b c 1", add_special_tokens=False)["input_ids"]:
+        if name is not None:
+            raise ModelError(f"--tokenizer {name} holds no vocabulary")
+        raise ModelError(
+            f"{label} was saved without a tokenizer (there is no tokenizer.json, vocabulary or "
+            f"tokenizer.model); {help_}"
+        )
+    return found
+
+
+#: Files of which a tokenizer has one, at least.
+_TOKENIZERS = {"tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model"} | {
+    "sentencepiece.bpe.model", "spm.model", "tokenizer_config.json",
+}  # fmt: skip
+
+
+def _names(folder: str) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()}
 
 
 def _embedded() -> str:
@@ -188,6 +252,16 @@ def _why(name: str, error: Exception) -> str:
     if isinstance(error, OSError) and ("not a local folder" in text or "connect" in text.lower()):
         return (
             f"there is no model {name!r}: it is no directory here, and it could not be had from "
-            f"the model hub"
+            f"the model hub: {_reason(error)}"
         )
     return f"{name} could not be loaded: {text[:300]}"
+
+
+def _reason(error: BaseException) -> str:
+    """Why a download failed: the first of the errors that led to this one, in a sentence."""
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return "downloads are switched off (HF_HUB_OFFLINE is set)"
+    while (earlier := error.__cause__ or error.__context__) is not None:
+        error = earlier
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

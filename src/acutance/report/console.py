@@ -185,7 +185,8 @@ class _HeadTable:
             "75 %": wide,
             "highest": wide + 6,
         }
-        shown, missing = list(sizes), []
+        missing: list[str] = []
+        shown = list(sizes)
         for names in (("25 %", "75 %"), ("median",), ("lowest", "highest")):
             if 5 + sum(sizes[name] for name in shown) + 3 + cell + 1 > width:
                 shown = [name for name in shown if name not in names]

@@ -33,6 +33,7 @@ def probe(
     structure: bool,
     examples: int,
     savings: Savings,
+    tokenizer: str | None,
     attention: str | None,
     device: str,
     trust_remote_code: bool,
@@ -67,6 +68,7 @@ def probe(
     with world.together(), console().status("loading the model") if first else nullcontext():
         loaded = models.load(
             model,
+            tokenizer=tokenizer,
             attention=attention,
             device=world.device(device),
             trust_remote_code=trust_remote_code,
@@ -75,6 +77,7 @@ def probe(
         )
         window = loaded.window(length)
         pieces = corpus.windows(texts, loaded.tokenizer, window)[:: savings.every]
+        loaded.check_tokens(pieces)
     options = Options(
         length=window,
         batch_size=batch_size,
