@@ -95,7 +95,8 @@ def run(
         scale = 1.0
     if options.scale is not None:
         scale = check_number("scale", options.scale)
-    options = replace(options, softcap=check_softcap(options.softcap, query.dtype))
+    if options.softcap is not None:
+        options = replace(options, softcap=check_softcap(options.softcap, query.dtype))
     check_number("dropout_p", options.dropout_p, above=0.0, below=1.0, including=True)
     masking = check_masking(
         query,

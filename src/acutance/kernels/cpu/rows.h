@@ -77,9 +77,9 @@ struct Rows {
       D[v] += n[v] * drop;
       m[v] = top;
       shift[v] = base;
-      // where the maximum rose far, the mean of what came before is no reference: a first moment
-      // about it would lose the digits of rows that one key holds alone
-      about[v] = drop < T(-4) ? V{} : average;
+      // where the maximum rose, the mean of what came before is no reference: moments about it
+      // would lose the digits of rows that few keys hold
+      about[v] = drop < T(-1) ? V{} : average;
       total[v] += tile.total[v];
       visible[v] = count[v];
       middle[v] = tile.total[v] / vmax(count[v], splat(T(1))) - base;
