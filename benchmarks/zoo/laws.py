@@ -17,7 +17,7 @@ from torch import Tensor
 
 import acutance
 from acutance.calibration.applied import ApplyError
-from acutance.calibration.layers import label
+from acutance.probing.naming import module_name as label
 from acutance.scaling import HeadTable
 from zoo.inputs import run
 from zoo.larger import larger, normalises, ways

@@ -155,8 +155,12 @@ def test_heads_are_chosen_by_number() -> None:
         ({"heads": []}, ValueError, r"heads names at least one, got \[\]"),
         ({"heads": [True]}, TypeError, "heads holds numbers, ranges and text, got True"),
         ({"heads": "5-2"}, ValueError, "heads has ranges low-high, got '5-2'"),
-        ({"layers": "self_atn"}, ValueError, r"matches no module of the model; did you mean 'self"),
-        ({"layers": 3}, ValueError, "layers=3 chooses no block: the model has no numbered ones"),
+        ({"layers": "self_atn"}, ValueError, r"is no layer of the model; did you mean 'self"),
+        (
+            {"layers": 3},
+            ValueError,
+            "layers=3 is no layer of the model: its attention layers are numbered 0 to 0",
+        ),
     ],
 )
 def test_wrong_options(options: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -166,7 +170,9 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], match: s
 
 def test_blocks_that_are_not_there() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 3)
-    with pytest.raises(ValueError, match="layers=3 chooses no block: they are numbered 0 to 2"):
+    with pytest.raises(
+        ValueError, match="layers=3 is no layer of the model: its blocks are numbered 0"
+    ):
         acutance.probe(model, layers="0,3")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,8 +21,10 @@ from transformers.modeling_flash_attention_utils import (
     FLASH_ATTN_KERNEL_VERSIONS,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.utils.generic import TransformersKwargs
 
 import acutance
+from acutance.probing import huggingface
 from acutance.probing.huggingface import InterfaceCall, is_flash
 
 BUILT_IN = [name for name in AttentionInterface._global_mapping if "flash" in name]
@@ -105,3 +109,25 @@ def test_a_window_after_a_cache_is_read(monkeypatch: pytest.MonkeyPatch, name: s
     with torch.no_grad(), acutance.apply(model, acutance.scaling.LogN(2), windowed=True) as law:
         model(ids)
     assert sum(law.calls.values()) == 2
+
+
+def test_keywords_of_every_model_are_known() -> None:
+    """Else a call that differs for another reason would be blamed on them."""
+    assert not set(TransformersKwargs.__annotations__) - huggingface._KNOWN
+
+
+def test_a_broken_transformers_leaves_probes_of_plain_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Broken(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", Broken("broken"))
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    with acutance.probe(model) as probe:
+        model(*torch.randn(3, 1, 5, 8))
+    assert probe.summary().layers[0].rows == 5
+    with acutance.apply(model, acutance.scaling.LogN(2)) as law:
+        model(*torch.randn(3, 1, 5, 8))
+    assert sum(law.calls.values()) == 1

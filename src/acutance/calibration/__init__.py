@@ -11,9 +11,9 @@ from acutance.calibration.applied import Applied, ApplyError, apply
 from acutance.calibration.fit import calibrate
 from acutance.calibration.identity import Identity
 from acutance.calibration.law import HeadLaws, Law, LawError
-from acutance.calibration.layers import attention_layers
 from acutance.calibration.measure import Measured, measure
 from acutance.calibration.result import Calibration, HeadCalibration
+from acutance.probing.find_layers import attention_layers
 
 __all__ = [
     "Applied",

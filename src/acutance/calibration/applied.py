@@ -18,20 +18,20 @@ from acutance.calibration.by_hand import has_shallow_mask, scaled_scores
 from acutance.calibration.factors import factor_of
 from acutance.calibration.functions import FunctionChange
 from acutance.calibration.law import AnyLaw, HeadLaws, Law, by_layer
-from acutance.calibration.layers import (
-    attention_layers,
-    is_softmax,
-    label,
-    uses_interface,
-    windowed_layers,
-)
 from acutance.calibration.rows import count, count_call
 from acutance.probing import huggingface
 from acutance.probing.call import AttentionCall
 from acutance.probing.context import EAGER
+from acutance.probing.find_layers import (
+    attention_layers,
+    is_softmax,
+    uses_interface,
+    windowed_layers,
+)
 from acutance.probing.functions import sdpa_call
 from acutance.probing.heads import heads_of, over_keys
 from acutance.probing.module_hooks import follow
+from acutance.probing.naming import class_name, module_name
 
 __all__ = ["Applied", "ApplyError", "apply"]
 
@@ -60,8 +60,9 @@ def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> App
             ``F.scaled_dot_product_attention`` or ``nn.MultiheadAttention``, or is a softmax of its
             own, whose scores then have their products multiplied and their biases not.
         law: a scaling or its name for all heads; a mapping from layer or (layer, head) to
-            scalings, where a layer is its number among the attention layers or its module's name
-            and what is left out is not scaled; or a :class:`Law`, such as :meth:`Law.load` reads.
+            scalings, where layers are named as for :func:`acutance.probe` (block numbers, ranges,
+            module names, patterns) and what is left out is not scaled; or a :class:`Law`, such as
+            :meth:`Law.load` reads.
         windowed: also scale layers with a sliding window, whose rows see no more keys in a longer
             text.
 
@@ -131,12 +132,13 @@ class Applied:
         self._plans: dict[int, _Plan] = {}
         asking = [name for name, one in attention_layers(model).items() if uses_interface(one)]
         windows, modules = windowed_layers(model), dict(model.named_modules())
+        model_itself = module_name(model, "")
         for full, module in modules.items():
             above = full.rpartition(".")[0]
-            name = label(model, above if is_softmax(module) else full)
+            name = module_name(model, above if is_softmax(module) else full)
             laws = layers.get(name, elsewhere)
             heads = heads_of(module) or heads_of(modules.get(above))
-            start = f"{name}." if full.replace("_orig_mod", "").strip(".") else ""
+            start = "" if name == model_itself else f"{name}."
             holds = any(one.startswith(start) and one != name for one in asking)
             self._plans[id(module)] = _Plan(name, laws, windows[name], heads, holds)
         self._context: ExitStack | None = None
@@ -186,7 +188,7 @@ class Applied:
         return context is not None
 
     def _did_nothing(self) -> str:
-        model = type(getattr(self._model, "_orig_mod", self._model)).__name__
+        model = class_name(self._model)
         if self.skipped:
             name, why = next(iter(self.skipped.items()))
             return f"the law changed no call of {model}: {len(self.skipped)} layers, {name}: {why}"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from acutance.calibration.gaps import critical_scales
-from acutance.calibration.layers import windowed_layers
 from acutance.probing import Probe
 from acutance.probing.call import AttentionCall, observe_scores
+from acutance.probing.find_layers import windowed_layers
 from acutance.rowstats import RowStatistics
 
 __all__ = ["HELD", "TARGETS", "Collector", "LayerSums", "Target"]

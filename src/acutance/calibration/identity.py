@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from acutance.calibration.layers import attention_layers, label
+from acutance.probing.find_layers import attention_layers
+from acutance.probing.naming import class_name, module_name, unwrapped
 
 __all__ = ["Identity", "longest", "positions_are_learned"]
 
@@ -65,13 +66,13 @@ class Identity:
             >>> one.architecture, one.layers, one.heads, one.width
             ('MultiheadAttention', 1, 2, 8)
         """
-        model = getattr(model, "_orig_mod", model)
+        name, model = class_name(model), unwrapped(model)
         layers = attention_layers(model)
         config: Any = getattr(model, "config", None)
         if hasattr(config, "to_dict"):
             text = config.get_text_config() if hasattr(config, "get_text_config") else config
             return cls(
-                type(model).__name__,
+                name,
                 len(layers),
                 _number(text, _HEADS),
                 _number(text, _WIDTH),
@@ -79,14 +80,13 @@ class Identity:
                 _digest(_lasting(config.to_dict())),
             )
         plain = [one for one in layers.values() if isinstance(one, torch.nn.MultiheadAttention)]
-        shapes = [[label(model, n), list(p.shape)] for n, p in model.named_parameters()]
         return cls(
-            type(model).__name__,
+            name,
             len(layers),
             plain[0].num_heads if plain else 0,
             plain[0].embed_dim if plain else 0,
             0,
-            _digest(shapes),
+            _digest(_parameters(model)),
         )
 
     def difference(self, other: Identity) -> str | None:
@@ -130,7 +130,7 @@ _KIND = {str: "text", int: "a whole number, not negative"}
 
 def longest(model: torch.nn.Module) -> int | None:
     """Positions the model is configured for, None where nothing says."""
-    config: Any = getattr(getattr(model, "_orig_mod", model), "config", None)
+    config: Any = getattr(unwrapped(model), "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     found = _number(config, _LONGEST)
@@ -152,6 +152,26 @@ def _number(config: Any, names: tuple[str, ...]) -> int:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     return 0
+
+
+def _parameters(model: torch.nn.Module) -> list[list[Any]]:
+    """Name and shape of every parameter, in model order, as they are where nothing is sharded."""
+    flat: dict[int, list[tuple[str, torch.Size]]] = {}
+    for module in model.modules():  # FullyShardedDataParallel holds its own of several modules
+        whole = getattr(getattr(module, "_handle", None), "flat_param", None)
+        if whole is not None:
+            for part, shape in zip(whole._param_infos, whole._shapes, strict=True):
+                flat.setdefault(id(part.module), []).append((part.param_name, shape))
+    found, seen = [], set()
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        mine = [(last, part.shape) for last, part in own.items() if id(part) not in seen]
+        seen |= {id(part) for part in own.values()}
+        for last, shape in flat.get(id(module), mine):
+            if last != "_flat_param":
+                full = f"{name}.{last}" if name else last
+                found.append([module_name(model, full), list(shape)])
+    return found
 
 
 def _lasting(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import warnings
@@ -14,9 +13,10 @@ from typing import Any, TypeAlias
 import torch
 
 from acutance.calibration.identity import Identity, longest, positions_are_learned
-from acutance.calibration.layers import attention_layers, label
 from acutance.files import write_text
 from acutance.probing.checkpoint import NOT_LOADED
+from acutance.probing.choice import choose_layers
+from acutance.probing.naming import named_modules, unwrapped
 from acutance.scaling import AnyScaling, NoScaling, Scaling, from_dict, get
 from acutance.scaling.learned import LearnedScaling
 from acutance.shapes import check_count
@@ -26,7 +26,7 @@ __all__ = ["SCHEMA", "AnyLaw", "HeadLaws", "Law", "LawError", "by_layer"]
 SCHEMA = "acutance.law/1"
 _LARGEST = 64 << 20  # bytes; a table of 8 lengths for 100 layers of 100 heads has 2 MB
 
-#: A layer by its number among the attention layers, or by its module's name.
+#: Layers by block number, range, name or pattern: see :class:`acutance.probing.choice.LayerChoice`.
 LayerName: TypeAlias = int | str
 #: One scaling for all, or one for each layer or head.
 AnyLaw: TypeAlias = "str | AnyScaling | Law | Mapping[Any, str | AnyScaling]"
@@ -156,17 +156,19 @@ class Law:
         Raises:
             LawError: if a layer is no module of the model.
         """
-        known = {label(model, name) for name, _ in model.named_modules()}
-        prefix = getattr(getattr(model, "_orig_mod", model), "base_model_prefix", None)
+        known = {name for name, _ in named_modules(model)}
+        prefix = getattr(unwrapped(model), "base_model_prefix", None)
         found = {}
         for name, laws in self.layers:
             names = [name]
             if isinstance(prefix, str) and prefix:
                 names += [f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
             place = next((one for one in names if one in known), None)
-            if place is None:
-                raise LawError(f"this law has {name!r:.80}, which is no module of the model")
-            found[place] = laws
+            try:
+                places = choose_layers(model, name if place is None else place, "layer")
+            except ValueError as error:
+                raise LawError(f"this law does not fit: {error}") from error
+            found.update(dict.fromkeys(places, laws))
         return found
 
     def record(self) -> dict[str, Any]:
@@ -249,43 +251,28 @@ def by_layer(model: torch.nn.Module, law: AnyLaw) -> tuple[AnyScaling | None, di
         return get(law), {}
     if not law:
         raise ValueError("law has at least one layer, got an empty mapping")
-    names = list(attention_layers(model))
     found: dict[str, HeadLaws] = {}
     for place, given in law.items():
         pair = isinstance(place, tuple) and len(place) == 2
         layer, head = place if pair else (place, None)
-        name = _module(model, layer, names)
-        before = found.get(name, HeadLaws())
-        if head is None:
-            if before.heads:
-                raise ValueError(f"{name} has one scaling or one for each head, got both")
-            found[name] = HeadLaws(get(given))
-            continue
-        if isinstance(head, bool) or not isinstance(head, int) or head < 0:
+        if isinstance(layer, bool) or not isinstance(layer, int | str | range):
+            raise TypeError(
+                f"a law's layer is a number, a range or the name of a module, got {layer!r:.60}"
+            )
+        if head is not None and (isinstance(head, bool) or not isinstance(head, int) or head < 0):
             raise ValueError(f"head is a whole number, not negative, got {head!r}")
-        if before.whole is not None:
-            raise ValueError(f"{name} has one scaling or one for each head, got both")
-        found[name] = HeadLaws(None, (*before.heads, (head, get(given))))
+        for name in choose_layers(model, layer, "layer"):
+            before = found.get(name, HeadLaws())
+            if before.heads if head is None else before.whole is not None:
+                raise ValueError(f"{name} has one scaling or one for each head, got both")
+            one = get(given)
+            found[name] = HeadLaws(one) if head is None else _with(before, head, one)
     return None, found
 
 
-def _module(model: torch.nn.Module, layer: object, names: list[str]) -> str:
-    """The name of the module a layer is."""
-    if isinstance(layer, int) and not isinstance(layer, bool):
-        if not 0 <= layer < len(names):
-            raise ValueError(
-                f"layer {layer} is none of the {len(names)} attention layers of "
-                f"{type(model).__name__}, counted from 0"
-            )
-        return names[layer]
-    if not isinstance(layer, str):
-        raise TypeError(f"a layer is a number or a module's name, got {layer!r:.60}")
-    known = [*names, *(name for name, _ in model.named_modules() if name)]
-    if layer not in known:
-        close = difflib.get_close_matches(layer, names, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"layer {layer!r} is no module of {type(model).__name__}{hint}")
-    return layer
+def _with(laws: HeadLaws, head: int, scaling: AnyScaling) -> HeadLaws:
+    """Scalings of heads, and one for another head."""
+    return HeadLaws(None, (*laws.heads, (head, scaling)))
 
 
 def _record(scaling: AnyScaling) -> Scaling:

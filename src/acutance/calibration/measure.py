@@ -16,9 +16,9 @@ from acutance.calibration.asked import (
 )
 from acutance.calibration.estimates import LayerValues
 from acutance.calibration.law import AnyLaw
-from acutance.calibration.layers import attention_layers
 from acutance.calibration.passes import PassSums, knots_of, run_pass
 from acutance.calibration.windows import AnyBatches, check_lengths, cut, gather
+from acutance.probing.find_layers import attention_layers
 
 __all__ = ["Measured", "measure"]
 

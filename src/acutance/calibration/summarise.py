@@ -16,8 +16,8 @@ from acutance.calibration.families import FamilyFit, Resemblance, resemble
 from acutance.calibration.identity import Identity
 from acutance.calibration.law import Law
 from acutance.calibration.laws import extended_table
-from acutance.calibration.layers import attention_layers
 from acutance.calibration.result import Calibration, HeadCalibration
+from acutance.probing.find_layers import attention_layers
 from acutance.scaling import Scaling
 
 __all__ = ["FittedLayer", "summarise"]

@@ -1,4 +1,4 @@
-"""Which layers and heads a probe reads: indices, ranges and patterns of names."""
+"""Which layers and heads are meant: numbers, ranges and patterns of names, wherever asked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-__all__ = ["Chosen", "HeadChoice", "LayerChoice"]
+import torch
+
+from acutance.probing.find_layers import attention_layers
+from acutance.probing.naming import named_modules
+
+__all__ = ["Chosen", "HeadChoice", "LayerChoice", "choose_layers"]
 
 #: What names layers or heads: numbers, ranges, text as ``"0-3,8"``, or several of these.
 Chosen: TypeAlias = int | str | range | Iterable["int | str | range"]
@@ -50,15 +55,18 @@ def _items(name: str, given: Chosen) -> list[range | str]:
 
 
 class LayerChoice:
-    """The layers of a model that are read.
+    """The layers of a model that are meant.
 
     A number is that of a block, as the module's name has it: ``encoder.layer.3.attention.self``
-    lies in block 3; negative ones count from the last. A pattern (``*`` and ``?``) is of a module's
-    name, or of that of a module around it.
+    lies in block 3; negative ones count from the last. In a model without numbered blocks it is
+    that of an attention layer. A pattern (``*`` and ``?``) is of a module's name, or of that of a
+    module around it.
 
     Args:
         given: what was asked for.
-        names: of all modules of the model.
+        names: of all modules of the model, without wrappers.
+        attention: names of its attention layers, in order.
+        argument: what ``given`` is called in errors.
 
     Raises:
         TypeError: if it holds anything but numbers, ranges and text.
@@ -73,19 +81,39 @@ class LayerChoice:
         True
         >>> LayerChoice(7, names)
         Traceback (most recent call last):
-        ValueError: layers=7 chooses no block: they are numbered 0 to 1
+        ValueError: layers=7 is no layer of the model: its blocks are numbered 0 to 1
+        >>> LayerChoice("hea", names)
+        Traceback (most recent call last):
+        ValueError: layers='hea' is no layer of the model; did you mean 'head'?
     """
 
-    def __init__(self, given: Chosen, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        given: Chosen,
+        names: Sequence[str],
+        attention: Sequence[str] = (),
+        argument: str = "layers",
+    ) -> None:
+        self._argument, self._attention = argument, list(attention)
         self._counts: dict[str, int] = {}
         for name in names:
             base, number = _block(name)
             if number is not None:
                 self._counts[base] = max(self._counts.get(base, 0), number + 1)
-        self._parts = _items("layers", given)
+        self._parts = _items(argument, given)
         for part in self._parts:
-            if not any(self._takes(part, name) for name in names):
+            most = max(self._counts.values(), default=len(self._attention))
+            beyond = isinstance(part, range) and not (-most <= part[0] and part[-1] < most)
+            if beyond or not any(self._takes(part, name) for name in names):
                 raise ValueError(self._nothing(part, names))
+
+    @classmethod
+    def from_model(
+        cls, given: Chosen, model: torch.nn.Module, argument: str = "layers"
+    ) -> LayerChoice:
+        """The choice among a model's modules, however it is wrapped."""
+        names = [name for name, _ in named_modules(model)]
+        return cls(given, names, list(attention_layers(model)), argument)
 
     def __contains__(self, name: str) -> bool:
         return any(self._takes(part, name.partition("#")[0]) for part in self._parts)
@@ -95,6 +123,9 @@ class LayerChoice:
             pieces = name.split(".")
             around = (".".join(pieces[: end + 1]) for end in range(len(pieces)))
             return any(fnmatchcase(each, part) for each in around)
+        if not self._counts:
+            place = self._attention.index(name) if name in self._attention else None
+            return place is not None and (place in part or place - len(self._attention) in part)
         base, number = _block(name)
         if number is None:
             return False
@@ -102,14 +133,44 @@ class LayerChoice:
 
     def _nothing(self, part: range | str, names: Sequence[str]) -> str:
         if isinstance(part, str):
-            near = difflib.get_close_matches(part, names, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            return f"layers={part!r} matches no module of the model{hint}"
-        told = part[0] if len(part) == 1 else f"{part[0]}-{part[-1]}"
-        if not self._counts:
-            return f"layers={told} chooses no block: the model has no numbered ones, name modules"
-        most = max(self._counts.values()) - 1
-        return f"layers={told} chooses no block: they are numbered 0 to {most}"
+            near = difflib.get_close_matches(part, names, n=3, cutoff=0.6)
+            near = near or difflib.get_close_matches(part, names, n=1, cutoff=0.3)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            return f"{self._argument}={part!r} is no layer of the model{hint}"
+        asked = part[0] if len(part) == 1 else f"{part[0]}-{part[-1]}"
+        text = f"{self._argument}={asked} is no layer of the model"
+        if self._counts:
+            return f"{text}: its blocks are numbered 0 to {max(self._counts.values()) - 1}"
+        if self._attention:
+            last = len(self._attention) - 1
+            return f"{text}: its attention layers are numbered 0 to {last}"
+        return f"{text}: it has no numbered blocks, name modules"
+
+
+def choose_layers(model: torch.nn.Module, given: Chosen, argument: str = "layers") -> list[str]:
+    """Names of the attention layers that are meant, in model order.
+
+    Text that is the name of a module in which no attention layer is known is that module.
+
+    Raises:
+        TypeError: if ``given`` holds anything but numbers, ranges and text.
+        ValueError: if a part of it is no layer of the model.
+
+    Example:
+        >>> model = torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(8, 2), 2)
+        >>> choose_layers(model, "-1"), choose_layers(model, "layers.0.self_attn")
+        (['layers.1.self_attn', 'layers.1.multihead_attn'], ['layers.0.self_attn'])
+    """
+    choice = LayerChoice.from_model(given, model, argument)
+    attention = attention_layers(model)
+    if isinstance(given, str) and given in attention:
+        return [given]
+    chosen = [name for name in attention if name in choice]
+    if chosen:
+        return chosen
+    if isinstance(given, str) and any(given == name for name, _ in named_modules(model)):
+        return [given]
+    raise ValueError(f"{argument}={given!r} is no layer of the model: it holds no attention")
 
 
 class HeadChoice:

@@ -122,6 +122,7 @@ _KNOWN = {
     *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "position_ids"),
     *("cache_position", "layer_idx", "layer_head_mask", "head_mask", "training", "deterministic"),
     *("past_key_values", "past_key_value", "position_embeddings", "num_items_in_batch"),
+    *("output_router_logits", "seq_idx"),
 }
 _PAGED = "paged attention keeps its keys in a cache of its own"
 
@@ -151,7 +152,7 @@ def change(changer: Changer) -> Iterator[None]:
 def _among(group: list[Any], member: Any) -> Iterator[None]:
     try:
         from transformers.modeling_utils import AttentionInterface
-    except ImportError:  # transformers is not installed: nothing of it can be running
+    except Exception:  # not installed, or broken (a torchvision that does not fit): none runs
         yield
         return
     if not hasattr(AttentionInterface, "get_interface"):

@@ -6,9 +6,11 @@ whole process, and whoever asks for one decides by the module's identity whether
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.modules.module import (
@@ -19,6 +21,34 @@ from torch.nn.modules.module import (
 
 __all__ = ["follow", "follow_inputs", "follow_outputs"]
 
+
+class _Quiet:
+    """Silences PyTorch's warning that a compiled module and the one inside it both have hooks.
+
+    Whoever follows modules takes the two for one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._filter: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._open == 0:
+                text = r"Using `torch\.compile\(module\)` when there are global hooks"
+                warnings.filterwarnings("ignore", text)
+                self._filter = warnings.filters[0]
+            self._open += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open == 0 and self._filter in warnings.filters:
+                cast("list[Any]", warnings.filters).remove(self._filter)
+
+
+_QUIET = _Quiet()
 _React = Callable[[torch.nn.Module], None]
 
 
@@ -44,15 +74,16 @@ def follow(enter: _React, leave: _React) -> Iterator[None]:
     def after(module: torch.nn.Module, args: Any, output: Any) -> None:
         leave(module)
 
-    handles = (
-        register_module_forward_pre_hook(before),
-        register_module_forward_hook(after, always_call=True),
-    )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with _QUIET:
+        handles = (
+            register_module_forward_pre_hook(before),
+            register_module_forward_hook(after, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 @contextmanager
@@ -84,9 +115,10 @@ def _follow_results(
         if id(module) in meant:
             react(module, args, kwargs, output)
 
-    handle = register_module_forward_hook(after, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-        _global_forward_hooks_with_kwargs.pop(handle.id, None)  # PyTorch leaves it
+    with _QUIET:
+        handle = register_module_forward_hook(after, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+            _global_forward_hooks_with_kwargs.pop(handle.id, None)  # PyTorch leaves it

@@ -1,42 +1,88 @@
-"""What a module of a probed model is called, whatever wraps the model."""
+"""What a module of a model is called, whatever wraps the model or a part of it."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-__all__ = ["label"]
+__all__ = ["class_name", "module_name", "named_modules", "unwrapped"]
 
-#: Where wrappers keep the module they wrap: torch.compile, FSDP, checkpoint_wrapper.
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_REPLICATED = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+#: Under which name a wrapper, told by its class, holds the module that it wraps.
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",  # torch.compile
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "AveragedModel": "module",
+    "DeepSpeedEngine": "module",
+    "_FabricModule": "_forward_module",  # Lightning
+}
+#: Bases of the subclass that ``fully_shard`` or ``replicate`` makes of a module's class.
+_ADDED = ("FSDPModule", "ReplicateModule")
+_KNOWN: dict[type, str | None] = {}  # by class, what _WRAPPERS says
 
 
-def label(model: torch.nn.Module, name: str) -> str:
-    """A module's name, the same for a compiled or sharded model as for the model itself.
+def module_name(model: torch.nn.Module, name: str) -> str:
+    """A module's name without wrappers: DataParallel, FSDP, torch.compile, checkpoint wrappers.
 
     Args:
-        model: what is probed.
-        name: as its ``named_modules`` has it.
+        model: what ``name`` starts from.
+        name: of a module or a parameter, as ``named_modules`` and ``named_parameters`` have it.
 
     Returns:
-        The name without wrappers; for the model itself the name of its class.
+        The name that it has in the model without wrappers; for the model itself that of its class.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        >>> label(torch.nn.DataParallel(model), "module.0"), label(model, "")
-        ('0', 'Sequential')
+        >>> wrapped = torch.nn.DataParallel(model)
+        >>> module_name(wrapped, "module.0.weight"), module_name(wrapped, "")
+        ('0.weight', 'Sequential')
     """
-    parts = [part for part in name.split(".") if part and part not in _WRAPPERS]
-    if isinstance(model, _REPLICATED) and parts[:1] == ["module"]:
-        del parts[0]
-    inner: Any = model
-    while inner is not None and (isinstance(inner, _REPLICATED) or _wrapped(inner)):
-        inner = inner.module if isinstance(inner, _REPLICATED) else _wrapped(inner)
-    return ".".join(parts) or type(inner).__name__
+    parts: list[str] = []
+    module: torch.nn.Module | None = model
+    for piece in name.split(".") if name else ():
+        if module is None or piece != _holds(module):
+            parts.append(piece)
+        module = None if module is None else module._modules.get(piece)
+    return ".".join(parts) or class_name(model)
 
 
-def _wrapped(module: torch.nn.Module) -> Any:
-    """The module inside a wrapper; None if it is none."""
-    return next((module._modules[name] for name in _WRAPPERS if name in module._modules), None)
+def named_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """Every module under its :func:`module_name`, in model order; wrappers share a name."""
+    return [(module_name(model, name), module) for name, module in model.named_modules()]
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside its wrappers; itself where it is none.
+
+    Example:
+        >>> unwrapped(torch.nn.DataParallel(torch.nn.Linear(2, 2)))
+        Linear(in_features=2, out_features=2, bias=True)
+    """
+    while (held := _holds(module)) is not None:
+        inner = module._modules[held]
+        assert inner is not None
+        module = inner
+    return module
+
+
+def class_name(module: torch.nn.Module) -> str:
+    """Name of the class of the module inside its wrappers, as it was before it was sharded."""
+    kind = type(unwrapped(module))
+    bases = kind.__bases__
+    sharded = len(bases) > 1 and bases[0].__name__ in _ADDED
+    return bases[1].__name__ if sharded else kind.__name__
+
+
+def _holds(module: torch.nn.Module) -> str | None:
+    """Under which name a wrapper holds its module; None if it is none."""
+    name = _wrapper(type(module))
+    return name if name is not None and module._modules.get(name) is not None else None
+
+
+def _wrapper(kind: type) -> str | None:
+    if kind not in _KNOWN:
+        names = (_WRAPPERS.get(base.__name__) for base in kind.__mro__)
+        _KNOWN[kind] = next((name for name in names if name is not None), None)
+    return _KNOWN[kind]

@@ -22,7 +22,7 @@ from acutance.probing.functions import FunctionCapture
 from acutance.probing.kept import QueryKeySample
 from acutance.probing.module_hooks import follow
 from acutance.probing.moments import Moments
-from acutance.probing.naming import label
+from acutance.probing.naming import class_name, named_modules
 from acutance.probing.reading import Read, Reader
 from acutance.probing.records import Records, Rows
 from acutance.probing.running import Passes, rerun
@@ -110,7 +110,7 @@ class Probe:
         self._thread = self._reader.thread
         self._layers: LayerChoice | None = None
         if layers is not None:
-            self._layers = LayerChoice(layers, [self._label(n) for n, _ in model.named_modules()])
+            self._layers = LayerChoice.from_model(layers, model)
         self._records = Records(self.metrics, check_flag("profile", profile))
         self._names: dict[int, str] = {}
         self._modules: dict[str, torch.nn.Module] = {}
@@ -127,11 +127,10 @@ class Probe:
         self._runs = self._calls = 0
         self._names.clear()
         self._modules.clear()
-        for index, (name, module) in enumerate(self._model.named_modules()):
-            label = self._label(name)
-            self._names[id(module)] = label
-            self._modules[label] = module
-            self._order.setdefault(label, index)
+        for index, (name, module) in enumerate(named_modules(self._model)):
+            self._names[id(module)] = name
+            self._modules[name] = module
+            self._order.setdefault(name, index)
         with ExitStack() as context:
             context.enter_context(EAGER)
             context.enter_context(follow(self._enter_module, self._leave_module))
@@ -155,11 +154,8 @@ class Probe:
         if kind is None and not self._calls:
             raise ProbeError(self._saw_nothing())
 
-    def _label(self, name: str) -> str:
-        return label(self._model, name)
-
     def _saw_nothing(self) -> str:
-        model = type(self._model).__name__
+        model = class_name(self._model)
         if self._layers is not None and self._runs and not self.unread:
             return f"the probe saw no attention call in the layers of {model} that were asked for"
         if self.unread:
@@ -343,7 +339,7 @@ class Probe:
             metrics=self.metrics,
             moments=Moments.join([moments for _, moments, _ in found]),
             about={
-                "model": type(self._model).__name__,
+                "model": class_name(self._model),
                 "torch": torch.__version__,
                 **({"untrained": True} if is_untrained(self._model) else {}),
                 **(about or {}),

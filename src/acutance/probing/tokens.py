@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from acutance.probing.module_hooks import follow_inputs
+from acutance.probing.naming import unwrapped
 from acutance.probing.running import rerun
 
 __all__ = ["Tokens", "special_ids"]
@@ -81,7 +82,7 @@ class Tokens:
 def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
     tables = [each for each in model.modules() if isinstance(each, torch.nn.Embedding)]
     try:
-        named = model.get_input_embeddings()  # type: ignore[operator]
+        named = unwrapped(model).get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError, TypeError):
         named = None
     if isinstance(named, torch.nn.Module) and not isinstance(named, torch.nn.Embedding):
@@ -96,6 +97,7 @@ def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
 def special_ids(model: torch.nn.Module) -> tuple[int, ...]:
     """Ids that a Hugging Face configuration calls special; none for other models."""
     found: set[int] = set()
+    model = unwrapped(model)
     for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
         for name in _NAMES:
             value = getattr(config, f"{name}_token_id", None)

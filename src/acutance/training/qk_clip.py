@@ -12,6 +12,8 @@ from torch import Tensor
 
 from acutance.probing import ProbeError
 from acutance.probing.call import AttentionCall
+from acutance.probing.choice import Chosen
+from acutance.probing.naming import named_modules
 from acutance.shapes import check_count, check_number
 from acutance.training.across_ranks import ExactMaxima
 from acutance.training.agreement import Outputs, agrees, rotary_width
@@ -24,7 +26,7 @@ from acutance.training.projections import (
     find_layouts,
 )
 from acutance.training.sharded import multiply, reshard
-from acutance.training.watch import AttentionWatch, Layers, WatchedRows, matches
+from acutance.training.watch import AttentionWatch, WatchedRows
 
 __all__ = ["QKClip"]
 
@@ -115,7 +117,7 @@ class QKClip:
         tau: float = 100.0,
         *,
         alpha: float = 0.5,
-        layers: Layers = None,
+        layers: Chosen | None = None,
         group: Any = None,
     ) -> None:
         self._watch = _Watch(model, layers=layers, gradients=False, products=True)
@@ -207,14 +209,9 @@ class QKClip:
 
     def _untold(self) -> set[torch.nn.Module]:
         """The projections of the chosen modules whose layout is not known."""
-        label, layers = self._watch._label, self._watch.layers
-        modules = {label(name): part for name, part in self._model.named_modules()}
+        modules = dict(named_modules(self._model))
         told = {self._holder(modules, name) for name in self._layouts}
-        chosen = {
-            self._holder(modules, name)
-            for name in modules
-            if layers is None or any(matches(name, layer) for layer in layers)
-        }
+        chosen = {self._holder(modules, name) for name in modules if self._watch._wanted(name)}
         return {
             part
             for module in chosen - told
@@ -340,8 +337,7 @@ class QKClip:
     def _weights(self, name: str, heads: int, width: int) -> tuple[Projections, ...]:
         """The weights of a module, or of the nearest module around it that has them."""
         if not self._modules:
-            parts = self._model.named_modules()
-            self._modules = {self._watch._label(key): part for key, part in parts}
+            self._modules = dict(named_modules(self._model))
         module, reason, place = self._modules[name], None, name
         for _ in range(3):
             try:

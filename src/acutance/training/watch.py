@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -18,13 +17,11 @@ from acutance.nn import Recorded
 from acutance.nn.recording import listen
 from acutance.probing import Probe, ProbeError
 from acutance.probing.call import AttentionCall
+from acutance.probing.choice import Chosen
 from acutance.rowstats import RowStatistics, observe
 from acutance.shapes import check_flag
 
-__all__ = ["AttentionWatch", "Layers", "WatchedRows", "check_layers", "matches"]
-
-#: Numbers of the model's blocks, patterns of module names (``"*.cross_attn"``), or None for all.
-Layers = Sequence[int | str] | None
+__all__ = ["AttentionWatch", "WatchedRows"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,7 @@ class AttentionWatch(Probe):
 
     Args:
         model: any module.
-        layers: which layers: numbers of the model's blocks (the first number in a module's name),
-            patterns of module names, or None for all.
+        layers: as for :func:`acutance.probe`: numbers of blocks, ranges, patterns of module names.
         gradients: keep the graph from the statistics to the model's parameters.
         products: leave out softcap, bias and sinks, so that ``max_logit`` is of the scaled products
             :math:`q \cdot k`. Does not concern modules of :mod:`acutance.nn`.
@@ -66,7 +62,7 @@ class AttentionWatch(Probe):
 
     Raises:
         TypeError: if an argument is of the wrong kind.
-        ValueError: if ``layers`` is empty.
+        ValueError: if a part of ``layers`` is no layer of the model.
 
     Example:
         >>> import torch
@@ -81,12 +77,12 @@ class AttentionWatch(Probe):
         self,
         model: torch.nn.Module,
         *,
-        layers: Layers = None,
+        layers: Chosen | None = None,
         gradients: bool = True,
         products: bool = False,
     ) -> None:
-        super().__init__(model, metrics=["entropy"])
-        self.layers = check_layers(layers)
+        super().__init__(model, metrics=["entropy"], layers=layers)
+        self.layers = layers
         self.gradients = check_flag("gradients", gradients)
         self.products = check_flag("products", products)
         self.rows: list[WatchedRows] = []
@@ -115,7 +111,7 @@ class AttentionWatch(Probe):
         if kind is None and not self.rows:
             if self._seen and not self.unread:
                 raise ProbeError(
-                    f"layers={list(self.layers or ())} names none of the attention that ran: "
+                    f"layers={self.layers!r} names none of the attention that ran: "
                     f"{', '.join(self._seen)}"
                 )
             raise ProbeError(self._saw_nothing())
@@ -204,35 +200,7 @@ class AttentionWatch(Probe):
         self._calls += 1
         if module not in self._seen:
             self._seen.append(module)
-        return self.layers is None or any(matches(module, layer) for layer in self.layers)
-
-
-def check_layers(layers: Layers) -> tuple[int | str, ...] | None:
-    """The layers as a tuple.
-
-    Raises:
-        TypeError: if they are a string, or not all integers and strings.
-        ValueError: if there is none.
-    """
-    if layers is None:
-        return None
-    if isinstance(layers, str) or not isinstance(layers, Sequence):
-        raise TypeError(f"layers is a sequence of block numbers and name patterns, got {layers!r}")
-    for layer in layers:
-        if isinstance(layer, bool) or not isinstance(layer, int | str):
-            raise TypeError(f"a layer is a block number or a name pattern, got {layer!r}")
-    if not layers:
-        raise ValueError("layers names at least one layer, got none; None is all of them")
-    return tuple(layers)
-
-
-def matches(module: str, layer: int | str) -> bool:
-    """Whether a module is of a block, by number, or fits a name pattern."""
-    name = module.partition("#")[0]
-    if isinstance(layer, str):
-        return fnmatch.fnmatchcase(name, layer)
-    numbers = [int(part) for part in name.split(".") if part.isdigit()]
-    return bool(numbers) and numbers[0] == layer
+        return self._wanted(module)
 
 
 def _detached(saved: Tensor) -> Tensor:

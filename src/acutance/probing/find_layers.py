@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 import torch
 
+from acutance.probing.naming import module_name
+
 __all__ = [
     "attention_layers",
     "is_softmax",
     "is_windowed",
-    "label",
     "uses_interface",
     "windowed_layers",
 ]
@@ -52,7 +53,7 @@ def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         if name not in holding and not found & {name, *around} and _by_hand(modules[name]):
             hands.add(name)
             holding |= around
-    return {label(model, name): modules[name] for name in modules if name in found | hands}
+    return {module_name(model, name): modules[name] for name in modules if name in found | hands}
 
 
 def _around(name: str) -> set[str]:
@@ -75,12 +76,6 @@ def is_softmax(module: torch.nn.Module) -> bool:
 def uses_interface(module: torch.nn.Module) -> bool:
     """Whether a module asks transformers for its attention function."""
     return _INTERFACE in _names_of(type(module))
-
-
-def label(model: torch.nn.Module, name: str) -> str:
-    """A module's name, the same for a compiled model as for the model itself."""
-    parts = [part for part in name.split(".") if part and part != "_orig_mod"]
-    return ".".join(parts) or type(getattr(model, "_orig_mod", model)).__name__
 
 
 def is_windowed(module: torch.nn.Module) -> bool:
@@ -119,7 +114,7 @@ def windowed_layers(model: torch.nn.Module) -> dict[str, bool]:
     for name, module in modules.items():
         above = modules.get(name.rpartition(".")[0]) if name else None
         outer = above is not None and "att" in type(above).__name__.lower() and is_windowed(above)
-        found[label(model, name)] = outer or is_windowed(module)
+        found[module_name(model, name)] = outer or is_windowed(module)
     return found
 
 
