@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -195,7 +196,6 @@ def test_failures_are_one_sentence_and_exit_1(
         ([gpt2, "--text", tmp_path], "is a directory"),
         ([gpt2, "--text", empty], "holds no text"),
         ([gpt2, "--text", binary], "is not UTF-8 text"),
-        ([gpt2, "--text", text, "--length", 65], "--length 65 is more than the 64 positions"),
         ([mamba, "--text", text], "the probe saw no attention call in MambaModel"),
     ]
     for arguments, sentence in cases:
@@ -217,6 +217,42 @@ def test_misuse_is_exit_2_before_anything_runs(run: Callable[..., Any], tmp_path
         result = run(*arguments)
         assert result.exit_code == 2, result.output
     assert "length" in run("probe", "--lenght", "3").output
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--length", 65], "--length 65 is more than the 64 positions"),
+        (["--heads", "0-9"], "names head 9, and the layers of"),
+        (["--shard", "3/2"], "shard"),
+        (["--law", "sssmax"], "did you mean"),
+        (["--law", "log_n"], "--law: log_n has parameters"),
+    ],
+)
+def test_options_that_do_not_fit_are_misuse(
+    run: Callable[..., Any], save_model: Callable[..., Path], options: list[Any], sentence: str
+) -> None:
+    result = run("probe", save_model(_tiny_gpt2()), *options)
+    assert result.exit_code == 2, result.output
+    assert sentence in " ".join(result.stderr.split())
+    assert len([line for line in result.stderr.splitlines() if line.startswith("acutance:")]) == 1
+
+
+def test_a_law_or_target_that_does_not_exist_is_misuse(run: Callable[..., Any]) -> None:
+    assert run("calibrate", "--law", "sssmax").exit_code == 2
+    assert run("calibrate", "--target", "entropi").exit_code == 2
+
+
+def test_help_is_grouped_and_switches_have_no_type(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = run("probe", "--help").output
+    for heading in ("What to read", "What to write", "Spend less", "Many machines"):
+        assert heading in text
+    assert [line for line in text.splitlines() if "<bool>" in line and "--help" not in line] == []
+    (rest,) = re.findall(r"╭─ Options ─.*?╰─", text, re.DOTALL)
+    assert re.findall(r"--[a-z-]+", rest) == ["--help"]
 
 
 def test_special_tokens_are_put_as_the_tokenizer_puts_them() -> None:

@@ -215,3 +215,11 @@ def test_help_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_question_is_printed_with_its_answers_and_softmax_is_known() -> None:
+    options = "compare --n 8 --d 8 --heads 2 --no-costs --mechanism softmax"
+    result = CliRunner().invoke(app, options.split())
+    assert result.exit_code == 0, result.output
+    assert "What it shows: Can it concentrate on few keys as n grows?" in result.stdout
+    assert "scaled_dot" in result.stdout

@@ -31,6 +31,7 @@ def run() -> Callable[..., Any]:
         ("merge missing.safetensors", "--figure"),
         ("diff missing.safetensors missing.safetensors", "--figure"),
         ("predict --n 16 --logit-std 1", "--plot"),
+        ("predict --n 16 --logit-std 1", "--figure"),
         ("temperature --n 16", "--plot"),
         ("compare", "--figure"),
         ("bench --quick", "--figure"),

@@ -202,3 +202,12 @@ def test_an_untrained_model_is_said_once(summary_of: Make) -> None:
     (notice,) = summary.to_dict()["notices"]
     assert notice.startswith("Untrained: every norm has its initial gain")
     assert kinds(replace(summary, about={})).count("dead") == MOST_NAMED
+
+
+def test_cross_attention_is_called_that(summary_of: Make) -> None:
+    names = {0: {"module": "decoder.block.0.layer.1.EncDecAttention"}}
+    summary = summary_of((2, 2), layer=names, first_weight={(0, 1): 0.9, (1, 0): 0.8})
+    (cross, plain) = [one for one in findings(summary) if one.kind == "first_key_sink"]
+    assert cross.sentence.startswith("Layer 0 (cross-attention) head 1 gives 90%")
+    assert plain.sentence.startswith("Layer 1 head 0 ")
+    assert recommendations(summary)[0].place == "Layer 0 (cross-attention) head 1"

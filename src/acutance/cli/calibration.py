@@ -19,6 +19,7 @@ from acutance.cli.options import (
     SaveEvery,
     Tokenizer,
     TrustRemoteCode,
+    check_choice,
     check_resume,
 )
 from acutance.cli.shared import INTERRUPTED, check_targets, console, fail, plain_errors
@@ -108,6 +109,11 @@ def calibrate_command(
     places = None if lengths is None else _lengths(lengths)
     with plain_errors():
         from acutance.calibration import command
+        from acutance.calibration.collect import TARGETS
+        from acutance.calibration.laws import FITTED
+
+        check_choice("--law", law, dict.fromkeys(("table", *FITTED)))
+        check_choice("--target", name, TARGETS)
 
         try:
             command.run(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+#: Headings of a help page with many options.
+READ, WRITE, LESS, MANY = "What to read", "What to write", "Spend less", "Many machines, long runs"
 CHARTS = ("heads", "layers", "lengths", "theory")
 
 Model = Annotated[
@@ -106,3 +109,27 @@ def check_chart(chart: str, metric: str | None = None) -> None:
         raise typer.BadParameter(
             "it is of entropy alone, so leave out --metric", param_hint="--chart"
         )
+
+
+def grouped(command: Callable[..., None], panels: Mapping[str, str]) -> Callable[..., None]:
+    """The same command, its options under headings in its help, and switches without a type.
+
+    Args:
+        command: a command whose options are annotated.
+        panels: the heading of each parameter's name.
+    """
+    command.__annotations__ = get_type_hints(command, include_extras=True)
+    for name, hint in command.__annotations__.items():
+        kind, *more = get_args(hint) or (hint,)
+        for info in more:
+            if isinstance(info, typer.models.OptionInfo):
+                info.rich_help_panel = panels.get(name, info.rich_help_panel)
+                if kind in (bool, bool | None) and not info.metavar:
+                    info.metavar = " "
+    return command
+
+
+def check_choice(option: str, given: str, among: Any) -> None:
+    """Refuse a name that is none of a few."""
+    if given not in among:
+        raise typer.BadParameter(f"one of {', '.join(among)}, got {given}", param_hint=option)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from acutance.cli.options import (
+    LESS,
+    MANY,
+    READ,
+    WRITE,
     AllowMissing,
     AllowPickle,
     AttentionName,
@@ -27,6 +31,7 @@ from acutance.cli.options import (
     TrustRemoteCode,
     check_chart,
     check_resume,
+    grouped,
 )
 from acutance.cli.shared import (
     INTERRUPTED,
@@ -34,6 +39,7 @@ from acutance.cli.shared import (
     check_output,
     check_targets,
     console,
+    misuse,
     plain_errors,
 )
 
@@ -167,14 +173,19 @@ def probe_command(
     with plain_errors():
         from acutance.probing import distributed
         from acutance.probing.run import Savings
+        from acutance.probing.shards import Shard
         from acutance.report import probe_commands
 
+        if shard is not None:
+            with misuse():
+                Shard.parse(shard)
         savings = Savings(every, layers, heads, max_rows, seed, provide)
         scaled = None
         if law is not None:
             from acutance.calibration.command import applying
 
-            scaled = applying(law)
+            with nullcontext() if Path(law).exists() else misuse():
+                scaled = applying(law)
         ranks = ExitStack()
         world = ranks.enter_context(distributed.world())
     with ranks, plain_errors():  # what went wrong is said before the other ranks are let go
@@ -206,3 +217,13 @@ def probe_command(
         )
     if not finished:
         raise typer.Exit(INTERRUPTED)
+
+
+_PANELS = {
+    READ: "text length tokenizer law attention device trust_remote_code allow_pickle allow_missing",
+    WRITE: "report json csv parquet save figure chart dark keep_qk noise structure examples "
+    "verify overwrite",
+    LESS: "every layers heads max_rows seed provide batch_size",
+    MANY: "shard resume save_every",
+}
+grouped(probe_command, {name: panel for panel, names in _PANELS.items() for name in names.split()})

@@ -83,15 +83,17 @@ def console(*, stderr: bool = True) -> Any:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Expected failures end with one sentence on standard error and exit code 1."""
+    """Expected failures end with one sentence on standard error and exit code 1; misuse with 2."""
     try:
         yield
+    except typer.Exit:  # a RuntimeError itself: it has been told
+        raise
     except KeyboardInterrupt:
         fail("interrupted before anything was read")
         raise typer.Exit(INTERRUPTED) from None
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         fail(str(error) or type(error).__name__)
-        raise typer.Exit(1) from error
+        raise typer.Exit(getattr(error, "exit_code", 1)) from error
 
 
 def fail(message: str) -> None:

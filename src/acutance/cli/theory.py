@@ -59,12 +59,13 @@ def predict_command(
         int, typer.Option("--sample", metavar="ROWS", min=0, help="Measure random rows too.")
     ] = 0,
     json: JsonTo = None,
-    plot: Annotated[
+    figure: Annotated[
         Path | None,
         typer.Option(
-            "--plot", metavar="FILE", help="Draw entropy and effective keys: a .png or .svg."
+            "--figure", metavar="FILE", help="Draw entropy and effective keys: a .png or .svg."
         ),
     ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", hidden=True)] = None,
     dark: Dark = False,
 ) -> None:
     """Predict every metric of an attention row from theory."""
@@ -75,14 +76,17 @@ def predict_command(
     }  # fmt: skip
     if sample == 1:
         raise typer.BadParameter("a standard error takes 2 rows or more", param_hint="--sample")
-    check_targets({"--json": json, "--plot": plot})
+    check_targets({"--json": json, "--figure": figure, "--plot": plot})
+    check_figure("--figure", figure)
     check_figure("--plot", plot)
     with plain_errors():
         from acutance.report import theory_commands
     with misuse():
         row = theory_commands.predicted_row(mechanism, n, options)
     with plain_errors():
-        theory_commands.show_prediction(row, sample=sample, json_to=json, plot_to=plot, dark=dark)
+        theory_commands.show_prediction(
+            row, sample=sample, json_to=json, plot_to=figure or plot, dark=dark
+        )
 
 
 def temperature_command(
@@ -100,18 +104,22 @@ def temperature_command(
         ),
     ] = None,
     json: JsonTo = None,
-    plot: Annotated[
+    figure: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw information by temperature: .png, .svg."),
+        typer.Option(
+            "--figure", metavar="FILE", help="Draw information by temperature: .png, .svg."
+        ),
     ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", hidden=True)] = None,
     dark: Dark = False,
 ) -> None:
     """Recommend a temperature for a softmax of cosines, and say why."""
-    check_targets({"--json": json, "--plot": plot})
+    check_targets({"--json": json, "--figure": figure, "--plot": plot})
+    check_figure("--figure", figure)
     check_figure("--plot", plot)
     with plain_errors():
         from acutance.report import theory_commands
     with misuse():
         advice = theory_commands.advice_for(n, fraction, d, negatives)
     with plain_errors():
-        theory_commands.show_advice(advice, json_to=json, plot_to=plot, dark=dark)
+        theory_commands.show_advice(advice, json_to=json, plot_to=figure or plot, dark=dark)

@@ -24,6 +24,10 @@ from acutance.report.tables import NumberTable
 __all__ = ["arguments", "listing", "run", "show", "source"]
 
 
+#: What ``predict`` calls a mechanism, where that is another name.
+_ALSO = {"softmax": "scaled_dot"}
+
+
 def arguments(
     mechanisms: Sequence[str], n: str | None, mean: str, std: str, source: QueryKeySample | None
 ) -> dict[str, Any]:
@@ -32,7 +36,9 @@ def arguments(
     Raises:
         ValueError: if a mechanism is unknown (the nearest is named), or a text holds no numbers.
     """
-    found: dict[str, Any] = {"mechanisms": pick(list(mechanisms) or None)}
+    found: dict[str, Any] = {
+        "mechanisms": pick([_ALSO.get(name, name) for name in mechanisms] or None)
+    }
     found["n"] = tuple(_numbers("n", n, int)) if n is not None else DEFAULT_LENGTHS
     if min(found["n"]) < 2:
         raise ValueError(f"n: a row sees at least 2 keys, got {n!r}")
@@ -116,7 +122,7 @@ def _print(found: Comparison, output: Any) -> None:
     output.print()
     for line in render.legend(found, output.width >= render.WIDE):
         output.print(Text(printable(line, ascii_only), style="dim"))
-    output.print("\nWhat it shows", style="bold")
+    output.print(f"\nWhat it shows: {render.QUESTION}", style="bold")
     for line in render.sentences(found):
         output.print(Padding(Text(printable(f"• {line}", ascii_only)), (0, 0, 0, 1)))
 

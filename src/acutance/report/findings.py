@@ -14,6 +14,7 @@ from typing import Literal
 from acutance.probing import HeadSummary
 from acutance.probing.thresholds import limit
 from acutance.report import rules
+from acutance.report.words import crossing
 
 Kind = Literal["sharpest", "most_diffuse", "first_key_sink", "collapsed", "dead", "largest_logit"]
 
@@ -74,7 +75,7 @@ class _Head:
 
     @property
     def name(self) -> str:
-        return f"Layer {self.layer} head {self.head}"
+        return f"Layer {self.layer}{crossing(self.record.module)} head {self.head}"
 
     @property
     def caveat(self) -> str:

@@ -78,6 +78,7 @@ def probe(
         window = loaded.window(length)
         pieces = corpus.windows(texts, loaded.tokenizer, window)[:: savings.every]
         loaded.check_tokens(pieces)
+        loaded.check_heads(savings.heads)
     options = Options(
         length=window,
         batch_size=batch_size,

@@ -16,6 +16,7 @@ from acutance.probing import HeadSummary
 from acutance.report.console import ranges
 from acutance.report.rules import FEW_ROWS, RULES, Heads, Hit, Kind
 from acutance.report.wording import WORDS, Certainty
+from acutance.report.words import crossing
 
 __all__ = ["KINDS", "NOTHING", "Recommendation", "in_words", "otherwise", "recommendations"]
 
@@ -68,9 +69,10 @@ class Recommendation:
     @property
     def place(self) -> str:
         """The layer and its heads, as a sentence begins."""
+        layer = f"Layer {self.layer}{crossing(self.module)}"
         if not self.heads:
-            return f"Layer {self.layer}"
-        return f"Layer {self.layer} {ranges(sorted(self.heads), 'head')}"
+            return layer
+        return f"{layer} {ranges(sorted(self.heads), 'head')}"
 
     @property
     def sentence(self) -> str:

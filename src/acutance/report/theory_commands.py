@@ -70,7 +70,7 @@ def show_prediction(
         from acutance.report.style import DARK, LIGHT
 
         draw_prediction(prediction, plot_to, theme=DARK if dark else LIGHT)
-    _say_written(json=json_to, plot=plot_to)
+    _say_written(json=json_to, figure=plot_to)
 
 
 def advice_for(n: int, fraction: float, d: float | None, negatives: str | None) -> Advice:
@@ -119,7 +119,7 @@ def show_advice(
         from acutance.report.style import DARK, LIGHT
 
         draw_temperatures(advice, plot_to, theme=DARK if dark else LIGHT)
-    _say_written(json=json_to, plot=plot_to)
+    _say_written(json=json_to, figure=plot_to)
 
 
 def _print_sentences(console: Console, title: str, sentences: Iterable[str]) -> None:

@@ -6,6 +6,7 @@ value look like in a model, in plain words, and in which group a list shows it.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 #: Groups in the order in which lists show them.
@@ -62,6 +63,19 @@ def words(name: str) -> Words:
         Words(group='Where it looks', low='low', high='high')
     """
     return WORDS.get(name, Words("Where it looks", "low", "high"))
+
+
+_CROSS = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn", re.IGNORECASE)
+
+
+def crossing(module: str) -> str:
+    """What follows a layer's number where its queries attend to another sequence; by its name.
+
+    Example:
+        >>> crossing("decoder.block.0.layer.1.EncDecAttention"), crossing("encoder.layer.0.attn")
+        (' (cross-attention)', '')
+    """
+    return " (cross-attention)" if _CROSS.search(module) else ""
 
 
 def visible(text: str) -> str:
