@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -130,6 +131,9 @@ def grouped(command: Callable[..., None], panels: Mapping[str, str]) -> Callable
 
 
 def check_choice(option: str, given: str, among: Any) -> None:
-    """Refuse a name that is none of a few."""
-    if given not in among:
-        raise typer.BadParameter(f"one of {', '.join(among)}, got {given}", param_hint=option)
+    """Refuse a name that is none of a few, and name the nearest."""
+    if given in among:
+        return
+    near = difflib.get_close_matches(given, list(among), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise typer.BadParameter(f"one of {', '.join(among)}, got {given}{hint}", param_hint=option)
