@@ -165,7 +165,8 @@ def test_moments_of_another_size_are_refused(found: HeadSummary) -> None:
 
 def expected_columns(found: HeadSummary) -> list[str]:
     parts = [f"{name}_{part}" for name in found.metrics for part in ("mean", "std", "min", "max")]
-    return ["layer", "head", "module", "status", "rows", *parts]
+    left_out = ["padded", "empty", "excluded", "skipped", "padded_by", "unseen"]
+    return ["layer", "head", "module", "status", "rows", *left_out, *parts]
 
 
 def test_columns(found: HeadSummary) -> None:

@@ -161,7 +161,6 @@ class Collector(Probe):
         self._gaps, self._seed = gaps, seed
         self._windowed = windowed_layers(model)
         self._adding = threading.Lock()
-        self._last: Tensor | None = None
 
     def take(self) -> dict[str, LayerSums]:
         """What was collected since this was last called."""
@@ -177,7 +176,7 @@ class Collector(Probe):
         with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
             try:
                 call = make()
-                real = self._real(call)
+                real = self._real_rows(call)
                 self._calls += 1
                 if not self.windowed and (
                     self._windowed.get(name, False) or call.window is not None
@@ -203,15 +202,8 @@ class Collector(Probe):
                 self.unreadable(module, why)
                 return
             stats, seen = observe_scores(scores)
-            self._collect(name, stats, seen, None)
-
-    def _real(self, call: AttentionCall) -> Tensor | None:
-        """Boolean (B, L), False on padding; cross-attention has the queries of what ran before."""
-        if not call.cross:
-            self._last = call.real_rows()
-            return self._last
-        rows = (call.query.shape[0], call.query.shape[2])
-        return self._last if self._last is not None and self._last.shape == rows else None
+            real = self._reader.rows.real_of_scores(scores, module, stats.state.n, seen)
+            self._collect(name, stats, real.rows, None)
 
     def _collect(
         self, name: str, stats: RowStatistics, real: Tensor | None, call: AttentionCall | None

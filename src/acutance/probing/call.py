@@ -203,17 +203,12 @@ class AttentionCall:
             alibi_slopes=None,
         )
 
-    def real_rows(self) -> Tensor | None:
-        """Boolean (B, L), False on queries that are padding; None where none can be told.
+    def seen_keys(self) -> Tensor | None:
+        """Boolean (B, S), False on keys that masks hide from every row; None without a mask.
 
-        In self-attention over a whole sequence a padded token is a key that no query sees.
+        What position hides is not among it.
         """
-        if self.real is not None:
-            return self.real
-        batch, _, queries, _ = self.query.shape
-        keys = self.key.shape[2]
-        if self.cross or queries != keys:
-            return None
+        batch, keys = self.query.shape[0], self.key.shape[2]
         seen = None
         if self.attn_mask is not None:
             mask = self.attn_mask
@@ -225,6 +220,28 @@ class AttentionCall:
         if self.key_mask is not None:
             seen = self.key_mask if seen is None else seen & self.key_mask
         return None if seen is None else seen.expand(batch, keys)
+
+    def seen_by_position(self, positions: Tensor) -> Tensor | None:
+        """Boolean (B, 1, r, S): keys that rows at these positions may see; None where all.
+
+        Args:
+            positions: (B, r), places among the queries.
+        """
+        keys = torch.arange(self.key.shape[2], device=positions.device)
+        seen = None
+        if self.is_causal or self.window is not None:
+            away = (positions + self.query_offset).unsqueeze(-1) - keys
+            if self.is_causal:
+                seen = away >= 0
+            if self.window is not None:
+                near = away.abs() < self.window
+                seen = near if seen is None else seen & near
+        if self.cu_seqlens is not None:
+            edges = self.cu_seqlens.to(positions.device)[1:].contiguous()
+            own = torch.bucketize(positions + self.query_offset, edges, right=True)
+            same = own.unsqueeze(-1) == torch.bucketize(keys, edges, right=True)
+            seen = same if seen is None else seen & same
+        return None if seen is None else seen.unsqueeze(1)
 
 
 def relative_error(rebuilt: Tensor, output: Tensor, kept: Tensor) -> float:
@@ -255,15 +272,14 @@ def row_errors(rebuilt: Tensor, output: Tensor, kept: Tensor) -> Tensor:
     return ratio.masked_fill(difference.isnan(), math.inf)
 
 
-def observe_scores(scores: Tensor) -> tuple[RowStatistics, Tensor | None]:
+def observe_scores(scores: Tensor) -> tuple[RowStatistics, Tensor]:
     """Row statistics of scores that exist already, a few rows at a time.
 
     Args:
         scores: (B, H, L, S); values a mask would hold hide their key.
 
     Returns:
-        The statistics, and a boolean (B, L) that is False on padding: a key no query sees, where
-        there are as many queries as keys.
+        The statistics, and a boolean (B, S) that is False on keys that no row sees.
     """
     batch, heads, queries, keys = scores.shape
     rows = max(1, _ROWS_AT_ONCE // max(1, batch * heads * keys))
@@ -279,4 +295,4 @@ def observe_scores(scores: Tensor) -> tuple[RowStatistics, Tensor | None]:
         for name in RowState._fields
         if getattr(parts[0], name) is not None
     }
-    return RowStatistics(RowState(**joined)), seen if queries == keys else None
+    return RowStatistics(RowState(**joined)), seen

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from acutance.probing.choice import Chosen
 from acutance.probing.eager import EAGER
@@ -32,6 +33,8 @@ def probe(
     special: Iterable[int] | None = None,
     examples: int = 0,
     profile: bool = True,
+    attention_mask: Tensor | None = None,
+    rows: Tensor | str = "real",
 ) -> Probe:
     """Measure the attention of a model while it runs, changing nothing of it.
 
@@ -63,6 +66,13 @@ def probe(
             (implies ``structure``).
         profile: also record each metric by octave of n (:attr:`HeadSummary.profile`), which errors
             and slopes are made of. False saves that where only heads' numbers are wanted.
+        attention_mask: which tokens are real, (B, T), 1 or True; their rows count, those of padding
+            do not. Needed only where the model is called without such a mask: one that a module
+            gets as ``attention_mask``, ``mask``, ``key_padding_mask`` or ``padding_mask`` is read
+            from the call. Set :attr:`Probe.attention_mask` for each batch. Calls of other sizes are
+            read as if there were none.
+        rows: which rows count: ``"real"``, all but padding; ``"all"``; or a boolean tensor, (L,) or
+            (B, L), for some of the real ones. Calls of other sizes are then listed as not read.
 
     Returns:
         A context manager. Leaving it raises :class:`ProbeError` if the model ran no attention the
@@ -70,8 +80,8 @@ def probe(
 
     Raises:
         TypeError: if ``model`` is no module, or an option of another type than it says.
-        ValueError: if a metric does not exist (naming the nearest), layers choose nothing, or a
-            number is too small.
+        ValueError: if a metric does not exist (naming the nearest), layers choose nothing, a number
+            is too small, or ``attention_mask`` or ``rows`` has another shape or other values.
 
     Example:
         >>> import torch, acutance
@@ -99,4 +109,6 @@ def probe(
         special=special,
         examples=examples,
         profile=profile,
+        attention_mask=attention_mask,
+        rows=rows,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["STATUSES", "Layer", "Status"]
+__all__ = ["LEFT_OUT", "STATUSES", "Layer", "Status"]
 
 Status = Literal["verified", "captured", "unverified", "mismatch"]
 
@@ -17,6 +17,8 @@ STATUSES: dict[Status, str] = {
     "mismatch": "the output rebuilt from what was captured differs: do not trust these rows",
 }
 _WORST = tuple(STATUSES)
+#: Fields that count rows left out, each for another reason.
+LEFT_OUT = ("padded", "empty", "excluded", "skipped")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,10 @@ class Layer:
         calls: attention calls read.
         rows: rows read for each head.
         padded: rows left out because their token is padding.
+        padded_by: what told that: the masks' names; ``masks`` where a token sees no key and no row
+            sees it. Empty where nothing told of padding.
+        excluded: rows left out because the probe's ``rows=`` did not ask for them.
+        unseen: rows read of tokens that no row sees as a key, where nothing told of padding.
         empty: rows left out because they see no key.
         error: largest relative difference of a rebuilt output, None where none was rebuilt.
         source: what the call was read from.
@@ -45,6 +51,9 @@ class Layer:
     rows: int = 0
     padded: int = 0
     empty: int = 0
+    excluded: int = 0
+    unseen: int = 0
+    padded_by: str = ""
     error: float | None = None
     source: str = ""
     chosen: tuple[int, ...] = ()
@@ -59,7 +68,7 @@ class Layer:
     def beside(self, other: Layer) -> Layer:
         """The same calls, other heads of them: what ranks see that share out a layer's heads."""
         numbers = tuple(sorted(self.numbers + other.numbers))
-        counts = ("calls", "rows", "padded", "empty", "skipped", "provided")
+        counts = ("calls", "rows", *LEFT_OUT, "unseen", "provided")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in counts}
         joined = replace(self.merge(replace(other, heads=self.heads, chosen=self.chosen)), **most)
         whole = numbers == tuple(range(len(numbers)))
@@ -85,9 +94,18 @@ class Layer:
             calls=self.calls + other.calls,
             rows=self.rows + other.rows,
             padded=self.padded + other.padded,
+            padded_by=_both(self.padded_by, other.padded_by),
             empty=self.empty + other.empty,
+            excluded=self.excluded + other.excluded,
+            unseen=self.unseen + other.unseen,
             error=max(errors) if errors else None,
             source=self.source or other.source,
             skipped=self.skipped + other.skipped,
             provided=self.provided + other.provided,
         )
+
+
+def _both(one: str, other: str) -> str:
+    """Names in either list, each once, in alphabetical order."""
+    names = {*one.split(", "), *other.split(", ")} - {""}
+    return ", ".join(sorted(names))

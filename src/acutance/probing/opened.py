@@ -23,6 +23,7 @@ from acutance.probing.kept import QueryKeySample
 from acutance.probing.module_hooks import follow
 from acutance.probing.moments import Moments
 from acutance.probing.naming import class_name, named_modules
+from acutance.probing.padding import checked_mask
 from acutance.probing.reading import Read, Reader
 from acutance.probing.records import Records, Rows
 from acutance.probing.running import Passes, rerun
@@ -76,6 +77,8 @@ class Probe:
         special: Iterable[int] | None = None,
         examples: int = 0,
         profile: bool = True,
+        attention_mask: Tensor | None = None,
+        rows: Tensor | str = "real",
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
@@ -106,6 +109,8 @@ class Probe:
             seed=check_count("seed", seed, 0),
             provide=provide,
             structure=self._structure,
+            attention_mask=attention_mask,
+            rows=rows,
         )
         self._thread = self._reader.thread
         self._layers: LayerChoice | None = None
@@ -153,6 +158,19 @@ class Probe:
             context.close()
         if kind is None and not self._calls:
             raise ProbeError(self._saw_nothing())
+
+    @property
+    def attention_mask(self) -> Tensor | None:
+        """Which tokens of the next batches are real, boolean (B, T); set it for each batch.
+
+        None where it was not given: the model's own mask tells then.
+        """
+        mask = self._reader.rows.mask
+        return None if mask is None else mask.real
+
+    @attention_mask.setter
+    def attention_mask(self, mask: Tensor | None) -> None:
+        self._reader.rows.mask = checked_mask(mask)
 
     def _saw_nothing(self) -> str:
         model = class_name(self._model)
@@ -255,7 +273,7 @@ class Probe:
 
     def _real_rows(self, call: AttentionCall) -> Tensor | None:
         """Boolean (B, L), False on padding; None where nothing tells."""
-        return self._reader.real_rows(call)
+        return self._reader.rows.real(call).rows
 
     def _wanted(self, module: str) -> bool:
         """Whether calls of a module are read."""
@@ -287,12 +305,14 @@ class Probe:
             if not self._thread.stack:
                 self._passes.begin(name, self._thread)
             self._thread.stack.append((name, [0]))
+            self._thread.masks.enter(module)
             self._runs += 1
 
     def _leave_module(self, module: torch.nn.Module) -> None:
         stack = self._thread.stack
         if stack and stack[-1][0] == self._names.get(id(module)):
             stack.pop()
+            self._thread.masks.leave(module)
 
     def number_passes(self, turn: int | None) -> None:
         """Give the next forward passes this number, which decides the rows drawn; None counts."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from acutance.probing.call import AttentionCall, observe_scores, row_errors
 from acutance.probing.choice import Chosen, HeadChoice
+from acutance.probing.counted_rows import CountedRows, RowReader
 from acutance.probing.kept import Keeper
 from acutance.probing.parallel import first_head
 from acutance.probing.providing import Provided, Provider
@@ -52,7 +53,7 @@ class _Part:
 
     Attributes:
         call: of these heads and rows.
-        real: boolean (B, L), False on padding, of the whole call.
+        rows: which rows of the whole call count.
         shape: heads and rows of the whole call.
         heads: which of its heads; None is all.
         chosen: their numbers in the layer, where they are not the first ones.
@@ -60,7 +61,7 @@ class _Part:
     """
 
     call: AttentionCall
-    real: Tensor | None
+    rows: CountedRows
     shape: tuple[int, int]
     heads: list[int] | None
     chosen: tuple[int, ...]
@@ -75,8 +76,8 @@ class _Part:
         return rows
 
     def kept(self, stats: RowStatistics) -> Tensor:
-        """Rows that count: they see a key, and their token is not padding."""
-        real = self.real if self.sample is None else self.sample.real
+        """Rows that count: they see a key, and are neither padding nor left out otherwise."""
+        real = self.rows.counted if self.sample is None else self.sample.real
         kept = stats.state.n > 0
         return kept if real is None else kept & real[:, None, :]
 
@@ -89,11 +90,17 @@ class _Part:
         provided: bool = False,
     ) -> Read:
         """The rows, and what is known of them."""
-        kept, real, sample = self.kept(stats), self.real, self.sample
+        kept, sample, counting = self.kept(stats), self.sample, self.rows
         batch, heads, queries = kept.shape
-        padded = 0 if real is None else int(real.numel() - real.sum())
+        padded, padded_by = counting.padded, counting.source
         rows = int(kept.sum((0, 2)).max()) if kept.numel() else 0
-        there = batch * queries - padded if sample is None else sample.taken
+        there = batch * queries - padded - counting.excluded if sample is None else sample.taken
+        unseen = 0
+        if counting.unseen is not None and sample is None:
+            unseen = int((kept.any(1) & counting.unseen).sum())
+            blank = int((torch.logical_not((stats.state.n > 0).any(1)) & counting.unseen).sum())
+            if blank:
+                padded, there, padded_by = padded + blank, there - blank, "masks"
         layer = Layer(
             module=self.call.module,
             heads=heads,
@@ -101,7 +108,10 @@ class _Part:
             calls=1,
             rows=rows,
             padded=padded,
+            padded_by=padded_by if padded else "",
             empty=there - rows,
+            excluded=counting.excluded,
+            unseen=unseen,
             error=error,
             source=self.call.source,
             chosen=self.chosen,
@@ -115,6 +125,7 @@ class Reader:
     """How the calls of one probe are read.
 
     Attributes:
+        rows: decides which rows count.
         provider: computes calls in the model's stead, where that is wanted.
         keeper: keeps queries and keys, where that is wanted.
     """
@@ -130,6 +141,8 @@ class Reader:
         seed: int,
         provide: bool,
         structure: StructureReader | None = None,
+        attention_mask: Tensor | None = None,
+        rows: Tensor | str = "real",
     ) -> None:
         """Options are those of :func:`acutance.probe`."""
         self.structure = structure
@@ -139,6 +152,7 @@ class Reader:
         self.keeper = Keeper() if keep else None
         self.provider = Provider(verify) if provide else None
         self.thread = Running()
+        self.rows = RowReader(self.thread, attention_mask, rows)
 
     def provide(self, call: AttentionCall, own: Callable[[], Tensor]) -> Provided:
         """Compute a call in the model's stead.
@@ -214,13 +228,14 @@ class Reader:
     ) -> Read:
         """Rows of which only the scores (B, H, L, S) are known; ``doubt`` is asked to verify."""
         _check_whole(scores)
-        total = scores.shape[1]
+        total, queries = scores.shape[1:3]
         heads = self._chosen(total)
-        stats, real = observe_scores(scores if heads is None else scores[:, heads])
+        stats, seen = observe_scores(scores if heads is None else scores[:, heads])
+        counting = self.rows.of_scores(scores, module, stats.state.n, seen)
         none = scores[..., :0]
         call = AttentionCall(module, "softmax", none, none, none)
         numbers = _numbers(0, range(total) if heads is None else heads)
-        part = _Part(call, real, (total, scores.shape[2]), heads, numbers, None)
+        part = _Part(call, counting, (total, queries), heads, numbers, None)
         against = doubt() if doubt is not None and self._verify else None
         read = part.read(stats, "unverified" if against is None else "mismatch")
         return read._replace(doubt=against)
@@ -238,10 +253,11 @@ class Reader:
         self, call: AttentionCall, module: torch.nn.Module | None, *, gather: bool = True
     ) -> _Part:
         """What of a call is read; with ``gather``, cut out of it."""
-        real = self.real_rows(call)
+        batch, total, queries, _ = call.query.shape
+        counting = self.rows.of(call)
+        real = counting.counted
         if self.keeper is not None:
             self.keeper.take(call, real)
-        batch, total, queries, _ = call.query.shape
         first = first_head(module, call.query)
         sample = None
         if self._rows is not None:
@@ -254,24 +270,7 @@ class Reader:
         if sample is not None and gather:
             call = take_rows(call, sample)
         numbers = _numbers(first, range(total) if heads is None else heads)
-        return _Part(call, real, (total, queries), heads, numbers, sample)
-
-    def real_rows(self, call: AttentionCall) -> Tensor | None:
-        """Boolean (B, L), False on padding; cross-attention has the queries of its own block.
-
-        Its masks are about the keys, so what is padding among its queries is known only from the
-        self-attention that ran before it in the same numbered block of the model.
-        """
-        batch, _, queries, _ = call.query.shape
-        if call.cross:
-            if self.thread.rows is None:
-                return None
-            module, real = self.thread.rows
-            fits = tuple(real.shape) == (batch, queries) and _one_block(module, call.module)
-            return real if fits else None
-        real_rows = call.real_rows()
-        self.thread.rows = None if real_rows is None else (call.module, real_rows)
-        return real_rows
+        return _Part(call, counting, (total, queries), heads, numbers, sample)
 
 
 def _check_whole(*tensors: Tensor) -> None:
@@ -283,13 +282,3 @@ def _numbers(first: int, heads: list[int] | range) -> tuple[int, ...]:
     """Numbers of the heads in their layer; () where they are the first ones."""
     numbers = tuple(first + head for head in heads)
     return () if numbers == tuple(range(len(numbers))) else numbers
-
-
-def _one_block(left: str, right: str) -> bool:
-    """Whether two modules lie in the same numbered block, as ``decoder.layers.3`` is one."""
-    for mine, theirs in zip(left.split("."), right.split("."), strict=False):
-        if mine != theirs:
-            return False
-        if mine.isdigit():
-            return True
-    return False

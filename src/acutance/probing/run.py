@@ -305,7 +305,9 @@ class _Job:
             self._probe.number_passes(number)  # rows drawn are the same on any rank
             (batch,) = corpus.batches(self._pieces[start:stop], stop - start, self._loaded.pad)
             device = self._options.device
-            self._loaded.run(batch.input_ids.to(device), batch.attention_mask.to(device))
+            ids, mask = batch.input_ids.to(device), batch.attention_mask.to(device)
+            self._probe.attention_mask = mask
+            self._loaded.run(ids, mask)
             summary = self._probe.summary(dict(self._about))  # raises if it saw no attention
         self._found = (summary, (*done, *turn))
         self._unsaved += sum(stop - start for start, stop in map(self._windows, turn))

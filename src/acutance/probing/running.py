@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+
+from acutance.probing.padding import RealRows, TokenMasks
 
 __all__ = ["Passes", "Running"]
 
@@ -18,22 +19,25 @@ class Running(threading.local):
     Attributes:
         depth: contexts open in which captures are ignored.
         stack: modules running, innermost last: name, attention calls so far.
-        rows: the last self-attention: module, boolean (B, L) of its real rows.
+        rows: the last self-attention: module, and which of its rows are real.
         reading: whether this forward pass is read.
         turn: its number.
         calls: attention calls in it, by module.
+        masks: over tokens, of the modules running.
     """
 
     def __init__(self) -> None:
+        self.masks = TokenMasks()
         self.reset()
 
     def reset(self) -> None:
         """Forget everything, of this thread."""
         self.depth = 0
         self.stack: list[tuple[str, list[int]]] = []
-        self.rows: tuple[str, Tensor] | None = None
+        self.rows: tuple[str, RealRows] | None = None
         self.reading, self.turn = True, 0
         self.calls: dict[str, int] = {}
+        self.masks.clear()
 
     @contextmanager
     def mute(self) -> Iterator[None]:

@@ -103,7 +103,7 @@ def take_heads(call: AttentionCall, heads: list[int]) -> AttentionCall:
 
 def take_rows(call: AttentionCall, sample: Sample) -> AttentionCall:
     """The call of the rows drawn: what depends on their positions becomes a mask."""
-    seen = _by_position(call, sample.positions)
+    seen = call.seen_by_position(sample.positions)
 
     def of(tensor: Tensor | None) -> Tensor | None:
         while tensor is not None and tensor.dim() < 4:
@@ -128,22 +128,3 @@ def take_rows(call: AttentionCall, sample: Sample) -> AttentionCall:
         cu_seqlens=None,
         real=sample.real,
     )
-
-
-def _by_position(call: AttentionCall, positions: Tensor) -> Tensor | None:
-    """Boolean (B, 1, r, S): keys that rows at these positions may see; None where all."""
-    keys = torch.arange(call.key.shape[2], device=positions.device)
-    seen = None
-    if call.is_causal or call.window is not None:
-        away = (positions + call.query_offset).unsqueeze(-1) - keys
-        if call.is_causal:
-            seen = away >= 0
-        if call.window is not None:
-            near = away.abs() < call.window
-            seen = near if seen is None else seen & near
-    if call.cu_seqlens is not None:
-        edges = call.cu_seqlens.to(positions.device)[1:].contiguous()
-        own = torch.bucketize(positions + call.query_offset, edges, right=True)
-        same = own.unsqueeze(-1) == torch.bucketize(keys, edges, right=True)
-        seen = same if seen is None else seen & same
-    return None if seen is None else seen.unsqueeze(1)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.probing.layers import STATUSES, Layer
+from acutance.probing.layers import LEFT_OUT, STATUSES, Layer
 from acutance.probing.moments import BINS
 from acutance.rowstats import METRICS
 from acutance.structure import STRUCTURE
@@ -44,7 +44,7 @@ _ARRAYS = {
 _ADDED = {"weight": torch.float64, "sampling": torch.float64}
 #: Roundings of sums and merges in float64, relative to the largest value, with room to spare.
 _ROUNDING = 1e-9
-_COUNTS = ("calls", "rows", "padded", "empty", "skipped", "provided")
+_COUNTS = ("calls", "rows", *LEFT_OUT, "unseen", "provided")
 
 
 def read(path: str | os.PathLike[str], schema: str) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -175,7 +175,7 @@ def _check_layer(layer: Any) -> None:
         raise ValueError(f"a layer has no {missing[0]!r}")
     if unknown := sorted(set(layer) - {field.name for field in fields(Layer)}):
         raise ValueError(f"a layer has no field {_short(unknown[0])}")
-    for name in ("module", "source"):
+    for name in ("module", "source", "padded_by"):
         if not isinstance(layer.get(name, ""), str):
             raise ValueError(f"a layer's {name} is text, got {_short(layer[name])}")
     if layer.get("status", "captured") not in tuple(STATUSES):

@@ -17,7 +17,7 @@ from acutance.probing.beside import Beside
 from acutance.probing.classes import classify
 from acutance.probing.distances import Distances
 from acutance.probing.examples import Examples
-from acutance.probing.layers import STATUSES, Layer, Status
+from acutance.probing.layers import LEFT_OUT, STATUSES, Layer, Status
 from acutance.probing.moments import Moments, edges
 from acutance.probing.notices import notices
 from acutance.probing.profile import Profile
@@ -212,11 +212,14 @@ class HeadSummary:
     def columns(self) -> dict[str, list[Any]]:
         """One row per layer and head, in model order, as columns.
 
-        ``layer`` (index in model order), ``head``, ``module``, ``status``, ``rows``, then for each
-        metric its mean, standard deviation, smallest and largest value over rows, and where rows
-        were drawn the standard error that gives the mean. With structure, also the mean weight by
-        octave of distance, ``mass_octave_<k>`` behind and ``mass_octave_ahead_<k>`` ahead, and
-        ``classes``, the names :func:`classify` gives.
+        ``layer`` (index in model order), ``head``, ``module``, ``status``, ``rows``, then how many
+        rows of the layer were left out and why: ``padded`` (``padded_by`` names the masks that
+        told), ``empty`` (they see no key), ``excluded`` (not asked for) and ``skipped`` (not
+        drawn), and of those read, ``unseen`` (no row sees their token). Then for each metric its
+        mean, standard deviation, smallest and largest value over rows, and where rows were drawn
+        the standard error that gives the mean. With structure, also the mean weight by octave of
+        distance, ``mass_octave_<k>`` behind and ``mass_octave_ahead_<k>`` ahead, and ``classes``,
+        the names :func:`classify` gives.
         """
         places = self.places
         table: dict[str, list[Any]] = {
@@ -226,6 +229,8 @@ class HeadSummary:
             "status": [self.layers[layer].status for layer, _ in places],
             "rows": [self.layers[layer].rows for layer, _ in places],
         }
+        for count in (*LEFT_OUT, "padded_by", "unseen"):
+            table[count] = [getattr(self.layers[layer], count) for layer, _ in places]
         moments, std = self.moments, self.moments.std
         for column, name in enumerate(self.metrics):
             none = moments.count[:, column] == 0

@@ -253,13 +253,8 @@ def headline(metrics: Sequence[str]) -> str:
 def _below(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
     """What was read and how far to trust it."""
     layers = summary.layers
-    yield (
-        f"{span(layer.rows for layer in layers)} rows read for each head; left out: "
-        f"{span(layer.padded for layer in layers)} padded, "
-        f"{span(layer.empty for layer in layers)} that see no key"
-        + (f", {span(layer.skipped for layer in layers)} not drawn." if summary.sampled else "."),
-        None,
-    )
+    for sentence in row_sentences(layers):
+        yield sentence, None
     for sentence in chosen_sentences(layers):
         yield sentence, None
     counts = Counter(one.name for head in classify(summary) for one in head)
@@ -279,6 +274,35 @@ def _below(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
         yield "Attention that acutance was to provide and left to the model:", Style(bold=True)
         for reason in summary.not_provided:
             yield f"  – {reason}", None
+
+
+def row_sentences(layers: tuple[Layer, ...]) -> list[str]:
+    """How many rows were read, how many were left out and why, and which may be padding.
+
+    Example:
+        >>> for said in row_sentences((Layer("a", 2, rows=9, padded=3, padded_by="key_mask"),)):
+        ...     print(said)
+        9 rows read for each head; left out: 3 padded (by key_mask), 0 that see no key.
+        >>> print(row_sentences((Layer("a", 2, rows=9, unseen=2),))[1])
+        2 are of tokens that no row sees: if that is padding, give the probe attention_mask=.
+    """
+    names = sorted({name for layer in layers for name in layer.padded_by.split(", ")} - {""})
+    left = [
+        f"{span(layer.padded for layer in layers)} padded"
+        + (f" (by {', '.join(names)})" if names else ""),
+        f"{span(layer.empty for layer in layers)} that see no key",
+    ]
+    for field, why in (("excluded", "not asked for"), ("skipped", "not drawn")):
+        if any(getattr(layer, field) for layer in layers):
+            left.append(f"{span(getattr(layer, field) for layer in layers)} {why}")
+    read = span(layer.rows for layer in layers)
+    said = [f"{read} rows read for each head; left out: {', '.join(left)}."]
+    if any(layer.unseen for layer in layers):
+        said.append(
+            f"{span(layer.unseen for layer in layers)} are of tokens that no row sees: "
+            "if that is padding, give the probe attention_mask=."
+        )
+    return said
 
 
 def chosen_sentences(layers: tuple[Layer, ...]) -> list[str]:

@@ -155,8 +155,9 @@ class AttentionWatch(Probe):
             self.unreadable(module, why)
             return
         visible = torch.logical_not(hidden_scores(scores))
-        queries, keys = scores.shape[2:]
-        real = visible.any(2).any(1) if queries == keys else None
+        with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
+            n, seen = visible.sum(-1), visible.any(2).any(1)
+            real = self._reader.rows.real_of_scores(scores, module, n, seen).rows
         self._keep(module, scores, visible, real)
 
     def observe_products(self, products: Tensor, query: Tensor, key: Tensor, module: str) -> None:

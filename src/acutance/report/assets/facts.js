@@ -92,7 +92,9 @@ const drawFacts = (page) => {
   const fact = (name, value, bad) => $("about").append(quoted("dt", name), quoted("dd", value, bad ? "bad" : ""));
   data.about.forEach(([name, value]) => fact(name.replaceAll("_", " "), value));
   const total = (part) => layers.reduce((sum, layer) => sum + layer[part], 0);
-  if (layers.length) fact("rows", `${count(rows)} over all layers; left out: ${count(total("padded"))} of padding, ${count(total("empty"))} that see no token${total("skipped") ? `, ${count(total("skipped"))} not drawn` : ""}`);
+  const told = [...new Set(layers.flatMap((layer) => (layer.padded_by || "").split(", ")))].filter(Boolean).join(", ");
+  if (layers.length) fact("rows", `${count(rows)} over all layers; left out: ${count(total("padded"))} of padding${told ? ` (by ${told})` : ""}, ${count(total("empty"))} that see no token${total("excluded") ? `, ${count(total("excluded"))} not asked for` : ""}${total("skipped") ? `, ${count(total("skipped"))} not drawn` : ""}`);
+  if (total("unseen")) fact("of tokens that no row sees", `${count(total("unseen"))} rows: if that is padding, give the probe attention_mask=`);
   new Set(layers.map((layer) => layer.status)).forEach((status) => fact("status", `${status}: ${data.statuses[status]}`, status === "mismatch"));
   const head = make("thead"), body = make("tbody"), text = (value, name = "text") => quoted("td", value, name);
   head.append(row(["layer", make("th", "module", "text"), "heads", "calls", "rows", "padded", "empty", make("th", "status", "text"), "difference", make("th", "read from", "text")], "th"));
