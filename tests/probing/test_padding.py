@@ -247,7 +247,7 @@ def test_every_output_says_what_was_left_out_and_why(tmp_path: Any) -> None:
     (layer,) = unpack(packed(again))[0]["layers"]
     assert (layer["padded"], layer["padded_by"], layer["excluded"]) == (5, "mask", 4)
 
-    summary = one(Masked(torch.arange(TOKENS) < 8), x)
+    summary = one(Masked((torch.arange(TOKENS) < 8)[None]), x)
     console.print(console_table(summary))
     assert "6 are of tokens that no row sees" in console.export_text()
 

@@ -328,3 +328,25 @@ def test_a_softmax_module_takes_the_heads_of_the_attention_around_it() -> None:
         model(*inputs())
     (layer,) = probe.summary().layers
     assert (layer.heads, layer.rows) == (HEADS, BATCH * QUERIES)
+
+
+def heads_first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = torch.einsum("bhqd,bhkd->hbqk", query, key).softmax(-1)
+    return torch.einsum("hbqk,bhkd->bhqd", weights, value)
+
+
+def heads_first_of_columns(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    query, key, value = (part.unsqueeze(2) for part in (query, key, value))
+    weights = torch.einsum("bhcqd,bhckd->hcbqk", query, key).softmax(-1)  # as ESM's columns
+    return torch.einsum("hcbqk,bhckd->bhqd", weights, value)
+
+
+@pytest.mark.parametrize("function", [heads_first, heads_first_of_columns])
+def test_heads_may_come_first(function: Any) -> None:
+    model, given = Written(function), inputs()
+    with acutance.probe(model, verify=True) as probe:
+        model(*given)
+    (layer,) = probe.summary().layers
+    assert (layer.heads, layer.rows) == (HEADS, BATCH * QUERIES)
+    entropy = expected(*given[:2])
+    assert float((probe.summary().mean("entropy") - entropy).abs().max()) < TOLERANCE

@@ -36,7 +36,10 @@ from acutance.probing.operands import stand_for
 from acutance.probing.own import OWN, own_call
 from acutance.probing.sdpa import as_given, four, refusal, sdpa_arguments, sdpa_call
 from acutance.probing.softmaxes import (
+    LOG_OPERATORS,
     LOG_SOFTMAX,
+    NOISY,
+    OPERATORS,
     SOFTMAX,
     Softmax,
     Softmaxes,
@@ -127,7 +130,9 @@ class FunctionCapture(TorchFunctionMode):
         if func is OWN:
             return self._own(func, args, kwargs)
         if func in SOFTMAX or func in LOG_SOFTMAX:
-            return self._softmax(func, args, kwargs)
+            return self._softmax(func, args, kwargs, log=func in LOG_SOFTMAX)
+        if func is F.softmin or func in NOISY:
+            return self._softmax(func, args, kwargs, log=False)
         if isinstance(func, OpOverload | OpOverloadPacket):
             return self._operator(func, args, kwargs)
         follow = func if self._lineage is None else functools.partial(self._followed, func)
@@ -230,8 +235,11 @@ class FunctionCapture(TorchFunctionMode):
     ) -> Any:
         """An operator called by its own name: SDPA's is read, kernels of attention are listed."""
         space, _, name = str(func).partition(".")
-        if space == "aten" and name.partition(".")[0] == "scaled_dot_product_attention":
+        plain = name.partition(".")[0] if space == "aten" else ""
+        if plain == "scaled_dot_product_attention":
             return self._sdpa(func, args, kwargs)
+        if plain in OPERATORS or plain in LOG_OPERATORS:
+            return self._softmax(func, args, kwargs, log=plain in LOG_OPERATORS)
         attends = "attention" in name or "attn" in name
         if attends and "backward" not in name and space != "acutance":
             module = self.observer.running()
@@ -244,9 +252,15 @@ class FunctionCapture(TorchFunctionMode):
         return result
 
     def _softmax(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, log: bool
     ) -> Any:
-        scores, dim = scores_of(args, kwargs)
+        why_not = ""
+        if func in NOISY:  # (logits, tau, hard, eps, dim)
+            scores = args[0] if args else kwargs.get("logits")
+            dim = kwargs.get("dim", args[4] if len(args) > 4 else -1)
+            why_not = f"{func.__name__} adds noise of its own to its scores"
+        else:
+            scores, dim = scores_of(args, kwargs)
         version = version_of(scores)
         with self.observer.mute():
             result = func(*args, **kwargs)
@@ -260,9 +274,13 @@ class FunctionCapture(TorchFunctionMode):
             if heads is None:  # a softmax that is a module of its own: its attention is around it
                 heads = heads_of(self.observer.module_of(module.rpartition(".")[0]))
             if over_keys(scores, dim, heads):
-                log = func in LOG_SOFTMAX
                 with torch._C.DisableTorchFunction():
-                    self._softmaxes.made(scores, result, module, dim=dim, version=version, log=log)
+                    if func is F.softmin:  # the softmax of what is negated, in memory of its own
+                        scores = -scores
+                        version = version_of(scores)
+                    self._softmaxes.made(
+                        scores, result, module, dim=dim, version=version, log=log, why_not=why_not
+                    )
                 if self._lineage is not None:
                     self._lineage.weights(result)
         return result
@@ -277,6 +295,8 @@ class FunctionCapture(TorchFunctionMode):
         if name is None:
             return
         try:
+            if softmax.why_not:
+                raise ValueError(softmax.why_not)
             if softmax.overwritten():
                 raise ValueError("its scores were overwritten after the softmax")
             heads = heads_of(self.observer.module_of(name))

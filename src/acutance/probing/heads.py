@@ -58,8 +58,8 @@ def fold(scores: Tensor, heads: int | None) -> Tensor:
     """Scores of any rank as (B, H, L, S).
 
     Three dimensions are batches of heads, or of a single head where their number does not fit. Of
-    four, the second is heads, unless only the third has their number. More have heads where their
-    number is, and are folded into the batch otherwise.
+    four, the second is heads, unless only another one before the last has their number. More have
+    heads where their number is, and the rest is folded into the batch.
 
     Args:
         scores: (..., S).
@@ -73,6 +73,8 @@ def fold(scores: Tensor, heads: int | None) -> Tensor:
         [[3, 2, 5, 7], [3, 2, 5, 7]]
         >>> list(fold(torch.zeros(3, 9, 2, 5, 7), 2).shape)
         [27, 2, 5, 7]
+        >>> list(fold(torch.zeros(2, 3, 5, 7), 2).shape)  # heads first
+        [3, 2, 5, 7]
     """
     shape = scores.shape
     if scores.dim() == 3:
@@ -80,9 +82,11 @@ def fold(scores: Tensor, heads: int | None) -> Tensor:
         three: Tensor = scores.unflatten(0, (-1, heads if fits and heads else 1))
         return three
     if scores.dim() == 4:
-        turned = heads is not None and shape[1] != heads and shape[2] == heads
-        return scores.transpose(1, 2) if turned else scores
+        places = [place for place in range(3) if shape[place] == heads]
+        return scores.transpose(1, places[0]) if len(places) == 1 else scores
     places = [place for place in range(1, scores.dim() - 1) if shape[place] == heads]
+    if not places and shape[0] == heads:
+        places = [0]
     if not places:
         raise ValueError(
             f"which of the dimensions {tuple(shape)} of its softmax are heads is not known"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -17,6 +17,7 @@ from acutance.probing import huggingface
 from acutance.probing.beside import Beside
 from acutance.probing.call import AttentionCall
 from acutance.probing.choice import Chosen, LayerChoice
+from acutance.probing.coverage import NOT_READ, looks_like_attention, scripted_attention
 from acutance.probing.eager import EAGER, unwatched
 from acutance.probing.functions import FunctionCapture
 from acutance.probing.kept import QueryKeySample
@@ -26,7 +27,7 @@ from acutance.probing.naming import class_name, named_modules
 from acutance.probing.padding import checked_mask
 from acutance.probing.reading import Read, Reader
 from acutance.probing.records import Records, Rows
-from acutance.probing.running import Passes, rerun
+from acutance.probing.running import Passes, module_of_method, rerun
 from acutance.probing.structured import StructureReader
 from acutance.probing.summary import HeadSummary
 from acutance.probing.tapping import Tap, tap
@@ -120,6 +121,7 @@ class Probe:
         self._names: dict[int, str] = {}
         self._modules: dict[str, torch.nn.Module] = {}
         self._order: dict[str, int] = {}
+        self._ran: set[str] = set()
         self._lock = threading.Lock()
         self._context: ExitStack | None = None
         self._runs = self._calls = 0
@@ -191,7 +193,10 @@ class Probe:
     def here(self) -> str | None:
         """Name for an attention call of the running module; a second call of one gets ``#1``."""
         if not self._thread.stack:
-            return None
+            method_of = module_of_method(self._names)
+            if method_of is not None:
+                self._thread.reading = True  # of no forward pass that could be left out
+            return method_of
         name, calls = self._thread.stack[-1]
         seen = calls[0]
         calls[0] = seen + 1
@@ -253,7 +258,8 @@ class Probe:
 
     def running(self) -> str | None:
         """Name of the module now running, None outside the probed model."""
-        return self._thread.stack[-1][0] if self._thread.stack else None
+        stack = self._thread.stack
+        return stack[-1][0] if stack else module_of_method(self._names)
 
     def module_of(self, name: str) -> torch.nn.Module | None:
         """The module an attention call was named after."""
@@ -307,6 +313,10 @@ class Probe:
             self._thread.stack.append((name, [0]))
             self._thread.masks.enter(module)
             self._runs += 1
+            if name not in self._ran:
+                self._ran.add(name)
+                if why := scripted_attention(module):
+                    self.unreadable(name, why)
 
     def _leave_module(self, module: torch.nn.Module) -> None:
         stack = self._thread.stack
@@ -364,10 +374,24 @@ class Probe:
                 **({"untrained": True} if is_untrained(self._model) else {}),
                 **(about or {}),
             },
-            unread=tuple(self.unread),
+            unread=(*self.unread, *self._not_read(records)),
             beside=Beside.join(besides),
             not_provided=tuple(self.not_provided),
         )
+
+    def _not_read(self, records: Iterable[str]) -> Iterator[str]:
+        """Modules that are called attention and ran, and of which nothing was read or listed."""
+        heard = {name.partition("#")[0] for name in records}
+        heard |= {text.partition(": ")[0].partition("#")[0] for text in self.unread}
+        modules = [(name, type(self._modules[name]).__name__) for name in self._ran]
+        for name, kind in sorted(modules, key=lambda each: self._order[each[0]]):
+            near = any(
+                other == name or other.startswith(f"{name}.") or name.startswith(f"{other}.")
+                for other in heard
+            )
+            if looks_like_attention(kind) and not near and self._wanted(name):
+                heard.add(name)
+                yield f"{name}: {kind} ran, and {NOT_READ}"
 
     def _place(self, name: str) -> tuple[int, int]:
         base, _, call = name.partition("#")

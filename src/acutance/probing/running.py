@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 
 import torch
 
 from acutance.probing.padding import RealRows, TokenMasks
 
-__all__ = ["Passes", "Running"]
+__all__ = ["Passes", "Running", "module_of_method"]
 
 
 class Running(threading.local):
@@ -85,6 +87,25 @@ class Passes:
         if self.turn is None or turn != thread.turn:
             thread.calls.clear()
         thread.turn = turn
+
+
+def module_of_method(names: Mapping[int, str]) -> str | None:
+    """The module whose method is running, where no forward pass is: ``decoder.decode(x)``.
+
+    It is the first argument of the innermost function that has a module for one.
+
+    Args:
+        names: of modules, by identity.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, torch.nn.Module):
+                return names.get(id(first))
+        frame = frame.f_back
+    return None
 
 
 def rerun() -> bool:

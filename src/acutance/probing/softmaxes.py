@@ -19,7 +19,10 @@ from acutance.probing.call import VERIFY_TOLERANCE
 
 __all__ = [
     "FEWEST",
+    "LOG_OPERATORS",
     "LOG_SOFTMAX",
+    "NOISY",
+    "OPERATORS",
     "SOFTMAX",
     "Softmax",
     "Softmaxes",
@@ -28,13 +31,26 @@ __all__ = [
     "version_of",
 ]
 
-SOFTMAX = {torch.softmax, torch.Tensor.softmax, F.softmax, torch.special.softmax}
+SOFTMAX = {
+    torch.softmax,
+    torch.Tensor.softmax,
+    F.softmax,
+    torch.special.softmax,
+    torch._softmax,
+    torch._safe_softmax,
+}
 LOG_SOFTMAX = {
+    torch._log_softmax,
     torch.log_softmax,
     torch.Tensor.log_softmax,
     F.log_softmax,
     torch.special.log_softmax,
 }
+#: The same as operators of ``torch.ops.aten``, which exported graphs call.
+OPERATORS = {"softmax", "_softmax", "_safe_softmax", "special_softmax"}
+LOG_OPERATORS = {"log_softmax", "_log_softmax", "special_log_softmax"}
+#: Softmaxes that add noise of their own to their scores.
+NOISY = {F.gumbel_softmax}
 _LEFT = {"matmul", "__matmul__", "bmm", "mm"}
 _PRODUCTS = {*_LEFT, "__rmatmul__", "baddbmm", "einsum"}
 _MAPS = ("linear", "conv", "norm", "embedding")  # what they give is no longer the weights
@@ -58,12 +74,21 @@ class Softmax:
         aliases: tensors alive that hold its result, as it was or changed.
         dropped: whether weights were dropped from it.
         inplace: whether the result was written over the scores.
+        why_not: why its rows cannot be read, if so.
     """
 
     def __init__(
-        self, scores: Tensor, result: Tensor, module: str | None, dim: int, version: int, log: bool
+        self,
+        scores: Tensor,
+        result: Tensor,
+        module: str | None,
+        dim: int,
+        version: int,
+        log: bool,
+        why_not: str = "",
     ) -> None:
         dim %= scores.dim()
+        self.why_not = why_not
         self.scores, self.module, self.log = scores.movedim(dim, -1), module, log
         self.dim = dim
         self.base, self.version, self.dtype = scores, version, result.dtype
@@ -99,7 +124,7 @@ def scores_of(
         >>> scores_of((torch.zeros(2, 3), torch.tensor(1)), {})[1]
         1
     """
-    scores = args[0] if args else kwargs.get("input")
+    scores = args[0] if args else kwargs.get("input", kwargs.get("self"))
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if not isinstance(scores, Tensor) or not isinstance(dim, SupportsIndex):
         return None, None
@@ -134,6 +159,7 @@ class Softmaxes:
         dim: int = -1,
         version: int | None = None,
         log: bool = False,
+        why_not: str = "",
     ) -> None:
         """A softmax, or its logarithm, was taken over a dimension, in this module.
 
@@ -144,10 +170,11 @@ class Softmaxes:
             dim: which dimension.
             version: of the scores before; None is now.
             log: whether the result is the logarithm of the weights.
+            why_not: why its rows cannot be read, if so.
         """
         if scores.dim() >= FEWEST and scores.is_floating_point() and scores.shape[dim] > 1:
             version = version_of(scores) if version is None else version
-            self._alias(result, Softmax(scores, result, module, dim, version, log))
+            self._alias(result, Softmax(scores, result, module, dim, version, log, why_not))
 
     def called(
         self,

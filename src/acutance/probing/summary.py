@@ -15,6 +15,7 @@ from torch import Tensor
 from acutance.files import write_bytes, write_text, write_whole
 from acutance.probing.beside import Beside
 from acutance.probing.classes import classify
+from acutance.probing.coverage import coverage_line
 from acutance.probing.distances import Distances
 from acutance.probing.examples import Examples
 from acutance.probing.layers import LEFT_OUT, STATUSES, Layer, Status
@@ -138,6 +139,11 @@ class HeadSummary:
     def sampling_error(self, name: str) -> Tensor:
         """Standard error that drawing rows gives each head's mean; 0 where all were read."""
         return self.moments.sampling_error[:, self.column(name)]
+
+    @property
+    def coverage(self) -> str:
+        """One sentence: in how many modules attention was read, and in which it was not."""
+        return coverage_line([layer.module for layer in self.layers], self.unread)
 
     @property
     def sampled(self) -> bool:
@@ -309,6 +315,7 @@ class HeadSummary:
             },
             "heads": heads,
             "unread": list(self.unread),
+            "coverage": self.coverage,
             "not_provided": list(self.not_provided),
         }
 

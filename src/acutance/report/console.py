@@ -267,6 +267,7 @@ def _below(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
         for sentence in module_sentences(layers):
             yield sentence, Style(dim=True)
     if summary.unread:
+        yield summary.coverage, None
         yield "Attention that could not be read:", Style(bold=True)
         for reason in summary.unread:
             yield f"  – {reason}", None
