@@ -166,7 +166,9 @@ def _signature(forward: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str,
     order: tuple[str, ...] = (*_REAL, *_PADDED)
     if not _KEYS.isdisjoint(names):
         order = ()
-    elif forward.__module__.startswith("torch.nn."):  # where ``mask`` is about pairs of tokens
+    elif (getattr(forward, "__module__", None) or "").startswith(
+        "torch.nn."
+    ):  # where ``mask`` is about pairs of tokens
         order = _PADDED
     masks = tuple(name for name in order if name in names)
     return names, masks, not _INPUTS.isdisjoint(names)
