@@ -29,6 +29,7 @@ class Parent(nn.Module):
         super().__init__()
         with pytest.warns(DeprecationWarning, match="script"):
             self.pool = torch.jit.script(Scripted())
+        with pytest.warns(DeprecationWarning, match="script"):
             self.gate = torch.jit.script(nn.Linear(8, 8))
 
     def forward(self, x: Tensor) -> Tensor:
