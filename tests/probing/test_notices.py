@@ -83,3 +83,17 @@ def test_classes_rules_and_alarms_read_one_table() -> None:
 @pytest.mark.parametrize("name", ["few_keys", "part", "lift"])
 def test_conventions_of_this_library_are_called_so(name: str) -> None:
     assert THRESHOLDS[name].source == "acutance's own threshold"
+
+
+def test_what_a_terminal_shows_is_one_line() -> None:
+    block = _block().eval()
+    opened = acutance.probe(block)
+    assert repr(opened).startswith("Probe of TransformerEncoderLayer: nothing read yet;")
+    with opened as probe:
+        block(torch.randn(1, 12, 64))
+    assert "1 layer read" in repr(probe)
+    summary = probe.summary()
+    assert repr(summary).startswith("HeadSummary of 4 heads in 1 layer, ")
+    assert "\n" not in repr(summary)
+    assert "<table" in summary._repr_html_()
+    assert [one.kind for one in probe.findings()] == ["sharpest", "most_diffuse"]

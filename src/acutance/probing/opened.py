@@ -411,6 +411,19 @@ class Probe:
         except ValueError as error:
             raise ProbeError(str(error)) from error
 
+    def __repr__(self) -> str:
+        count = len(list(self._records.names()))
+        what = f"{count} layer{'s' * (count != 1)} read" if count else "nothing read yet"
+        return f"Probe of {type(self._model).__name__}: {what}; summary(), findings(), report()"
+
+    def findings(self) -> Any:
+        """The heads worth a look first, a list of :class:`~acutance.report.Finding`.
+
+        Raises:
+            ProbeError: if nothing was recorded.
+        """
+        return importlib.import_module("acutance.report").findings(self.summary())
+
     def to_frame(self) -> Any:
         """:meth:`HeadSummary.to_frame` of the summary."""
         return self.summary().to_frame()

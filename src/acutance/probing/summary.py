@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import math
@@ -79,6 +80,20 @@ class HeadSummary:
     unread: tuple[str, ...] = ()
     beside: Beside = field(default_factory=Beside)
     not_provided: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        heads = sum(layer.heads for layer in self.layers)
+        return (
+            f"HeadSummary of {heads} head{'s' * (heads != 1)} in {len(self.layers)} "
+            f"layer{'s' * (len(self.layers) != 1)}, {len(self.metrics)} metrics: "
+            "to_frame() has a row for each head"
+        )
+
+    def _repr_html_(self) -> str:
+        """The frame, where a notebook shows its results."""
+        frame = self.to_frame()
+        shown = getattr(frame, "_repr_html_", None)
+        return str(shown()) if shown is not None else html.escape(repr(self))
 
     @property
     def profile(self) -> Profile | None:
