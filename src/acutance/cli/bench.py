@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from acutance.cli.shared import check_figure, check_targets, console, plain_errors
+from acutance.cli.outputs import Overwrite, check_outputs
+from acutance.cli.shared import check_figure, console, plain_errors
 
 
 def bench_command(
@@ -38,6 +39,7 @@ def bench_command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep what the file of --json has finished.")
     ] = False,
+    overwrite: Overwrite = False,
     markdown: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", help="Write the tables.")
     ] = None,
@@ -55,7 +57,15 @@ def bench_command(
     ] = False,
 ) -> None:
     """Check, then time, attention with statistics against PyTorch's own and the usual ways."""
-    check_targets({"--json": json, "--markdown": markdown, "--figure": figure})
+    more = [] if figure is None else [figure.stem + end for end in ("-dark", "-time", "-time-dark")]
+    figures = {f"--figure ({name})": figure.with_stem(name) for name in more if figure is not None}
+    check_outputs(
+        {"--json": json, "--markdown": markdown, "--figure": figure, **figures},
+        {"--from": record},
+        state="--json",
+        resume=resume,
+        overwrite=overwrite,
+    )
     check_figure("--figure", figure)
     if info:
         with plain_errors():

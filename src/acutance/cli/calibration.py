@@ -22,7 +22,8 @@ from acutance.cli.options import (
     check_choice,
     check_resume,
 )
-from acutance.cli.shared import INTERRUPTED, check_targets, console, fail, plain_errors
+from acutance.cli.outputs import Overwrite, check_outputs
+from acutance.cli.shared import INTERRUPTED, console, fail, plain_errors
 
 
 def calibrate_command(
@@ -94,6 +95,7 @@ def calibrate_command(
     ] = None,
     save_every: SaveEvery = 1,
     resume: Resume = False,
+    overwrite: Overwrite = False,
     json: JsonTo = None,
     tokenizer: Tokenizer = None,
     attention: AttentionName = None,
@@ -103,7 +105,13 @@ def calibrate_command(
     allow_missing: AllowMissing = False,
 ) -> None:
     """Fit, for every head, the scale that keeps its attention as focused at any length."""
-    check_targets({"--out": out, "--json": json, "--save": save})
+    check_outputs(
+        {"--out": out, "--json": json, "--save": save},
+        {"MODEL": model, "--text": text},
+        state="--save",
+        resume=resume,
+        overwrite=overwrite,
+    )
     check_resume(resume, save)
     name, value = _target(target)
     places = None if lengths is None else _lengths(lengths)

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from acutance.cli.options import Dark, JsonTo
+from acutance.cli.outputs import check_outputs
 from acutance.cli.shared import (
     INTERRUPTED,
     check_figure,
-    check_targets,
     console,
     misuse,
     plain_errors,
@@ -61,7 +61,7 @@ def compare_command(
     listing: Annotated[bool, typer.Option("--list", help="Show the mechanisms and end.")] = False,
 ) -> None:
     """Compare attention mechanisms: concentration measured and predicted, time, memory."""
-    check_targets({"--json": json, "--figure": figure})
+    check_outputs({"--json": json, "--figure": figure}, {"--from": state})
     check_figure("--figure", figure)
     with plain_errors():
         from acutance.comparison import command

@@ -33,11 +33,10 @@ from acutance.cli.options import (
     check_resume,
     grouped,
 )
+from acutance.cli.outputs import Overwrite, check_outputs
 from acutance.cli.shared import (
     INTERRUPTED,
     check_figure,
-    check_output,
-    check_targets,
     console,
     misuse,
     plain_errors,
@@ -74,6 +73,7 @@ def probe_command(
         ),
     ] = None,
     resume: Resume = False,
+    overwrite: Overwrite = False,
     save_every: SaveEvery = 1,
     shard: Annotated[
         str | None,
@@ -161,8 +161,13 @@ def probe_command(
         "--figure": figure,
         "--keep-qk": keep_qk,
     }
-    check_targets(targets)
-    check_output(targets)
+    check_outputs(
+        targets,
+        {"MODEL": model, "--text": text, "--law": law},
+        state="--save",
+        resume=resume,
+        overwrite=overwrite,
+    )
     check_figure("--figure", figure)
     check_chart(chart)
     check_resume(resume, save)

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from acutance.cli.shared import check_targets, console, need, plain_errors
+from acutance.cli.outputs import check_outputs
+from acutance.cli.shared import console, need, plain_errors
 
 
 def reproduce_command(
@@ -37,7 +38,7 @@ def reproduce_command(
     listing: Annotated[bool, typer.Option("--list", help="Show the experiments and end.")] = False,
 ) -> None:
     """Test published claims about attention: predicted, measured, verdict, figure."""
-    check_targets({"--json": json})
+    check_outputs({"--json": json})
     with plain_errors():
         for part in (out, *out.parents):  # before a long run, not after its first experiment
             if part.exists() and not part.is_dir():
@@ -48,6 +49,8 @@ def reproduce_command(
             chosen = pick(names or [], EXPERIMENTS)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="NAME") from error
+        records = {f"the record of {one.name}": out / f"{one.name}.json" for one in chosen}
+        check_outputs({**records, "--json": json} if out.is_dir() else {"--json": json})
         if listing:
             console(stderr=False).print(render.listing(chosen))
             return

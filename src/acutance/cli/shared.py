@@ -1,10 +1,10 @@
-"""What the commands share: where output may go, what it needs, and how a failure ends."""
+"""What the commands share: what output needs, and how a failure ends."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,30 +12,6 @@ from typing import Any
 import typer
 
 INTERRUPTED = 130
-#: What may go to standard output, in place of the table.
-_TEXTS = ("--json", "--csv")
-
-
-def check_targets(targets: Mapping[str, Path | None]) -> None:
-    """Refuse what cannot be written before a long run, not after it."""
-    for option, path in targets.items():
-        if path is None:
-            continue
-        if str(path) == "-":
-            if option not in _TEXTS:
-                raise typer.BadParameter("it does not go to standard output", param_hint=option)
-            continue
-        if path.is_dir():
-            raise typer.BadParameter(f"{path} is a directory", param_hint=option)
-        if not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"there is no directory {path.parent}", param_hint=option)
-
-
-def check_output(targets: Mapping[str, Path | None]) -> None:
-    """Standard output takes one file: two would run into each other."""
-    there = [option for option, path in targets.items() if str(path) == "-"]
-    if len(there) > 1:
-        raise typer.BadParameter("standard output takes one file", param_hint=", ".join(there))
 
 
 def check_figure(option: str, path: Path | None) -> None:

@@ -18,7 +18,8 @@ from acutance.cli.options import (
     ReportTo,
     check_chart,
 )
-from acutance.cli.shared import check_figure, check_output, check_targets, console, plain_errors
+from acutance.cli.outputs import Overwrite, check_outputs
+from acutance.cli.shared import check_figure, console, plain_errors
 
 
 def merge_command(
@@ -29,6 +30,7 @@ def merge_command(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the joint state.")
     ] = None,
+    overwrite: Overwrite = False,
     report: ReportTo = None,
     json: JsonTo = None,
     csv: CsvTo = None,
@@ -44,8 +46,7 @@ def merge_command(
         "--parquet": parquet,
         "--figure": figure,
     }
-    check_targets(targets)
-    check_output(targets)
+    check_outputs(targets, {"SHARD": states}, state="--out", overwrite=overwrite)
     check_figure("--figure", figure)
     with plain_errors():
         from acutance.report import probe_commands
@@ -79,8 +80,7 @@ def report_command(
         "--parquet": parquet,
         "--figure": figure,
     }
-    check_targets(targets)
-    check_output(targets)
+    check_outputs(targets, {"STATE": state})
     check_figure("--figure", figure)
     check_chart(chart, metric)
     with plain_errors():
@@ -123,8 +123,7 @@ def diff_command(
 ) -> None:
     """Compare two saved states: the heads that moved most, and whether beyond noise."""
     targets = {"--json": json, "--csv": csv, "--figure": figure}
-    check_targets(targets)
-    check_output(targets)
+    check_outputs(targets, {"A": before, "B": after})
     check_figure("--figure", figure)
     with plain_errors():
         from acutance.report import diff_commands

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from acutance.cli.options import Dark, JsonTo
-from acutance.cli.shared import check_figure, check_targets, misuse, plain_errors
+from acutance.cli.outputs import check_outputs
+from acutance.cli.shared import check_figure, misuse, plain_errors
 
 
 def predict_command(
@@ -76,7 +77,7 @@ def predict_command(
     }  # fmt: skip
     if sample == 1:
         raise typer.BadParameter("a standard error takes 2 rows or more", param_hint="--sample")
-    check_targets({"--json": json, "--figure": figure, "--plot": plot})
+    check_outputs({"--json": json, "--figure": figure, "--plot": plot})
     check_figure("--figure", figure)
     check_figure("--plot", plot)
     with plain_errors():
@@ -114,7 +115,7 @@ def temperature_command(
     dark: Dark = False,
 ) -> None:
     """Recommend a temperature for a softmax of cosines, and say why."""
-    check_targets({"--json": json, "--figure": figure, "--plot": plot})
+    check_outputs({"--json": json, "--figure": figure, "--plot": plot})
     check_figure("--figure", figure)
     check_figure("--plot", plot)
     with plain_errors():

@@ -1,0 +1,127 @@
+"""Where the files of a command may go: nothing that is read, nothing twice, no saved state lost."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["Overwrite", "check_outputs"]
+
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the state that the file holds, if any.")
+]
+Files = Mapping[str, "str | Path | Iterable[str | Path] | None"]
+#: What may go to standard output, in place of the table.
+_TEXTS = ("--json", "--csv")
+#: Files of a saved model: what a model directory holds besides them is not read.
+_MODEL = ("*.safetensors", "*.bin", "*.model", "*.py", "config.json", "*.index.json", "vocab.*")
+_MODEL += ("generation_config.json", "tokenizer*.json", "special_tokens_map.json", "merges.txt")
+_MODEL += ("added_tokens.json", "preprocessor_config.json")
+
+
+def check_outputs(
+    outputs: Mapping[str, Path | None],
+    inputs: Files | None = None,
+    *,
+    state: str = "",
+    resume: bool | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Refuse, before a long run, outputs that cannot be written or would destroy something.
+
+    Two names of one file (links, hard links, ``./x`` and ``x``) are one file. Devices and pipes
+    may be named as often as one likes.
+
+    Args:
+        outputs: where each option's file goes; None where it was not asked for.
+        inputs: what each option or argument reads: a file, several, or the directory of a model.
+        state: the option whose file is a state that takes long to make, "" for none.
+        resume: whether the run goes on from that state; None where it cannot.
+        overwrite: whether that state may be replaced.
+
+    Raises:
+        typer.BadParameter: naming the option and the file.
+    """
+    files = {option: path for option, path in outputs.items() if path is not None}
+    for option, path in files.items():
+        if str(path) == "-":
+            if option not in _TEXTS:
+                raise typer.BadParameter("it does not go to standard output", param_hint=option)
+        elif path.is_dir():
+            raise typer.BadParameter(f"{path} is a directory", param_hint=option)
+        elif not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"there is no directory {path.parent}", param_hint=option)
+    there = [option for option, path in files.items() if str(path) == "-"]
+    if len(there) > 1:
+        raise typer.BadParameter("standard output takes one file", param_hint=", ".join(there))
+    known = {_identity(path): name for name, path in _read(inputs or {})}
+    for option, path in files.items():
+        identity = _identity(path)
+        if str(path) == "-" or identity is None:
+            continue
+        if identity in known:
+            raise typer.BadParameter(
+                f"{path} is the same file as {known[identity]}, and would replace it",
+                param_hint=option,
+            )
+        known[identity] = f"that of {option}"
+        if option == state:
+            _check_state(option, path, resume, overwrite)
+        elif _is_state(path):
+            raise typer.BadParameter(
+                f"{path} holds a saved state, which it would replace", param_hint=option
+            )
+
+
+def _check_state(option: str, path: Path, resume: bool | None, overwrite: bool) -> None:
+    """Refuse a state of an earlier run unless the caller says what to do with it."""
+    if resume and overwrite:
+        raise typer.BadParameter("it goes on, or begins anew", param_hint="--resume, --overwrite")
+    if resume or overwrite or not path.is_file() or not path.stat().st_size:
+        return
+    instead = "" if resume is None else "--resume goes on from it, "
+    raise typer.BadParameter(
+        f"{path} is there already: {instead}--overwrite replaces it", param_hint=option
+    )
+
+
+def _read(inputs: Files) -> Iterator[tuple[str, Path]]:
+    """Every file that is read, with what the reader of a message calls it."""
+    for option, given in inputs.items():
+        if given is None:
+            continue
+        for one in (given,) if isinstance(given, str | Path) else given:
+            path = Path(one).expanduser()
+            if path.is_dir():
+                for pattern in _MODEL:
+                    yield from ((f"{part}, of {option}", part) for part in path.glob(pattern))
+            elif path.is_file():
+                yield f"that of {option}", path
+
+
+def _identity(path: Path) -> tuple[int, int] | str | None:
+    """What two names of one file share; None for what is no regular file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return os.path.realpath(path)
+    return (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) else None
+
+
+def _is_state(path: Path) -> bool:
+    """Whether a file holds what took a run to make: a state of a probe or of a calibration."""
+    if not path.is_file():
+        return False
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            schema = str((file.metadata() or {}).get("schema"))
+    except (SafetensorError, OSError, ValueError):
+        return False
+    return schema.startswith(("acutance.head_summary/", "acutance.calibration/"))
