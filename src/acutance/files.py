@@ -1,14 +1,25 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and the text of those that hold JSON."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-__all__ = ["tidy", "write_bytes", "write_text", "write_whole"]
+__all__ = [
+    "as_json",
+    "finite",
+    "tidy",
+    "write_bytes",
+    "write_each",
+    "write_text",
+    "write_whole",
+]
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
@@ -112,6 +123,64 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write text in UTF-8 as it is, line ends included, whole or not at all."""
     write_bytes(path, text.encode("utf-8"))
+
+
+def write_each(
+    steps: Mapping[str, Callable[[], object]], written: Callable[[str], object] = lambda _: None
+) -> None:
+    """Take every step, whatever fails before it: one file that fails loses none of the others.
+
+    Args:
+        steps: what writes, by the name of its option; they are taken in order.
+        written: told the name of each step that has succeeded.
+
+    Raises:
+        Exception: what a step raised, when all are taken; of several, one RuntimeError names all.
+
+    Example:
+        >>> write_each({"--json": lambda: 1 / 0, "--csv": lambda: print("written")})
+        Traceback (most recent call last):
+        ZeroDivisionError: division by zero
+    """
+    failed: dict[str, Exception] = {}
+    for name, step in steps.items():
+        try:
+            step()
+        except Exception as error:
+            failed[name] = error
+        else:
+            written(name)
+    if len(failed) == 1:
+        raise next(iter(failed.values()))
+    if failed:
+        reasons = (
+            f"{name}: {str(error) or type(error).__name__}" for name, error in failed.items()
+        )
+        raise RuntimeError("; ".join(reasons)) from next(iter(failed.values()))
+
+
+def finite(value: Any) -> Any:
+    """The same value with None in place of every number that is not finite, as JSON has none.
+
+    Example:
+        >>> finite({"error": math.inf, "rows": (1, 2.5)})
+        {'error': None, 'rows': [1, 2.5]}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite(part) for name, part in value.items()}
+    return [finite(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def as_json(value: Any, *, indent: int | None = None, ascii_only: bool = True) -> str:
+    """JSON text of plain values: numbers that are not finite are null.
+
+    Example:
+        >>> as_json([1.5, math.nan])
+        '[1.5, null]'
+    """
+    return json.dumps(finite(value), allow_nan=False, indent=indent, ensure_ascii=ascii_only)
 
 
 def _umask() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from acutance.bench import figures, page, render, run
 from acutance.bench.cases import GROUPS, choose
 from acutance.bench.records import BenchReport
-from acutance.files import write_text
+from acutance.files import write_each, write_text
 
 ROUNDS, QUICK_ROUNDS = 7, 3
 #: Columns a table takes.
@@ -72,17 +72,22 @@ def bench(
                 save=None if to_json is None else lambda found: _write(to_json, found.to_json()),
                 resume=earlier,
             )
-    screen.print(render.table(report))
-    screen.print()
-    screen.print(render.goals(report))
+    steps: dict[str, Callable[[], object]] = {"table": lambda: _show(report, screen)}
     if to_markdown is not None:
-        _write(to_markdown, page.markdown(report))
+        steps["--markdown"] = lambda: write_text(to_markdown, page.markdown(report))
     if to_figure is not None:
-        figures.draw(report, to_figure)
+        steps["--figure"] = lambda: figures.draw(report, to_figure)
+    write_each(steps)
     if not report.complete and record is None:
         return INTERRUPTED
     refused = any(row.status == "failed" for result in report.results for row in result.rows)
     return FAILED if refused else 0
+
+
+def _show(report: BenchReport, screen: Any) -> None:
+    screen.print(render.table(report))
+    screen.print()
+    screen.print(render.goals(report))
 
 
 def read(path: Path) -> BenchReport:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 
 from acutance.calibration.applied import ApplyError, apply
 from acutance.calibration.asked import check_asked, check_positions
@@ -21,6 +22,7 @@ from acutance.calibration.law import AnyLaw, Law
 from acutance.calibration.render import show
 from acutance.calibration.result import Calibration
 from acutance.calibration.sample import Sample, draw, told
+from acutance.files import as_json, write_each
 from acutance.probing import corpus, models
 from acutance.probing.models import TextModel
 from acutance.scaling import SCALINGS, Scaling, get
@@ -99,19 +101,30 @@ def run(
         warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # said above
         found = calibrate(loaded.model, batches, lengths=places, advance=advance, **given)
     found = replace(found, weights_not_loaded=loaded.not_loaded)
-    if out is not None:
-        found.save(out)
-    if to_json is not None:
-        if str(to_json) == "-":
-            sys.stdout.write(json.dumps(found.to_dict(), allow_nan=False) + "\n")
-        else:
-            found.to_json(to_json)
-    if str(to_json) != "-":
-        console(stderr=False).print(show(found))
-    for what, path in (("law", out), ("json", to_json)):
-        if path is not None and str(path) != "-":
-            console().print(f"[dim]{what} written to[/] {path}", highlight=False)
+    _write(found, out, to_json, console)
     return found
+
+
+def _write(
+    found: Calibration, out: Path | None, to_json: Path | None, console: Callable[..., Any]
+) -> None:
+    """Write what was asked for, and print the table unless the record takes its place."""
+    steps: dict[str, Callable[[], object]] = {}
+    if out is not None:
+        steps["law"] = lambda: found.save(out)
+    if str(to_json) == "-":
+        steps[""] = lambda: sys.stdout.write(as_json(found.to_dict()) + "\n")
+    else:
+        if to_json is not None:
+            steps["json"] = lambda: found.to_json(to_json)
+        steps[""] = lambda: console(stderr=False).print(show(found))
+
+    def written(what: str) -> None:
+        if what:
+            path = escape(str({"law": out, "json": to_json}[what]))
+            console().print(f"[dim]{what} written to[/] {path}", highlight=False)
+
+    write_each(steps, written)
 
 
 def _default_lengths(loaded: TextModel) -> tuple[int, ...]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,7 +9,7 @@ from typing import Any
 
 from acutance.calibration.collect import HELD, TARGETS
 from acutance.calibration.law import Law
-from acutance.files import write_text
+from acutance.files import as_json, finite, write_text
 
 __all__ = ["STATUSES", "Calibration", "HeadCalibration"]
 
@@ -148,12 +146,12 @@ class Calibration(Law):
             "statuses": STATUSES,
             "beyond": BEYOND,
             "counts": self.counts(),
-            "heads": [_plain(asdict(one)) for one in self.heads],
+            "heads": [finite(asdict(one)) for one in self.heads],
         }
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict`, whole or not at all."""
-        write_text(path, json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
+        write_text(path, as_json(self.to_dict(), indent=1) + "\n")
 
 
 #: What a table does where nothing was measured.
@@ -161,11 +159,3 @@ BEYOND = (
     "beyond the longest calibrated length each head's factor goes on by its fitted family, which "
     "was not measured there; shorter rows than the shortest length have its factor"
 )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

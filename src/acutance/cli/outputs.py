@@ -19,9 +19,11 @@ Files = Mapping[str, "str | Path | Iterable[str | Path] | None"]
 #: What may go to standard output, in place of the table.
 _TEXTS = ("--json", "--csv")
 #: Files of a saved model: what a model directory holds besides them is not read.
-_MODEL = ("*.safetensors", "*.bin", "*.model", "*.py", "config.json", "*.index.json", "vocab.*")
-_MODEL += ("generation_config.json", "tokenizer*.json", "special_tokens_map.json", "merges.txt")
-_MODEL += ("added_tokens.json", "preprocessor_config.json")
+_MODEL = (
+    "*.safetensors", "*.bin", "*.model", "*.py", "config.json", "*.index.json", "vocab.*",
+    "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "merges.txt",
+    "added_tokens.json", "preprocessor_config.json",
+)  # fmt: skip
 
 
 def check_outputs(

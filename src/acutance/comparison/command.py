@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
 from acutance.comparison import render
 from acutance.comparison.record import Comparison
 from acutance.comparison.runner import DEFAULT_LENGTHS, Step, compare, pick
-from acutance.files import write_text
+from acutance.files import write_each, write_text
 from acutance.mechanisms import MECHANISMS
 from acutance.probing import QueryKeySample, load_queries_keys
 from acutance.report.console import printable
@@ -101,19 +102,29 @@ def show(
     notes = console()
     if not found.complete:
         notes.print("[yellow]interrupted[/]: what follows is what was done by then")
+    steps: dict[str, Callable[[], object]] = {}
     if str(json_to) == "-":
-        sys.stdout.write(found.to_json())
+        steps[""] = lambda: sys.stdout.write(found.to_json())
     else:
-        _print(found, console(stderr=False))
-    if json_to is not None and str(json_to) != "-":
-        write_text(json_to, found.to_json())
-        notes.print(f"[dim]json written to[/] {json_to}", highlight=False)
+        steps[""] = lambda: _print(found, console(stderr=False))
+        if json_to is not None:
+            steps["json"] = lambda: write_text(json_to, found.to_json())
     if figure_to is not None and found.complete:
-        from acutance.comparison.figures import draw
-        from acutance.report.style import DARK, LIGHT
+        steps["figure"] = lambda: _draw(found, figure_to, dark)
 
-        draw(found, figure_to, theme=DARK if dark else LIGHT)
-        notes.print(f"[dim]figure written to[/] {figure_to}", highlight=False)
+    def written(name: str) -> None:
+        if name:
+            where = escape(str({"json": json_to, "figure": figure_to}[name]))
+            notes.print(f"[dim]{name} written to[/] {where}", highlight=False)
+
+    write_each(steps, written)
+
+
+def _draw(found: Comparison, path: Path, dark: bool) -> None:
+    from acutance.comparison.figures import draw
+    from acutance.report.style import DARK, LIGHT
+
+    draw(found, path, theme=DARK if dark else LIGHT)
 
 
 def _print(found: Comparison, output: Any) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from acutance.files import as_json
 from acutance.mechanisms import MECHANISMS
 from acutance.rowstats import METRICS
 
@@ -170,7 +170,7 @@ class Comparison:
 
     def to_json(self) -> str:
         """:meth:`to_dict` as text."""
-        return json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False, indent=1) + "\n"
+        return as_json(self.to_dict(), indent=1, ascii_only=False) + "\n"
 
 
 def _result(result: Result) -> dict[str, Any]:

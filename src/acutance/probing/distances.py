@@ -57,6 +57,7 @@ class Distances:
         """
         if octaves.device.type == "mps":  # it has no float64
             octaves, even, peak, kept = octaves.cpu(), even.cpu(), peak.cpu(), kept.cpu()
+        kept = kept & octaves.isfinite().all(-1).all(-1)  # a model that overflows has rows of NaN
         rows = kept.sum((0, 2))
         count = rows.clamp(min=1).to(torch.float64)[:, None, None]
         chosen = kept[..., None, None]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from acutance.files import write_bytes, write_text, write_whole
+from acutance.files import as_json, finite, write_bytes, write_text, write_whole
 from acutance.probing.beside import Beside
 from acutance.probing.classes import classify
 from acutance.probing.coverage import coverage_line
@@ -300,24 +300,24 @@ class HeadSummary:
             for column, name in enumerate(self.metrics):
                 none = int(moments.count[index, column]) == 0
                 parts = (moments.mean, std, moments.low, moments.high)
-                values = [None if none else _plain(float(part[index, column])) for part in parts]
+                values = [None if none else finite(float(part[index, column])) for part in parts]
                 metrics[name] = {
                     "count": int(moments.count[index, column]),
                     **dict(zip(("mean", "std", "min", "max"), values, strict=True)),
                     "histogram": moments.histogram[index, column].tolist(),
                 }
                 if self.sampled:
-                    metrics[name]["sampling_error"] = _plain(float(errors[index, column]))
+                    metrics[name]["sampling_error"] = finite(float(errors[index, column]))
             heads.append({"layer": layer, "head": head, "metrics": metrics})
         for entry, classes in zip(heads, classify(self), strict=True):
-            entry["classes"] = [_plain(each.to_dict()) for each in classes]
+            entry["classes"] = [finite(each.to_dict()) for each in classes]
         self._add_beside(heads)
         return {
             "schema": SCHEMA,
-            "about": _plain(dict(self.about)),
+            "about": finite(dict(self.about)),
             "notices": notices(self.about),
             "layers": [
-                _plain({"layer": i, **asdict(layer)}) for i, layer in enumerate(self.layers)
+                finite({"layer": i, **asdict(layer)}) for i, layer in enumerate(self.layers)
             ],
             "metrics": {
                 name: {
@@ -340,17 +340,16 @@ class HeadSummary:
             if profile is None:
                 continue
             for entry, octaves in zip(heads, profile.to_dicts(self.metrics), strict=True):
-                entry[title] = _plain(octaves)
+                entry[title] = finite(octaves)
         for index, entry in enumerate(heads):
             if self.distances is not None:
                 entry["distances"] = self.distances.to_dict(index)
             if self.examples is not None:
-                entry["examples"] = [_plain(row.to_dict()) for row in self.examples.rows(index)]
+                entry["examples"] = [finite(row.to_dict()) for row in self.examples.rows(index)]
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict` as a JSON file, atomically."""
-        text = json.dumps(self.to_dict(), allow_nan=False)
-        write_text(path, text)
+        write_text(path, as_json(self.to_dict()))
 
     def parts(self) -> tuple[dict[str, str], dict[str, Tensor]]:
         """Header and arrays, as a file or a message holds them; :func:`from_parts` reads them."""
@@ -416,12 +415,3 @@ def load(path: str | os.PathLike[str]) -> HeadSummary:
         return from_parts(header, tensors)
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)} has a damaged header: {error}") from error
-
-
-def _plain(value: Any) -> Any:
-    """The same value with every number that is not finite replaced by None, as JSON has none."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from acutance import probing
+from acutance.files import write_each
 from acutance.probing import SCHEMA, Diff, HeadSummary, State, load, load_state, state_files
 from acutance.report.console import headline
 from acutance.report.diff_console import print_diff
 from acutance.report.exports import Targets, put_csv, put_json, to_output
-from acutance.report.state_commands import say_written
+from acutance.report.state_commands import TABLE, say_written
 
 __all__ = ["diff", "read"]
 
@@ -48,19 +50,27 @@ def diff(
     shown = list(dict.fromkeys(metrics)) or [headline(found.metrics)]
     for name in shown:
         found.of(name)
-    if (path := targets.get("--json")) is not None:
-        put_json(found.to_dict(), path)
-    if (path := targets.get("--csv")) is not None:
-        put_csv(found.to_arrow(), path)
-    if (path := targets.get("--figure")) is not None:
-        from acutance.report.diff_figures import draw_diff
-        from acutance.report.style import DARK, LIGHT
-
-        draw_diff(found, path, shown[0], theme=DARK if dark else LIGHT)
+    kinds: dict[str, Callable[[Path], object]] = {
+        "--json": lambda path: put_json(found.to_dict(), path),
+        "--csv": lambda path: put_csv(found.to_arrow(), path),
+        "--figure": lambda path: _draw(found, path, shown[0], dark),
+    }
+    steps: dict[str, Callable[[], object]] = {
+        option: partial(step, path)
+        for option, step in kinds.items()
+        if (path := targets.get(option)) is not None
+    }
     if not to_output(targets):
-        print_diff(found, console(stderr=False), shown, top)
-    say_written(targets, console)
+        steps[TABLE] = lambda: print_diff(found, console(stderr=False), shown, top)
+    write_each(steps, lambda option: say_written(option, targets, console))
     return found
+
+
+def _draw(found: Diff, path: Path, metric: str, dark: bool) -> None:
+    from acutance.report.diff_figures import draw_diff
+    from acutance.report.style import DARK, LIGHT
+
+    draw_diff(found, path, metric, theme=DARK if dark else LIGHT)
 
 
 def read(path: Path) -> HeadSummary | State:

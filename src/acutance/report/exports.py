@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from acutance.files import write_bytes, write_text
+from acutance.files import as_json, write_bytes, write_each, write_text
 from acutance.probing import HeadSummary
 from acutance.report.recommendations import recommendations
 
@@ -33,7 +33,7 @@ def write_exports(
     metric: str | None = None,
     dark: bool = False,
 ) -> None:
-    """Write what was asked for; the figure last, since it may lack its library.
+    """Write what was asked for; what fails does not keep the others from being written.
 
     Args:
         summary: any head summary.
@@ -48,26 +48,50 @@ def write_exports(
         OSError: if a file cannot be written.
         ValueError: if the summary lacks what the figure shows.
     """
-    if (path := targets.get("--json")) is not None:
+    write_each(exports(summary, targets, chart=chart, metric=metric, dark=dark))
+
+
+def exports(
+    summary: HeadSummary,
+    targets: Targets,
+    *,
+    chart: str = "heads",
+    metric: str | None = None,
+    dark: bool = False,
+) -> dict[str, Callable[[], object]]:
+    """What :func:`write_exports` does, by option."""
+
+    def json_to(path: Path) -> None:
         advice = [each.to_dict() for each in recommendations(summary)]
         put_json({**summary.to_dict(), "recommendations": advice}, path)
-    if (path := targets.get("--csv")) is not None:
-        put_csv(summary.to_arrow(), path)
-    if (path := targets.get("--parquet")) is not None:
-        summary.to_parquet(path)
-    if (path := targets.get("--report")) is not None:
+
+    def page_to(path: Path) -> None:
         from acutance.report.page import write_html
 
         write_html(summary, path)
-    if (path := targets.get("--figure")) is not None:
+
+    def figure_to(path: Path) -> None:
         from acutance.report.charts import draw
 
         draw(summary, path, chart=chart, metric=metric, dark=dark)
 
+    steps: dict[str, Callable[[Path], object]] = {
+        "--json": json_to,
+        "--csv": lambda path: put_csv(summary.to_arrow(), path),
+        "--parquet": summary.to_parquet,
+        "--report": page_to,
+        "--figure": figure_to,
+    }
+    return {
+        option: partial(step, path)
+        for option, step in steps.items()
+        if (path := targets.get(option)) is not None
+    }
+
 
 def put_json(record: Any, path: Path) -> None:
     """A record as JSON in a file, or on standard output."""
-    text = json.dumps(record, allow_nan=False)
+    text = as_json(record)
     if str(path) == STANDARD_OUTPUT:
         sys.stdout.write(text + "\n")
     else:

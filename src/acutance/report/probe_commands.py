@@ -13,7 +13,7 @@ from acutance.probing.distributed import Alone
 from acutance.probing.run import Options, Outcome, Savings, run_windows
 from acutance.probing.shards import WHOLE
 from acutance.report.exports import Targets
-from acutance.report.state_commands import say_written, show_and_write
+from acutance.report.state_commands import show_and_write
 
 __all__ = ["merge", "probe"]
 
@@ -126,10 +126,12 @@ def _finish(
         notes.print(f"resumed after {outcome.resumed} windows", highlight=False)
     if not outcome.finished:
         notes.print(f"[yellow]interrupted[/] after {run.windows} of {run.total} windows")
-    if (path := targets["--keep-qk"]) is not None and outcome.probe is not None:
-        outcome.probe.queries_keys().save(path)
-    show_and_write(outcome.state.summary, targets, console, chart=chart, dark=dark)
-    say_written(targets, console)
+    first: dict[str, Callable[[], object]] = {}
+    if targets["--save"] is not None:
+        first["--save"] = lambda: None  # it was written as the run went on
+    if (path := targets["--keep-qk"]) is not None and (probe := outcome.probe) is not None:
+        first["--keep-qk"] = lambda: probe.queries_keys().save(path)
+    show_and_write(outcome.state.summary, targets, console, chart=chart, dark=dark, first=first)
 
 
 def merge(states: Sequence[Path], *, targets: Targets, console: Callable[..., Any]) -> None:
@@ -140,15 +142,15 @@ def merge(states: Sequence[Path], *, targets: Targets, console: Callable[..., An
         ValueError: if a file is no state, or the states are not parts of one run.
     """
     state = merge_states(states)
+    first: dict[str, Callable[[], object]] = {}
     if (path := targets["--out"]) is not None:
-        state.save(path)
+        first["--out"] = lambda: state.save(path)
     if not state.run.complete:
         console().print(
             f"[yellow]incomplete[/]: {state.run.windows} of {state.run.total} windows are here",
             highlight=False,
         )
-    show_and_write(state.summary, targets, console)
-    say_written(targets, console)
+    show_and_write(state.summary, targets, console, first=first)
 
 
 @contextmanager

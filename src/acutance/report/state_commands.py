@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,17 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from acutance.files import write_each
 from acutance.probing import HeadSummary, load
 from acutance.report.console import console_table, printable
-from acutance.report.exports import Targets, to_output, write_exports
+from acutance.report.exports import Targets, exports, to_output
 from acutance.report.findings import findings
 from acutance.report.recommendations import in_words, otherwise, recommendations
 
-__all__ = ["report", "say_written", "show_and_write"]
+__all__ = ["TABLE", "report", "say_written", "show_and_write"]
+
+#: What stands for the table among the options of files.
+TABLE = "the table"
 
 #: What the file of an option is called, where that is not the option's own name.
 _CALLED = {"--out": "state", "--save": "state", "--keep-qk": "queries and keys"}
@@ -50,7 +54,6 @@ def report(
     if metric is not None:
         summary.mean(metric)  # names what is near an unknown one
     show_and_write(summary, targets, console, chart=chart, metric=metric, dark=dark)
-    say_written(targets, console)
 
 
 def show_and_write(
@@ -61,11 +64,24 @@ def show_and_write(
     chart: str = "heads",
     metric: str | None = None,
     dark: bool = False,
+    first: Mapping[str, Callable[[], object]] | None = None,
 ) -> None:
-    """Write what was asked for, and print the table unless a file takes its place."""
-    write_exports(summary, targets, chart=chart, metric=metric, dark=dark)
+    """Write what was asked for and say where; print the table unless a file takes its place.
+
+    Args:
+        summary: any head summary.
+        targets: paths by option.
+        console: makes a rich console on standard error, or output with ``stderr=False``.
+        chart: which figure.
+        metric: what the table and the figure show; None is what suits them.
+        dark: whether the figure has a dark page.
+        first: what else is written, by option, before the rest.
+    """
+    steps = dict(first or {})
+    steps |= exports(summary, targets, chart=chart, metric=metric, dark=dark)
     if not to_output(targets):
-        _show(summary, metric, console(stderr=False))
+        steps[TABLE] = lambda: _show(summary, metric, console(stderr=False))
+    write_each(steps, lambda option: say_written(option, targets, console))
 
 
 def _show(summary: HeadSummary, metric: str | None, output: Any) -> None:
@@ -94,9 +110,9 @@ def _advice(summary: HeadSummary) -> list[str]:
     return in_words(recommendations(summary), otherwise(summary))
 
 
-def say_written(targets: Targets, console: Callable[..., Any]) -> None:
-    """Name the files on standard error."""
-    for option, path in targets.items():
-        if path is not None and str(path) != "-":
-            what = _CALLED.get(option, option[2:])
-            console().print(f"[dim]{what} written to[/] {escape(str(path))}", highlight=False)
+def say_written(option: str, targets: Targets, console: Callable[..., Any]) -> None:
+    """Name the file of an option on standard error."""
+    path = targets.get(option)
+    if path is not None and str(path) != "-":
+        what = _CALLED.get(option, option[2:])
+        console().print(f"[dim]{what} written to[/] {escape(str(path))}", highlight=False)

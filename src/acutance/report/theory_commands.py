@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
 from acutance import theory
-from acutance.files import write_text
+from acutance.files import as_json, write_each, write_text
 from acutance.report.console import printable
 from acutance.report.predicted import prediction_record, prediction_table
 from acutance.report.tables import NumberTable
@@ -61,16 +61,18 @@ def show_prediction(
                 name: {"mean": mean, "error": error} for name, (mean, error) in found.items()
             },
         }
-    if not _write_json(record, json_to):
-        console = Console()
+
+    def table(console: Console) -> None:
         console.print(prediction_table(prediction, found))
         _print_sentences(console, "What it means", record["remarks"])
-    if plot_to is not None:
+
+    def plot(path: Path) -> None:
         from acutance.report.predicted_figures import draw_prediction
         from acutance.report.style import DARK, LIGHT
 
-        draw_prediction(prediction, plot_to, theme=DARK if dark else LIGHT)
-    _say_written(json=json_to, figure=plot_to)
+        draw_prediction(prediction, path, theme=DARK if dark else LIGHT)
+
+    _write(record, table, plot, json_to, plot_to)
 
 
 def advice_for(n: int, fraction: float, d: float | None, negatives: str | None) -> Advice:
@@ -95,31 +97,33 @@ def show_advice(
         ImportError: if a plot is wanted without matplotlib.
         OSError: if a file cannot be written.
     """
-    if not _write_json(advice.to_dict(), json_to):
-        console = Console()
+
+    def table(console: Console) -> None:
         ascii_only = console.options.ascii_only
         title = f"τ = {advice.tau:.4g} for {100 * advice.fraction:.6g} % of log {advice.n:,}"
         console.print(Text(printable(title, ascii_only), style="bold"))
         console.print()
-        table = NumberTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        table.add_column("arrangement of keys")
+        rows = NumberTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        rows.add_column("arrangement of keys")
         for name in ("τ", "scale"):
-            table.add_column(printable(name, ascii_only), justify="right", no_wrap=True)
-        table.add_column("needs")
+            rows.add_column(printable(name, ascii_only), justify="right", no_wrap=True)
+        rows.add_column("needs")
         for setting in advice.settings:
             mark = "" if setting.feasible else " (not met)"
             style = "bold" if setting is advice.chosen else ""
             cells = (setting.name, f"{setting.tau:.4g}", f"{1 / setting.tau:.4g}")
             line = [printable(cell, ascii_only) for cell in (*cells, setting.needs + mark)]
-            table.add_row(*line, style=style)
-        console.print(table)
+            rows.add_row(*line, style=style)
+        console.print(rows)
         _print_sentences(console, "Why", advice.sentences)
-    if plot_to is not None:
+
+    def plot(path: Path) -> None:
         from acutance.report.predicted_figures import draw_temperatures
         from acutance.report.style import DARK, LIGHT
 
-        draw_temperatures(advice, plot_to, theme=DARK if dark else LIGHT)
-    _say_written(json=json_to, figure=plot_to)
+        draw_temperatures(advice, path, theme=DARK if dark else LIGHT)
+
+    _write(advice.to_dict(), table, plot, json_to, plot_to)
 
 
 def _print_sentences(console: Console, title: str, sentences: Iterable[str]) -> None:
@@ -130,23 +134,35 @@ def _print_sentences(console: Console, title: str, sentences: Iterable[str]) -> 
         console.print(Padding(text, (0, 0, 0, 1)))
 
 
-def _write_json(record: dict[str, Any], path: Path | None) -> bool:
-    """Write the record if asked to; True where it went to standard output, instead of a table."""
-    if path is None:
-        return False
-    text = json.dumps(record, allow_nan=False, ensure_ascii=False, indent=1) + "\n"
-    if str(path) == "-":
-        sys.stdout.write(text)
-        return True
-    write_text(path, text)
-    return False
+def _write(
+    record: dict[str, Any],
+    table: Callable[[Console], object],
+    plot: Callable[[Path], object],
+    json_to: Path | None,
+    plot_to: Path | None,
+) -> None:
+    """Print the table, or the record in its place, and write the files that were asked for."""
+    steps: dict[str, Callable[[], object]] = {}
+    if str(json_to) == "-":
+        steps[""] = lambda: sys.stdout.write(_json(record))
+    else:
+        steps[""] = lambda: table(Console())
+        if json_to is not None:
+            steps["json"] = lambda: write_text(json_to, _json(record))
+    if plot_to is not None:
+        steps["figure"] = lambda: plot(plot_to)
+    paths = {"json": json_to, "figure": plot_to}
+
+    def written(name: str) -> None:
+        if name:
+            where = escape(str(paths[name]))
+            Console(stderr=True).print(f"[dim]{name} written to[/] {where}", highlight=False)
+
+    write_each(steps, written)
 
 
-def _say_written(**paths: Path | None) -> None:
-    console = Console(stderr=True)
-    for name, path in paths.items():
-        if path is not None and str(path) != "-":
-            console.print(f"[dim]{name} written to[/] {path}", highlight=False)
+def _json(record: dict[str, Any]) -> str:
+    return as_json(record, indent=1, ascii_only=False) + "\n"
 
 
 def _vector(name: str, text: str) -> float | list[float]:

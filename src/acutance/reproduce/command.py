@@ -59,7 +59,7 @@ def reproduce(
             )
         chosen = [experiment for experiment in chosen if experiment not in left_out]
     records: list[Record] = []
-    complete = True
+    complete, failure = True, None
     progress = _Progress()
     try:
         outcomes = run(
@@ -86,6 +86,8 @@ def reproduce(
             f"[yellow]interrupted[/] after {len(records)} of {len(chosen)} experiments; "
             "the same command goes on from there"
         )
+    except Exception as error:  # what has finished is written first
+        complete, failure = False, error
     if to_json is not None:
         _write(records, chosen, complete, to_json)
     if records and str(to_json) != "-":
@@ -93,6 +95,8 @@ def reproduce(
         output.print(render.summary(records, output.width))
         what = "records and figures" if figures else "records"
         notes.print(f"[dim]{what} in[/] {out}", highlight=False)
+    if failure is not None:
+        raise failure
     if not complete:
         return INTERRUPTED
     return AS_EXPECTED if all(record.as_expected for record in records) else OTHERWISE
