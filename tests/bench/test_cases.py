@@ -52,6 +52,23 @@ def test_every_other_goal_is_decided_at_its_sizes(goal: str, sizes: set[tuple[in
     assert {(case.queries, case.keys) for case in deciding(goal)} == sizes
 
 
+@pytest.mark.parametrize("what", ["queries", "keys", "batch", "heads", "width", "window", "rounds"])
+@pytest.mark.parametrize("size", [1e29, 10**29, -1, True])
+def test_sizes_are_those_of_a_call(what: str, size: object) -> None:
+    sizes: dict[str, object] = {"queries": 8, "keys": 8, "causal": True, what: size}
+    with pytest.raises(ValueError, match=f"^{what} is a whole number from"):
+        Case("x", **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("window", [None, 3, 20])
+@pytest.mark.parametrize(("queries", "keys"), [(5, 9), (9, 5), (7, 7)])
+@pytest.mark.parametrize("mask", ["", "padding"])
+def test_pairs_are_counted(window: int | None, queries: int, keys: int, mask: str) -> None:
+    case = Case("x", queries, keys, causal=True, window=window, mask=mask, batch=3, heads=2)
+    ends = [min(window or length, length) for length in case.lengths]
+    assert case.pairs == 2 * sum(min(i + 1, end) for end in ends for i in range(queries))
+
+
 def test_no_goal_is_left_undecided_and_each_group_has_a_quick_case() -> None:
     assert len(GOALS) == 15
     assert {goal for case in CASES.values() for goal in case.goals} == set(GOALS)

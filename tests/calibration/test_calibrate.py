@@ -358,7 +358,7 @@ def test_law_and_record_are_written(fitted: acutance.Calibration, tmp_path: Path
     record = json.loads((tmp_path / "record.json").read_text())
     assert len(record["heads"]) == 8
     assert record["heads"][0]["factors"] == list(fitted.heads[0].factors)
-    assert record["law"] == json.loads((tmp_path / "law.json").read_text())
+    assert record["law"].items() < json.loads((tmp_path / "law.json").read_text()).items()
 
 
 def test_a_law_of_a_bare_model_serves_one_with_a_head(built: Built, ids: Tensor) -> None:

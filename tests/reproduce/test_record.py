@@ -128,7 +128,26 @@ def test_verdicts_are_judged_anew_on_reading(tmp_path: Path) -> None:
     assert written["verdict"] == "does not hold"
     written["verdict"] = written["claims"][0]["verdict"] = "holds"
     path.write_text(json.dumps(written), encoding="utf-8")
+    with pytest.raises(ValueError, match="it is damaged, or was changed by hand"):
+        load(path)
+    del written["sha256"]  # as acutance 0.1.0 wrote it
+    path.write_text(json.dumps(written), encoding="utf-8")
     assert load(path).judgements[0].verdict == "does not hold"
+
+
+def test_rows_are_judged_anew_on_reading(tmp_path: Path) -> None:
+    claim, path = Claim("quarter", "it is a quarter"), tmp_path / "n.json"
+    rows = tuple(claim.row("share", 0.25, Estimate(0.25, 0.001), {"n": n}) for n in range(3))
+    judgement = judge(claim, rows)
+    Record("n", "t", "p", (judgement,), rows, 0, True, 0.5, {}).save(path)
+    written = json.loads(path.read_text(encoding="utf-8"))
+    del written["sha256"]
+    for row in written["rows"]:
+        row["measured"], row["allowed"] = 999.0, 1e9
+    path.write_text(json.dumps(written), encoding="utf-8")
+    record = load(path)
+    assert not any(row.agrees for row in record.rows)
+    assert record.judgements[0].verdict == "does not hold"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +156,7 @@ def test_verdicts_are_judged_anew_on_reading(tmp_path: Path) -> None:
         ("", "is not a record"),
         ("[]", "is not a record"),
         ('{"schema": 1}', "is not a record"),
-        ('{"schema": 99}', "has schema 99, this version reads 1"),
+        ('{"schema": 99}', "its schema is 99, this version reads 1"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -16,6 +16,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 MASKS = ("", "padding", "boolean", "additive")
 PASSES = ("forward", "backward", "step", "memory")
 
+#: Sizes of an attention call that a record may state.
+MOST, MOST_HEADS = 1 << 31, 1 << 16
+_LEAST = {"queries": 1, "keys": 1, "window": 1, "batch": 1, "heads": 1, "key_heads": 0} | {
+    "width": 1,
+    "rounds": 0,
+}
+
 PAIR = (REFERENCE, "acutance")
 EVERYONE = (
     *(*PAIR, "acutance-unread", "acutance-metrics", "acutance-avx2", "acutance-baseline"),
@@ -85,6 +92,12 @@ class Case:
         ):
             if got not in allowed:
                 raise ValueError(f"{what} is one of {', '.join(map(repr, allowed))}, got {got!r}")
+        for what, least in _LEAST.items():
+            size = getattr(self, what)
+            if size is not None and not (type(size) is int and least <= size <= MOST):
+                raise ValueError(f"{what} is a whole number from {least} to {MOST}, got {size!r}")
+        if self.batch * self.heads > MOST_HEADS:
+            raise ValueError(f"batch times heads is at most {MOST_HEADS}, got {self.batch} heads")
         if self.key_heads and self.heads % self.key_heads:
             raise ValueError(
                 f"heads is a multiple of key_heads, got heads={self.heads} and "
@@ -117,8 +130,12 @@ class Case:
         """
         if not self.causal:
             return self.heads * self.queries * sum(self.lengths)
-        limits = (min(self.window or length, length) for length in self.lengths)
-        return self.heads * sum(min(i + 1, end) for end in limits for i in range(self.queries))
+        found = 0
+        for length in self.lengths:
+            end = min(self.window or length, length)
+            rising = min(self.queries, end)  # rows that see one key more than the row before
+            found += rising * (rising + 1) // 2 + (self.queries - rising) * end
+        return self.heads * found
 
     @property
     def lengths(self) -> tuple[int, ...]:

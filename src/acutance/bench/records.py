@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Literal
 
 from acutance.bench.cases import Case
+from acutance.files import as_json, finite
+from acutance.from_json import checked, parse_json, sealed_json
 
 FORMAT = 2
 Status = Literal["timed", "weighed", "failed", "not run", "unfinished"]
@@ -36,6 +37,10 @@ class Spread:
     median: float
     q1: float
     q3: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.q1 <= self.median <= self.q3:
+            raise ValueError(f"quartiles lie around the median, from 0 on, got {astuple(self)}")
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
@@ -65,6 +70,9 @@ class Check:
     quantity: str
     error: float | None
     tolerance: float
+
+    def __post_init__(self) -> None:
+        _at_least(0, self, "error", "tolerance")
 
     @property
     def passed(self) -> bool:
@@ -108,6 +116,11 @@ class Row:
     mib_above_reference: float | None = None
     backend: str = ""
 
+    def __post_init__(self) -> None:
+        _at_least(0, self, "rounds", "gflop", "peak_mib")
+        if self.status == "timed" and None in (self.ratio, self.cpu_ratio, self.milliseconds):
+            raise ValueError(f"the row of {self.contender!r:.60} is timed and has no times")
+
     def error(self, quantity: str) -> float | None:
         """The error of one quantity, or None if it was not compared."""
         return next((check.error for check in self.checks if check.quantity == quantity), None)
@@ -121,6 +134,14 @@ class CaseResult:
     threads: int
     rows: tuple[Row, ...]
     complete: bool
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "threads")
+        names = [row.contender for row in self.rows]
+        if len(set(names)) != len(names):
+            raise ValueError(f"case {self.case.name!r:.60} has a contender twice")
+        if self.complete and (left := sorted(set(self.case.contenders) - set(names))):
+            raise ValueError(f"case {self.case.name!r:.60} has no row of {left[0]!r:.60}")
 
     def row(self, contender: str) -> Row:
         """The row of one contender."""
@@ -151,6 +172,12 @@ class Peak:
     threads: int
     gflops: dict[str, float]
     exps: float
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "threads")
+        rates = [self.exps, *self.gflops.values()]
+        if "float32" not in self.gflops or not all(rate > 0 for rate in rates):
+            raise ValueError(f"peaks are positive rates, float32's among them, got {self}"[:200])
 
     def of(self, dtype: str) -> float:
         """The most that inputs of a dtype can be multiplied with: their own, or float32's."""
@@ -238,7 +265,7 @@ class BenchReport:
 
     def to_json(self) -> str:
         """The report as JSON text; :meth:`from_json` reads it back."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, allow_nan=False) + "\n"
+        return as_json(sealed_json({"format": FORMAT, **finite(asdict(self))})) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> BenchReport:
@@ -248,32 +275,27 @@ class BenchReport:
             ValueError: if the text is not such a report.
         """
         try:
-            data = json.loads(text)
-            if data["format"] != FORMAT:
-                raise ValueError(f"format {data['format']!r}, this version reads {FORMAT}")
-            return cls(
-                settings=Settings(**data["settings"]),
-                environment=Environment(**data["environment"]),
-                peaks=tuple(Peak(**peak) for peak in data["peaks"]),
-                results=tuple(_case_result(result) for result in data["results"]),
-                complete=data["complete"],
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            data = parse_json(text)
+            if (found := data.pop("format", None)) != FORMAT:
+                raise ValueError(f"format {found!r:.60}, this version reads {FORMAT}")
+            return checked(cls, data, "the report")
+        except ValueError as error:
             raise ValueError(f"not a benchmark report: {error}") from error
 
 
 def case_from_dict(data: dict[str, Any]) -> Case:
     """The inverse of :func:`dataclasses.asdict` on a case that went through JSON."""
-    lists = {name: tuple(data[name]) for name in ("contenders", "goals")}
-    return Case(**{**data, **lists})
+    return checked(Case, data, "the case")
 
 
-def _case_result(data: dict[str, Any]) -> CaseResult:
-    rows = tuple(_row(row) for row in data["rows"])
-    return CaseResult(case_from_dict(data["case"]), data["threads"], rows, data["complete"])
+def _at_least(least: float, record: object, *names: str) -> None:
+    """Refuse numbers that no measurement gives.
 
-
-def _row(data: dict[str, Any]) -> Row:
-    spreads = ("milliseconds", "cpu_milliseconds", "ratio", "cpu_ratio")
-    read = {name: Spread(**data[name]) for name in spreads if data[name] is not None}
-    return Row(**{**data, **read, "checks": tuple(Check(**check) for check in data["checks"])})
+    Raises:
+        ValueError: naming the first.
+    """
+    for name in names:
+        value = getattr(record, name)
+        if value is not None and not value >= least:
+            kind = type(record).__name__.lower()
+            raise ValueError(f"{name} of a {kind} is at least {least}, got {value}")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from acutance.calibration.identity import Identity, longest, positions_are_learned
-from acutance.files import write_text
+from acutance.files import as_json, write_text
+from acutance.from_json import read_json, sealed_json
 from acutance.probing.checkpoint import NOT_LOADED
 from acutance.probing.choice import choose_layers
 from acutance.probing.naming import named_modules, unwrapped
@@ -24,7 +23,6 @@ from acutance.shapes import check_count
 __all__ = ["SCHEMA", "AnyLaw", "HeadLaws", "Law", "LawError", "by_layer"]
 
 SCHEMA = "acutance.law/1"
-_LARGEST = 64 << 20  # bytes; a table of 8 lengths for 100 layers of 100 heads has 2 MB
 
 #: Layers by block number, range, name or pattern: see :class:`acutance.probing.choice.LayerChoice`.
 LayerName: TypeAlias = int | str
@@ -183,9 +181,8 @@ class Law:
         } | ({} if self.weights_not_loaded is None else {NOT_LOADED: self.weights_not_loaded})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON, whole or not at all."""
-        text = json.dumps(self.record(), indent=1, allow_nan=False) + "\n"
-        write_text(path, text)
+        """Write JSON with a digest of itself, whole or not at all."""
+        write_text(path, as_json(sealed_json(self.record()), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Law:
@@ -197,12 +194,9 @@ class Law:
             OSError: if it cannot be opened.
         """
         try:
-            if os.stat(path).st_size > _LARGEST:
-                raise ValueError(f"it is larger than {_LARGEST >> 20} MiB")
-            record = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_constant)
-            return cls._read(record)
-        except (ValueError, TypeError, RecursionError) as error:
-            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            return cls._read(read_json(path))
+        except (ValueError, TypeError) as error:
+            reason = " ".join(str(error).split())[:400]
             raise LawError(f"{os.fspath(path)} holds no law: {reason}") from error
 
     @classmethod
@@ -309,7 +303,3 @@ def _scaling(place: str, record: object) -> Scaling:
     except (TypeError, ValueError) as error:
         raise ValueError(f"the scaling of {place!r:.60} is wrong: {error}") from error
     return NoScaling() if isinstance(found, NoScaling) else found
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"numbers are finite, got {text}")

@@ -16,6 +16,7 @@ from acutance.calibration.collect import SUMS, LayerSums
 from acutance.calibration.passes import PassSums
 from acutance.files import write_bytes
 from acutance.probing.resume import tidy
+from acutance.probing.state_files import MOST, parse, read, sealed
 
 __all__ = ["PassState", "Progress"]
 
@@ -84,7 +85,8 @@ class Progress:
             "settings": json.dumps(dict(self.settings)),
             "passes": json.dumps(passes),
         }
-        whole = save({n: t.contiguous() for n, t in tensors.items()}, metadata=header)
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        whole = save(tensors, metadata=sealed(header, tensors))
         write_bytes(path, whole)
 
     @classmethod
@@ -98,11 +100,10 @@ class Progress:
         if not Path(path).exists():
             return cls(settings)
         try:
-            header, tensors = _read(path)
-            had = json.loads(header["settings"])
-            passes = json.loads(header["passes"])
+            header, tensors = read(path, SCHEMA, "state of a calibration")
+            had, passes = parse(header, "settings"), parse(header, "passes", list)
             made = cls(settings, [_pass(p, one, tensors) for p, one in enumerate(passes)])
-        except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             said = " ".join(str(error).split())[:200]
             raise ValueError(f"{name} holds no calibration that can be resumed: {said}") from error
         for key, mine in settings.items():
@@ -118,22 +119,11 @@ class Progress:
         return made
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            if header.get("schema") != SCHEMA:
-                raise ValueError(f"its schema is {header.get('schema')!r:.60}, not {SCHEMA!r}")
-            return header, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"it is not a whole safetensors file: {error}") from error
-
-
 def _pass(p: int, one: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> PassState:
     found = PassSums()
-    found.done = int(one["done"])
+    if type(one["done"]) is not int or not 0 <= one["done"] <= MOST:
+        raise ValueError(f"a pass has done a count of turns, got {one['done']!r:.60}")
+    found.done = one["done"]
     for i, name in enumerate(one["layers"]):
         sums, top, longest = (tensors[f"{p}/{i}/{part}"] for part in ("sums", "top", "longest"))
         fits = (
@@ -145,15 +135,23 @@ def _pass(p: int, one: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Pass
             and longest.shape == sums.shape[1:2]
             and bool(sums.isfinite().all())
             and bool((sums[..., 0] >= 0).all())
+            and bool((top < torch.inf).all())
+            and bool((longest >= 0).all())
         )
         if not fits:
             raise ValueError(f"the sums of {name!r:.60} are not what a calibration writes")
         found.layers[str(name)] = LayerSums(sums, top, longest)
     for i, (name, k) in enumerate(one["scales"]):
-        found.scales[str(name), int(k)] = tensors[f"{p}/{i}/scales"]
+        scales = tensors[f"{p}/{i}/scales"]
+        if scales.dim() != 2 or not scales.is_floating_point() or bool((scales < 0).any()):
+            raise ValueError(f"the scales of {name!r:.60} are not what a calibration writes")
+        found.scales[str(name), int(k)] = scales
     found.unread = tuple(map(str, one["unread"]))
     names = one["factors"]
     factors = None
     if names is not None:
         factors = {str(name): tensors[f"{p}/{i}/factors"] for i, name in enumerate(names)}
+        for name, part in factors.items():
+            if part.dim() != 2 or not bool(((part > 0) & part.isfinite()).all()):
+                raise ValueError(f"the factors of {name!r:.60} are not what a calibration writes")
     return PassState(factors, bool(one["family"]), found)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,12 +17,15 @@ from torch import Tensor
 from acutance.files import write_bytes
 from acutance.masks import hides
 from acutance.probing.call import AttentionCall
+from acutance.probing.state_files import parse, read, sealed
 
 __all__ = ["KEPT_SCHEMA", "Keeper", "QueryKeySample", "load_queries_keys"]
 
 KEPT_SCHEMA = "acutance.queries_keys/1"
 #: Heads of one layer and tokens of one sequence that are kept at most.
 HEADS_PER_LAYER, TOKENS = 4, 1024
+#: Larger numbers have products whose squares overflow in float32; a model that has them is broken.
+LARGEST = 1e9
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class QueryKeySample:
         }
         parts = {"query": self.query, "key": self.key, "value": self.value}
         parts = {name: part.contiguous().clone() for name, part in parts.items()}  # none shared
-        write_bytes(path, save(parts, metadata=header))
+        write_bytes(path, save(parts, metadata=sealed(header, parts)))
 
 
 def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
@@ -84,25 +86,35 @@ def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is another kind of file, or cut short.
+        OSError: if it cannot be read.
+        ValueError: if it is another kind of file, damaged, or holds what no probe writes.
     """
-    from safetensors import SafetensorError, safe_open
-
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no file at {os.fspath(path)}")
+    name = os.fspath(path)
+    header, parts = read(path, KEPT_SCHEMA, "sample of queries and keys (probe --keep-qk)")
     try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            if header.get("schema") != KEPT_SCHEMA:
-                raise ValueError(
-                    f"{os.fspath(path)} holds no queries and keys: its schema is "
-                    f"{header.get('schema')!r}; write one with: acutance probe --keep-qk FILE"
-                )
-            parts = {name: file.get_tensor(name) for name in ("query", "key", "value")}
-            about = json.loads(header["sample"])
-    except (SafetensorError, KeyError) as error:
-        raise ValueError(f"{os.fspath(path)} is not a whole safetensors file: {error}") from error
-    return QueryKeySample(**parts, heads=tuple(about["heads"]), is_causal=about["is_causal"])
+        about = parse(header, "sample")
+        heads, causal = about.get("heads"), about.get("is_causal")
+        if set(parts) != {"query", "key", "value"}:
+            raise ValueError(f"its arrays are query, key and value, got {', '.join(sorted(parts))}")
+        if not isinstance(heads, list) or not all(isinstance(head, str) for head in heads):
+            raise ValueError("its heads are names")
+        if not isinstance(causal, bool):
+            raise ValueError(f"is_causal is true or false, got {causal!r:.60}")
+        query, key, value = parts["query"], parts["key"], parts["value"]
+        alike = query.dim() == value.dim() == 3 and query.shape == key.shape
+        if not alike or value.shape[:2] != query.shape[:2] or len(heads) != len(query):
+            shapes = ", ".join(f"{which} {tuple(part.shape)}" for which, part in parts.items())
+            raise ValueError(
+                f"its arrays are (heads, n, width) of {len(heads)} heads, got {shapes}"
+            )
+        if not min(*query.shape, value.shape[2]):
+            raise ValueError(f"it is empty: query is {tuple(query.shape)}")
+        for which, part in parts.items():
+            if part.dtype != torch.float32 or not _usable(part):
+                raise ValueError(f"{which} holds numbers in float32 of at most {LARGEST:g}")
+    except ValueError as error:
+        raise ValueError(f"{name} is no whole sample of queries and keys: {error}") from error
+    return QueryKeySample(query, key, value, tuple(heads), causal)
 
 
 class _Layer(NamedTuple):
@@ -113,6 +125,11 @@ class _Layer(NamedTuple):
     value: Tensor
     heads: list[int]
     is_causal: bool
+
+    @property
+    def usable(self) -> bool:
+        """Whether all its numbers can be computed with."""
+        return all(map(_usable, (self.query, self.key, self.value)))
 
 
 class Keeper:
@@ -150,11 +167,11 @@ class Keeper:
         Raises:
             ValueError: if nothing was kept.
         """
-        names = [name for name in order if name in self._layers]
+        names = [name for name in order if name in self._layers and self._layers[name].usable]
         if not names:
             raise ValueError(
                 "no queries and keys were kept: the model ran no self-attention over a whole"
-                " sequence that shows them"
+                " sequence that shows them, or none whose numbers are finite"
             )
         like = self._layers[names[0]]
         alike = {
@@ -170,6 +187,10 @@ class Keeper:
             heads=tuple(f"{name}/{head}" for name, layer in alike.items() for head in layer.heads),
             is_causal=all(layer.is_causal for layer in alike.values()),
         )
+
+
+def _usable(part: Tensor) -> bool:
+    return bool((part.abs() <= LARGEST).all())  # False for NaN
 
 
 def _spaced(total: int, count: int) -> list[int]:

@@ -47,8 +47,15 @@ _ROUNDING = 1e-9
 _COUNTS = ("calls", "rows", *LEFT_OUT, "unseen", "provided")
 
 
-def read(path: str | os.PathLike[str], schema: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+def read(
+    path: str | os.PathLike[str], schema: str, what: str = "head summary"
+) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The header and arrays of a file of one schema.
+
+    Args:
+        path: the file.
+        schema: what its header has to name.
+        what: what such a file is, for a message.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -77,7 +84,7 @@ def read(path: str | os.PathLike[str], schema: str) -> tuple[dict[str, str], dic
     if header.get("schema") != schema:
         found = str(header.get("schema"))[:60] if "schema" in header else None
         raise ValueError(
-            f"{name} is not a head summary this version reads: its schema is {found!r}, expected "
+            f"{name} is not a {what} this version reads: its schema is {found!r}, expected "
             f"{schema!r}"
         )
     seal = header.pop(SEAL, None)
@@ -108,11 +115,11 @@ def sealed(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str
     return {**header, SEAL: found.hexdigest()}
 
 
-def parse(header: Mapping[str, str], field: str) -> dict[str, Any]:
-    """A JSON object of the header.
+def parse(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
+    """A JSON object of the header, or a list.
 
     Raises:
-        ValueError: if it is missing, or anything but an object.
+        ValueError: if it is missing, or anything else.
     """
     if field not in header:
         raise ValueError(f"{field!r} is missing")
@@ -120,8 +127,9 @@ def parse(header: Mapping[str, str], field: str) -> dict[str, Any]:
         record = json.loads(header[field])
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{field!r} is no JSON: {_line(error)}") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{field!r} is a JSON object, got {type(record).__name__}")
+    if not isinstance(record, kind):
+        what = "JSON object" if kind is dict else kind.__name__
+        raise ValueError(f"{field!r} is a {what}, got {type(record).__name__}")
     return record
 
 
@@ -131,7 +139,7 @@ def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ValueError: naming the first thing that does not fit.
     """
-    record = parse(header, "summary")
+    record: dict[str, Any] = parse(header, "summary")
     kinds = {"layers": list, "metrics": list, "about": dict, "unread": list}
     for field, kind in kinds.items():
         if not isinstance(record.get(field), kind):
@@ -164,7 +172,8 @@ def checked_words(header: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ValueError: if they are anything but a JSON object.
     """
-    return parse(header, "words") if "words" in header else {}
+    words: dict[str, Any] = parse(header, "words") if "words" in header else {}
+    return words
 
 
 def _check_layer(layer: Any) -> None:

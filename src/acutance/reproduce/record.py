@@ -6,15 +6,14 @@ is a function of the rows alone (:func:`judge`).
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from acutance.files import write_text
+from acutance.files import as_json, write_text
+from acutance.from_json import checked, read_json, sealed_json
 
 SCHEMA = 1
 #: A measurement may be this many standard errors away from what is predicted.
@@ -311,39 +310,92 @@ class Record:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, atomically; :func:`load` reads it back."""
-        text = json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
-        write_text(path, text)
+        record = sealed_json(self.to_dict())
+        write_text(path, as_json(record, indent=1, ascii_only=False) + "\n")
 
 
 def load(path: str | os.PathLike[str]) -> Record:
-    """Read a record that :meth:`Record.save` wrote; its verdicts are judged anew from its rows.
+    """Read a record that :meth:`Record.save` wrote.
+
+    Whether a row agrees, and the verdicts, are judged anew from what was predicted and measured.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is no such record, or of another schema.
+        ValueError: if it is no such record, damaged, or of another schema.
     """
     try:
-        read = json.loads(Path(path).read_text(encoding="utf-8"))
-        if read["schema"] != SCHEMA:
-            raise ValueError(
-                f"{os.fspath(path)} has schema {read['schema']}, this version reads {SCHEMA}"
-            )
-        rows = tuple(Row(**_decode(row)) for row in read["rows"])
-        names = Claim.__dataclass_fields__
-        claims = [Claim(**{key: claim[key] for key in names}) for claim in read["claims"]]
+        read = read_json(path)
+        if (schema := read.pop("schema", None)) != SCHEMA:
+            raise ValueError(f"its schema is {schema!r:.60}, this version reads {SCHEMA}")
+        for name in ("verdict", "as_expected"):  # judged anew
+            read.pop(name, None)
+        claims = read.get("claims")
+        if isinstance(claims, list) and all(isinstance(claim, dict) for claim in claims):
+            kept = Claim.__dataclass_fields__
+            read["claims"] = [{key: c[key] for key in kept if key in c} for c in claims]
+        return checked(_Stored, read, "it").judged()
+    except ValueError as error:
+        raise ValueError(
+            f"{os.fspath(path)} is not a record of acutance reproduce: {error}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _StoredRow:
+    """A row as a file has it: numbers that are not finite are text."""
+
+    claim: str
+    quantity: str
+    condition: Mapping[str, Value]
+    relation: Relation
+    predicted: float | str
+    measured: float | str
+    error: float | str
+    allowed: float | str
+    agrees: bool
+
+    def judged(self, claims: Mapping[str, Claim]) -> Row:
+        """The row, whether it agrees judged by its claim alone."""
+        predicted, value, error = map(_decode, (self.predicted, self.measured, self.error))
+        if error < 0:
+            raise ValueError(f"a standard error is at least 0, got {error}")
+        measured = Estimate(value, error)
+        if not self.claim:
+            return seen(self.quantity, measured, self.condition)
+        if self.claim not in claims:
+            raise ValueError(f"a row is of the claim {self.claim!r:.60}, which is not there")
+        claim = claims[self.claim]
+        bound = self.condition.get(claim.bound) if claim.bound else 0
+        if bound is None or (isinstance(bound, str) and claim.sense != "in"):
+            raise ValueError(f"a row of the claim {self.claim!r:.60} has no {claim.bound!r:.60}")
+        return claim.row(self.quantity, predicted, measured, self.condition)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A record as a file has it."""
+
+    name: str
+    title: str
+    prediction: str
+    claims: tuple[Claim, ...]
+    rows: tuple[_StoredRow, ...]
+    seed: int
+    quick: bool
+    seconds: float
+    about: Mapping[str, str]
+
+    def judged(self) -> Record:
+        """The record, every row and claim judged anew."""
+        claims = {claim.key: claim for claim in self.claims}
+        if not claims:
+            raise ValueError("it has no claims")
+        rows = tuple(row.judged(claims) for row in self.rows)
         return Record(
-            name=read["name"],
-            title=read["title"],
-            prediction=read["prediction"],
-            judgements=tuple(judge(claim, rows) for claim in claims),
-            rows=rows,
-            seed=read["seed"],
-            quick=read["quick"],
-            seconds=read["seconds"],
-            about=read["about"],
-        )
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{os.fspath(path)} is not a record of acutance reproduce") from error
+            self.name, self.title, self.prediction,
+            tuple(judge(claim, rows) for claim in self.claims),
+            rows, self.seed, self.quick, self.seconds, self.about,
+        )  # fmt: skip
 
 
 def _encode(value: Any) -> Any:
@@ -357,7 +409,8 @@ def _encode(value: Any) -> Any:
     return value
 
 
-def _decode(row: dict[str, Any]) -> dict[str, Any]:
-    """A row's numbers, those that were text included."""
-    numbers = ("predicted", "measured", "error", "allowed")
-    return row | {key: float(row[key]) for key in numbers}
+def _decode(value: float | str) -> float:
+    """A number, be it text because it is not finite."""
+    if isinstance(value, str) and value not in ("inf", "-inf", "nan"):
+        raise ValueError(f"a number is one, or inf, -inf or nan, got {value!r:.60}")
+    return float(value)

@@ -1,0 +1,193 @@
+"""JSON that is read back: a digest that tells a damaged file, and each field checked by its type.
+
+Files come from other machines and from runs that were killed. What does not fit is refused with one
+sentence that names the file and the field; nothing is believed because it is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+__all__ = ["SEAL", "checked", "parse_json", "read_json", "sealed_json"]
+
+#: Field of a record that holds the digest of all others.
+SEAL = "sha256"
+#: Whole numbers stay exact in float64.
+MOST = 1 << 53
+_LARGEST = 64 << 20  # bytes of a file
+_T = TypeVar("_T")
+
+
+def sealed_json(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with a digest of itself; numbers that are not finite must be gone from it.
+
+    Example:
+        >>> list(sealed_json({"a": 1}))
+        ['a', 'sha256']
+    """
+    return {**record, SEAL: _digest(record)}
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    kept = {name: value for name, value in record.items() if name != SEAL}
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_json(path: str | os.PathLike[str], largest: int = _LARGEST) -> dict[str, Any]:
+    """The object in a file, without its digest.
+
+    Files of acutance 0.1.0 have no digest; whoever changes a file by hand takes it out.
+
+    Args:
+        path: a regular file.
+        largest: bytes it may have.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        OSError: if it cannot be read.
+        ValueError: if it is no file, too large, no JSON object, or not what was written.
+    """
+    place = Path(path)
+    if place.exists() and not place.is_file():
+        raise ValueError("it is a directory or a device, not a file")
+    if place.stat().st_size > largest:
+        raise ValueError(f"it is larger than {largest >> 20} MiB")
+    try:
+        text = place.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("it is no text in UTF-8") from None
+    return parse_json(text)
+
+
+def parse_json(text: str) -> dict[str, Any]:
+    """The object in a text, without its digest; see :func:`read_json`.
+
+    Raises:
+        ValueError: if it is no JSON object, or not what was written.
+    """
+    try:
+        record = json.loads(text, parse_constant=_number, parse_float=_number)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"it is a JSON object, got {type(record).__name__}")
+    seal = record.pop(SEAL, None)
+    if seal is not None and seal != _digest(record):
+        raise ValueError(
+            f"it is damaged, or was changed by hand: its {SEAL} is not that of what it holds; "
+            "whoever means the change takes that line out"
+        )
+    return record
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"numbers are finite, got {text[:40]}")
+    return value
+
+
+def checked(kind: type[_T], record: object, place: str = "it") -> _T:
+    """A dataclass from what JSON holds: every field there, of its type, and no other.
+
+    Args:
+        kind: a dataclass whose fields are numbers, text, dataclasses, tuples and mappings of them.
+        record: what was read.
+        place: what it is called in a message.
+
+    Raises:
+        ValueError: naming the first field that does not fit.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class Point:
+        ...     x: float
+        ...     names: tuple[str, ...] = ()
+        >>> checked(Point, {"x": 1, "names": ["a"]})
+        Point(x=1, names=('a',))
+        >>> checked(Point, {"x": "1"})
+        Traceback (most recent call last):
+        ValueError: x of it is a number, got '1'
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"{place} is an object, got {_short(record)}")
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(set(record) - set(known)):
+        raise ValueError(f"{place} has no field {_short(unknown[0])}")
+    given, annotations = {}, _types(typing.cast(Any, kind))
+    for name, field in known.items():
+        if name in record:
+            given[name] = _value(annotations[name], record[name], f"{name} of {place}")
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{place} has no {name}")
+    return kind(**given)
+
+
+@lru_cache
+def _types(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _value(kind: Any, value: Any, place: str) -> Any:
+    """A value of an annotation's type."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in parts:
+            return None
+        rest = [part for part in parts if part is not type(None)]
+        for part in rest[:-1]:
+            try:
+                return _value(part, value, place)
+            except ValueError:
+                continue
+        return _value(rest[-1], value, place)
+    if origin is typing.Literal:
+        if not any(value == part and type(value) is type(part) for part in parts):
+            raise ValueError(f"{place} is one of {', '.join(parts)}, got {_short(value)}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{place} is a list, got {_short(value)}")
+        return tuple(_value(parts[0], one, f"an entry of {place}") for one in value)
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, dict):
+            raise ValueError(f"{place} is an object, got {_short(value)}")
+        return {
+            name: _value(parts[1], one, f"{name[:40]!r} of {place}") for name, one in value.items()
+        }
+    if is_dataclass(kind):
+        return checked(typing.cast(type, kind), value, place)
+    _check_plain(kind, value, place)
+    return value
+
+
+_PLAIN = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+
+
+def _check_plain(kind: Any, value: Any, place: str) -> None:
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    if not fits:
+        raise ValueError(f"{place} is {_PLAIN[kind]}, got {_short(value)}")
+    if type(value) is int and abs(value) > MOST:
+        raise ValueError(f"{place} is a whole number up to 2^53, got {_short(value)}")
+    if type(value) is float and not math.isfinite(value):
+        raise ValueError(f"{place} is finite, got {value}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,233 @@
+"""Two thousand damaged and forged files: each is refused with one line, harmless, or the same."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from rich.console import Console
+
+import acutance
+from acutance.bench import command as bench_command
+from acutance.bench import page, render
+from acutance.bench.records import BenchReport
+from acutance.calibration import ApplyError, Law
+from acutance.calibration.progress import PassState, Progress
+from acutance.comparison import compare
+from acutance.from_json import SEAL
+from acutance.probing import QueryKeySample, load_queries_keys, load_state
+from acutance.probing.shards import Run, State
+from acutance.report.state_commands import _show
+from acutance.reproduce.record import Claim, Estimate, Record, judge, load, seen
+from acutance.reproduce.render import summary as shown_records
+
+COUNT = 2000
+_MUTATOR = runpy.run_path(str(Path(__file__).with_name("mutator.py")))
+damaged, forged_json, forged_tensors = (
+    _MUTATOR[name] for name in ("damaged", "forged_json", "forged_tensors")
+)
+
+
+class Kind(NamedTuple):
+    """A kind of file: a good one, how it is read to plain numbers, and what is shown of it."""
+
+    path: Path
+    read: Callable[[Path], Any]
+    numbers: Callable[[Any], Any]
+    show: Callable[[Any], object]
+    tensors: bool = False
+
+
+def _console() -> Console:
+    return Console(file=io.StringIO(), width=100)
+
+
+def _probed(model: torch.nn.Module, **options: Any) -> Any:
+    tokens = torch.arange(12).reshape(2, 6)
+    with acutance.probe(model, **options) as probe:
+        model(torch.nn.functional.one_hot(tokens % 8, 8).float())
+    return probe
+
+
+def _state(folder: Path, model: torch.nn.Module) -> Kind:
+    path = folder / "state"
+    summary = _probed(model, structure=True, examples=2).summary({"model": "m", "windows": 2})
+    State(summary, Run({"length": 6}, 2, ((0, 2),), 12)).save(path)
+    return Kind(
+        path,
+        load_state,
+        lambda state: (state.run, state.summary.to_dict()),
+        lambda state: (_show(state.summary, None, _console()), state.summary.to_dict()),
+        tensors=True,
+    )
+
+
+def _sample(folder: Path, model: torch.nn.Module) -> Kind:
+    path = folder / "sample"
+    _probed(model, keep=True).queries_keys().save(path)
+    return Kind(
+        path,
+        load_queries_keys,
+        lambda one: (one.heads, one.is_causal, one.query.tolist(), one.key.tolist()),
+        _compared,
+        tensors=True,
+    )
+
+
+def _compared(sample: QueryKeySample) -> None:
+    if sample.length >= 4:
+        compare("scaled_dot", n=4, source=sample, samples=2, costs=False)
+
+
+def _calibration(folder: Path, model: torch.nn.Module) -> Kind:
+    path, found = folder / "calibration", []
+    x = torch.randn(6, 8, 8)
+    settings: dict[str, Any] = {}
+    original = Progress.save
+
+    def save(self: Progress, where: Any) -> None:
+        settings.update(self.settings)
+        original(self, where)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Progress, "save", save)
+        acutance.calibrate(model, [x], lengths=[4, 8], passes=2, save=path)
+    found.append(settings)
+
+    def numbers(progress: Progress) -> Any:
+        return [_pass(one) for one in progress.passes]
+
+    return Kind(
+        path, lambda where: Progress.resume(where, settings), numbers, numbers, tensors=True
+    )
+
+
+def _pass(one: PassState) -> Any:
+    layers = {n: (s.sums.tolist(), s.longest.tolist()) for n, s in one.found.layers.items()}
+    factors = {name: part.tolist() for name, part in (one.factors or {}).items()}
+    return one.found.done, one.family, layers, factors, [*one.found.scales], one.found.unread
+
+
+def _law(folder: Path, model: torch.nn.Module) -> Kind:
+    path = folder / "law.json"
+    laws = {(0, 0): acutance.scaling.LogN(train_length=64), (0, 1): "ssmax"}
+    Law.of(model, laws, lengths=[4, 8], target="entropy").save(path)
+
+    def show(law: Law) -> object:
+        try:
+            with acutance.apply(model, law):
+                model(torch.randn(1, 4, 8))
+        except (ValueError, ApplyError) as error:
+            return _one_line(error)
+        return law.record()
+
+    return Kind(path, Law.load, Law.record, show)
+
+
+def _bench(folder: Path) -> Kind:
+    path = folder / "bench.json"
+    old = Path(__file__).parents[1] / "docs" / "_static" / "bench.json"
+    whole = BenchReport.from_json(old.read_text(encoding="utf-8"))
+    few = [each for each in whole.results if each.case.goals][:2]
+    path.write_text(BenchReport(*_parts(whole), tuple(few), True).to_json(), encoding="utf-8")
+
+    def show(report: BenchReport) -> None:
+        console = _console()
+        console.print(render.table(report))
+        console.print(render.goals(report))
+        page.markdown(report)
+
+    return Kind(path, bench_command.read, lambda report: report, show)
+
+
+def _parts(report: BenchReport) -> tuple[Any, Any, Any]:
+    return report.settings, report.environment, report.peaks
+
+
+def _reproduced(folder: Path) -> Kind:
+    path = folder / "record.json"
+    claims = (
+        Claim("mean", "the mean is 1", within=0.01, bound="n", expected="holds only where"),
+        Claim("kind", "for some", relation="<=", bound="of", sense="in"),
+    )
+    rows = [claims[0].row("mean", 1, Estimate(1 + n * n / 999, 0.001), {"n": n}) for n in range(6)]
+    rows += [claims[1].row("x", 1.0, float(i), {"of": of}) for i, of in enumerate("abc")]
+    rows += [seen("y", math.nan, {"n": 3}), claims[0].row("mean", math.inf, math.inf, {"n": 9})]
+    judgements = tuple(judge(claim, rows) for claim in claims)
+    about = {"torch": "2"}
+    Record("one", "One", "it is 1", judgements, tuple(rows), 0, True, 1.5, about).save(path)
+    return Kind(
+        path,
+        load,
+        lambda one: one.to_dict(),
+        lambda one: _console().print(shown_records([one], 100)),
+    )
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("files")
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
+    model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    made = (_state, _sample, _calibration, _law)
+    found = {make.__name__: make(folder, model) for make in made}
+    return found | {"_bench": _bench(folder), "_reproduced": _reproduced(folder)}
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error)
+    assert text
+    assert "\n" not in text
+    assert len(text) < 1000
+    return text
+
+
+NAMES = ("_state", "_sample", "_calibration", "_law", "_bench", "_reproduced")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_damaged_and_forged_files(kinds: dict[str, Kind], name: str, tmp_path: Path) -> None:
+    kind, chance, path = kinds[name], random.Random(name), tmp_path / "file"
+    good = kind.path.read_bytes()
+    before = repr(kind.numbers(kind.read(kind.path)))
+    kind.show(kind.read(kind.path))
+    refused = 0
+    for number in range(COUNT // len(NAMES) + 1):
+        forged = number % 2
+        if not forged:
+            data = damaged(good, chance)
+        elif kind.tensors:
+            data = forged_tensors(kind.path, chance)
+        else:
+            data = forged_json(good.decode(), chance).encode()
+        path.write_bytes(data)
+        try:
+            found = kind.read(path)
+        except (ValueError, OSError) as error:
+            _one_line(error)
+            refused += 1
+            continue
+        if forged:
+            if number % 4 == 1 or not kind.tensors:  # what is slow to show, less often
+                kind.show(found)
+        else:
+            assert repr(kind.numbers(found)) == before
+    assert refused > COUNT // len(NAMES) // 2
+
+
+def test_files_of_the_first_version_have_no_digest(kinds: dict[str, Kind], tmp_path: Path) -> None:
+    for name in ("_law", "_bench", "_reproduced"):
+        kind, path = kinds[name], tmp_path / name
+        record = json.loads(kind.path.read_text())
+        del record[SEAL]
+        path.write_text(json.dumps(record))
+        assert repr(kind.numbers(kind.read(path))) == repr(kind.numbers(kind.read(kind.path)))
