@@ -136,7 +136,7 @@ def test_windows_are_spread_over_a_long_text(
     record = tmp_path / "record.json"
     given = ("calibrate", folder, "--text", long, "--lengths", "16,32", "--passes", 2)
     for count, said in ((5, "reads windows spread over"), (0, "reads every whole window")):
-        done = run(*given, "--windows", count, "--json", record, "--save", state)
+        done = run(*given, "--windows", count, "--json", record, "--save", state, "--overwrite")
         assert done.exit_code == 0, done.stderr
         assert said in done.stderr
         found = json.loads(record.read_text())["windows"]
