@@ -144,3 +144,20 @@ def test_a_probe_that_kept_nothing_says_why() -> None:
         model(query[:, :, :3], key)  # no whole sequence
     with pytest.raises(ProbeError, match="no queries and keys were kept"):
         opened.queries_keys()
+
+
+def test_the_lengths_of_keys_move_top_keys_and_their_directions_do_not() -> None:
+    key = torch.nn.functional.normalize(torch.randn(2, 200, 16), dim=-1)
+    query = torch.randn(2, 200, 16)
+    even = QueryKeySample(query, 3 * key, key, ("a", "b"), is_causal=False)
+    assert even.key_norm_effect().tolist() == [0.0, 0.0]
+    long = key * torch.linspace(0.5, 2.0, 200)[:, None]
+    effect = QueryKeySample(query, long, key, ("a", "b"), is_causal=True).key_norm_effect()
+    for head in range(2):
+        moved = [
+            int((query[head, i] @ long[head, : i + 1].T).argmax())
+            != int((query[head, i] @ key[head, : i + 1].T).argmax())
+            for i in range(200)
+        ]
+        assert effect[head].item() == pytest.approx(sum(moved) / 200)
+    assert (effect > 0.2).all()

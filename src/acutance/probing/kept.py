@@ -68,6 +68,32 @@ class QueryKeySample:
             tuple(self.heads[index] for index in chosen), self.is_causal,
         )  # fmt: skip
 
+    def key_norm_effect(self) -> Tensor:
+        """Share of rows whose top key would be another if all keys of a head had one length.
+
+        A key's length multiplies its score, so a long key can win rows that it does not match.
+        Biases, masks other than causality, and softcaps are left out.
+
+        Returns:
+            (heads,), from 0, where key lengths decide nothing, to 1.
+
+        Example:
+            >>> query = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
+            >>> key = torch.tensor([[[1.0, 0.0], [3.0, 3.0]]])  # the long key is no match
+            >>> QueryKeySample(query, key, key, ("a",), is_causal=False).key_norm_effect()
+            tensor([1.])
+        """
+        shares = []
+        for query, key in zip(self.query, self.key, strict=True):
+            tops = []
+            for keys in (key, torch.nn.functional.normalize(key, dim=-1)):
+                scores = query @ keys.T
+                if self.is_causal:
+                    scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -torch.inf)
+                tops.append(scores.argmax(-1))
+            shares.append((tops[0] != tops[1]).float().mean())
+        return torch.stack(shares)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, atomically; :func:`load_queries_keys` reads it exactly."""
         from safetensors.torch import save
