@@ -13,7 +13,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format lint types docs bench versions clean
+.PHONY: help demo test fuzz check format lint types docs bench versions clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ demo: $(VENV)/.demo ## install, probe the model that comes with the install, wri
 
 test: $(VENV)/.dev ## install the development tools, run the tests and every example in a docstring
 	$(BIN)/python -m pytest
+
+fuzz: $(VENV)/.dev ## random calls against the definitions: make fuzz SEED=1 COUNT=10000
+	$(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),1000)
 
 check: format lint types test docs ## all that a change must pass
 

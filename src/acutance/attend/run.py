@@ -15,9 +15,10 @@ from acutance import weights as weightings
 from acutance.kernels import direct, dispatch
 from acutance.kernels.blocked import Sums
 from acutance.kernels.hidden import constant_where_not_finite
-from acutance.kernels.ops import row_sums
+from acutance.kernels.ops import attend_rows
 from acutance.kernels.rows import weigh_rows
 from acutance.kernels.tiles import Rule, accumulate_dtype
+from acutance.kernels.transforms import by_operations
 from acutance.masks import Masking
 from acutance.rowstats import RowState, RowStatistics, WeightStatistics
 from acutance.scaling import AnyScaling, NoScaling, apply_scaling, visible_keys
@@ -171,6 +172,10 @@ class _Call:
     @property
     def streams(self) -> bool:
         """Whether the kernel that never holds a row will do."""
+        return self._kernel_knows and not by_operations()
+
+    @property
+    def _kernel_knows(self) -> bool:
         return self.softmax and isinstance(self.score, DotScore)
 
     def scaled(self, law: AnyScaling) -> _Call:
@@ -211,7 +216,7 @@ class _Call:
             return sums.out, RowStatistics(_state(sums, self.sinks), backend)
         # a tensor: no graph break
         seed = torch.randint(2**62, ()) if options.dropout_p > 0.0 else None
-        results = row_sums(
+        results = attend_rows(
             self.query,
             self.key,
             self.value,
@@ -237,7 +242,7 @@ class _Call:
 
     def by_rows(self) -> tuple[Tensor, RowStatistics | WeightStatistics]:
         """By whole rows, a block at a time."""
-        if self.options.backend not in ("auto", "blocked"):
+        if self.options.backend not in ("auto", "blocked") and not self._kernel_knows:
             raise ValueError(
                 f"backend={self.options.backend!r} is for softmax of dot products; other weights"
                 " and scores are taken by whole rows, in plain PyTorch"

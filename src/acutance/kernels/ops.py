@@ -1,4 +1,9 @@
-"""The kernel as PyTorch operators, so that autograd and ``torch.compile`` see one node each."""
+"""The kernel as PyTorch operators, so that autograd and ``torch.compile`` see one node each.
+
+:func:`attend_rows` calls them. Under :mod:`torch.func` it puts a node of its own around them, and
+derivatives of gradients are those of the same sums made of PyTorch's operations, in memory of
+O(L S).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,13 @@ from torch import Tensor
 from acutance.kernels import dispatch
 from acutance.kernels.backward import SumGradients
 from acutance.kernels.blocked import Sums
+from acutance.kernels.rows import weigh_rows
 from acutance.kernels.tiles import Rule, accumulate_dtype
+from acutance.kernels.transforms import transformed, vmapped
 from acutance.masks import Masking
+from acutance.weights import Sink, Softmax
 
-__all__ = ["row_sums", "row_sums_backward"]
+__all__ = ["attend_rows", "row_sums", "row_sums_backward"]
 
 #: Results that carry a gradient, as positions in :class:`~acutance.kernels.blocked.Sums`.
 _DIFFERENTIABLE = tuple(Sums._fields.index(name) for name in SumGradients._fields)
@@ -171,10 +179,138 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     result: list[Tensor | None] = [None] * (len(call) + 1)
     if not any(wanted) or all(part is None for part in chosen):
         return tuple(result)
-    found = row_sums_backward(chosen, list(saved[count:]), wanted, *call)
+    sums = saved[count:]
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or transformed()):
+        found: Sequence[Tensor] = row_sums_backward(chosen, list(sums), wanted, *call)
+    else:
+        found = _Gradients.apply(wanted, *call, *chosen, *sums)  # type: ignore[no-untyped-call]
     for place, want, part in zip(_GRADIENT_INPUTS, wanted, found, strict=True):
         result[place] = part if want else None
     return tuple(result)
 
 
 row_sums.register_autograd(_backward, setup_context=_setup)
+
+
+def attend_rows(*inputs: Any) -> tuple[Tensor, ...]:
+    """:func:`row_sums`, under transforms of functions too."""
+    if not transformed():
+        found: tuple[Tensor, ...] = row_sums(*inputs)
+        return found
+    return _RowSums.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _RowSums(torch.autograd.Function):
+    """:func:`row_sums` as :mod:`torch.func` wants it."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = row_sums(*inputs)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _setup(ctx, inputs, output)
+        ctx.mark_non_differentiable(
+            *(part for index, part in enumerate(output) if index not in _DIFFERENTIABLE)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, *grads)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
+        return vmapped(_RowSums.apply, info.batch_size, in_dims, inputs)
+
+
+class _Gradients(torch.autograd.Function):
+    """:func:`row_sums_backward`, of ``wanted, *call, *grads, *sums``, with a derivative."""
+
+    @staticmethod
+    def forward(wanted: Sequence[bool], *rest: Any) -> tuple[Tensor, ...]:
+        call, grads, sums = _split(rest)
+        return tuple(row_sums_backward(grads, sums, wanted, *call))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.wanted, *rest = inputs
+        call, grads, _ = _split(rest)
+        flat = [*call, *grads]
+        ctx.save_for_backward(*(part if isinstance(part, Tensor) else None for part in flat))
+        ctx.rest = [None if isinstance(part, Tensor) else part for part in flat]
+        unwanted = (part for part, want in zip(output, ctx.wanted, strict=True) if not want)
+        ctx.mark_non_differentiable(*unwanted)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        flat = [
+            other if part is None else part
+            for part, other in zip(ctx.saved_tensors, ctx.rest, strict=True)
+        ]
+        call, cotangents, _ = _split(flat)
+        _, (_, _, _, _, rule) = _arguments(*call)
+        if rule.dropout_p > 0.0:
+            raise RuntimeError(
+                "attention with dropout has first derivatives only, got a second one with "
+                f"dropout_p={rule.dropout_p:g}"
+            )
+        inputs = [
+            index
+            for index in _GRADIENT_INPUTS
+            if isinstance(call[index], Tensor) and call[index].is_floating_point()
+        ]
+        results = [index for index, part in enumerate(cotangents) if part is not None]
+
+        def gradient(*variables: Tensor) -> tuple[Tensor, ...]:
+            def sums_of(*tensors: Tensor) -> tuple[Tensor, ...]:
+                again = list(call)
+                for index, tensor in zip(inputs, tensors, strict=True):
+                    again[index] = tensor
+                found = _whole(*_arguments(*again)[1])
+                return tuple(found[_DIFFERENTIABLE[index]] for index in results)
+
+            pull = torch.func.vjp(sums_of, *variables[: len(inputs)])[1]
+            found = dict(zip(inputs, pull(variables[len(inputs) :]), strict=True))
+            return tuple(
+                found[index]
+                for index, want in zip(_GRADIENT_INPUTS, ctx.wanted, strict=True)
+                if want
+            )
+
+        variables = [*(call[index] for index in inputs), *(cotangents[index] for index in results)]
+        pull = torch.func.vjp(gradient, *variables)[1]
+        chosen = tuple(part for part, want in zip(grads, ctx.wanted, strict=True) if want)
+        places = [*inputs, *(len(call) + index for index in results)]
+        found: list[Tensor | None] = [None] * (1 + len(flat) + len(Sums._fields))
+        for place, part in zip(places, pull(chosen), strict=True):
+            found[1 + place] = part
+        return tuple(found)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
+        return vmapped(_Gradients.apply, info.batch_size, in_dims, inputs)
+
+
+def _split(flat: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """A call's arguments without ``noise``, the gradients of its results, its results."""
+    count = _INPUTS.count(",") + 1
+    middle = count + len(_DIFFERENTIABLE)
+    return list(flat[:count]), list(flat[count:middle]), list(flat[middle:])
+
+
+def _whole(query: Tensor, key: Tensor, value: Tensor | None, masking: Masking, rule: Rule) -> Sums:
+    """The sums without those of noise, made of operations that PyTorch differentiates itself."""
+    found = weigh_rows(
+        query,
+        key,
+        value,
+        masking,
+        Softmax() if rule.sinks is None else Sink(rule.sinks),
+        scale=rule.scale,
+        softcap=rule.softcap,
+    )
+    fields = found.scores._asdict()
+    del fields["sink"]
+    none = query.new_empty(*query.shape[:3], 0)
+    return Sums(out=none if found.out is None else found.out, **fields)

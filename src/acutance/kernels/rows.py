@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from acutance.kernels.hidden import all_finite
 from acutance.kernels.tiles import accumulate_dtype
+from acutance.kernels.transforms import transformed
 from acutance.masks import Masking, Region, Tile
 from acutance.rowstats import RowState, WeightSums, observe, observe_weights
 from acutance.rowstats.state import NO_KEY, observe_visible
@@ -99,6 +100,7 @@ def weigh_rows(
         )
 
     grad = grad or (torch.is_grad_enabled() and (score is not None or _learned(weighting)))
+    grad = grad and not transformed()  # torch.func knows no checkpoints
     batches = [slice(b, b + 1) for b in range(masking.batch)] or [slice(0, 0)]
     results: list[list[_Found]] = []
     for batch in batches:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from acutance.kernels.transforms import transformed
 from acutance.mechanisms.call import NO_ROWS, Call, Piece
 from acutance.rowstats.weighted import WeightSums, merge_weights, observe_weights
 
@@ -53,7 +54,7 @@ def blockwise(call: Call, *, is_causal: bool, offset: int) -> WeightSums:
             piece = other._replace(query=row.query, row_places=row.row_places)
             made = (
                 checkpoint(block, call.log_decay, *piece, use_reentrant=False)
-                if torch.is_grad_enabled()
+                if torch.is_grad_enabled() and not transformed()
                 else block(call.log_decay, *piece)
             )  # formed again for its gradient rather than kept
             sums = merge_weights(sums, made)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from acutance.kernels.transforms import transformed
 from acutance.mechanisms.call import cut
 from acutance.mechanisms.scan import Sums
 from acutance.mechanisms.state import LinearState, Rows
@@ -67,7 +68,8 @@ def in_stretches(
     tensors = [part.tensor for part in parts] + [t for t in state if t.is_floating_point()]
     learns = any(t.requires_grad for t in tensors)
     learns = learns or not closed or (log_decay is not None and log_decay.requires_grad)
-    if torch.compiler.is_compiling() or (learns and torch.is_grad_enabled() and not closed):
+    again = learns and torch.is_grad_enabled() and not closed
+    if torch.compiler.is_compiling() or transformed() or again:
         return _joined(step, parts, log_decay, state, random=not closed)
     if not (learns and torch.is_grad_enabled()):
         return _in_place(step, parts, log_decay, state, None)
@@ -121,7 +123,7 @@ def _joined(
     """Every stretch as plain operations of autograd's, whose gradient has gradients in turn."""
     found: list[list[Tensor]] = []
     for index, pieces in enumerate(zip(*(part.cut() for part in parts), strict=True)):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or transformed():
             rows, state = step(index, log_decay, state, *pieces)
         else:
             rows, state = cast(
