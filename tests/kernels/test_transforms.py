@@ -167,9 +167,29 @@ def test_vmap_is_a_loop() -> None:
         torch.testing.assert_close(got, torch.stack(each))
 
 
+def test_vmap_goes_over_keys_and_values_of_whole_rows() -> None:
+    def function(key: Tensor, value: Tensor) -> Tensor:
+        out = attention(QUERY, key, value, enable_gqa=True, weights="relu2", is_causal=True)
+        return out.square().sum()
+
+    found = vmap(grad(function, (0, 1)))(torch.stack([KEY, -KEY]), torch.stack([VALUE, VALUE]))
+    want = grad(function, (0, 1))(-KEY, VALUE)
+    for got, each in zip(found, want, strict=True):
+        torch.testing.assert_close(got[1], each)
+
+
 #: calls that go by whole rows, or by sums over keys
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda q: attention(q, KEY, VALUE, enable_gqa=True, weights="relu2"),
+    "cosine": lambda q: attention(
+        q,
+        KEY,
+        VALUE,
+        enable_gqa=True,
+        score="cosine",
+        scale=3.0,
+        key_mask=torch.arange(7)[None] < 5,
+    ),
     "scaled": lambda q: attention(q, KEY, VALUE, enable_gqa=True, scaling=LogN(train_length=3)),
     "linear": lambda q: linear_attention(q, KEY, VALUE, enable_gqa=True, is_causal=True),
     "decay": lambda q: decay_attention(q, KEY, VALUE, enable_gqa=True, decay=0.9),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from acutance.kernels.blocked import Sums
 from acutance.kernels.tiles import Rule, accumulate_dtype
+from acutance.kernels.transforms import transformed
 from acutance.masks import Masking
 
 __all__ = [
@@ -47,7 +48,7 @@ def zeroed(tensor: Tensor) -> Tensor:
     The gradient of a score is NaN where the row sees a key that is not finite, and 0 where it does
     not.
     """
-    if tensor.device.type == "cpu" and all_finite(tensor):
+    if tensor.device.type == "cpu" and not transformed() and all_finite(tensor):
         return tensor
     return torch.nan_to_num(tensor, 0.0, 0.0, 0.0)
 
@@ -58,7 +59,9 @@ def constant_where_not_finite(rows: Tensor) -> Tensor:
     What makes scores of keys, a norm of a cosine, has no gradient there to be multiplied by 0.
     """
     wants = torch.is_grad_enabled() and rows.requires_grad
-    if torch.compiler.is_compiling() or not wants or all_finite(rows.detach()):
+    if torch.compiler.is_compiling() or not wants:
+        return rows
+    if not transformed() and all_finite(rows.detach()):  # torch.func does not let a tensor be read
         return rows
     return torch.where(rows.isfinite().all(-1, keepdim=True), rows, rows.detach())
 

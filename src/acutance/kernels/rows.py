@@ -121,7 +121,9 @@ def weigh_rows(
 
 def _ordinary(tensor: Tensor) -> bool:
     """Whether all is finite, as far as that can be known without waiting or breaking a graph."""
-    return not torch.compiler.is_compiling() and tensor.device.type == "cpu" and all_finite(tensor)
+    if torch.compiler.is_compiling() or transformed() or tensor.device.type != "cpu":
+        return False
+    return all_finite(tensor)
 
 
 class _Found(NamedTuple):
