@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from acutance import theory
 from acutance.report import style
-from acutance.reproduce import EXPERIMENTS, Claim, Record, Row, Run, judge
-from acutance.reproduce.record import Estimate
+from acutance.reproduce import EXPERIMENTS, Record, Run, noise
+from acutance.reproduce.record import decided
 from acutance.reproduce.runner import draw
 
 Quick = Callable[[str], Record]
@@ -26,17 +28,6 @@ FROM_ARTICLES = {
 }  # fmt: skip
 BEYOND = {"finite_n", "gap_law", "simplex", "entropy_floor", "ssmax", "freezing"}
 TRAINED = {"real_heads", "first", "max_retrieval", "mlm_table", "calibrated_length"}
-
-
-def wrong(claim: Claim, rows: tuple[Row, ...], factor: float) -> list[Row]:
-    """The rows with every prediction off by a factor."""
-    return [
-        claim.row(
-            row.quantity, row.predicted * factor, Estimate(row.measured, row.error), row.condition
-        )
-        for row in rows
-        if row.claim == claim.key
-    ]  # fmt: skip
 
 
 def test_every_experiment_is_there() -> None:
@@ -60,22 +51,33 @@ def test_verdicts_are_those_stated_beforehand(name: str, quick_record: Quick) ->
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_a_formula_that_is_5_per_cent_off_changes_the_verdict(
-    name: str, quick_record: Quick
-) -> None:
-    record, tried = quick_record(name), 0
+def test_a_wrong_prediction_changes_every_verdict(name: str, quick_record: Quick) -> None:
+    record = quick_record(name)
+    assert record.judgements
     for judgement in record.judgements:
-        claim = judgement.claim
-        own = [row for row in record.rows if row.claim == claim.key]
-        if claim.relation != "=" or judgement.kind == "does not hold":
-            continue
-        if not any(row.predicted for row in own):  # off by a factor, 0 stays 0
-            continue
-        for factor in (1.05, 0.95):
-            verdict = judge(claim, wrong(claim, record.rows, factor)).verdict
-            assert verdict != judgement.verdict, (claim.key, factor)
-        tried += 1
-    assert tried >= 1
+        assert decided(judgement.claim, record.rows), judgement.claim.key
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_error_of_every_mean_can_be_judged(name: str, quick_record: Quick) -> None:
+    random = [row for row in quick_record(name).rows if row.claim and row.samples and row.error]
+    for row in random:
+        assert row.samples >= 30, row
+        assert abs(row.skewness) < 0.35, row
+
+
+def test_noise_of_a_heavy_tail_agrees_with_its_integral_whatever_the_seed() -> None:
+    # a plain sample of this size is beyond four standard errors in one seed of five
+    n, b = 4096, 2 / 3
+    for seed in range(5):
+        run = Run("noise", quick=True, seed=seed)
+        value = run.normal(n, 16)
+        found = noise.output_error(
+            run, torch.zeros(n, dtype=torch.float64), value, "laplace", b, 2000
+        )
+        exact = theory.exact_noise_mse(np.full(n, 1 / n), value.numpy(), "laplace", b)
+        assert abs(found.value - exact) < 4 * found.error, seed
+        assert abs(found.skewness) < 0.35
 
 
 def test_a_scale_is_measured_well_enough_to_tell_5_per_cent(quick_record: Quick) -> None:
@@ -138,24 +140,6 @@ def test_both_laws_answer_the_same_strings(quick_record: Quick) -> None:
         assert abs(row.measured) * 64 == pytest.approx(round(abs(row.measured) * 64))
         # of a difference of answers to the same strings, not of a bare number
         assert row.error > 0 or abs(row.measured) in (0, 1)
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_a_bound_that_is_overstepped_changes_the_verdict(name: str, quick_record: Quick) -> None:
-    record = quick_record(name)
-    for judgement in record.judgements:
-        claim = judgement.claim
-        if claim.relation == "=" or judgement.kind == "does not hold":
-            continue
-        side = 1.0 if claim.relation == "<=" else -1.0
-        rows = [
-            claim.row(
-                row.quantity, row.predicted,
-                Estimate(row.predicted + side * (2 * row.allowed + 1e-6), row.error), row.condition,
-            )
-            for row in record.of(claim.key)
-        ]  # fmt: skip
-        assert judge(claim, rows).kind == "does not hold", claim.key
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from acutance.reproduce import Claim, Record, Row, judge, load
-from acutance.reproduce.record import Estimate, seen
+from acutance.reproduce.record import Estimate, decided, seen
+from acutance.reproduce.render import verdict
 
 
 def rows_at(claim: Claim, misses: dict[float, float]) -> list[Row]:
@@ -164,3 +166,29 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("claim", "values", "enough"),
+    [
+        (Claim("c", "equal"), [Estimate(1.0, 0.001)], True),
+        (Claim("c", "equal"), [Estimate(1.0, 0.1)], False),  # 5 per cent is half an error
+        (Claim("c", "refuted"), [Estimate(2.0, 0.01)], True),
+        (Claim("c", "refuted by a hair"), [Estimate(1.052, 0.001)], False),
+        (Claim("c", "more", relation=">="), [Estimate(1.5, 0.1)], True),
+        (Claim("c", "more, or less", relation=">="), [Estimate(1.1, 0.1)], False),
+        (Claim("c", "less", relation="<="), [Estimate(0.5, 0.1), Estimate(1.0, 0.1)], True),
+    ],
+)
+def test_a_verdict_that_a_wrong_prediction_would_get_too_is_undecided(
+    claim: Claim, values: list[Estimate], enough: bool
+) -> None:
+    assert decided(claim, [claim.row("y", 1.0, value, {}) for value in values]) is enough
+
+
+def test_a_record_says_which_verdicts_are_decided() -> None:
+    claim = Claim("c", "a claim")
+    rows = (claim.row("y", 1.0, Estimate(1.0, 0.1), {}),)
+    record = replace(a_record(), judgements=(judge(claim, rows),), rows=rows)
+    assert record.to_dict()["claims"][0]["decided"] is False
+    assert "undecided" in verdict(record.judgements[0], rows).plain

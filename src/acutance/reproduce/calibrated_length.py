@@ -273,5 +273,5 @@ EXPERIMENT = Experiment(
     measure=measure,
     draw=draw,
     needs="transformers",
-    full_only=("encoders",),
+    full_only=("loses", "encoders", "share", "helps"),
 )

@@ -78,7 +78,9 @@ def reproduce(
             how = (
                 "read from an earlier run" if outcome.resumed else f"{outcome.record.seconds:.1f} s"
             )
-            line = Text("found: ").append_text(render.verdict(outcome.record.judgements[0]))
+            line = Text("found: ").append_text(
+                render.verdict(outcome.record.judgements[0], outcome.record.rows)
+            )
             notes.print(Padding(line.append(f"  ({how})", style="dim"), (0, 0, 1, 2)))
     except KeyboardInterrupt:
         complete = False

@@ -144,14 +144,18 @@ def sparsity(weights: Tensor) -> Tensor:
 
 
 def mean(values: Tensor | Sequence[Tensor]) -> Estimate:
-    """The mean of independent numbers and its standard error.
+    """The mean of independent numbers, its standard error, and its skewness.
 
     Example:
         >>> mean(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-        Estimate(value=2.5, error=0.645497)
+        Estimate(value=2.5, error=0.645497, samples=4, skewness=0.0)
     """
     x = _flat(values)
-    return Estimate(float(x.mean()), float(x.std()) / math.sqrt(x.numel()))
+    root = math.sqrt(x.numel())
+    centred = x - x.mean()
+    second = float(centred.square().mean())
+    skewness = float(centred.pow(3).mean()) / second**1.5 if second > 0.0 else 0.0
+    return Estimate(float(x.mean()), float(x.std()) / root, x.numel(), skewness / root)
 
 
 def median(values: Tensor | Sequence[Tensor]) -> Estimate:
@@ -159,14 +163,15 @@ def median(values: Tensor | Sequence[Tensor]) -> Estimate:
 
     Example:
         >>> median(torch.arange(1.0, 102.0))
-        Estimate(value=51.0, error=5.0)
+        Estimate(value=51.0, error=5.0, samples=101, skewness=0.0)
     """
     x = _flat(values).sort().values
+    samples = x.numel()
     middle = (x.numel() - 1) / 2
     reach = max(1, round(math.sqrt(x.numel()) / 2))
     low, high = max(0, int(middle) - reach), min(x.numel() - 1, math.ceil(middle) + reach)
     centre = float(x[int(middle)] + x[math.ceil(middle)]) / 2
-    return Estimate(centre, float(x[high] - x[low]) / 2)
+    return Estimate(centre, float(x[high] - x[low]) / 2, samples)
 
 
 def _flat(values: Tensor | Sequence[Tensor]) -> Tensor:

@@ -36,7 +36,7 @@ def measure(run: Run) -> Sequence[Row]:
     """Sample rows for every n and γ."""
     rows = []
     for n in (16, 256, 4096) if run.quick else (16, 256, 4096, 65536):
-        count = run.size(400, 4000 if n <= 4096 else 400)
+        count = run.size(1000, 4000 if n <= 4096 else 1000)
         found = over_scales(run, gaussian, n, count, GAMMAS, ("entropy", "collision"))
         exact_H = np.asarray(theory.expected_entropy_gauss(n, GAMMAS))
         exact_Y = np.asarray(theory.expected_collision_gauss(n, GAMMAS))

@@ -38,7 +38,7 @@ def measure(run: Run) -> Sequence[Row]:
     rows = []
     for n in (16, 256, 4096) if run.quick else (16, 256, 4096, 65536):
         top = float(theory.expected_max_gauss(n))
-        count = run.size(1000 if n <= 256 else 400, 6000 if n <= 4096 else 600)
+        count = run.size(1000, 6000 if n <= 4096 else 1000)
         scales = [ratio * top for ratio in RATIOS]
         found = over_scales(run, gaussian, n, count, scales, ("entropy", "collision"))
         for at, ratio in enumerate(RATIOS):

@@ -34,14 +34,14 @@ SURROGATE = Claim(
 EXACT = Claim("exact", "E λ(1 − Σp²) = λ(1 − E Σp²), the exact integral, rising to M_n")
 TYPICAL = Claim(
     "typical", "at scales of 4 M_n and more the median row has lost half of its best gradient",
-    SOURCE, relation="<=",
+    relation="<=",
 )  # fmt: skip
 ENTROPY = Claim("entropy", "E H falls from log n to 0 as the exact integral")
 RANGE = Claim("range", "0 ≤ H ≤ log n in every row", SOURCE, relation="<=", rounding=1e-9)
 FROBENIUS = Claim("frobenius", "E ‖J‖_F² = E[Σp² − 2 Σp³ + (Σp²)²], the exact integral")
 TYPICAL_NORM = Claim(
     "typical_norm", "at scales of 4 M_n and more the median ‖λJ‖_F has lost half of its best",
-    SOURCE, relation="<=",
+    relation="<=",
 )  # fmt: skip
 TRACE = Claim("trace", "1 − Σp² ≤ H in every row: low entropy, small Jacobian", relation="<=")
 

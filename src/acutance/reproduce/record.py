@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from acutance.files import as_json, write_text
@@ -26,10 +26,21 @@ Where = dict[str, Value]
 
 
 class Estimate(NamedTuple):
-    """A measured mean or median with its standard error."""
+    """A measured mean or median with its standard error.
+
+    Attributes:
+        value: the mean or median.
+        error: its standard error.
+        samples: how many independent numbers it was computed from; 0 if it was put together from
+            other estimates.
+        skewness: of the mean, that of the numbers over the root of their count. Up to some 0.3 the
+            mean is close to normal, and four standard errors mean what they say.
+    """
 
     value: float
     error: float
+    samples: int = 0
+    skewness: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ class Claim:
         """
         if not isinstance(measured, Estimate):
             measured = Estimate(float(measured), 0.0)
-        predicted, (value, error) = float(predicted), measured
+        predicted, value, error = float(predicted), measured.value, measured.error
         allowed = Z * error + self.rounding + self.within * abs(predicted)
         miss = {
             "=": abs(value - predicted),
@@ -95,8 +106,9 @@ class Claim:
         }[self.relation]
         agrees = bool(miss <= allowed)  # False if anything is NaN
         return Row(
-            self.key, quantity, dict(where), self.relation, predicted, value, error, allowed, agrees
-        )
+            self.key, quantity, dict(where), self.relation, predicted, value, error, allowed,
+            agrees, measured.samples, measured.skewness,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,8 @@ class Row:
         error: standard error of the measurement.
         allowed: how far it may be off.
         agrees: whether it is not.
+        samples: how many independent numbers were measured (:class:`Estimate`).
+        skewness: of their mean.
     """
 
     claim: str
@@ -124,6 +138,8 @@ class Row:
     error: float
     allowed: float
     agrees: bool
+    samples: int = 0
+    skewness: float = 0.0
 
     @property
     def miss(self) -> float:
@@ -139,8 +155,11 @@ class Row:
 
 def seen(quantity: str, measured: float | Estimate, where: Mapping[str, Value]) -> Row:
     """A measurement that tests no claim, kept with the others for the figure."""
-    value, error = measured if isinstance(measured, Estimate) else (float(measured), 0.0)
-    return Row("", quantity, dict(where), "=", math.nan, value, error, math.inf, True)
+    if not isinstance(measured, Estimate):
+        measured = Estimate(float(measured), 0.0)
+    value, error, samples, skewness = measured
+    where = dict(where)
+    return Row("", quantity, where, "=", math.nan, value, error, math.inf, True, samples, skewness)
 
 
 @dataclass(frozen=True)
@@ -211,6 +230,51 @@ def judge(claim: Claim, rows: Sequence[Row]) -> Judgement:
         if found:
             kind, condition = "holds only where", found
     return Judgement(claim, kind, condition, agree, len(own), worst)
+
+
+#: A prediction that is off by this share must be noticed (:func:`decided`).
+OFF = 0.05
+_OPPOSITE: dict[Relation, Relation] = {"<=": ">=", ">=": "<="}
+
+
+def decided(claim: Claim, rows: Sequence[Row]) -> bool:
+    """Whether the measurements are good enough for the verdict to mean something.
+
+    * A claim of equality that holds, anywhere or everywhere: with every prediction 5 % too high,
+      or 5 % too low, the verdict must be another.
+    * A claim of equality that does not hold: with every prediction 5 % higher, or 5 % lower, it
+      must still not hold, so it is not refuted by a hair.
+    * An inequality: the opposite inequality must get another verdict.
+
+    Args:
+        claim: the claim.
+        rows: the rows that test it, and possibly others.
+
+    Raises:
+        ValueError: if no row tests it.
+
+    Example:
+        An error as large as the difference that the claim is about decides nothing:
+
+        >>> claim = Claim("gain", "the gain is positive", relation=">=")
+        >>> [decided(claim, [claim.row("", 0.0, Estimate(0.1, error), {})]) for error in (0.01, 1)]
+        [True, False]
+    """
+    judgement = judge(claim, rows)
+    own = [row for row in rows if row.claim == claim.key]
+
+    def verdict(changed: Claim, factor: float) -> str:
+        moved = []
+        for row in own:
+            measured = Estimate(row.measured, row.error)
+            moved.append(changed.row(row.quantity, factor * row.predicted, measured, row.condition))
+        return judge(changed, moved).verdict
+
+    if claim.relation != "=":
+        opposite = replace(claim, relation=_OPPOSITE[claim.relation])
+        return verdict(opposite, 1.0) != judgement.verdict
+    same = [verdict(claim, factor) == judgement.verdict for factor in (1 + OFF, 1 - OFF)]
+    return all(same) if judgement.kind == "does not hold" else not any(same)
 
 
 def _domain(claim: Claim, rows: Sequence[Row]) -> str:
@@ -286,6 +350,7 @@ class Record:
                 "kind": judgement.kind,
                 "where": judgement.condition,
                 "as_expected": judgement.as_expected,
+                "decided": decided(judgement.claim, self.rows),
                 "agree": judgement.agree,
                 "rows": judgement.rows,
                 "worst": self.rows.index(judgement.worst),
@@ -353,20 +418,25 @@ class _StoredRow:
     error: float | str
     allowed: float | str
     agrees: bool
+    samples: int = 0
+    skewness: float = 0.0
 
     def judged(self, claims: Mapping[str, Claim]) -> Row:
         """The row, whether it agrees judged by its claim alone."""
         predicted, value, error = map(_decode, (self.predicted, self.measured, self.error))
         if error < 0:
             raise ValueError(f"a standard error is at least 0, got {error}")
-        measured = Estimate(value, error)
+        if self.samples < 0:
+            raise ValueError(f"a number of samples is at least 0, got {self.samples}")
+        measured = Estimate(value, error, self.samples, self.skewness)
         if not self.claim:
             return seen(self.quantity, measured, self.condition)
         if self.claim not in claims:
             raise ValueError(f"a row is of the claim {self.claim!r:.60}, which is not there")
         claim = claims[self.claim]
         bound = self.condition.get(claim.bound) if claim.bound else 0
-        if bound is None or (isinstance(bound, str) and claim.sense != "in"):
+        words = isinstance(bound, str) and bound not in ("inf", "-inf")
+        if bound is None or (words and claim.sense != "in"):
             raise ValueError(f"a row of the claim {self.claim!r:.60} has no {claim.bound!r:.60}")
         return claim.row(self.quantity, predicted, measured, self.condition)
 

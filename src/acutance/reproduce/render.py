@@ -10,7 +10,7 @@ from rich.text import Text
 
 from acutance.report.tables import NumberTable
 from acutance.reproduce.experiment import Experiment
-from acutance.reproduce.record import Judgement, Record, Row
+from acutance.reproduce.record import Judgement, Record, Row, decided
 
 _COLOURS = {"holds": "green", "holds only where": "yellow", "does not hold": "red"}
 _WIDE = 110  # columns
@@ -43,11 +43,15 @@ def where(row: Row) -> str:
     return ", ".join(parts)
 
 
-def verdict(judgement: Judgement) -> Text:
-    """The verdict, coloured, marked where it is not the one expected."""
+def verdict(judgement: Judgement, rows: Sequence[Row]) -> Text:
+    """The verdict, coloured, marked where it is not the one expected or decides nothing."""
     text = Text(judgement.verdict, style=_COLOURS[judgement.kind])
     if not judgement.as_expected:
         text.append(f"  (expected: {judgement.claim.expected})", style="bold red")
+    if not decided(judgement.claim, rows):
+        text.append(
+            "  (undecided: too few samples to tell a wrong prediction)", style="bold yellow"
+        )
     return text
 
 
@@ -97,7 +101,7 @@ def _wide(records: Sequence[Record]) -> Table:
                 _RELATIONS[worst.relation] + number(worst.predicted),
                 measurement(worst),
                 f"{judgement.agree}/{judgement.rows}",
-                verdict(judgement),
+                verdict(judgement, record.rows),
                 f"{record.seconds:.1f}" if first else "",
                 end_section=index == len(record.judgements) - 1,
             )
@@ -116,7 +120,7 @@ def _narrow(records: Sequence[Record]) -> Table:
                 f"\n  predicted {_RELATIONS[worst.relation]}{number(worst.predicted)}, measured "
                 f"{measurement(worst)}; {judgement.agree}/{judgement.rows} rows"
             )
-            text = Text(f"• {judgement.claim.text}: ").append_text(verdict(judgement))
+            text = Text(f"• {judgement.claim.text}: ").append_text(verdict(judgement, record.rows))
             last = index == len(record.judgements) - 1
             table.add_row(text.append(numbers, style="dim"), end_section=last)
     return table

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -79,13 +79,17 @@ def run_one(
     """
     with _one_thread():
         start = time.perf_counter()
-        rows = tuple(experiment.measure(Run(experiment.name, quick, seed, keep, note)))
+        measured = experiment.measure(Run(experiment.name, quick, seed, keep, note))
         seconds = time.perf_counter() - start
+    claims = experiment.tested(quick=quick)
+    tested = {"", *(claim.key for claim in claims)}
+    # what this size cannot decide is recorded, and not judged
+    rows = tuple(row if row.claim in tested else replace(row, claim="") for row in measured)
     return Record(
         name=experiment.name,
         title=experiment.title,
         prediction=experiment.prediction,
-        judgements=tuple(judge(claim, rows) for claim in experiment.tested(quick=quick)),
+        judgements=tuple(judge(claim, rows) for claim in claims),
         rows=rows,
         seed=seed,
         quick=quick,

@@ -32,7 +32,7 @@ def measure(run: Run) -> Sequence[Row]:
     """S and Σp² of rows of 16 keys and more, at eleven scales."""
     rows = []
     for n in (16, 256, 4096) if run.quick else (16, 256, 4096, 65536):
-        count = run.size(400, 4000 if n <= 4096 else 400)
+        count = run.size(1000, 4000 if n <= 4096 else 1000)
         found = over_scales(run, gaussian, n, count, GAMMAS, ("sparsity", "collision"))
         exact = np.asarray(theory.expected_collision_gauss(n, GAMMAS))
         for at, gamma in enumerate(GAMMAS):

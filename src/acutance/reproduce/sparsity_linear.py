@@ -47,7 +47,7 @@ def measure(run: Run) -> Sequence[Row]:
             IDENTITY.row("S", float(own), float(direct), {"n": n, "d": 8, "keys": "log-normal"})
         )
 
-    n, count = run.size(4096, 8192), run.size(8, 16)
+    n, count = run.size(1024, 4096), 32
     for shape in SHAPES:
         ratio, before = 1 / math.sqrt(shape), None
         for d in WIDTHS:

@@ -103,7 +103,11 @@ from acutance.theory.sampled_noise import (
     monte_carlo_mse,
     quantization_noise,
 )
-from acutance.theory.scales import gauss_invariant_scale, needle_scale
+from acutance.theory.scales import (
+    gauss_invariant_scale,
+    needle_scale,
+    needle_scale_for_entropy,
+)
 from acutance.theory.sparsity import (
     effective_keys,
     log_sparsity_exp,
@@ -181,6 +185,7 @@ __all__ = [
     "mean_field_entropy",
     "monte_carlo_mse",
     "needle_scale",
+    "needle_scale_for_entropy",
     "noise_central_moment",
     "noise_tail_rate",
     "noise_variance_ratio",

@@ -9,10 +9,12 @@ https://kexue.fm/archives/8823 (why a scale that grows with n).
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.optimize import brentq
+from scipy.special import entr, expit
 
-from acutance.theory.arguments import Array, checked_keys, require, result
+from acutance.theory.arguments import Array, checked_keys, pointwise, require, result
 
-__all__ = ["gauss_invariant_scale", "needle_scale"]
+__all__ = ["gauss_invariant_scale", "needle_scale", "needle_scale_for_entropy"]
 
 _EPS = float(np.finfo(np.float64).eps)
 
@@ -72,6 +74,60 @@ def needle_scale(
         " sqrt(2 (log(n - 1) + logit mass))",
     )
     return result(2 * c / (top * (1 + np.sqrt(np.maximum(room, 0.0)))))
+
+
+def needle_scale_for_entropy(
+    n: ArrayLike, entropy: ArrayLike, gap: ArrayLike = 1.0
+) -> float | Array:
+    r"""Scale at which a row with one key above equal others has a given entropy.
+
+    .. math:: \lambda = \frac{1}{\Delta} \left( \log(n - 1) + \log\frac{p}{1 - p} \right),
+              \qquad H = h(p) + (1 - p) \log(n - 1)
+
+    with h(p) = -p log p - (1 - p) log(1 - p). The top key holds the weight p and shares the rest
+    evenly, so an entropy that stays as n grows needs a weight that rises towards 1: the scale grows
+    faster than log n, by log log n in the end.
+
+    Args:
+        n: Number of keys, n >= 2. Values between the integers continue the formula.
+        entropy: H in nats, 0 < H <= log n.
+        gap: Δ, the top logit less that of the others, gap > 0.
+
+    Returns:
+        λ, in one over the unit of ``gap``; float64 of the broadcast shape, a float for scalars.
+
+    Raises:
+        ValueError: If an argument is outside its domain.
+
+    Example:
+        The entropy of half of the weight on one of 512 keys, and what keeps it at 65,536; a factor
+        of log n alone would let it rise to 6.25 nat:
+
+        >>> needle_scale_for_entropy([512, 65536], 3.81133197566)
+        array([ 6.23636959, 11.98856888])
+
+    Source:
+        The entropy of a two-level row; the law it is compared with is
+        https://kexue.fm/archives/8823.
+    """
+    keys, nats, top = checked_keys("n", n), np.asarray(entropy, np.float64), np.asarray(gap, float)
+    keys, nats, top = np.broadcast_arrays(keys, nats, top)
+    require("gap", top, (top > 0) & np.isfinite(top), "the gap is finite and greater than 0")
+    most = np.log(keys)
+    require("entropy", nats, (nats > 0) & (nats <= most * (1 + _EPS)), "it lies in (0, log n]")
+
+    def logit(count: float, target: float) -> float:
+        others = np.log(count - 1)
+
+        def excess(x: float) -> float:  # x is the logit of p
+            p, q = expit(x), expit(-x)
+            return float(entr(p) + entr(q) + q * others - target)
+
+        if excess(-others) <= 0.0:
+            return -float(others)  # even weights
+        return float(brentq(excess, -others, 745.0, xtol=1e-13, rtol=4 * _EPS))
+
+    return result(np.asarray(pointwise(logit, keys, nats) + np.log(keys - 1)) / top)
 
 
 def gauss_invariant_scale(n: ArrayLike, n0: ArrayLike, gamma0: ArrayLike = 1.0) -> float | Array:
