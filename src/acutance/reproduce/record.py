@@ -141,6 +141,11 @@ class Row:
     samples: int = 0
     skewness: float = 0.0
 
+    def unjudged(self) -> Row:
+        """The measurement alone, which tests no claim."""
+        estimate = Estimate(self.measured, self.error, self.samples, self.skewness)
+        return seen(self.quantity, estimate, self.condition)
+
     @property
     def miss(self) -> float:
         """How far off, in units of what is allowed; a miss the relation allows is negative."""

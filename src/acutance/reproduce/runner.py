@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def run_one(
     claims = experiment.tested(quick=quick)
     tested = {"", *(claim.key for claim in claims)}
     # what this size cannot decide is recorded, and not judged
-    rows = tuple(row if row.claim in tested else replace(row, claim="") for row in measured)
+    rows = tuple(row if row.claim in tested else row.unjudged() for row in measured)
     return Record(
         name=experiment.name,
         title=experiment.title,
