@@ -126,12 +126,12 @@ def measure(run: Run) -> Sequence[Row]:
             ]
             if name == "Gaussian":
                 gamma = math.log(n) / math.log(START)
-                H = mean([statistics(gamma * part).entropy for part in scores])
+                mean_H = mean([statistics(gamma * part).entropy for part in scores])
                 same = float(theory.expected_entropy_gauss(START, 1.0))
                 there = float(theory.expected_entropy_gauss(n, gamma))
                 rows += [
-                    DEVIATION.row("mean H, nat", same, H, {"n": n, "γ": gamma}),
-                    DRIFT.row("mean H, nat", there, H, {"n": n, "γ": gamma}),
+                    DEVIATION.row("mean H, nat", same, mean_H, {"n": n, "γ": gamma}),
+                    DRIFT.row("mean H, nat", there, mean_H, {"n": n, "γ": gamma}),
                 ]
     half = float(theory.needle_scale(START, 1.0))  # half of the weight on the one key
     for n in ns:

@@ -42,15 +42,15 @@ UNCHANGED = Claim(
     "unchanged", "õ ≈ o: noise moves the output by less than a tenth of the spread of the values",
     SOURCE, "holds only where", relation="<=", bound="ν/N_eff",
 )  # fmt: skip
+_NAMES: dict[Kind, str] = {
+    "gaussian": "Gaussian", "uniform": "uniform", "laplace": "Laplace", "gumbel": "Gumbel",
+}  # fmt: skip
 FIRST: dict[Kind, Claim] = {
     kind: Claim(
         f"first order, {kind}", f"E‖õ − o‖² ≈ ν·Σp²‖v − o‖² for {name} noise",
         expected="holds only where", within=0.02, bound="ν/N_eff",
     )
-    for kind, name in (
-        ("gaussian", "Gaussian"), ("uniform", "uniform"), ("laplace", "Laplace"),
-        ("gumbel", "Gumbel"),
-    )
+    for kind, name in _NAMES.items()
 }  # fmt: skip
 EXACT = Claim("exact", "E‖õ − o‖² is the exact integral, for any noise and row")
 AVERAGES = Claim(
