@@ -272,6 +272,28 @@ def row_errors(rebuilt: Tensor, output: Tensor, kept: Tensor) -> Tensor:
     return ratio.masked_fill(difference.isnan(), math.inf)
 
 
+def differences(
+    call: AttentionCall, rebuilt: Tensor, largest: Tensor, theirs: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Errors of a call's rebuilt rows, and how large roundings may make them.
+
+    Args:
+        call: of those rows.
+        rebuilt: its output, (B, Hq, L, Ev).
+        largest: of each row's scores, (B, Hq, L).
+        theirs: the model's output, same shape as ``rebuilt``.
+        kept: boolean (B, Hq, L).
+
+    Returns:
+        Both (B, Hq, L), relative to the largest entry of the output.
+    """
+    errors = row_errors(rebuilt, theirs, kept)
+    tolerance = call.tolerance(theirs.dtype, largest)
+    if bool((errors > tolerance).any()) and (eager := call.as_eager()) is not None:
+        errors = errors.minimum(row_errors(eager, theirs, kept))
+    return errors, tolerance
+
+
 def observe_scores(scores: Tensor) -> tuple[RowStatistics, Tensor]:
     """Row statistics of scores that exist already, a few rows at a time.
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.probing.call import AttentionCall, observe_scores, row_errors
+from acutance.probing.call import AttentionCall, differences, observe_scores
+from acutance.probing.causes import likely_cause
 from acutance.probing.choice import Chosen, HeadChoice
 from acutance.probing.counted_rows import CountedRows, RowReader
 from acutance.probing.kept import Keeper
@@ -151,6 +152,7 @@ class Reader:
         self._heads = None if heads is None else HeadChoice(heads)
         self.keeper = Keeper() if keep else None
         self.provider = Provider(verify) if provide else None
+        self._doubted: set[str] = set()
         self.thread = Running()
         self.rows = RowReader(self.thread, attention_mask, rows)
 
@@ -198,17 +200,34 @@ class Reader:
                 f"its output is {tuple(theirs.shape)} where {tuple(rebuilt.shape)} was expected"
             )
         kept = part.kept(stats)
-        errors = row_errors(rebuilt, theirs, kept)
-        tolerance = call.tolerance(theirs.dtype, stats.state.m)
-        if bool((errors > tolerance).any()) and (eager := part.call.as_eager()) is not None:
-            errors = errors.minimum(row_errors(eager, theirs, kept))
+        errors, tolerance = differences(part.call, rebuilt, stats.state.m, theirs, kept)
         good = bool((errors <= tolerance).all())
         error = float(errors.max()) if errors.numel() else 0.0
         read = part.read(stats, "verified" if good else "mismatch", error)
-        if not good:
-            doubt = f"{REBUILT} by {error:.2g} of its size{call.unknown_keywords()}"
-            read = read._replace(doubt=doubt)
+        if not good and call.module not in self._doubted:  # a module's first says it all
+            self._doubted.add(call.module)
+            cause = self._cause(part, call, output(), kept, module)
+            why = f"; {cause}" if cause else call.unknown_keywords()
+            read = read._replace(doubt=f"{REBUILT} by {error:.2g} of its size{why}")
         return self._with_structure(part, call, read)
+
+    def _cause(
+        self,
+        part: _Part,
+        whole: AttentionCall,
+        output: Tensor,
+        kept: Tensor,
+        module: torch.nn.Module | None,
+    ) -> str:
+        """Why the output differs, judged by all rows: those drawn no longer tell their masks."""
+        call = whole if part.heads is None else take_heads(whole, part.heads)
+        if part.heads is not None and output.shape[1] == part.shape[0]:
+            output = output[:, part.heads]
+        if part.sample is not None:
+            kept = call.statistics(False).state.n > 0
+            if part.rows.counted is not None:
+                kept = kept & part.rows.counted[:, None, :]
+        return likely_cause(call, output, kept, module)
 
     def _with_structure(self, part: _Part, whole: AttentionCall, read: Read) -> Read:
         """The same with where the rows' weight lies, if that is asked for."""
