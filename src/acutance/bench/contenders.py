@@ -110,7 +110,7 @@ def instruction_set(name: str) -> Iterator[None]:
         raise UnavailableError(found)
     if name not in found.cpus:
         raise UnavailableError(f"this machine and build have {', '.join(found.cpus)}, not {name}")
-    former = found.cpu
+    former = found.named
     found.use_cpu(name)
     try:
         yield

@@ -8,7 +8,8 @@ from typing import Literal
 #: Said wherever the goals stand beside measurements.
 PROVISO = (
     "Goals are for AMD processors, where MKL, on which F.scaled_dot_product_attention runs, stays "
-    "below its best; on Intel, where it does not, forward ratios of 0.90 to 0.95 are to be expected"
+    "below its best; on an Intel Xeon, where it does not, 0.90 (full) and 0.81 (causal) were "
+    "measured at 4096 tokens. The goal of AVX2 is decided only where SDPA has no more than AVX2"
 )
 
 
@@ -25,6 +26,8 @@ class Goal:
         cpu: instruction set it is for, as the native kernel calls it, or the beginning of several
             names; empty for all.
         threads: number of threads it is for, or None for any.
+        reference_cpu: instruction set of the reference it is held against, as PyTorch calls it, or
+            the beginning of several names; empty for all.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Goal:
     unit: Literal["ratio", "MiB"] = "ratio"
     cpu: str = ""
     threads: int | None = None
+    reference_cpu: str = ""
 
     @property
     def bound(self) -> str:
@@ -45,14 +49,22 @@ class Goal:
         """
         return f"≤ {self.limit:.2f}" if self.unit == "ratio" else f"≤ {self.limit:g} MiB"
 
-    def applies(self, cpu: str, threads: int) -> bool:
+    def applies(self, cpu: str, threads: int, reference_cpu: str = "") -> bool:
         """Whether a run on this instruction set, with so many threads, can decide it.
+
+        Args:
+            cpu: the widest instruction set of the native kernel there.
+            threads: the run's.
+            reference_cpu: the instruction set of the reference.
 
         Example:
             >>> GOALS["forward-full"].applies("avx512_bf16", 1), GOALS["blocked-2"].applies("", 1)
             (True, False)
+            >>> [GOALS["forward-avx2"].applies("avx2", 1, other) for other in ("AVX2", "AVX512")]
+            [True, False]
         """
-        return cpu.startswith(self.cpu) and self.threads in (None, threads)
+        here = cpu.startswith(self.cpu) and reference_cpu.startswith(self.reference_cpu)
+        return here and self.threads in (None, threads)
 
 
 _ALL = "output and every statistic"
@@ -61,7 +73,7 @@ GOALS: dict[str, Goal] = {
     for goal in (
         Goal("forward-full", f"{_ALL}, full, AVX-512", "acutance", 0.85, cpu="avx512"),
         Goal("forward-causal", f"{_ALL}, causal, AVX-512", "acutance", 0.80, cpu="avx512"),
-        Goal("forward-avx2", f"{_ALL}, AVX2", "acutance-avx2", 0.97),
+        Goal("forward-avx2", f"{_ALL}, both AVX2", "acutance-avx2", 0.97, reference_cpu="AVX2"),
         Goal("statistics", "statistics alone, no values", "statistics", 0.55),
         Goal("noise", "with noise metrics", "noise", 1.25),
         Goal("decode", "decoding, 1 to 4 queries", "acutance-unread", 0.75),

@@ -45,11 +45,12 @@ def judge(report: BenchReport) -> list[Judgement]:
 
 def goals_of(report: BenchReport, result: CaseResult) -> list[Goal]:
     """The goals that one result can decide, without those whose contender cannot run here."""
+    here = report.environment
     found = (GOALS[name] for name in result.case.goals)
     return [
         goal
         for goal in found
-        if goal.applies(report.environment.cpu, result.threads)
+        if goal.applies(here.cpu, result.threads, here.reference_cpu)
         and result.row(goal.contender).status not in ("not run", "unfinished")
     ]
 

@@ -47,6 +47,7 @@ def describe() -> Environment:
         memory_method=memory_method(),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         load=_load(),
+        torch_cpu=torch.backends.cpu.get_cpu_capability(),
     )
 
 

@@ -217,6 +217,8 @@ class Environment:
         memory_method: how peak memory is read here.
         date: start, UTC, ISO 8601.
         load: the system's load when it started, processes; None where it is not known.
+        torch_cpu: instruction set of PyTorch's own kernels, as it calls it; empty in records from
+            before it was kept.
     """
 
     acutance: str
@@ -230,6 +232,17 @@ class Environment:
     memory_method: str
     date: str
     load: float | None
+    torch_cpu: str = ""
+
+    @property
+    def reference_cpu(self) -> str:
+        """Instruction set of SDPA: PyTorch's; in older records that of the native kernel.
+
+        Example:
+            >>> Environment(*["?"] * 5, 2, "avx512_bf16", *["?"] * 3, None).reference_cpu
+            'AVX512'
+        """
+        return self.torch_cpu or self.cpu.partition("_")[0].upper()
 
     def same_place(self, other: Environment) -> bool:
         """Whether numbers of the two may stand in one table: all but date and load agree."""

@@ -226,6 +226,7 @@ def where(report: BenchReport) -> str:
     """The machine, the versions and the date, in a sentence."""
     place = report.environment
     kernel = f"native kernel {place.cpu} ({place.compiler})" if place.cpu else place.compiler
+    torch = f"torch {place.torch}" + f" ({place.reference_cpu})" * bool(place.reference_cpu)
     load = "" if place.load is None else f", load {place.load:g} at the start"
     peaks = "; ".join(
         f"{count_of(peak.threads)}: "
@@ -236,7 +237,7 @@ def where(report: BenchReport) -> str:
     )
     measured = f" Measured peak, {peaks}." if peaks else ""
     return (
-        f"acutance {place.acutance}, {kernel}, torch {place.torch}, Python {place.python}, "
+        f"acutance {place.acutance}, {kernel}, {torch}, Python {place.python}, "
         f"{place.processor}, {place.cores} cores, {place.platform}, {place.date}{load}.{measured}"
     )
 
