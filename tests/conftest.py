@@ -8,6 +8,9 @@ import tempfile
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported: before anything
 # A compiled graph kept from another version of the operators would be run in place of this one.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="acutance-tests-")
+# Kernels that are timed halfway through a test would be other ones in its second half.
+os.environ["ACUTANCE_MEASURE"] = "never"
+os.environ["ACUTANCE_CACHE"] = os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 import pytest
 import torch

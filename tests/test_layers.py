@@ -10,9 +10,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "acutance"
 STAGES = [
-    "data", "files", "from_json", "masks", "shapes", "scores", "scaling", "weights", "theory",
-    "rowstats", "kernels", "attend", "structure", "mechanisms", "nn", "testing", "probing",
-    "report", "calibration", "training", "reproduce", "bench", "comparison", "cli",
+    "data", "files", "from_json", "compiling", "masks", "shapes", "scores", "scaling", "weights",
+    "theory", "rowstats", "kernels", "attend", "structure", "mechanisms", "nn", "testing",
+    "probing", "report", "calibration", "training", "reproduce", "bench", "comparison", "cli",
 ]  # fmt: skip
 ALONE = {"theory"}  # imports nothing of ours: it must owe nothing to what it is compared with
 EXEMPT = {"__init__", "__main__"}

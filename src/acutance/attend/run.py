@@ -207,12 +207,20 @@ class _Call:
         masking, options = self.masking, self.options
         dropout_p = float(options.dropout_p)
         backend = dispatch.choose(options.backend, self.query, self.value, dropout_p)
-        if backend == "native" and direct.possible(
-            *(self.query, self.key, self.value, self.sinks, masking.attn_mask, masking.bias)
+        on_cpu = self.query.device.type == "cpu"
+        if (
+            on_cpu
+            and dropout_p == 0.0
+            and direct.possible(
+                *(self.query, self.key, self.value, self.sinks, masking.attn_mask, masking.bias),
+                *(masking.key_mask, masking.query_documents, masking.key_documents),
+                masking.alibi_slopes,
+            )
         ):
             rule = Rule(scale=self.scale, softcap=options.softcap, sinks=self.sinks)
             inputs = (self.query, self.key, self.value, masking, rule, options.noise)
-            sums = dispatch.forward(backend, *inputs)
+            with torch.autocast("cpu", enabled=False):
+                sums = dispatch.forward(backend, *inputs)
             return sums.out, RowStatistics(_state(sums, self.sinks), backend)
         # a tensor: no graph break
         seed = torch.randint(2**62, ()) if options.dropout_p > 0.0 else None

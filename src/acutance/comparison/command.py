@@ -19,7 +19,7 @@ from acutance.comparison.runner import DEFAULT_LENGTHS, Step, compare, pick
 from acutance.files import write_each, write_text
 from acutance.mechanisms import MECHANISMS
 from acutance.probing import QueryKeySample, load_queries_keys
-from acutance.report.console import printable
+from acutance.report.printable import printable
 from acutance.report.tables import NumberTable
 
 __all__ = ["arguments", "listing", "run", "show", "source"]

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from acutance.comparison.record import COMPARED, Comparison, Reading, Result
 from acutance.mechanisms import MECHANISMS
-from acutance.report.console import printable
+from acutance.report.printable import printable
 from acutance.report.tables import NumberTable
 
 __all__ = ["WIDE", "heading", "legend", "sentences", "table"]

@@ -6,15 +6,15 @@ device and the reference for behaviour, ``dense`` the whole matrix in plain PyTo
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import cast
 
-import torch
 from torch import Tensor
 
+from acutance.compiling import constant
 from acutance.kernels import blocked, dense, library, native
 from acutance.kernels.backward import Gradients, SumGradients
 from acutance.kernels.backward import backward as blocked_backward
@@ -49,32 +49,23 @@ def forced() -> str:
     return check_backend(os.environ.get(BACKEND_VARIABLE) or "auto", BACKEND_VARIABLE)
 
 
-def _ask() -> str:
+@constant
+def _forced() -> str:
+    """The same for a compiler, which must not look into the cache."""
     return forced()
 
 
-#: The same for a compiler, which must not look into the cache: a constant.
-_forced: Callable[[], str] = torch.compiler.assume_constant_result(_ask)
-
-
-#: Without AVX2 or its like the native kernel is the faster one for so many queries only: with
-#: SSE2, float32 and width 64 it takes 0.1 to 1.2 of the blocked path's time up to 64 queries, and
-#: 1.3 (causal) to 1.9 (full) at 1024.
-MOST_QUERIES_OF_BASELINE = 64
-
-
-def _is_baseline() -> bool:
+@constant
+def _most_queries() -> float:
     found = library.load()
-    return not isinstance(found, str) and found.is_baseline
-
-
-_baseline: Callable[[], bool] = torch.compiler.assume_constant_result(_is_baseline)
+    return math.inf if isinstance(found, str) else found.most_queries
 
 
 def _native_is_fastest(query: Tensor) -> bool:
-    if not _baseline() or getattr(query, "ndim", 0) != 4:  # what is no query is refused later
+    most = _most_queries()
+    if most == math.inf or getattr(query, "ndim", 0) != 4:  # what is no query is refused later
         return True
-    return query.shape[-2] <= MOST_QUERIES_OF_BASELINE
+    return query.shape[-2] <= most
 
 
 def takes_native(backend: str, query: Tensor) -> bool:

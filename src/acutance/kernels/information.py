@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from acutance.kernels import dispatch, library
+from acutance.kernels.selection import Choice
+from acutance.kernels.selection_cache import cache_file
 
 __all__ = ["KernelInfo", "info"]
 
@@ -21,8 +25,12 @@ class KernelInfo:
         why_not: in a sentence why they are not; None where they are.
         path: file of their library, or None.
         compiler: what built it, or None.
-        cpu: instruction set in use, or None; ``ACUTANCE_CPU`` names another one.
-        cpus: instruction sets that this machine and build have, best first.
+        cpu: instruction set of float32 with many queries, or None; ``ACUTANCE_CPU`` names another.
+        cpus: instruction sets that this machine and build have, widest first.
+        choices: the instruction set of each dtype and pass, with the times that decided.
+        times_file: file that keeps those times, or None.
+        most_queries: queries up to which the native kernel is faster than plain PyTorch; infinite
+            if it always is.
         openmp: whether the threads are those of the OpenMP library that torch runs on.
         threads: how many a call uses, torch's own number.
         triton: why the Triton kernels cannot run, or None if they can.
@@ -36,6 +44,9 @@ class KernelInfo:
     compiler: str | None
     cpu: str | None
     cpus: tuple[str, ...]
+    choices: tuple[Choice, ...]
+    times_file: str | None
+    most_queries: float
     openmp: bool
     threads: int
     triton: str | None
@@ -55,8 +66,8 @@ class KernelInfo:
             why = f"{dispatch.BACKEND_VARIABLE} says so"
         elif self.native:
             why = "the fastest there is; blocked takes dropout and widths above 256"
-            if self.cpu == "baseline":
-                why += f", and more than {dispatch.MOST_QUERIES_OF_BASELINE} queries"
+            if self.most_queries < math.inf:
+                why += f", and more than {self.most_queries:.0f} queries"
         else:
             why = "plain PyTorch, the native kernel being absent"
         lines = {
@@ -66,17 +77,39 @@ class KernelInfo:
             "triton": "yes" if self.triton is None else f"no: {self.triton}",
             "auto on the CPU": f"{self.auto}: {why}",
         }
+        lines |= _chosen(self.choices)
+        if any(choice.seconds for choice in self.choices):
+            lines["times kept in"] = str(self.times_file)
         return "\n".join(f"{name:16} {text}" for name, text in lines.items())
+
+
+def _chosen(choices: tuple[Choice, ...]) -> dict[str, str]:
+    """A line for each dtype: what runs for each pass, and what each instruction set took."""
+    lines = {}
+    for dtype in dict.fromkeys(choice.dtype for choice in choices):
+        parts = []
+        for choice in choices:
+            if choice.dtype == dtype:
+                times = ", ".join(
+                    f"{name} {1e6 * seconds:.0f} µs" for name, seconds in choice.seconds.items()
+                )
+                parts.append(f"{choice.name} {choice.cpu} ({times or 'not timed'})")
+        lines[dtype] = "; ".join(parts)
+    return lines
 
 
 def info() -> KernelInfo:
     """Which kernels are there, which one a call takes, and why.
 
+    Kernels that were not timed yet on this machine are timed now, in less than 0.1 s, unless
+    ``ACUTANCE_CPU`` or ``ACUTANCE_MEASURE=never`` says what runs.
+
     Returns:
         The record; its text is for reading.
 
     Raises:
-        ValueError: if ``ACUTANCE_CPU`` or ``ACUTANCE_BACKEND`` names what there is not.
+        ValueError: if ``ACUTANCE_CPU``, ``ACUTANCE_BACKEND`` or ``ACUTANCE_MEASURE`` names what
+            there is not.
 
     Example:
         >>> info().auto in ("native", "blocked")
@@ -85,19 +118,29 @@ def info() -> KernelInfo:
     found = library.load()
     here = not isinstance(found, str)
     query = torch.empty(1, 1, 1, 1)
+    chosen = None if isinstance(found, str) else found.selection
+    if chosen is not None:
+        chosen.complete()
     return KernelInfo(
         native=here,
         why_not=None if here else str(found),
         path=None if isinstance(found, str) else str(found.path),
         compiler=None if isinstance(found, str) else found.compiler,
-        cpu=None if isinstance(found, str) else found.cpu,
+        cpu=None if chosen is None else chosen.choice("float32", "forward").cpu,
         cpus=() if isinstance(found, str) else found.cpus,
+        choices=() if chosen is None else chosen.choices(),
+        times_file=None if isinstance(found, str) else _text(cache_file(found)),
+        most_queries=math.inf if isinstance(found, str) else found.most_queries,
         openmp=not isinstance(found, str) and found.openmp is not None,
         threads=torch.get_num_threads(),
         triton=_why_no_triton(),
         forced=dispatch.forced(),
         auto=dispatch.choose("auto", query, query, 0.0),
     )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _why_no_triton() -> str | None:

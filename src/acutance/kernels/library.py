@@ -7,13 +7,17 @@ It speaks plain C (``cpu/api.h``): structures of numbers and addresses, written 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import struct
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from acutance.kernels.selection import Selection
 
 __all__ = [
     *("ABI", "CALL", "CPU_VARIABLE", "GRADIENTS", "METRIC_CODES", "SUMS"),
@@ -24,6 +28,11 @@ __all__ = [
 ABI = 2
 #: Environment variable that names the instruction set to use.
 CPU_VARIABLE = "ACUTANCE_CPU"
+
+#: Without AVX2 or its like the native kernel is the faster one for so many queries only, as long as
+#: it was not timed: with SSE2, float32 and width 64 it takes 0.1 to 1.2 of the blocked path's time
+#: up to 64 queries, and 1.3 (causal) to 1.9 (full) at 1024.
+MOST_QUERIES_OF_BASELINE = 64
 
 _FOLDER = Path(__file__).parent
 _NAMES = ("libacutance.so", "libacutance.dll")
@@ -133,14 +142,21 @@ class Library:
         loaded.acutance_metric.argtypes = [*words, ctypes.c_void_p, ctypes.c_void_p]
         #: Writes one metric of rows: its code, 1 for float64, their number, the sums, the numbers.
         self.metric = loaded.acutance_metric
+        loaded.acutance_choose.argtypes = words
+        loaded.acutance_row_cost.argtypes = [ctypes.c_int64, ctypes.c_double]
+        loaded.acutance_run.argtypes = [*words[:2], ctypes.c_char_p, ctypes.c_char_p]
         #: The C functions of two packed structures; 0, or the number of a reason.
         self.forward = loaded.acutance_forward
         self.backward = loaded.acutance_backward
         self.openmp = _openmp()
         if self.openmp is not None:
             loaded.acutance_use_threads(self.openmp)
-        #: Whether the instruction set in use is the one that every such processor has.
-        self.is_baseline = self.cpu == "baseline"
+        #: The instruction set that all calls take, by :meth:`use_cpu`; None where it is chosen.
+        self.named: str | None = None
+        #: Queries up to which this library is faster than plain PyTorch; infinite if it always is.
+        self.most_queries = self._usual_most_queries()
+        #: What the kernels took on this machine; None until :func:`load` has looked.
+        self.selection: Selection | None = None
 
     @property
     def cpu(self) -> str:
@@ -158,7 +174,7 @@ class Library:
         return str(self._loaded.acutance_compiler().decode())
 
     def use_cpu(self, name: str | None) -> None:
-        """Use an instruction set by name; None is the best there is.
+        """Use an instruction set by name for every call; None is the one chosen for each.
 
         Raises:
             ValueError: if this machine or this build has it not.
@@ -168,7 +184,37 @@ class Library:
                 f"{CPU_VARIABLE} names an instruction set of this machine and build, one of"
                 f" {', '.join(self.cpus)}, got {name!r}"
             )
-        self.is_baseline = self.cpu == "baseline"
+        self.named = name
+        self.most_queries = self._usual_most_queries()
+        if name is None and self.selection is not None:
+            for dtype in self.selection.times:
+                self.selection.apply(dtype)
+
+    def _usual_most_queries(self) -> float:
+        return MOST_QUERIES_OF_BASELINE if self.cpu == "baseline" else math.inf
+
+    def choose(self, code: int, dtype: int, place: int) -> None:
+        """Use the instruction set at a place in :attr:`cpus` for a pass of a dtype.
+
+        Raises:
+            ValueError: if there is no such pass, dtype or place.
+        """
+        if self._loaded.acutance_choose(code, dtype, place):
+            raise ValueError(f"no pass {code} of dtype {dtype} by instruction set {place}")
+
+    def row_cost(self, dtype: int, cost: float) -> None:
+        """Tell how many times longer a row takes alone than among many; 0: as it usually does.
+
+        Raises:
+            ValueError: if there is no such dtype, or the factor is negative or NaN.
+        """
+        if self._loaded.acutance_row_cost(dtype, cost):
+            raise ValueError(f"no factor of dtype {dtype}: {cost}")
+
+    def run(self, place: int, code: int, call: bytes, result: bytes) -> int:
+        """One pass by the instruction set at a place in :attr:`cpus`, whatever is chosen."""
+        status: int = self._loaded.acutance_run(place, code, call, result)
+        return status
 
     def exp(self, numbers: torch.Tensor) -> torch.Tensor:
         """Exp as the kernels take it, for measuring its error; float32 or float64."""
@@ -211,4 +257,7 @@ def load() -> Library | str:
     wanted = os.environ.get(CPU_VARIABLE)
     if wanted:
         library.use_cpu(wanted)
+    from acutance.kernels import selection  # calls this library
+
+    library.selection = selection.install(library)
     return library

@@ -6,11 +6,10 @@ contiguous are copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from acutance.compiling import constant
 from acutance.kernels import blocked, library
 from acutance.kernels.backward import Gradients, SumGradients, row_coefficients
 from acutance.kernels.backward import backward as blocked_backward
@@ -39,13 +38,11 @@ MOST_WIDTH = 256
 UNFINISHED = 4
 
 
-def _unavailable() -> str | None:
+@constant
+def _why_no_library() -> str | None:
+    """Why there is no library, or None."""
     found = library.load()
     return found if isinstance(found, str) else None
-
-
-#: Why there is no library, or None; for a compiler, which cannot look into it, a constant.
-_why_no_library: Callable[[], str | None] = torch.compiler.assume_constant_result(_unavailable)
 
 
 def why_not(query: Tensor, value: Tensor | None, dropout_p: float) -> str | None:

@@ -150,17 +150,15 @@ def change(changer: Changer) -> Iterator[None]:
 
 @contextmanager
 def _among(group: list[Any], member: Any) -> Iterator[None]:
-    try:
-        from transformers.modeling_utils import AttentionInterface
-    except Exception:  # not installed, or broken (a torchvision that does not fit): none runs
-        yield
-        return
-    if not hasattr(AttentionInterface, "get_interface"):
+    # a model of transformers has imported this; importing it here would cost others seconds
+    modeling = sys.modules.get("transformers.modeling_utils")
+    interface = getattr(modeling, "AttentionInterface", None)
+    if not hasattr(interface, "get_interface"):
         yield
         return
     with _lock:
         if not _observers and not _changers:
-            _wrap(AttentionInterface)
+            _wrap(interface)
         group.append(member)
     try:
         yield
@@ -168,7 +166,7 @@ def _among(group: list[Any], member: Any) -> Iterator[None]:
         with _lock:
             group.remove(member)
             if not _observers and not _changers:
-                AttentionInterface.get_interface = _original
+                interface.get_interface = _original
 
 
 def _wrap(interface: Any) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from acutance.probing.call import AttentionCall
 
@@ -56,11 +55,14 @@ def sdpa_call(
     )
     mask = given.get("attn_mask")
     causal, offset = bool(given.get("is_causal", False)), 0
-    if isinstance(mask, CausalBias):  # no tensor of a mask: its own entries mean nothing
-        causal = True
-        if mask.variant == CausalVariant.LOWER_RIGHT:
-            offset = mask.seq_len_kv - mask.seq_len_q
-        mask = None
+    if mask is not None and type(mask) is not Tensor:
+        from torch.nn.attention.bias import CausalBias, CausalVariant  # imports the compiler
+
+        if isinstance(mask, CausalBias):  # no tensor of a mask: its own entries mean nothing
+            causal = True
+            if mask.variant == CausalVariant.LOWER_RIGHT:
+                offset = mask.seq_len_kv - mask.seq_len_q
+            mask = None
     if isinstance(mask, Tensor):
         if rank == 3 and mask.dim() == 3:
             mask = mask.unsqueeze(1)

@@ -16,16 +16,12 @@ from acutance.probing import STATUSES, HeadSummary, Layer
 from acutance.probing.classes import CLASSES, classify
 from acutance.probing.notices import notices
 from acutance.report.colours import as_hex, brief, colour, ink, scale_of
+from acutance.report.printable import printable
 from acutance.structure import describe
 
 #: A folded table of more lines than this gives way to one line for each layer.
 MOST_LINES = 100
 _PREFERRED = ("normalized_entropy", "entropy", "effective_keys")
-_ASCII = str.maketrans(
-    {"–": "-", "−": "-", "×": "x", "…": "...", "│": "|", "·": "-", "²": "^2", "∞": "inf"}
-    | {"≈": "~", "±": "+/-", "≤": "<=", "≥": ">=", "→": "->", "√": "sqrt ", "█": "#", "’": "'"}
-    | {"β": "beta", "γ": "gamma", "λ": "lambda", "Λ": "Lambda", "σ": "sigma", "τ": "tau"}
-)
 _Line = list[tuple[str, Style | None]]
 
 
@@ -416,16 +412,3 @@ def _chunk(heads: int, fit: int) -> int:
 def _mean(row: list[float]) -> float:
     there = [value for value in row if math.isfinite(value)]
     return fmean(there) if there else math.nan
-
-
-def printable(text: str, ascii_only: bool = False) -> str:
-    r"""Without control characters, which could drive a terminal, or what it cannot encode.
-
-    Example:
-        >>> printable("0–5 \x1b[31m"), printable("0–5 ³", ascii_only=True)
-        ('0–5 �[31m', '0-5 ?')
-    """
-    shown = "".join(part if part.isprintable() else "�" for part in text)
-    if not ascii_only:
-        return shown
-    return shown.translate(_ASCII).encode("ascii", "replace").decode()

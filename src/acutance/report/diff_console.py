@@ -14,7 +14,7 @@ from acutance.probing import Diff
 from acutance.probing.changes import CONFIDENCE, VERDICTS
 from acutance.probing.notices import notices
 from acutance.report.colours import brief
-from acutance.report.console import printable
+from acutance.report.printable import printable
 from acutance.report.tables import NumberTable
 from acutance.structure import describe
 

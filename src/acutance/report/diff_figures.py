@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from acutance.probing import Diff
-from acutance.report.console import printable
+from acutance.report.printable import printable
 from acutance.report.style import LIGHT, Theme, label, new_figure, reference, save
 from acutance.structure import describe
 

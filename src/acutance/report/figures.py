@@ -8,7 +8,7 @@ import textwrap
 from acutance.files import write_whole
 from acutance.probing import HeadSummary
 from acutance.report.colours import as_hex, brief, colour, ink, scale_of
-from acutance.report.console import printable
+from acutance.report.printable import printable
 from acutance.report.style import LIGHT, Theme, save
 from acutance.structure import describe
 

@@ -15,9 +15,9 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResul
 from rich.style import Style
 from rich.text import Text
 
-from acutance.report.console import printable
+from acutance.report.printable import printable
 from acutance.report.tables import NumberTable
-from acutance.rowstats import METRICS
+from acutance.rowstats.descriptions import DESCRIPTIONS
 from acutance.theory import Prediction, effective_keys_decay, expected_max_gauss, frozen_entropy
 from acutance.theory.prediction.population import gaussian_break_points
 
@@ -77,7 +77,7 @@ class _PredictionTable:
         table.add_column("unit", no_wrap=True)
         if options.max_width >= _WIDE:
             table.add_column("meaning", style="dim")
-        for name in METRICS:
+        for name in DESCRIPTIONS:
             if name not in row.kinds:
                 continue
             exact, limit = row[name], row.population[name]
@@ -88,14 +88,14 @@ class _PredictionTable:
                 cells += [shown(_number(mean)), shown(_distance(mean, error, exact))]
             style = Style(bold=True) if verdict.startswith("off") else Style()
             cells.append(shown(_number(limit)))
-            unit = METRICS[name].unit
+            unit = DESCRIPTIONS[name].unit
             line: list[Any] = [
                 *cells,
                 Text(shown(verdict), style),
                 shown("" if unit == "1" else unit),
             ]
             if options.max_width >= _WIDE:
-                line.append(shown(METRICS[name].meaning))
+                line.append(shown(DESCRIPTIONS[name].meaning))
             table.add_row(*line)
         yield table
 
@@ -126,9 +126,9 @@ def prediction_record(prediction: Prediction) -> dict[str, Any]:
                 "kind": prediction.kinds.get(name),
                 "why": prediction.why.get(name),
                 "population": _plain(prediction.population[name]),
-                "unit": METRICS[name].unit,
+                "unit": DESCRIPTIONS[name].unit,
             }
-            for name in METRICS
+            for name in DESCRIPTIONS
         },
         "remarks": remarks(prediction),
     }

@@ -12,9 +12,10 @@ from rich.text import Text
 
 from acutance.files import write_each
 from acutance.probing import HeadSummary, load
-from acutance.report.console import console_table, printable
+from acutance.report.console import console_table
 from acutance.report.exports import Targets, exports, to_output
 from acutance.report.findings import findings
+from acutance.report.printable import printable
 from acutance.report.recommendations import in_words, otherwise, recommendations
 
 __all__ = ["TABLE", "report", "say_written", "show_and_write"]

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from acutance import theory
 from acutance.files import as_json, write_each, write_text
-from acutance.report.console import printable
 from acutance.report.predicted import prediction_record, prediction_table
+from acutance.report.printable import printable
 from acutance.report.tables import NumberTable
 from acutance.report.temperature import Advice, advise
 

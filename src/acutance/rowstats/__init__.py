@@ -2,45 +2,49 @@
 
 from __future__ import annotations
 
-from acutance.rowstats.dense import dense_statistics
-from acutance.rowstats.keys import all_reduce_keys
-from acutance.rowstats.metrics import (
-    METRICS,
-    Metric,
-    collision,
-    effective_keys,
-    entropy,
-    entropy_slope,
-    first_weight,
-    gaussian_entropy,
-    information,
-    jacobian_trace,
-    jensen_gap,
-    logit_mean,
-    logit_std,
-    lse,
-    max_gap,
-    max_logit,
-    mean_field_entropy,
-    metric,
-    n_keys,
-    noise_gain,
-    normalized_entropy,
-    sink_mass,
-    sparsity,
-    top_weight,
-    varentropy,
-)
-from acutance.rowstats.named import NamedMetrics
-from acutance.rowstats.state import RowState, empty, merge, observe
-from acutance.rowstats.statistics import RowStatistics
-from acutance.rowstats.weighted import (
-    WeightStatistics,
-    WeightSums,
-    empty_weights,
-    merge_weights,
-    observe_weights,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from acutance.rowstats.dense import dense_statistics
+    from acutance.rowstats.keys import all_reduce_keys
+    from acutance.rowstats.metrics import (
+        METRICS,
+        Metric,
+        collision,
+        effective_keys,
+        entropy,
+        entropy_slope,
+        first_weight,
+        gaussian_entropy,
+        information,
+        jacobian_trace,
+        jensen_gap,
+        logit_mean,
+        logit_std,
+        lse,
+        max_gap,
+        max_logit,
+        mean_field_entropy,
+        metric,
+        n_keys,
+        noise_gain,
+        normalized_entropy,
+        sink_mass,
+        sparsity,
+        top_weight,
+        varentropy,
+    )
+    from acutance.rowstats.named import NamedMetrics
+    from acutance.rowstats.state import RowState, empty, merge, observe
+    from acutance.rowstats.statistics import RowStatistics
+    from acutance.rowstats.weighted import (
+        WeightStatistics,
+        WeightSums,
+        empty_weights,
+        merge_weights,
+        observe_weights,
+    )
 
 __all__ = [
     "METRICS",
@@ -82,3 +86,65 @@ __all__ = [
     "top_weight",
     "varentropy",
 ]
+
+#: The names of each file. They load on first use: what describes metrics
+#: needs no PyTorch.
+_FILES = {
+    "dense": ("dense_statistics",),
+    "keys": ("all_reduce_keys",),
+    "metrics": (
+        "METRICS",
+        "Metric",
+        "collision",
+        "effective_keys",
+        "entropy",
+        "entropy_slope",
+        "first_weight",
+        "gaussian_entropy",
+        "information",
+        "jacobian_trace",
+        "jensen_gap",
+        "logit_mean",
+        "logit_std",
+        "lse",
+        "max_gap",
+        "max_logit",
+        "mean_field_entropy",
+        "metric",
+        "n_keys",
+        "noise_gain",
+        "normalized_entropy",
+        "sink_mass",
+        "sparsity",
+        "top_weight",
+        "varentropy",
+    ),
+    "named": ("NamedMetrics",),
+    "state": (
+        "RowState",
+        "empty",
+        "merge",
+        "observe",
+    ),
+    "statistics": ("RowStatistics",),
+    "weighted": (
+        "WeightStatistics",
+        "WeightSums",
+        "empty_weights",
+        "merge_weights",
+        "observe_weights",
+    ),
+}
+_HOMES = {name: file for file, names in _FILES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

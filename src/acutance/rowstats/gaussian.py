@@ -26,6 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from acutance.compiling import constant
+
 __all__ = ["expected_entropy"]
 
 #: Where the table ends, and its intervals along x (keys) and along 1 - w (logit spread).
@@ -110,7 +112,7 @@ def _basis(t: Tensor, intervals: int) -> tuple[Tensor, tuple[Tensor, ...]]:
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The spline's coefficients, flat; read from the package once, then kept per device."""
     key = (dtype, device)

@@ -1,25 +1,21 @@
 """METRICS: every statistic of an attention row, each a function of its :class:`RowState`.
 
-One table of name, symbol, unit, range, meaning, source and the function that computes it. The
-probe, the reports, the command line and the documentation iterate it; nothing else lists metrics.
+The probe, the reports, the command line and the documentation iterate it. What each metric is
+called and means stands in :mod:`acutance.rowstats.descriptions`, for whoever needs no PyTorch.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from acutance.rowstats.descriptions import DESCRIPTIONS
 from acutance.rowstats.gaussian import expected_entropy
 from acutance.rowstats.state import DEEPEST, RowState, has_noise, has_sink, ratio
-
-MILAKOV = "Milakov & Gimelshein (2018), arXiv:1805.02867"
-SU_ROBUST = "Su Jianlin, kexue.fm article 9593"
-SU_INVARIANCE = "Su Jianlin, kexue.fm articles 8823 and 9034"
-SU_SPARSITY = "Su Jianlin, kexue.fm article 9889"
 
 
 @dataclass(frozen=True)
@@ -295,206 +291,34 @@ def noise_gain(state: RowState) -> Tensor:
     return _where_any(state, total * (decay / scale).square())
 
 
-def _table(rows: Iterable[Metric]) -> dict[str, Metric]:
-    return {metric.name: metric for metric in rows}
-
-
 #: Every metric by name, in the order reports show them.
-METRICS: dict[str, Metric] = _table(
-    [
-        Metric("n_keys", "n", "keys", "0, 1, 2, …", "visible keys of the row", MILAKOV, n_keys),
-        Metric(
-            "entropy",
-            "H",
-            "nat",
-            "[0, log n]",
-            "Shannon entropy of the weights",
-            SU_ROBUST,
-            entropy,
-        ),
-        Metric(
-            "normalized_entropy",
-            r"H / \log n",
-            "1",
-            "[0, 1]",
-            "entropy as a share of the most it could be; 0 is one key, 1 is all alike",
-            SU_ROBUST,
-            normalized_entropy,
-        ),
-        Metric(
-            "information",
-            r"\log n - H",
-            "nat",
-            "[0, log n]",
-            "what the row knows beyond attending to all keys alike",
-            SU_ROBUST,
-            information,
-        ),
-        Metric(
-            "effective_keys",
-            r"N_\mathrm{eff} = 1/\sum_j p_j^2",
-            "keys",
-            "[1, n]",
-            "how many equally weighted keys the row amounts to",
-            SU_SPARSITY,
-            effective_keys,
-        ),
-        Metric(
-            "sparsity",
-            r"S = 1/\sqrt{n \sum_j p_j^2}",
-            "1",
-            "[1/√n, 1]",
-            "l1/l2 sparsity of the weights; small is sparse",
-            SU_SPARSITY,
-            sparsity,
-        ),
-        Metric(
-            "collision",
-            r"\sum_j p_j^2",
-            "1",
-            "[1/n, 1]",
-            "chance that two draws from the row are the same key",
-            "Rényi (1961), the exponential of the order-2 entropy",
-            collision,
-        ),
-        Metric(
-            "top_weight",
-            r"\max_j p_j",
-            "1",
-            "[1/n, 1]",
-            "weight of the largest key",
-            MILAKOV,
-            top_weight,
-        ),
-        Metric(
-            "first_weight",
-            "p_1",
-            "1",
-            "[0, 1]",
-            "weight of the first visible key: attention-sink mass",
-            "Xiao et al. (2023), arXiv:2309.17453",
-            first_weight,
-        ),
-        Metric(
-            "sink_mass",
-            r"p_\mathrm{sink}",
-            "1",
-            "[0, 1]",
-            "weight given to a sink outside the keys",
-            "gpt-oss model card (2025), arXiv:2508.10925",
-            sink_mass,
-        ),
-        Metric(
-            "max_logit",
-            r"s_\max",
-            "logit",
-            "real",
-            "largest visible score",
-            MILAKOV,
-            max_logit,
-        ),
-        Metric(
-            "lse",
-            r"\log\sum_j e^{s_j}",
-            "logit",
-            "real",
-            "logarithm of the normaliser",
-            MILAKOV,
-            lse,
-        ),
-        Metric(
-            "logit_mean",
-            r"\bar s",
-            "logit",
-            "real",
-            "plain mean of the scores",
-            "Chan, Golub & LeVeque (1983), The American Statistician 37:242",
-            logit_mean,
-        ),
-        Metric(
-            "logit_std",
-            r"\sigma_s",
-            "logit",
-            "[0, ∞)",
-            "plain standard deviation of the scores",
-            "Chan, Golub & LeVeque (1983), The American Statistician 37:242",
-            logit_std,
-        ),
-        Metric(
-            "varentropy",
-            r"\mathrm{Var}_p(s)",
-            "nat²",
-            "[0, ∞)",
-            "variance of the scores under the row's own weights",
-            "Kontoyiannis & Verdú (2014), IEEE Trans. Inf. Theory 60:777",
-            varentropy,
-        ),
-        Metric(
-            "entropy_slope",
-            r"dH/d\log\lambda",
-            "nat",
-            "(−∞, 0]",
-            "change of entropy per unit of log scale, at the present scale",
-            SU_INVARIANCE,
-            entropy_slope,
-        ),
-        Metric(
-            "mean_field_entropy",
-            r"\log n - (s_\max - \bar s)",
-            "nat",
-            "(−∞, H]",
-            "lower bound on the entropy from maximum and mean alone",
-            SU_INVARIANCE,
-            mean_field_entropy,
-        ),
-        Metric(
-            "jensen_gap",
-            "J",
-            "nat",
-            "[0, ∞)",
-            "what the bound loses by taking the mean for the logsumexp",
-            SU_INVARIANCE,
-            jensen_gap,
-        ),
-        Metric(
-            "max_gap",
-            "G",
-            "nat",
-            "[0, ∞)",
-            "what the bound loses by taking the maximum for the weighted mean",
-            SU_INVARIANCE,
-            max_gap,
-        ),
-        Metric(
-            "gaussian_entropy",
-            r"E\,H(n, \sigma_s)",
-            "nat",
-            "[0, log n]",
-            "entropy expected of n normal scores of the same spread",
-            "Derrida (1981), Phys. Rev. B 24:2613; exact quadrature at finite n",
-            gaussian_entropy,
-        ),
-        Metric(
-            "jacobian_trace",
-            r"1 - \sum_j p_j^2",
-            "1",
-            "[0, 1 − 1/n]",
-            "gradient health: trace of the softmax Jacobian",
-            SU_ROBUST,
-            jacobian_trace,
-        ),
-        Metric(
-            "noise_gain",
-            r"\sum_j p_j^2 \lVert v_j - o\rVert^2",
-            "value²",
-            "[0, ∞)",
-            "squared output error per unit of relative logit-noise variance",
-            SU_ROBUST,
-            noise_gain,
-            needs_values=True,
-        ),
-    ]
-)
+METRICS: dict[str, Metric] = {
+    each.__name__: Metric(*DESCRIPTIONS[each.__name__][:6], each, *DESCRIPTIONS[each.__name__][6:])
+    for each in (
+        n_keys,
+        entropy,
+        normalized_entropy,
+        information,
+        effective_keys,
+        sparsity,
+        collision,
+        top_weight,
+        first_weight,
+        sink_mass,
+        max_logit,
+        lse,
+        logit_mean,
+        logit_std,
+        varentropy,
+        entropy_slope,
+        mean_field_entropy,
+        jensen_gap,
+        max_gap,
+        gaussian_entropy,
+        jacobian_trace,
+        noise_gain,
+    )
+}
 
 
 def metric(name: str) -> Metric:

@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.spatial.distance import cdist
 
 from acutance.theory.arguments import Array
 from acutance.theory.noisy_row import noisy_row, one_number
@@ -147,6 +146,8 @@ def _diameter(points: Array) -> float:
     if points.shape[0] > _PAIRWISE_KEYS:
         return 2 * float(np.sqrt((points**2).sum(axis=1).max()))
     blocks = np.array_split(points, math.ceil(points.shape[0] / 256))
+    from scipy.spatial.distance import cdist  # takes its time to load
+
     return max(float(cdist(block, points).max()) for block in blocks)
 
 

@@ -33,7 +33,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import brentq
 from scipy.special import bernoulli
 
 from acutance.theory.arguments import Array, checked_dimension, pointwise, require, result
@@ -349,6 +348,8 @@ def _root(rising: Callable[[float], float]) -> float:
         low, high = high, 8 * high
     while rising(low) > 0:
         low, high = low / 8, low
+    from scipy.optimize import brentq  # takes its time to load
+
     return float(brentq(rising, low, high, xtol=1e-300, rtol=4 * _EPS, maxiter=500))
 
 

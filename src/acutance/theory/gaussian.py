@@ -28,6 +28,7 @@ Trefethen & Weideman (2014), SIAM Review 56, 385 (the trapezoid rule).
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import factorial
 from typing import NamedTuple
 
@@ -210,20 +211,28 @@ def _over_rows(integrand: Callable[[_Factors], Array], n: float, gamma: float) -
     scale, log_n = max(1.0, gamma), float(np.log(n))
     lowest = -4.5 - 10 * gamma
     highest = log_n + 42 + gamma * min(gamma / 2, float(np.sqrt(2 * (log_n + 42))))
-    single = _single_key(highest, gamma)
 
     def at(x: Array) -> Array:
-        below, above, density, kernel, square = single(scale * x[:, None])
-        near_one = np.log1p(-np.minimum(above, 0.5))
-        log_below = np.where(above < 0.5, near_one, np.log(np.maximum(below, 1e-300)))
-        others, rest = np.exp((n - 1) * log_below), np.exp((n - 2) * log_below)
-        per_unit = scale * density
-        factors = _Factors(
-            others, rest, n * per_unit, (n - 1) * per_unit, (n - 1) * kernel, n * (scale * square)
-        )
-        return integrand(factors)
+        return integrand(_factors(n, gamma, highest, float(x[0]), float(x[-1]), x.size))
 
     return _integrate(at, lowest / scale, highest / scale)
+
+
+@lru_cache(maxsize=8)
+def _factors(
+    n: float, gamma: float, highest: float, first: float, last: float, points: int
+) -> _Factors:
+    """The factors at evenly spaced y: what many integrals over the same row share."""
+    scale = max(1.0, gamma)
+    y = scale * np.linspace(first, last, points)[:, None]
+    below, above, density, kernel, square = _single_key(highest, gamma)(y)
+    near_one = np.log1p(-np.minimum(above, 0.5))
+    log_below = np.where(above < 0.5, near_one, np.log(np.maximum(below, 1e-300)))
+    others, rest = np.exp((n - 1) * log_below), np.exp((n - 2) * log_below)
+    per_unit = scale * density
+    return _Factors(
+        others, rest, n * per_unit, (n - 1) * per_unit, (n - 1) * kernel, n * (scale * square)
+    )
 
 
 def _single_key(highest: float, gamma: float) -> Callable[[Array], tuple[Array, ...]]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import brentq
 
 from acutance.theory.families import Family, as_family
 from acutance.theory.gaussian import _check
@@ -216,6 +215,8 @@ def _root(ratio: Callable[[float], float], family: Family) -> float:
         low, high, step = low - step, low, 2 * step
         if low < start - _REACH:
             return 0.0  # the target is within rounding of what scale 0 gives
+    from scipy.optimize import brentq  # takes its time to load
+
     return math.exp(brentq(value, low, high, xtol=1e-14, rtol=4 * _EPS))
 
 

@@ -23,7 +23,6 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import brentq
 from scipy.special import expit
 
 from acutance.theory.extremes import _family_parameter
@@ -290,6 +289,8 @@ def _edge_constant(a: float, effective_keys: float) -> float:
         low, high = high, 2 * high
     while spread(low) < 1 - 1 / effective_keys:
         low, high = low / 2, low
+    from scipy.optimize import brentq  # takes its time to load
+
     return float(brentq(lambda c: spread(c) - (1 - 1 / effective_keys), low, high, rtol=1e-10))
 
 

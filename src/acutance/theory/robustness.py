@@ -36,7 +36,6 @@ import math
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.sparse import csr_array
 
 from acutance.theory.arguments import Array
 from acutance.theory.noise_laws import (
@@ -275,6 +274,8 @@ def _onto_grid(log_p: Array, squares: Array, u: Array, size: int) -> tuple[Array
     Interpolation is linear in the tabulated values, so a sum over keys of interpolated values is
     a sum over the grid with these coefficients, the same ones at every node.
     """
+    from scipy.sparse import csr_array  # takes its time to load
+
     count, square, vector = np.zeros(size), np.zeros(size), np.zeros((size, u.shape[1]))
     offsets = np.arange(_STENCIL) - (_STENCIL // 2 - 1)
     position = (log_p - log_p.min()) / _GRID

@@ -29,6 +29,7 @@ Array = NDArray[np.float64]
 
 _STEP = 0.35  # of log t: the trapezoid rule is then right to exp(-pi²/0.35) = 6e-13
 _NEGLIGIBLE = 1e-17  # of the probability of a maximum
+_MANY = 1 << 15  # keys up to which n rounding errors of 1 are nothing
 _LOWEST = -46.0  # log-odds below which nothing is counted
 _GEOMETRIC = 2.0 ** -np.arange(1.0, 61.0)
 
@@ -95,9 +96,14 @@ def _top_weight(n: float, gamma: float, family: Family) -> float:
         nodes, mass = _nodes_below(at, gamma, family, edges)
         gaps = top - gamma * family.offset(nodes)
         exponents = -t[:, None] * np.exp(-np.maximum(gaps, 0.0))
-        kept, lost = np.exp(exponents) @ mass, expit(-at) - np.expm1(exponents) @ mass
-        near = np.log1p(-np.minimum(lost, 0.5))
-        log_others = np.where(lost < 0.5, near, np.log(np.maximum(kept, 1e-300)))
+        if n > _MANY:
+            lost = expit(-at) - np.expm1(exponents) @ mass
+            log_others = np.log1p(-np.minimum(lost, 0.5))  # (1 - lost)^n is 0 beyond
+        else:
+            each = np.exp(exponents)
+            kept, lost = each @ mass, expit(-at) + (1 - each) @ mass
+            near = np.log1p(-np.minimum(lost, 0.5))
+            log_others = np.where(lost < 0.5, near, np.log(np.maximum(kept, 1e-300)))
         total += factor * float(measure @ np.exp((n - 1) * log_others))
     return total
 

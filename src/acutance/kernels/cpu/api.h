@@ -97,6 +97,18 @@ enum {
 ACUTANCE_EXPORT int acutance_metric(int64_t metric, int64_t dtype, int64_t count, const void* rows,
                                     void* out);
 
+// The passes that an instruction set is chosen for: many queries, few queries, gradients.
+enum { ACUTANCE_FORWARD, ACUTANCE_DECODE, ACUTANCE_BACKWARD, ACUTANCE_PASSES };
+// Choose for a pass of a dtype by place in acutance_cpus, from 0; -1: the first. 0, or 2 where
+// there is no such place. acutance_use_cpu overrules it.
+ACUTANCE_EXPORT int acutance_choose(int64_t pass, int64_t dtype, int64_t place);
+// How many times longer a row takes by keys than a lane by queries, of a dtype; 0: as written.
+ACUTANCE_EXPORT int acutance_row_cost(int64_t dtype, double cost);
+// One pass by the instruction set at a place, whatever is chosen, for measuring it. `result` is an
+// acutance_sums, for ACUTANCE_BACKWARD an acutance_gradients.
+ACUTANCE_EXPORT int acutance_run(int64_t place, int64_t pass, const acutance_call* call,
+                                 const void* result);
+
 // Name of the instruction set in use: "avx512_bf16", "avx512", "avx2", "neon" or "baseline".
 ACUTANCE_EXPORT const char* acutance_cpu(void);
 // Choose one by name (null: the best); 0, or 2 where this machine or build has it not.

@@ -75,11 +75,24 @@ const Sets& sets() {
   return found;
 }
 
-const acutance_kernel* chosen = nullptr;
+enum { DTYPES = 4 };
+const acutance_kernel* named = nullptr;  // for everything
+const acutance_kernel* chosen[ACUTANCE_PASSES][DTYPES] = {};
+double row_cost[DTYPES] = {};
+
+bool is_dtype(int64_t dtype) { return dtype >= 0 && dtype < DTYPES; }
 
 const acutance_kernel* current() {
-  const acutance_kernel* kernel = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
+  const acutance_kernel* kernel = __atomic_load_n(&named, __ATOMIC_RELAXED);
   return kernel ? kernel : sets().count ? sets().kernel[0] : nullptr;
+}
+
+// The kernel of a pass; null where there is none at all, or no such dtype.
+const acutance_kernel* kernel_of(int pass, int64_t dtype) {
+  if (!is_dtype(dtype)) return nullptr;
+  if (__atomic_load_n(&named, __ATOMIC_RELAXED)) return current();
+  const acutance_kernel* kernel = __atomic_load_n(&chosen[pass][dtype], __ATOMIC_RELAXED);
+  return kernel ? kernel : current();
 }
 
 struct Share {
@@ -119,12 +132,12 @@ const char* acutance_cpu(void) { return current() ? current()->name : ""; }
 
 int acutance_use_cpu(const char* name) {
   if (!name) {
-    __atomic_store_n(&chosen, (const acutance_kernel*)nullptr, __ATOMIC_RELAXED);
+    __atomic_store_n(&named, (const acutance_kernel*)nullptr, __ATOMIC_RELAXED);
     return 0;
   }
   for (int i = 0; i < sets().count; ++i)
     if (!strcmp(name, sets().kernel[i]->name)) {
-      __atomic_store_n(&chosen, sets().kernel[i], __ATOMIC_RELAXED);
+      __atomic_store_n(&named, sets().kernel[i], __ATOMIC_RELAXED);
       return 0;
     }
   return 2;
@@ -134,12 +147,47 @@ void acutance_use_threads(acutance_parallel given) { parallel = given ? given : 
 
 int acutance_forward(const acutance_call* call, const acutance_sums* sums) {
   if (call->abi != ACUTANCE_ABI) return 1;
-  return current() ? current()->forward(call, sums, parallel) : 2;
+  const acutance_kernel* kernel = kernel_of(ACUTANCE_FORWARD, call->dtype);
+  if (!kernel) return 2;
+  // what a row costs was measured for what was chosen, not for what is named
+  double cost = 0;
+  if (!__atomic_load_n(&named, __ATOMIC_RELAXED))
+    __atomic_load(&row_cost[call->dtype], &cost, __ATOMIC_RELAXED);
+  if (!kernel->few_queries(call, sums, cost)) return kernel->forward(call, sums, parallel);
+  return kernel_of(ACUTANCE_DECODE, call->dtype)->decode(call, sums, parallel);
 }
 
 int acutance_backward(const acutance_call* call, const acutance_gradients* gradients) {
   if (call->abi != ACUTANCE_ABI) return 1;
-  return current() ? current()->backward(call, gradients, parallel) : 2;
+  const acutance_kernel* kernel = kernel_of(ACUTANCE_BACKWARD, call->dtype);
+  return kernel ? kernel->backward(call, gradients, parallel) : 2;
+}
+
+int acutance_choose(int64_t pass, int64_t dtype, int64_t place) {
+  if (pass < 0 || pass >= ACUTANCE_PASSES || !is_dtype(dtype)) return 2;
+  if (place < -1 || place >= sets().count) return 2;
+  const acutance_kernel* kernel = place < 0 ? nullptr : sets().kernel[place];
+  __atomic_store_n(&chosen[pass][dtype], kernel, __ATOMIC_RELAXED);
+  return 0;
+}
+
+int acutance_row_cost(int64_t dtype, double cost) {
+  if (!is_dtype(dtype) || !(cost >= 0)) return 2;
+  __atomic_store(&row_cost[dtype], &cost, __ATOMIC_RELAXED);
+  return 0;
+}
+
+int acutance_run(int64_t place, int64_t pass, const acutance_call* call, const void* result) {
+  if (call->abi != ACUTANCE_ABI) return 1;
+  if (place < 0 || place >= sets().count) return 2;
+  const acutance_kernel* kernel = sets().kernel[place];
+  switch (pass) {
+    case ACUTANCE_FORWARD: return kernel->forward(call, (const acutance_sums*)result, parallel);
+    case ACUTANCE_DECODE: return kernel->decode(call, (const acutance_sums*)result, parallel);
+    case ACUTANCE_BACKWARD:
+      return kernel->backward(call, (const acutance_gradients*)result, parallel);
+  }
+  return 2;
 }
 
 void acutance_exp(int64_t dtype, const void* from, void* to, int64_t count) {

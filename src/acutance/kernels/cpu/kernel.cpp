@@ -10,13 +10,15 @@ namespace {
 // Whether queries would fill so few lanes that keys had better lie there. A row then costs half as
 // much again, measured as 1 to 1.4 times; three times what it costs where pairs are multiplied.
 // Against few keys what counts is starting a row there, as long as 64 keys, and a whole lane group
-// here, as long as 1200 / 3.
-bool few_queries(const acutance_call& call, const acutance_sums& sums) {
-  const int64_t lanes = call.dtype == ACUTANCE_F64 ? LANES<double> : LANES<float>;
-  const int64_t paid = (call.queries + lanes - 1) / lanes * lanes;
+// here, as long as 400.
+int run_few_queries(const acutance_call* call, const acutance_sums* sums, double row_cost) {
+  const int64_t lanes = call->dtype == ACUTANCE_F64 ? LANES<double> : LANES<float>;
+  const int64_t paid = (call->queries + lanes - 1) / lanes * lanes;
   const bool pairs =
-      ACUTANCE_DOTS && call.dtype == ACUTANCE_BF16 && call.width % 2 == 0 && !sums.noise;
-  return call.queries * 3 * (call.keys + 64) <= paid * (pairs ? 1 : 2) * call.keys + 1200;
+      ACUTANCE_DOTS && call->dtype == ACUTANCE_BF16 && call->width % 2 == 0 && !sums->noise;
+  const double cost = row_cost > 0 ? row_cost : pairs ? 3.0 : 1.5;
+  return double(call->queries) * double(call->keys + 64) <=
+         double(paid) / cost * double(call->keys) + 400.0;
 }
 
 int run_decode(const acutance_call* call, const acutance_sums* sums, acutance_parallel parallel) {
@@ -30,7 +32,6 @@ int run_decode(const acutance_call* call, const acutance_sums* sums, acutance_pa
 }
 
 int run_forward(const acutance_call* call, const acutance_sums* sums, acutance_parallel parallel) {
-  if (few_queries(*call, *sums)) return run_decode(call, sums, parallel);
   switch (call->dtype) {
     case ACUTANCE_F32: return forward<float, float, WideProducts<float, float>>(*call, *sums, parallel);
     case ACUTANCE_F64:
@@ -85,4 +86,4 @@ void run_exp(int64_t dtype, const void* from, void* to, int64_t count) {
 
 extern "C" const acutance_kernel ACUTANCE_JOIN(acutance_kernel_, ACUTANCE_ISA);
 extern "C" const acutance_kernel ACUTANCE_JOIN(acutance_kernel_, ACUTANCE_ISA) = {
-    ACUTANCE_TEXT(ACUTANCE_ISA), run_forward, run_backward, run_exp};
+    ACUTANCE_TEXT(ACUTANCE_ISA), run_few_queries, run_forward, run_decode, run_backward, run_exp};

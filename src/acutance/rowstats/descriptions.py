@@ -1,0 +1,213 @@
+"""What every metric of a row is, in words: read without PyTorch, which measuring needs.
+
+One table of name, symbol, unit, range, meaning and source, in the order that reports show.
+:data:`acutance.rowstats.METRICS` adds to each the function that computes it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["DESCRIPTIONS", "Description"]
+
+MILAKOV = "Milakov & Gimelshein (2018), arXiv:1805.02867"
+SU_ROBUST = "Su Jianlin, kexue.fm article 9593"
+SU_INVARIANCE = "Su Jianlin, kexue.fm articles 8823 and 9034"
+SU_SPARSITY = "Su Jianlin, kexue.fm article 9889"
+
+
+class Description(NamedTuple):
+    """One metric in words; the fields are those of :class:`acutance.rowstats.Metric`."""
+
+    name: str
+    symbol: str
+    unit: str
+    range: str
+    meaning: str
+    source: str
+    needs_values: bool = False
+
+
+#: Every metric by name, in the order reports show them.
+DESCRIPTIONS: dict[str, Description] = {
+    each.name: each
+    for each in (
+        Description(
+            "n_keys",
+            "n",
+            "keys",
+            "0, 1, 2, …",
+            "visible keys of the row",
+            MILAKOV,
+        ),
+        Description(
+            "entropy",
+            "H",
+            "nat",
+            "[0, log n]",
+            "Shannon entropy of the weights",
+            SU_ROBUST,
+        ),
+        Description(
+            "normalized_entropy",
+            r"H / \log n",
+            "1",
+            "[0, 1]",
+            "entropy as a share of the most it could be; 0 is one key, 1 is all alike",
+            SU_ROBUST,
+        ),
+        Description(
+            "information",
+            r"\log n - H",
+            "nat",
+            "[0, log n]",
+            "what the row knows beyond attending to all keys alike",
+            SU_ROBUST,
+        ),
+        Description(
+            "effective_keys",
+            r"N_\mathrm{eff} = 1/\sum_j p_j^2",
+            "keys",
+            "[1, n]",
+            "how many equally weighted keys the row amounts to",
+            SU_SPARSITY,
+        ),
+        Description(
+            "sparsity",
+            r"S = 1/\sqrt{n \sum_j p_j^2}",
+            "1",
+            "[1/√n, 1]",
+            "l1/l2 sparsity of the weights; small is sparse",
+            SU_SPARSITY,
+        ),
+        Description(
+            "collision",
+            r"\sum_j p_j^2",
+            "1",
+            "[1/n, 1]",
+            "chance that two draws from the row are the same key",
+            "Rényi (1961), the exponential of the order-2 entropy",
+        ),
+        Description(
+            "top_weight",
+            r"\max_j p_j",
+            "1",
+            "[1/n, 1]",
+            "weight of the largest key",
+            MILAKOV,
+        ),
+        Description(
+            "first_weight",
+            "p_1",
+            "1",
+            "[0, 1]",
+            "weight of the first visible key: attention-sink mass",
+            "Xiao et al. (2023), arXiv:2309.17453",
+        ),
+        Description(
+            "sink_mass",
+            r"p_\mathrm{sink}",
+            "1",
+            "[0, 1]",
+            "weight given to a sink outside the keys",
+            "gpt-oss model card (2025), arXiv:2508.10925",
+        ),
+        Description(
+            "max_logit",
+            r"s_\max",
+            "logit",
+            "real",
+            "largest visible score",
+            MILAKOV,
+        ),
+        Description(
+            "lse",
+            r"\log\sum_j e^{s_j}",
+            "logit",
+            "real",
+            "logarithm of the normaliser",
+            MILAKOV,
+        ),
+        Description(
+            "logit_mean",
+            r"\bar s",
+            "logit",
+            "real",
+            "plain mean of the scores",
+            "Chan, Golub & LeVeque (1983), The American Statistician 37:242",
+        ),
+        Description(
+            "logit_std",
+            r"\sigma_s",
+            "logit",
+            "[0, ∞)",
+            "plain standard deviation of the scores",
+            "Chan, Golub & LeVeque (1983), The American Statistician 37:242",
+        ),
+        Description(
+            "varentropy",
+            r"\mathrm{Var}_p(s)",
+            "nat²",
+            "[0, ∞)",
+            "variance of the scores under the row's own weights",
+            "Kontoyiannis & Verdú (2014), IEEE Trans. Inf. Theory 60:777",
+        ),
+        Description(
+            "entropy_slope",
+            r"dH/d\log\lambda",
+            "nat",
+            "(−∞, 0]",
+            "change of entropy per unit of log scale, at the present scale",
+            SU_INVARIANCE,
+        ),
+        Description(
+            "mean_field_entropy",
+            r"\log n - (s_\max - \bar s)",
+            "nat",
+            "(−∞, H]",
+            "lower bound on the entropy from maximum and mean alone",
+            SU_INVARIANCE,
+        ),
+        Description(
+            "jensen_gap",
+            "J",
+            "nat",
+            "[0, ∞)",
+            "what the bound loses by taking the mean for the logsumexp",
+            SU_INVARIANCE,
+        ),
+        Description(
+            "max_gap",
+            "G",
+            "nat",
+            "[0, ∞)",
+            "what the bound loses by taking the maximum for the weighted mean",
+            SU_INVARIANCE,
+        ),
+        Description(
+            "gaussian_entropy",
+            r"E\,H(n, \sigma_s)",
+            "nat",
+            "[0, log n]",
+            "entropy expected of n normal scores of the same spread",
+            "Derrida (1981), Phys. Rev. B 24:2613; exact quadrature at finite n",
+        ),
+        Description(
+            "jacobian_trace",
+            r"1 - \sum_j p_j^2",
+            "1",
+            "[0, 1 − 1/n]",
+            "gradient health: trace of the softmax Jacobian",
+            SU_ROBUST,
+        ),
+        Description(
+            "noise_gain",
+            r"\sum_j p_j^2 \lVert v_j - o\rVert^2",
+            "value²",
+            "[0, ∞)",
+            "squared output error per unit of relative logit-noise variance",
+            SU_ROBUST,
+            needs_values=True,
+        ),
+    )
+}

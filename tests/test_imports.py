@@ -1,0 +1,92 @@
+"""What a first use loads, seen in a new process: nothing that takes seconds and is not needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from acutance import compiling, report
+
+SLOW = ("torch", "torch._dynamo", "transformers", "scipy.stats", "matplotlib", "pandas")
+COMMAND = "from acutance.cli import app; app({arguments!r}.split(), standalone_mode=False)"
+
+
+def loaded(code: str) -> set[str]:
+    """Which slow modules a program has loaded at its end."""
+    ask = f"import sys, json; print(json.dumps([m for m in {SLOW!r} if m in sys.modules]))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"{code}\n{ask}"],
+        env=os.environ | {"COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import acutance.theory",
+        "import acutance; acutance.theory.predict('softmax', 64, logit_std=1.0)",
+        COMMAND.format(arguments="predict --n 64 --logit-std 1"),
+        COMMAND.format(arguments="predict --mechanism relu2 --n 64 --logit-std 1 --json -"),
+        COMMAND.format(arguments="temperature --n 1000"),
+        "import acutance.cli",
+    ],
+)
+def test_theory_needs_no_torch(code: str) -> None:
+    assert loaded(code) == set()
+
+
+@pytest.mark.parametrize("backend", ["auto", "blocked", "dense"])
+def test_the_first_call_does_not_load_the_compiler(backend: str) -> None:
+    code = f"""
+import torch, acutance
+query = torch.ones(1, 2, 4, 8)
+options = dict(key_mask=torch.ones(1, 4, dtype=torch.bool), backend={backend!r})
+out, stats = acutance.attention(query, query, query, **options, return_stats=True)
+acutance.row_statistics(query, query, backend={backend!r}).as_dict()
+"""
+    assert loaded(code) == {"torch"}
+
+
+def test_a_probe_of_plain_modules_does_not_load_transformers() -> None:
+    code = """
+import torch, acutance
+layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+with acutance.probe(layer) as probe, torch.no_grad():
+    layer(*[torch.zeros(1, 4, 8)] * 3)
+assert probe.summary().layers
+"""
+    assert "transformers" not in loaded(code)
+
+
+def test_the_mark_is_the_one_of_the_compiler() -> None:
+    """So that a torch which marks constants in another way is noticed."""
+
+    def ours() -> int:
+        return 1
+
+    def theirs() -> int:
+        return 1
+
+    torch.compiler.assume_constant_result(theirs)
+    assert compiling.constant(ours) is ours
+    assert vars(ours) == vars(theirs)
+
+
+def test_the_report_has_functions_where_files_bear_their_name() -> None:
+
+    wanted: dict[str, Any] = {name: getattr(report, name) for name in report.__all__}
+    assert not [name for name, value in wanted.items() if type(value) is type(sys)]
+    assert report.findings.__name__ == "findings"
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = report.nothing
