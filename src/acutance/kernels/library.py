@@ -10,6 +10,7 @@ import ctypes
 import math
 import os
 import struct
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,8 +147,8 @@ class Library:
         loaded.acutance_row_cost.argtypes = [ctypes.c_int64, ctypes.c_double]
         loaded.acutance_run.argtypes = [*words[:2], ctypes.c_char_p, ctypes.c_char_p]
         #: The C functions of two packed structures; 0, or the number of a reason.
-        self.forward = loaded.acutance_forward
-        self.backward = loaded.acutance_backward
+        self.forward: Callable[[bytes, bytes], int] = loaded.acutance_forward
+        self.backward: Callable[[bytes, bytes], int] = loaded.acutance_backward
         self.openmp = _openmp()
         if self.openmp is not None:
             loaded.acutance_use_threads(self.openmp)

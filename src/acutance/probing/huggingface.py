@@ -152,7 +152,7 @@ def change(changer: Changer) -> Iterator[None]:
 def _among(group: list[Any], member: Any) -> Iterator[None]:
     # a model of transformers has imported this; importing it here would cost others seconds
     modeling = sys.modules.get("transformers.modeling_utils")
-    interface = getattr(modeling, "AttentionInterface", None)
+    interface: Any = getattr(modeling, "AttentionInterface", None)
     if not hasattr(interface, "get_interface"):
         yield
         return
