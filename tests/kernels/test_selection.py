@@ -253,10 +253,10 @@ def test_the_folder_of_caches(monkeypatch: pytest.MonkeyPatch, fake: FakeLibrary
     assert path is not None
     assert path.parent == Path("/somewhere/acutance")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("HOME", "/somebody")
     path = selection_cache.cache_file(as_library(fake))
     assert path is not None
-    assert path.parent == Path("/home/someone/.cache/acutance")
+    assert path.parent == Path("/somebody/.cache/acutance")
 
 
 # -- when it is timed --------------------------------------------------------------------------
