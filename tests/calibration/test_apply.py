@@ -418,3 +418,29 @@ def test_heads_that_do_not_exist(built: Built, ids: Tensor) -> None:
             logits(model, input_ids=ids)
     with pytest.raises(TypeError, match=r"model is a torch\.nn\.Module"):
         acutance.apply("gpt2", LAW)  # type: ignore[arg-type]
+
+
+def test_a_compiled_model_is_traced_without_what_follows_functions(
+    built: Built, ids: Tensor
+) -> None:
+    """A mode of functions would be traced along, at every access to a tensor's shape or device."""
+    model, modes = built("llama"), []
+
+    def note(module: Any, inputs: Any) -> None:
+        if type(module).__name__ == "OptimizedModule":
+            modes.append(torch._C._len_torch_function_stack())
+
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    for target in (model, torch.compile(model, backend="eager")):
+        with acutance.apply(target, LAW) as applied:
+            handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+            logits(target, input_ids=ids)
+            handle.remove()
+            assert torch._C._len_torch_function_stack() == 0
+        assert set(applied.calls) == {
+            "model.layers.0.self_attn",
+            "model.layers.1.self_attn",
+        }
+    assert modes
+    assert set(modes) == {0}
+    torch.compiler.reset()

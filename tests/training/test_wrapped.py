@@ -94,7 +94,6 @@ WRAPPERS: dict[str, Wrap] = {
     "AveragedModel": AveragedModel,
     "several": lambda model: nn.DataParallel(torch.compile(checkpointed(model), backend="eager")),
 }
-COMPILED = ("compile", "compiled parts", "several")
 
 
 def probed(model: nn.Module, ids: Tensor, **options: Any) -> acutance.HeadSummary:
@@ -121,8 +120,6 @@ def test_a_wrapped_model_is_the_model(how: str, tmp_path: Path) -> None:
         acutance.calibration.Law.of(saved, law).save(tmp_path / "law.json")
         read = acutance.calibration.Law.load(tmp_path / "law.json")
         assert list(read.check(used).placed(used)) == [NAMES[2], NAMES[0]]
-        if how in COMPILED:  # laws on compiled models: tests/calibration/test_apply.py
-            continue
         with torch.no_grad(), acutance.apply(used, read) as applied:
             used(ids)
         assert applied.calls == {NAMES[2]: 1, NAMES[0]: 1}

@@ -109,6 +109,7 @@ class _Thread(threading.local):
         self.depth = 0
         self.stack: list[_Plan] = []
         self.mode: FunctionChange | None = None
+        self.graphs = 0  # compiled modules running, which are traced
 
 
 class Applied:
@@ -150,7 +151,8 @@ class Applied:
         with ExitStack() as context:
             found = attention_layers(self._model).values()
             context.callback(_forget_compiled)
-            if not found or not all(uses_interface(module) for module in found):
+            self._traces = bool(found) and all(uses_interface(module) for module in found)
+            if not self._traces:
                 context.enter_context(EAGER)
             context.enter_context(follow(self._enter_module, self._leave_module))
             context.enter_context(huggingface.change(self))
@@ -314,9 +316,11 @@ class Applied:
         if plan is None:
             return
         thread = self._thread
-        if not thread.stack:
-            thread.mode = FunctionChange(self)
-            thread.mode.__enter__()  # type: ignore[no-untyped-call]
+        if self._is_traced(module):  # with a mode around it the compiler would trace that too
+            self._stop()
+            thread.graphs += 1
+        elif not thread.stack:
+            self._start()
         thread.stack.append(plan)
 
     def _leave_module(self, module: torch.nn.Module) -> None:
@@ -328,12 +332,29 @@ class Applied:
         thread.stack.pop()
         if not thread.stack:
             self._leave_model()
+        elif self._is_traced(module):
+            thread.graphs -= 1
+            if not thread.graphs:
+                self._start()
 
     def _leave_model(self) -> None:
         """Follow what this thread calls no longer; an interrupt may have left modules running."""
-        thread = self._thread
-        thread.stack.clear()
-        mode, thread.mode = thread.mode, None
+        self._thread.stack.clear()
+        self._thread.graphs = 0
+        self._stop()
+
+    def _is_traced(self, module: torch.nn.Module) -> bool:
+        """Whether a module is compiled, and all attention of the model asks the interface."""
+        return self._traces and type(module).__name__ == "OptimizedModule"
+
+    def _start(self) -> None:
+        """Follow the functions that this thread calls."""
+        self._thread.mode = FunctionChange(self)
+        self._thread.mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _stop(self) -> None:
+        """Follow them no longer."""
+        mode, self._thread.mode = self._thread.mode, None
         if mode is not None:
             mode.__exit__(None, None, None)
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from acutance.masks import hidden_scores
 from acutance.probing.call import AttentionCall
 from acutance.probing.flex import FLEX, flex_call
-from acutance.probing.heads import folded, heads_of, over_keys
+from acutance.probing.heads import folded, heads_at_once, heads_of, over_keys
 from acutance.probing.huggingface import Observer, Substitute, is_cross
 from acutance.probing.lineage import Lineage
 from acutance.probing.modes import leave
@@ -299,7 +299,7 @@ class FunctionCapture(TorchFunctionMode):
                 raise ValueError(softmax.why_not)
             if softmax.overwritten():
                 raise ValueError("its scores were overwritten after the softmax")
-            heads = heads_of(self.observer.module_of(name))
+            heads = heads_at_once(self.observer.module_of(name))
             scores = folded(softmax.base, softmax.dim, heads)
             if self._lineage is not None:
                 self._multiplied(self._lineage, softmax, scores, heads, name)

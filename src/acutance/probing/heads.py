@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["fold", "folded", "heads_of", "over_keys"]
+__all__ = ["fold", "folded", "heads_at_once", "heads_of", "over_keys"]
 
 #: How a module may name its number of heads.
 HEADS = (
@@ -52,6 +52,14 @@ def heads_of(module: torch.nn.Module | None) -> int | None:
             if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
                 return heads
     return None
+
+
+def heads_at_once(module: torch.nn.Module | None) -> int | None:
+    """Number of heads in one softmax of a module: with diffusers' sliced attention some of them."""
+    heads = heads_of(module)
+    size = getattr(getattr(module, "processor", None), "slice_size", None)
+    sliced = isinstance(size, int) and heads is not None and size > 0 and heads % size == 0
+    return size if sliced else heads
 
 
 def fold(scores: Tensor, heads: int | None) -> Tensor:

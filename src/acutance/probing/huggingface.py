@@ -25,8 +25,8 @@ from acutance.probing.call import AttentionCall
 class Observer(Protocol):
     """What a capture reports to."""
 
-    def name_of(self, module: torch.nn.Module) -> str | None:
-        """Qualified name of a probed module, None for any other."""
+    def place_of(self, module: torch.nn.Module) -> str | None:
+        """Name for an attention call of a probed module, None for any other."""
 
     def observe(
         self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
@@ -194,8 +194,10 @@ def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[...,
         module = args[0] if args else kwargs.get("module")
         listening: list[tuple[Observer, str]] = []
         for observer in tuple(_observers):
-            name = observer.name_of(module) if isinstance(module, torch.nn.Module) else None
-            if name is not None and not observer.muted():
+            if observer.muted() or not isinstance(module, torch.nn.Module):
+                continue
+            name = observer.place_of(module)
+            if name is not None:
                 listening.append((observer, name))
 
         def run() -> Any:

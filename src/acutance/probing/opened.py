@@ -20,6 +20,7 @@ from acutance.probing.choice import Chosen, LayerChoice
 from acutance.probing.coverage import NOT_READ, looks_like_attention, scripted_attention
 from acutance.probing.eager import EAGER, unwatched
 from acutance.probing.functions import FunctionCapture
+from acutance.probing.heads import heads_of
 from acutance.probing.kept import QueryKeySample
 from acutance.probing.module_hooks import follow
 from acutance.probing.moments import Moments
@@ -27,6 +28,7 @@ from acutance.probing.naming import class_name, named_modules
 from acutance.probing.padding import checked_mask
 from acutance.probing.reading import Read, Reader
 from acutance.probing.records import Records, Rows
+from acutance.probing.repeated import joined
 from acutance.probing.running import Passes, module_of_method, rerun
 from acutance.probing.structured import StructureReader
 from acutance.probing.summary import HeadSummary
@@ -191,18 +193,23 @@ class Probe:
         return self._names.get(id(module))
 
     def here(self) -> str | None:
-        """Name for an attention call of the running module; a second call of one gets ``#1``."""
+        """Name for an attention call of the running module; its second in one pass gets ``#1``."""
         if not self._thread.stack:
             method_of = module_of_method(self._names)
             if method_of is not None:
                 self._thread.reading = True  # of no forward pass that could be left out
             return method_of
-        name, calls = self._thread.stack[-1]
-        seen = calls[0]
-        calls[0] = seen + 1
+        name = self._thread.stack[-1]
+        seen = self._thread.places.get(name, 0)
+        self._thread.places[name] = seen + 1
         place = f"{name}#{seen}" if seen else name
         self._order.setdefault(place, self._order[name])
         return place
+
+    def place_of(self, module: torch.nn.Module) -> str | None:
+        """Name for an attention call of a module, numbered as by :meth:`here` where it runs."""
+        name, stack = self.name_of(module), self._thread.stack
+        return self.here() if name is not None and stack and stack[-1] == name else name
 
     def muted(self) -> bool:
         """Whether this thread is inside a call that is being captured, or inside the probe."""
@@ -259,7 +266,7 @@ class Probe:
     def running(self) -> str | None:
         """Name of the module now running, None outside the probed model."""
         stack = self._thread.stack
-        return stack[-1][0] if stack else module_of_method(self._names)
+        return stack[-1] if stack else module_of_method(self._names)
 
     def module_of(self, name: str) -> torch.nn.Module | None:
         """The module an attention call was named after."""
@@ -309,8 +316,9 @@ class Probe:
         name = self._names.get(id(module))
         if name is not None:
             if not self._thread.stack:
+                self._thread.places.clear()
                 self._passes.begin(name, self._thread)
-            self._thread.stack.append((name, [0]))
+            self._thread.stack.append(name)
             self._thread.masks.enter(module)
             self._runs += 1
             if name not in self._ran:
@@ -320,7 +328,7 @@ class Probe:
 
     def _leave_module(self, module: torch.nn.Module) -> None:
         stack = self._thread.stack
-        if stack and stack[-1][0] == self._names.get(id(module)):
+        if stack and stack[-1] == self._names.get(id(module)):
             stack.pop()
             self._thread.masks.leave(module)
 
@@ -357,13 +365,14 @@ class Probe:
             ProbeError: if nothing was recorded.
         """
         records = self._records.finished()
+        if self._structure is not None:
+            for name, (layer, moments, beside) in records.items():
+                records[name] = layer, moments, self._structure.among(beside, layer)
+        records = joined(records, lambda name: heads_of(self.module_of(name)))
         if not records:
             raise ProbeError(self._saw_nothing())
         found = [records[name] for name in sorted(records, key=self._place)]
-        besides = [
-            beside if self._structure is None else self._structure.among(beside, layer)
-            for layer, _, beside in found
-        ]
+        besides = [beside for _, _, beside in found]
         return HeadSummary(
             layers=tuple(layer for layer, _, _ in found),
             metrics=self.metrics,

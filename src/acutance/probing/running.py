@@ -20,7 +20,8 @@ class Running(threading.local):
 
     Attributes:
         depth: contexts open in which captures are ignored.
-        stack: modules running, innermost last: name, attention calls so far.
+        stack: names of the modules running, innermost last.
+        places: attention calls so far in this pass, by module.
         rows: the last self-attention: module, and which of its rows are real.
         reading: whether this forward pass is read.
         turn: its number.
@@ -35,7 +36,8 @@ class Running(threading.local):
     def reset(self) -> None:
         """Forget everything, of this thread."""
         self.depth = 0
-        self.stack: list[tuple[str, list[int]]] = []
+        self.stack: list[str] = []
+        self.places: dict[str, int] = {}
         self.rows: tuple[str, RealRows] | None = None
         self.reading, self.turn = True, 0
         self.calls: dict[str, int] = {}

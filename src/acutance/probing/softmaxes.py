@@ -172,7 +172,7 @@ class Softmaxes:
             log: whether the result is the logarithm of the weights.
             why_not: why its rows cannot be read, if so.
         """
-        if scores.dim() >= FEWEST and scores.is_floating_point() and scores.shape[dim] > 1:
+        if scores.dim() >= FEWEST and scores.is_floating_point() and scores.shape[dim] > 0:
             version = version_of(scores) if version is None else version
             self._alias(result, Softmax(scores, result, module, dim, version, log, why_not))
 
