@@ -419,17 +419,16 @@ def test_special_tokens_of_a_configuration() -> None:
 
 def test_tokens_that_do_not_fit_are_not_used() -> None:
     table, seen = nn.Embedding(9, 4), Tokens()
-    for ear in seen.follow(table):
-        assert ear is not None
-    assert seen.keys(1, 3, 3, 2) is None
-    table(torch.tensor([[1, 2, 3]]))
-    assert seen.keys(2, 3, 3, 2).tolist() == [[1, 2, 3]] * 2  # type: ignore[union-attr]
-    assert seen.keys(1, 4, 4, 3) is None
-    assert seen.keys(1, 3, 5, 4).tolist() == [[-1, -1, 1, 2, 3]]  # type: ignore[union-attr]
-    table(torch.tensor([4]))
-    assert seen.keys(1, 1, 6, 3).tolist() == [[1, 2, 3, 4, -1, -1]]  # type: ignore[union-attr]
-    seen.forget()
-    assert seen.keys(1, 1, 1, 0) is None
+    with seen.follow(table):
+        assert seen.keys(1, 3, 3, 2) is None
+        table(torch.tensor([[1, 2, 3]]))
+        assert seen.keys(2, 3, 3, 2).tolist() == [[1, 2, 3]] * 2  # type: ignore[union-attr]
+        assert seen.keys(1, 4, 4, 3) is None
+        assert seen.keys(1, 3, 5, 4).tolist() == [[-1, -1, 1, 2, 3]]  # type: ignore[union-attr]
+        table(torch.tensor([4]))
+        assert seen.keys(1, 1, 6, 3).tolist() == [[1, 2, 3, 4, -1, -1]]  # type: ignore[union-attr]
+        seen.forget()
+        assert seen.keys(1, 1, 1, 0) is None
 
 
 def test_other_embeddings_and_float_inputs_change_nothing(model: Tiny) -> None:

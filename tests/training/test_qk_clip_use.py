@@ -122,7 +122,7 @@ def test_layers_that_cannot_be_clipped_are_named() -> None:
         ({"tau": 0.0}, "tau is a finite number above 0"),
         ({"alpha": -0.1}, "alpha is a finite number at least 0"),
         ({"alpha": 1.5}, "alpha is between 0 and 1"),
-        ({"layers": []}, "layers names at least one layer"),
+        ({"layers": []}, r"layers names at least one, got \[\]"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
