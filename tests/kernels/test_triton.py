@@ -217,6 +217,8 @@ ROWS = {
     "outlier above, late": normal(200).index_fill(0, torch.tensor(170), 1e4),
     "1e4 + N(0, 1)": 1e4 + normal(200, seed=1),
     "all equal 1e4/3": torch.full((200,), 1e4 / 3),
+    "first tile 1e4 above the rest": normal(200, seed=1) + 1e4 * (torch.arange(200) < 32),
+    "first tile 1e4 below the rest": normal(200, seed=1) - 1e4 * (torch.arange(200) < 32),
     "two at the top": torch.full((200,), -1e4).index_fill(0, torch.tensor([7, 8]), 1e4),
     "a single key": torch.tensor([3.25]),
 }
@@ -427,25 +429,58 @@ def test_attention_runs_here_when_asked_to(kernels: Kernels) -> None:
 # -- compiling -------------------------------------------------------------------------------
 
 
+#: Registers, bytes of stack (what registers do not hold), bytes of shared memory, instructions a
+#: pair: at most, by capability, with 64 rows, 64 keys and 4 warps; bfloat16, 64 wide, causal.
+BUDGETS = {
+    "80": {
+        "forward_kernel": (255, 40, 24576, 21.0),
+        "queries_kernel": (188, 0, 32768, 14.4),
+        "keys_kernel": (255, 8, 33792, 19.4),
+    },
+    "90": {
+        "forward_kernel": (252, 0, 40960, 19.2),
+        "queries_kernel": (168, 0, 49152, 11.2),
+        "keys_kernel": (255, 32, 50176, 15.2),
+    },
+    "100": {
+        "forward_kernel": (255, 120, 41984, 18.7),
+        "queries_kernel": (152, 0, 58368, 13.4),
+        "keys_kernel": (255, 160, 67584, 15.6),
+    },
+}
+
+
 @needs_triton
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles for CUDA on Linux")
-@pytest.mark.parametrize(("capability", "dtype"), [("90", "bfloat16"), ("80", "float32")])
-def test_every_kernel_compiles_without_a_device(
-    capability: str, dtype: str, tmp_path: Path
+@pytest.mark.parametrize(
+    "arguments", [("80", "float32"), ("90", "bfloat16"), ("100",)], ids=" ".join
+)
+def test_every_kernel_compiles_within_its_budget_without_a_device(
+    arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """With every mask and every gradient at once; A100 and H100 have these capabilities."""
+    """The plain call, held to what it takes; in a dtype every mask and every gradient at once.
+
+    A100, H100 and B200 have these capabilities.
+    """
     script = Path(__file__).with_name("triton_compile.py")
     done = subprocess.run(
-        [sys.executable, str(script), capability, dtype],
+        [sys.executable, str(script), *arguments],
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    shared = json.loads(done.stdout)
-    assert set(shared) == {"forward_kernel", "largest_kernel", "queries_kernel", "keys_kernel"}
-    assert all(0 < size <= 99 << 10 for size in shared.values())
+    found = json.loads(done.stdout)
+    budgets = BUDGETS[arguments[0]]
+    assert set(found["shared"]) == ({*budgets, "largest_kernel"} if arguments[1:] else set())
+    assert all(0 < size <= 99 << 10 for size in found["shared"].values())
+    assert set(found["plain"]) == set(budgets)
+    for kernel, budget in budgets.items():
+        names = ("registers", "stack", "shared", "instructions")
+        for name, most in zip(names, budget, strict=True):
+            assert found["plain"][kernel][name] <= most, (kernel, name)
+        assert found["plain"][kernel]["instructions"] > 8  # else it is not the loop that is counted
 
 
 # -- what is refused --------------------------------------------------------------------------

@@ -1,14 +1,20 @@
-"""Compile the kernels for a capability that no device here needs to have: ``... 90 bfloat16``.
+"""Compile the kernels for a capability that no device here needs to have: ``... 90 [bfloat16]``.
 
-A process of its own, since Triton decides when it is imported whether kernels are interpreted.
-Prints one JSON object: the shared memory of each kernel, bytes.
+A process of its own, since Triton decides when it is imported whether kernels are interpreted, and
+keeps what it compiled by device. Prints one JSON object: of each kernel of a plain causal call of
+width 64 what :func:`resources` counts; and where a dtype is given, with every mask and every
+gradient at once, its shared memory, bytes.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +27,12 @@ from acutance.kernels.blocked import Sums
 from acutance.kernels.gpu import arguments, tuning
 from acutance.kernels.tiles import Rule
 from acutance.masks import Masking
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SMALL = {"BLOCK_M": 32, "BLOCK_N": 32}
+#: Rows, keys, warps and stages of the plain call, a candidate of every kernel and capability.
+PLAIN = {"BLOCK_M": 64, "BLOCK_N": 64}
+WARPS, STAGES, WIDTH = 4, 2, 64
 
 
 class NoDevice:
@@ -39,19 +51,80 @@ class NoDevice:
         return 0
 
 
-def main(capability: int, dtype: torch.dtype) -> None:
+def run(tool: str, *arguments: str) -> str:
+    command = [str(TOOLS / tool), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(kernel: Any) -> dict[str, float]:
+    """What a kernel takes, from its machine code.
+
+    Registers a thread; bytes of the stack a thread, which hold what the registers do not; shared
+    memory, bytes; and instructions a thread for each pair of a query and a key in whole tiles.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = run("cuobjdump", "-res-usage", file.name)
+        listing = run("nvdisasm", "-c", file.name)
+    found = {name: int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK")}
+    pairs = PLAIN["BLOCK_M"] * PLAIN["BLOCK_N"] / (32 * WARPS)
+    return {
+        "registers": found["REG"],
+        "stack": found["STACK"],
+        "shared": kernel.metadata.shared,
+        "instructions": shortest_loop(listing, int(pairs)) / pairs,
+    }
+
+
+def shortest_loop(listing: str, pairs: int) -> int:
+    """Instructions of the shortest loop that takes an exponential of every pair.
+
+    That of the tiles without masks: those of the edges do more, and outer loops hold both.
+    """
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in listing.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            code.append(instruction[1])
+    lengths = []
+    for end, instruction in enumerate(code):
+        target = re.search(r"BRA.*(\.L_x_\d+)", instruction)
+        if target and labels.get(target[1], end + 1) <= end:
+            body = code[labels[target[1]] : end + 1]
+            if sum("MUFU.EX2" in each for each in body) >= pairs:
+                lengths.append(len(body))
+    return min(lengths)
+
+
+def main(capability: int, dtype: torch.dtype | None) -> None:
     triton.runtime.driver.set_active(NoDevice(capability))
-    found: dict[str, int] = {}
-    sizes = {"BLOCK_M": 32, "BLOCK_N": 32}
+    compiled: dict[str, Any] = {}
+    sizes: dict[str, int] = dict(SMALL)
 
     def compile_only(self: Any, blocks: Callable[[Any], int], given: Mapping[str, Any]) -> None:
-        kernel = self._kernel.warmup(**given, **sizes, grid=(blocks(sizes),), num_warps=4)
+        grid = (blocks(sizes),)
+        options = {"num_warps": WARPS, "num_stages": STAGES}
+        kernel = self._kernel.warmup(**given, **sizes, grid=grid, **options)
         assert kernel.asm["cubin"], "no machine code"
-        found[kernel.metadata.name] = kernel.metadata.shared
+        compiled[kernel.metadata.name] = kernel
 
     tuning.Launcher.__call__ = compile_only  # type: ignore[method-assign]
-    arguments.interpreted = lambda: True  # any device will do
-    arguments.why_not = lambda *_: None
+    arguments.why_not = lambda *_: None  # any device will do
+    if dtype is not None:
+        everything(dtype)
+    found: dict[str, Any] = {"shared": {name: k.metadata.shared for name, k in compiled.items()}}
+    compiled.clear()
+    sizes |= PLAIN
+    plain()
+    found["plain"] = {name: resources(kernel) for name, kernel in compiled.items()}
+    print(json.dumps(found))
+
+
+def everything(dtype: torch.dtype) -> None:
+    """Every mask and every gradient at once; and statistics alone."""
     query, key = torch.zeros(1, 2, 40, 24, dtype=dtype), torch.zeros(1, 1, 70, 24, dtype=dtype)
     value = torch.zeros(1, 1, 70, 12, dtype=dtype)
     masking = Masking(
@@ -78,8 +151,19 @@ def main(capability: int, dtype: torch.dtype) -> None:
     gpu.backward(grad, sums, query, key, value, masking, rule, wanted)
     plain = Masking(batch=1, heads=1, group=2, queries=40, keys=70)
     gpu.forward(query, key, None, plain, Rule(scale=0.3), False)
-    print(json.dumps(found))
+
+
+def plain() -> None:
+    """Causal attention in bfloat16, and gradients of the output and of the entropy."""
+    query = torch.zeros(1, 1, 256, WIDTH, dtype=torch.bfloat16)
+    masking = Masking(batch=1, heads=1, group=1, queries=256, keys=256, causal=True)
+    rule = Rule(scale=0.125)
+    sums: Sums = gpu.forward(query, query, query, masking, rule, False)
+    rows = torch.zeros(1, 1, 256)
+    parts = dict.fromkeys(SumGradients._fields) | {"out": query, "Z": rows, "U": rows}
+    wanted = (True, True, True, False, False, False)
+    gpu.backward(SumGradients(**parts), sums, query, query, query, masking, rule, wanted)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), getattr(torch, sys.argv[2]))
+    main(int(sys.argv[1]), getattr(torch, sys.argv[2]) if sys.argv[2:] else None)

@@ -207,7 +207,9 @@ class _Call:
         masking, options = self.masking, self.options
         dropout_p = float(options.dropout_p)
         backend = dispatch.choose(options.backend, self.query, self.value, dropout_p)
-        on_cpu = self.query.device.type == "cpu"
+        rule = Rule(scale=self.scale, softcap=options.softcap, sinks=self.sinks)
+        inputs = (self.query, self.key, self.value, masking, rule, options.noise)
+        on_cpu = self.query.device.type == "cpu" and backend != "triton"  # in its interpreter
         if (
             on_cpu
             and dropout_p == 0.0
@@ -217,8 +219,6 @@ class _Call:
                 masking.alibi_slopes,
             )
         ):
-            rule = Rule(scale=self.scale, softcap=options.softcap, sinks=self.sinks)
-            inputs = (self.query, self.key, self.value, masking, rule, options.noise)
             with torch.autocast("cpu", enabled=False):
                 sums = dispatch.forward(backend, *inputs)
             return sums.out, RowStatistics(_state(sums, self.sinks), backend)
@@ -246,7 +246,8 @@ class _Call:
             options.noise,
         )
         sums = Sums(*results)
-        return sums.out, RowStatistics(_state(sums, self.sinks), backend)
+        ran = dispatch.ran(backend, *inputs)
+        return sums.out, RowStatistics(_state(sums, self.sinks), ran)
 
     def by_rows(self) -> tuple[Tensor, RowStatistics | WeightStatistics]:
         """By whole rows, a block at a time."""

@@ -23,7 +23,7 @@ from acutance.kernels.hidden import all_finite, hides_keys, only_visible_values
 from acutance.kernels.tiles import Rule
 from acutance.masks import Masking
 
-__all__ = ["BACKENDS", "BACKEND_VARIABLE", "backward", "check_backend", "choose", "forward"]
+__all__ = ["BACKENDS", "BACKEND_VARIABLE", "backward", "check_backend", "choose", "forward", "ran"]
 
 #: Names of the backends.
 BACKENDS = ("native", "blocked", "triton", "dense")
@@ -120,6 +120,43 @@ def choose(backend: str, query: Tensor, value: Tensor | None, dropout_p: float) 
     return "blocked"
 
 
+def _instead(backend: str, reason: str) -> str:
+    """The backend of a call whose configuration the Triton kernels failed on, if it may have one.
+
+    Raises:
+        ValueError: if the call names the Triton kernels.
+    """
+    if backend == "triton":
+        raise ValueError(f"backend='triton' cannot take this call: {reason}")
+    return "blocked"
+
+
+def ran(
+    chosen: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    masking: Masking,
+    rule: Rule,
+    noise: bool,
+) -> str:
+    """The backend that a finished call ran on: "blocked" where Triton's kernels were refused.
+
+    Args:
+        chosen: what :func:`choose` said, like the rest as :func:`forward` was given it.
+        query: (B, Hq, L, E).
+        key: (B, H, S, E).
+        value: (B, H, S, Ev), or None.
+        masking: which keys each row sees.
+        rule: scale, softcap and sinks.
+        noise: whether the noise sums were asked for.
+    """
+    if chosen != "triton" or torch.compiler.is_compiling():
+        return chosen
+    reason = _gpu().refused(query, key, value, masking, rule, noise, warn=False)
+    return chosen if reason is None else "blocked"
+
+
 def forward(
     backend: str,
     query: Tensor,
@@ -135,7 +172,10 @@ def forward(
     if chosen == "native":
         return native.forward(*arguments)
     if chosen == "triton":
-        return cast(Sums, _gpu().forward(*arguments))
+        reason = _gpu().refused(*arguments, warn=backend != "triton")
+        if reason is None:
+            return cast(Sums, _gpu().forward(*arguments))
+        chosen = _instead(backend, reason)
     chosen_forward = dense.forward if chosen == "dense" else blocked.forward
     sums = chosen_forward(*arguments)
     if value is None or not hides_keys(masking) or all_finite(sums.out):
@@ -163,5 +203,9 @@ def backward(
     if chosen == "native" and native.why_no_gradient(wanted) is None:
         return native.backward(*arguments)
     if chosen == "triton" and _gpu().unsupported_gradient(masking, wanted) is None:
-        return cast(Gradients, _gpu().backward(*arguments))
+        call = (grad, query, key, value, masking, rule, wanted)
+        reason = _gpu().refused_gradient(*call, warn=backend != "triton")
+        if reason is None:
+            return cast(Gradients, _gpu().backward(*arguments))
+        chosen = _instead(backend, reason)
     return dense.backward(*arguments) if chosen == "dense" else blocked_backward(*arguments)

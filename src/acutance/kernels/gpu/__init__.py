@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from acutance.kernels.gpu.arguments import supported, why_not
 from acutance.kernels.gpu.backward import backward, unsupported_gradient
+from acutance.kernels.gpu.first_use import refused, refused_gradient
 from acutance.kernels.gpu.forward import forward
 
-__all__ = ["backward", "forward", "supported", "unsupported_gradient", "why_not"]
+__all__ = [
+    "backward",
+    "forward",
+    "refused",
+    "refused_gradient",
+    "supported",
+    "unsupported_gradient",
+    "why_not",
+]

@@ -2,9 +2,9 @@
 
 Tiles at the edges of what a block sees come first and pay for masks; the whole tiles between them
 do not. With a mask that is data every tile is an edge. A tile's scores are taken from the rows'
-running maximum, in units of log 2, and the plain mean and squared deviations of a tile from a
-centre near its own mean: an edge finds that mean first, a whole tile takes the mean of the keys
-before it, of which there is then always a tile's worth.
+running maximum, in units of log 2. The plain mean and squared deviations of an edge are taken about
+its own mean and merged; those of all whole tiles about one centre, the mean of the edges' keys, of
+which there is then always a tile's worth: two sums, which wait for no maximum and merge once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -56,7 +56,9 @@ def tile(
     FLAGS: tl.constexpr,
 ):
     """Add one tile of keys to the rows' sums."""
-    acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread = state
+    acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread, about, away1, away2 = (
+        state
+    )
     keys = masks[0][1]
     BLOCK_E: tl.constexpr = q.shape[1]
     columns = tl.arange(0, BLOCK)
@@ -107,9 +109,9 @@ def tile(
         m = shift
         t = (x - shift[:, None]) * log2
         e = tl.exp2(t)
-        count = n * 0.0 + BLOCK
-        near = middle + fall
-        apart = t - near[:, None]
+        apart = x - about[:, None]
+        away1 += tl.sum(apart, 1)
+        away2 += tl.sum(apart * apart, 1)
     drop = tl.maximum(fall, DEEPEST)
     decay = tl.exp2(drop)
     weighted = e * t
@@ -118,13 +120,14 @@ def tile(
     Z = decay * Z + tl.sum(e, 1)
     Q = decay * decay * Q + tl.sum(e * e, 1)
 
-    slip = tl.sum(apart, 1) / tl.maximum(count, 1.0)
-    squared = tl.maximum(tl.sum(apart * apart, 1) - slip * slip * count, 0.0)
-    step = near + slip - (middle + fall)
-    share = count / tl.maximum(n + count, 1.0)
-    M2 += squared + step * step * n * share
-    middle += fall + step * share
-    n += count
+    if EDGE:
+        slip = tl.sum(apart, 1) / tl.maximum(count, 1.0)
+        squared = tl.maximum(tl.sum(apart * apart, 1) - slip * slip * count, 0.0)
+        step = near + slip - (middle + fall)
+        share = count / tl.maximum(n + count, 1.0)
+        M2 += squared + step * step * n * share
+        middle += fall + step * share
+        n += count
 
     if EV > 0:
         BLOCK_V: tl.constexpr = acc.shape[1]
@@ -154,7 +157,24 @@ def tile(
             squares = tl.dot(e * e, away, squares * twice[:, None], input_precision=FLAGS.precision)
             lengths = tl.sum(away * away, 1)
             spread = spread * twice + tl.sum(e * e * lengths[None, :], 1)
-    return acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread
+    return (
+        acc,
+        m,
+        Z,
+        U,
+        W,
+        Q,
+        n,
+        middle,
+        M2,
+        first,
+        first_key,
+        squares,
+        spread,
+        about,
+        away1,
+        away2,
+    )
 
 
 @jit
@@ -274,7 +294,24 @@ def forward_kernel(
         squares = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     none = tl.full((BLOCK_M,), NONE, tl.int32)
     least = zero - float("inf")
-    state = (acc, least, zero, zero, zero, zero, zero, zero, zero, zero, none, squares, zero)
+    state = (
+        acc,
+        least,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        none,
+        squares,
+        zero,
+        zero,
+        zero,
+        zero,
+    )
     since, upto = reach(rows, masks, FLAGS)
     last_row = tl.minimum(first_row + BLOCK_M, queries) - 1
     start, all_start, all_stop, stop = band(first_row, last_row, masks, BLOCK_N, 1, FLAGS)
@@ -307,6 +344,32 @@ def forward_kernel(
                 True,
                 FLAGS,
             )
+    acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread, about, away1, away2 = (
+        state
+    )
+    log2 = scale * LOG2E
+    if FLAGS.changed:
+        log2 = 1.0 * LOG2E
+    edges = m
+    about = m + tl.where(log2 == 0.0, 0.0, middle / tl.where(log2 == 0.0, 1.0, log2))
+    state = (
+        acc,
+        m,
+        Z,
+        U,
+        W,
+        Q,
+        n,
+        middle,
+        M2,
+        first,
+        first_key,
+        squares,
+        spread,
+        about,
+        away1,
+        away2,
+    )
     for at in tl.range(all_start, all_stop, BLOCK_N):
         state = tile(
             state,
@@ -329,7 +392,19 @@ def forward_kernel(
             False,
             FLAGS,
         )
-    acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread = state
+    acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread, about, away1, away2 = (
+        state
+    )
+    if all_stop > all_start:
+        count = (all_stop - all_start).to(tl.float32)
+        slip = away1 / count
+        squared = tl.maximum(away2 - slip * away1, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        middle += (edges - m) * log2
+        step = ((about - m) + slip) * log2 - middle
+        share = count / (n + count)
+        M2 += squared * (log2 * log2) + step * step * n * share
+        middle += step * share
+        n += count
 
     unit = scale
     if FLAGS.changed:

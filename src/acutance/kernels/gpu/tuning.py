@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from acutance.kernels.gpu.language import Kernel, interpreted, triton
 
-__all__ = ["TUNE_VARIABLE", "Launcher", "candidates", "size_class"]
+__all__ = ["TUNE_VARIABLE", "Launcher", "candidates", "one_size", "size_class", "tried"]
 
 #: Set to 0, this environment variable takes the first candidate untried: sums are then split, and
 #: so rounded, alike in every process.
@@ -63,6 +65,27 @@ SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 
 LEAST_SHARED = 99 << 10
 #: How many candidates are tried: each costs seconds of compiling, once.
 TRIED = 4
+
+_chosen = threading.local()
+
+
+def tried() -> int:
+    """How many tile sizes a call may be given."""
+    return 1 if interpreted() or os.environ.get(TUNE_VARIABLE) == "0" else TRIED
+
+
+@contextmanager
+def one_size(index: int) -> Iterator[None]:
+    """Launch with the candidate of this place, untimed, in this thread.
+
+    Where the device has no room for it, or there are fewer, the next one is taken, from the
+    beginning behind the last.
+    """
+    _chosen.index = index
+    try:
+        yield
+    finally:
+        _chosen.index = None
 
 
 def size_class(length: int) -> int:
@@ -138,7 +161,25 @@ class Launcher:
             )
             if os.environ.get(TUNE_VARIABLE) == "0":
                 found = found[:1]
+            index = getattr(_chosen, "index", None)
+            if index is not None:
+                self._launch_first([*found[index % len(found) :], *found], blocks, arguments)
+                return
             self._autotuner(tuple(found))[lambda meta: (blocks(meta),)](**arguments)
+
+    def _launch_first(
+        self, sizes: list[tuple[int, int, int, int]], blocks: Any, arguments: Mapping[str, Any]
+    ) -> None:
+        """Launch with the first of these sizes that the device has room for."""
+        for place, (rows, keys, warps, stages) in enumerate(sizes):
+            tile = {"BLOCK_M": rows, "BLOCK_N": keys}
+            launch = self._kernel[(blocks(tile),)]
+            try:
+                launch(**arguments, **tile, num_warps=warps, num_stages=stages)
+                return
+            except triton.runtime.errors.OutOfResources:  # the tuner passes over it too
+                if place == len(sizes) - 1:
+                    raise
 
     def _autotuner(self, found: tuple[tuple[int, int, int, int], ...]) -> Any:
         """Triton's own tuner over these sizes."""

@@ -1,0 +1,370 @@
+"""The check of a configuration before its first use in a process.
+
+Nobody can try these kernels on every device, driver and Triton release. So the first call of a kind
+(dtype, widths, masks, sinks, noise, gradients) runs a small call of that kind, with every tile size
+that the tuner may choose, and compares it with the blocked path in float64. What disagrees, or does
+not compile, is refused for the rest of the process.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.kernels import backward as blocked_backward
+from acutance.kernels import blocked
+from acutance.kernels.backward import Gradients, SumGradients
+from acutance.kernels.blocked import Sums
+from acutance.kernels.gpu.arguments import flags, supported
+from acutance.kernels.gpu.backward import backward
+from acutance.kernels.gpu.forward import forward
+from acutance.kernels.gpu.language import interpreted
+from acutance.kernels.gpu.tuning import one_size, tried
+from acutance.kernels.tiles import Rule
+from acutance.masks import Masking
+
+__all__ = ["forget", "refused", "refused_gradient"]
+
+#: Rows, keys and window of the small call: for tiles of 128 × 128 two blocks of rows, and whole
+#: tiles between two edges; and for the interpreter's tiles of 16 × 32.
+SIZES, SMALL_SIZES = (150, 775, 512), (20, 135, 88)
+#: Largest difference allowed, as a share of the largest value: of sums, which are float32, and in
+#: units of the dtype's epsilon of outputs and gradients, whose terms are rounded to that dtype.
+TOLERANCE, OUTPUT_STEPS, GRADIENT_STEPS = 1e-4, 2.0, 8.0
+
+#: Of each configuration why it is refused, None if it is not, and what to warn of once: the
+#: configuration, or the kind of failure, which many configurations may share.
+_verdicts: dict[tuple[Any, ...], tuple[str | None, object]] = {}
+_warned: set[object] = set()
+_lock = threading.RLock()
+
+
+def refused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    masking: Masking,
+    rule: Rule,
+    noise: bool,
+    *,
+    warn: bool = True,
+) -> str | None:
+    """Why the forward kernel may not take a call, or None if its configuration passed the check.
+
+    Args:
+        query: (B, Hq, L, E), like the next five as :func:`acutance.kernels.gpu.forward` takes them.
+        key: (B, H, S, E).
+        value: (B, H, S, Ev), or None.
+        masking: which keys each row sees.
+        rule: scale, softcap and sinks.
+        noise: also the sums of e² v and e² ‖v‖².
+        warn: say so by a warning when the configuration is refused.
+
+    Returns:
+        One clause, such as ``"its n differs from the blocked path's by …"``, or None.
+    """
+    if interpreted() or supported(query, key, value, masking, rule, noise) is not None:
+        return None  # the interpreter's results are the tests' to judge
+    kind = _kind(query, value, masking, rule, noise)
+
+    def check() -> str | None:
+        return _check_forward(query, value, masking, rule, noise)
+
+    return _verdict(kind, query, masking, check, "the forward pass", warn)
+
+
+def refused_gradient(
+    grad: SumGradients,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    masking: Masking,
+    rule: Rule,
+    wanted: tuple[bool, ...],
+    *,
+    warn: bool = True,
+) -> str | None:
+    """Why the backward kernels may not take a call: what :func:`refused` is for the forward pass.
+
+    Args:
+        grad: gradients of the sums.
+        query: (B, Hq, L, E), like the next four as the forward pass takes them.
+        key: (B, H, S, E).
+        value: (B, H, S, Ev), or None.
+        masking: which keys each row sees.
+        rule: scale, softcap and sinks.
+        wanted: which gradients are asked for.
+        warn: say so by a warning when the configuration is refused.
+    """
+    if interpreted() or supported(query, key, value, masking, rule, False) is not None:
+        return None
+    present = tuple(part is not None and part.numel() > 0 for part in grad)
+    kind = (*_kind(query, value, masking, rule, False), present, wanted)
+
+    def check() -> str | None:
+        return _check_backward(present, query, value, masking, rule, wanted)
+
+    return _verdict(kind, query, masking, check, "the backward pass", warn)
+
+
+def forget() -> None:
+    """Check every configuration again at its next use."""
+    with _lock:
+        _verdicts.clear()
+        _warned.clear()
+
+
+def _verdict(
+    kind: tuple[Any, ...],
+    query: Tensor,
+    masking: Masking,
+    check: Callable[[], str | None],
+    what: str,
+    warn: bool,
+) -> str | None:
+    if kind not in _verdicts:
+        if _capturing(query):
+            return "its first call is inside a CUDA graph's capture: run it once before"
+        with _lock:
+            if kind not in _verdicts:  # no other thread was first
+                try:
+                    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+                        reason = check()
+                    _verdicts[kind] = reason, kind
+                except torch.OutOfMemoryError:
+                    return "no memory is left for the check before its first use"
+                except Exception as error:  # whatever a compiler or a driver raises
+                    name = type(error).__name__
+                    first = (str(error).strip() or "no message").splitlines()[0][:200]
+                    _verdicts[kind] = f"{what} does not compile or run ({name}: {first})", name
+    reason, cause = _verdicts[kind]
+    if reason is not None and warn:
+        with _lock:
+            new = cause not in _warned
+            _warned.add(cause)
+        if new:
+            warnings.warn(
+                f"backend='triton' is not used for {_named(query, masking)}: {reason}; the blocked"
+                f" path takes its calls. Please report this with the GPU's name and the versions"
+                f" of torch and triton.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return reason
+
+
+def _capturing(query: Tensor) -> bool:
+    return query.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _named(query: Tensor, masking: Masking) -> str:
+    """A configuration in a few words."""
+    masks = {
+        "causal": masking.causal,
+        "a window": masking.window is not None,
+        "a mask": masking.attn_mask is not None,
+        "a bias": masking.bias is not None,
+        "padding": masking.key_mask is not None,
+        "documents": masking.query_documents is not None,
+        "ALiBi": masking.alibi_slopes is not None,
+    }
+    kinds = [name for name, there in masks.items() if there]
+    dtype = str(query.dtype).removeprefix("torch.")
+    return f"{', '.join([f'{dtype} of width {query.shape[-1]}', *kinds])} on {query.device}"
+
+
+def _kind(
+    query: Tensor, value: Tensor | None, masking: Masking, rule: Rule, noise: bool
+) -> tuple[Any, ...]:
+    """What kernels are compiled for, and which tile sizes may be chosen."""
+    masks = (masking.attn_mask, masking.bias, masking.alibi_slopes)
+    given = (*masks, masking.query_documents, masking.key_documents, rule.sinks)
+    return (
+        query.device,
+        query.dtype,
+        query.shape[-1],
+        None if value is None else value.shape[-1],
+        (min(query.shape[2], SIZES[0]) - 1).bit_length(),
+        tuple(None if part is None else part.dtype for part in given),
+        noise,
+        masking.group > 1,
+        flags(query, masking, rule),
+    )
+
+
+def _check_forward(
+    query: Tensor, value: Tensor | None, masking: Masking, rule: Rule, noise: bool
+) -> str | None:
+    inputs = _small_call(query, value, masking, rule)
+    want = blocked.forward(*_exact(*inputs), noise)
+    for index in range(tried()):
+        with one_size(index):
+            found = forward(*inputs, noise)
+        if reason := _differing(found, want, query.dtype, _largest(inputs[2]), OUTPUT_STEPS):
+            return reason
+    return None
+
+
+def _check_backward(
+    present: tuple[bool, ...],
+    query: Tensor,
+    value: Tensor | None,
+    masking: Masking,
+    rule: Rule,
+    wanted: tuple[bool, ...],
+) -> str | None:
+    inputs = _small_call(query, value, masking, rule)
+    exact = _exact(*inputs)
+    sums = blocked.forward(*exact, False)
+    draw = _Draw(query.device, 7)
+    parts = (sums.out, *(sums.Z for _ in SumGradients._fields[1:]))
+    grad = SumGradients(
+        *(
+            draw.normal(part.shape, query.dtype if index == 0 else torch.float32) if there else None
+            for index, (there, part) in enumerate(zip(present, parts, strict=True))
+        )
+    )
+    wide = SumGradients(*(None if part is None else part.double() for part in grad))
+    want = blocked_backward.backward(wide, sums, *exact, wanted)
+    rounded = Sums(
+        *(part.to(query.dtype) if index == 0 else part.float() if part.is_floating_point() else part
+          for index, part in enumerate(sums))
+    )  # fmt: skip
+    for index in range(tried()):
+        with one_size(index):
+            found = backward(grad, rounded, *inputs, wanted)
+        if reason := _differing(found, want, query.dtype, 0.0, GRADIENT_STEPS):
+            return f"the backward pass: {reason}"
+    return None
+
+
+def _differing(
+    found: Iterable[Tensor | None],
+    want: Sums | Gradients,
+    dtype: torch.dtype,
+    least: float,
+    steps: float,
+) -> str | None:
+    """What differs by more than rounding, or None."""
+    gradients = isinstance(want, Gradients)
+    for name, ours, theirs in zip(want._fields, found, want, strict=True):
+        if ours is None or theirs is None or not theirs.numel():
+            continue
+        if not theirs.is_floating_point():
+            wrong = int((ours != theirs).sum())
+            if wrong:
+                return f"its {name} is another than the blocked path's in {wrong} rows"
+            continue
+        finite = theirs.isfinite()
+        same = torch.equal(ours.isfinite(), finite) and torch.equal(
+            ours[~finite].double().nan_to_num(7.0), theirs[~finite].double().nan_to_num(7.0)
+        )
+        if not same:
+            return f"its {name} is not finite where the blocked path's is, or the other way round"
+        if not finite.any():
+            continue
+        rounds = gradients or name == "out"
+        share = max(TOLERANCE, steps * torch.finfo(dtype).eps if rounds else 0.0)
+        size = max(_largest(theirs[finite]), least if name == "out" else 0.0)
+        error = _largest(ours[finite].double() - theirs[finite])
+        if error > share * size:
+            return (
+                f"its {'gradient of ' if gradients else ''}{name} differs from the blocked path's"
+                f" by {error:.2g}, where {share * size:.2g} is rounding"
+            )
+    return None
+
+
+def _largest(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None or not tensor.numel() else float(tensor.abs().amax())
+
+
+class _Draw:
+    """Numbers that are the same in every process, and leave PyTorch's generators alone."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._device, self._generator = device, torch.Generator("cpu").manual_seed(seed)
+
+    def normal(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        drawn = torch.randn(tuple(shape), generator=self._generator, device="cpu")
+        return drawn.to(self._device, dtype)
+
+    def likely(self, shape: Iterable[int], share: float) -> Tensor:
+        drawn = torch.rand(tuple(shape), generator=self._generator, device="cpu")
+        return (drawn < share).to(self._device)
+
+
+_Inputs = tuple[Tensor, Tensor, Tensor | None, Masking, Rule]
+
+
+def _small_call(query: Tensor, value: Tensor | None, masking: Masking, rule: Rule) -> _Inputs:
+    """A call of the same kind, of normal queries, keys and values."""
+    rows, keys, window = SMALL_SIZES if query.device.type == "cpu" else SIZES
+    rows = min(query.shape[2], rows)  # few rows take other tile sizes
+    group = 2 if masking.group > 1 else 1
+    draw = _Draw(query.device, 3)
+    width, dtype = query.shape[-1], query.dtype
+    full = (1, group, rows, keys)
+
+    def ids(like: Tensor | None, count: int) -> Tensor | None:
+        if like is None:
+            return None
+        place = torch.arange(count, device=query.device)
+        return (place * 3 // count)[None].to(like.dtype)
+
+    mask, bias, slopes = masking.attn_mask, masking.bias, masking.alibi_slopes
+    if mask is not None:
+        shown = draw.likely(full, 0.8)
+        if mask.dtype != torch.bool:
+            shown = draw.normal(full, mask.dtype).masked_fill(~shown, -torch.inf)
+        mask = shown
+    small = Masking(
+        batch=1,
+        heads=1,
+        group=group,
+        queries=rows,
+        keys=keys,
+        attn_mask=mask,
+        bias=None if bias is None else draw.normal(full, bias.dtype),
+        key_mask=None if masking.key_mask is None else draw.likely((1, keys), 0.8),
+        query_documents=ids(masking.query_documents, rows),
+        key_documents=ids(masking.key_documents, keys),
+        alibi_slopes=None if slopes is None else draw.normal((group,), slopes.dtype).abs() / 20,
+        causal=masking.causal,
+        offset=keys - rows,
+        window=None if masking.window is None else window,
+        device=query.device,
+    )
+    scale = width**-0.5 * (-1.0 if rule.scale < 0.0 else 1.0)
+    sinks = None if rule.sinks is None else draw.normal((group,), rule.sinks.dtype)
+    return (
+        draw.normal((1, group, rows, width), dtype),
+        draw.normal((1, 1, keys, width), dtype),
+        None if value is None else draw.normal((1, 1, keys, value.shape[-1]), dtype),
+        small,
+        Rule(scale=scale, softcap=None if rule.softcap is None else 3.0, sinks=sinks),
+    )
+
+
+def _exact(
+    query: Tensor, key: Tensor, value: Tensor | None, masking: Masking, rule: Rule
+) -> _Inputs:
+    """The same call in float64."""
+
+    def wide(part: Tensor | None) -> Tensor | None:
+        return part.double() if part is not None and part.is_floating_point() else part
+
+    masking = replace(
+        masking,
+        attn_mask=wide(masking.attn_mask),
+        bias=wide(masking.bias),
+        alibi_slopes=wide(masking.alibi_slopes),
+    )
+    rule = replace(rule, sinks=wide(rule.sinks))
+    return query.double(), key.double(), wide(value), masking, rule
