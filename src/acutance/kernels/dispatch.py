@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import cast
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from acutance.compiling import constant
 from acutance.kernels import blocked, dense, library, native
@@ -151,7 +152,7 @@ def ran(
         rule: scale, softcap and sinks.
         noise: whether the noise sums were asked for.
     """
-    if chosen != "triton" or torch.compiler.is_compiling():
+    if chosen != "triton" or is_compiling():
         return chosen
     reason = _gpu().refused(query, key, value, masking, rule, noise, warn=False)
     return chosen if reason is None else "blocked"
