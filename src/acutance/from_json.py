@@ -18,6 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from acutance.files import check_regular
+
 __all__ = ["SEAL", "checked", "parse_json", "read_json", "sealed_json"]
 
 #: Field of a record that holds the digest of all others.
@@ -55,12 +57,11 @@ def read_json(path: str | os.PathLike[str], largest: int = _LARGEST) -> dict[str
 
     Raises:
         FileNotFoundError: if there is no such file.
-        OSError: if it cannot be read.
-        ValueError: if it is no file, too large, no JSON object, or not what was written.
+        OSError: if it cannot be read, or is no regular file.
+        ValueError: if it is too large, no JSON object, or not what was written.
     """
     place = Path(path)
-    if place.exists() and not place.is_file():
-        raise ValueError("it is a directory or a device, not a file")
+    check_regular(place)
     if place.stat().st_size > largest:
         raise ValueError(f"it is larger than {largest >> 20} MiB")
     try:

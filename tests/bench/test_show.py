@@ -278,7 +278,7 @@ def test_the_command_keeps_each_finished_case(tiniest: None, monkeypatch, tmp_pa
         (["tiny", "--threads", "two"], "--threads takes whole numbers, as in 1,2, got 'two'"),
         (["tiny", "--threads", "0"], "threads is at least 1, got 0"),
         (["tiny", "--resume"], "--resume goes on with the file of --json, and none is given"),
-        (["--from", "no-such-file"], "there is no file no-such-file"),
+        (["--from", "no-such-file"], "there is no file at no-such-file"),
         (["tiny", "--from", "no-such-file"], "leave out a case or group"),
         (["--from", "no-such-file", "--json", "new.json"], "leave out --json"),
     ],

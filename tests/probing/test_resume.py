@@ -9,7 +9,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from acutance.files import tidy, write_text, write_whole
+from acutance import files
+from acutance.files import write_text, write_whole
 from acutance.probing import load_state
 from acutance.probing.distributed import Alone
 from acutance.probing.models import TextModel
@@ -229,15 +229,15 @@ def test_a_part_that_is_removed_before_it_is_locked_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, made = tmp_path / "state", []
-    make = tempfile.mkstemp
+    lock = files._lock
 
-    def made_and_removed(**given: Any) -> tuple[int, str]:
-        made.append(make(**given))
+    def removed_and_locked(handle: int) -> None:
+        made.append(handle)
         if len(made) == 1:
-            tidy(target)  # as another run would, just then
-        return made[-1]
+            next(tmp_path.glob("*.part")).unlink()  # as another run would, just then
+        lock(handle)
 
-    monkeypatch.setattr(tempfile, "mkstemp", made_and_removed)
+    monkeypatch.setattr(files, "_lock", removed_and_locked)
     write_text(target, "whole")
     assert target.read_text() == "whole"
     assert len(made) == 2

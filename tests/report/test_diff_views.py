@@ -84,7 +84,7 @@ def test_hostile_names_are_shown_and_drive_nothing(summary_of: Make, tmp_path: P
     found = diff(wild, summary_of((1, 1), about={"model": name}, layer={1: {"module": name}}))
     text = printed(found, 120)
     assert "\x1b" not in text
-    assert "a[bold]b[/bold][/red]�[31mred�" in text
+    assert r"a[bold]b[/bold][/red]\x1b[31mred\n" in text
     assert "Only in the first: head 1 of layer 1" in text
     draw_diff(found, tmp_path / "x.png")
 

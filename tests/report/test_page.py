@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import acutance
+from acutance.escapes import visible
 from acutance.probing import HeadSummary, Layer, Moments, edges
 from acutance.probing.beside import Beside
 from acutance.probing.distances import Distances
@@ -30,7 +31,7 @@ from acutance.probing.profile import Profile
 from acutance.report import Report, html, write_html
 from acutance.report.packing import BUDGET, LEVELS, SOFT, Codes, decode, encode, unpack
 from acutance.report.page import SCRIPTS
-from acutance.report.words import WORDS, visible
+from acutance.report.words import WORDS
 from acutance.rowstats import METRICS
 from acutance.structure import STRUCTURE
 

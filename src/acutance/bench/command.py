@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from acutance.bench import figures, page, render, run
 from acutance.bench.cases import GROUPS, choose
 from acutance.bench.records import BenchReport
-from acutance.files import write_each, write_text
+from acutance.files import check_regular, write_each, write_text
+from acutance.report.screen import note
 
 ROUNDS, QUICK_ROUNDS = 7, 3
 #: Columns a table takes.
@@ -59,7 +61,7 @@ def bench(
         report = read(record)
     else:
         earlier = None
-        if resume and to_json is not None and to_json.exists():
+        if resume and to_json is not None and os.path.exists(to_json):
             earlier = read(to_json)
         with console().status("starting") as status:
             report = run(
@@ -68,7 +70,9 @@ def bench(
                 rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
                 quick=quick,
                 memory=memory,
-                progress=lambda step: status.update(f"{step.done}/{step.total} {step.message}"),
+                progress=lambda step: status.update(
+                    note(f"{step.done}/{step.total} {step.message}")
+                ),
                 save=None if to_json is None else lambda found: _write(to_json, found.to_json()),
                 resume=earlier,
             )
@@ -97,10 +101,9 @@ def read(path: Path) -> BenchReport:
         OSError: if it cannot be read.
         ValueError: if it is no record; the message names the file.
     """
+    check_regular(path)
     try:
         return BenchReport.from_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"there is no file {path}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass, replace
+from typing import Any
 
 from acutance.bench.cases import EVERYONE, GROUPS, REFERENCE
 from acutance.bench.goals import PROVISO
@@ -19,6 +21,7 @@ from acutance.bench.render import (
     times,
     where,
 )
+from acutance.escapes import in_markdown
 
 _TITLES = {
     "forward": "Forward",
@@ -37,6 +40,7 @@ _TITLES = {
 
 def markdown(report: BenchReport) -> str:
     """The goals, a table for each group, every way of computing it, and where it was measured."""
+    report = _safe(report)
     parts = ["" if report.complete else "*This run was interrupted: cases are missing.*"]
     parts += [where(report), PROVISO + ".", "### Goals", _goals(report)]
     for group in dict.fromkeys((*GROUPS, *(result.case.group for result in report.results))):
@@ -50,6 +54,20 @@ def markdown(report: BenchReport) -> str:
     if reasons:
         parts += ["### What was not timed", reasons]
     return "\n\n".join([*filter(None, parts), how(report)]) + "\n"
+
+
+def _safe(value: Any) -> Any:
+    """The same record with its texts as Markdown may hold them: a record may be from anywhere."""
+    if isinstance(value, str):
+        return in_markdown(value)
+    if isinstance(value, tuple):
+        return tuple(_safe(part) for part in value)
+    if isinstance(value, Mapping):
+        return {_safe(name): _safe(part) for name, part in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        fields = value.__dataclass_fields__
+        return replace(value, **{name: _safe(getattr(value, name)) for name in fields})
+    return value
 
 
 def _goals(report: BenchReport) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
 
 from acutance.calibration.applied import ApplyError, apply
 from acutance.calibration.asked import check_asked, check_positions
@@ -25,6 +25,7 @@ from acutance.calibration.sample import Sample, draw, told
 from acutance.files import as_json, write_each
 from acutance.probing import corpus, models
 from acutance.probing.models import TextModel
+from acutance.report.screen import note
 from acutance.scaling import SCALINGS, Scaling, get
 
 __all__ = ["applying", "named_law", "run"]
@@ -91,10 +92,10 @@ def run(
         warnings.simplefilter("always")
         check_positions(loaded.model, places)
     for warning in caught:
-        console().print(f"[yellow]note[/]: {warning.message}", highlight=False)
+        console().print(note(("note", "yellow"), f": {warning.message}"))
     samples = draw(texts, loaded.tokenizer, places, windows, given["seed"])
     loaded.check_tokens(piece for sample in samples.values() for piece in sample.pieces)
-    console().print(f"[dim]{told(samples)}[/]", highlight=False, soft_wrap=True)
+    console().print(note((told(samples), "dim")), soft_wrap=True)
     batches = _batches(loaded, samples, batch_size)
     tokens = sum(part["input_ids"].numel() for parts in batches.values() for part in parts)
     with _progress(tokens, console()) as advance, warnings.catch_warnings():
@@ -121,8 +122,8 @@ def _write(
 
     def written(what: str) -> None:
         if what:
-            path = escape(str({"law": out, "json": to_json}[what]))
-            console().print(f"[dim]{what} written to[/] {path}", highlight=False)
+            path = {"law": out, "json": to_json}[what]
+            console().print(note((f"{what} written to", "dim"), f" {path}"))
 
     write_each(steps, written)
 
@@ -167,11 +168,11 @@ def named_law(text: str) -> AnyLaw:
         LogN(train_length=512, base=None, n_min=16)
     """
     name, colon, parameters = text.partition(":")
-    if not Path(text).exists() and (name in SCALINGS or colon):
+    if not os.path.exists(text) and (name in SCALINGS or colon):
         return _scaling(name, parameters)
-    if Path(text).is_dir():
+    if os.path.isdir(text):
         raise ValueError(f"law: {text} is a directory; give the file that calibrate -o wrote")
-    if not Path(text).exists():
+    if not os.path.exists(text):
         try:
             return get(text)
         except ValueError as error:

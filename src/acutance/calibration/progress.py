@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,10 +93,11 @@ class Progress:
         """What a file holds, or nothing where there is none yet.
 
         Raises:
+            OSError: if the file cannot be read.
             ValueError: if the file is no such state, or one of other settings, which it names.
         """
         name = os.fspath(path)
-        if not Path(path).exists():
+        if not os.path.exists(path):
             return cls(settings)
         try:
             header, tensors = read(path, SCHEMA, "state of a calibration")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from acutance.cli import bench, calibration, comparison, probing, reproduce, states, theory
-from acutance.cli.shared import INTERRUPTED
+from acutance.cli.shared import INTERRUPTED, Commands, ended_as_interrupted
 
 __all__ = ["INTERRUPTED", "app", "main"]
 
@@ -19,6 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    cls=Commands,
 )
 
 
@@ -56,4 +57,5 @@ def main() -> None:
     if sys.argv[1:2] == ["probe"] and os.environ.get("RANK", "0") != "0":
         # one of torchrun's: the first rank says what there is to say, once
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    ended_as_interrupted()
     app()

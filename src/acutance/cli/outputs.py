@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from acutance.files import may_write
+
 __all__ = ["Overwrite", "check_outputs"]
 
 Overwrite = Annotated[
@@ -54,10 +56,8 @@ def check_outputs(
         if str(path) == "-":
             if option not in _TEXTS:
                 raise typer.BadParameter("it does not go to standard output", param_hint=option)
-        elif path.is_dir():
-            raise typer.BadParameter(f"{path} is a directory", param_hint=option)
-        elif not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"there is no directory {path.parent}", param_hint=option)
+        elif why := _unwritable(path):
+            raise typer.BadParameter(why, param_hint=option)
     there = [option for option, path in files.items() if str(path) == "-"]
     if len(there) > 1:
         raise typer.BadParameter("standard output takes one file", param_hint=", ".join(there))
@@ -80,11 +80,25 @@ def check_outputs(
             )
 
 
+def _unwritable(path: Path) -> str:
+    """Why a file cannot be written, "" if it can: found before the work, not after it."""
+    if os.path.isdir(path):
+        return f"{path} is a directory"
+    folder = Path(os.path.realpath(path)).parent
+    if not os.path.isdir(folder):
+        return f"there is no directory {path.parent}, or it may not be looked into"
+    if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe, as it is
+        return "" if may_write(path) else f"{path} may not be written to"
+    if os.path.exists(path) and not may_write(path):
+        return f"{path} is read-only"
+    return "" if may_write(folder) else f"the directory {path.parent} may not be written to"
+
+
 def _check_state(option: str, path: Path, resume: bool | None, overwrite: bool) -> None:
     """Refuse a state of an earlier run unless the caller says what to do with it."""
     if resume and overwrite:
         raise typer.BadParameter("it goes on, or begins anew", param_hint="--resume, --overwrite")
-    if resume or overwrite or not path.is_file() or not path.stat().st_size:
+    if resume or overwrite or not os.path.isfile(path) or not path.stat().st_size:
         return
     instead = "" if resume is None else "--resume goes on from it, "
     raise typer.BadParameter(
@@ -99,10 +113,10 @@ def _read(inputs: Files) -> Iterator[tuple[str, Path]]:
             continue
         for one in (given,) if isinstance(given, str | Path) else given:
             path = Path(one).expanduser()
-            if path.is_dir():
+            if os.path.isdir(path):
                 for pattern in _MODEL:
                     yield from ((f"{part}, of {option}", part) for part in path.glob(pattern))
-            elif path.is_file():
+            elif os.path.isfile(path):
                 yield f"that of {option}", path
 
 
@@ -117,7 +131,7 @@ def _identity(path: Path) -> tuple[int, int] | str | None:
 
 def _is_state(path: Path) -> bool:
     """Whether a file holds what took a run to make: a state of a probe or of a calibration."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         return False
     from safetensors import SafetensorError, safe_open
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -189,7 +190,7 @@ def probe_command(
         if law is not None:
             from acutance.calibration.command import applying
 
-            with nullcontext() if Path(law).exists() else misuse():
+            with nullcontext() if os.path.exists(law) else misuse():
                 scaled = applying(law)
         ranks = ExitStack()
         world = ranks.enter_context(distributed.world())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +42,7 @@ def reproduce_command(
     check_outputs({"--json": json})
     with plain_errors():
         for part in (out, *out.parents):  # before a long run, not after its first experiment
-            if part.exists() and not part.is_dir():
+            if os.path.exists(part) and not os.path.isdir(part):
                 raise typer.BadParameter(f"{part} is not a directory", param_hint="--out")
         from acutance.reproduce import EXPERIMENTS, command, pick, render
 
@@ -50,7 +51,7 @@ def reproduce_command(
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="NAME") from error
         records = {f"the record of {one.name}": out / f"{one.name}.json" for one in chosen}
-        check_outputs({**records, "--json": json} if out.is_dir() else {"--json": json})
+        check_outputs({**records, "--json": json} if os.path.isdir(out) else {"--json": json})
         if listing:
             console(stderr=False).print(render.listing(chosen))
             return

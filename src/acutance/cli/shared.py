@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
+
+from acutance.escapes import visible, visible_lines
 
 INTERRUPTED = 130
 
@@ -51,10 +55,41 @@ def misuse() -> Iterator[None]:
 
 
 def console(*, stderr: bool = True) -> Any:
-    """A rich console, on standard error unless told otherwise."""
-    from rich.console import Console
+    """A console without markup, on standard error unless told otherwise."""
+    from acutance.report.screen import Screen
 
-    return Console(stderr=stderr)
+    return Screen(stderr=stderr)
+
+
+class Commands(TyperGroup):
+    """The commands; what is said of misused options drives no terminal."""
+
+    def make_context(self, *args: Any, **given: Any) -> Any:
+        """Read the options of all commands."""
+        with _visible_misuse():
+            return super().make_context(*args, **given)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Read the options of one command and run it."""
+        with _visible_misuse():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _visible_misuse() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        said = getattr(error, "message", None)
+        if hasattr(error, "format_message") and isinstance(said, str):
+            vars(error)["message"] = visible_lines(said)
+        raise
+
+
+def ended_as_interrupted() -> None:
+    """Let SIGTERM, which clusters send first, end a command as ^C does: state written, exit 130."""
+    with suppress(ValueError):  # another thread than the main one takes no signals
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @contextmanager
@@ -68,10 +103,18 @@ def plain_errors() -> Iterator[None]:
         fail("interrupted before anything was read")
         raise typer.Exit(INTERRUPTED) from None
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        fail(str(error) or type(error).__name__)
+        fail(_said(error), everywhere=getattr(error, "everywhere", False))
         raise typer.Exit(getattr(error, "exit_code", 1)) from error
 
 
-def fail(message: str) -> None:
-    """One line on standard error."""
-    sys.stderr.write(f"acutance: {' '.join(message.split())}\n")
+def _said(error: Exception) -> str:
+    """What an error says, in a sentence; what the system says of a file begins with its name."""
+    if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def fail(message: str, *, everywhere: bool = False) -> None:
+    """One line on standard error; ``everywhere`` also of ranks that else are silent."""
+    stream = (sys.__stderr__ if everywhere else None) or sys.stderr
+    stream.write(f"acutance: {visible(' '.join(message.split()))}\n")

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
@@ -20,6 +19,7 @@ from acutance.files import write_each, write_text
 from acutance.mechanisms import MECHANISMS
 from acutance.probing import QueryKeySample, load_queries_keys
 from acutance.report.printable import printable
+from acutance.report.screen import note
 from acutance.report.tables import NumberTable
 
 __all__ = ["arguments", "listing", "run", "show", "source"]
@@ -101,7 +101,7 @@ def show(
     """
     notes = console()
     if not found.complete:
-        notes.print("[yellow]interrupted[/]: what follows is what was done by then")
+        notes.print(note(("interrupted", "yellow"), ": what follows is what was done by then"))
     steps: dict[str, Callable[[], object]] = {}
     if str(json_to) == "-":
         steps[""] = lambda: sys.stdout.write(found.to_json())
@@ -114,8 +114,8 @@ def show(
 
     def written(name: str) -> None:
         if name:
-            where = escape(str({"json": json_to, "figure": figure_to}[name]))
-            notes.print(f"[dim]{name} written to[/] {where}", highlight=False)
+            where = {"json": json_to, "figure": figure_to}[name]
+            notes.print(note((f"{name} written to", "dim"), f" {where}"))
 
     write_each(steps, written)
 

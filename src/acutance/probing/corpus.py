@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.files import check_regular
+
 
 class CorpusError(ValueError):
     """A text that cannot be read or holds nothing."""
@@ -56,6 +58,7 @@ def _read_one(name: str) -> Text:
         if name == "-":
             content = sys.stdin.buffer.read().decode("utf-8")
         else:
+            check_regular(name)
             content = Path(name).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise CorpusError(f"there is no text file at {name}") from None
@@ -66,7 +69,9 @@ def _read_one(name: str) -> Text:
             f"{label} is not UTF-8 text: {error.reason} at byte {error.start}"
         ) from None
     except OSError as error:
-        raise CorpusError(f"{label} cannot be read: {error.strerror or error}") from None
+        said = f"{label} cannot be read: {error.strerror}" if error.strerror else str(error)
+        pipe = "; pipe it to --text -" if said.endswith("not a file") else ""
+        raise CorpusError(said + pipe) from None
     if not content.strip():
         raise CorpusError(f"{label} holds no text")
     return Text(label, content)

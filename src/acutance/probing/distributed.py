@@ -31,6 +31,12 @@ class RankError(RuntimeError):
     """What went wrong on another rank."""
 
 
+class LostRankError(RankError):
+    """A rank that does not answer: the first one, perhaps, so each of the others says it."""
+
+    everywhere = True
+
+
 def all_reduce_summary(
     summary: HeadSummary | None, group: dist.ProcessGroup | None = None
 ) -> HeadSummary:
@@ -269,10 +275,16 @@ def _answered() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankError(
-            "another rank has ended or does not answer, and the run ends with it; what was written "
-            "goes on with --resume"
+        raise LostRankError(
+            f"{_me()}another rank has ended or does not answer, and the run ends with it; what was "
+            "written goes on with --resume"
         ) from error
+
+
+def _me() -> str:
+    """Which rank speaks, where that is not the first."""
+    rank = os.environ.get("RANK", "0")
+    return "" if rank == "0" else f"rank {rank}: "
 
 
 def started_by_torchrun() -> bool:

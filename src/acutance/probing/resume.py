@@ -7,7 +7,6 @@ import json
 import os
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,10 +78,11 @@ def restore(path: str | os.PathLike[str], run: Run) -> State | None:
         run: what is asked for now.
 
     Raises:
+        OSError: if it cannot be read.
         ValueError: if the file is no state, or one of other settings, which it names.
     """
     name = os.fspath(path)
-    if not Path(path).exists():
+    if not os.path.exists(path):
         return None
     state = load_state(path)
     if found := state.run.difference(run, name, "this run"):

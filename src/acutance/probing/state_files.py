@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.files import check_regular
 from acutance.probing.layers import LEFT_OUT, STATUSES, Layer
 from acutance.probing.moments import BINS
 from acutance.rowstats import METRICS
@@ -66,8 +67,7 @@ def read(
     from safetensors import SafetensorError, safe_open
 
     name = os.fspath(path)
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no file at {name}")
+    check_regular(path)
     if (size := Path(path).stat().st_size) > MOST_BYTES:
         raise ValueError(f"{name} has {size} bytes, more than any state")
     try:

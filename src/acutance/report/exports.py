@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from acutance.escapes import in_spreadsheet
 from acutance.files import as_json, write_bytes, write_each, write_text
 from acutance.probing import HeadSummary
 from acutance.report.recommendations import recommendations
@@ -110,7 +111,8 @@ def put_csv(table: Any, path: Path) -> None:
 def csv_bytes(table: Any) -> bytes:
     r"""A pyarrow table as CSV in UTF-8: a line of names, then the rows; NaN is an empty field.
 
-    Text is always in quotes, so that what a module is called cannot end a field or a line.
+    Text is always in quotes, so that what a module is called cannot end a field or a line; one
+    that a spreadsheet would take for a formula has an apostrophe before it.
 
     Example:
         >>> import pyarrow
@@ -126,6 +128,11 @@ def csv_bytes(table: Any) -> bytes:
         if pyarrow.types.is_floating(column.type):
             known = compute.if_else(compute.is_nan(column), None, column)
             table = table.set_column(index, name, known)
+        elif pyarrow.types.is_string(column.type):
+            safe = {text: text and in_spreadsheet(text) for text in column.unique().to_pylist()}
+            if any(text != shown for text, shown in safe.items()):
+                known = pyarrow.array([safe[text] for text in column.to_pylist()], column.type)
+                table = table.set_column(index, name, known)
     buffer = io.BytesIO()
     csv.write_csv(table, buffer)
     return buffer.getvalue()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from acutance.escapes import visible
+
 __all__ = ["printable"]
 
 _ASCII = str.maketrans(
@@ -12,13 +14,13 @@ _ASCII = str.maketrans(
 
 
 def printable(text: str, ascii_only: bool = False) -> str:
-    r"""Without control characters, which could drive a terminal, or what it cannot encode.
+    r"""With control characters as escapes, and without what the terminal cannot encode.
 
     Example:
-        >>> printable("0–5 \x1b[31m"), printable("0–5 ³", ascii_only=True)
-        ('0–5 �[31m', '0-5 ?')
+        >>> print(printable("0–5 \x1b[31m"), printable("0–5 ³", ascii_only=True))
+        0–5 \x1b[31m 0-5 ?
     """
-    shown = "".join(part if part.isprintable() else "�" for part in text)
+    shown = visible(text)
     if not ascii_only:
         return shown
     return shown.translate(_ASCII).encode("ascii", "replace").decode()

@@ -13,6 +13,7 @@ from acutance.probing.distributed import Alone
 from acutance.probing.run import Options, Outcome, Savings, run_windows
 from acutance.probing.shards import WHOLE
 from acutance.report.exports import Targets
+from acutance.report.screen import note
 from acutance.report.state_commands import show_and_write
 
 __all__ = ["merge", "probe"]
@@ -123,9 +124,9 @@ def _finish(
         raise KeyboardInterrupt
     notes, run = console(), outcome.state.run
     if outcome.resumed:
-        notes.print(f"resumed after {outcome.resumed} windows", highlight=False)
+        notes.print(f"resumed after {outcome.resumed} windows")
     if not outcome.finished:
-        notes.print(f"[yellow]interrupted[/] after {run.windows} of {run.total} windows")
+        notes.print(note(("interrupted", "yellow"), f" after {run.windows} of {run.total} windows"))
     first: dict[str, Callable[[], object]] = {}
     if targets["--save"] is not None:
         first["--save"] = lambda: None  # it was written as the run went on
@@ -147,8 +148,10 @@ def merge(states: Sequence[Path], *, targets: Targets, console: Callable[..., An
         first["--out"] = lambda: state.save(path)
     if not state.run.complete:
         console().print(
-            f"[yellow]incomplete[/]: {state.run.windows} of {state.run.total} windows are here",
-            highlight=False,
+            note(
+                ("incomplete", "yellow"),
+                f": {state.run.windows} of {state.run.total} windows are here",
+            )
         )
     show_and_write(state.summary, targets, console, first=first)
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from acutance.escapes import visible
 from acutance.probing import STATUSES, HeadClass, HeadSummary, classify, edges
 from acutance.probing.moments import BINS, SCALES
 from acutance.probing.notices import notices
@@ -19,7 +20,7 @@ from acutance.report.findings import LABELS, findings
 from acutance.report.packing import BUDGET, LEVELS, SOFT, Level, Packer, bars, encode, rounded
 from acutance.report.recommendations import otherwise, recommendations
 from acutance.report.shown_structure import advice, classes, structure
-from acutance.report.words import GROUPS, visible, words
+from acutance.report.words import GROUPS, words
 from acutance.structure import describe
 
 

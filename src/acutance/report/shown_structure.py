@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from acutance.escapes import visible
 from acutance.probing import CLASSES, HeadClass, HeadSummary
 from acutance.probing.distances import Distances
 from acutance.probing.examples import Examples
@@ -16,7 +17,6 @@ from acutance.probing.moments import SCALES
 from acutance.probing.profile import Profile
 from acutance.report.packing import SOFT, Level, Packer, encode, rounded
 from acutance.report.recommendations import KINDS, Recommendation
-from acutance.report.words import visible
 
 #: Heads whose rows of text are kept in a report of very many heads, and rows of each.
 MOST_WITH_TEXT, MOST_ROWS = 512, 3

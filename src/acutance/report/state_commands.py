@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +16,7 @@ from acutance.report.exports import Targets, exports, to_output
 from acutance.report.findings import findings
 from acutance.report.printable import printable
 from acutance.report.recommendations import in_words, otherwise, recommendations
+from acutance.report.screen import note
 
 __all__ = ["TABLE", "report", "say_written", "show_and_write"]
 
@@ -116,4 +116,4 @@ def say_written(option: str, targets: Targets, console: Callable[..., Any]) -> N
     path = targets.get(option)
     if path is not None and str(path) != "-":
         what = _CALLED.get(option, option[2:])
-        console().print(f"[dim]{what} written to[/] {escape(str(path))}", highlight=False)
+        console().print(note((f"{what} written to", "dim"), f" {path}"))

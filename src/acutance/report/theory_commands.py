@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
@@ -16,6 +15,7 @@ from acutance import theory
 from acutance.files import as_json, write_each, write_text
 from acutance.report.predicted import prediction_record, prediction_table
 from acutance.report.printable import printable
+from acutance.report.screen import Screen, note
 from acutance.report.tables import NumberTable
 from acutance.report.temperature import Advice, advise
 
@@ -146,7 +146,7 @@ def _write(
     if str(json_to) == "-":
         steps[""] = lambda: sys.stdout.write(_json(record))
     else:
-        steps[""] = lambda: table(Console())
+        steps[""] = lambda: table(Screen())
         if json_to is not None:
             steps["json"] = lambda: write_text(json_to, _json(record))
     if plot_to is not None:
@@ -155,8 +155,7 @@ def _write(
 
     def written(name: str) -> None:
         if name:
-            where = escape(str(paths[name]))
-            Console(stderr=True).print(f"[dim]{name} written to[/] {where}", highlight=False)
+            Screen(stderr=True).print(note((f"{name} written to", "dim"), f" {paths[name]}"))
 
     write_each(steps, written)
 

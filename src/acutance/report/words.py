@@ -76,37 +76,3 @@ def crossing(module: str) -> str:
         (' (cross-attention)', '')
     """
     return " (cross-attention)" if _CROSS.search(module) else ""
-
-
-def visible(text: str) -> str:
-    r"""Text as it may be shown: what cannot be seen, or turns its surroundings, is written out.
-
-    Control characters, marks that change a line's direction, line and paragraph separators,
-    zero-width characters and lone surrogates become an escape.
-
-    Example:
-        >>> print(visible("a\u202eb\x00c\ud800"))
-        a\u202eb\x00c\ud800
-        >>> visible("naïve 日本語 🙂")
-        'naïve 日本語 🙂'
-    """
-    return "".join(_escape(part) if _hidden(ord(part)) else part for part in text)
-
-
-def _escape(part: str) -> str:
-    point = ord(part)
-    named = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
-    return named.get(part) or (f"\\x{point:02x}" if point < 256 else f"\\u{point:04x}")
-
-
-def _hidden(point: int) -> bool:
-    return (
-        point < 0x20
-        or 0x7F <= point < 0xA0
-        or point in (0xAD, 0x61C, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF)
-        or 0x2028 <= point <= 0x202E
-        or 0x2066 <= point <= 0x206F
-        or 0xD800 <= point < 0xE000
-        or 0xFFF9 <= point <= 0xFFFB
-        or 0xE0000 <= point < 0xE0080
-    )

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from acutance.files import write_text
+from acutance.report.screen import note
 from acutance.reproduce import render
 from acutance.reproduce.experiment import Experiment
 from acutance.reproduce.record import SCHEMA, Record
@@ -72,7 +73,7 @@ def reproduce(
             left = "; ".join(claim.text for claim in experiment.claims if claim not in tested)
             if left:
                 notes.print(Padding(Text(f"tested at full size only: {left}"), (0, 0, 0, 2)))
-            with notes.status(f"{index}/{len(chosen)} {experiment.name}") as progress.status:
+            with notes.status(note(f"{index}/{len(chosen)} {experiment.name}")) as progress.status:
                 outcome = next(outcomes)
             records.append(outcome.record)
             how = (
@@ -85,8 +86,11 @@ def reproduce(
     except KeyboardInterrupt:
         complete = False
         notes.print(
-            f"[yellow]interrupted[/] after {len(records)} of {len(chosen)} experiments; "
-            "the same command goes on from there"
+            note(
+                ("interrupted", "yellow"),
+                f" after {len(records)} of {len(chosen)} experiments; "
+                "the same command goes on from there",
+            )
         )
     except Exception as error:  # what has finished is written first
         complete, failure = False, error
@@ -96,7 +100,7 @@ def reproduce(
         output = console(stderr=False)
         output.print(render.summary(records, output.width))
         what = "records and figures" if figures else "records"
-        notes.print(f"[dim]{what} in[/] {out}", highlight=False)
+        notes.print(note((f"{what} in", "dim"), f" {out}"))
     if failure is not None:
         raise failure
     if not complete:

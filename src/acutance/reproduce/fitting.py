@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
+import os
 import time
 import zlib
 from collections.abc import Callable
@@ -165,7 +166,7 @@ def _resume(
     identity: dict[str, Any],
 ) -> int:
     """Steps already taken; 0 if there is no checkpoint, or it is another training's or broken."""
-    if keep is None or not keep.exists():
+    if keep is None or not os.path.isfile(keep):
         return 0
     try:
         state = torch.load(keep, weights_only=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from acutance.files import tidy
 from acutance.report import style
 from acutance.reproduce.experiment import Experiment, Run
 from acutance.reproduce.fitting import Note
@@ -149,6 +150,8 @@ def run(
     directory.mkdir(parents=True, exist_ok=True)
     for experiment in experiments:
         path = directory / f"{experiment.name}.json"
+        for file in (path, *_pictures(directory, experiment.name)):
+            tidy(file)
         record = None if force else _earlier(experiment, path, quick=quick, seed=seed)
         resumed = record is not None
         if record is None:

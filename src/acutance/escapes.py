@@ -1,0 +1,69 @@
+"""Text from outside, as it may be shown: file names, names in models, records of other machines.
+
+Whatever is printed or written for people to read goes through :func:`visible`; a spreadsheet and a
+Markdown page have signs of their own beside it.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+
+__all__ = ["in_markdown", "in_spreadsheet", "visible", "visible_lines"]
+
+#: Control characters, marks that change a line's direction, line and paragraph separators,
+#: zero-width characters, tags and lone surrogates.
+_HIDDEN = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u206f\ufeff"
+    "\ud800-\udfff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+_NAMED = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def visible(text: str) -> str:
+    r"""Text as it may be shown: what cannot be seen, or turns its surroundings, is written out.
+
+    Control characters, marks that change a line's direction, line and paragraph separators,
+    zero-width characters and lone surrogates become an escape.
+
+    Example:
+        >>> print(visible("a\u202eb\x00c\ud800"))
+        a\u202eb\x00c\ud800
+        >>> visible("naïve 日本語 🙂")
+        'naïve 日本語 🙂'
+    """
+    return _HIDDEN.sub(_escape, text)
+
+
+def visible_lines(text: str) -> str:
+    """Text as :func:`visible` has it, line by line: its line ends stay."""
+    return "\n".join(map(visible, text.split("\n")))
+
+
+def in_spreadsheet(text: str) -> str:
+    """A text that a spreadsheet shows and does not compute: an apostrophe goes before a formula.
+
+    Example:
+        >>> in_spreadsheet("=1+1"), in_spreadsheet("layers.0")
+        ("'=1+1", 'layers.0')
+    """
+    shown = visible(text)
+    return f"'{shown}" if shown.lstrip()[:1] in ("=", "+", "-", "@") else shown
+
+
+def in_markdown(text: str) -> str:
+    r"""A text that stays one cell or one line of a Markdown page, without markup of its own.
+
+    Example:
+        >>> print(in_markdown("<script> a|b [x](y) `c`"))
+        &lt;script&gt; a\|b \[x\](y) 'c'
+    """
+    shown = re.sub(r"([\\|\[\]])", r"\\\1", visible(text))
+    return html.escape(shown, quote=False).replace("`", "'")
+
+
+def _escape(found: re.Match[str]) -> str:
+    part, point = found[0], ord(found[0])
+    if point < 256:
+        return _NAMED.get(part) or f"\\x{point:02x}"
+    return f"\\u{point:04x}" if point < 0x10000 else f"\\U{point:08x}"

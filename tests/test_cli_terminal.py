@@ -1,0 +1,198 @@
+"""What comes from outside drives no terminal and is no markup or formula; signals end commands."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from rich.table import Table
+from rich.text import Text
+from typer.testing import CliRunner
+
+from acutance import cli
+from acutance.calibration import command as calibrate_command
+from acutance.cli import shared
+from acutance.escapes import in_markdown, in_spreadsheet, visible
+from acutance.probing import distributed, models
+from acutance.report.exports import csv_bytes
+from acutance.report.screen import Screen, note
+
+HOSTILE = "a[/]b[red]c\x1b]0;owned\x07\u202e:smile:"
+SHOWN = r"a[/]b[red]c\x1b]0;owned\x07\u202e:smile:"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("TERMINAL_WIDTH", "400")
+    return lambda *given: CliRunner().invoke(cli.app, [str(one) for one in given])
+
+
+def test_a_screen_takes_nothing_for_markup_and_shows_what_is_hidden() -> None:
+    table = Table(title=HOSTILE)
+    table.add_column(HOSTILE)
+    table.add_row(HOSTILE)
+    table.add_row(Text(HOSTILE, style="red"))
+    output = io.StringIO()
+    screen = Screen(file=output, width=200, force_terminal=True, color_system=None)
+    screen.print(HOSTILE, Text(HOSTILE), table, note(("written", "dim"), f" {HOSTILE}\n"))
+    text = output.getvalue()
+    assert text.count(SHOWN) == 7 - 1
+    assert not {"\x1b", "\x07", "\u202e"} & set(text.replace("\x1b[", ""))
+    with screen.status(note(HOSTILE)):
+        pass
+    assert "\x1b]" not in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("predict", "--n", "16", "--json"), ("temperature", "--n", "16", "--json"),
+     ("compare", "--n", "16", "--mechanism", "cosine", "--no-costs", "--heads", "1", "--json")],
+    ids=lambda arguments: arguments[0],
+)  # fmt: skip
+def test_a_path_is_shown_as_it_is(
+    run: Callable[..., Any], tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "x[" / "red]y[" / "\x1b[31m"
+    folder.mkdir(parents=True)
+    done = run(*arguments, folder / "]out.json")
+    assert done.exit_code == 0, done.output
+    shown = visible(str(folder / "]out.json"))
+    assert f"json written to {shown}" in done.stderr.replace("\n", "")
+    assert "\x1b" not in done.output
+
+
+def test_errors_and_refusals_show_what_is_hidden(run: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / HOSTILE.replace("/", ".")
+    for arguments in (("report", path), ("probe", "--text", path), ("probe", path),
+                      ("bench", "--from", path), ("probe", "--law", path),
+                      ("predict", "--n", 8, "--json", path / "x"), ("--\x1b[31m",),
+                      ("probe", "--length", "\x1b[31m")):  # fmt: skip
+        done = run(*arguments)
+        assert done.exit_code in (1, 2), done.output
+        assert isinstance(done.exception, SystemExit)
+        assert "\\x1b" in done.output, arguments
+        assert not {"\x1b", "\x07", "\u202e"} & set(done.output), arguments
+
+
+def test_text_in_csv_is_no_formula_and_numbers_stay_numbers() -> None:
+    names = ["=1+1", "+a", "-a", "@a", "\t=a", "layers.0", None, "a\x1b"]
+    table = pyarrow.table({"module": names, "mean": [-1.5] * len(names)})
+    lines = csv_bytes(table).decode().splitlines()[1:]
+    assert lines == [
+        "\"'=1+1\",-1.5", "\"'+a\",-1.5", "\"'-a\",-1.5", "\"'@a\",-1.5", '"\\t=a",-1.5',
+        '"layers.0",-1.5', ",-1.5", '"a\\x1b",-1.5',
+    ]  # fmt: skip
+    assert in_spreadsheet(" =1") == "' =1"
+
+
+def test_a_bench_record_leaves_no_markup_in_a_page(run: Callable[..., Any], tmp_path: Path) -> None:
+    from acutance.bench.command import read
+    from acutance.bench.page import markdown
+
+    report = read(Path(__file__).parents[1] / "docs" / "_static" / "bench.json")
+    wild = "<script>x</script> ![a](http://b) | `\x1b"
+    rows = tuple(replace(row, reason=wild) for row in report.results[0].rows)
+    results = (replace(report.results[0], rows=rows), *report.results[1:])
+    place = replace(report.environment, processor=wild)
+    page = markdown(replace(report, environment=place, results=results))
+    assert "<script" not in page
+    assert "![a]" not in page
+    assert "\x1b" not in page
+    assert in_markdown(wild) in page
+
+
+@pytest.fixture
+def handled() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    shared.ended_as_interrupted()
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("handled")
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_calibration_with_one_line(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int
+) -> None:
+    monkeypatch.setattr(calibrate_command, "run", lambda *_, **__: os.kill(os.getpid(), kind))
+    done = run("calibrate", "--save", tmp_path / "state")
+    assert done.exit_code == 130
+    told = f"interrupted before the law was found; --resume goes on from {tmp_path / 'state'}"
+    assert done.stderr.splitlines() == [f"acutance: {told}"]
+
+
+@pytest.mark.usefixtures("handled")
+def test_sigterm_ends_a_comparison_with_what_is_done(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from acutance.comparison import runner
+
+    result = runner._result
+
+    def once(*given: Any) -> Any:
+        monkeypatch.setattr(runner, "_result", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        return result(*given)
+
+    monkeypatch.setattr(runner, "_result", once)
+    done = run("compare", "--n", "16", "--no-costs", "--heads", 1, "--json", tmp_path / "x.json")
+    assert done.exit_code == 130, done.output
+    assert "interrupted: what follows is what was done by then" in done.stderr
+    assert (tmp_path / "x.json").stat().st_size
+
+
+def test_the_command_takes_sigterm_as_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = signal.getsignal(signal.SIGTERM), []
+    monkeypatch.setattr(cli, "app", lambda: seen.append(signal.getsignal(signal.SIGTERM)))
+    try:
+        cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.default_int_handler]
+
+
+def test_a_rank_that_else_is_silent_says_that_another_was_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    words, silent = io.StringIO(), io.StringIO()
+    monkeypatch.setattr("sys.__stderr__", words)
+    monkeypatch.setattr("sys.stderr", silent)
+    with (
+        pytest.raises(shared.typer.Exit, match=r"^1?$"),
+        shared.plain_errors(),
+        distributed._answered(),
+    ):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:598] Connection closed by peer")
+    assert words.getvalue().startswith("acutance: rank 1: another rank has ended or does not")
+    with pytest.raises(shared.typer.Exit, match=r"^1?$"), shared.plain_errors():
+        raise distributed.RankError("rank 0: no model")
+    assert silent.getvalue() == "acutance: rank 0: no model\n"
+    assert words.getvalue().count("\n") == 1
+
+
+def test_embedded_weights_other_than_those_published_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"others")
+    monkeypatch.setattr(models, "_embedded", lambda: str(tmp_path))
+    with pytest.raises(models.ModelError, match="are not those that were published: their sha256"):
+        models.load(None)
+
+
+def test_damaged_weights_do_not_advise_pickles(run: Callable[..., Any], tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=30522).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10" + bytes(30))
+    done = run("probe", tmp_path, "--tokenizer", models._embedded())
+    assert done.exit_code == 1
+    assert "could not be loaded" in done.stderr
+    assert "--allow-pickle" not in done.stderr
