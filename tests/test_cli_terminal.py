@@ -44,7 +44,8 @@ def test_a_screen_takes_nothing_for_markup_and_shows_what_is_hidden() -> None:
     screen = Screen(file=output, width=200, force_terminal=True, color_system=None)
     screen.print(HOSTILE, Text(HOSTILE), table, note(("written", "dim"), f" {HOSTILE}\n"))
     text = output.getvalue()
-    assert text.count(SHOWN) == 7 - 1
+    assert text.count(SHOWN) == 5
+    assert text.count(SHOWN.replace(r"\x07", "")) == 2  # rich drops the bell of its own texts
     assert not {"\x1b", "\x07", "\u202e"} & set(text.replace("\x1b[", ""))
     with screen.status(note(HOSTILE)):
         pass
@@ -53,7 +54,7 @@ def test_a_screen_takes_nothing_for_markup_and_shows_what_is_hidden() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("predict", "--n", "16", "--json"), ("temperature", "--n", "16", "--json"),
+    [("predict", "--n", "16", "--logit-std", "1", "--json"), ("temperature", "--n", "16", "--json"),
      ("compare", "--n", "16", "--mechanism", "cosine", "--no-costs", "--heads", "1", "--json")],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip
@@ -70,7 +71,7 @@ def test_a_path_is_shown_as_it_is(
 
 
 def test_errors_and_refusals_show_what_is_hidden(run: Callable[..., Any], tmp_path: Path) -> None:
-    path = tmp_path / HOSTILE.replace("/", ".")
+    path = tmp_path / HOSTILE.replace("/", ".").replace(":", "")
     for arguments in (("report", path), ("probe", "--text", path), ("probe", path),
                       ("bench", "--from", path), ("probe", "--law", path),
                       ("predict", "--n", 8, "--json", path / "x"), ("--\x1b[31m",),

@@ -20,6 +20,7 @@ from acutance.calibration.collect import TARGETS
 from acutance.calibration.decide import LayerState, aim_of, matters
 from acutance.calibration.estimates import LayerValues
 from acutance.calibration.render import sentences
+from acutance.probing import state_files
 
 Built = Callable[..., nn.Module]
 LENGTHS = (16, 32, 64)
@@ -407,6 +408,21 @@ def test_a_run_that_was_killed_goes_on(tmp_path: Path, stop: int) -> None:
     assert found.layers == want.layers
     assert len(again) == 4 * 3  # those done before are told as well, and none twice
     assert sum(again) == 3 * 2 * 2 * 8 * 64
+
+
+def test_an_interrupt_keeps_what_was_not_saved_yet(tmp_path: Path) -> None:
+    model, text = encoder()
+    path = tmp_path / "state"
+
+    def interrupt(tokens: int, number: int, most: int) -> None:
+        raise KeyboardInterrupt("now")
+
+    with pytest.raises(KeyboardInterrupt, match="now"):
+        acutance.calibrate(
+            model, text(1), lengths=[16, 64], save=path, save_every=1000, advance=interrupt
+        )
+    header, _ = state_files.read(path, "acutance.calibration/1")
+    assert [one["done"] for one in json.loads(header["passes"])] == [1]
 
 
 def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:

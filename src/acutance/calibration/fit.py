@@ -205,18 +205,23 @@ class _Job:
                 if advance is not None:
                     advance(_tokens(turn), index + 1, asked.passes)
 
-            run_pass(
-                self._model,
-                self._turns,
-                asked.target,
-                asked.knots,
-                self._law(passes[-1]),
-                so_far=passes[-1].found,
-                windowed=asked.windowed,
-                gaps=index == 0,
-                seed=self._seed,
-                after=after,
-            )
+            try:
+                run_pass(
+                    self._model,
+                    self._turns,
+                    asked.target,
+                    asked.knots,
+                    self._law(passes[-1]),
+                    so_far=passes[-1].found,
+                    windowed=asked.windowed,
+                    gaps=index == 0,
+                    seed=self._seed,
+                    after=after,
+                )
+            except KeyboardInterrupt:
+                if self._save is not None and self._unsaved and not passes[-1].found.torn:
+                    self._progress.save(self._save)
+                raise
 
     def _next(self) -> PassState | None:
         """What the next pass has in force; None where the last one was the last."""

@@ -24,6 +24,7 @@ class PassSums:
         layers: by module name, their sums.
         scales: by module name and bin, critical scales of sampled rows, (heads, rows).
         unread: attention that could not be read, with the reason.
+        torn: whether a turn was being added when an interrupt came: then it is not to be kept.
     """
 
     def __init__(self) -> None:
@@ -31,6 +32,7 @@ class PassSums:
         self.layers: dict[str, LayerSums] = {}
         self.scales: dict[tuple[str, int], Tensor] = {}
         self.unread: tuple[str, ...] = ()
+        self.torn = False
 
 
 def knots_of(lengths: Sequence[int], reference: int | None = None) -> tuple[int, ...]:
@@ -108,13 +110,13 @@ def run_pass(
         for turn in left:
             collector.group, collector.turn = turn.groups, so_far.done
             turn.run(model, device)
-            # one step: what was read and how many turns it is of cannot be parted by an interrupt
             _take(so_far, collector)
             after(so_far, turn)
     return so_far
 
 
 def _take(so_far: PassSums, collector: Collector) -> None:
+    so_far.torn = True
     for name, found in collector.take().items():
         have = so_far.layers.get(name)
         if have is None:
@@ -130,6 +132,7 @@ def _take(so_far: PassSums, collector: Collector) -> None:
     }
     so_far.unread = tuple(dict.fromkeys((*so_far.unread, *collector.unread)))
     so_far.done += 1
+    so_far.torn = False
 
 
 @contextmanager
