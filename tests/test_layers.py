@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "acutance"
 STAGES = [
     "data", "escapes", "files", "from_json", "compiling", "masks", "shapes", "scores", "scaling",
     "weights", "theory", "rowstats", "kernels", "attend", "structure", "mechanisms", "nn",
-    "testing", "probing", "report", "calibration", "training", "reproduce", "bench", "comparison", "cli",
+    "testing", "probing", "report", "calibration", "training", "reproduce", "bench",
+    "comparison", "cli",
 ]  # fmt: skip
 ALONE = {"theory"}  # imports nothing of ours: it must owe nothing to what it is compared with
 EXEMPT = {"__init__", "__main__"}
