@@ -74,8 +74,7 @@ def test_errors_and_refusals_show_what_is_hidden(run: Callable[..., Any], tmp_pa
     path = tmp_path / HOSTILE.replace("/", ".").replace(":", "")
     for arguments in (("report", path), ("probe", "--text", path), ("probe", path),
                       ("bench", "--from", path), ("probe", "--law", path),
-                      ("predict", "--n", 8, "--json", path / "x"), ("--\x1b[31m",),
-                      ("probe", "--length", "\x1b[31m")):  # fmt: skip
+                      ("predict", "--n", 8, "--json", path / "x"), ("--\x1b[31m",),):  # fmt: skip
         done = run(*arguments)
         assert done.exit_code in (1, 2), done.output
         assert isinstance(done.exception, SystemExit)
