@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from acutance.masks import hidden_scores
 from acutance.probing.call import AttentionCall
 from acutance.probing.flex import FLEX, flex_call
-from acutance.probing.heads import folded, heads_at_once, heads_of, over_keys
+from acutance.probing.heads import folded, head_places, heads_at_once, heads_of, over_keys
 from acutance.probing.huggingface import Observer, Substitute, is_cross
 from acutance.probing.lineage import Lineage
 from acutance.probing.modes import leave
@@ -100,6 +100,8 @@ class FunctionCapture(TorchFunctionMode):
         super().__init__()
         self.observer = observer
         self._softmaxes = Softmaxes(self._weighed, self._unused)
+        self._head_places: dict[str, int] = {}  # by module, as calls told that fit one reading
+        self._undecided: dict[str, str] = {}
         asked = isinstance(observer, ProductObserver) and observer.products
         self._lineage = Lineage(operands=True) if asked else None
 
@@ -107,6 +109,9 @@ class FunctionCapture(TorchFunctionMode):
         """Softmaxes that wait for a product wait no longer."""
         leave(self)
         self._softmaxes.clear()
+        for module, why in self._undecided.items():
+            self.observer.unreadable(module, why)
+        self._undecided.clear()
         if self._lineage is not None:
             self._lineage.clear()
 
@@ -300,17 +305,43 @@ class FunctionCapture(TorchFunctionMode):
             if softmax.overwritten():
                 raise ValueError("its scores were overwritten after the softmax")
             heads = heads_at_once(self.observer.module_of(name))
-            scores = folded(softmax.base, softmax.dim, heads)
+            place = self._place_of_heads(softmax, heads, name.partition("#")[0])
+            scores = folded(softmax.base, softmax.dim, heads, place)
             if self._lineage is not None:
-                self._multiplied(self._lineage, softmax, scores, heads, name)
+                self._multiplied(self._lineage, softmax, scores, heads, place, name)
                 return
         except ValueError as error:
             self.observer.unreadable(name, str(error))
             return
         self.observer.observe_scores(scores, name, doubt)
 
+    def _place_of_heads(self, softmax: Softmax, heads: int | None, module: str) -> int | None:
+        """Which dimension is heads where several fit: as in calls of other sizes, else the second.
+
+        What is read so and differs from what a later call tells is listed, as is what no call told.
+        """
+        places = head_places(softmax.base.shape, heads) if softmax.last else []
+        known = self._head_places.get(module)
+        if len(places) == 1:
+            self._head_places[module] = places[0]
+            if places[0] == 1:
+                self._undecided.pop(module, None)
+        elif places and known is None and module not in self._undecided:
+            self._undecided[module] = (
+                f"its softmax of {tuple(softmax.base.shape)} fits its {heads} heads in more than "
+                "one way: the second dimension was taken for heads, which a call with another "
+                "batch or length would confirm"
+            )
+        return known
+
     def _multiplied(
-        self, lineage: Lineage, softmax: Softmax, scores: Tensor, heads: int | None, name: str
+        self,
+        lineage: Lineage,
+        softmax: Softmax,
+        scores: Tensor,
+        heads: int | None,
+        place: int | None,
+        name: str,
     ) -> None:
         """Report what the scores of a softmax have of a product.
 
@@ -324,7 +355,7 @@ class FunctionCapture(TorchFunctionMode):
                 raise ValueError(f"its scores are {many} of queries and keys")
             hidden = hidden_scores(scores, lineage.narrowest(softmax.base))
             wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
-            products = scores.to(wide) - folded(bare, softmax.dim, heads).to(wide)
+            products = scores.to(wide) - folded(bare, softmax.dim, heads, place).to(wide)
             query, key = stand_for(pairs[0], scores)
         assert isinstance(self.observer, ProductObserver)
         self.observer.observe_products(products.masked_fill(hidden, -torch.inf), query, key, name)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["fold", "folded", "heads_at_once", "heads_of", "over_keys"]
+__all__ = ["fold", "folded", "head_places", "heads_at_once", "heads_of", "over_keys"]
 
 #: How a module may name its number of heads.
 HEADS = (
@@ -62,7 +64,7 @@ def heads_at_once(module: torch.nn.Module | None) -> int | None:
     return size if sliced else heads
 
 
-def fold(scores: Tensor, heads: int | None) -> Tensor:
+def fold(scores: Tensor, heads: int | None, place: int | None = None) -> Tensor:
     """Scores of any rank as (B, H, L, S).
 
     Three dimensions are batches of heads, or of a single head where their number does not fit. Of
@@ -72,6 +74,7 @@ def fold(scores: Tensor, heads: int | None) -> Tensor:
     Args:
         scores: (..., S).
         heads: how many there are, None if unknown.
+        place: which of four dimensions is heads, where that is known of other calls.
 
     Raises:
         ValueError: if heads cannot be told from other dimensions.
@@ -90,8 +93,10 @@ def fold(scores: Tensor, heads: int | None) -> Tensor:
         three: Tensor = scores.unflatten(0, (-1, heads if fits and heads else 1))
         return three
     if scores.dim() == 4:
-        places = [place for place in range(3) if shape[place] == heads]
-        return scores.transpose(1, places[0]) if len(places) == 1 else scores
+        places = head_places(shape, heads)
+        if len(places) == 1:
+            return scores.transpose(1, places[0])
+        return scores.transpose(1, place) if place in places else scores
     places = [place for place in range(1, scores.dim() - 1) if shape[place] == heads]
     if not places and shape[0] == heads:
         places = [0]
@@ -103,7 +108,17 @@ def fold(scores: Tensor, heads: int | None) -> Tensor:
     return scores.movedim(place, -3).flatten(0, -4)
 
 
-def folded(scores: Tensor, dim: int, heads: int | None) -> Tensor:
+def head_places(shape: Sequence[int], heads: int | None) -> list[int]:
+    """Which of four dimensions, the last of them keys, have the number of heads.
+
+    Example:
+        >>> head_places((4, 2, 9, 9), 4), head_places((4, 4, 9, 9), 4)
+        ([0], [0, 1])
+    """
+    return [place for place in range(3) if shape[place] == heads] if len(shape) == 4 else []
+
+
+def folded(scores: Tensor, dim: int, heads: int | None, place: int | None = None) -> Tensor:
     """Scores whose keys are some dimension as (B, H, L, S): :func:`fold`, or heads are last.
 
     Args:
@@ -111,6 +126,7 @@ def folded(scores: Tensor, dim: int, heads: int | None) -> Tensor:
             the last.
         dim: that of the keys.
         heads: how many there are, None if unknown.
+        place: as for :func:`fold`.
 
     Raises:
         ValueError: as :func:`fold`.
@@ -120,5 +136,5 @@ def folded(scores: Tensor, dim: int, heads: int | None) -> Tensor:
         [2, 3, 5, 7]
     """
     if dim in (-1, scores.dim() - 1):
-        return fold(scores, heads)
+        return fold(scores, heads, place)
     return scores.movedim(dim, -1).transpose(1, 2)
