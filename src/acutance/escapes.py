@@ -52,14 +52,14 @@ def in_spreadsheet(text: str) -> str:
 
 
 def in_markdown(text: str) -> str:
-    r"""A text that stays one cell or one line of a Markdown page, without markup of its own.
+    r"""A text that stays one cell or one line of a Markdown page, without links or HTML of its own.
 
     Example:
         >>> print(in_markdown("<script> a|b [x](y) `c`"))
-        &lt;script&gt; a\|b \[x\](y) 'c'
+        &lt;script&gt; a\|b \[x\](y) `c`
     """
     shown = re.sub(r"([\\|\[\]])", r"\\\1", visible(text))
-    return html.escape(shown, quote=False).replace("`", "'")
+    return html.escape(shown, quote=False)
 
 
 def _escape(found: re.Match[str]) -> str:
