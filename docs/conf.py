@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from importlib.metadata import version as installed_version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import latex2mathml.converter
@@ -27,6 +28,13 @@ author = "The acutance authors"
 copyright = "2026, The acutance authors"
 release = installed_version("acutance")
 version = release
+
+#: Where the sources are, as pyproject.toml says; pages write {{ repository }}, in code too.
+repository = re.search(
+    r'^Repository = "(.+?)"',
+    (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)[1]
 
 extensions = [
     "myst_parser",
@@ -210,6 +218,10 @@ class CommandOptions(SphinxDirective):
         return self.parse_text_to_nodes("\n".join([*lines, ":::"]))
 
 
+def name_repository(app: Sphinx, docname: str, source: list[str]) -> None:
+    source[0] = source[0].replace("{{ repository }}", repository)
+
+
 def skip_named_tuple_field(
     app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object
 ) -> bool | None:
@@ -223,6 +235,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
         inline_renderers=(visit_inline_math, None),
         block_renderers=(visit_display_math, None),
     )
+    app.connect("source-read", name_repository)
     app.connect("autodoc-skip-member", skip_named_tuple_field)
     app.connect("doctree-resolved", keep_marks_with_formulas)
     app.add_directive("metrics-table", MetricsTable)

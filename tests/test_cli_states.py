@@ -77,8 +77,11 @@ def test_another_metric_and_chart_are_shown(
     assert result.exit_code == 0, result.output
     assert "mean n keys (keys) over rows" in result.stdout
     assert figure.read_bytes()[:4] == b"\x89PNG"
-    assert run("report", saved("a"), "--metric", "n_kyes").exit_code == 1
-    assert "did you mean 'n_keys'" in run("report", saved("a"), "--metric", "n_kyes").stderr
+    assert run("report", saved("a"), "--metric", "n_kyes").exit_code == 2
+    for arguments in (["report", saved("a")], ["diff", saved("a"), saved("b")]):
+        result = run(*arguments, "--metric", "n_kyes")
+        assert result.exit_code == 2
+        assert "did you mean 'n_keys'" in " ".join(result.stderr.replace("│", " ").split())
 
 
 def test_the_head_that_moved_leads_the_diff(

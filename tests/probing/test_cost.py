@@ -46,7 +46,13 @@ def probed(model: nn.Module, *args: Any, options: dict[str, Any], **given: Any) 
 
 
 @pytest.mark.parametrize(
-    ("options", "read"), [({}, False), ({"verify": True}, True), ({"noise": True}, True)]
+    ("options", "read"),
+    [
+        ({"verify": False}, False),
+        ({}, True),
+        ({"verify": True}, True),
+        ({"verify": False, "noise": True}, True),
+    ],
 )
 def test_values_are_read_only_where_they_are_needed(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], read: bool
@@ -183,11 +189,39 @@ def test_layers_that_run_no_attention_and_heads_that_are_not_there() -> None:
         acutance.probe(model, layers="linear1"),
     ):
         model(torch.randn(1, 3, 8))
-    with (
-        pytest.raises(acutance.ProbeError, match="none of the heads asked for is among its 2"),
-        acutance.probe(model, heads=4),
-    ):
-        model(torch.randn(1, 3, 8))
+    for heads, named in ((4, "4"), ("0-2", "2"), (-3, "-3")):
+        with pytest.raises(
+            ValueError, match=rf"names head {named}, and the layers .* have 2 heads"
+        ):
+            acutance.probe(model, heads=heads)
+
+
+# -- the first call is verified -------------------------------------------------------------------
+
+
+def test_the_first_call_of_each_kind_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    rebuilt: list[int] = []
+    whole = calls.AttentionCall.rebuilt
+
+    def counted(call: Any, noise: bool) -> Any:
+        rebuilt.append(call.query.shape[2])
+        return whole(call, noise)
+
+    monkeypatch.setattr(calls.AttentionCall, "rebuilt", counted)
+    model = Attend()
+    with torch.no_grad(), acutance.probe(model) as probe:
+        model(*qkv())
+        assert probe.summary().layers[0].status == "verified"
+        model(*qkv())
+        layer = probe.summary().layers[0]
+        assert (layer.status, layer.calls, len(rebuilt)) == ("checked", 2, 1)
+        assert layer.error is not None
+        assert layer.error < 1e-4
+        query, key, value = qkv()
+        model(query[:, :, :1], key, value)  # a step of decoding is of another kind
+    assert len(rebuilt) == 2
+    with pytest.raises(ValueError, match="verify is True, False or"):
+        acutance.probe(model, verify="frist")
 
 
 # -- rows drawn at random -------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def test_layers_named_alike_are_told_together(summary_of: Make) -> None:
     summary = summary_of((1,) * 5, layer={i: {"module": name} for i, name in enumerate(names)})
     assert module_sentences(summary.layers) == [
         "layers 0, 2: dec.*.self",
-        "layers 1, 3: dec.*.cross",
+        "layers 1, 3: dec.*.cross (cross-attention)",
         "layer 4: pool",
     ]
     assert ranges([1, 2, 3, 7, 8], "layer") == "layers 1–3, 7–8"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,15 @@ def test_curves_stand_out_from_the_page_and_differ_in_grey(theme: style.Theme, c
     shades = [luminance(curve.colour) for curve in curves]
     assert shades == sorted(shades, reverse=theme.name == "dark")
     assert len({curve.mark for curve in curves}) == len({str(c.dash) for c in curves}) == count
+
+
+@pytest.mark.parametrize("theme", style.THEMES.values(), ids=style.THEMES)
+@pytest.mark.parametrize("count", [8, 12, 35])
+def test_many_curves_differ_from_their_neighbours_in_grey(theme: style.Theme, count: int) -> None:
+    curves = style.curves(count, theme)
+    assert len({(curve.colour, str(curve.dash), curve.mark) for curve in curves}) == count
+    assert min(contrast(a.colour, b.colour) for a, b in pairwise(curves)) > 1.6
+    assert min(contrast(curve.colour, theme.page) for curve in curves) > 1.9
 
 
 @pytest.mark.parametrize("theme", style.THEMES.values(), ids=style.THEMES)

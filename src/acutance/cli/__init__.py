@@ -9,17 +9,18 @@ from typing import Annotated
 import typer
 
 from acutance.cli import bench, calibration, comparison, probing, reproduce, states, theory
-from acutance.cli.shared import INTERRUPTED, Commands, ended_as_interrupted
+from acutance.cli.options import NO_TYPE, Command, Group
+from acutance.cli.shared import INTERRUPTED, ended_as_interrupted
 
 __all__ = ["INTERRUPTED", "app", "main"]
 
 app = typer.Typer(
     name="acutance",
+    cls=Group,
     help="How sharply does attention focus? Measure it on any model, for every head and row.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    cls=Commands,
 )
 
 
@@ -34,22 +35,29 @@ def _version(shown: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option(
+            "--version",
+            metavar=NO_TYPE,
+            callback=_version,
+            is_eager=True,
+            help="Show the version.",
+        ),
     ] = False,
 ) -> None:
     """How sharply does attention focus? Measure it on any model, for every head and row."""
 
 
-app.command("probe")(probing.probe_command)
-app.command("merge")(states.merge_command)
-app.command("report")(states.report_command)
-app.command("diff")(states.diff_command)
-app.command("predict")(theory.predict_command)
-app.command("temperature")(theory.temperature_command)
-app.command("calibrate")(calibration.calibrate_command)
-app.command("compare")(comparison.compare_command)
-app.command("reproduce")(reproduce.reproduce_command)
-app.command("bench")(bench.bench_command)
+app.command("probe", cls=Command)(probing.probe_command)
+app.command("merge", cls=Command)(states.merge_command)
+app.command("report", cls=Command)(states.report_command)
+app.command("diff", cls=Command)(states.diff_command)
+app.command("predict", cls=Command)(theory.predict_command)
+app.command("temperature", cls=Command)(theory.temperature_command)
+app.command("calibrate", cls=Command)(calibration.calibrate_command)
+app.command("compare", cls=Command)(comparison.compare_command)
+app.command("reproduce", cls=Command)(reproduce.reproduce_command)
+app.command("bench", cls=Command)(bench.bench_command)
 
 
 def main() -> None:

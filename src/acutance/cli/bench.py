@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from acutance.cli.options import MEASURE, WRITE, grouped
 from acutance.cli.outputs import Overwrite, check_outputs
 from acutance.cli.shared import check_figure, console, plain_errors
 
@@ -92,3 +93,12 @@ def bench_command(
         )
     if status:
         raise typer.Exit(status)
+
+
+grouped(
+    bench_command,
+    {
+        MEASURE: "group threads quick rounds memory record listing info",
+        WRITE: "json resume overwrite markdown figure",
+    },
+)

@@ -9,6 +9,11 @@ from typing import Annotated
 import typer
 
 from acutance.cli.options import (
+    FIT,
+    LESS,
+    MANY,
+    READ,
+    WRITE,
     AllowMissing,
     AllowPickle,
     AttentionName,
@@ -21,6 +26,7 @@ from acutance.cli.options import (
     TrustRemoteCode,
     check_choice,
     check_resume,
+    grouped,
 )
 from acutance.cli.outputs import Overwrite, check_outputs
 from acutance.cli.shared import INTERRUPTED, console, fail, plain_errors
@@ -181,3 +187,16 @@ def _lengths(text: str) -> tuple[int, ...]:
     if any(n < 2 for n in found) or any(b <= a for a, b in pairwise(found)):
         raise typer.BadParameter(f"they rise from 2 or more, got {text}", param_hint="--lengths")
     return found
+
+
+grouped(
+    calibrate_command,
+    {
+        READ: "text lengths tokenizer attention device trust_remote_code allow_pickle "
+        "allow_missing",
+        FIT: "target reference law limit windowed passes",
+        LESS: "windows batch_size seed",
+        WRITE: "out json save overwrite",
+        MANY: "save_every resume",
+    },
+)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from acutance.cli.options import Dark, JsonTo
+from acutance.cli.options import MEASURE, WRITE, Dark, JsonTo, grouped
 from acutance.cli.outputs import check_outputs
 from acutance.cli.shared import (
     INTERRUPTED,
@@ -79,3 +79,12 @@ def compare_command(
         command.show(found, json_to=json, figure_to=figure, dark=dark, console=console)
     if not found.complete:
         raise typer.Exit(INTERRUPTED)
+
+
+grouped(
+    compare_command,
+    {
+        MEASURE: "n d mechanism heads batch samples mean std causal seed state costs",
+        WRITE: "json figure dark",
+    },
+)

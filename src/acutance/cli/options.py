@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
+from acutance.cli.shared import Commands
+
+#: What help shows in place of the type of a switch.
+NO_TYPE = " "
 #: Headings of a help page with many options.
-READ, WRITE, LESS, MANY = "What to read", "What to write", "Spend less", "Many machines, long runs"
+READ, MEASURE, FIT, WRITE = "What to read", "What to measure", "What to fit", "What to write"
+LESS, MANY = "Spend less", "Many machines, long runs"
 CHARTS = ("heads", "layers", "lengths", "theory")
 
 Model = Annotated[
@@ -112,22 +119,63 @@ def check_chart(chart: str, metric: str | None = None) -> None:
         )
 
 
-def grouped(command: Callable[..., None], panels: Mapping[str, str]) -> Callable[..., None]:
+def check_metrics(names: Iterable[str]) -> None:
+    """Refuse a name that no metric has, and name the nearest; a state may still lack it."""
+    from acutance.structure import describe
+
+    for name in names:
+        try:
+            describe(name)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--metric") from error
+
+
+def grouped(command: Callable[..., None], sections: Mapping[str, str]) -> Callable[..., None]:
     """The same command, its options under headings in its help, and switches without a type.
 
     Args:
         command: a command whose options are annotated.
-        panels: the heading of each parameter's name.
+        sections: under each heading, the names of its parameters, separated by spaces.
     """
-    command.__annotations__ = get_type_hints(command, include_extras=True)
-    for name, hint in command.__annotations__.items():
+    panels = {name: heading for heading, names in sections.items() for name in names.split()}
+    hints = get_type_hints(command, include_extras=True)
+    unknown = panels.keys() - hints.keys()
+    if unknown:
+        raise ValueError(f"{command.__name__} has no parameter {', '.join(sorted(unknown))}")
+    for name, hint in hints.items():
         kind, *more = get_args(hint) or (hint,)
         for info in more:
-            if isinstance(info, typer.models.OptionInfo):
-                info.rich_help_panel = panels.get(name, info.rich_help_panel)
-                if kind in (bool, bool | None) and not info.metavar:
-                    info.metavar = " "
+            if not isinstance(info, typer.models.OptionInfo):
+                continue
+            shown = copy(info)  # several commands share it
+            shown.rich_help_panel = panels.get(name)
+            if kind in (bool, bool | None) and not shown.metavar:
+                shown.metavar = NO_TYPE
+            hints[name] = Annotated[kind, shown]
+    command.__annotations__ = hints
     return command
+
+
+class Command(TyperCommand):
+    """A command whose ``--help`` shows no type."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """The option, without ``<bool>``."""
+        return _without_type(super().get_help_option(ctx))
+
+
+class Group(Commands):
+    """The command that holds the others; its ``--help`` shows no type."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """The option, without ``<bool>``."""
+        return _without_type(super().get_help_option(ctx))
+
+
+def _without_type(option: Any) -> Any:
+    if option is not None:
+        option.metavar = NO_TYPE
+    return option
 
 
 def check_choice(option: str, given: str, among: Any) -> None:

@@ -225,11 +225,14 @@ def probe_command(
         raise typer.Exit(INTERRUPTED)
 
 
-_PANELS = {
-    READ: "text length tokenizer law attention device trust_remote_code allow_pickle allow_missing",
-    WRITE: "report json csv parquet save figure chart dark keep_qk noise structure examples "
-    "verify overwrite",
-    LESS: "every layers heads max_rows seed provide batch_size",
-    MANY: "shard resume save_every",
-}
-grouped(probe_command, {name: panel for panel, names in _PANELS.items() for name in names.split()})
+grouped(
+    probe_command,
+    {
+        READ: "text length tokenizer law attention device trust_remote_code allow_pickle "
+        "allow_missing",
+        WRITE: "report json csv parquet save figure chart dark keep_qk noise structure examples "
+        "verify overwrite",
+        LESS: "every layers heads max_rows seed provide batch_size",
+        MANY: "shard resume save_every",
+    },
+)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from acutance.cli.options import WRITE, grouped
 from acutance.cli.outputs import check_outputs
 from acutance.cli.shared import console, need, plain_errors
 
@@ -72,3 +73,6 @@ def reproduce_command(
             raise RuntimeError(str(error)) from error
     if status:
         raise typer.Exit(status)
+
+
+grouped(reproduce_command, {WRITE: "out force figures json"})

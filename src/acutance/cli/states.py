@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from acutance.cli.options import (
+    READ,
+    WRITE,
     Chart,
     CsvTo,
     Dark,
@@ -17,6 +19,8 @@ from acutance.cli.options import (
     ParquetTo,
     ReportTo,
     check_chart,
+    check_metrics,
+    grouped,
 )
 from acutance.cli.outputs import Overwrite, check_outputs
 from acutance.cli.shared import check_figure, console, plain_errors
@@ -83,6 +87,7 @@ def report_command(
     check_outputs(targets, {"STATE": state})
     check_figure("--figure", figure)
     check_chart(chart, metric)
+    check_metrics([] if metric is None else [metric])
     with plain_errors():
         from acutance.report import state_commands
 
@@ -125,6 +130,7 @@ def diff_command(
     targets = {"--json": json, "--csv": csv, "--figure": figure}
     check_outputs(targets, {"A": before, "B": after})
     check_figure("--figure", figure)
+    check_metrics(metric or [])
     with plain_errors():
         from acutance.report import diff_commands
 
@@ -138,3 +144,9 @@ def diff_command(
             dark=dark,
             console=console,
         )
+
+
+_FILES = "json csv parquet figure"
+grouped(merge_command, {WRITE: f"out overwrite report {_FILES}"})
+grouped(report_command, {READ: "metric", WRITE: f"html {_FILES} chart dark"})
+grouped(diff_command, {READ: "metric equal_n top", WRITE: "json csv figure dark"})

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from acutance.cli.options import Dark, JsonTo
+from acutance.cli.options import WRITE, Dark, JsonTo, grouped
 from acutance.cli.outputs import check_outputs
 from acutance.cli.shared import check_figure, misuse, plain_errors
 
@@ -124,3 +124,7 @@ def temperature_command(
         advice = theory_commands.advice_for(n, fraction, d, negatives)
     with plain_errors():
         theory_commands.show_advice(advice, json_to=json, plot_to=figure or plot, dark=dark)
+
+
+grouped(predict_command, {WRITE: "json figure dark"})
+grouped(temperature_command, {WRITE: "json figure dark"})

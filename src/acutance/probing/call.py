@@ -75,6 +75,24 @@ class AttentionCall:
             return ""
         return f"; keywords that the probe does not know: {', '.join(self.unknown)}"
 
+    def kind(self) -> tuple[object, ...]:
+        """What calls have in common that are read in the same way: if one is right, so are all."""
+        tensors = (self.attn_mask, self.key_mask, self.cu_seqlens, self.bias, self.sinks)
+        kinds = tuple(None if part is None else (part.dtype, part.dim()) for part in tensors)
+        queries, keys = self.query.shape[2], self.key.shape[2]
+        return (
+            self.module,
+            self.source,
+            kinds,
+            self.is_causal,
+            self.scale,
+            self.window,
+            self.softcap,
+            self.query.dtype,
+            queries == 1,
+            queries == keys,
+        )
+
     def statistics(self, noise: bool) -> RowStatistics:
         """Row statistics without the output."""
         value = self.value if noise else None

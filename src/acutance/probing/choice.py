@@ -194,10 +194,23 @@ class HeadChoice:
                 raise ValueError(f"heads are numbers or ranges, as 0,4-7, got {part!r}")
             self._parts.append(part)
 
-    @property
-    def last(self) -> int:
-        """The largest head that is named."""
-        return max(part[-1] for part in self._parts)
+    def check(self, most: int, model: str) -> None:
+        """Refuse heads that no layer has.
+
+        Args:
+            most: how many heads the layer with the most of them has.
+            model: what errors call the model.
+
+        Raises:
+            ValueError: naming the first such head.
+        """
+        for part in self._parts:
+            for head in (part[-1], part[0]):
+                if not -most <= head < most:
+                    raise ValueError(
+                        f"heads names head {head}, and the layers of {model} have {most} heads: "
+                        f"0 to {most - 1}"
+                    )
 
     def of(self, heads: int) -> list[int]:
         """The chosen of ``heads`` heads, ascending; those that a layer lacks are left out."""

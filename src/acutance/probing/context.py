@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def probe(
     model: torch.nn.Module,
     *,
     metrics: Sequence[str] | None = None,
-    verify: bool = False,
+    verify: bool | Literal["first"] = "first",
     noise: bool = False,
     keep: bool = False,
     every: int = 1,
@@ -42,8 +42,9 @@ def probe(
         model: any module; calls inside it are read, whatever else runs.
         metrics: names from :data:`acutance.METRICS`; None is all of them (``noise_gain`` only with
             ``noise``).
-        verify: rebuild each call's output from what was captured and compare, which catches a
-            capture that misses something at the price of computing the output twice.
+        verify: rebuild outputs from what was captured and compare, which catches a capture that
+            misses something at the price of computing the output twice: ``"first"`` that of the
+            first call of each kind in each layer, True that of every call, False none.
         noise: also record ``noise_gain``, which needs a third matrix product.
         keep: also keep a bounded sample of queries and keys: :meth:`Probe.queries_keys`.
         every: read the first of every ``every`` forward passes.
@@ -80,8 +81,9 @@ def probe(
 
     Raises:
         TypeError: if ``model`` is no module, or an option of another type than it says.
-        ValueError: if a metric does not exist (naming the nearest), layers choose nothing, a number
-            is too small, or ``attention_mask`` or ``rows`` has another shape or other values.
+        ValueError: if a metric does not exist (naming the nearest), layers choose nothing, heads
+            are more than the model has, a number is too small, or ``attention_mask`` or ``rows``
+            has another shape or other values.
 
     Example:
         >>> import torch, acutance

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 
 import torch
 
+from acutance.probing.heads import heads_of
 from acutance.probing.naming import module_name
 
 __all__ = [
     "attention_layers",
     "is_softmax",
     "is_windowed",
+    "most_heads",
     "uses_interface",
     "windowed_layers",
 ]
@@ -54,6 +56,18 @@ def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
             hands.add(name)
             holding |= around
     return {module_name(model, name): modules[name] for name in modules if name in found | hands}
+
+
+def most_heads(model: torch.nn.Module) -> int | None:
+    """Heads of the attention layer that has the most, None where one does not say.
+
+    Example:
+        >>> most_heads(torch.nn.TransformerDecoderLayer(8, 2))
+        2
+    """
+    counts = [heads_of(module) for module in attention_layers(model).values()]
+    known = [count for count in counts if count is not None]
+    return max(known) if known and len(known) == len(counts) else None
 
 
 def _around(name: str) -> set[str]:

@@ -7,11 +7,13 @@ from typing import Literal
 
 __all__ = ["LEFT_OUT", "STATUSES", "Layer", "Status"]
 
-Status = Literal["verified", "captured", "unverified", "mismatch"]
+Status = Literal["verified", "checked", "captured", "unverified", "mismatch"]
 
 #: What each status means, for reports; the most to be trusted first.
 STATUSES: dict[Status, str] = {
     "verified": "the call's output was rebuilt from what was captured and agrees",
+    "checked": "the first call's output was rebuilt from what was captured and agrees; later calls "
+    "were read in the same way",
     "captured": "read from the call's own arguments, output not rebuilt",
     "unverified": "read from a softmax alone, so what came before it is not known",
     "mismatch": "the output rebuilt from what was captured differs: do not trust these rows",

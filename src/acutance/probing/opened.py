@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from torch import Tensor
 from acutance.probing import huggingface
 from acutance.probing.beside import Beside
 from acutance.probing.call import AttentionCall
-from acutance.probing.choice import Chosen, LayerChoice
+from acutance.probing.choice import Chosen, HeadChoice, LayerChoice
 from acutance.probing.coverage import NOT_READ, looks_like_attention, scripted_attention
 from acutance.probing.eager import EAGER, unwatched
+from acutance.probing.find_layers import most_heads
 from acutance.probing.functions import FunctionCapture
 from acutance.probing.heads import heads_of
 from acutance.probing.kept import QueryKeySample
@@ -46,6 +47,14 @@ _LOOKED_FOR = (
     "takes; acutance.tap tells it of anything else"
 )
 
+#: Methods that captures and runs of a corpus call; ``dir`` leaves them out.
+_ASKED_BY_CAPTURES = frozenset(
+    [
+        *("here", "module_of", "mute", "muted", "name_of", "number_passes", "observe"),
+        *("observe_scores", "provide", "running", "unreadable"),
+    ]
+)
+
 
 class ProbeError(RuntimeError):
     """The probe could not do what it was opened for."""
@@ -66,7 +75,7 @@ class Probe:
         model: torch.nn.Module,
         *,
         metrics: Sequence[str] | None = None,
-        verify: bool = False,
+        verify: bool | Literal["first"] = "first",
         noise: bool = False,
         keep: bool = False,
         every: int = 1,
@@ -85,6 +94,8 @@ class Probe:
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+        if verify not in (True, False, "first"):
+            raise ValueError(f'verify is True, False or "first", got {verify!r}')
         if isinstance(metrics, str):
             raise TypeError(f"metrics is a sequence of names, got the string {metrics!r}")
         wanted = list(METRICS) if metrics is None else [metric(name).name for name in metrics]
@@ -116,6 +127,8 @@ class Probe:
             rows=rows,
         )
         self._thread = self._reader.thread
+        if heads is not None and (most := most_heads(model)) is not None:
+            HeadChoice(heads).check(most, class_name(model))
         self._layers: LayerChoice | None = None
         if layers is not None:
             self._layers = LayerChoice.from_model(layers, model)
@@ -424,6 +437,10 @@ class Probe:
         count = len(list(self._records.names()))
         what = f"{count} layer{'s' * (count != 1)} read" if count else "nothing read yet"
         return f"Probe of {type(self._model).__name__}: {what}; summary(), findings(), report()"
+
+    def __dir__(self) -> list[str]:
+        """What users call, without what captures ask a probe."""
+        return [name for name in super().__dir__() if name not in _ASKED_BY_CAPTURES]
 
     def findings(self) -> Any:
         """The heads worth a look first, a list of :class:`~acutance.report.Finding`.

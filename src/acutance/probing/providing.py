@@ -71,7 +71,7 @@ class Provider:
             output, stats = call.rebuilt(noise)
         if output.requires_grad:
             stats = RowStatistics(RowState(*(part.detach() for part in stats.state)), stats.backend)
-        kind = _kind(call, bool((stats.state.n == 0).any()))
+        kind = (*call.kind(), bool((stats.state.n == 0).any()))
         with self._lock:
             equal = self._equal.get(kind)
         error = None
@@ -107,26 +107,6 @@ def why_not(call: AttentionCall) -> str | None:
     if forward_ad._current_level >= 0:
         return "it runs under forward-mode differentiation"
     return None
-
-
-def _kind(call: AttentionCall, empty: bool) -> tuple[object, ...]:
-    """What calls have in common that are read in the same way."""
-    tensors = (call.attn_mask, call.key_mask, call.cu_seqlens, call.bias, call.sinks)
-    kinds = tuple(None if part is None else (part.dtype, part.dim()) for part in tensors)
-    queries, keys = call.query.shape[2], call.key.shape[2]
-    return (
-        call.module,
-        call.source,
-        kinds,
-        call.is_causal,
-        call.scale,
-        call.window,
-        call.softcap,
-        call.query.dtype,
-        queries == 1,
-        queries == keys,
-        empty,
-    )
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

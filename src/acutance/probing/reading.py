@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ class Reader:
     def __init__(
         self,
         *,
-        verify: bool,
+        verify: bool | Literal["first"],
         noise: bool,
         keep: bool,
         heads: Chosen | None,
@@ -148,10 +148,12 @@ class Reader:
         """Options are those of :func:`acutance.probe`."""
         self.structure = structure
         self._verify, self._noise = verify, noise
+        self._agreed: set[tuple[object, ...]] = set()
+        self._asked: set[str] = set()
         self._rows, self._seed = max_rows, seed
         self._heads = None if heads is None else HeadChoice(heads)
         self.keeper = Keeper() if keep else None
-        self.provider = Provider(verify) if provide else None
+        self.provider = Provider(verify is True) if provide else None
         self._doubted: set[str] = set()
         self.thread = Running()
         self.rows = RowReader(self.thread, attention_mask, rows)
@@ -175,7 +177,7 @@ class Reader:
         if part.heads is not None or part.sample is not None:
             state = RowState(*(part.of(field) for field in stats.state))
             stats = RowStatistics(state, stats.backend)
-        status: Status = "captured" if found.error is None else "verified"
+        status: Status = "checked" if found.error is None else "verified"
         return self._with_structure(
             part, call, part.read(stats, status, found.error, provided=True)
         )
@@ -190,8 +192,12 @@ class Reader:
         _check_whole(call.query, call.key, call.value)
         part = self._part(call, module)
         doubted = self.provider is not None and call.module in self.provider.suspects
-        if output is None or not (self._verify or doubted) or call.dropout_p > 0.0:
-            read = part.read(part.call.statistics(self._noise), "captured")
+        known = output is not None and call.dropout_p == 0.0
+        kind = call.kind() if known and self._verify == "first" else None
+        agreed = not doubted and kind in self._agreed
+        if output is None or not known or not (self._verify or doubted) or agreed:
+            status: Status = "checked" if agreed else "captured"
+            read = part.read(part.call.statistics(self._noise), status)
             return self._with_structure(part, call, read)
         rebuilt, stats = part.call.rebuilt(self._noise)
         theirs = part.of(output())
@@ -204,6 +210,8 @@ class Reader:
         good = bool((errors <= tolerance).all())
         error = float(errors.max()) if errors.numel() else 0.0
         read = part.read(stats, "verified" if good else "mismatch", error)
+        if good and kind is not None:
+            self._agreed.add(kind)
         if not good and call.module not in self._doubted:  # a module's first says it all
             self._doubted.add(call.module)
             cause = self._cause(part, call, output(), kept, module)
@@ -255,7 +263,9 @@ class Reader:
         call = AttentionCall(module, "softmax", none, none, none)
         numbers = _numbers(0, range(total) if heads is None else heads)
         part = _Part(call, counting, (total, queries), heads, numbers, None)
-        against = doubt() if doubt is not None and self._verify else None
+        asked = self._verify and not (self._verify == "first" and module in self._asked)
+        self._asked.add(module)
+        against = doubt() if doubt is not None and asked else None
         read = part.read(stats, "unverified" if against is None else "mismatch")
         return read._replace(doubt=against)
 

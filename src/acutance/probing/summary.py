@@ -46,6 +46,8 @@ __all__ = [
 ]
 
 SCHEMA = "acutance.head_summary/1"
+#: Attributes that files and tables are made with; ``dir`` leaves them out.
+_FOR_FILES = frozenset({"beside", "column", "grid", "parts", "places"})
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,10 @@ class HeadSummary:
             f"layer{'s' * (len(self.layers) != 1)}, {len(self.metrics)} metrics: "
             "to_frame() has a row for each head"
         )
+
+    def __dir__(self) -> list[str]:
+        """What users call, without what files and tables are made with."""
+        return [name for name in super().__dir__() if name not in _FOR_FILES]
 
     def _repr_html_(self) -> str:
         """The frame, where a notebook shows its results."""

@@ -17,6 +17,7 @@ from acutance.probing.classes import CLASSES, classify
 from acutance.probing.notices import notices
 from acutance.report.colours import as_hex, brief, colour, ink, scale_of
 from acutance.report.printable import printable
+from acutance.report.words import crossing
 from acutance.structure import describe
 
 #: A folded table of more lines than this gives way to one line for each layer.
@@ -155,7 +156,8 @@ class _HeadTable:
             mean = _mean(row)
             for start in range(0, max(1, len(row)), chunk):
                 part = row[start : start + chunk]
-                index = str(layer).rjust(5) if start == 0 else " " * 5
+                mark = "×" if crossing(self.summary.layers[layer].module) else ""
+                index = f"{layer}{mark}".rjust(5) if start == 0 else " " * 5
                 heads = _from_to(start, start + len(part) - 1) if folded and part else ""
                 line: _Line = [(index + heads.rjust(label - 5) + " ", bold if start == 0 else dim)]
                 line += [
@@ -253,6 +255,8 @@ def _below(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
         yield sentence, None
     for sentence in chosen_sentences(layers):
         yield sentence, None
+    if any(crossing(layer.module) for layer in layers):
+        yield "× is cross-attention: queries of one sequence, keys of another.", None
     counts = Counter(one.name for head in classify(summary) for one in head)
     if counts:
         told = ", ".join(f"{name} {counts[name]}" for name in CLASSES if name in counts)
@@ -347,7 +351,7 @@ def status_sentences(layers: tuple[Layer, ...]) -> list[tuple[str, bool]]:
         which = "" if len(those) == len(layers) else f" ({ranges(those, 'layer')})"
         close = (
             f" (relative difference up to {max(errors):.1e})"
-            if errors and status == "verified"
+            if errors and status in ("verified", "checked")
             else ""
         )
         wrong = (
@@ -365,6 +369,8 @@ def module_sentences(layers: tuple[Layer, ...]) -> list[str]:
     Example:
         >>> module_sentences((Layer("h.0.attn", 2), Layer("h.1.attn", 2), Layer("pool", 1)))
         ['layers 0–1: h.*.attn', 'layer 2: pool']
+        >>> module_sentences((Layer("block.0.EncDecAttention", 2),))
+        ['layer 0: block.0.EncDecAttention (cross-attention)']
     """
     alike: dict[tuple[str, ...], list[int]] = {}
     for index, layer in enumerate(layers):
@@ -373,7 +379,7 @@ def module_sentences(layers: tuple[Layer, ...]) -> list[str]:
     for those in alike.values():
         names = [re.split(r"(\d+)", layers[index].module) for index in those]
         parts = [column[0] if len(set(column)) == 1 else "*" for column in zip(*names, strict=True)]
-        sentences.append(f"{ranges(those, 'layer')}: {''.join(parts)}")
+        sentences.append(f"{ranges(those, 'layer')}: {''.join(parts)}{crossing(''.join(parts))}")
     return sentences
 
 

@@ -20,7 +20,7 @@ from acutance.report.findings import LABELS, findings
 from acutance.report.packing import BUDGET, LEVELS, SOFT, Level, Packer, bars, encode, rounded
 from acutance.report.recommendations import otherwise, recommendations
 from acutance.report.shown_structure import advice, classes, structure
-from acutance.report.words import GROUPS, words
+from acutance.report.words import GROUPS, crossing, words
 from acutance.structure import describe
 
 
@@ -81,6 +81,7 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
                 **asdict(layer),
                 "numbers": layer.numbers,
                 "module": visible(layer.module),
+                "crossing": crossing(layer.module),
                 "source": visible(layer.source),
                 "error": rounded(layer.error, 3),
             }

@@ -1,7 +1,8 @@
 """How every figure looks: one page, light or dark, and marks that also read in grey.
 
 A line is what is predicted, a mark what was measured. The curves of a figure take viridis in order,
-so their lightness alone tells them apart, and each has its own dash and mark besides.
+so their lightness alone tells them apart, and each has its own dash and mark besides. Where there
+are more than seven, colours come round again too, and colour, dash and mark together tell.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _DASHES: tuple[Any, ...] = (
     (0, (10, 3)),
     (0, (1, 2.2)),
 )
+#: Places on the scale of colours: neighbours in this order are 0.4 or more apart.
+_FAR = (0.0, 0.5, 1.0, 0.25, 0.75)
 _MARKS = ("o", "s", "^", "D", "v", "P", "X")
 
 
@@ -70,7 +73,8 @@ def curves(count: int, theme: Theme = LIGHT) -> list[Curve]:
     """Ways to draw ``count`` curves, from the one that stands out most to the least.
 
     Args:
-        count: how many curves, at least 0; beyond seven, dashes and marks come round again.
+        count: how many curves, at least 0; beyond seven, colours repeat every five, dashes and
+            marks every seven, so 35 differ.
         theme: the page.
 
     Example:
@@ -80,14 +84,17 @@ def curves(count: int, theme: Theme = LIGHT) -> list[Curve]:
         6
     """
     first, last = (0.97, 0.45) if theme.name == "dark" else (0.03, 0.76)
-    steps = max(count - 1, 1)
+    if count > len(_MARKS):  # steps too small to see: a few colours, each far from its neighbours
+        places = [_FAR[index % len(_FAR)] for index in range(count)]
+    else:
+        places = [index / max(count - 1, 1) for index in range(count)]
     return [
         Curve(
-            as_hex(colour(first + (last - first) * index / steps)),
+            as_hex(colour(first + (last - first) * place)),
             _DASHES[index % len(_DASHES)],
             _MARKS[index % len(_MARKS)],
         )
-        for index in range(count)
+        for index, place in enumerate(places)
     ]
 
 

@@ -56,6 +56,17 @@ class NamedMetrics(ABC):
     def available(self) -> tuple[str, ...]:
         """Names of the metrics this result can give, in the table's order."""
 
+    def __repr__(self) -> str:
+        return (
+            f"statistics of rows {tuple(self['n_keys'].shape)}: {len(self.available)} metrics as "
+            "attributes (effective_keys, ...), all of them in as_dict()"
+        )
+
+    def __dir__(self) -> list[str]:
+        """Without the metrics that these rows do not have."""
+        missing = METRICS.keys() - set(self.available)
+        return [name for name in super().__dir__() if name not in missing]
+
     def as_dict(self) -> dict[str, Tensor]:
         """All available metrics by name."""
         return {name: self[name] for name in self.available}

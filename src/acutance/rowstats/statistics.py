@@ -11,7 +11,7 @@ from acutance.rowstats.named import NamedMetrics
 from acutance.rowstats.state import RowState, has_noise, merge, unplaced
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RowStatistics(NamedMetrics):
     """Every metric of :data:`~acutance.rowstats.METRICS` for each row, as attributes.
 

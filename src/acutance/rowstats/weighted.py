@@ -258,7 +258,7 @@ _OF_SCORES = ("max_logit", "logit_mean", "logit_std")
 _OF_SLOPES = {"jacobian_trace": "trace", "noise_gain": "noise"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WeightStatistics(NamedMetrics):
     r"""Every metric of :data:`~acutance.rowstats.METRICS` of weights that are no softmax.
 

@@ -187,6 +187,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
                 max_rows=self.max_rows,
                 seed=self.steps,
                 provide=self.provide,
+                verify=False,
                 profile=self.profile,
             )
         elif self._model is not model:

@@ -12,7 +12,7 @@ const drawFacts = (page) => {
   const sorted = (name) => (page.named(name) ? page.named(name).mean.filter((value) => value !== null).sort((a, b) => a - b) : []);
   const middle = (values) => (values.length ? values[Math.floor((values.length - 1) / 2)] : null);
   const keys = sorted("effective_keys"), seen = sorted("n_keys");
-  const rows = layers.reduce((sum, layer) => sum + layer.rows, 0), checked = layers.filter((layer) => layer.status === "verified");
+  const rows = layers.reduce((sum, layer) => sum + layer.rows, 0), checked = layers.filter((layer) => ["verified", "checked"].includes(layer.status));
   const worst = Math.max(0, ...layers.map((layer) => layer.error || 0)), wrong = layers.filter((layer) => layer.status === "mismatch").length;
   $("tiles").append(
     tile("Measured", some(places.length, "head"), `${some(layers.length, "layer")}, ${layers.length ? spread(layers.map((layer) => layer.rows)) : 0} rows (query tokens) each`),

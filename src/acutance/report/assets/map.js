@@ -20,8 +20,8 @@ const drawMap = (page) => {
     line.append(make("td", "", "gap"), Object.assign(make("th", "mean", "mean"), { scope: "col" }));
     map.tHead.append(line);
     layers.forEach((layer, index) => {
-      const name = make("th", index + ({ mismatch: " !", unverified: " ?" }[layer.status] || ""));
-      name.title = `${layer.module}: ${layer.status}`;
+      const name = make("th", index + ({ mismatch: " !", unverified: " ?" }[layer.status] || "") + (layer.crossing ? " ×" : ""));
+      name.title = `${layer.module}${layer.crossing}: ${layer.status}`;
       const body = row([name]);
       columns.forEach((head) => {
         const there = page.find(index, head) !== undefined, cell = make("td", "", there ? "head" : "");
