@@ -576,8 +576,8 @@ def test_nothing_to_attend_to_at_a_length_that_is_bounded_first(
 @pytest.mark.parametrize("weights", ["softmax", "relu2"])
 def test_statistics_are_one_line_in_a_terminal_and_list_what_they_have(weights: str) -> None:
     query = torch.randn(1, 2, 5, 4)
-    stats = acutance.row_statistics(query, query, weights=weights)
+    stats: Any = row_statistics(query, query, weights=weights)
     assert "rows (1, 2, 5)" in repr(stats)
     assert "\n" not in repr(stats)
     assert len(repr(stats)) < 120
-    assert set(stats.available) == {name for name in dir(stats) if name in acutance.METRICS}
+    assert set(stats.available) == {name for name in dir(stats) if name in METRICS}

@@ -409,7 +409,7 @@ def test_provided_outputs_are_equal_to_rounding_and_read_once(
         assert 0 < float((output - plain).abs().max()) < 1e-5 * float(plain.abs().max())
     layers = probe.summary().layers
     assert [(layer.calls, layer.provided, layer.status) for layer in layers] == [
-        (3, 3, "captured")
+        (3, 3, "checked")
     ] * 2
     assert all(layer.error is not None and layer.error < 1e-5 for layer in layers)
 
@@ -433,7 +433,7 @@ def test_a_wrong_capture_is_not_provided(
     for output in outputs:
         assert float((output - plain).abs().max()) < 1e-4
     assert [(layer.status, layer.provided) for layer in probe.summary().layers] == [
-        ("captured", 2),
+        ("checked", 2),
         ("mismatch", 0),
     ]
     told = [text.partition(": ")[2] for text in probe.not_provided]

@@ -134,7 +134,7 @@ def test_the_worst_status_and_error_are_kept() -> None:
         assert good.merge(other).status == other.merge(good).status == status
     assert good.merge(replace(good, error=0.5)).error == 0.5
     assert good.merge(Layer("m", 2, "captured")).status == "verified"  # it never ran
-    assert tuple(STATUSES) == ("verified", "captured", "unverified", "mismatch")
+    assert tuple(STATUSES) == ("verified", "checked", "captured", "unverified", "mismatch")
 
 
 def test_a_layer_pools_its_heads(found: HeadSummary) -> None:
