@@ -54,7 +54,8 @@ def console_table(summary: HeadSummary, metric: str | None = None) -> ConsoleRen
             0  1.00  1.00 │  1.00
         <BLANKLINE>
         4 rows read for each head; left out: 0 padded, 0 that see no key.
-        Captured: read from the call's own arguments, output not rebuilt.
+        Verified: the call's output was rebuilt from what was captured and agrees
+        (relative difference up to 0.0e+00).
     """
     return _HeadTable(summary, metric)
 
