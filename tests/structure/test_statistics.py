@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from acutance.structure import STRUCTURE, StructureStatistics, statistics
+from acutance.structure import STRUCTURE, StructureStatistics, compiled, statistics
 from acutance.structure import blocks as module
 from acutance.structure.parts import NO_PEAK
 from acutance.theory import critical_scale
@@ -262,6 +262,7 @@ def test_memory_is_that_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.append(block.scores.numel())
         return block
 
+    monkeypatch.setattr(compiled, "takes", lambda *given: False)
     monkeypatch.setattr(module, "_block", watched)
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", 1 << 14)
     query = torch.randn(1, 4, 700, 2)

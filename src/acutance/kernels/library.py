@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from acutance.kernels.selection import Selection
 
 __all__ = [
-    *("ABI", "CALL", "CPU_VARIABLE", "GRADIENTS", "METRIC_CODES", "SUMS"),
+    *("ABI", "CALL", "CPU_VARIABLE", "GRADIENTS", "METRIC_CODES", "PLACES", "SUMS"),
     *("Layout", "Library", "load"),
 ]
 
@@ -105,6 +105,13 @@ GRADIENTS = Layout(
     *("square P", "weight P", "slope P", "plain P", "first P", "largest P", "first_index P"),
     *("query P", "key P", "value P"),
 )
+#: ``acutance_places``: what is asked of where rows put their weight, and where it is written.
+PLACES = Layout(
+    *("positions P", "position_stride 2q", "tokens P", "asked P", "token_stride 2q"),
+    *("asked_stride 2q", "special P", "special_stride 2q", "octaves q", "by_head q", "every q"),
+    *("distance P", "on_self P", "on_previous P", "on_same P", "on_special P"),
+    *("mass P", "even P", "peak P", "scores P"),
+)
 #: Metrics that :attr:`Library.metric` computes, by its numbers of them.
 METRIC_CODES = {
     name: code
@@ -149,6 +156,10 @@ class Library:
         #: The C functions of two packed structures; 0, or the number of a reason.
         self.forward: Callable[[bytes, bytes], int] = loaded.acutance_forward
         self.backward: Callable[[bytes, bytes], int] = loaded.acutance_backward
+        self.structure: Callable[[bytes, bytes], int] | None
+        self.structure = getattr(loaded, "acutance_structure", None)
+        if self.structure is not None:
+            loaded.acutance_structure.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
         self.openmp = _openmp()
         if self.openmp is not None:
             loaded.acutance_use_threads(self.openmp)

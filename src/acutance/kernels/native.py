@@ -15,7 +15,7 @@ from acutance.kernels.backward import Gradients, SumGradients, row_coefficients
 from acutance.kernels.backward import backward as blocked_backward
 from acutance.kernels.blocked import Sums
 from acutance.kernels.hidden import only_visible_values
-from acutance.kernels.library import CALL, GRADIENTS, SUMS, Library
+from acutance.kernels.library import CALL, GRADIENTS, PLACES, SUMS, Library
 from acutance.kernels.tiles import Rule, accumulate_dtype
 from acutance.masks import Masking, mask_limit
 
@@ -26,6 +26,8 @@ __all__ = [
     "backward",
     "check",
     "forward",
+    "reads_structure",
+    "structure",
     "why_no_gradient",
     "why_not",
 ]
@@ -130,6 +132,46 @@ def forward(
     if value is not None and status == UNFINISHED:
         return only_visible_values(forward, sums, query, key, value, masking, rule, noise)
     return sums
+
+
+def reads_structure() -> bool:
+    """Whether there is a library, and it has :func:`structure`."""
+    found = library.load()
+    return isinstance(found, Library) and found.structure is not None
+
+
+def structure(
+    query: Tensor,
+    key: Tensor,
+    masking: Masking,
+    rule: Rule,
+    asked: dict[str, Tensor | None],
+    written: dict[str, Tensor | None],
+    **numbers: int,
+) -> None:
+    """Write where rows put their weight (``acutance_places`` in ``cpu/api.h``).
+
+    Args:
+        query: (B, Hq, L, E), on the CPU.
+        key: (B, H, S, E).
+        masking: which keys each row sees.
+        rule: scale, softcap and sinks; no dropout.
+        asked: ``position``, ``token``, ``asked`` int64 and ``special`` boolean, (1 or B, length).
+        written: contiguous tensors by the names of the structure's members.
+        numbers: ``octaves``, ``by_head`` and ``every``.
+    """
+    places: dict[str, int | float | tuple[int | float, ...]] = dict(numbers)
+    call, held = _call(query, key, None, masking, rule)
+    for name, tensor in asked.items():
+        if tensor is not None:
+            whole = tensor.expand(masking.batch, -1)
+            held.append(whole)
+            member = f"{name}s" if name in ("position", "token") else name
+            places[member], places[f"{name}_stride"] = whole.data_ptr(), whole.stride()
+    places |= {name: tensor.data_ptr() for name, tensor in written.items() if tensor is not None}
+    run = _library().structure
+    check(2 if run is None else run(call, PLACES.pack(**places)))
+    del held
 
 
 def _something(query: Tensor, key: Tensor, value: Tensor | None) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from acutance.structure.blocks import Block
 
-__all__ = ["NO_PEAK", "PEAKS", "Part"]
+__all__ = ["NO_PEAK", "PEAKS", "Part", "critical_ratio"]
 
 #: How far from its query the largest weight of a row is looked for.
 PEAKS = 8
@@ -145,13 +145,18 @@ class Part:
         found = torch.full(s.shape[:-1], torch.nan, dtype=s.dtype, device=s.device)
         if first >= s.shape[-2] or s.shape[-1] < 2:
             return found
-        ordered = s[..., first :: self._every, :].sort(-1, descending=True).values
-        top = ordered[..., :1]
-        gaps = torch.where(top == -torch.inf, torch.nan, top) - ordered[..., 1:]
-        ranks = torch.arange(2, s.shape[-1] + 1, device=s.device, dtype=s.dtype).log()
-        ratio = (gaps / ranks).amin(-1)
-        found[..., first :: self._every] = torch.where(ratio == torch.inf, torch.nan, ratio)
+        found[..., first :: self._every] = critical_ratio(s[..., first :: self._every, :])
         return found
+
+
+def critical_ratio(scores: Tensor) -> Tensor:
+    """β/Λ of rows (…, keys) of scores, −inf where a key is hidden; NaN where one key is seen."""
+    ordered = scores.sort(-1, descending=True).values
+    top = ordered[..., :1]
+    gaps = torch.where(top == -torch.inf, torch.nan, top) - ordered[..., 1:]
+    ranks = torch.arange(2, scores.shape[-1] + 1, device=scores.device, dtype=scores.dtype).log()
+    ratio = (gaps / ranks).amin(-1)
+    return torch.where(ratio == torch.inf, torch.nan, ratio)
 
 
 def _cut(tensor: Tensor, batch: slice) -> Tensor:

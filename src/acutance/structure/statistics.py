@@ -20,6 +20,7 @@ from acutance.shapes import (
     check_tensor,
     describe,
 )
+from acutance.structure import compiled
 from acutance.structure.blocks import Rows, blocks
 from acutance.structure.metrics import STRUCTURE, structure_metric
 from acutance.structure.parts import NO_PEAK, Part
@@ -246,6 +247,12 @@ def observe_structure(
     if positions is not None and positions.numel() and masking.keys:
         low, high = int(positions.min()), int(positions.max())
         count = octaves_of(max(0, high, masking.keys - 1 - low))
+    if compiled.takes(rows, positions, tokens, count, critical_every):
+        with rows.exactly():
+            found, octaves, even, peak = compiled.read(
+                rows, positions, tokens, asked, special, count, critical_every, _by_head(masking)
+            )
+        return StructureStatistics(**found, octaves=octaves, even=even, peak=peak)
     with rows.exactly():
         found = {
             name: rows.query.new_full(shape, torch.nan, dtype=rows.dtype) for name in STRUCTURE

@@ -82,10 +82,32 @@ typedef struct {
   void *query, *key, *value;  // gradients, contiguous, of the sums' type; null: not asked for
 } acutance_gradients;
 
+// What is asked of where rows put their weight, and where it is written: numbers of the sums' type,
+// contiguous, rows (batch, query head, query). The caller fills scores
+// with -infinity, which hidden keys leave as they are.
+typedef struct {
+  const int64_t* positions;  // where queries stand among the keys; null: of another sequence
+  int64_t position_stride[2];  // batch, query
+  const int64_t *tokens, *asked;  // of the keys and the queries, none where below 0; null: unknown
+  int64_t token_stride[2], asked_stride[2];
+  const uint8_t* special;  // not 0 on special keys; null: none
+  int64_t special_stride[2];
+  int64_t octaves;  // of each side: 0 is distance 0, k is 2^(k-1) to 2^k - 1
+  int64_t by_head;  // 1: heads may see different keys, and even is of each of them
+  int64_t every;    // rows from one whose scores are written to the next
+  void *distance, *on_self, *on_previous;  // with positions
+  void *on_same, *on_special;              // with asked, with special
+  void *mass, *even;  // with positions: (..., 2, octaves), behind and ahead; of keys weighed alike
+  int64_t* peak;      // with positions: where the one largest score stands from its row, or -128
+  void* scores;       // of every so many rows, (..., keys); null: not asked for
+} acutance_places;
+
 // Zero, or a reason: 1 another ABI, 2 not supported, 3 out of memory. Forward also 4: all is
 // written, and an output of rows from which keys may be hidden holds a number that is not finite.
 ACUTANCE_EXPORT int acutance_forward(const acutance_call* call, const acutance_sums* sums);
 ACUTANCE_EXPORT int acutance_backward(const acutance_call* call, const acutance_gradients* grads);
+
+ACUTANCE_EXPORT int acutance_structure(const acutance_call* call, const acutance_places* places);
 
 enum {
   ACUTANCE_ENTROPY, ACUTANCE_NORMALIZED_ENTROPY, ACUTANCE_INFORMATION, ACUTANCE_EFFECTIVE_KEYS,

@@ -190,6 +190,11 @@ int acutance_run(int64_t place, int64_t pass, const acutance_call* call, const v
   return 2;
 }
 
+int acutance_structure(const acutance_call* call, const acutance_places* places) {
+  if (call->abi != ACUTANCE_ABI) return 1;
+  return current() ? current()->structure(call, places, parallel) : 2;
+}
+
 void acutance_exp(int64_t dtype, const void* from, void* to, int64_t count) {
   if (current()) current()->exp(dtype, from, to, count);
 }

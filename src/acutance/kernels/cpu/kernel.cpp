@@ -4,6 +4,7 @@
 #include "backward.h"
 #include "decode.h"
 #include "forward.h"
+#include "structure.h"
 
 namespace {
 
@@ -59,6 +60,17 @@ int run_backward(const acutance_call* call, const acutance_gradients* gradients,
   return 2;
 }
 
+int run_structure(const acutance_call* call, const acutance_places* places,
+                  acutance_parallel parallel) {
+  switch (call->dtype) {
+    case ACUTANCE_F32: return structure<float, float>(*call, *places, parallel);
+    case ACUTANCE_F64: return structure<double, double>(*call, *places, parallel);
+    case ACUTANCE_BF16: return structure<float, bf16>(*call, *places, parallel);
+    case ACUTANCE_F16: return structure<float, f16>(*call, *places, parallel);
+  }
+  return 2;
+}
+
 template <class T>
 void exp_all(const T* from, T* to, int64_t count) {
   for (int64_t i = 0; i < count; i += VL<T>) {
@@ -86,4 +98,5 @@ void run_exp(int64_t dtype, const void* from, void* to, int64_t count) {
 
 extern "C" const acutance_kernel ACUTANCE_JOIN(acutance_kernel_, ACUTANCE_ISA);
 extern "C" const acutance_kernel ACUTANCE_JOIN(acutance_kernel_, ACUTANCE_ISA) = {
-    ACUTANCE_TEXT(ACUTANCE_ISA), run_few_queries, run_forward, run_decode, run_backward, run_exp};
+    ACUTANCE_TEXT(ACUTANCE_ISA), run_few_queries, run_forward, run_decode, run_backward,
+    run_structure, run_exp};

@@ -15,6 +15,7 @@ typedef struct {
   int (*forward)(const acutance_call*, const acutance_sums*, acutance_parallel);  // many queries
   int (*decode)(const acutance_call*, const acutance_sums*, acutance_parallel);   // few
   int (*backward)(const acutance_call*, const acutance_gradients*, acutance_parallel);
+  int (*structure)(const acutance_call*, const acutance_places*, acutance_parallel);
   void (*exp)(int64_t dtype, const void* from, void* to, int64_t count);
 } acutance_kernel;
 
