@@ -297,8 +297,8 @@ def test_save_and_load_is_exact(found: HeadSummary, tmp_path: Path) -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no file at .*nowhere\.safetensors"):
         acutance.load(tmp_path / "nowhere.safetensors")
-    with pytest.raises(FileNotFoundError, match="no file at"):
-        acutance.load(tmp_path)  # a directory
+    with pytest.raises(IsADirectoryError, match="is a directory, not a file"):
+        acutance.load(tmp_path)
 
 
 @pytest.mark.parametrize("length", [0, 4, 200, -1])
