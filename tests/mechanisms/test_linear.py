@@ -174,7 +174,7 @@ def test_any_offset_and_decay_with_its_statistics(
         query, key, value, is_causal=is_causal, offset=offset, decay=lam, key_mask=mask, scale=0.7
     )
     close(out, want, 1e-12)
-    exact = WeightStatistics(observe_weights(a, seen))
+    exact = WeightStatistics(observe_weights(a, seen, first_key=0))
     assert stats.available == (
         "n_keys",
         "effective_keys",
