@@ -208,7 +208,10 @@ class CommandOptions(SphinxDirective):
         lines = [command.help, "", ":::{list-table}", ":header-rows: 1", ""]
         lines += MetricsTable.row("option", "meaning")
         for parameter in command.params:
-            name, meaning = parameter.get_help_record(context)
+            shown = parameter.get_help_record(context)
+            if shown is None:  # an old name, kept but not advertised
+                continue
+            name, meaning = shown
             meaning = meaning.replace(r"\[", "[")  # escaped for the terminal's markup
             meaning = re.sub(r"([*_\\<$`])", r"\\\1", meaning)
             # An option's dashes are no punctuation.
