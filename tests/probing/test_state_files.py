@@ -259,6 +259,7 @@ def test_a_huge_about_is_only_text(path: Path) -> None:
 
 
 def test_a_file_that_is_no_file(tmp_path: Path) -> None:
-    for name in (".", "nowhere.safetensors"):
-        with pytest.raises(FileNotFoundError, match="no file at"):
-            load_state(tmp_path / name)
+    with pytest.raises(IsADirectoryError, match="is a directory, not a file"):
+        load_state(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no file at"):
+        load_state(tmp_path / "nowhere.safetensors")

@@ -73,19 +73,18 @@ def test_every_verdict_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kind == "wrong"
         assert "entropies differ from the model's own maps" in reason
     with monkeypatch.context() as patch:  # the second layer is not seen
-        seen = acutance.Probe.name_of
 
         def blind(self: Any, module: torch.nn.Module) -> str | None:
-            name = seen(self, module)
-            return None if name is None or ".1." in name else name
+            name = self.name_of(module)
+            return None if name is None or ".1." in name else str(name)
 
-        patch.setattr(acutance.Probe, "name_of", blind)
+        patch.setattr(acutance.Probe, "place_of", blind)
         patch.setattr(acutance.Probe, "here", lambda self: None)
         kind, reason = verdict()
         assert kind == "in part"
         assert ".1." in reason
     with monkeypatch.context() as patch:
-        patch.setattr(acutance.Probe, "name_of", lambda self, module: None)
+        patch.setattr(acutance.Probe, "place_of", lambda self, module: None)
         patch.setattr(acutance.Probe, "here", lambda self: None)
         assert verdict()[0] == "not read"
     with monkeypatch.context() as patch:

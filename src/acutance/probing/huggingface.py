@@ -152,7 +152,10 @@ def change(changer: Changer) -> Iterator[None]:
 def _among(group: list[Any], member: Any) -> Iterator[None]:
     # a model of transformers has imported this; importing it here would cost others seconds
     modeling = sys.modules.get("transformers.modeling_utils")
-    interface: Any = getattr(modeling, "AttentionInterface", None)
+    try:
+        interface: Any = getattr(modeling, "AttentionInterface", None)
+    except Exception:  # its lazy import fails: a torchvision that does not fit, for one
+        interface = None
     if not hasattr(interface, "get_interface"):
         yield
         return

@@ -201,7 +201,9 @@ class _Prober:
         with open_probe(loaded, options) as opened, torch.inference_mode():
             for batch in corpus.batches(chunk.pieces, options.batch_size, loaded.pad):
                 ids = batch.input_ids.to(options.device)
-                loaded.run(ids, batch.attention_mask.to(options.device))
+                mask = batch.attention_mask.to(options.device)
+                opened.attention_mask = mask
+                loaded.run(ids, mask)
         return opened.summary(dict(self._about))
 
 
