@@ -397,7 +397,7 @@ def test_heads_of_mixed_layers_keep_their_numbers(summary_of: Make, show: Show) 
     page = show(summary, "#L0H7")
     assert page.text("#head-name") == "Layer 0 (cross-attention) · head 7"
     assert page.text("#modules").split("\n") == [
-        "layer 0: decoder.0.cross_attn", "layers 1–2: model.layers.*.attn",
+        "layer 0: decoder.0.cross_attn (cross-attention)", "layers 1–2: model.layers.*.attn",
     ]  # fmt: skip
     heads = page.run("[...document.querySelectorAll('#map thead th')].map((one) => one.innerText)")
     assert heads == ["layer", "0", "1", "2", "3", "7", "mean"]
