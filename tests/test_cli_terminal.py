@@ -113,8 +113,10 @@ def test_a_bench_record_leaves_no_markup_in_a_page(run: Callable[..., Any], tmp_
 def handled() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     shared.ended_as_interrupted()
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a foreground job
     yield
     signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGINT, ignored)
 
 
 @pytest.mark.usefixtures("handled")
