@@ -175,7 +175,7 @@ def assert_close(found: tuple[Any, ...], want: tuple[Any, ...], tolerance: float
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_ranks_equal_one_process(ranks: Any, size: int, dtype: torch.dtype) -> None:
-    whole = observed(problem(dtype), slice(None))
+    whole = observed(problem(dtype), slice(None), first_key=0)
     assert whole.n[1, 4] == 0  # a row without a key, and a row with keys on one rank only
     cut = CUTS[size][-2]
     assert not problem()["mask"][1, 3, :cut].any()
@@ -212,7 +212,7 @@ def test_it_is_the_exact_merge(ranks: Any, size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_first_keys_are_those_of_the_whole_row(ranks: Any, size: int) -> None:
-    whole = observed(problem(), slice(None))
+    whole = observed(problem(), slice(None), first_key=0)
     for found in ranks[:size]:
         striped = RowState(*found[f"{size}/stripes"])
         assert torch.equal(striped.first_index, whole.first_index)
@@ -225,9 +225,9 @@ def test_first_keys_are_those_of_the_whole_row(ranks: Any, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_only_some_ranks_know(ranks: Any, size: int) -> None:
     x = problem()
-    bare = observe(x["scores"], x["mask"])
-    sunk = observe(x["scores"], x["mask"], sink=x["sink"])
-    positive = observe_weights(x["scores"].abs(), x["mask"], distribution=True)
+    bare = observe(x["scores"], x["mask"], first_key=0)
+    sunk = observe(x["scores"], x["mask"], sink=x["sink"], first_key=0)
+    positive = observe_weights(x["scores"].abs(), x["mask"], distribution=True, first_key=0)
     for found in ranks[:size]:
         assert_close(found[f"{size}/bare"], bare, 1e-12)
         assert_close(found[f"{size}/mixed"], sunk, 1e-12)  # the sink is one; values are missing
@@ -237,7 +237,7 @@ def test_what_only_some_ranks_know(ranks: Any, size: int) -> None:
 
 
 def test_ranks_without_keys(ranks: Any) -> None:
-    part = observed(problem(), slice(0, 8))
+    part = observed(problem(), slice(0, 8), first_key=0)
     none = empty(ROWS, WIDTH, dtype=torch.float64)
     for found in ranks[:2]:
         assert_close(found["2/empty_rank"], part, 1e-12)
