@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from typing import Any
@@ -44,6 +45,41 @@ def loaded(code: str) -> set[str]:
 )
 def test_theory_needs_no_torch(code: str) -> None:
     assert loaded(code) == set()
+
+
+HELP_OF_TYPER = """
+import typer
+app = typer.Typer(add_completion=False)
+@app.callback()
+def root() -> None: ...
+@app.command()
+def one(number: int = typer.Option(1, help="A number.")) -> None: ...
+app(["--help"])
+"""
+
+
+def least_cpu(*programs: tuple[str, ...], runs: int = 5) -> list[float]:
+    """The least CPU time of each program's runs, in turns, in seconds: the machine's speed cancels.
+
+    Args:
+        programs: arguments of the Python interpreter.
+        runs: how often each runs.
+    """
+    spent: list[list[float]] = [[] for _ in programs]
+    for _ in range(runs):
+        for program, times in zip(programs, spent, strict=True):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, *program], capture_output=True, check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return [min(times) for times in spent]
+
+
+def test_help_is_quick_and_loads_nothing() -> None:
+    code = "import sys, acutance.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    help_, of_typer = least_cpu(("-m", "acutance", "--help"), ("-c", HELP_OF_TYPER))
+    assert help_ < 1.75 * of_typer  # NumPy alone, half as much again, would take it beyond
 
 
 @pytest.mark.parametrize("backend", ["auto", "blocked", "dense"])

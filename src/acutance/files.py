@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -100,7 +99,7 @@ def _part(target: Path, mode: int) -> tuple[int, str]:
     :func:`tidy` of another process may take it for one that was left behind; then another is made.
     """
     while True:
-        name = str(target.parent / f".{target.name}.{secrets.token_hex(6)}.part")
+        name = str(target.parent / f".{target.name}.{os.urandom(6).hex()}.part")
         try:
             handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
         except FileExistsError:
