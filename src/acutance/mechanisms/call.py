@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -19,6 +20,12 @@ __all__ = ["NO_ROWS", "Call", "Features", "Piece", "cut", "make_call"]
 
 #: Features of one stretch, over all heads: what a call forms beyond its result stays near this.
 STRETCH = 2**17
+#: −log λ from which 64 positions are enough for squared weights to underflow in float32.
+FAST = 0.68
+#: −log λ times the positions between a row and its nearest key from which rows underflow.
+FAR = 10.0
+#: −log λ times the rows of a chunk at most, where they would.
+CHUNK_FADE = 30.0
 NO_ROWS = slice(0, 0)
 
 
@@ -60,6 +67,7 @@ class Call:
         chunk: rows that meet their keys directly in a causal scan.
         by_sum: whether outputs are divided by the sum of the weights.
         eps: added to that sum.
+        underflows: whether weights of a whole row can underflow under its decay.
     """
 
     query: Tensor
@@ -74,6 +82,12 @@ class Call:
     chunk: int
     by_sum: bool
     eps: float
+    underflows: bool
+
+    @property
+    def in_units(self) -> bool:
+        """Whether sums are kept relative to their own size; those of signed weights need not."""
+        return self.underflows and self.feature_map.nonnegative
 
     @property
     def rows(self) -> int:
@@ -214,6 +228,13 @@ def make_call(
         each = torch.log(check_decay(decay, query.shape[1], query.new_empty(0, dtype=dtype)))
         shared = not (isinstance(decay, Tensor) and decay.dim())
         log_decay = each[:heads, None] if shared else each.view(heads, -1)
+    rate = _rate(decay, log_decay)
+    gap = max(0, row_start + query.shape[2] - key_start - key.shape[2], key_start - row_start)
+    if key_mask is not None and rate > 0 and not torch.compiler.is_compiling() and key_mask.numel():
+        gap += int((~key_mask).sum(-1).max())
+    underflows = rate > FAST or rate * gap > FAR
+    if underflows:
+        chunk = max(1, min(chunk, int(CHUNK_FADE / rate)))
     device = query.device
     return Call(
         query,
@@ -228,7 +249,17 @@ def make_call(
         chunk,
         _normalizes(normalize, chosen),
         eps,
+        underflows,
     )
+
+
+def _rate(decay: float | Tensor | None, log_decay: Tensor | None) -> float:
+    """The largest −log λ of any head; 0 where a compiler does not know it."""
+    if isinstance(decay, int | float):
+        return -math.log(decay)
+    if log_decay is None or log_decay.numel() == 0 or torch.compiler.is_compiling():
+        return 0.0
+    return -float(log_decay.detach().min())
 
 
 def _check_key_mask(key_mask: Tensor, query: Tensor, key: Tensor) -> None:

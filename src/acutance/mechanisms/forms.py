@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from acutance.mechanisms.call import NO_ROWS, Call
+from acutance.mechanisms.relative import NOTHING, added, unit_of
 from acutance.mechanisms.scan import Carry, Sums, read
 from acutance.mechanisms.state import LinearState, Rows, begin, first_weight, follow, past
 from acutance.mechanisms.stretched import Part, in_stretches
@@ -68,10 +69,10 @@ def causal(
 ) -> Rows:
     """Rows that see keys up to their own position, i + offset."""
     before, skip = max(offset, 0), min(max(-offset, 0), call.rows)
-    state = begin(call.nothing(), squares)
+    state = begin(call.nothing(), squares, in_units=call.in_units)
     state = remembered(call, state, min(before, call.keys), before)
     rows, _ = onwards(call, state, row=skip, key=before, strict=strict, finish=finish)
-    return _stacked(_blank(rows, skip), rows) if skip else rows
+    return _stacked(_blank(rows, skip, squares, call.in_units), rows) if skip else rows
 
 
 def full(call: Call, offset: int, *, squares: bool) -> Rows:
@@ -84,32 +85,33 @@ def full(call: Call, offset: int, *, squares: bool) -> Rows:
         left = call.keys - call.rows - offset
         turned = call.turned()
         later = causal(turned, left, squares=squares, strict=True, finish=False).sums
-        sums = Sums(
-            earlier.values + later.values.flip(-2),
-            earlier.total + later.total.flip(-1),
-            earlier.squares + later.squares.flip(-1) if squares else earlier.squares,
-        )
+        values, *others = later
+        sums = added(earlier, Sums(values.flip(-2), *(part.flip(-1) for part in others)))
     parts = call.stretches(0, call.rows) or [NO_ROWS]
+    order = [0, 1, *([2] if squares else []), *([3] if call.in_units else [])]
 
     def seeing_all(
         index: int, log_decay: Tensor | None, state: LinearState, query: Tensor, *sides: Tensor
     ) -> tuple[Rows, LinearState]:
         piece = call.placed(parts[index], NO_ROWS, query=query)
         given = call.features(piece, log_decay)
-        first = first_weight(given, state.first, state.first_index, piece.row_places)
-        first = torch.where((state.n > 0)[:, None, None, None], first, 0.0)
         if sides:
-            mine = Sums(*sides, *(() if squares else (sides[1][..., :0],)))
+            mine = Sums(
+                *(sides[order.index(i)] if i in order else sides[1][..., :0] for i in range(4))
+            )
         else:
-            mine = read(given.q, Carry(state.values, state.keys, state.squares))
+            carry = Carry(state.values, state.keys, state.squares, state.exponents)
+            mine = read(given.q, carry)
+        place = piece.row_places
+        first = first_weight(given, state.first, state.first_index, place, mine.exponents)
+        first = torch.where((state.n > 0)[:, None, None, None], first, 0.0)
         shape = (-1, query.shape[2])
         n, place = state.n[:, None].expand(shape), state.first_index[:, None].expand(shape)
         return _finished(call, Rows(mine, n, first, place)), state
 
     cuts = [Part(call.query, 2, parts)]
     if sums is not None:
-        sides = [(sums.values, 3), (sums.total, 3), (sums.squares, 3)]
-        cuts += [Part(*side, parts) for side in sides[: 3 if squares else 2]]
+        cuts += [Part(sums[i], 3, parts) for i in order]
     rows, _ = in_stretches(seeing_all, cuts, call.log_decay, state, closed=call.closed)
     assert rows is not None
     return rows
@@ -119,8 +121,14 @@ def _finished(call: Call, rows: Rows) -> Rows:
     """Rows with their output in place of its numerator: 0 where all weights are 0."""
     sums = rows.sums
     out = sums.values
+    in_units = sums.exponents.shape == sums.total.shape
+    eps: Tensor | float = call.eps
+    if in_units and call.by_sum and call.eps > 0:
+        eps = (call.eps * torch.exp(-unit_of(sums.exponents))).to(out.dtype).unsqueeze(-1)
+    elif in_units and not call.by_sum:
+        out = out * torch.exp(unit_of(sums.exponents)).to(out.dtype).unsqueeze(-1)
     if call.by_sum:
-        total = sums.total.unsqueeze(-1) + call.eps
+        total = sums.total.unsqueeze(-1) + eps
         none = total == 0
         out = out * torch.where(none, 0.0, 1 / torch.where(none, 1.0, total))
     return rows._replace(sums=sums._replace(values=out.to(call.query.dtype)))
@@ -129,24 +137,29 @@ def _finished(call: Call, rows: Rows) -> Rows:
 def _stacked(above: Rows, below: Rows) -> Rows:
     """Rows under others."""
     fields = zip([*above.sums, *above[1:]], [*below.sums, *below[1:]], strict=True)
-    dims = (-2, -1, -1, -1, -1, -1)
-    values, total, squares, *rest = (
+    dims = (-2, -1, -1, -1, -1, -1, -1)
+    values, total, squares, exponents, *rest = (
         torch.cat(pair, dim) for pair, dim in zip(fields, dims, strict=True)
     )
-    return Rows(Sums(values, total, squares), *rest)
+    return Rows(Sums(values, total, squares, exponents), *rest)
 
 
-def _blank(like: Rows, count: int) -> Rows:
-    """Rows that see no key."""
+def _blank(like: Rows, count: int, squares: bool, in_units: bool) -> Rows:
+    """Rows that see no key; without the sums that are not asked for."""
 
-    def zeros(part: Tensor, dim: int, value: int = 0) -> Tensor:
+    def zeros(part: Tensor, dim: int, value: float = 0) -> Tensor:
         shape = list(part.shape)
         shape[dim] = count
         return part.new_full(shape, value)
 
     sums = like.sums
     return Rows(
-        Sums(zeros(sums.values, -2), zeros(sums.total, -1), zeros(sums.squares, -1)),
+        Sums(
+            zeros(sums.values, -2),
+            zeros(sums.total, -1),
+            zeros(sums.squares, -1) if squares else sums.squares,
+            zeros(sums.exponents, -1, NOTHING) if in_units else sums.exponents,
+        ),
         zeros(like.n, -1),
         zeros(like.first, -1),
         zeros(like.first_index, -1, NO_KEY),

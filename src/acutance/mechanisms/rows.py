@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from acutance.kernels.transforms import transformed
 from acutance.mechanisms.call import NO_ROWS, Call, Piece
+from acutance.mechanisms.relative import NOTHING, faded_from, log_faded, representable
 from acutance.rowstats.weighted import WeightSums, merge_weights, observe_weights
 
 __all__ = ["blockwise"]
@@ -26,16 +27,32 @@ def blockwise(call: Call, *, is_causal: bool, offset: int) -> WeightSums:
     """
     distribution = call.feature_map.nonnegative
 
-    def block(log_decay: Tensor | None, *parts: Tensor | None) -> WeightSums:
-        piece = Piece(*parts)  # type: ignore[arg-type]
+    def formed(log_decay: Tensor | None, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
         given = call.features(piece, log_decay)
-        a = given.q @ given.k.transpose(-1, -2)
-        distance = (piece.row_places[:, None] - piece.key_places).to(a.dtype)
-        if given.log_decay is not None:
-            a = a * torch.exp(given.log_decay[:, :, None, None] * distance.abs())
+        distance = (piece.row_places[:, None] - piece.key_places).to(call.dtype)
         seen = given.visible[:, None, None]
         if is_causal:
             seen = seen & (distance >= 0)
+        return given.q @ given.k.transpose(-1, -2), distance, seen
+
+    def largest(piece: Piece) -> tuple[Tensor, Tensor]:
+        a, distance, seen = formed(call.log_decay, piece)
+        assert call.log_decay is not None
+        sizes = log_faded(a, call.log_decay, distance)
+        size, column = torch.where(seen.unsqueeze(2), sizes, NOTHING).max(-1)
+        return size, (piece.row_places - piece.key_places[column]).abs()
+
+    def block(
+        log_decay: Tensor | None,
+        unit: tuple[Tensor, Tensor] | None,
+        *parts: Tensor | None,
+    ) -> WeightSums:
+        piece = Piece(*parts)  # type: ignore[arg-type]
+        a, distance, seen = formed(log_decay, piece)
+        if log_decay is not None and unit is not None:
+            a = a * faded_from(log_decay, distance.abs(), *unit).to(a.dtype)
+        elif log_decay is not None:
+            a = a * torch.exp(log_decay[:, :, None, None] * distance.abs())
         a = a.flatten(1, 2)
         start = int(piece.key_places[0])
         return observe_weights(a, seen, distribution=distribution, first_key=start)
@@ -48,20 +65,34 @@ def blockwise(call: Call, *, is_causal: bool, offset: int) -> WeightSums:
     for part, row in zip(parts, queries, strict=True):
         none = call.query.new_zeros(*row.query.shape[:3], 0, dtype=call.dtype)
         sums = observe_weights(none, distribution=distribution)
-        for columns, other in zip(blocks, keys, strict=True):
-            if is_causal and columns.start >= part.stop + offset:
-                break
-            piece = other._replace(query=row.query, row_places=row.row_places)
+        pieces = [
+            other._replace(query=row.query, row_places=row.row_places)
+            for columns, other in zip(blocks, keys, strict=True)
+            if not is_causal or columns.start < part.stop + offset
+        ]
+        unit = None
+        if call.underflows and pieces:
+            with torch.no_grad():
+                sizes, distances = zip(*(largest(piece) for piece in pieces), strict=True)
+                size, best = torch.stack(sizes).max(0)
+                unit = (size, torch.stack(distances).gather(0, best[None])[0])
+        for piece in pieces:
             made = (
-                checkpoint(block, call.log_decay, *piece, use_reentrant=False)
+                checkpoint(block, call.log_decay, unit, *piece, use_reentrant=False)
                 if torch.is_grad_enabled() and not transformed()
-                else block(call.log_decay, *piece)
+                else block(call.log_decay, unit, *piece)
             )  # formed again for its gradient rather than kept
             sums = merge_weights(sums, made)
-        found.append(sums)
+        found.append(sums if unit is None else _in_units(sums, unit[0]))
     return WeightSums(
         *(
             torch.cat(parts, -1) if parts[0].dim() == 3 else parts[0]  # a field that is not known
             for parts in zip(*found, strict=True)
         )
     )
+
+
+def _in_units(sums: WeightSums, exponents: Tensor) -> WeightSums:
+    """Sums of weights that each row has in a unit of its own, (B, H, G, L)."""
+    unit = representable(exponents, sums.c.dtype).flatten(1, 2)
+    return sums._replace(c=sums.c * unit, top=sums.top * unit, first=sums.first * unit)

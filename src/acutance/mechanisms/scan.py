@@ -15,12 +15,13 @@ G query heads to a key head; keys and values have G = 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Carry", "Sums", "absorb", "advance", "nothing", "read", "scan"]
+__all__ = ["Carry", "Sums", "absorb", "advance", "fading", "nothing", "read", "scan"]
 
 
 class Carry(NamedTuple):
@@ -31,11 +32,14 @@ class Carry(NamedTuple):
         keys: of k', (B, H, G, F).
         squares: of k' k'ᵀ under the squared decay, (B, H, G, F, F); no element, (..., 0), when
             sums of squares are not asked for.
+        exponents: log of the unit of each feature, (B, H, G, F); no element, (..., 0), where all
+            are in units of 1 (:mod:`acutance.mechanisms.relative`).
     """
 
     values: Tensor
     keys: Tensor
     squares: Tensor
+    exponents: Tensor
 
 
 class Sums(NamedTuple):
@@ -45,11 +49,14 @@ class Sums(NamedTuple):
         values: numerator, (B, H, G, L, Ev).
         total: sum of weights, (B, H, G, L).
         squares: sum of squared weights, (B, H, G, L), or no element, (..., 0).
+        exponents: log of the unit of each row's weights, (B, H, G, L); no element, (..., 0), where
+            all are in units of 1.
     """
 
     values: Tensor
     total: Tensor
     squares: Tensor
+    exponents: Tensor
 
 
 def nothing(k: Tensor, v: Tensor, group: int, squares: bool) -> Carry:
@@ -60,6 +67,7 @@ def nothing(k: Tensor, v: Tensor, group: int, squares: bool) -> Carry:
         k.new_zeros(*rows, v.shape[-1]),
         k.new_zeros(rows),
         k.new_zeros(*rows, features if squares else 0),
+        k.new_zeros(*rows[:3], 0),
     )
 
 
@@ -80,7 +88,12 @@ def advance(carry: Carry, log_decay: Tensor | None, steps: int) -> Carry:
         return carry
     once = torch.exp(log_decay * steps).unsqueeze(-1)
     twice = once.square().unsqueeze(-1)
-    return Carry(carry.values * once.unsqueeze(-1), carry.keys * once, carry.squares * twice)
+    return Carry(
+        carry.values * once.unsqueeze(-1),
+        carry.keys * once,
+        carry.squares * twice,
+        carry.exponents,
+    )
 
 
 def absorb(carry: Carry, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Carry:
@@ -100,13 +113,20 @@ def _summary(k: Tensor, v: Tensor, log_decay: Tensor | None, squares: bool) -> C
         weights = _powers(log_decay, ages).unsqueeze(-1)
         k = k * (weights.unsqueeze(2) if k.dim() == 6 else weights)
     turned = k.transpose(-1, -2)
-    return Carry(turned @ v, k.sum(-2), turned @ k if squares else turned[..., :0])
+    return Carry(
+        turned @ v, k.sum(-2), turned @ k if squares else turned[..., :0], turned[..., 0, :0]
+    )
 
 
 def read(q: Tensor, carry: Carry) -> Sums:
     """The sums of rows that see exactly the carry's keys, without decay: q is (..., L, F)."""
     squares = ((q @ carry.squares) * q).sum(-1) if has_squares(carry) else q[..., :0, 0]
-    return Sums(q @ carry.values, (q @ carry.keys.unsqueeze(-1)).squeeze(-1), squares)
+    total = (q @ carry.keys.unsqueeze(-1)).squeeze(-1)
+    return Sums(q @ carry.values, total, squares, q[..., :0, 0])
+
+
+#: Whole chunks: q, k, v, log λ, the carry, the rows of a chunk and ``strict`` to what a scan gives.
+Chunks = Callable[[Tensor, Tensor, Tensor, Tensor | None, Carry, int, bool], tuple[Sums, Carry]]
 
 
 def scan(
@@ -118,6 +138,7 @@ def scan(
     *,
     chunk: int,
     strict: bool = False,
+    chunks: Chunks | None = None,
 ) -> tuple[Sums, Carry]:
     """Causal sums: row i sees the carry's keys and keys 0 … i of these.
 
@@ -129,6 +150,7 @@ def scan(
         carry: keys before these.
         chunk: rows that meet their keys directly.
         strict: leave out key i of row i.
+        chunks: what takes whole chunks of rows; None for sums in units of 1.
 
     Returns:
         The rows' sums, and the carry after the last key.
@@ -139,7 +161,7 @@ def scan(
     for part, size in ((slice(0, whole), chunk), (slice(whole, length), length - whole)):
         if part.stop > part.start:
             rows, keys, values = q[..., part, :], k[..., part, :], v[..., part, :]
-            sums, carry = _chunks(rows, keys, values, log_decay, carry, size, strict)
+            sums, carry = (chunks or _chunks)(rows, keys, values, log_decay, carry, size, strict)
             found.append(sums)
     if not found:
         return read(q, carry), carry
@@ -149,6 +171,7 @@ def scan(
         torch.cat([sums.values for sums in found], -2),
         torch.cat([sums.total for sums in found], -1),
         torch.cat([sums.squares for sums in found], -1),
+        torch.cat([sums.exponents for sums in found], -1),
     ), carry
 
 
@@ -166,13 +189,11 @@ def _chunks(
     q, k, v = (part.unflatten(-2, (-1, size)) for part in (q, k, v))
     places = torch.arange(size, device=q.device)
     near = q @ k.transpose(-1, -2)
-    seen = places[:, None] > places if strict else places[:, None] >= places
     if log_decay is None:
-        near = near.masked_fill(~seen, 0.0)
+        near = near.masked_fill(~_seen(places, strict), 0.0)
         far = q
     else:
-        fade = _powers(log_decay, (places[:, None] - places).clamp(min=0))
-        near = near * fade.masked_fill(~seen, 0.0).unsqueeze(2)
+        near = near * fading(log_decay, size, strict, q.device)
         far = q * _powers(log_decay, places + 1)[:, :, None, :, None]
     carries, after = _prefixes(carry, _summary(k, v, log_decay, squares), log_decay, size)
     distant = read(far, carries)
@@ -180,8 +201,20 @@ def _chunks(
         (near @ v + distant.values).flatten(-3, -2),
         (near.sum(-1) + distant.total).flatten(-2, -1),
         (near.square().sum(-1) + distant.squares).flatten(-2, -1) if squares else q[..., 0, :0, 0],
+        q[..., 0, :0, 0],
     )
     return sums, after
+
+
+def _seen(places: Tensor, strict: bool) -> Tensor:
+    return places[:, None] > places if strict else places[:, None] >= places
+
+
+def fading(log_decay: Tensor, size: int, strict: bool, device: torch.device) -> Tensor:
+    """What a decay makes of the weights in a chunk, (H, G, 1, size, size): 0 where not seen."""
+    places = torch.arange(size, device=device)
+    fade = _powers(log_decay, (places[:, None] - places).clamp(min=0))
+    return fade.masked_fill(~_seen(places, strict), 0.0).unsqueeze(2)
 
 
 def _prefixes(

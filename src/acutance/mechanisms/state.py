@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from acutance.mechanisms import relative
 from acutance.mechanisms.call import Features
 from acutance.mechanisms.scan import Carry, Sums, absorb, advance, has_squares, nothing, scan
 from acutance.rowstats.state import NO_KEY
@@ -18,6 +19,7 @@ __all__ = [
     "begin",
     "first_weight",
     "follow",
+    "in_units",
     "keeps_squares",
     "past",
     "weight_sums",
@@ -33,6 +35,8 @@ class LinearState(NamedTuple):
         keys: decayed sum of k', (B, H, G, F).
         squares: sum of k' k'ᵀ under the squared decay, (B, H, G, F, F), or (..., 0) when no
             statistics are asked of later rows.
+        exponents: log of the unit of each feature, (B, H, G, F), where a decay could make the sums
+            underflow; else no element, (..., 0).
         n: visible keys so far, (B,), int64.
         first: features of the first visible key, (B, H, F).
         first_index: its position, (B,), int64.
@@ -42,6 +46,7 @@ class LinearState(NamedTuple):
     values: Tensor
     keys: Tensor
     squares: Tensor
+    exponents: Tensor
     n: Tensor
     first: Tensor
     first_index: Tensor
@@ -57,13 +62,14 @@ class Rows(NamedTuple):
     first_index: Tensor
 
 
-def begin(given: Features, squares: bool) -> LinearState:
-    """The state before any key."""
+def begin(given: Features, squares: bool, *, in_units: bool = False) -> LinearState:
+    """The state before any key; ``in_units`` keeps each sum relative to its own size."""
     batch, heads, _, _, features = given.k.shape
     group = 1 if given.log_decay is None else given.log_decay.shape[1]
     count = torch.zeros(batch, dtype=torch.int64, device=given.k.device)
+    carry = nothing(given.k, given.v, group, squares)
     return LinearState(
-        *nothing(given.k, given.v, group, squares),
+        *(relative.relative(carry) if in_units else carry),
         n=count,
         first=given.k.new_zeros(batch, heads, features),
         first_index=torch.full_like(count, NO_KEY),
@@ -72,7 +78,12 @@ def begin(given: Features, squares: bool) -> LinearState:
 
 
 def _carry(state: LinearState) -> Carry:
-    return Carry(state.values, state.keys, state.squares)
+    return Carry(state.values, state.keys, state.squares, state.exponents)
+
+
+def in_units(state: LinearState) -> LinearState:
+    """The state with each sum relative to its own size."""
+    return state._replace(**relative.relative(_carry(state))._asdict())
 
 
 def _noted(state: LinearState, given: Features, length: int) -> LinearState:
@@ -94,10 +105,14 @@ def _noted(state: LinearState, given: Features, length: int) -> LinearState:
 
 def past(state: LinearState, given: Features, length: int) -> LinearState:
     """The state after these keys and as many empty positions as make up ``length``."""
-    carry = absorb(_carry(state), given.k, given.v, given.log_decay)
-    carry = advance(carry, given.log_decay, length - given.k.shape[-2])
-    noted = _noted(state, given, length)
-    return noted._replace(values=carry.values, keys=carry.keys, squares=carry.squares)
+    carry, empty = _carry(state), length - given.k.shape[-2]
+    if given.log_decay is not None and relative.is_relative(carry):
+        carry = relative.absorb(carry, given.k, given.v, given.log_decay)
+        carry = relative.advance(carry, given.log_decay, empty)
+    else:
+        carry = absorb(carry, given.k, given.v, given.log_decay)
+        carry = advance(carry, given.log_decay, empty)
+    return _noted(state, given, length)._replace(**carry._asdict())
 
 
 def follow(
@@ -105,28 +120,40 @@ def follow(
 ) -> tuple[Rows, LinearState]:
     """Causal rows after a state, one key to a row, and the state after them."""
     length = given.q.shape[-2]
+    before = _carry(state)
     sums, carry = scan(
-        given.q, given.k, given.v, given.log_decay, _carry(state), chunk=chunk, strict=strict
+        given.q,
+        given.k,
+        given.v,
+        given.log_decay,
+        before,
+        chunk=chunk,
+        strict=strict,
+        chunks=relative.chunks if relative.is_relative(before) else None,
     )
     after = _noted(state, given, length)
     counted = given.visible.long().cumsum(-1)
     n = state.n[:, None] + counted - given.visible.long() * strict
     places = state.position + torch.arange(length, device=n.device)
-    first = first_weight(given, after.first, after.first_index, places)
+    first = first_weight(given, after.first, after.first_index, places, sums.exponents)
     first = torch.where((n > 0)[:, None, None], first, 0.0)
     index = torch.where(n > 0, after.first_index[:, None], NO_KEY)
-    after = after._replace(values=carry.values, keys=carry.keys, squares=carry.squares)
+    after = after._replace(**carry._asdict())
     return Rows(sums, n, first, index), after
 
 
-def first_weight(given: Features, first: Tensor, index: Tensor, places: Tensor) -> Tensor:
+def first_weight(
+    given: Features, first: Tensor, index: Tensor, places: Tensor, exponents: Tensor
+) -> Tensor:
     """Weight of a key with these features at this position, for rows at ``places``."""
     weight = (given.q @ first[:, :, None, :, None]).squeeze(-1)
     if given.log_decay is None:
         return weight
     known = torch.where(index == NO_KEY, 0, index)
-    distance = (places - known[:, None]).abs().to(weight.dtype)
-    return weight * torch.exp(given.log_decay[:, :, None] * distance[:, None, None])
+    distance = (places - known[:, None]).abs()[:, None, None]
+    if exponents.shape == weight.shape:
+        return weight * relative.faded(given.log_decay, distance, exponents).to(weight.dtype)
+    return weight * torch.exp(given.log_decay[:, :, None] * distance.to(weight.dtype))
 
 
 def weight_sums(rows: Rows, nonnegative: bool) -> WeightSums:
@@ -135,15 +162,19 @@ def weight_sums(rows: Rows, nonnegative: bool) -> WeightSums:
     n = rows.n[:, None].expand(total.shape)
     nothing_known = unknown(total)
     squares = rows.sums.squares
+    c, first = (n > 0).to(total.dtype), rows.first.flatten(1, 2)
+    if rows.sums.exponents.shape == rows.sums.total.shape:
+        unit = relative.representable(rows.sums.exponents, total.dtype).flatten(1, 2)
+        c, first = c * unit, first * unit
     return WeightSums(
         n=n,
-        c=(n > 0).to(total.dtype),
+        c=c,
         T=total,
         A=total if nonnegative else nothing_known,
         Q=squares.flatten(1, 2) if squares.shape == rows.sums.total.shape else nothing_known,
         X=nothing_known,
         top=nothing_known,
-        first=rows.first.flatten(1, 2),
+        first=first,
         first_index=rows.first_index[:, None].expand(total.shape),
     )
 

@@ -10,7 +10,7 @@ from acutance.mechanisms.call import make_call
 from acutance.mechanisms.feature_maps import AnyMap
 from acutance.mechanisms.forms import onwards, remembered
 from acutance.mechanisms.linear import CHUNK
-from acutance.mechanisms.state import LinearState, begin, keeps_squares, weight_sums
+from acutance.mechanisms.state import LinearState, begin, in_units, keeps_squares, weight_sums
 from acutance.rowstats.weighted import WeightStatistics
 from acutance.shapes import check_flag, check_inputs, describe
 
@@ -71,7 +71,7 @@ def linear_state(
         row_start=0,
         key_start=0,
     )
-    state = begin(call.nothing(), check_flag("statistics", statistics))
+    state = begin(call.nothing(), check_flag("statistics", statistics), in_units=call.in_units)
     return remembered(call, state, call.keys, call.keys)
 
 
@@ -200,7 +200,7 @@ def linear_step(
                 f"{had.dtype} {tuple(had.shape)}, these tokens need {needed.dtype} "
                 f"{tuple(needed.shape)}"
             )
-    found, after = onwards(call, state)
+    found, after = onwards(call, in_units(state) if call.in_units else state)
     out = found.sums.values.flatten(1, 2)
     if not return_stats:
         return out, after

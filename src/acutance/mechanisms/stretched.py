@@ -288,14 +288,14 @@ def _fields(rows: Rows) -> list[Tensor]:
 
 
 def _rows(fields: list[Tensor]) -> Rows:
-    return Rows(Sums(*fields[:3]), *fields[3:])
+    return Rows(Sums(*fields[:4]), *fields[4:])
 
 
 def _dims(fields: list[Tensor]) -> list[tuple[Tensor, int | None]]:
     """Each field and its dimension of rows; None for one that is not known."""
-    _, total, squares, *_ = fields
-    known = squares.shape == total.shape
-    dims: list[int | None] = [-2, -1, -1 if known else None, -1, -1, -1]
+    total = fields[1]
+    optional = [-1 if field.shape == total.shape else None for field in fields[2:4]]
+    dims: list[int | None] = [-2, -1, *optional, -1, -1, -1]
     return list(zip(fields, dims, strict=True))
 
 

@@ -1,0 +1,192 @@
+r"""Sums of decayed weights kept relative to their own size, where λ to the distance underflows.
+
+Far from its last key, or under a fast decay, every weight of a row is below the smallest number,
+though their ratios are not. Here each feature of the carry has an exponent, :math:`k'_f =
+e^{\varepsilon_f} \kappa_f` with the largest :math:`\kappa_f` near 1, and each row one for its
+weights. Sizes are constants in exponents and powers of λ are not: the gradient by λ of what all
+weights of a row have in common then cancels in float64, before it is rounded.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from acutance.mechanisms.scan import Carry, Sums, fading, has_squares, read
+
+__all__ = [
+    "NOTHING",
+    "absorb",
+    "added",
+    "advance",
+    "chunks",
+    "faded",
+    "faded_from",
+    "is_relative",
+    "log_faded",
+    "relative",
+    "representable",
+    "unit_of",
+]
+
+#: Exponent of a sum without a weight: finite, so that differences of two are no NaN.
+NOTHING = -1e30
+#: Largest exponent of a factor; what it multiplies is at most the reciprocal.
+TOP = 87.0
+
+
+def is_relative(carry: Carry) -> bool:
+    """Whether the carry has exponents."""
+    return carry.exponents.shape[-1] > 0
+
+
+def relative(carry: Carry) -> Carry:
+    """A carry without exponents, with them."""
+    if is_relative(carry):
+        return carry
+    exponents = _log_size(carry.keys)
+    unit = _factor(-torch.where(exponents > NOTHING / 2, exponents, 0.0), carry.keys)
+    return _scaled(carry, unit)._replace(exponents=exponents)
+
+
+def advance(carry: Carry, log_decay: Tensor, steps: int) -> Carry:
+    """The carry seen from ``steps`` positions later, no key in between."""
+    return carry._replace(exponents=carry.exponents + log_decay.unsqueeze(-1) * steps)
+
+
+def absorb(carry: Carry, k: Tensor, v: Tensor, log_decay: Tensor) -> Carry:
+    """The carry after these keys, (B, H, 1, S, F) and values (B, H, 1, S, Ev)."""
+    if k.shape[-2] == 0:
+        return carry
+    return _followed(carry, _block(k, v, log_decay, has_squares(carry)), log_decay, k.shape[-2])
+
+
+def chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    carry: Carry,
+    size: int,
+    strict: bool,
+) -> tuple[Sums, Carry]:
+    """Whole chunks of ``size`` rows, as :func:`~acutance.mechanisms.scan.scan` takes them."""
+    assert log_decay is not None  # without one no sum has exponents
+    q, k, v = (part.unflatten(-2, (-1, size)) for part in (q, k, v))
+    near = (q @ k.transpose(-1, -2)) * fading(log_decay, size, strict, q.device)
+    blocks = _block(k, v, log_decay, has_squares(carry))
+    carries = [carry]
+    for block in zip(*(part.unbind(3) for part in blocks), strict=True):
+        carries.append(_followed(carries[-1], Carry(*block), log_decay, size))
+    before = Carry(*(torch.stack(parts, 3) for parts in zip(*carries[:-1], strict=True)))
+    steps = torch.arange(1, size + 1, device=q.device)
+    reach = before.exponents.unsqueeze(-2) + _times(log_decay, steps)[:, :, None, :, None]
+    unit = torch.maximum((_log_size(q) + reach).amax(-1), _log_size(near).amax(-1))
+    safe = unit_of(unit)
+    distant = read(q * _factor(reach - safe.unsqueeze(-1), q), before)
+    near = near * _factor(-safe, near).unsqueeze(-1)
+    sums = Sums(
+        (near @ v + distant.values).flatten(-3, -2),
+        (near.sum(-1) + distant.total).flatten(-2, -1),
+        (near.square().sum(-1) + distant.squares).flatten(-2, -1)
+        if has_squares(carry)
+        else q[..., 0, :0, 0],
+        unit.flatten(-2, -1),
+    )
+    return sums, carries[-1]
+
+
+def added(left: Sums, right: Sums) -> Sums:
+    """The sums of the same rows over both sets of keys."""
+    if left.exponents.shape != left.total.shape:
+        return Sums(*(x + y for x, y in zip(left, right, strict=True)))
+    unit = torch.maximum(left.exponents, right.exponents)
+    x, y = (_factor(side.exponents - unit, side.total) for side in (left, right))
+    known = left.squares.shape == left.total.shape
+    return Sums(
+        left.values * x.unsqueeze(-1) + right.values * y.unsqueeze(-1),
+        left.total * x + right.total * y,
+        left.squares * x.square() + right.squares * y.square() if known else left.squares,
+        unit,
+    )
+
+
+def unit_of(exponents: Tensor) -> Tensor:
+    """The exponents of rows, 0 for one without weight."""
+    return torch.where(exponents > NOTHING / 2, exponents, 0.0)
+
+
+def faded(log_decay: Tensor, distance: Tensor, exponents: Tensor) -> Tensor:
+    """λ to these distances, (..., L) or (..., L, S), in units of each row."""
+    power = log_decay.view(*log_decay.shape, *([1] * (exponents.dim() - 3)))
+    return torch.exp((_wide(power) * distance - unit_of(exponents)).clamp(max=TOP))
+
+
+def faded_from(log_decay: Tensor, distance: Tensor, size: Tensor, nearest: Tensor) -> Tensor:
+    """λ to distances (L, S) in units of each row's largest weight: its log and its distance."""
+    rate = _wide(log_decay)[:, :, None]
+    start = unit_of(size - rate.detach() * nearest)
+    power = rate.unsqueeze(-1) * (distance - nearest.unsqueeze(-1)) - start.unsqueeze(-1)
+    return torch.exp(power.clamp(max=TOP))
+
+
+def log_faded(weights: Tensor, log_decay: Tensor, distance: Tensor) -> Tensor:
+    """Log of the size of weights, (B, H, G, L, S), at these distances, (L, S)."""
+    return _log_size(weights) + _wide(log_decay)[:, :, None, None] * distance.abs()
+
+
+def representable(exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """The unit of each row, or the nearest one whose products with shares are numbers too."""
+    limit = -math.log(torch.finfo(dtype).tiny) / 2
+    return torch.exp(unit_of(exponents.detach()).clamp(-limit, limit)).to(dtype)
+
+
+def _block(k: Tensor, v: Tensor, log_decay: Tensor, squares: bool) -> Carry:
+    """Carry of one block, or of many: (B, H, 1, [N,] C, F) gives (B, H, G, [N,] ...)."""
+    ages = torch.arange(k.shape[-2] - 1, -1, -1, device=k.device)
+    fade = _times(log_decay, ages).unsqueeze(-1)
+    fade = fade.unsqueeze(2) if k.dim() == 6 else fade
+    exponents = (_log_size(k) + fade).amax(-2)
+    k = k * _factor(fade - exponents.unsqueeze(-2), k)
+    turned = k.transpose(-1, -2)
+    return Carry(turned @ v, k.sum(-2), turned @ k if squares else turned[..., :0], exponents)
+
+
+def _followed(carry: Carry, block: Carry, log_decay: Tensor, length: int) -> Carry:
+    """The carry after a block of this length."""
+    moved = advance(carry, log_decay, length)
+    unit = torch.maximum(moved.exponents, block.exponents)
+    old = _scaled(moved, _factor(moved.exponents - unit, carry.keys))
+    new = _scaled(block, _factor(block.exponents - unit, carry.keys))
+    return Carry(old.values + new.values, old.keys + new.keys, old.squares + new.squares, unit)
+
+
+def _scaled(carry: Carry, factor: Tensor) -> Carry:
+    """The carry with each feature multiplied by its factor, (B, H, G, F)."""
+    column = factor.unsqueeze(-1)
+    squares = carry.squares
+    if has_squares(carry):
+        squares = squares * column * factor.unsqueeze(-2)
+    return carry._replace(values=carry.values * column, keys=carry.keys * factor, squares=squares)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the dtype of exponents: thousands of them differ by digits that float32 has not."""
+    return x if x.device.type == "mps" else x.double()
+
+
+def _log_size(x: Tensor) -> Tensor:
+    size = x.detach().abs()
+    tiny = torch.finfo(x.dtype).tiny
+    return torch.where(size > 0, _wide(torch.log(size.clamp(min=tiny))), NOTHING)
+
+
+def _factor(exponents: Tensor, like: Tensor) -> Tensor:
+    return torch.exp(exponents.clamp(max=TOP)).to(like.dtype)
+
+
+def _times(log_decay: Tensor, steps: Tensor) -> Tensor:
+    """Log λ times these steps: (H, G, *steps' shape)."""
+    return _wide(log_decay).view(*log_decay.shape, *([1] * steps.dim())) * steps
