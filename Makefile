@@ -22,7 +22,7 @@ demo: $(VENV)/.demo ## install, probe the model that comes with the install, wri
 	HF_HUB_OFFLINE=1 $(BIN)/acutance probe --report report.html --figure heads.svg
 
 test: $(VENV)/.dev ## install the development tools, run the tests and every example in a docstring
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 fuzz: $(VENV)/.dev ## random calls against the definitions: make fuzz SEED=1 COUNT=10000
 	$(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),1000)

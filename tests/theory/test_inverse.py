@@ -27,7 +27,11 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "parameter"), FAMILIES, ids=str)
+@pytest.mark.parametrize(
+    ("family", "parameter"),
+    FAMILIES,
+    ids=lambda value: str(value) if isinstance(value, str | dict) else "scipy",
+)
 def test_the_target_is_given_back(family, parameter):
     for n, fraction in [(2, 0.9), (300, 0.2)]:
         log_n = math.log(n)
