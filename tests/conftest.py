@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 import tempfile
@@ -10,13 +9,11 @@ import tempfile
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported: before anything
 # A compiled graph kept from another version of the operators would be run in place of this one.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="acutance-tests-")
-atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 # Kernels that are timed halfway through a test would be other ones in its second half.
 os.environ["ACUTANCE_MEASURE"] = "never"
 os.environ["ACUTANCE_CACHE"] = os.environ["TORCHINDUCTOR_CACHE_DIR"]
 # One process a core: further threads would only wait for each other, in commands under test too.
-THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
-os.environ["OMP_NUM_THREADS"] = str(THREADS)
+os.environ["OMP_NUM_THREADS"] = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
 
 import pytest
 import torch
@@ -24,7 +21,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels run on the CPU
 
-torch.set_num_threads(THREADS)  # sums are split the same way on a laptop and on a large machine
+# sums are split the same way on a laptop and on a large machine
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_unconfigure() -> None:
+    """Remove what this process cached."""
+    shutil.rmtree(os.environ["ACUTANCE_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture
