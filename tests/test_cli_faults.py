@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import acutance
 from acutance.cli import app
 from acutance.files import write_each
-from acutance.probing import models
+from acutance.probing import load_queries_keys, models
 
 TEXT = "The lens turned until the far tree stood clear of its leaves.\n" * 8
 
@@ -59,7 +59,11 @@ def test_a_model_of_nan_loses_no_output(
     again = tmp_path / "again.json"
     shown = run("report", out["save"], "--json", again)
     assert shown.exit_code == 0, shown.output
+    assert record.pop("key_norms") == load_queries_keys(out["keep-qk"]).key_norms()
     assert json.loads(again.read_text()) == record
+    assert "Key lengths" in done.stdout
+    assert "of the rows would have another top key" in " ".join(done.stdout.split())
+    assert "Key lengths" not in shown.stdout
     state = acutance.load(out["save"])
     state.to_json(again)
     assert json.loads(again.read_text())["heads"] == record["heads"]

@@ -161,3 +161,10 @@ def test_the_lengths_of_keys_move_top_keys_and_their_directions_do_not() -> None
         ]
         assert effect[head].item() == pytest.approx(sum(moved) / 200)
     assert (effect > 0.2).all()
+    several = QueryKeySample(query, long, key, ("a.b/1", "c/7"), is_causal=True).key_norms()
+    assert (several["tokens"], several["is_causal"]) == (200, True)
+    assert several["mean"] == pytest.approx(effect.mean().item())
+    assert [(layer["module"], layer["heads"]) for layer in several["layers"]] == [
+        ("a.b", [{"head": "1", "moved": effect[0].item()}]),
+        ("c", [{"head": "7", "moved": effect[1].item()}]),
+    ]

@@ -234,6 +234,21 @@ def test_the_numbers_are_those_of_the_summary(summary_of: Make) -> None:
         assert record["edges"][metric["kind"]] == pytest.approx(edges(name), rel=1e-5)
 
 
+def test_what_key_lengths_do_is_on_the_page_where_it_was_measured(summary_of: Make) -> None:
+    layers = [
+        {"module": f"m<{i}>", "mean": share, "heads": [{}]} for i, share in ((0, 0.1), (1, 0.4))
+    ]
+    key_norms = {"tokens": 64, "is_causal": True, "mean": 0.25, "layers": layers}
+    summary = summary_of()
+    plain, _ = data_of(html(summary))
+    record, _ = data_of(html(summary, key_norms))
+    *same, added = record["findings"]
+    assert same == plain["findings"]
+    assert (added["label"], added["layer"], added["head"]) == ("Key lengths", None, None)
+    assert added["sentence"].startswith("25% of the rows would have another top key")
+    assert "10% to 40% by layer, most in m<1>; 2 heads, 64 tokens" in added["sentence"]
+
+
 def test_a_histogram_reads_back_to_its_resolution(summary_of: Make) -> None:
     summary = summary_of((2,), rows=500, varentropy={(0, 1): math.nan})
     record, arrays = data_of(html(summary))

@@ -88,7 +88,9 @@ def probe_command(
     keep_qk: Annotated[
         Path | None,
         typer.Option(
-            "--keep-qk", metavar="FILE", help="Write some queries and keys, for 'compare --from'."
+            "--keep-qk",
+            metavar="FILE",
+            help="Write some queries and keys, for 'compare --from'; say what key lengths do.",
         ),
     ] = None,
     verify: Annotated[

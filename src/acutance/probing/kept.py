@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +93,39 @@ class QueryKeySample:
                 tops.append(scores.argmax(-1))
             shares.append((tops[0] != tops[1]).float().mean())
         return torch.stack(shares)
+
+    def key_norms(self) -> dict[str, Any]:
+        """Give :meth:`key_norm_effect` by layer and head, as ``probe --keep-qk --json`` writes it.
+
+        Returns:
+            ``tokens``, ``is_causal``, ``mean`` over all heads, and ``layers``, each with its
+            ``module``, ``mean`` and ``heads`` (``head``, ``moved``). Shares are from 0 to 1.
+
+        Example:
+            >>> query = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
+            >>> key = torch.tensor([[[1.0, 0.0], [3.0, 3.0]]])
+            >>> sample = QueryKeySample(query, key, key, ("layers.0/5",), is_causal=False)
+            >>> sample.key_norms()["layers"]
+            [{'module': 'layers.0', 'mean': 1.0, 'heads': [{'head': '5', 'moved': 1.0}]}]
+        """
+        layers: dict[str, list[dict[str, Any]]] = {}
+        moved = self.key_norm_effect().tolist()
+        for name, share in zip(self.heads, moved, strict=True):
+            module, _, head = name.rpartition("/")
+            layers.setdefault(module, []).append({"head": head, "moved": share})
+        return {
+            "tokens": self.length,
+            "is_causal": self.is_causal,
+            "mean": sum(moved) / len(moved),
+            "layers": [
+                {
+                    "module": module,
+                    "mean": sum(head["moved"] for head in heads) / len(heads),
+                    "heads": heads,
+                }
+                for module, heads in layers.items()
+            ],
+        }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, atomically; :func:`load_queries_keys` reads it exactly."""

@@ -59,17 +59,23 @@ def exports(
     chart: str = "heads",
     metric: str | None = None,
     dark: bool = False,
+    key_norms: Mapping[str, Any] | None = None,
 ) -> dict[str, Callable[[], object]]:
-    """What :func:`write_exports` does, by option."""
+    """What :func:`write_exports` does, by option.
+
+    ``key_norms``, of :meth:`acutance.probing.QueryKeySample.key_norms`, goes into the JSON and onto
+    the page.
+    """
 
     def json_to(path: Path) -> None:
         advice = [each.to_dict() for each in recommendations(summary)]
-        put_json({**summary.to_dict(), "recommendations": advice}, path)
+        more = {} if key_norms is None else {"key_norms": dict(key_norms)}
+        put_json({**summary.to_dict(), "recommendations": advice, **more}, path)
 
     def page_to(path: Path) -> None:
         from acutance.report.page import write_html
 
-        write_html(summary, path)
+        write_html(summary, path, key_norms)
 
     def figure_to(path: Path) -> None:
         from acutance.report.charts import draw

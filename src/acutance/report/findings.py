@@ -7,9 +7,9 @@ Layers whose capture is known to be wrong (status ``mismatch``) yield none.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from acutance.probing import HeadSummary
 from acutance.probing.thresholds import limit
@@ -18,6 +18,8 @@ from acutance.report.words import crossing
 
 Kind = Literal["sharpest", "most_diffuse", "first_key_sink", "collapsed", "dead", "largest_logit"]
 
+#: The title of what :func:`say_key_norms` says.
+KEY_NORMS = "Key lengths"
 #: What each kind of finding is called in reports.
 LABELS: dict[Kind, str] = {
     "sharpest": "Sharpest head",
@@ -149,6 +151,32 @@ def findings(summary: HeadSummary) -> list[Finding]:
         ),
         *_largest_logit(trusted, judged),
     ]
+
+
+def say_key_norms(key_norms: Mapping[str, Any]) -> str:
+    """What the lengths of keys do to the top keys, of :meth:`QueryKeySample.key_norms`.
+
+    Example:
+        >>> layers = [
+        ...     {"module": "a", "mean": 0.1, "heads": [{}] * 4},
+        ...     {"module": "b", "mean": 0.3, "heads": [{}] * 4},
+        ... ]
+        >>> print(say_key_norms({"tokens": 256, "mean": 0.2, "layers": layers}))
+        20% of the rows would have another top key if all keys of a head had one length (10% to 30%
+        by layer, most in b; 8 heads, 256 tokens). In those rows the length of a key decides, not
+        only its direction; cosine scores and QK-norm use the direction alone: see acutance compare
+        --from.
+    """
+    layers = sorted(key_norms["layers"], key=lambda layer: float(layer["mean"]))
+    heads = sum(len(layer["heads"]) for layer in layers)
+    low, high = (f"{layer['mean']:.0%}" for layer in (layers[0], layers[-1]))
+    by_layer = f"{low} to {high} by layer, most in {layers[-1]['module']}; " if low != high else ""
+    return (
+        f"{key_norms['mean']:.0%} of the rows would have another top key if all keys of a head "
+        f"had one length ({by_layer}{heads} head{'s' * (heads != 1)}, {key_norms['tokens']:,} "
+        "tokens). In those rows the length of a key decides, not only its direction; cosine scores "
+        "and QK-norm use the direction alone: see acutance compare --from."
+    )
 
 
 def _extremes(heads: list[_Head]) -> list[Finding]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from acutance.probing import Shard, corpus, merge_states, models
+from acutance.probing import ProbeError, Shard, corpus, merge_states, models
 from acutance.probing.distributed import Alone
 from acutance.probing.run import Options, Outcome, Savings, run_windows
 from acutance.probing.shards import WHOLE
@@ -130,9 +130,20 @@ def _finish(
     first: dict[str, Callable[[], object]] = {}
     if targets["--save"] is not None:
         first["--save"] = lambda: None  # it was written as the run went on
+    key_norms = None
     if (path := targets["--keep-qk"]) is not None and (probe := outcome.probe) is not None:
         first["--keep-qk"] = lambda: probe.queries_keys().save(path)
-    show_and_write(outcome.state.summary, targets, console, chart=chart, dark=dark, first=first)
+        with suppress(ProbeError):  # which writing the sample reports
+            key_norms = probe.queries_keys().key_norms()
+    show_and_write(
+        outcome.state.summary,
+        targets,
+        console,
+        chart=chart,
+        dark=dark,
+        first=first,
+        key_norms=key_norms,
+    )
 
 
 def merge(states: Sequence[Path], *, targets: Targets, console: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +17,7 @@ from acutance.probing.moments import BINS, SCALES
 from acutance.probing.notices import notices
 from acutance.report.colours import ANCHORS, as_hex, scale_of
 from acutance.report.console import module_sentences
-from acutance.report.findings import LABELS, findings
+from acutance.report.findings import KEY_NORMS, LABELS, findings, say_key_norms
 from acutance.report.packing import BUDGET, LEVELS, SOFT, Level, Packer, bars, encode, rounded
 from acutance.report.recommendations import otherwise, recommendations
 from acutance.report.shown_structure import advice, classes, structure
@@ -24,9 +25,19 @@ from acutance.report.words import GROUPS, crossing, words
 from acutance.structure import describe
 
 
-def packed(summary: HeadSummary) -> str:
+def packed(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> str:
     """The page's data, as finely as :data:`~acutance.report.packing.BUDGET` allows."""
     record, found = _record(summary), classify(summary)
+    if key_norms is not None:
+        record["findings"].append(
+            {
+                "kind": "key_norms",
+                "label": KEY_NORMS,
+                "layer": None,
+                "head": None,
+                "sentence": visible(say_key_norms(key_norms)),
+            }
+        )
     text = ""
     for level in LEVELS:
         if _least(summary, level) > BUDGET:

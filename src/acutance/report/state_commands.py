@@ -13,7 +13,7 @@ from acutance.files import write_each
 from acutance.probing import HeadSummary, load
 from acutance.report.console import console_table
 from acutance.report.exports import Targets, exports, to_output
-from acutance.report.findings import findings
+from acutance.report.findings import KEY_NORMS, findings, say_key_norms
 from acutance.report.printable import printable
 from acutance.report.recommendations import in_words, otherwise, recommendations
 from acutance.report.screen import note
@@ -66,6 +66,7 @@ def show_and_write(
     metric: str | None = None,
     dark: bool = False,
     first: Mapping[str, Callable[[], object]] | None = None,
+    key_norms: Mapping[str, Any] | None = None,
 ) -> None:
     """Write what was asked for and say where; print the table unless a file takes its place.
 
@@ -77,20 +78,30 @@ def show_and_write(
         metric: what the table and the figure show; None is what suits them.
         dark: whether the figure has a dark page.
         first: what else is written, by option, before the rest.
+        key_norms: what the lengths of keys do in a sample of queries and keys, where there is one.
     """
     steps = dict(first or {})
-    steps |= exports(summary, targets, chart=chart, metric=metric, dark=dark)
+    steps |= exports(summary, targets, chart=chart, metric=metric, dark=dark, key_norms=key_norms)
     if not to_output(targets):
-        steps[TABLE] = lambda: _show(summary, metric, console(stderr=False))
+        steps[TABLE] = lambda: _show(summary, metric, console(stderr=False), key_norms)
     write_each(steps, lambda option: say_written(option, targets, console))
 
 
-def _show(summary: HeadSummary, metric: str | None, output: Any) -> None:
+def _show(
+    summary: HeadSummary,
+    metric: str | None,
+    output: Any,
+    key_norms: Mapping[str, Any] | None = None,
+) -> None:
     """Print the table, then what stands out in it and what to do about it."""
     output.print(console_table(summary, metric))
     ascii_only = output.options.ascii_only
-    found = [finding.sentence for finding in findings(summary)]
-    for title, sentences in (("What stands out", found), ("What to do", _advice(summary))):
+    sections = {
+        "What stands out": [finding.sentence for finding in findings(summary)],
+        KEY_NORMS: [] if key_norms is None else [say_key_norms(key_norms)],
+        "What to do": _advice(summary),
+    }
+    for title, sentences in sections.items():
         if sentences:
             output.print(f"\n{title}", style="bold")
             output.print(bullets(sentences, ascii_only))
