@@ -13,7 +13,7 @@ from acutance.report import style
 from acutance.reproduce.experiment import Experiment, Run, mean
 from acutance.reproduce.record import Claim, Record, Row, Where
 from acutance.reproduce.sampling import curve as curve_of
-from acutance.reproduce.sampling import gaussian, over_scales
+from acutance.reproduce.sampling import gaussian, gaussian_collision, over_scales
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,11 +37,12 @@ def measure(run: Run) -> Sequence[Row]:
     rows = []
     for n in (16, 256, 4096) if run.quick else (16, 256, 4096, 65536):
         count = run.size(1000, 4000 if n <= 4096 else 1000)
-        found = over_scales(run, gaussian, n, count, GAMMAS, ("entropy", "collision"))
+        found = over_scales(run, gaussian, n, count, GAMMAS, ("entropy",))
+        collision = gaussian_collision(run, n, count // 2, GAMMAS)
         exact_H = np.asarray(theory.expected_entropy_gauss(n, GAMMAS))
         exact_Y = np.asarray(theory.expected_collision_gauss(n, GAMMAS))
         for at, gamma in enumerate(GAMMAS):
-            H, Y = mean(found["entropy"][at]), mean(found["collision"][at])
+            H, Y = mean(found["entropy"][at]), collision[at]
             where: Where = {"n": n, "γ": gamma, BOUND: gamma / math.sqrt(2 * math.log(n))}
             rows += [
                 ENTROPY.row("mean H, nat", exact_H[at], H, where),

@@ -12,7 +12,7 @@ from acutance.report import style
 from acutance.reproduce.experiment import Experiment, Run, mean
 from acutance.reproduce.record import Claim, Record, Row, Where
 from acutance.reproduce.sampling import curve as curve_of
-from acutance.reproduce.sampling import gaussian, over_scales
+from acutance.reproduce.sampling import gaussian, gaussian_collision, over_scales
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,9 +40,10 @@ def measure(run: Run) -> Sequence[Row]:
         top = float(theory.expected_max_gauss(n))
         count = run.size(1000, 6000 if n <= 4096 else 1000)
         scales = [ratio * top for ratio in RATIOS]
-        found = over_scales(run, gaussian, n, count, scales, ("entropy", "collision"))
+        found = over_scales(run, gaussian, n, count, scales, ("entropy",))
+        collision = gaussian_collision(run, n, count, scales)
         for at, ratio in enumerate(RATIOS):
-            H, Y = mean(found["entropy"][at]), mean(found["collision"][at])
+            H, Y = mean(found["entropy"][at]), collision[at]
             where: Where = {"n": n, BOUND: ratio}
             exact_H = float(theory.expected_entropy_gauss(n, scales[at]))
             exact_Y = float(theory.expected_collision_gauss(n, scales[at]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from acutance.reproduce.experiment import Run, statistics
+from acutance.reproduce.experiment import Run, mean, statistics
+from acutance.reproduce.record import Estimate
 
 #: From a run, a number of rows and n to scores of unit scale, (rows, n).
 Draw = Callable[[Run, int, int], Tensor]
@@ -81,3 +83,36 @@ def over_scales(
             for name in metrics:
                 parts[name][index].append(stats[name])
     return {name: [torch.cat(part) for part in values] for name, values in parts.items()}
+
+
+def gaussian_collision(run: Run, n: int, rows: int, scales: Sequence[float]) -> list[Estimate]:
+    """Mean Σp² of rows of Gaussian logits, with an error that can be judged at every scale.
+
+    From half the freezing scale √(2 log n) on, a few rows with one large logit carry the mean: at
+    γ = 2 and 65,536 keys that of 1000 plain rows had a skewness of 0.8. So below freezing one key
+    of every other row is raised by t = min(2γ, √(2 log n)), and rows count by the ratio of the
+    densities (importance sampling): 1 / (½ + ½ r), r being the mean of exp(t·z − t²/2) over the
+    row's keys, any of which could be the one. Beyond freezing rows are plain.
+
+    Args:
+        run: gives the random numbers.
+        n: keys in a row.
+        rows: how many rows, an even number.
+        scales: standard deviations γ of the logits.
+
+    Returns:
+        An estimate for each scale.
+    """
+    parts: list[list[Tensor]] = [[] for _ in scales]
+    done, freezing = 0, math.sqrt(2 * math.log(n))
+    for count in run.blocks(rows, n):
+        z = gaussian(run, count, n)
+        other = (torch.arange(done, done + count) % 2).to(z.dtype)  # half of all rows
+        done += count
+        plain = z[:, 0].clone()
+        for index, scale in enumerate(scales):
+            raised = min(2 * scale, freezing) if scale < freezing else 0.0
+            z[:, 0] = plain + raised * other
+            ratio = (torch.logsumexp(raised * z, 1) - raised**2 / 2 - math.log(n)).exp()
+            parts[index].append(statistics(scale * z).collision / (0.5 + 0.5 * ratio))
+    return [mean(part) for part in parts]
