@@ -252,6 +252,31 @@ def test_every_output_says_what_was_left_out_and_why(tmp_path: Any) -> None:
     assert "6 are of tokens that no row sees" in console.export_text()
 
 
+class Layered(nn.Module):
+    """A layer that is given tokens too, as those that route by them, and keys that it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = _Routed()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        states = F.one_hot(input_ids, VOCABULARY).float()
+        return self.layer(states, mask=attention_mask[:, None, None], input_ids=input_ids)
+
+
+class _Routed(nn.Module):
+    def forward(self, hidden_states: Tensor, input_ids: Tensor, **kwargs: Tensor) -> Tensor:
+        x = hidden_states[:, None]
+        keys = torch.cat([x, x[:, :, :4]], 2)
+        mask = F.pad(kwargs["mask"], (0, 4), value=1) == 1
+        return F.scaled_dot_product_attention(x, keys, keys, attn_mask=mask)
+
+
+def test_a_layer_that_takes_tokens_beside_states_is_masked_as_its_model() -> None:
+    (layer,) = one(Layered(), ids(), REAL.long()).layers
+    assert (*counts(layer), layer.padded_by) == (17, 5, 0, 0, "attention_mask")
+
+
 def _saved(summary: Any, folder: Any) -> str:
     path = str(folder / "state.safetensors")
     summary.save(path)
@@ -321,6 +346,36 @@ def test_sparse_attention_of_transformers_reads_every_real_row(kind: str) -> Non
         assert {layer.status for layer in summary.layers} == {"verified"}
         expected = torch.cat([over(entropy(weights), real) for weights in maps])
         assert torch.allclose(summary.mean("entropy"), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_left_out_where_a_layer_adds_compressed_keys(side: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    kinds = ["heavily_compressed_attention", "compressed_sparse_attention"]
+    config = AutoConfig.for_model(
+        "deepseek_v4", vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, layer_types=kinds,
+        compress_rates=dict(zip(kinds, (8, 4), strict=True)), num_attention_heads=4, head_dim=32,
+        q_lora_rank=32, o_lora_rank=16, o_groups=2, index_topk=4, index_n_heads=2,
+        index_head_dim=32, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
+        num_hash_layers=0, sliding_window=64, max_position_embeddings=512,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    model, tokens = sharpened(AutoModelForCausalLM.from_config(config)), ids(30)
+    real = torch.arange(30) < torch.tensor([[30], [17]])
+    real = real if side == "right" else real.flip(1)
+    given = {"input_ids": tokens, "attention_mask": real.long()}
+    with torch.no_grad():
+        maps = model(**given, output_attentions=True).attentions
+        with acutance.probe(model, verify=True) as probe:
+            model(**given)
+    summary = probe.summary()
+    assert all(weights.shape[3] > 30 for weights in maps)
+    assert [counts(layer) for layer in summary.layers] == [(47, 13, 0, 0)] * 2
+    sinks = [torch.cat([weights, 1 - weights.sum(-1, keepdim=True)], -1) for weights in maps]
+    expected = torch.cat([over(entropy(weights.clamp(min=0)), real) for weights in sinks])
+    assert torch.allclose(summary.mean("entropy"), expected, atol=1e-4, rtol=0)
 
 
 def llama() -> nn.Module:

@@ -48,6 +48,8 @@ _PADDED = (
 )
 #: A module that takes one of these begins a sequence of its own: no mask around it is about that.
 _INPUTS = {"input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values"}
+#: Unless it takes this too: then it is a layer, which goes on with the sequence around it.
+_STATES = "hidden_states"
 #: A mask of a module that takes one of these is about keys, which may be of another sequence.
 _KEYS = {"key", "keys", "k"}
 _PAST = ("past_key_values", "past_key_value")
@@ -171,7 +173,7 @@ def _signature(forward: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str,
     ):  # where ``mask`` is about pairs of tokens
         order = _PADDED
     masks = tuple(name for name in order if name in names)
-    return names, masks, not _INPUTS.isdisjoint(names)
+    return names, masks, _STATES not in names and not _INPUTS.isdisjoint(names)
 
 
 def _arguments(module: torch.nn.Module) -> tuple[Sequence[Any], Mapping[str, Any]]:
