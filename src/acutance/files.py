@@ -15,7 +15,9 @@ __all__ = [
     "as_json",
     "check_regular",
     "finite",
+    "holds_state",
     "may_write",
+    "refuse_replacing",
     "tidy",
     "write_bytes",
     "write_each",
@@ -190,8 +192,58 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write text in UTF-8 as it is, line ends included, whole or not at all."""
+    """Write text in UTF-8 as it is, line ends included, whole or not at all.
+
+    Raises:
+        FileExistsError: if the file holds the state of a run, which no text may replace.
+        OSError: as :func:`write_whole`.
+    """
+    if holds_state(path):
+        raise FileExistsError(f"{os.fspath(path)} holds a saved state, which it would replace")
     write_bytes(path, text.encode("utf-8"))
+
+
+def holds_state(path: str | os.PathLike[str]) -> bool:
+    """Whether a file holds what took a run to make: a state of a probe or of a calibration."""
+    if not os.path.isfile(path):
+        return False
+    with suppress(OSError), open(path, "rb") as file:
+        if file.read(9)[8:] != b"{":  # the length of a header comes first in safetensors
+            return False
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            schema = str((file.metadata() or {}).get("schema"))
+    except (SafetensorError, OSError, ValueError):
+        return False
+    return schema.startswith(("acutance.head_summary/", "acutance.calibration/"))
+
+
+def refuse_replacing(path: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> None:
+    """Refuse, before a run, to keep its state in a file that is there, unless told to.
+
+    Args:
+        path: where the state is to be kept.
+        resume: go on from it.
+        overwrite: replace it.
+
+    Raises:
+        ValueError: if both are asked for.
+        FileExistsError: if the file is there and holds anything, and neither is.
+
+    Example:
+        >>> refuse_replacing(__file__, resume=False, overwrite=False)
+        Traceback (most recent call last):
+        FileExistsError: ... is there already: resume=True goes on from it, overwrite=True replaces it
+    """
+    if resume and overwrite:
+        raise ValueError("a run goes on, resume=True, or begins anew, overwrite=True; got both")
+    if not (resume or overwrite) and os.path.isfile(path) and os.path.getsize(path):
+        raise FileExistsError(
+            f"{os.fspath(path)} is there already: resume=True goes on from it, overwrite=True "
+            "replaces it"
+        )
 
 
 def write_each(

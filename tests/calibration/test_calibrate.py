@@ -425,6 +425,23 @@ def test_an_interrupt_keeps_what_was_not_saved_yet(tmp_path: Path) -> None:
     assert [one["done"] for one in json.loads(header["passes"])] == [1]
 
 
+def test_a_state_is_not_replaced_unasked(tmp_path: Path) -> None:
+    model, text = encoder()
+    path = tmp_path / "state"
+    given: dict[str, Any] = {"lengths": [16, 64], "passes": 2, "save": path}
+    law = acutance.calibrate(model, text(1), **given)
+    before = path.read_bytes()
+    with pytest.raises(FileExistsError, match="resume=True goes on from it, overwrite=True repl"):
+        acutance.calibrate(model, text(2), **given)
+    with pytest.raises(ValueError, match="got both"):
+        acutance.calibrate(model, text(2), resume=True, overwrite=True, **given)
+    with pytest.raises(FileExistsError, match="holds a saved state, which it would replace"):
+        law.save(path)
+    assert path.read_bytes() == before
+    acutance.calibrate(model, text(2), overwrite=True, **given)
+    assert path.read_bytes() != before
+
+
 def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
     model, text = encoder()
     path = tmp_path / "state"

@@ -354,9 +354,10 @@ def test_padding_is_left_out_where_a_layer_adds_compressed_keys(side: str) -> No
 
     torch.manual_seed(0)
     kinds = ["heavily_compressed_attention", "compressed_sparse_attention"]
+    rates = dict(zip(kinds, (8, 4), strict=True))
     config = AutoConfig.for_model(
-        "deepseek_v4", vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, layer_types=kinds,
-        compress_rates=dict(zip(kinds, (8, 4), strict=True)), num_attention_heads=4, head_dim=32,
+        "deepseek_v4", vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2,
+        layer_types=kinds, compress_rates=rates, num_attention_heads=4, head_dim=32,
         q_lora_rank=32, o_lora_rank=16, o_groups=2, index_topk=4, index_n_heads=2,
         index_head_dim=32, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
         num_hash_layers=0, sliding_window=64, max_position_embeddings=512,

@@ -67,14 +67,38 @@ def test_a_rerun_measures_only_what_is_not_there(tmp_path: Path) -> None:
     assert calls == list(QUICKEST)
     assert all(outcome.resumed for outcome in again)
     assert [one.record.rows for one in again] == [one.record.rows for one in first]
-    # another seed or a half-written record is another measurement; force is one in any case
-    list(run(chosen[:1], tmp_path, quick=True, figures=False, seed=1))
+    # a half-written record is another measurement; force is one in any case
+    list(run(chosen[:1], tmp_path, quick=True, figures=False, force=True))
     assert len(calls) == 3
     (tmp_path / "ssmax.json").write_text("{", encoding="utf-8")
     list(run(chosen[1:], tmp_path, quick=True, figures=False))
     assert len(calls) == 4
     list(run(chosen[1:], tmp_path, quick=True, figures=False, force=True))
     assert len(calls) == 5
+
+
+def test_records_of_other_runs_stay(tmp_path: Path, call: Callable[..., Any]) -> None:
+    calls: list[str] = []
+    chosen = [counted(EXPERIMENTS["ssmax"], calls)]
+    list(run(chosen, tmp_path, quick=True, figures=False))
+    path = tmp_path / "ssmax.json"
+    before = path.read_bytes()
+    for quick in (True, False):
+        with pytest.raises(
+            ValueError, match=r"ssmax.json is a record of seed 0 at quick size, and"
+        ):
+            list(run(chosen, tmp_path, quick=quick, figures=False, seed=1))
+    refused = call("ssmax", "--seed", 1, "--no-figures")
+    assert refused.exit_code == 2
+    assert "seed 0 at quick size" in " ".join(refused.output.split())
+    assert (len(calls), path.read_bytes()) == (1, before)
+    list(run(chosen, tmp_path, quick=True, figures=False, seed=1, force=True))
+    assert (len(calls), load(path).seed) == (2, 1)
+    replace(load(path), quick=False).save(path)
+    with pytest.raises(
+        ValueError, match="of seed 1 at full size, and this run is of seed 1 at quick"
+    ):
+        list(run(chosen, tmp_path, quick=True, figures=False, seed=1))
 
 
 def test_figures_of_other_numbers_do_not_stay(tmp_path: Path) -> None:

@@ -137,6 +137,40 @@ def test_a_wrapped_model_is_the_model(how: str, tmp_path: Path) -> None:
     assert f"attention/{NAMES[0]}/entropy" not in record.scalars
 
 
+@pytest.fixture(scope="module")
+def calibrated() -> acutance.Calibration:
+    return acutance.calibrate(llama(), texts(), lengths=[6, 12], passes=2)
+
+
+def texts() -> list[Tensor]:
+    return [torch.arange(48).view(4, 12) * 7 % 20]
+
+
+@pytest.mark.parametrize("how", ["DataParallel", "DistributedDataParallel", "fully_shard", "FSDP",
+                                 "compile", "checkpoint"])  # fmt: skip
+def test_a_wrapped_model_is_calibrated_and_provided_for(
+    how: str, calibrated: acutance.Calibration, tmp_path: Path
+) -> None:
+    model, (ids,) = WRAPPERS[how](llama()), texts()
+    found = acutance.calibrate(model, texts(), lengths=[6, 12], passes=2)
+    assert found.to_dict() == calibrated.to_dict()
+    found.save(tmp_path / "law.json")
+    for used in (model, llama()):
+        law = acutance.calibration.Law.load(tmp_path / "law.json")
+        with torch.no_grad(), acutance.apply(used, law) as applied:
+            used(ids)
+        assert (list(applied.calls), applied.skipped) == (NAMES, {})
+    with torch.no_grad():
+        plain = model(ids).logits
+        with acutance.probe(model, provide=True, verify=True) as probe:
+            given = model(ids).logits
+    layers = probe.summary().layers
+    assert [(layer.module, layer.provided, layer.status) for layer in layers] == [
+        (name, 1, "verified") for name in NAMES
+    ]
+    torch.testing.assert_close(given, plain)
+
+
 @pytest.mark.parametrize("how", [name for name in WRAPPERS if name != "FSDP"])
 def test_clips_have_the_model_s_names(how: str) -> None:
     model, ids = WRAPPERS[how](llama()), torch.randint(20, (2, 7))

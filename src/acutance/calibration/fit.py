@@ -18,6 +18,7 @@ from acutance.calibration.progress import PassState, Progress
 from acutance.calibration.result import Calibration
 from acutance.calibration.summarise import FittedLayer, summarise
 from acutance.calibration.windows import AnyBatches, Turn, check_lengths, cut, digest, gather
+from acutance.files import refuse_replacing
 from acutance.probing.resume import model_digest
 from acutance.scaling import Scaling
 from acutance.shapes import check_count
@@ -46,6 +47,7 @@ def calibrate(
     save: str | os.PathLike[str] | None = None,
     save_every: int = 1,
     resume: bool = False,
+    overwrite: bool = False,
     advance: Advance | None = None,
 ) -> Calibration:
     r"""Fit, for every head, the factor that keeps a target constant in the number of keys n.
@@ -80,6 +82,7 @@ def calibrate(
         save: file that keeps the state as it grows, to go on from.
         save_every: windows between two writes, at least.
         resume: go on from what ``save`` holds.
+        overwrite: replace what ``save`` holds.
         advance: told after each run of the model how many tokens it read, which pass this is, and
             how many there are at most.
 
@@ -90,6 +93,7 @@ def calibrate(
 
     Raises:
         ApplyError: if attention that was seen cannot be scaled.
+        FileExistsError: if the file of ``save`` is there, and is neither resumed nor overwritten.
         ProbeError: if no attention was seen.
         TypeError: if an argument is of the wrong kind.
         ValueError: if one is out of range, the text too short, lengths are beyond the model's
@@ -118,6 +122,10 @@ def calibrate(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+    if resume and save is None:
+        raise ValueError("resume goes on from the file of save, got save=None")
+    if save is not None:
+        refuse_replacing(save, resume=resume, overwrite=overwrite)
     found = gather(batches)
     places = check_lengths(lengths, found)
     asked = check_asked(target, value, places, reference, law, passes, limit, windowed)
@@ -137,8 +145,6 @@ def calibrate(
         "seed": seed,
         "dtype": str(next((part.dtype for part in model.parameters()), None)),
     }
-    if resume and save is None:
-        raise ValueError("resume goes on from the file of save, got save=None")
     progress = Progress(settings)
     if resume and save is not None:
         progress = Progress.resume(save, settings)

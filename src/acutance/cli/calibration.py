@@ -146,6 +146,7 @@ def calibrate_command(
                     "save": save,
                     "save_every": save_every,
                     "resume": resume,
+                    "overwrite": overwrite,
                 },
                 windows=windows,
                 batch_size=batch_size,

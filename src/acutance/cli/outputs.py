@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from acutance.files import may_write
+from acutance.files import holds_state, may_write
 
 __all__ = ["Overwrite", "check_outputs"]
 
@@ -74,7 +74,7 @@ def check_outputs(
         known[identity] = f"that of {option}"
         if option == state:
             _check_state(option, path, resume, overwrite)
-        elif _is_state(path):
+        elif holds_state(path):
             raise typer.BadParameter(
                 f"{path} holds a saved state, which it would replace", param_hint=option
             )
@@ -127,17 +127,3 @@ def _identity(path: Path) -> tuple[int, int] | str | None:
     except OSError:
         return os.path.realpath(path)
     return (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) else None
-
-
-def _is_state(path: Path) -> bool:
-    """Whether a file holds what took a run to make: a state of a probe or of a calibration."""
-    if not os.path.isfile(path):
-        return False
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="np") as file:
-            schema = str((file.metadata() or {}).get("schema"))
-    except (SafetensorError, OSError, ValueError):
-        return False
-    return schema.startswith(("acutance.head_summary/", "acutance.calibration/"))

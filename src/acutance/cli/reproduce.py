@@ -28,7 +28,7 @@ def reproduce_command(
         int, typer.Option("--seed", min=0, max=2**32 - 1, help="Of all random numbers.")
     ] = 0,
     force: Annotated[
-        bool, typer.Option("--force", help="Measure again what an earlier run has measured.")
+        bool, typer.Option("--force", help="Measure again, and replace records of other runs.")
     ] = False,
     figures: Annotated[
         bool, typer.Option("--figures/--no-figures", help="Draw (needs acutance\\[plots]).")
@@ -45,7 +45,7 @@ def reproduce_command(
         for part in (out, *out.parents):  # before a long run, not after its first experiment
             if os.path.exists(part) and not os.path.isdir(part):
                 raise typer.BadParameter(f"{part} is not a directory", param_hint="--out")
-        from acutance.reproduce import EXPERIMENTS, command, pick, render
+        from acutance.reproduce import EXPERIMENTS, command, pick, render, runner
 
         try:
             chosen = pick(names or [], EXPERIMENTS)
@@ -56,6 +56,11 @@ def reproduce_command(
         if listing:
             console(stderr=False).print(render.listing(chosen))
             return
+        if not force:
+            try:
+                runner.check_others(chosen, out, quick=quick, seed=seed)
+            except ValueError as error:
+                raise typer.BadParameter(str(error), param_hint="--out") from error
         if figures:
             need("matplotlib", "plots", "drawing", ", or leave figures out: --no-figures")
         try:

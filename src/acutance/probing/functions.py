@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from acutance.masks import hidden_scores
 from acutance.probing.call import AttentionCall
 from acutance.probing.flex import FLEX, flex_call
-from acutance.probing.heads import folded, head_places, heads_at_once, heads_of, over_keys
+from acutance.probing.heads import HeadPlaces, folded, heads_at_once, heads_of, over_keys
 from acutance.probing.huggingface import Observer, Substitute, is_cross
 from acutance.probing.lineage import Lineage
 from acutance.probing.modes import leave
@@ -100,8 +100,7 @@ class FunctionCapture(TorchFunctionMode):
         super().__init__()
         self.observer = observer
         self._softmaxes = Softmaxes(self._weighed, self._unused)
-        self._head_places: dict[str, int] = {}  # by module, as calls told that fit one reading
-        self._undecided: dict[str, str] = {}
+        self._heads = HeadPlaces()
         asked = isinstance(observer, ProductObserver) and observer.products
         self._lineage = Lineage(operands=True) if asked else None
 
@@ -109,9 +108,8 @@ class FunctionCapture(TorchFunctionMode):
         """Softmaxes that wait for a product wait no longer."""
         leave(self)
         self._softmaxes.clear()
-        for module, why in self._undecided.items():
+        for module, why in self._heads.undecided():
             self.observer.unreadable(module, why)
-        self._undecided.clear()
         if self._lineage is not None:
             self._lineage.clear()
 
@@ -304,8 +302,11 @@ class FunctionCapture(TorchFunctionMode):
                 raise ValueError(softmax.why_not)
             if softmax.overwritten():
                 raise ValueError("its scores were overwritten after the softmax")
-            heads = heads_at_once(self.observer.module_of(name))
-            place = self._place_of_heads(softmax, heads, name.partition("#")[0])
+            module = self.observer.module_of(name)
+            heads, place = heads_at_once(module), None
+            if softmax.last and softmax.base.dim() == 4:
+                base = name.partition("#")[0]
+                place = self._heads.place(base, module, softmax.base.shape, heads, softmax.places)
             scores = folded(softmax.base, softmax.dim, heads, place)
             if self._lineage is not None:
                 self._multiplied(self._lineage, softmax, scores, heads, place, name)
@@ -314,25 +315,6 @@ class FunctionCapture(TorchFunctionMode):
             self.observer.unreadable(name, str(error))
             return
         self.observer.observe_scores(scores, name, doubt)
-
-    def _place_of_heads(self, softmax: Softmax, heads: int | None, module: str) -> int | None:
-        """Which dimension is heads where several fit: as in calls of other sizes, else the second.
-
-        What is read so and differs from what a later call tells is listed, as is what no call told.
-        """
-        places = head_places(softmax.base.shape, heads) if softmax.last else []
-        known = self._head_places.get(module)
-        if len(places) == 1:
-            self._head_places[module] = places[0]
-            if places[0] == 1:
-                self._undecided.pop(module, None)
-        elif places and known is None and module not in self._undecided:
-            self._undecided[module] = (
-                f"its softmax of {tuple(softmax.base.shape)} fits its {heads} heads in more than "
-                "one way: the second dimension was taken for heads, which a call with another "
-                "batch or length would confirm"
-            )
-        return known
 
     def _multiplied(
         self,

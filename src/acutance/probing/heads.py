@@ -7,7 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["fold", "folded", "head_places", "heads_at_once", "heads_of", "over_keys"]
+from acutance.probing.products import Places
+
+__all__ = [
+    "HeadPlaces",
+    "decided_place",
+    "fold",
+    "folded",
+    "head_places",
+    "heads_at_once",
+    "heads_of",
+    "over_keys",
+    "projected_heads",
+]
 
 #: How a module may name its number of heads.
 HEADS = (
@@ -74,7 +86,7 @@ def fold(scores: Tensor, heads: int | None, place: int | None = None) -> Tensor:
     Args:
         scores: (..., S).
         heads: how many there are, None if unknown.
-        place: which of four dimensions is heads, where that is known of other calls.
+        place: which of four dimensions is heads, where that is known otherwise.
 
     Raises:
         ValueError: if heads cannot be told from other dimensions.
@@ -94,9 +106,9 @@ def fold(scores: Tensor, heads: int | None, place: int | None = None) -> Tensor:
         return three
     if scores.dim() == 4:
         places = head_places(shape, heads)
-        if len(places) == 1:
-            return scores.transpose(1, places[0])
-        return scores.transpose(1, place) if place in places else scores
+        if place is None:
+            place = places[0] if len(places) == 1 else 1
+        return scores.transpose(1, place)
     places = [place for place in range(1, scores.dim() - 1) if shape[place] == heads]
     if not places and shape[0] == heads:
         places = [0]
@@ -116,6 +128,110 @@ def head_places(shape: Sequence[int], heads: int | None) -> list[int]:
         ([0], [0, 1])
     """
     return [place for place in range(3) if shape[place] == heads] if len(shape) == 4 else []
+
+
+def decided_place(shape: Sequence[int], heads: int | None, told: Places) -> tuple[int, bool]:
+    """Which of four dimensions is heads, and whether anything but custom says so.
+
+    What is not queries may be heads; the number of heads decides among them, then the values.
+
+    Args:
+        shape: of the scores, keys last.
+        heads: how many there are, None if unknown.
+        told: what the product that takes the weights says.
+
+    Example:
+        >>> decided_place((2, 4, 4, 9), 4, Places(queries=1))
+        (2, True)
+        >>> decided_place((4, 4, 9, 9), 4, Places()), decided_place((3, 5, 9, 9), None, Places())
+        ((1, False), (1, True))
+    """
+    among = [place for place in range(3) if place != told.queries]
+    fitting = [place for place in among if shape[place] == heads]
+    choice = fitting or among
+    if told.heads is not None and told.heads in choice:
+        return told.heads, True
+    return 1 if 1 in choice else choice[-1], len(fitting) < 2
+
+
+def projected_heads(module: torch.nn.Module | None, shape: Sequence[int], width: int) -> int | None:
+    """Number of heads of values of a width, by the linear layers in a module that make them.
+
+    None unless exactly one of a softmax's first three dimensions has such a number.
+
+    Example:
+        >>> module = torch.nn.ModuleDict({"v": torch.nn.Linear(6, 12)})
+        >>> projected_heads(module, (3, 2, 5, 5), 4), projected_heads(module, (3, 2, 5, 5), 3)
+        (3, None)
+    """
+    if module is None or width == 0 or len(shape) != 4:
+        return None
+    layers = (child for child in module.children() if isinstance(child, torch.nn.Linear))
+    made = {layer.out_features for layer in layers}
+    fitting = [size for size in shape[:3] if size > 1 and {size * width, 3 * size * width} & made]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+class HeadPlaces:
+    """Which of four dimensions is heads in each module, as far as its calls have told.
+
+    Example:
+        >>> places = HeadPlaces()
+        >>> places.place("attn", None, (4, 4, 9, 9), 4, Places())
+        1
+        >>> [why[:37] for _, why in places.undecided()]
+        ['its softmax of (4, 4, 9, 9) fits its ']
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, int] = {}
+        self._undecided: dict[str, tuple[int, str]] = {}
+
+    def place(
+        self,
+        name: str,
+        module: torch.nn.Module | None,
+        shape: Sequence[int],
+        heads: int | None,
+        told: Places,
+    ) -> int:
+        """The dimension: by the number of heads, the product, or calls of other sizes.
+
+        What is read so and differs from what a later call tells is listed, as is what no call told.
+
+        Args:
+            name: the module's.
+            module: whose projections tell the number of heads where ``heads`` is None.
+            shape: of the scores, keys last.
+            heads: how many there are, None if unknown.
+            told: what the product that takes the weights says.
+        """
+        heads = projected_heads(module, shape, told.width) if heads is None else heads
+        place, decided = decided_place(shape, heads, told)
+        if decided:
+            self._known[name] = place
+            if name in self._undecided and self._undecided[name][0] == place:
+                del self._undecided[name]
+            return place
+        known = self._known.get(name)
+        if known is not None and shape[known] == heads:
+            return known
+        self._undecided.setdefault(
+            name,
+            (
+                place,
+                f"its softmax of {tuple(shape)} fits its {heads} heads in more than one way: the "
+                f"{('first', 'second', 'third')[place]} dimension was taken for heads, which a "
+                "call with another batch or length would confirm",
+            ),
+        )
+        return place
+
+    def undecided(self) -> list[tuple[str, str]]:
+        """Modules whose calls told nothing, or other than what was taken, and why; once each."""
+        found = [(name, why) for name, (_, why) in self._undecided.items()]
+        self._undecided.clear()
+        return found
 
 
 def folded(scores: Tensor, dim: int, heads: int | None, place: int | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["operands", "stand_for"]
+__all__ = ["einsum_terms", "operands", "stand_for"]
 
 _DOTS = "0123456789"  # labels that no einsum has
 
@@ -49,13 +49,21 @@ def operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     return pair[0], pair[1].transpose(-1, -2)
 
 
-def _of_einsum(given: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    unknown = f"which factor of its einsum is the queries is not known: {given[0]!r:.60}"
+def einsum_terms(given: Sequence[Any]) -> tuple[list[str], list[Any], str] | None:
+    """Labels of an einsum's two factors, the factors, and labels of its result.
+
+    None where they are not two, or not told by a formula with an arrow.
+
+    Example:
+        >>> import torch
+        >>> einsum_terms(("...ij,...jd->...id", torch.zeros(2, 5, 3), torch.zeros(2, 3, 4)))[0]
+        ['9ij', '9jd']
+    """
     terms, arrow, out = str(given[0]).replace(" ", "").partition("->")
     names = terms.split(",")
     pair = list(given[1]) if isinstance(given[1], list | tuple) else list(given[1:])
     if not arrow or len(names) != 2 or len(pair) != 2:
-        raise ValueError(unknown)
+        return None
     if "..." in terms:  # as many labels, the same from the right, as the dots stand for
         dots = [
             part.dim() - len(name.replace("...", ""))
@@ -69,7 +77,16 @@ def _of_einsum(given: Sequence[Any]) -> tuple[Tensor, Tensor]:
     if "." in "".join(names) or any(
         part.dim() != len(name) for part, name in zip(pair, names, strict=True)
     ):
+        return None
+    return names, pair, out
+
+
+def _of_einsum(given: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    unknown = f"which factor of its einsum is the queries is not known: {given[0]!r:.60}"
+    terms = einsum_terms(given)
+    if terms is None:
         raise ValueError(unknown)
+    names, pair, out = terms
     shared = [label for label in names[0] if label in names[1]]
     over, batch = ([x for x in shared if (x in out) == kept] for kept in (False, True))
     own = [[label for label in name if label not in shared] for name in names]

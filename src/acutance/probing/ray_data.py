@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from acutance.files import refuse_replacing
 from acutance.probing import corpus, models
 from acutance.probing.models import TextModel
 from acutance.probing.resume import model_digest, restore, tidy
@@ -59,6 +60,7 @@ def probe_dataset(
     batches_per_task: int = 16,
     save: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     about: Mapping[str, Any] | None = None,
 ) -> State:
     """Probe a text model on a Ray dataset, as ``acutance probe`` does on files.
@@ -86,6 +88,7 @@ def probe_dataset(
         batches_per_task: batches whose state travels and is retried as one.
         save: where the state is kept as the run goes on; it is that of ``acutance probe --save``.
         resume: go on from what ``save`` holds.
+        overwrite: replace what ``save`` holds.
         about: facts to keep with the summary.
 
     Returns:
@@ -93,6 +96,7 @@ def probe_dataset(
 
     Raises:
         ImportError: without ray.
+        FileExistsError: if the file of ``save`` is there, and is neither resumed nor overwritten.
         ValueError: if the dataset has no such column or no text, or the file to resume is of
             another run.
         RuntimeError: if a node loads another model than the driver, or a task fails.
@@ -104,6 +108,8 @@ def probe_dataset(
             raise ValueError(f"{name} is at least 1, got {value}")
     if resume and save is None:
         raise ValueError("resume goes on from the file of save, and save is None")
+    if save is not None:
+        refuse_replacing(save, resume=resume, overwrite=overwrite)
     loaded = _load(model, "cpu")
     window = loaded.window(length)
     texts = _texts(dataset, column, ray_data)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from acutance.files import tidy
+from acutance.probing.naming import module_name, unwrapped
 from acutance.probing.shards import Run, State, load_state
 
 __all__ = ["model_digest", "restore", "text_digest", "tidy"]
@@ -23,8 +24,8 @@ def model_digest(model: torch.nn.Module) -> str:
     """Sixteen hexadecimal digits that change with a model's configuration or weights.
 
     Of each tensor of the state dict the name, shape, dtype and 64 entries, evenly spaced: a step of
-    training moves them all. Where the model lies and which release wrote its configuration do not
-    count.
+    training moves them all. Where the model lies, what wraps it and which release wrote its
+    configuration do not count. Every rank of a sharded model has to ask.
 
     Example:
         >>> layer = torch.nn.Linear(3, 2)
@@ -35,7 +36,7 @@ def model_digest(model: torch.nn.Module) -> str:
         False
     """
     found = hashlib.sha256()
-    config: Any = getattr(model, "config", None)
+    config: Any = getattr(unwrapped(model), "config", None)
     if hasattr(config, "to_dict"):
         kept = {
             name: value
@@ -43,9 +44,12 @@ def model_digest(model: torch.nn.Module) -> str:
             if not name.startswith("_") and name not in ("transformers_version", "dtype")
         }
         found.update(json.dumps(kept, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
+    named = {module_name(model, name): tensor for name, tensor in model.state_dict().items()}
+    for name, tensor in sorted(named.items()):
         if not isinstance(tensor, torch.Tensor):
             continue
+        if hasattr(tensor, "full_tensor"):  # sharded by fully_shard: a DTensor
+            tensor = tensor.full_tensor()
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat = tensor.detach().reshape(-1)
         if flat.numel():

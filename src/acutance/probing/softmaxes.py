@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acutance.probing.call import VERIFY_TOLERANCE
+from acutance.probing.made import shares_memory
+from acutance.probing.products import LEFT, Layout, Places, layout_of, summed, told_by_product
 
 __all__ = [
     "FEWEST",
@@ -51,8 +53,7 @@ OPERATORS = {"softmax", "_softmax", "_safe_softmax", "special_softmax"}
 LOG_OPERATORS = {"log_softmax", "_log_softmax", "special_log_softmax"}
 #: Softmaxes that add noise of their own to their scores.
 NOISY = {F.gumbel_softmax}
-_LEFT = {"matmul", "__matmul__", "bmm", "mm"}
-_PRODUCTS = {*_LEFT, "__rmatmul__", "baddbmm", "einsum"}
+_PRODUCTS = {*LEFT, "__rmatmul__", "baddbmm", "einsum"}
 _MAPS = ("linear", "conv", "norm", "embedding")  # what they give is no longer the weights
 FEWEST = 3  # dimensions: routers and classifiers have two
 
@@ -75,6 +76,9 @@ class Softmax:
         dropped: whether weights were dropped from it.
         inplace: whether the result was written over the scores.
         why_not: why its rows cannot be read, if so.
+        layout: of the result in memory.
+        relaid: whether a copy may have moved its dimensions.
+        places: what the product that takes it says of its dimensions.
     """
 
     def __init__(
@@ -96,7 +100,21 @@ class Softmax:
         self.step, self.place = result.stride(dim), _order(result).index(dim)
         self.aliases: set[int] = set()
         self.dropped = False
+        self.places = Places()
+        self.layout, self.relaid = layout_of(result), False
         self.inplace = result.numel() > 0 and result.data_ptr() == scores.data_ptr()
+
+    def passes(self, given: Tensor, result: Tensor) -> None:
+        """A function gave ``result`` for ``given``: a view, the same entry by entry, or neither."""
+        alike = given.shape == result.shape and given.stride() == result.stride()
+        self.relaid |= not (alike or shares_memory(result, given))
+
+    def taken(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor
+    ) -> None:
+        """A product takes it: note which dimension is which, where copies moved none."""
+        if not self.relaid and len(self.layout) == 4:
+            self.places = told_by_product(name, args, kwargs, weights, self.layout)
 
     def overwritten(self) -> bool:
         """Whether the scores are no longer what they were."""
@@ -107,6 +125,11 @@ def version_of(scores: object) -> int:
     """Rises each time a tensor is written to; −1 where that is not counted."""
     counted = isinstance(scores, Tensor) and not scores.is_inference()
     return scores._version if counted else -1  # type: ignore[attr-defined]
+
+
+def _by_step(layout: Layout) -> list[int]:
+    """Dimensions from the smallest step in memory to the widest."""
+    return sorted(range(len(layout)), key=lambda dim: layout[dim])
 
 
 def _order(tensor: Tensor) -> list[int]:
@@ -195,6 +218,7 @@ class Softmaxes:
                     continue
                 sums = summed(name, args, kwargs, softmax.step) or ()
                 if any(weights is tensor for tensor in sums):
+                    softmax.taken(name, args, kwargs, weights)
                     self._used(weights)
             return
         softmax = self._waiting[id(given[0])][1]
@@ -206,6 +230,7 @@ class Softmaxes:
             return
         for tensor in _tensors((result,)):
             if tensor.is_floating_point() and 2 * tensor.numel() >= given[0].numel():
+                softmax.passes(given[0], tensor)
                 self._alias(tensor, softmax)
 
     def clear(self) -> None:
@@ -264,6 +289,11 @@ def _doubt(softmax: Softmax, weights: Tensor) -> str | None:
         theirs = theirs.permute(_order(theirs)).movedim(softmax.place, -1)
         if theirs.shape != expected.shape:
             return None
+    elif not softmax.relaid and sorted(layout_of(theirs)) == sorted(softmax.layout):
+        places = [_by_step(layout) for layout in (softmax.layout, layout_of(theirs))]
+        theirs = theirs.permute([place for _, place in sorted(zip(*places, strict=True))])
+    elif softmax.relaid and len(set(theirs.shape[:-1])) < theirs.dim() - 1:
+        return None  # of sizes that are alike, which is which is not known
     elif theirs.stride(-1) != 1 and theirs.stride(-2) == 1:
         theirs = theirs.mT
     width = theirs.shape[-1]
@@ -282,78 +312,6 @@ def _doubt(softmax: Softmax, weights: Tensor) -> str | None:
     if difference > tolerance:
         return f"its weights were changed by as much as {difference:.2g} after the softmax"
     return None
-
-
-def summed(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], step: int = 1
-) -> list[Tensor] | None:
-    """Operands of a product that it sums over the dimension a softmax runs along.
-
-    That dimension is told by its entries' distance in memory, however the result was turned since.
-
-    Args:
-        name: the function's.
-        args: what it was called with.
-        kwargs: by name.
-        step: how far apart the entries of that dimension lie; 1 is side by side.
-
-    Returns:
-        Those operands; None for a function that is no product.
-
-    Example:
-        >>> weights, values = torch.rand(2, 3, 5), torch.rand(2, 5, 4)
-        >>> [len(summed("bmm", pair, {})) for pair in ((weights, values), (values.mT, weights.mT))]
-        [1, 1]
-        >>> len(summed("einsum", ("bqk,bkd->bqd", weights, values), {}))
-        1
-        >>> summed("einsum", ("bqk,bqd->bkd", weights, torch.rand(2, 3, 4)), {})
-        []
-        >>> summed("add", (weights, weights), {}) is None
-        True
-    """
-    given = [*args, *kwargs.values()]
-    if name in _LEFT:
-        return _by_strides(given[:2], step)
-    if name == "__rmatmul__":
-        return _by_strides([given[1], given[0]], step)
-    if name == "baddbmm":
-        return _by_strides(given[1:3], step)
-    if name != "einsum":
-        return None
-    operands = list(_tensors(given[1:]))
-    if not isinstance(given[0], str):
-        return operands
-    left, _, right = given[0].replace(" ", "").partition("->")
-    terms = left.split(",")
-    if len(terms) != len(operands) or not _:
-        return operands
-    return [
-        operand
-        for index, (term, operand) in enumerate(zip(terms, operands, strict=True))
-        if (label := _label(term, operand, step))
-        and label not in right
-        and any(label in other for i, other in enumerate(terms) if i != index)
-    ]
-
-
-def _by_strides(pair: Sequence[Any], step: int) -> list[Tensor]:
-    if len(pair) != 2 or not all(isinstance(each, Tensor) and each.dim() > 1 for each in pair):
-        return []
-    left, right = pair
-    found = [left] if left.stride(-1) == step or left.shape[-1] == 1 else []
-    return [*found, right] if right.stride(-2) == step else found
-
-
-def _label(term: str, operand: Tensor, step: int) -> str:
-    """The label of the dimension whose entries lie so far apart; empty if it has none."""
-    before, dots, after = term.partition("...")
-    missing = operand.dim() - len(before) - len(after)
-    labels: list[str] = [*before, *([""] * missing if dots else []), *after]
-    if len(labels) != operand.dim():
-        return ""
-    strides = [operand.stride(i) if operand.shape[i] > 1 else 1 << 62 for i in range(operand.dim())]
-    step = min(strides) if step == 1 else step
-    return labels[strides.index(step)] if step in strides else ""
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -119,7 +119,7 @@ def run(
         out: directory, made if it is not there.
         quick: run at the small size, seconds each.
         seed: of all random numbers.
-        force: measure again whatever is there.
+        force: measure again whatever is there, and replace records of other runs.
         figures: draw; needs matplotlib.
         note: takes lines of progress from experiments that train models. Those models stay in
             ``out/models``: a training that was stopped goes on, a finished one is only read.
@@ -130,6 +130,8 @@ def run(
     Raises:
         ImportError: before anything runs, if figures are asked for without matplotlib, or an
             experiment needs a package that is not installed.
+        ValueError: before anything runs, if ``out`` holds a record of another seed, or of full size
+            where this run is quick.
     """
     if figures:
         try:
@@ -147,6 +149,8 @@ def run(
                 f'install it with: pip install "acutance[hf]"'
             )
     directory = Path(out)
+    if not force:
+        check_others(experiments, directory, quick=quick, seed=seed)
     directory.mkdir(parents=True, exist_ok=True)
     for experiment in experiments:
         path = directory / f"{experiment.name}.json"
@@ -165,6 +169,33 @@ def run(
         if figures:
             files += draw(experiment, record, directory)
         yield Outcome(record, resumed, tuple(files))
+
+
+def check_others(
+    experiments: Iterable[Experiment], directory: Path, *, quick: bool, seed: int
+) -> None:
+    """Refuse to replace what another run measured.
+
+    Raises:
+        ValueError: naming the first record of another seed, or of full size where this run is
+            quick, and what replaces it. Full size replaces quick.
+    """
+
+    def named(quick: bool, seed: int) -> str:
+        return f"seed {seed} at {'quick' if quick else 'full'} size"
+
+    for experiment in experiments:
+        path = directory / f"{experiment.name}.json"
+        try:
+            record = load(path)
+        except (OSError, ValueError):
+            continue
+        if record.seed != seed or (quick and not record.quick):
+            raise ValueError(
+                f"{path} is a record of {named(record.quick, record.seed)}, and this run is of "
+                f"{named(quick, seed)}: write to another directory, or replace it with --force, in "
+                "Python force=True"
+            )
 
 
 def draw(experiment: Experiment, record: Record, directory: Path) -> list[Path]:
