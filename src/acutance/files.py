@@ -235,14 +235,13 @@ def refuse_replacing(path: str | os.PathLike[str], *, resume: bool, overwrite: b
     Example:
         >>> refuse_replacing(__file__, resume=False, overwrite=False)
         Traceback (most recent call last):
-        FileExistsError: ... is there already: resume=True goes on from it, overwrite=True replaces it
+        FileExistsError: ... is there already: resume=True goes on, overwrite=True replaces it
     """
     if resume and overwrite:
         raise ValueError("a run goes on, resume=True, or begins anew, overwrite=True; got both")
     if not (resume or overwrite) and os.path.isfile(path) and os.path.getsize(path):
         raise FileExistsError(
-            f"{os.fspath(path)} is there already: resume=True goes on from it, overwrite=True "
-            "replaces it"
+            f"{os.fspath(path)} is there already: resume=True goes on, overwrite=True replaces it"
         )
 
 

@@ -146,8 +146,9 @@ def texts() -> list[Tensor]:
     return [torch.arange(48).view(4, 12) * 7 % 20]
 
 
-@pytest.mark.parametrize("how", ["DataParallel", "DistributedDataParallel", "fully_shard", "FSDP",
-                                 "compile", "checkpoint"])  # fmt: skip
+@pytest.mark.parametrize(
+    "how", ["DataParallel", "DistributedDataParallel", "fully_shard", "FSDP", "checkpoint"]
+)
 def test_a_wrapped_model_is_calibrated_and_provided_for(
     how: str, calibrated: acutance.Calibration, tmp_path: Path
 ) -> None:
