@@ -106,6 +106,7 @@ def summed(
         Those operands; None for a function that is no product.
 
     Example:
+        >>> import torch
         >>> weights, values = torch.rand(2, 3, 5), torch.rand(2, 5, 4)
         >>> [len(summed("bmm", pair, {})) for pair in ((weights, values), (values.mT, weights.mT))]
         [1, 1]
