@@ -8,7 +8,8 @@ from torch import Tensor
 
 from acutance.attend import row_statistics
 from acutance.kernels import direct, library
-from acutance.kernels.library import METRIC_CODES
+from acutance.kernels.library import METRIC_BITS
+from acutance.probing import probe
 from acutance.rowstats import METRICS, RowState, RowStatistics
 
 pytestmark = pytest.mark.skipif(isinstance(library.load(), str), reason=str(library.load()))
@@ -33,7 +34,7 @@ def test_native_metrics_are_those_of_the_table(dtype: torch.dtype, offset: int) 
     query, key = scores(dtype)
     stats = row_statistics(query, key, is_causal=True, query_offset=offset, backend="native")
     assert isinstance(stats, direct.PackedStatistics)
-    found = {name: stats[name] for name in METRIC_CODES}
+    found = {name: stats[name] for name in METRIC_BITS}
     exact = RowState(*(part.double() if part.is_floating_point() else part for part in stats.state))
     eps = torch.finfo(stats.state.Z.dtype).eps
     for name, values in found.items():
@@ -47,15 +48,61 @@ def test_native_metrics_are_those_of_the_table(dtype: torch.dtype, offset: int) 
         assert torch.equal(values.isnan(), METRICS[name].compute(stats.state).isnan()), name
 
 
-def test_every_number_of_a_metric_is_computed_and_no_other() -> None:
+def test_what_is_no_metric_and_no_dtype_is_refused() -> None:
     found = library.load()
     assert not isinstance(found, str)
-    rows, out = torch.ones(22, dtype=torch.float64), torch.empty(2, dtype=torch.float64)
-    for code in range(-1, len(METRIC_CODES) + 1):
-        known = code in METRIC_CODES.values()
-        assert found.metric(code, 1, 2, rows.data_ptr(), out.data_ptr()) == (0 if known else 2)
-    assert found.metric(0, 2, 2, rows.data_ptr(), out.data_ptr()) == 2
-    assert METRIC_CODES.keys() <= METRICS.keys()
+    assert found.metrics is not None
+    rows = torch.ones(22, dtype=torch.float64)
+    out = torch.empty(len(METRIC_BITS), 2, dtype=torch.float64)
+    for bits, dtype in ((-1, 1), (1 << len(METRIC_BITS), 1), (1, 2)):
+        assert found.metrics(bits, dtype, 2, rows.data_ptr(), 0, out.data_ptr()) == 2
+    assert METRIC_BITS.keys() <= METRICS.keys()
+
+
+def test_all_metrics_are_read_by_one_native_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but those that lie among the sums as they are."""
+    found = library.load()
+    assert not isinstance(found, str)
+    assert found.metrics is not None
+    run, calls = found.metrics, []
+
+    def count(*arguments: int) -> int:
+        calls.append(arguments[0])
+        return run(*arguments)
+
+    monkeypatch.setattr(found, "metrics", count)
+    query, key = scores(torch.float32)
+    stats = row_statistics(query, key)
+    together = stats.as_dict()
+    assert tuple(together) == stats.available
+    assert calls == [sum(METRIC_BITS.values())]
+    assert METRIC_BITS.keys() == set(stats.available) - {"n_keys", "max_logit"}
+    some = stats.as_dict(("lse", "n_keys", "entropy"))
+    assert list(some) == ["lse", "n_keys", "entropy"]
+    assert calls[1:] == [METRIC_BITS["lse"] | METRIC_BITS["entropy"]]
+    for name, values in (together | some).items():
+        torch.testing.assert_close(values, stats[name], rtol=0, atol=0, equal_nan=True, msg=name)
+    with pytest.raises(ValueError, match="no metric is named 'entropi'"):
+        stats.as_dict(["entropi"])
+
+
+def test_a_probe_reads_a_batch_by_one_native_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = library.load()
+    assert not isinstance(found, str)
+    assert found.metrics is not None
+    run, calls = found.metrics, []
+
+    def count(*arguments: int) -> int:
+        calls.append(arguments[0])
+        return run(*arguments)
+
+    monkeypatch.setattr(found, "metrics", count)
+    layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    with probe(layer) as opened, torch.no_grad():
+        layer(x, x, x, need_weights=False)
+    opened.summary()
+    assert calls == [sum(METRIC_BITS.values())]
 
 
 def test_a_metric_read_where_something_watches_is_the_tables() -> None:

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from acutance.rowstats.gaussian import KEY_INTERVALS, SPREAD_INTERVALS, _table, expected_entropy
+from acutance.rowstats.gaussian import (
+    KEY_INTERVALS,
+    SPREAD_INTERVALS,
+    expected_entropy,
+    spline_table,
+)
 from acutance.theory import expected_entropy_gauss, expected_max_gauss
 
 ACCURACY = {torch.float64: 1e-6, torch.float32: 5e-6}  # nats
@@ -142,10 +147,10 @@ def test_compiles_as_one_graph():
 
 
 def test_table_is_read_once_and_has_the_layout_the_code_expects():
-    table = _table(torch.float32, torch.device("cpu"))
+    table = spline_table(torch.float32, torch.device("cpu"))
     assert table.numel() == (KEY_INTERVALS + 3) * (SPREAD_INTERVALS + 3)
     assert table.isfinite().all()
-    assert _table(torch.float32, torch.device("cpu")) is table
+    assert spline_table(torch.float32, torch.device("cpu")) is table
 
 
 @pytest.mark.gpu

@@ -141,7 +141,7 @@ def ours(
     def read_too() -> Result:
         found = call()
         output, stats = found if values else (None, found)
-        return Result(output, {name: getattr(stats, name) for name in read}, _backend(stats))
+        return Result(output, stats.as_dict(read), _backend(stats))
 
     return read_too
 

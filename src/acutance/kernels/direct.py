@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterable
 from ctypes import addressof
 from functools import cached_property
 from typing import Any
@@ -27,9 +28,10 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from acutance.kernels import library
-from acutance.kernels.library import ABI, CALL, METRIC_CODES, SUMS, Layout
+from acutance.kernels.library import ABI, CALL, METRIC_BITS, SUMS, Layout
 from acutance.kernels.native import DTYPES, MOST_WIDTH, UNFINISHED, check
 from acutance.rowstats import RowState, RowStatistics
+from acutance.rowstats.gaussian import spline_table
 from acutance.shapes import MOST
 
 try:
@@ -45,6 +47,8 @@ except (ImportError, AttributeError):  # a torch that keeps its modes elsewhere
     _KNOWN = False
 
 __all__ = ["PackedStatistics", "attend", "possible", "unobserved"]
+
+CPU = torch.device("cpu")
 
 
 def _beginning(layout: Layout, last: str, after: str = "") -> struct.Struct:
@@ -101,15 +105,30 @@ class PackedStatistics(RowStatistics):
         return RowStatistics, (RowState(*(part.clone() for part in self.state)), self.backend)
 
     def __getitem__(self, name: str) -> Tensor:
-        code = METRIC_CODES.get(name)
+        found = self._native((name,))
+        return found[name] if found else super().__getitem__(name)
+
+    def as_dict(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """All available metrics by name, or those named, most of them by one native call."""
+        asked = self.available if names is None else tuple(names)
+        found, read = self._native(asked), super().__getitem__
+        return {name: found[name] if name in found else read(name) for name in asked}
+
+    def _native(self, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Those of some metrics that the library computes, all by one call of it."""
         found = library.load()
-        if code is None or isinstance(found, str) or not unobserved():
-            return super().__getitem__(name)
+        wanted = [name for name in METRIC_BITS if name in names]
+        if not wanted or isinstance(found, str) or found.metrics is None or not unobserved():
+            return {}
         rows, dtype, B, H, L = self._rows
         at = rows.data_ptr() if isinstance(rows, Tensor) else addressof(rows)
-        values = torch.empty((B, H, L), dtype=dtype)
-        check(found.metric(code, dtype is float64, B * H * L, at, values.data_ptr()))
-        return values
+        bits = sum(METRIC_BITS[name] for name in wanted)
+        values = torch.empty((len(wanted), B, H, L), dtype=dtype)
+        knots = spline_table(float64, CPU).data_ptr() if "gaussian_entropy" in wanted else 0
+        check(found.metrics(bits, dtype is float64, B * H * L, at, knots, values.data_ptr()))
+        # each its own memory: whoever keeps or saves one keeps no other
+        each = [values[0]] if len(wanted) == 1 else [part.clone() for part in values.unbind(0)]
+        return dict(zip(wanted, each, strict=True))
 
     @cached_property
     def state(self) -> RowState:

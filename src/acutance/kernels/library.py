@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from acutance.kernels.selection import Selection
 
 __all__ = [
-    *("ABI", "CALL", "CPU_VARIABLE", "GRADIENTS", "METRIC_CODES", "PLACES", "SUMS"),
+    *("ABI", "CALL", "CPU_VARIABLE", "GRADIENTS", "METRIC_BITS", "PLACES", "SUMS"),
     *("Layout", "Library", "load"),
 ]
 
@@ -112,13 +112,15 @@ PLACES = Layout(
     *("distance P", "on_self P", "on_previous P", "on_same P", "on_special P"),
     *("mass P", "even P", "peak P", "scores P"),
 )
-#: Metrics that :attr:`Library.metric` computes, by its numbers of them.
-METRIC_CODES = {
-    name: code
-    for code, name in enumerate(
+#: Metrics that :attr:`Library.metrics` computes, each by the bit that asks for it.
+METRIC_BITS = {
+    name: 1 << place
+    for place, name in enumerate(
         [
             *("entropy", "normalized_entropy", "information", "effective_keys", "sparsity"),
-            *("collision", "top_weight", "first_weight", "lse", "logit_std", "varentropy"),
+            *("collision", "top_weight", "first_weight", "sink_mass", "lse", "logit_mean"),
+            *("logit_std", "varentropy", "entropy_slope", "mean_field_entropy", "jensen_gap"),
+            *("max_gap", "gaussian_entropy", "jacobian_trace"),
         ]
     )
 }
@@ -147,9 +149,12 @@ class Library:
         loaded.acutance_exp.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
         loaded.acutance_exp.argtypes += [ctypes.c_int64]
         words = [ctypes.c_int64] * 3
-        loaded.acutance_metric.argtypes = [*words, ctypes.c_void_p, ctypes.c_void_p]
-        #: Writes one metric of rows: its code, 1 for float64, their number, the sums, the numbers.
-        self.metric = loaded.acutance_metric
+        #: Writes metrics of rows in one pass: their bits, 1 for float64, the number of rows, the
+        #: sums, the table of the Gaussian entropy, the numbers. None in a library without it.
+        self.metrics: Callable[[int, int, int, int, int, int], int] | None
+        self.metrics = getattr(loaded, "acutance_metrics", None)
+        if self.metrics is not None:
+            loaded.acutance_metrics.argtypes = [*words, *[ctypes.c_void_p] * 3]
         loaded.acutance_choose.argtypes = words
         loaded.acutance_row_cost.argtypes = [ctypes.c_int64, ctypes.c_double]
         loaded.acutance_run.argtypes = [*words[:2], ctypes.c_char_p, ctypes.c_char_p]

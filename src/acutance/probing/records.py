@@ -127,8 +127,7 @@ class Records:
 
     def _summed(self, rows: Rows) -> tuple[Moments, Beside]:
         stats, structured = rows.stats, rows.structured
-        available = set(stats.available)
-        values = {name: stats[name] for name in self._metrics if name in available}
+        values = stats.as_dict(name for name in stats.available if name in self._metrics)
         for name in self._metrics:
             if structured is not None and name in STRUCTURE:
                 values[name] = structured.statistics[name]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from acutance.compiling import constant
 
-__all__ = ["expected_entropy"]
+__all__ = ["expected_entropy", "spline_table"]
 
 #: Where the table ends, and its intervals along x (keys) and along 1 - w (logit spread).
 LOG_N_MAX = math.log(1e12)
@@ -73,7 +73,7 @@ def expected_entropy(n: Tensor, std: Tensor) -> Tensor:
 
     collapse = (2 + 2 * log_n).sqrt()
     left = collapse / (collapse + spread)
-    height = _spline(_table(dtype, std.device), _key_coordinate(log_n), 1 - left)
+    height = _spline(spline_table(dtype, std.device), _key_coordinate(log_n), 1 - left)
     entropy = log_n * left * (1 + (1 - left) * height)
     return torch.where(valid, entropy, math.nan).to(std.dtype)
 
@@ -113,7 +113,7 @@ def _basis(t: Tensor, intervals: int) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 @constant
-def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
+def spline_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The spline's coefficients, flat; read from the package once, then kept per device."""
     key = (dtype, device)
     if key in _tables:

@@ -111,13 +111,17 @@ ACUTANCE_EXPORT int acutance_structure(const acutance_call* call, const acutance
 
 enum {
   ACUTANCE_ENTROPY, ACUTANCE_NORMALIZED_ENTROPY, ACUTANCE_INFORMATION, ACUTANCE_EFFECTIVE_KEYS,
-  ACUTANCE_SPARSITY, ACUTANCE_COLLISION, ACUTANCE_TOP_WEIGHT, ACUTANCE_FIRST_WEIGHT, ACUTANCE_LSE,
-  ACUTANCE_LOGIT_STD, ACUTANCE_VARENTROPY
+  ACUTANCE_SPARSITY, ACUTANCE_COLLISION, ACUTANCE_TOP_WEIGHT, ACUTANCE_FIRST_WEIGHT,
+  ACUTANCE_SINK_MASS, ACUTANCE_LSE, ACUTANCE_LOGIT_MEAN, ACUTANCE_LOGIT_STD, ACUTANCE_VARENTROPY,
+  ACUTANCE_ENTROPY_SLOPE, ACUTANCE_MEAN_FIELD_ENTROPY, ACUTANCE_JENSEN_GAP, ACUTANCE_MAX_GAP,
+  ACUTANCE_GAUSSIAN_ENTROPY, ACUTANCE_JACOBIAN_TRACE, ACUTANCE_METRICS
 };
-// One metric of count rows without sinks, into count numbers; F32 or F64. The rows' sums lie one
-// field after the other: n, first_index, m, Z, U, W, Q, mean, M2, depth, first.
-ACUTANCE_EXPORT int acutance_metric(int64_t metric, int64_t dtype, int64_t count, const void* rows,
-                                    void* out);
+// Metrics of count rows without sinks, in one pass; F32 or F64. Bit k of asked asks for metric k,
+// and out takes count numbers of each that is asked for, in order. The rows' sums lie one field
+// after the other: n, first_index, m, Z, U, W, Q, mean, M2, depth, first. The table is that of
+// acutance.rowstats.gaussian, which GAUSSIAN_ENTROPY alone reads.
+ACUTANCE_EXPORT int acutance_metrics(int64_t asked, int64_t dtype, int64_t count, const void* rows,
+                                     const double* table, void* out);
 
 // The passes that an instruction set is chosen for: many queries, few queries, gradients.
 enum { ACUTANCE_FORWARD, ACUTANCE_DECODE, ACUTANCE_BACKWARD, ACUTANCE_PASSES };
