@@ -395,7 +395,8 @@ def test_heads_of_mixed_layers_keep_their_numbers(summary_of: Make, show: Show) 
         layer={0: {"module": "decoder.0.cross_attn", "chosen": (1, 7)}, 2: {"status": "mismatch"}},
     )
     page = show(summary, "#L0H7")
-    assert page.text("#head-name") == "Layer 0 (cross-attention) · head 7"
+    assert page.text("#head-name") == "Layer 0 · head 7"
+    assert page.text("#head-where").startswith("decoder.0.cross_attn (cross-attention) · ")
     assert page.text("#modules").split("\n") == [
         "layer 0: decoder.0.cross_attn (cross-attention)", "layers 1–2: model.layers.*.attn",
     ]  # fmt: skip

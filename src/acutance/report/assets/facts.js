@@ -98,7 +98,7 @@ const drawFacts = (page) => {
   new Set(layers.map((layer) => layer.status)).forEach((status) => fact("status", `${status}: ${data.statuses[status]}`, status === "mismatch"));
   const head = make("thead"), body = make("tbody"), text = (value, name = "text") => quoted("td", value, name);
   head.append(row(["layer", make("th", "module", "text"), "heads", "calls", "rows", "padded", "empty", make("th", "status", "text"), "difference", make("th", "read from", "text")], "th"));
-  layers.forEach((layer, index) => body.append(row([String(index), text(layer.module), ...["heads", "calls", "rows", "padded", "empty"].map((part) => count(layer[part])), text(layer.status, layer.status === "mismatch" ? "text bad" : "text"), number(layer.error, 2), text(layer.source)])));
+  layers.forEach((layer, index) => body.append(row([String(index), text(`${layer.module}${layer.crossing}`), ...["heads", "calls", "rows", "padded", "empty"].map((part) => count(layer[part])), text(layer.status, layer.status === "mismatch" ? "text bad" : "text"), number(layer.error, 2), text(layer.source)])));
   $("layers").append(head, body);
   const reasons = (id, title, said, none) => {
     const list = make("ul", undefined, "plain-list");

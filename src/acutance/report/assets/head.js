@@ -111,8 +111,8 @@ const drawHead = (page) => {
   const draw = () => {
     if (!places.length) return;
     const at = page.chosen, layer = page.layerOf(at);
-    $("head-name").textContent = page.long(at);
-    $("head-where").textContent = `${layer.module} · ${some(layer.rows, "row")} · ${layer.status}`;
+    $("head-name").textContent = page.plain(at);
+    $("head-where").textContent = `${layer.module}${layer.crossing} · ${some(layer.rows, "row")} · ${layer.status}`;
     words(at);
     drawRange(page, $("range"), at);
     $("histogram-title").textContent = `${capital(label(page.now()))} over its rows`;

@@ -21,6 +21,7 @@ const start = (data) => {
     named: (name) => metrics[index(name)],
     now: () => metrics[page.metric],
     short: (at) => `L${places[at][0]}H${places[at][1]}`,
+    plain: (at) => `Layer ${places[at][0]} · head ${places[at][1]}`,
     long: (at) => `Layer ${places[at][0]}${layers[places[at][0]].crossing} · head ${places[at][1]}`,
     layerOf: (at) => layers[places[at][0]],
     rows: (one, at) => (one.rows ? one.rows[at] : page.layerOf(at).rows),
