@@ -97,7 +97,7 @@ def test_a_mask_over_tokens_tells_padding_from_keys_that_none_selects(
         summary = one(model, x, probe={"attention_mask": REAL.long()})
     (layer,) = summary.layers
     assert counts(layer) == (17, 5, 0, 0)
-    assert layer.padded_by == ("mask" if how == "call" else "probe(attention_mask=)")
+    assert layer.padded_by == ("mask" if how == "call" else "the given attention_mask")
     expected = over(entropy(model.weights), REAL)
     assert torch.allclose(summary.mean("entropy"), expected, atol=TOLERANCE, rtol=0)
 

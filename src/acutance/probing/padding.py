@@ -35,7 +35,7 @@ __all__ = [
 
 #: In the place of a mask's name: the model was called without one.
 NO_MASK = "no mask"
-_GIVEN = "probe(attention_mask=)"  # what a user's own mask is called in a summary
+_GIVEN = "the given attention_mask"  # what a user's own mask is called in a summary
 #: Names of masks over tokens, the one to believe first. True, or 1, is a real token in those of the
 #: first group, and padding in those of the second.
 _REAL = ("attention_mask", "input_mask", "token_mask", "mask")
