@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["constant"]
+from torch.compiler import is_compiling
+
+__all__ = ["constant", "traceable_property"]
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -25,3 +28,32 @@ def constant(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+if TYPE_CHECKING:
+    traceable_property = cached_property
+else:
+
+    class _Traceable(cached_property):
+        """A cached property, computed anew wherever a compiler traces it.
+
+        Python 3.11 and older take a lock to cache, which ends the graph of ``torch.compile``, and
+        inside of :func:`torch.func.grad` no graph may end.
+
+        Example:
+            >>> class Square:
+            ...     side = 3
+            ...
+            ...     @traceable_property
+            ...     def area(self) -> int:
+            ...         return self.side**2
+            >>> Square().area
+            9
+        """
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            if instance is not None and is_compiling():
+                return self.func(instance)
+            return super().__get__(instance, owner)
+
+    traceable_property = _Traceable

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from acutance.compiling import traceable_property
 
 __all__ = [
     "ADDITIVE_MASK_LIMIT",
@@ -232,7 +233,7 @@ class Masking:
     window: int | None = None
     device: torch.device = CPU
 
-    @cached_property
+    @traceable_property
     def additive(self) -> tuple[Tensor, ...]:
         """The additive tensors, five-dimensional."""
         found = [self.bias]
@@ -240,7 +241,7 @@ class Masking:
             found.append(self.attn_mask)
         return tuple(self.spread(tensor) for tensor in found if tensor is not None)
 
-    @cached_property
+    @traceable_property
     def boolean(self) -> Tensor | None:
         """The boolean mask, five-dimensional, True where a key takes part."""
         if self.attn_mask is None or self.attn_mask.dtype != torch.bool:
@@ -328,7 +329,8 @@ class Masking:
         """What position hides in a block, as columns of the tile that begins at ``start``."""
         diagonal = region.rows.start + self.offset - columns.start
         place = (diagonal, region.rows.stop - region.rows.start, columns.stop - columns.start)
-        if place not in self._masks:
+        masks = self._masks
+        if place not in masks:
             highest = lowest = None
             if self.window is not None:
                 lowest, highest = diagonal - self.window + 1, diagonal + self.window - 1
@@ -336,11 +338,11 @@ class Masking:
                 highest = diagonal
             band = Band(lowest, highest)
             mask = band.outside(*place[1:], self.device)[None, None, None]
-            self._masks[place] = Hidden(0, place[2], mask, band)
-        made = self._masks[place]
+            masks[place] = Hidden(0, place[2], mask, band)
+        made = masks[place]
         return replace(made, start=columns.start - start, stop=columns.stop - start)
 
-    @cached_property
+    @traceable_property
     def _masks(self) -> dict[tuple[int, int, int], Hidden]:
         """Position masks made so far: tiles along the diagonal share them and what they made."""
         return {}

@@ -231,3 +231,16 @@ def test_a_compiled_tangent_is_the_tangent() -> None:
     torch.compiler.reset()
     torch.testing.assert_close(found, tangent(QUERY))
     assert (found != 0).all()
+
+
+@pytest.mark.parametrize("transform", [grad, vmap])
+def test_a_compiled_transform_is_one_graph(transform: Callable[..., Any]) -> None:
+    def function(query: Tensor) -> Tensor:
+        out = attention(query, KEY, VALUE, enable_gqa=True, is_causal=True, query_offset=2)
+        return out.square().sum()
+
+    given = QUERY[None] if transform is vmap else QUERY
+    torch.compiler.reset()
+    found = torch.compile(transform(function), backend="eager", fullgraph=True)(given)
+    torch.compiler.reset()
+    torch.testing.assert_close(found, transform(function)(given))
