@@ -139,6 +139,19 @@ def padding(backend: str, hide: str, number: float, holds: str, queries: int) ->
     assert all(part.isfinite().all() for part in found)
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_padding_under_a_softcap_reaches_no_gradient(backend: str, number: float) -> None:
+    given = padded(5, "key and value", number, softcap=5.0, **HIDE["key_mask"])
+    leaves = [given[name].requires_grad_() for name in ("query", "key", "value")]
+    found = torch.autograd.grad(attention(**given, backend=backend).square().sum(), leaves)
+    few = [part.detach()[:, :, :8].requires_grad_() for part in leaves]
+    short = attention(*few, softcap=5.0, backend=backend)
+    want = torch.autograd.grad(short.square().sum(), few)
+    for mine, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(mine[:, :, :8], theirs)
+        assert not mine[:, :, 8:].any()
+
+
 @pytest.mark.parametrize("place", ["key", "value"])
 def test_what_is_no_number_shows_where_it_is_seen(backend: str, place: str) -> None:
     """Only the rows from the third on see the key, and only they are NaN."""
@@ -188,6 +201,10 @@ def test_lazily_negated_views_keep_their_sign(backend: str) -> None:
     want = dense_statistics(column.resolve_neg(), key[..., :1])["logit_mean"]
     found = row_statistics(column, key[..., :1].contiguous(), backend=backend).logit_mean
     torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-6)
+    close = lazy.as_strided((1, 1, 40, 8), (320, 320, 8, 1))  # both parts of z, of stride 1
+    assert close.is_neg()
+    found = attention(query, key, close, backend=backend)
+    torch.testing.assert_close(found, attention(query, key, close.resolve_neg(), backend="dense"))
     wide = torch.tensor([0.5 + 0.5j], dtype=torch.cdouble).conj().imag
     found = row_statistics(query, key, alibi_slopes=wide, sinks=wide.float(), backend=backend)
     want = dense_statistics(query, key, alibi_slopes=wide.resolve_neg(), sinks=wide.resolve_neg())

@@ -163,6 +163,8 @@ def backward(
                     shared.add(ds, work, tile)
             if rule.softcap is not None:
                 ds.mul_(scratch("slope", *ds.shape))
+                if tile.hidden is not None and not (clean_key is key and clean_q5 is q5):
+                    tile.hidden.blank(unfold(ds, work))  # the slope of a NaN score is NaN
             if want_q:
                 row_dq.baddbmm_(ds, clean_keys[:, columns])
             if want_k:

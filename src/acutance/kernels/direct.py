@@ -203,8 +203,10 @@ def attend(
         not (B == B1 == B2 and H == H2 and S == S2 and E == E1)
         or not (B and Hq and L and H and S and 0 < E <= MOST_WIDTH and 0 < Ev <= MOST_WIDTH)
         or not (q3 == k3 == v3 == 1)
-        # numbers of a lazily negated view, an imaginary part, lie two apart: only one has stride 1
-        or ((E == 1 or Ev == 1) and (query.is_neg() or key.is_neg() or v.is_neg()))
+        # the kernel would read a lazily negated view without its sign
+        or query.is_neg()
+        or key.is_neg()
+        or v.is_neg()
         or not (q and k and place)
         or not ((enable_gqa is False and Hq == H) or (enable_gqa is True and Hq % H == 0))
         or not (causal is True or causal is False)
