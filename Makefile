@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
 INSTALLED_FROM = pyproject.toml constraints.txt native/CMakeLists.txt $(wildcard src/acutance/kernels/cpu/*)
 SPHINXOPTS ?=
+SANITIZED := build/sanitize
+# Python is not built with the sanitizers, so their runtime and the C++ one it hooks into are loaded before it.
+SANITIZE = env ACUTANCE_TEST_LIBRARY=$(SANITIZED) PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"
 
 # The first of these that runs and is recent enough, or the one the caller names: make PYTHON=python3.12 test
 PYTHON ?= $(shell for python in python3.11 python3; do \
@@ -13,7 +17,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test fuzz check format lint types docs bench versions clean
+.PHONY: help demo test fuzz sanitize check format lint types docs bench versions clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +30,13 @@ test: $(VENV)/.dev ## install the development tools, run the tests and every exa
 
 fuzz: $(VENV)/.dev ## random calls against the definitions: make fuzz SEED=1 COUNT=10000
 	$(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),1000)
+
+sanitize: $(VENV)/.dev ## random calls and the kernel's tests under address and undefined-behaviour sanitizers
+	cmake -S native -B $(SANITIZED) -D CMAKE_BUILD_TYPE=Debug -D CMAKE_CXX_COMPILER=g++ -D ACUTANCE_SANITIZE=ON
+	cmake --build $(SANITIZED) --parallel
+	$(SANITIZE) $(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),300) --backends native
+	$(SANITIZE) $(BIN)/python -m pytest -p no:cacheprovider tests/kernels/test_native.py tests/kernels/test_native_decode.py \
+		tests/kernels/test_native_backward.py tests/kernels/test_native_metrics.py tests/structure/test_compiled.py
 
 check: format lint types test docs ## all that a change must pass
 

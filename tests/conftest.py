@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported: before anything
 # A compiled graph kept from another version of the operators would be run in place of this one.
@@ -20,6 +21,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels run on the CPU
+
+if folder := os.environ.get("ACUTANCE_TEST_LIBRARY"):  # where another build of the kernel is
+    from acutance.kernels import library
+
+    library._FOLDER = Path(folder)
 
 # sums are split the same way on a laptop and on a large machine
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

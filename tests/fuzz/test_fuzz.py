@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import math
+import os
+import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +19,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 import fuzz
+from guarded import guarded
 
 from acutance.kernels import library
 
@@ -66,9 +73,32 @@ def imprecise_scale(tensors: list[Tensor], options: dict[str, Any]) -> fuzz.Foun
     return fuzz.attend(tensors, options | {"scale": scale * (1 + 1e-4)})
 
 
+def padding_multiplied(tensors: list[Tensor], options: dict[str, Any]) -> fuzz.Found:
+    out, stats = fuzz.attend(tensors, options)
+    return out + 0 * tensors[2].sum(), stats
+
+
+def signs_lost(tensors: list[Tensor], options: dict[str, Any]) -> fuzz.Found:
+    return fuzz.attend([torch._neg_view(x) if x.is_neg() else x for x in tensors], options)
+
+
+def ones_only(tensors: list[Tensor], options: dict[str, Any]) -> fuzz.Found:
+    mask = options.get("key_mask")
+    if mask is not None:
+        options = options | {"key_mask": mask.view(torch.uint8) == 1}
+    return fuzz.attend(tensors, options)
+
+
+def always_a_sink(tensors: list[Tensor], options: dict[str, Any]) -> fuzz.Found:
+    sinks = options.get("sinks")
+    if sinks is not None:
+        options = options | {"sinks": torch.where(sinks == -math.inf, 0.0, sinks)}
+    return fuzz.attend(tensors, options)
+
+
 FAULTS = (
     wider_window, no_sink, late_diagonal, low_mask_seen, no_softcap, last_key_padded,
-    imprecise_scale,
+    imprecise_scale, padding_multiplied, signs_lost, ones_only, always_a_sink,
 )  # fmt: skip
 
 
@@ -92,3 +122,28 @@ def test_a_report_reproduces_its_call() -> None:
     text = fuzz.report(spec, "no such backend", "raises ValueError: backend")
     assert "fuzz.check(" in text
     assert f"'seed': {spec['seed']}" in text
+
+
+@pytest.mark.parametrize("side", ["start", "end"])
+def test_reading_past_guarded_memory_ends_the_process(side: str) -> None:
+    x = guarded(torch.arange(15, dtype=torch.int16).view(3, 5), side)
+    at = x.data_ptr() + (-1 if side == "start" else 30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads; it only reads
+        child = os.fork()
+    if not child:
+        faulthandler.disable()
+        ctypes.string_at(at, 1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) in (signal.SIGSEGV, signal.SIGBUS)
+    assert ctypes.string_at(at + (1 if side == "start" else -1), 1) is not None
+
+
+def test_guarded_memory_holds_the_tensor_as_it_was() -> None:
+    x = torch.randn(3, 4, 5, dtype=torch.bfloat16).transpose(0, 2)[::2]
+    for case in (x, torch._neg_view(x), x[:1].expand(3, -1, -1), x > 0):
+        copy = guarded(case, "end")
+        assert copy.stride() == case.stride()
+        assert copy.is_neg() == case.is_neg()
+        torch.testing.assert_close(copy, case, rtol=0, atol=0)
