@@ -30,6 +30,7 @@ test: $(VENV)/.dev ## install the development tools, run the tests and every exa
 
 fuzz: $(VENV)/.dev ## random calls against the definitions: make fuzz SEED=1 COUNT=10000
 	$(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),1000)
+	$(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(TRITON),20) --backends triton
 
 sanitize: $(VENV)/.dev ## random calls and the kernel's tests under address and undefined-behaviour sanitizers
 	cmake -S native -B $(SANITIZED) -D CMAKE_BUILD_TYPE=Debug -D CMAKE_CXX_COMPILER=g++ -D ACUTANCE_SANITIZE=ON
