@@ -144,4 +144,6 @@ def score_gradients(
     if EDGE:
         e = tl.where(seen, e, 0.0)
         ds = tl.where(seen, ds, 0.0)
+        if FLAGS.softcap:
+            bend = tl.where(seen, bend, 0.0)  # of a NaN score it is NaN
     return e, ds, seen, bend
