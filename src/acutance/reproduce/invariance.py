@@ -98,7 +98,7 @@ def measure(run: Run) -> Sequence[Row]:
     for name, (law, family, parameter) in LAWS.items():
         first = float(theory.scale_for_effective_keys(START, 2.0, family, **parameter))
         for n in ns:
-            count = run.size(4000 if n == START else 2000, 6000 if n <= 4096 else (1 << 26) // n)
+            count = run.size(4000 if n == START else 1000, 6000 if n <= 4096 else (1 << 26) // n)
             scores = [law(run, size, n) for size in run.blocks(count, n)]
             lam = first * math.log(n) / math.log(START)
             stats = [statistics(lam * part) for part in scores]
