@@ -94,15 +94,53 @@ acutance.row_statistics(query, query, backend={backend!r}).as_dict()
     assert loaded(code) == {"torch"}
 
 
-def test_a_probe_of_plain_modules_does_not_load_transformers() -> None:
-    code = """
+@pytest.mark.parametrize("backend", ["auto", "blocked", "dense"])
+def test_the_first_gradient_does_not_load_the_compiler(backend: str) -> None:
+    code = f"""
 import torch, acutance
-layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
-with acutance.probe(layer) as probe, torch.no_grad():
-    layer(*[torch.zeros(1, 4, 8)] * 3)
+query = torch.ones(1, 2, 4, 8, requires_grad=True)
+options = dict(key_mask=torch.ones(1, 4, dtype=torch.bool), backend={backend!r})
+out, stats = acutance.attention(query, query, query, **options, return_stats=True)
+(out.sum() + stats.entropy.sum()).backward()
+with torch.device("cpu"):  # a mode of functions
+    acutance.row_statistics(query, query, backend={backend!r}).entropy.sum().backward()
+assert query.grad.isfinite().all()
+"""
+    assert loaded(code) == {"torch"}
+
+
+PROBED = """
+import sys, torch, acutance
+layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+with acutance.probe(layer) as probe:
+    layer(*[torch.ones(1, 4, 8)] * 3)[0].sum().backward()
 assert probe.summary().layers
 """
-    assert "transformers" not in loaded(code)
+
+
+def test_a_probe_of_plain_modules_loads_neither_transformers_nor_the_compiler() -> None:
+    assert loaded(PROBED) == {"torch"}
+
+
+def test_a_probe_reads_what_is_compiled_while_it_is_open() -> None:
+    code = """
+calls = []
+def backend(graph, inputs):
+    calls.append(graph)
+    return graph.forward
+assert "torch._dynamo" not in sys.modules
+with acutance.probe(layer) as probe:
+    compiled = torch.compile(layer, backend=backend)
+    compiled(*[torch.ones(1, 4, 8)] * 3)
+assert probe.summary().layers[0].calls == 1 and not calls
+compiled(*[torch.ones(1, 4, 8)] * 3)
+assert calls  # the stance is as it was
+assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("acutance")]
+with acutance.probe(layer) as probe:
+    compiled(*[torch.ones(1, 4, 8)] * 3)
+assert probe.summary().layers[0].calls == 1 and len(calls) == 1
+"""
+    assert "torch._dynamo" in loaded(PROBED + code)
 
 
 def test_the_mark_is_the_one_of_the_compiler() -> None:

@@ -46,7 +46,7 @@ try:
 except (ImportError, AttributeError):  # a torch that keeps its modes elsewhere
     _KNOWN = False
 
-__all__ = ["PackedStatistics", "attend", "possible", "unobserved"]
+__all__ = ["PackedStatistics", "attend", "plain", "possible", "undispatched", "unobserved"]
 
 CPU = torch.device("cpu")
 
@@ -64,15 +64,25 @@ _SUMS = _beginning(SUMS, "first_index").pack
 
 def unobserved() -> bool:
     """Whether no compiler, tracer, mode or transform sees what PyTorch does."""
+    return undispatched() and not _len_torch_function_stack()
+
+
+def undispatched() -> bool:
+    """The same but for modes of functions, which see what Python calls, not operators."""
     return (
         not is_compiling()
         and _KNOWN
-        and not _len_torch_function_stack()
         and not _len_torch_dispatch_stack()
         and maybe_current_level() is None
         and forward_ad._current_level < 0
         and _get_tracing_state() is None
     )
+
+
+def plain(tensor: Tensor) -> bool:
+    """Whether a tensor is no subclass, and dense."""
+    kind = type(tensor)
+    return (kind is Tensor or kind is torch.nn.Parameter) and tensor.layout is torch.strided
 
 
 def possible(*tensors: Tensor | None) -> bool:
@@ -83,8 +93,7 @@ def possible(*tensors: Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is None:
             continue
-        plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
-        if not plain or tensor.layout is not torch.strided or (recording and tensor.requires_grad):
+        if not plain(tensor) or (recording and tensor.requires_grad):
             return False
     return True
 

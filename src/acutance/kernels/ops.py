@@ -1,7 +1,9 @@
 """The kernel as PyTorch operators, so that autograd and ``torch.compile`` see one node each.
 
-:func:`attend_rows` calls them. Under :mod:`torch.func` it puts a node of its own around them, and
-derivatives of gradients are those of the same sums made of PyTorch's operations, in memory of
+:func:`attend_rows` calls them where a compiler, a tracer, a dispatch mode or a tensor subclass
+must see an operator. Elsewhere the same kernels are a :class:`torch.autograd.Function`: the first
+call of an operator of :mod:`torch.library` imports ``torch._dynamo``, more than a second of CPU.
+Derivatives of gradients are those of the same sums made of PyTorch's operations, in memory of
 O(L S).
 """
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from acutance.kernels import dispatch
 from acutance.kernels.backward import SumGradients
 from acutance.kernels.blocked import Sums
+from acutance.kernels.direct import plain, undispatched
 from acutance.kernels.rows import weigh_rows
 from acutance.kernels.tiles import Rule, accumulate_dtype
 from acutance.kernels.transforms import transformed, vmapped
@@ -90,6 +93,10 @@ def _arguments(
 )
 def row_sums(*inputs: Any) -> tuple[Tensor, ...]:
     """The output and the row sums (:func:`acutance.kernels.dispatch.forward`) as an operator."""
+    return _forward(*inputs)
+
+
+def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     *call, noise = inputs
     query = call[0]
     backend, arguments = _arguments(*call)
@@ -128,6 +135,12 @@ def row_sums_backward(
     grads: Sequence[Tensor | None], sums: Sequence[Tensor], wanted: Sequence[bool], *call: Any
 ) -> list[Tensor]:
     """Gradients of the inputs of :func:`row_sums`; those not wanted are empty tensors."""
+    return _gradients(grads, sums, wanted, *call)
+
+
+def _gradients(
+    grads: Sequence[Tensor | None], sums: Sequence[Tensor], wanted: Sequence[bool], *call: Any
+) -> list[Tensor]:
     query = call[0]
     backend, arguments = _arguments(*call)
     with torch.autocast(query.device.type, enabled=False):
@@ -181,7 +194,8 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(result)
     sums = saved[count:]
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or transformed()):
-        found: Sequence[Tensor] = row_sums_backward(chosen, list(sums), wanted, *call)
+        run = row_sums_backward if _needs_operator(*chosen, *sums, *call) else _gradients
+        found: Sequence[Tensor] = run(chosen, list(sums), wanted, *call)
     else:
         found = _Gradients.apply(wanted, *call, *chosen, *sums)  # type: ignore[no-untyped-call]
     for place, want, part in zip(_GRADIENT_INPUTS, wanted, found, strict=True):
@@ -193,20 +207,25 @@ row_sums.register_autograd(_backward, setup_context=_setup)
 
 
 def attend_rows(*inputs: Any) -> tuple[Tensor, ...]:
-    """:func:`row_sums`, under transforms of functions too."""
-    if not transformed():
+    """:func:`row_sums`, as an operator only where one is needed."""
+    if not transformed() and _needs_operator(*inputs):
         found: tuple[Tensor, ...] = row_sums(*inputs)
         return found
     return _RowSums.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def _needs_operator(*inputs: Any) -> bool:
+    """Whether something must see an operator: compilers, tracers, modes, subclasses, no memory."""
+    tensors = [part for part in inputs if isinstance(part, Tensor)]
+    return not undispatched() or any(part.is_meta or not plain(part) for part in tensors)
+
+
 class _RowSums(torch.autograd.Function):
-    """:func:`row_sums` as :mod:`torch.func` wants it."""
+    """:func:`row_sums` for autograd alone, and as :mod:`torch.func` wants it."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = row_sums(*inputs)
-        return found
+        return (row_sums if _needs_operator(*inputs) else _forward)(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -230,7 +249,8 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(wanted: Sequence[bool], *rest: Any) -> tuple[Tensor, ...]:
         call, grads, sums = _split(rest)
-        return tuple(row_sums_backward(grads, sums, wanted, *call))
+        run = row_sums_backward if _needs_operator(*rest) else _gradients
+        return tuple(run(grads, sums, wanted, *call))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

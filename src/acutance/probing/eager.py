@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 import torch
 
 __all__ = ["EAGER", "unwatched"]
+
+#: The module that compiles, and that holds the stance.
+COMPILER = "torch._dynamo"
 
 
 class _Eager:
@@ -17,25 +25,63 @@ class _Eager:
 
     A graph compiled earlier would run without ever calling what is captured here. The compiler's
     stance is one for the process, so the first probe to open sets it and the last restores it.
+    Where ``torch._dynamo`` is not imported nothing is compiled yet: importing it for the stance
+    alone would cost more than a second of CPU, so the stance is set if and when it is imported.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open = 0
         self._stance: Any = None
+        self._finder = _AfterImport(COMPILER, self._force)
 
     def __enter__(self) -> None:
         with self._lock:
-            if self._open == 0:
-                self._stance = torch.compiler.set_stance("force_eager")
-                self._stance.__enter__()
             self._open += 1
+            if self._open == 1:
+                sys.meta_path.insert(0, self._finder)
+        if COMPILER in sys.modules:
+            importlib.import_module(COMPILER)  # another thread may be in the middle of it
+            self._force()
+
+    def _force(self) -> None:
+        with self._lock:
+            if self._open and self._stance is None:
+                self._stance = torch.compiler.set_stance("force_eager")
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._open -= 1
             if self._open == 0:
-                self._stance.__exit__(None, None, None)
+                sys.meta_path.remove(self._finder)
+                stance, self._stance = self._stance, None
+                if stance is not None:
+                    stance.__exit__(None, None, None)
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls a function when a module has been imported, before whoever imported it goes on."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self.name, self.then = name, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module's spec, with a loader that calls the function too."""
+        if fullname != self.name:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            self.then()
+
+        vars(spec.loader)["exec_module"] = exec_module
+        return spec
 
 
 EAGER = _Eager()
