@@ -14,7 +14,10 @@ import torch
 
 from acutance import compiling, report
 
-SLOW = ("torch", "torch._dynamo", "transformers", "scipy.stats", "matplotlib", "pandas")
+SLOW = (
+    *("torch", "torch._dynamo", "transformers", "matplotlib", "pandas"),
+    *("scipy.stats", "scipy.optimize", "scipy.integrate", "scipy.interpolate"),
+)
 COMMAND = "from acutance.cli import app; app({arguments!r}.split(), standalone_mode=False)"
 
 
@@ -80,6 +83,20 @@ def test_help_is_quick_and_loads_nothing() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     help_, of_typer = least_cpu(("-m", "acutance", "--help"), ("-c", HELP_OF_TYPER))
     assert help_ < 1.75 * of_typer  # NumPy alone, half as much again, would take it beyond
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "predict --n 4096 --logit-std 2",
+        "predict --mechanism relu2 --n 64 --logit-std 1",
+        "temperature --n 1000 --d 64",
+    ],
+)
+def test_theory_is_quick(command: str) -> None:
+    base = "import scipy.special; " + HELP_OF_TYPER.replace('"--help"', '"one", "--number", "2"')
+    theory, parsing = least_cpu(("-m", "acutance", *command.split()), ("-c", base), runs=3)
+    assert theory < 2.5 * parsing
 
 
 @pytest.mark.parametrize("backend", ["auto", "blocked", "dense"])

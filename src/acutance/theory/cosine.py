@@ -342,15 +342,19 @@ def _solve(row: Callable[[float], tuple[float, float]], n: float, fraction: floa
 
 
 def _root(rising: Callable[[float], float]) -> float:
-    """Positive zero of a rising function, of any order of magnitude."""
+    """Positive zero of a rising function, of any order of magnitude.
+
+    By bisection: SciPy's optimisers take longer to import than fifty evaluations.
+    """
     low = high = 1.0
     while rising(high) < 0:
         low, high = high, 8 * high
     while rising(low) > 0:
         low, high = low / 8, low
-    from scipy.optimize import brentq  # takes its time to load
-
-    return float(brentq(rising, low, high, xtol=1e-300, rtol=4 * _EPS, maxiter=500))
+    while high - low > 4 * _EPS * low:
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
+    return 0.5 * (low + high)
 
 
 def _series(coefficients: list[float], x: Array) -> Array:

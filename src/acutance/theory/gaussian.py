@@ -45,7 +45,7 @@ __all__ = [
 
 Array = NDArray[np.float64]
 
-_SCAN_POINTS = 400  # to find where the integrand lives
+_SCAN_POINTS = 120  # to find where the integrand lives
 _RULE_POINTS = 400  # to integrate there
 _NEGLIGIBLE = 1e-20  # of the integrand's maximum
 _SMALL_GAMMA = 0.5  # below it the Gaussian is the narrower factor of the inner integral

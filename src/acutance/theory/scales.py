@@ -9,7 +9,6 @@ https://kexue.fm/archives/8823 (why a scale that grows with n).
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import brentq
 from scipy.special import entr, expit
 
 from acutance.theory.arguments import Array, checked_keys, pointwise, require, result
@@ -113,6 +112,8 @@ def needle_scale_for_entropy(
     keys, nats, top = checked_keys("n", n), np.asarray(entropy, np.float64), np.asarray(gap, float)
     keys, nats, top = np.broadcast_arrays(keys, nats, top)
     require("gap", top, (top > 0) & np.isfinite(top), "the gap is finite and greater than 0")
+    from scipy.optimize import brentq  # takes its time to load
+
     most = np.log(keys)
     require("entropy", nats, (nats > 0) & (nats <= most * (1 + _EPS)), "it lies in (0, log n]")
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit, log_expit
 
-from acutance.theory.families import Family, as_family
+from acutance.theory.families import Family, Gaussian, Gumbel, Logistic, as_family
 from acutance.theory.gaussian import _broadcast
 from acutance.theory.grid import NODES, WEIGHTS, grid
 
@@ -28,8 +28,12 @@ __all__ = ["expected_top_weight"]
 Array = NDArray[np.float64]
 
 _STEP = 0.35  # of log t: the trapezoid rule is then right to exp(-pi²/0.35) = 6e-13
-_NEGLIGIBLE = 1e-17  # of the probability of a maximum
+_TOP_STEP = 0.35  # of the log-odds of the maximum, for laws that are smooth in them
 _MANY = 1 << 15  # keys up to which n rounding errors of 1 are nothing
+_NEGLIGIBLE = 1e-17  # of the probability of a maximum
+_LEFT_OUT = 1e-13  # of the result: what rarer maxima could add
+_REACH = 42.0  # log-odds beyond those of 1/n, where maxima are negligible
+_SMOOTH = (Gaussian, Gumbel, Logistic)  # without an end or a kink
 _LOWEST = -46.0  # log-odds below which nothing is counted
 _GEOMETRIC = 2.0 ** -np.arange(1.0, 61.0)
 
@@ -83,29 +87,69 @@ def _top_weight(n: float, gamma: float, family: Family) -> float:
     cells = grid(family)
     cells.require_tail(n)
     log_n = math.log(n)
-    v, density = cells.log_odds.ravel(), n * cells.weights.ravel()  # less F^(n-1)
-    chance = density * np.exp((n - 1) * log_expit(v))
-    live = chance > _NEGLIGIBLE * chance.max()
     edges = _edges(cells.log_odds)
+    if isinstance(family, _SMOOTH):
+        v = np.arange(-_REACH, log_n + _REACH, _TOP_STEP)
+        density, scores = n * _TOP_STEP * expit(v) * expit(-v), family.offset(v)
+    else:
+        v, density, scores = (
+            part.ravel() for part in (cells.log_odds, n * cells.weights, cells.scores)
+        )
+    chance = density * np.exp((n - 1) * log_expit(v))
+    order = np.argsort(-chance)
+    order = order[chance[order] > _NEGLIGIBLE * chance.max()]
+    rest = np.cumsum(chance[order][::-1])[::-1]
     log_t = np.arange(-log_n - 30, 4.0, _STEP)
     t = np.exp(log_t)
     measure = _STEP * t * np.exp(-t)
-    total = 0.0
-    tops = gamma * cells.scores.ravel()
-    for at, top, factor in zip(v[live], tops[live], density[live], strict=True):
+    total, scratch = 0.0, Scratch()
+    for index, left in zip(order, rest, strict=True):
+        if left < _LEFT_OUT * total:
+            break
+        at, top = v[index], gamma * scores[index]
         nodes, mass = _nodes_below(at, gamma, family, edges)
         gaps = top - gamma * family.offset(nodes)
-        exponents = -t[:, None] * np.exp(-np.maximum(gaps, 0.0))
-        if n > _MANY:
-            lost = expit(-at) - np.expm1(exponents) @ mass
-            log_others = np.log1p(-np.minimum(lost, 0.5))  # (1 - lost)^n is 0 beyond
-        else:
-            each = np.exp(exponents)
-            kept, lost = each @ mass, expit(-at) + (1 - each) @ mass
-            near = np.log1p(-np.minimum(lost, 0.5))
-            log_others = np.where(lost < 0.5, near, np.log(np.maximum(kept, 1e-300)))
-        total += factor * float(measure @ np.exp((n - 1) * log_others))
+        factors = np.exp(-np.maximum(gaps, 0.0))
+        kept, lost = lost_below(n, t, factors, mass, scratch)
+        lost += expit(-at)
+        near = np.log1p(-np.minimum(lost, 0.5))
+        log_others = np.where(lost < 0.5, near, np.log(np.maximum(kept, 1e-300)))
+        total += density[index] * float(measure @ np.exp((n - 1) * log_others))
     return total
+
+
+class Scratch:
+    """Memory for a matrix that is filled again and again: new pages cost more than exponentials."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0)
+
+    def matrix(self, rows: int, columns: int) -> Array:
+        """A matrix of any numbers; what it held before is lost."""
+        if self._memory.size < rows * columns:
+            self._memory = np.empty(rows * columns)
+        return self._memory[: rows * columns].reshape(rows, columns)
+
+
+def lost_below(
+    n: float, t: Array, factors: Array, mass: Array, scratch: Scratch
+) -> tuple[Array, Array]:
+    """Sums of mass · exp(-t factor) and of mass · (1 - exp(-t factor)), for each t.
+
+    Args:
+        n: Keys, to the power of which the sums are raised: so sharp they must be.
+        t: Not negative, shape (rows,).
+        factors: Not negative, shape (nodes,).
+        mass: Probabilities of the nodes.
+        scratch: Memory.
+    """
+    matrix = scratch.matrix(t.size, factors.size)
+    np.multiply(-t[:, None], factors, out=matrix)
+    if n > _MANY:
+        lost = -np.expm1(matrix, out=matrix) @ mass
+        return np.asarray(mass.sum() - lost), lost
+    kept = np.exp(matrix, out=matrix) @ mass
+    return kept, np.asarray(mass.sum() - kept)
 
 
 def _nodes_below(at: float, gamma: float, family: Family, edges: Array) -> tuple[Array, Array]:

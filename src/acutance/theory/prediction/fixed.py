@@ -17,6 +17,7 @@ Source: Su Jianlin, kexue.fm/archives/9889.
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 from acutance.theory.decay_weights import effective_keys_decay, sparsity_decay
 from acutance.theory.gaussian import expected_entropy_gauss, expected_max_gauss
@@ -79,11 +80,12 @@ def decay_formulas(n: float, lam: float, value_variance: float) -> Formulas:
 def relu2_formulas(n: float, mean: float, deviation: float) -> Formulas:
     """Each metric of a row with weights max(s, 0)², s normal; means are over rows with some."""
     row, log_n = WeightedRow.relu2(n, mean / deviation), math.log(n)
+    entropy = cache(row.entropy)
     formulas = _score_formulas(n, mean, deviation)
     formulas |= {
-        "entropy": ("mean", row.entropy),
-        "normalized_entropy": ("mean", lambda: row.entropy() / log_n) if n > 1 else _ONE_KEY,
-        "information": ("mean", lambda: log_n - row.entropy()),
+        "entropy": ("mean", entropy),
+        "normalized_entropy": ("mean", lambda: entropy() / log_n) if n > 1 else _ONE_KEY,
+        "information": ("mean", lambda: log_n - entropy()),
         "effective_keys": ("mean", row.effective_keys),
         "sparsity": ("mean", row.sparsity),
         "collision": ("mean", row.collision),

@@ -180,7 +180,8 @@ def _mean_gaussian_entropy(n: float, gamma: float) -> float:
     """The mean of E H(n, g) over the deviation g that n normal logits happen to have."""
     if n == 1 or gamma == 0:
         return math.log(n)
-    z, weights = np.polynomial.hermite_e.hermegauss(60 if n < 8 else 24 if n < 64 else 8)
+    order = 60 if n < 8 else 24 if n < 64 else 8 if n < 1024 else 4
+    z, weights = np.polynomial.hermite_e.hermegauss(order)
     kept = weights > 1e-14 * weights.sum()
     z, weights = z[kept], weights[kept] / weights[kept].sum()
     deviations = gamma * np.sqrt(2 * _chi_half(n, z) / n)

@@ -27,12 +27,14 @@ from numpy.typing import NDArray
 from scipy.special import expit, log_ndtr, ndtr, ndtri_exp
 
 from acutance.theory.grid import NODES, WEIGHTS
+from acutance.theory.top_weight import Scratch, lost_below
 
 __all__ = ["WeightedRow", "relu2_top_weight", "size_top_weight"]
 
 Array = NDArray[np.float64]
 
 _STEP = 0.3  # of log t: the trapezoid rule is then right to exp(-pi²/0.3) = 5e-15
+_TOP_STEP = 0.35  # of the log-odds of the largest score, where its density is smooth
 _BELOW, _ABOVE = 75.0, 160.0  # log t on both sides of where the sums are of order 1
 _FEWEST = 1e-9  # expected active keys below which a mean over active rows says nothing
 
@@ -114,7 +116,7 @@ class WeightedRow:
         exponents = -t[:, None] * raised
         decay = np.exp(exponents)
         moments = [decay @ (factor * self.mass) for factor in factors]
-        lost = -np.expm1(exponents) @ self.mass  # 1 - E exp
+        lost = -np.expm1(exponents, out=exponents) @ self.mass  # 1 - E exp
         near = np.log1p(-np.minimum(lost, 0.5))
         rest = np.where(lost < 0.5, near, np.log(self.idle + decay @ self.mass + 1e-300))
         return t, moments, rest
@@ -130,23 +132,33 @@ def relu2_top_weight(n: float, u: float) -> float:
         return 1.0
     start = float(log_ndtr(u) - log_ndtr(-u))  # log-odds of P(s > 0), so of P(s < 0) reversed
     lowest = max(-start, -45.0)  # below it there is nothing to count
-    v, measure = _panels(lowest, math.log(n) + max(0.0, -start) + 42)
+    highest = math.log(n) + max(0.0, -start) + 42
+    v, measure = _panels(lowest, highest)
+    if float(_largest(n, np.array([lowest]))[0]) < 1e-15 * row.active:  # smooth, 0 at both ends
+        v = np.arange(lowest, highest, _TOP_STEP)
+        measure = np.full(v.shape, _TOP_STEP)
     chance = measure * np.exp(math.log(n) - np.logaddexp(0, -v) - np.logaddexp(0, v))
-    live = chance * np.exp(-(n - 1) * np.logaddexp(0, -v)) > 1e-18 * row.active
+    live = measure * _largest(n, v) > 1e-18 * row.active
     t = np.exp(np.arange(-math.log(n) - 35, 4.0, _STEP))
     outer = _STEP * t * np.exp(-t)
-    total = 0.0
+    total, scratch = 0.0, Scratch()
     for at, factor in zip(v[live], chance[live], strict=True):
         below, mass = _panels(lowest, float(at))
         mass = mass * expit(below) * expit(-below)
         scores, top = _score(below, u), _score(np.array([at]), u)[0]
-        exponents = -t[:, None] * np.clip(scores / top, 0.0, 1.0) ** 2
-        kept = row.idle + np.exp(exponents) @ mass
-        lost = expit(-at) - np.expm1(exponents) @ mass  # 1 - kept
+        factors = np.clip(scores / top, 0.0, 1.0) ** 2
+        kept, lost = lost_below(n, t, factors, mass, scratch)
+        kept, lost = kept + row.idle, lost + expit(-at)
         near = np.log1p(-np.minimum(lost, 0.5))
         log_kept = np.where(lost < 0.5, near, np.log(np.maximum(kept, 1e-300)))
         total += factor * float(outer @ np.exp((n - 1) * log_kept))
     return total / row.active
+
+
+def _largest(n: float, v: Array) -> Array:
+    """Density of the log-odds of the largest of n."""
+    others = (n - 1) * np.logaddexp(0, -v)
+    return np.exp(math.log(n) - np.logaddexp(0, -v) - np.logaddexp(0, v) - others)
 
 
 def size_top_weight(n: float, u: float) -> float:
@@ -168,13 +180,13 @@ def size_top_weight(n: float, u: float) -> float:
     live = chance > 1e-18
     t = np.exp(np.arange(-math.log(n) - 35, 4.0, _STEP))
     outer = _STEP * t * np.exp(-t)
-    total = 0.0
+    total, scratch = 0.0, Scratch()
     for top, factor, beyond in zip(tops[live], n * mass[live], above[live], strict=True):
         sizes, part = nodes(np.append(edges[edges < top], top))
-        exponents = -t[:, None] * (sizes / top)
-        lost = beyond - np.expm1(exponents) @ part
+        kept, lost = lost_below(n, t, sizes / top, part, scratch)
+        lost += beyond
         near = np.log1p(-np.minimum(lost, 0.5))
-        far = np.log(np.maximum(np.exp(exponents) @ part, 1e-300))
+        far = np.log(np.maximum(kept, 1e-300))
         total += factor * float(outer @ np.exp((n - 1) * np.where(lost < 0.5, near, far)))
     return total
 
