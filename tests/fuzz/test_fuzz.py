@@ -7,19 +7,15 @@ import faulthandler
 import math
 import os
 import signal
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import fuzz
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-import fuzz
 from guarded import guarded
+from torch import Tensor
 
 from acutance.kernels import library
 
