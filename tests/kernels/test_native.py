@@ -326,7 +326,7 @@ def test_an_instruction_set_that_is_not_there_is_refused() -> None:
 
 def test_a_library_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "ABI", 99)
-    with pytest.raises(OSError, match=r"is of interface 2, not 99: install acutance again"):
+    with pytest.raises(OSError, match=r"is of interface 3, not 99: install acutance again"):
         library.Library(the_library().path)
 
 

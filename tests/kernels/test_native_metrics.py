@@ -51,7 +51,6 @@ def test_native_metrics_are_those_of_the_table(dtype: torch.dtype, offset: int) 
 def test_what_is_no_metric_and_no_dtype_is_refused() -> None:
     found = library.load()
     assert not isinstance(found, str)
-    assert found.metrics is not None
     rows = torch.ones(22, dtype=torch.float64)
     out = torch.empty(len(METRIC_BITS), 2, dtype=torch.float64)
     for bits, dtype in ((-1, 1), (1 << len(METRIC_BITS), 1), (1, 2)):
@@ -59,18 +58,23 @@ def test_what_is_no_metric_and_no_dtype_is_refused() -> None:
     assert METRIC_BITS.keys() <= METRICS.keys()
 
 
-def test_all_metrics_are_read_by_one_native_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but those that lie among the sums as they are."""
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What each native reading of metrics asks for, as they are made."""
     found = library.load()
     assert not isinstance(found, str)
-    assert found.metrics is not None
-    run, calls = found.metrics, []
+    run, asked = found.metrics, []
 
     def count(*arguments: int) -> int:
-        calls.append(arguments[0])
-        return run(*arguments)
+        asked.append(arguments[0])
+        return int(run(*arguments))
 
     monkeypatch.setattr(found, "metrics", count)
+    return asked
+
+
+def test_all_metrics_are_read_by_one_native_call(calls: list[int]) -> None:
+    """All but those that lie among the sums as they are."""
     query, key = scores(torch.float32)
     stats = row_statistics(query, key)
     together = stats.as_dict()
@@ -86,17 +90,7 @@ def test_all_metrics_are_read_by_one_native_call(monkeypatch: pytest.MonkeyPatch
         stats.as_dict(["entropi"])
 
 
-def test_a_probe_reads_a_batch_by_one_native_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = library.load()
-    assert not isinstance(found, str)
-    assert found.metrics is not None
-    run, calls = found.metrics, []
-
-    def count(*arguments: int) -> int:
-        calls.append(arguments[0])
-        return run(*arguments)
-
-    monkeypatch.setattr(found, "metrics", count)
+def test_a_probe_reads_a_batch_by_one_native_call(calls: list[int]) -> None:
     layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
     with probe(layer) as opened, torch.no_grad():

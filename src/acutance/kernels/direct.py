@@ -127,7 +127,7 @@ class PackedStatistics(RowStatistics):
         """Those of some metrics that the library computes, all by one call of it."""
         found = library.load()
         wanted = [name for name in METRIC_BITS if name in names]
-        if not wanted or isinstance(found, str) or found.metrics is None or not unobserved():
+        if not wanted or isinstance(found, str) or not unobserved():
             return {}
         rows, dtype, B, H, L = self._rows
         at = rows.data_ptr() if isinstance(rows, Tensor) else addressof(rows)

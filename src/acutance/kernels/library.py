@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 #: Version of the structures below; a library of another one is refused.
-ABI = 2
+ABI = 3
 #: Environment variable that names the instruction set to use.
 CPU_VARIABLE = "ACUTANCE_CPU"
 
@@ -150,11 +150,9 @@ class Library:
         loaded.acutance_exp.argtypes += [ctypes.c_int64]
         words = [ctypes.c_int64] * 3
         #: Writes metrics of rows in one pass: their bits, 1 for float64, the number of rows, the
-        #: sums, the table of the Gaussian entropy, the numbers. None in a library without it.
-        self.metrics: Callable[[int, int, int, int, int, int], int] | None
-        self.metrics = getattr(loaded, "acutance_metrics", None)
-        if self.metrics is not None:
-            loaded.acutance_metrics.argtypes = [*words, *[ctypes.c_void_p] * 3]
+        #: sums, the table of the Gaussian entropy, the numbers.
+        self.metrics = loaded.acutance_metrics
+        self.metrics.argtypes = [*words, *[ctypes.c_void_p] * 3]
         loaded.acutance_choose.argtypes = words
         loaded.acutance_row_cost.argtypes = [ctypes.c_int64, ctypes.c_double]
         loaded.acutance_run.argtypes = [*words[:2], ctypes.c_char_p, ctypes.c_char_p]

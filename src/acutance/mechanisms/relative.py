@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from acutance.mechanisms.scan import Carry, Sums, fading, has_squares, read
+from acutance.mechanisms.scan import Carry, Sums, fading, has_squares, read, with_distant
 
 __all__ = [
     "NOTHING",
@@ -87,15 +87,7 @@ def chunks(
     safe = unit_of(unit)
     distant = read(q * _factor(reach - safe.unsqueeze(-1), q), before)
     near = near * _factor(-safe, near).unsqueeze(-1)
-    sums = Sums(
-        (near @ v + distant.values).flatten(-3, -2),
-        (near.sum(-1) + distant.total).flatten(-2, -1),
-        (near.square().sum(-1) + distant.squares).flatten(-2, -1)
-        if has_squares(carry)
-        else q[..., 0, :0, 0],
-        unit.flatten(-2, -1),
-    )
-    return sums, carries[-1]
+    return with_distant(near, v, distant._replace(exponents=unit)), carries[-1]
 
 
 def added(left: Sums, right: Sums) -> Sums:

@@ -21,7 +21,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Carry", "Sums", "absorb", "advance", "fading", "nothing", "read", "scan"]
+__all__ = [
+    "Carry",
+    "Sums",
+    "absorb",
+    "advance",
+    "fading",
+    "nothing",
+    "read",
+    "scan",
+    "with_distant",
+]
 
 
 class Carry(NamedTuple):
@@ -197,13 +207,22 @@ def _chunks(
         far = q * _powers(log_decay, places + 1)[:, :, None, :, None]
     carries, after = _prefixes(carry, _summary(k, v, log_decay, squares), log_decay, size)
     distant = read(far, carries)
-    sums = Sums(
+    return with_distant(near, v, distant), after
+
+
+def with_distant(near: Tensor, v: Tensor, distant: Sums) -> Sums:
+    """The sums of whole chunks, as rows: weights of their own keys, and sums of keys before."""
+    has_squares = distant.squares.shape == distant.total.shape
+    return Sums(
         (near @ v + distant.values).flatten(-3, -2),
         (near.sum(-1) + distant.total).flatten(-2, -1),
-        (near.square().sum(-1) + distant.squares).flatten(-2, -1) if squares else q[..., 0, :0, 0],
-        q[..., 0, :0, 0],
+        (near.square().sum(-1) + distant.squares).flatten(-2, -1)
+        if has_squares
+        else distant.squares[..., 0, :],
+        distant.exponents.flatten(-2, -1)
+        if distant.exponents.shape == distant.total.shape
+        else distant.exponents[..., 0, :],
     )
-    return sums, after
 
 
 def _seen(places: Tensor, strict: bool) -> Tensor:

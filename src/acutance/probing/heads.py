@@ -130,7 +130,7 @@ def head_places(shape: Sequence[int], heads: int | None) -> list[int]:
     return [place for place in range(3) if shape[place] == heads] if len(shape) == 4 else []
 
 
-def decided_place(shape: Sequence[int], heads: int | None, told: Places) -> tuple[int, bool]:
+def decided_place(shape: Sequence[int], heads: int | None, product: Places) -> tuple[int, bool]:
     """Which of four dimensions is heads, and whether anything but custom says so.
 
     What is not queries may be heads; the number of heads decides among them, then the values.
@@ -138,7 +138,7 @@ def decided_place(shape: Sequence[int], heads: int | None, told: Places) -> tupl
     Args:
         shape: of the scores, keys last.
         heads: how many there are, None if unknown.
-        told: what the product that takes the weights says.
+        product: what the product that takes the weights says.
 
     Example:
         >>> decided_place((2, 4, 4, 9), 4, Places(queries=1))
@@ -146,11 +146,11 @@ def decided_place(shape: Sequence[int], heads: int | None, told: Places) -> tupl
         >>> decided_place((4, 4, 9, 9), 4, Places()), decided_place((3, 5, 9, 9), None, Places())
         ((1, False), (1, True))
     """
-    among = [place for place in range(3) if place != told.queries]
+    among = [place for place in range(3) if place != product.queries]
     fitting = [place for place in among if shape[place] == heads]
     choice = fitting or among
-    if told.heads is not None and told.heads in choice:
-        return told.heads, True
+    if product.heads is not None and product.heads in choice:
+        return product.heads, True
     return 1 if 1 in choice else choice[-1], len(fitting) < 2
 
 
@@ -173,7 +173,7 @@ def projected_heads(module: torch.nn.Module | None, shape: Sequence[int], width:
 
 
 class HeadPlaces:
-    """Which of four dimensions is heads in each module, as far as its calls have told.
+    """Which of four dimensions is heads in each module, as far as its calls show.
 
     Example:
         >>> places = HeadPlaces()
@@ -193,21 +193,21 @@ class HeadPlaces:
         module: torch.nn.Module | None,
         shape: Sequence[int],
         heads: int | None,
-        told: Places,
+        product: Places,
     ) -> int:
         """The dimension: by the number of heads, the product, or calls of other sizes.
 
-        What is read so and differs from what a later call tells is listed, as is what no call told.
+        A reading that a later call contradicts is listed, as is what no call decides.
 
         Args:
             name: the module's.
             module: whose projections tell the number of heads where ``heads`` is None.
             shape: of the scores, keys last.
             heads: how many there are, None if unknown.
-            told: what the product that takes the weights says.
+            product: what the product that takes the weights says.
         """
-        heads = projected_heads(module, shape, told.width) if heads is None else heads
-        place, decided = decided_place(shape, heads, told)
+        heads = projected_heads(module, shape, product.width) if heads is None else heads
+        place, decided = decided_place(shape, heads, product)
         if decided:
             self._known[name] = place
             if name in self._undecided and self._undecided[name][0] == place:
@@ -228,7 +228,7 @@ class HeadPlaces:
         return place
 
     def undecided(self) -> list[tuple[str, str]]:
-        """Modules whose calls told nothing, or other than what was taken, and why; once each."""
+        """Modules whose calls decided nothing, or not what was assumed, and why; once each."""
         found = [(name, why) for name, (_, why) in self._undecided.items()]
         self._undecided.clear()
         return found

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from acutance.probing.operands import einsum_terms
 
-__all__ = ["LEFT", "Layout", "Places", "layout_of", "summed", "told_by_product"]
+__all__ = ["LEFT", "Layout", "Places", "layout_of", "places_in_product", "summed", "tensors_in"]
 
 #: Products of the factors as they are given.
 LEFT = {"matmul", "__matmul__", "bmm", "mm"}
@@ -42,7 +42,7 @@ def layout_of(tensor: Tensor) -> Layout:
     return list(zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def told_by_product(
+def places_in_product(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor, result: Layout
 ) -> Places:
     """Which dimensions of a softmax's result are queries and heads, by the product that takes it.
@@ -59,10 +59,10 @@ def told_by_product(
         >>> weights = torch.rand(2, 5, 5, 7)  # (B, L, H, S)
         >>> values = torch.rand(2, 7, 5, 3)  # (B, S, H, D)
         >>> pair = weights.transpose(1, 2), values.transpose(1, 2)
-        >>> told_by_product("matmul", pair, {}, pair[0], layout_of(weights))
+        >>> places_in_product("matmul", pair, {}, pair[0], layout_of(weights))
         Places(queries=1, heads=2, width=3)
         >>> pair = "blhs,bshd->blhd", weights, values
-        >>> told_by_product("einsum", pair, {}, weights, layout_of(weights))
+        >>> places_in_product("einsum", pair, {}, weights, layout_of(weights))
         Places(queries=1, heads=2, width=3)
     """
     labels = _labels(name, args, kwargs, weights)
@@ -126,7 +126,7 @@ def summed(
         return _by_strides(given[1:3], step)
     if name != "einsum":
         return None
-    operands = list(_factors(given[1:]))
+    operands = list(tensors_in(given[1:]))
     if not isinstance(given[0], str):
         return operands
     left, _, right = given[0].replace(" ", "").partition("->")
@@ -162,7 +162,8 @@ def _label(term: str, operand: Tensor, step: int) -> str:
     return labels[strides.index(step)] if step in strides else ""
 
 
-def _factors(values: Sequence[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among some arguments, and in lists and tuples among them."""
     for value in values:
         parts = value if isinstance(value, list | tuple) else (value,)
         yield from (part for part in parts if isinstance(part, Tensor))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -17,7 +17,15 @@ from torch import Tensor
 
 from acutance.probing.call import VERIFY_TOLERANCE
 from acutance.probing.made import shares_memory
-from acutance.probing.products import LEFT, Layout, Places, layout_of, summed, told_by_product
+from acutance.probing.products import (
+    LEFT,
+    Layout,
+    Places,
+    layout_of,
+    places_in_product,
+    summed,
+    tensors_in,
+)
 
 __all__ = [
     "FEWEST",
@@ -109,12 +117,12 @@ class Softmax:
         alike = given.shape == result.shape and given.stride() == result.stride()
         self.relaid |= not (alike or shares_memory(result, given))
 
-    def taken(
+    def note_product(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor
     ) -> None:
         """A product takes it: note which dimension is which, where copies moved none."""
         if not self.relaid and len(self.layout) == 4:
-            self.places = told_by_product(name, args, kwargs, weights, self.layout)
+            self.places = places_in_product(name, args, kwargs, weights, self.layout)
 
     def overwritten(self) -> bool:
         """Whether the scores are no longer what they were."""
@@ -207,7 +215,9 @@ class Softmaxes:
         result: Any,
     ) -> None:
         """Any other function was called: a product, a copy, a view, or none of these."""
-        given = [each for each in _tensors((*args, *kwargs.values())) if id(each) in self._waiting]
+        given = [
+            each for each in tensors_in((*args, *kwargs.values())) if id(each) in self._waiting
+        ]
         if not given:
             return
         name = getattr(func, "__name__", "").partition(".")[0]  # an operator's overload follows
@@ -218,7 +228,7 @@ class Softmaxes:
                     continue
                 sums = summed(name, args, kwargs, softmax.step) or ()
                 if any(weights is tensor for tensor in sums):
-                    softmax.taken(name, args, kwargs, weights)
+                    softmax.note_product(name, args, kwargs, weights)
                     self._used(weights)
             return
         softmax = self._waiting[id(given[0])][1]
@@ -228,7 +238,7 @@ class Softmaxes:
             softmax.dropped |= drops(args, kwargs)
         if any(word in name for word in _MAPS) or _gates(name, args, given[0]):
             return
-        for tensor in _tensors((result,)):
+        for tensor in tensors_in((result,)):
             if tensor.is_floating_point() and 2 * tensor.numel() >= given[0].numel():
                 softmax.passes(given[0], tensor)
                 self._alias(tensor, softmax)
@@ -270,7 +280,7 @@ def _gates(name: str, args: Sequence[Any], weights: Tensor) -> bool:
     """Whether a multiplication makes weights a gate of values, where a mask would keep them."""
     if name.strip("_").removeprefix("r").removeprefix("i") != "mul":
         return False
-    others = [each for each in _tensors(args) if each is not weights]
+    others = [each for each in tensors_in(args) if each is not weights]
     return any(
         other.numel() >= weights.numel() and bool(((other < 0) | (other > 1)).any())
         for other in others
@@ -312,14 +322,6 @@ def _doubt(softmax: Softmax, weights: Tensor) -> str | None:
     if difference > tolerance:
         return f"its weights were changed by as much as {difference:.2g} after the softmax"
     return None
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (part for part in value if isinstance(part, Tensor))
 
 
 def drops(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
