@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from acutance.from_json import SEAL, sealed_json
-from acutance.probing.state_files import sealed
+from acutance.summary.files import sealed
 
 #: What stands in place of a value of JSON: other types, sizes, signs, depths and versions.
 VALUES: tuple[Any, ...] = (

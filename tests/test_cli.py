@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 import acutance
 from acutance.cli import INTERRUPTED, app
-from acutance.probing import corpus, models
+from acutance.corpus import load_model
+from acutance.corpus import texts as corpus
 
 TEXT = (
     "The lens turned until the far tree stood clear of its leaves. "
@@ -35,7 +36,7 @@ def run() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def tokenizer_files() -> list[Path]:
-    folder = Path(models._embedded())
+    folder = Path(load_model._embedded())
     return [folder / name for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")]
 
 
@@ -101,7 +102,7 @@ def test_windows_cover_every_token_of_every_text_once(
     result = run("probe", folder, *texts, "--length", 32, "--batch-size", 3, "--json", out)
     assert result.exit_code == 0, result.output
     record = json.loads(out.read_text())
-    tokenizer = models.load(str(folder)).tokenizer
+    tokenizer = load_model.load(str(folder)).tokenizer
     bare = [
         len(tokenizer(file.read_text(), add_special_tokens=False)["input_ids"])
         for file in (text, other)
@@ -135,15 +136,15 @@ def test_an_interrupt_keeps_what_was_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, out = save_model(_tiny_gpt2()), tmp_path / "o.json"
-    plain, calls = models.TextModel.run, []
+    plain, calls = load_model.TextModel.run, []
 
-    def stopped(self: models.TextModel, *inputs: torch.Tensor) -> None:
+    def stopped(self: load_model.TextModel, *inputs: torch.Tensor) -> None:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
         plain(self, *inputs)
 
-    monkeypatch.setattr(models.TextModel, "run", stopped)
+    monkeypatch.setattr(load_model.TextModel, "run", stopped)
     result = run("probe", folder, "--text", text, "--length", 32, "--batch-size", 2, "--json", out)
     assert result.exit_code == INTERRUPTED
     assert "! Incomplete: 4 of " in result.stdout
@@ -242,7 +243,7 @@ def test_help_is_grouped_and_switches_have_no_type(
 
 
 def test_special_tokens_are_put_as_the_tokenizer_puts_them() -> None:
-    loaded = models.load(None)
+    loaded = load_model.load(None)
     tokenizer = loaded.tokenizer
     sentence = corpus.Text("one", "Look at the picture again.")
     (piece,) = corpus.windows([sentence], tokenizer, 64)

@@ -16,11 +16,11 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from acutance.cli import app
-from acutance.comparison import Comparison, Step, command, compare, figures, render, runner
+from acutance.cli import app, compare_actions
+from acutance.comparison import Comparison, Step, compare, figures, render, runner
 from acutance.mechanisms import MECHANISMS
 from acutance.probing import QueryKeySample
-from acutance.report.style import DARK, LIGHT
+from acutance.report.plot_style import DARK, LIGHT
 
 SMALL = ("compare", "--n", "16,32", "--d", "8", "--heads", "2", "--samples", "4", "--no-costs")
 TWO = ("--mechanism", "relu2", "--mechanism", "decay")
@@ -177,7 +177,7 @@ def test_an_interrupt_leaves_nothing_half_written(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, figure = tmp_path / "c.json", tmp_path / "f.png"
-    monkeypatch.setattr(command, "compare", interrupted(1))
+    monkeypatch.setattr(compare_actions, "compare", interrupted(1))
     result = run(*SMALL, *TWO, "--json", record, "--figure", figure)
     assert result.exit_code == 130
     assert "interrupted" in result.stderr
@@ -185,7 +185,7 @@ def test_an_interrupt_leaves_nothing_half_written(
     assert written["complete"] is False
     assert len(written["results"]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
-    monkeypatch.setattr(command, "compare", interrupted(0))
+    monkeypatch.setattr(compare_actions, "compare", interrupted(0))
     record.unlink()
     result = run(*SMALL, *TWO, "--json", record)
     assert result.exit_code == 130

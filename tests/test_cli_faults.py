@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 import acutance
 from acutance.cli import app
+from acutance.corpus import load_model
 from acutance.files import write_each
-from acutance.probing import load_queries_keys, models
+from acutance.probing import load_queries_keys
 
 TEXT = "The lens turned until the far tree stood clear of its leaves.\n" * 8
 
@@ -38,7 +39,7 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path) -> list[object]:
     folder, text = tmp_path / "model", tmp_path / "text.txt"
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
-        shutil.copy(Path(models._embedded()) / file, folder)
+        shutil.copy(Path(load_model._embedded()) / file, folder)
     text.write_text(TEXT, encoding="utf-8")
     return [folder, "--text", text]
 
@@ -74,13 +75,13 @@ def test_a_file_that_cannot_be_written_loses_no_other(
     run: Callable[..., Any], broken: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from acutance.probing import HeadSummary
-    from acutance.report import page
+    from acutance.report.html_page import write
 
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(HeadSummary, "to_parquet", full)
-    monkeypatch.setattr(page, "write_html", full)
+    monkeypatch.setattr(write, "write_html", full)
     out = {kind: tmp_path / f"out.{kind}" for kind in ("parquet", "report", "json", "keep-qk")}
     given = [part for kind, path in out.items() for part in (f"--{kind}", path)]
     done = run("probe", *broken, "--length", 16, *given)

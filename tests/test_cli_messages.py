@@ -12,9 +12,9 @@ import torch
 from transformers import GPT2Config, GPT2Model, ViTConfig, ViTModel
 from typer.testing import CliRunner
 
-from acutance.calibration.command import named_law
 from acutance.cli import app
-from acutance.probing import models
+from acutance.cli.calibrate_actions import named_law
+from acutance.corpus import load_model
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_a_model_without_a_tokenizer_says_so_and_takes_another(
     told = said(run("probe", gpt2))
     assert "was saved without a tokenizer" in told
     assert "name one with --tokenizer" in told
-    other = run("probe", gpt2, "--tokenizer", models._embedded())
+    other = run("probe", gpt2, "--tokenizer", load_model._embedded())
     assert other.exit_code == 0, other.output
 
 
@@ -55,7 +55,7 @@ def test_tokens_beyond_the_embedding_are_named(run: Callable[..., Any], tmp_path
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32, "vocab_size": 500}
     GPT2Model(GPT2Config(**sizes)).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
-        shutil.copy(Path(models._embedded()) / name, folder)
+        shutil.copy(Path(load_model._embedded()) / name, folder)
     for command in (["probe"], ["calibrate", "--lengths", "8,16", "--windows", "2"]):
         told = said(run(command[0], folder, *command[1:]))
         assert "has 500 rows: it is another model's tokenizer" in told
@@ -78,10 +78,10 @@ def test_a_failed_download_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> 
         except TimeoutError as first:
             raise OSError("We couldn't connect to the hub") from first
     except OSError as error:
-        told = models._why("some/model", error)
+        told = load_model._why("some/model", error)
     assert told.endswith("the model hub: TimeoutError: name resolution took too long")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "HF_HUB_OFFLINE is set" in models._why("some/model", OSError("cannot connect"))
+    assert "HF_HUB_OFFLINE is set" in load_model._why("some/model", OSError("cannot connect"))
 
 
 def test_a_law_without_its_parameters_is_told_once() -> None:

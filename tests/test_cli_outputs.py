@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import acutance
 from acutance.cli import app, outputs
-from acutance.probing.shards import Run, State
+from acutance.summary.state import Run, State
 
 BEFORE = "what was there"
 

@@ -17,10 +17,10 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from acutance import cli
-from acutance.calibration import command as calibrate_command
+from acutance.cli import calibrate_actions as calibrate_command
 from acutance.cli import shared
+from acutance.corpus import load_model, ranks
 from acutance.escapes import in_markdown, in_spreadsheet, visible
-from acutance.probing import distributed, models
 from acutance.report.exports import csv_bytes
 from acutance.report.screen import Screen, note
 
@@ -94,8 +94,8 @@ def test_text_in_csv_is_no_formula_and_numbers_stay_numbers() -> None:
 
 
 def test_a_bench_record_leaves_no_markup_in_a_page(run: Callable[..., Any], tmp_path: Path) -> None:
-    from acutance.bench.command import read
     from acutance.bench.page import markdown
+    from acutance.cli.bench_actions import read
 
     report = read(Path(__file__).parents[1] / "docs" / "_static" / "bench.json")
     wild = "<script>x</script> ![a](http://b) | `\x1b"
@@ -170,12 +170,12 @@ def test_a_rank_that_else_is_silent_says_that_another_was_lost(
     with (
         pytest.raises(shared.typer.Exit, match=r"^1?$"),
         shared.plain_errors(),
-        distributed._answered(),
+        ranks._answered(),
     ):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:598] Connection closed by peer")
     assert words.getvalue().startswith("acutance: rank 1: another rank has ended or does not")
     with pytest.raises(shared.typer.Exit, match=r"^1?$"), shared.plain_errors():
-        raise distributed.RankError("rank 0: no model")
+        raise ranks.RankError("rank 0: no model")
     assert silent.getvalue() == "acutance: rank 0: no model\n"
     assert words.getvalue().count("\n") == 1
 
@@ -184,9 +184,11 @@ def test_embedded_weights_other_than_those_published_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"others")
-    monkeypatch.setattr(models, "_embedded", lambda: str(tmp_path))
-    with pytest.raises(models.ModelError, match="are not those that were published: their sha256"):
-        models.load(None)
+    monkeypatch.setattr(load_model, "_embedded", lambda: str(tmp_path))
+    with pytest.raises(
+        load_model.ModelError, match="are not those that were published: their sha256"
+    ):
+        load_model.load(None)
 
 
 def test_damaged_weights_do_not_advise_pickles(run: Callable[..., Any], tmp_path: Path) -> None:
@@ -194,7 +196,7 @@ def test_damaged_weights_do_not_advise_pickles(run: Callable[..., Any], tmp_path
 
     GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=30522).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10" + bytes(30))
-    done = run("probe", tmp_path, "--tokenizer", models._embedded())
+    done = run("probe", tmp_path, "--tokenizer", load_model._embedded())
     assert done.exit_code == 1
     assert "could not be loaded" in done.stderr
     assert "--allow-pickle" not in done.stderr

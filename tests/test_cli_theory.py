@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from acutance import METRICS, theory
 from acutance.cli import app
-from acutance.report import predicted_figures
-from acutance.report.predicted import prediction_table, remarks
-from acutance.report.sampled import sample
+from acutance.cli.predict_measured import sample
+from acutance.report import prediction_figures
+from acutance.report.prediction_table import prediction_table, remarks
 from acutance.report.temperature import advise
 from acutance.rowstats import RowStatistics, observe
 
@@ -142,7 +142,7 @@ def test_the_json_record_is_the_prediction(run: Callable[..., Any]) -> None:
 def test_predict_draws(
     run: Callable[..., Any], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(predicted_figures, "_POINTS", 6)
+    monkeypatch.setattr(prediction_figures, "_POINTS", 6)
     written = {}
     for page in ("light", "dark"):
         path = tmp_path / f"{page}-{name}"
@@ -169,7 +169,7 @@ def test_predict_draws(
 def test_every_mechanism_with_a_scale_has_a_figure(
     run: Callable[..., Any], tmp_path: Path, arguments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(predicted_figures, "_POINTS", 6)
+    monkeypatch.setattr(prediction_figures, "_POINTS", 6)
     path = tmp_path / "row.png"
     result = run("predict", "--n", 32, *arguments.split(), "--plot", path)
     assert result.exit_code == 0, result.output

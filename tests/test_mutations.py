@@ -16,18 +16,18 @@ import torch
 from rich.console import Console
 
 import acutance
-from acutance.bench import command as bench_command
 from acutance.bench import page, render
 from acutance.bench.records import BenchReport
 from acutance.calibration import ApplyError, Law
 from acutance.calibration.progress import PassState, Progress
+from acutance.cli import bench_actions as bench_command
+from acutance.cli.report_actions import _show
 from acutance.comparison import compare
 from acutance.from_json import SEAL
 from acutance.probing import QueryKeySample, load_queries_keys, load_state
-from acutance.probing.shards import Run, State
-from acutance.report.state_commands import _show
 from acutance.reproduce.record import Claim, Estimate, Record, judge, load, seen
 from acutance.reproduce.render import summary as shown_records
+from acutance.summary.state import Run, State
 
 COUNT = 2000
 _MUTATOR = runpy.run_path(str(Path(__file__).with_name("mutator.py")))

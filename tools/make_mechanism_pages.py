@@ -31,7 +31,7 @@ import acutance
 from acutance.comparison import Comparison, compare
 from acutance.files import write_text, write_whole
 from acutance.mechanisms.entry import Mechanism
-from acutance.report.style import DARK, LIGHT, Theme, curves, label, new_figure, reference
+from acutance.report.plot_style import DARK, LIGHT, Theme, curves, label, new_figure, reference
 
 PAGES = Path(__file__).parents[1] / "docs" / "mechanisms"
 RECORD = PAGES / "readings.json"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.capture.torch_functions import NO_PRODUCT
 from acutance.probing import Probe, ProbeError
-from acutance.probing.functions import NO_PRODUCT
 from zoo import inputs, small
 from zoo.inputs import run as _run
 from zoo.laws import Lawful, lawful

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import acutance
-from acutance.calibration.applied import ApplyError
-from acutance.probing.naming import module_name as label
+from acutance.calibration.apply_law import ApplyError
+from acutance.capture.module_names import module_name as label
 from acutance.scaling import HeadTable
 from zoo.inputs import run
 from zoo.larger import larger, normalises, ways

@@ -28,10 +28,13 @@ if TYPE_CHECKING:
     )
     from acutance.attend import attention, row_statistics
     from acutance.calibration import Applied, ApplyError, Calibration, Law, apply, calibrate
+    from acutance.capture.tap import tap
     from acutance.comparison import compare
+    from acutance.diagnose.classes import classify
     from acutance.mechanisms import MECHANISMS, Mechanism
-    from acutance.probing import HeadSummary, Probe, ProbeError, classify, load, probe, tap
+    from acutance.probing.open_probe import Probe, ProbeError, probe
     from acutance.rowstats import METRICS, Metric, RowState, RowStatistics
+    from acutance.summary.head_summary import HeadSummary, load
 
 __version__ = "0.1.0"
 

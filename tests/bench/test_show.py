@@ -11,11 +11,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from acutance import bench
-from acutance.bench import command, figures, page, render, runner
+from acutance.bench import figures, page, render, runner
 from acutance.bench.cases import CASES, Case
 from acutance.bench.judge import judge
 from acutance.bench.records import BenchReport, CaseResult, Environment, Peak, Row, Settings, Spread
-from acutance.cli import app
+from acutance.cli import app, bench_actions
 
 PLACE = Environment(
     "1.0", "2.13", "3.11", "Linux x86_64", "A processor", 2, "avx512", "GCC", "a mark",
@@ -205,7 +205,7 @@ def test_nothing_to_draw_draws_nothing(tmp_path: Path) -> None:
 
 def test_the_page_is_what_its_record_says() -> None:
     pages = Path(__file__).parents[2] / "docs" / "_static"
-    record = command.read(pages / "bench.json")
+    record = bench_actions.read(pages / "bench.json")
     assert (pages / "bench-results.txt").read_text(encoding="utf-8") == page.markdown(record)
     assert len(judge(record)) > 50
 
@@ -291,7 +291,7 @@ def test_the_command_says_what_is_wrong_in_one_line(arguments: list[str], messag
 
 
 def test_a_figure_that_cannot_be_drawn_is_refused_before_anything_runs(monkeypatch) -> None:
-    monkeypatch.setattr(command, "run", None)
+    monkeypatch.setattr(bench_actions, "run", None)
     code, _, err = invoke("tiny", "--figure", "bench.pdf")
     assert code == 2
     assert "ends in .png or .svg" in " ".join(err.split())
@@ -300,7 +300,7 @@ def test_a_figure_that_cannot_be_drawn_is_refused_before_anything_runs(monkeypat
 def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match=r"other\.json: not a benchmark report"):
-        command.read(tmp_path / "other.json")
+        bench_actions.read(tmp_path / "other.json")
 
 
 def test_the_list_shows_groups_and_goals() -> None:

@@ -17,10 +17,10 @@ import acutance
 from acutance import scaling
 from acutance.calibration import Law, measure
 from acutance.calibration.collect import TARGETS
-from acutance.calibration.decide import LayerState, aim_of, matters
 from acutance.calibration.estimates import LayerValues
+from acutance.calibration.next_factors import LayerState, aim_of, matters
 from acutance.calibration.render import sentences
-from acutance.probing import state_files
+from acutance.summary import files
 
 Built = Callable[..., nn.Module]
 LENGTHS = (16, 32, 64)
@@ -421,7 +421,7 @@ def test_an_interrupt_keeps_what_was_not_saved_yet(tmp_path: Path) -> None:
         acutance.calibrate(
             model, text(1), lengths=[16, 64], save=path, save_every=1000, advance=interrupt
         )
-    header, _ = state_files.read(path, "acutance.calibration/1")
+    header, _ = files.read(path, "acutance.calibration/1")
     assert [one["done"] for one in json.loads(header["passes"])] == [1]
 
 

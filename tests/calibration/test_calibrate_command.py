@@ -13,11 +13,11 @@ import torch
 from typer.testing import CliRunner
 
 import acutance
-from acutance.calibration.command import named_law
 from acutance.calibration.sample import draw, spread
 from acutance.cli import app
-from acutance.probing import models
-from acutance.probing.corpus import Text, windows
+from acutance.cli.calibrate_actions import named_law
+from acutance.corpus import load_model
+from acutance.corpus.texts import Text, windows
 from acutance.scaling import LogN, SSMax
 
 SENTENCES = "The lens turned until the far tree stood clear of its leaves, and nobody spoke.\n" * 16
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 parameter.mul_(12.0)
     model.save_pretrained(where)
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
-        shutil.copy(Path(models._embedded()) / name, where)
+        shutil.copy(Path(load_model._embedded()) / name, where)
     (where / "text.txt").write_text(SENTENCES)
     return where
 
@@ -156,7 +156,7 @@ def test_one_window_of_each_part() -> None:
 
 
 def test_a_text_is_tokenised_once_for_all_lengths(folder: Path) -> None:
-    loaded, seen = models.load(str(folder)), []
+    loaded, seen = load_model.load(str(folder)), []
 
     class Counting:
         def __call__(self, text: str, **options: Any) -> Any:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from acutance.probing import QueryKeySample, corpus, models
+from acutance.corpus import load_model, texts
+from acutance.probing import QueryKeySample
 
 PAGE = Path(__file__).parents[2] / "docs" / "mathematics" / "cosine.md"
 SIX = re.compile(r"((?:\d+, ){4}\d+\s+and\s+\d+) %")
@@ -18,9 +19,9 @@ SIX = re.compile(r"((?:\d+, ){4}\d+\s+and\s+\d+) %")
 @pytest.fixture(scope="module")
 def measured() -> list[list[float]]:
     """Per cent by layer: rows whose top key moves, spread of lengths, other nearest tokens."""
-    encoder = models.load(None)
-    pieces = corpus.windows([corpus.bundled()], encoder.tokenizer, 256)
-    (batch,) = corpus.batches(pieces[:2], 2, encoder.pad)
+    encoder = load_model.load(None)
+    pieces = texts.windows([texts.bundled()], encoder.tokenizer, 256)
+    (batch,) = texts.batches(pieces[:2], 2, encoder.pad)
     seen: dict[str, list[Tensor]] = {"input": [], "query": [], "key": []}
 
     def keep(module: torch.nn.Module, given: tuple[Tensor, ...], _: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from acutance import kernels
 from acutance.attend import attention, row_statistics
-from acutance.kernels import direct, dispatch, library
+from acutance.kernels import dispatch, fast_path, library
 from acutance.rowstats import METRICS, RowState, RowStatistics, dense_statistics
 from acutance.testing import MASKS, assert_close_to_oracle, attention_case, score_error
 
@@ -294,8 +294,8 @@ def test_the_short_way_and_the_operator_agree() -> None:
             out, stats = attention(*inputs, **options, enable_gqa=True, return_stats=True)
             watched = [part.clone().requires_grad_() for part in inputs]
             want, others = attention(*watched, **options, enable_gqa=True, return_stats=True)
-            assert isinstance(stats, direct.PackedStatistics) is HERE
-            assert not isinstance(others, direct.PackedStatistics)
+            assert isinstance(stats, fast_path.PackedStatistics) is HERE
+            assert not isinstance(others, fast_path.PackedStatistics)
             assert torch.equal(out, want)
             assert out.dtype == dtype
             for name in RowState._fields:
@@ -334,16 +334,16 @@ def test_what_must_be_seen_goes_through_the_operator(counted: list[str]) -> None
 
     entropy(query)
     assert len(counted) == 1
-    assert direct.unobserved()
-    assert not direct.possible(query.clone().requires_grad_())
+    assert fast_path.unobserved()
+    assert not fast_path.possible(query.clone().requires_grad_())
     with torch.no_grad():
-        assert direct.possible(query.clone().requires_grad_())
+        assert fast_path.possible(query.clone().requires_grad_())
     with torch.device("cpu"):  # a function mode
-        assert not direct.unobserved()
+        assert not fast_path.unobserved()
     with torch.utils._python_dispatch.TorchDispatchMode():
-        assert not direct.unobserved()
+        assert not fast_path.unobserved()
     with forward_ad.dual_level():
-        assert not direct.unobserved()
+        assert not fast_path.unobserved()
 
     names = []
 
@@ -360,7 +360,7 @@ def test_what_must_be_seen_goes_through_the_operator(counted: list[str]) -> None
     seen: list[bool] = []
 
     def mapped(x: Tensor) -> Tensor:
-        seen.append(direct.unobserved())
+        seen.append(fast_path.unobserved())
         return x.sum()
 
     torch.vmap(mapped)(query)

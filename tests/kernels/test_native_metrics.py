@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from acutance.attend import row_statistics
-from acutance.kernels import direct, library
+from acutance.kernels import fast_path, library
 from acutance.kernels.library import METRIC_BITS
 from acutance.probing import probe
 from acutance.rowstats import METRICS, RowState, RowStatistics
@@ -33,7 +33,7 @@ def scores(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def test_native_metrics_are_those_of_the_table(dtype: torch.dtype, offset: int) -> None:
     query, key = scores(dtype)
     stats = row_statistics(query, key, is_causal=True, query_offset=offset, backend="native")
-    assert isinstance(stats, direct.PackedStatistics)
+    assert isinstance(stats, fast_path.PackedStatistics)
     found = {name: stats[name] for name in METRIC_BITS}
     exact = RowState(*(part.double() if part.is_floating_point() else part for part in stats.state))
     eps = torch.finfo(stats.state.Z.dtype).eps

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from acutance.kernels.rows import BLOCK_ELEMENTS
+from acutance.kernels.whole_rows import BLOCK_ELEMENTS
 from acutance.nn import (
     DecayAttention,
     GatedAttentionUnit,

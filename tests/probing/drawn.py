@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from acutance.probing import HeadSummary, Layer, Moments
-from acutance.probing.beside import Beside
-from acutance.probing.profile import Profile
+from acutance.summary.by_octave import Profile
+from acutance.summary.optional_parts import Beside
 
 
 def rows_of(

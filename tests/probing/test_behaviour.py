@@ -15,8 +15,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import acutance
-from acutance.probing import huggingface
-from acutance.probing.call import AttentionCall
+from acutance.capture import huggingface
+from acutance.capture.attention_call import AttentionCall
 
 TOLERANCE = 1e-5
 

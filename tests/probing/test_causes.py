@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GptOssConfig, GptOssForCausalLM
 
 import acutance
-from acutance.probing.call import AttentionCall
+from acutance.capture.attention_call import AttentionCall
 from acutance.probing.causes import likely_cause
 
 SINKS = torch.tensor([0.5, 1.0, -0.5, 2.0])

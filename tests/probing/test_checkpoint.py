@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 import acutance
 from acutance.calibration import Law
 from acutance.cli import app
-from acutance.probing import load_state, models
+from acutance.corpus import load_model
+from acutance.probing import load_state
 
 Edit = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 TEXT = "The lens turned until the far tree stood clear of its leaves.\n" * 8
@@ -45,7 +46,7 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
         folder = tmp_path / "model"
         getattr(transformers, name)(_config(kind[0])).save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
-            shutil.copy(Path(models._embedded()) / file, folder)
+            shutil.copy(Path(load_model._embedded()) / file, folder)
         if edit is not None:
             path = folder / "model.safetensors"
             save_file(edit(load_file(path)), path, metadata={"format": "pt"})
@@ -91,8 +92,8 @@ def test_weights_that_do_not_load_are_named(
     saved: Callable[..., Path], name: str, edit: Edit, said: str
 ) -> None:
     folder = saved(name, edit)
-    with pytest.raises(models.ModelError, match=said) as caught:
-        models.load(str(folder))
+    with pytest.raises(load_model.ModelError, match=said) as caught:
+        load_model.load(str(folder))
     assert "\n" not in str(caught.value)
     assert "--allow-missing" in str(caught.value)
 
@@ -103,16 +104,18 @@ def test_what_no_attention_depends_on_may_be_missing_or_left_over(
     def old(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {**tensors, "bert.embeddings.position_ids": torch.arange(64)[None]}
 
-    assert models.load(str(saved("BertForMaskedLM", old))).not_loaded is None  # no pooler, a head
-    assert models.load(str(saved("LlamaForCausalLM"))).not_loaded is None  # a head
-    assert models.load(None).not_loaded is None
+    assert (
+        load_model.load(str(saved("BertForMaskedLM", old))).not_loaded is None
+    )  # no pooler, a head
+    assert load_model.load(str(saved("LlamaForCausalLM"))).not_loaded is None  # a head
+    assert load_model.load(None).not_loaded is None
 
 
 def test_random_weights_are_the_same_in_each_run(saved: Callable[..., Path]) -> None:
-    from acutance.probing.resume import model_digest
+    from acutance.corpus.resume import model_digest
 
     folder = str(saved("BertForMaskedLM"))  # its pooler is random
-    assert len({model_digest(models.load(folder).model) for _ in range(2)}) == 1
+    assert len({model_digest(load_model.load(folder).model) for _ in range(2)}) == 1
 
 
 def test_every_output_says_what_did_not_load(saved: Callable[..., Path], tmp_path: Path) -> None:
@@ -132,7 +135,7 @@ def test_every_output_says_what_did_not_load(saved: Callable[..., Path], tmp_pat
     assert said in load_state(state).summary.about["weights_not_loaded"]
     shown = CliRunner().invoke(app, ["diff", str(state), str(state)])
     assert said in " ".join(shown.output.split())
-    from acutance.report.shown import _record
+    from acutance.report.html_page.data import _record
 
     assert said in _record(acutance.load(state))["notices"][0]
 

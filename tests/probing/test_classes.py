@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import acutance
 from acutance.probing import CLASSES, HeadSummary, Moments
-from acutance.probing.beside import Beside
-from acutance.probing.distances import Distances
-from acutance.probing.summary import Layer
 from acutance.rowstats import METRICS
 from acutance.structure import STRUCTURE
+from acutance.summary.distances import Distances
+from acutance.summary.head_summary import Layer
+from acutance.summary.optional_parts import Beside
 
 N = 64
 

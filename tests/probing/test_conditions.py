@@ -331,8 +331,8 @@ def test_what_cannot_be_read_is_told_everywhere(
 ) -> None:
     from rich.console import Console
 
-    from acutance.probing import huggingface
-    from acutance.report.console import console_table
+    from acutance.capture import huggingface
+    from acutance.report.terminal import console_table
 
     model, read = gpt2_models["sdpa"], huggingface._call
 

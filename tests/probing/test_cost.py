@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import acutance
-from acutance.probing import call as calls
-from acutance.probing.choice import HeadChoice, LayerChoice
-from acutance.probing.moments import Moments
-from acutance.probing.sampling import draw
-from acutance.probing.summary import from_parts
+from acutance.capture import attention_call as calls
+from acutance.capture.layer_choice import HeadChoice, LayerChoice
+from acutance.probing.row_sampling import draw
+from acutance.summary.head_summary import from_parts
+from acutance.summary.moments import Moments
 
 TOLERANCE = 1e-5
 
@@ -417,7 +417,7 @@ def test_provided_outputs_are_equal_to_rounding_and_read_once(
 def test_a_wrong_capture_is_not_provided(
     llama_models: Any, random_tokens: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from acutance.probing import huggingface
+    from acutance.capture import huggingface
 
     model, ids, read = llama_models["sdpa"], random_tokens(2, 8), huggingface._call
 
@@ -538,16 +538,16 @@ def test_drawn_rows_and_provided_attention_hold_no_matrix() -> None:
 
 
 def test_small_calls_are_summarised_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    from acutance.probing import records
+    from acutance.probing import accumulate
 
     sizes = []
-    plain = records.summarise_stacked
+    plain = accumulate.summarise_stacked
 
     def counting(stacked: Tensor, *rest: Any) -> Any:
         sizes.append(stacked.shape[2:].numel())
         return plain(stacked, *rest)
 
-    monkeypatch.setattr(records, "summarise_stacked", counting)
+    monkeypatch.setattr(accumulate, "summarise_stacked", counting)
     model, (query, key, value) = Attend(), qkv()
     with acutance.probe(model, metrics=["entropy"]) as probe:
         for step in range(12):

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from acutance.corpus.probe_corpus import run_windows
+from acutance.corpus.ranks import Alone, RankError, World, world
 from acutance.probing import HeadSummary, all_reduce_summary, load, load_state
-from acutance.probing.distributed import Alone, RankError, World, world
-from acutance.probing.run import run_windows
 
 TOY = runpy.run_path(str(Path(__file__).with_name("toy.py")))
 text_model, windows, options = TOY["text_model"], TOY["windows"], TOY["options"]

@@ -24,8 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils.generic import TransformersKwargs
 
 import acutance
-from acutance.probing import huggingface
-from acutance.probing.huggingface import InterfaceCall, is_flash
+from acutance.capture import huggingface
+from acutance.capture.huggingface import InterfaceCall, is_flash
 
 BUILT_IN = [name for name in AttentionInterface._global_mapping if "flash" in name]
 KERNELS = sorted({*FLASH_ATTN_KERNEL_FALLBACK.values(), *FLASH_ATTN_KERNEL_VERSIONS})

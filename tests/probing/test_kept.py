@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import acutance
 from acutance.comparison import compare
 from acutance.probing import ProbeError, QueryKeySample, load_queries_keys, probe
-from acutance.probing.kept import HEADS_PER_LAYER, TOKENS
+from acutance.probing.query_key_sample import HEADS_PER_LAYER, TOKENS
 
 
 class Attend(nn.Module):

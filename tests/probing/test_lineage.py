@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from acutance.probing.lineage import Lineage, LineageError
+from acutance.capture.handwritten.products import Lineage, LineageError
 
 B, H, L, S, E = 2, 3, 5, 7, 4
 

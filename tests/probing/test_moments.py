@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from acutance.probing import Moments, edges
-from acutance.probing.moments import BINS, SCALES, summarise
 from acutance.rowstats import METRICS
+from acutance.summary.moments import BINS, SCALES, summarise
 
 ONE_OF_EACH_SCALE = ("top_weight", "entropy", "effective_keys", "logit_std", "lse")
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import acutance
+from acutance.diagnose import rules
 from acutance.probing import CLASSES, THRESHOLDS
-from acutance.probing.notices import notices
 from acutance.probing.untrained import is_untrained
-from acutance.report import rules
+from acutance.summary.notices import notices
 from acutance.training import AttentionMonitor
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import acutance
+from acutance.capture.padding import PaddingMask, TokenMasks
 from acutance.probing import Layer
-from acutance.probing.padding import PaddingMask, TokenMasks
 
 LENGTHS, TOKENS, VOCABULARY = (11, 6), 11, 97
 REAL = torch.arange(TOKENS) < torch.tensor(LENGTHS).unsqueeze(1)
@@ -227,8 +227,8 @@ def test_every_output_says_what_was_left_out_and_why(tmp_path: Any) -> None:
     from rich.console import Console
 
     from acutance.report import console_table
-    from acutance.report.packing import unpack
-    from acutance.report.shown import packed
+    from acutance.report.html_page.data import packed
+    from acutance.report.html_page.packing import unpack
 
     model, x = Sparse(), torch.randn(2, TOKENS, 8)
     summary = one(model, x, mask=REAL, probe={"rows": torch.arange(TOKENS) > 1})

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import acutance
-from acutance.probing import functions
+from acutance.capture import torch_functions
 
 TOLERANCE = 1e-5
 
@@ -396,7 +396,7 @@ def test_multi_head_attention_under_autocast() -> None:
 def test_another_output_when_run_again_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = attention_layer()
     x = torch.randn(2, 6, 16)
-    monkeypatch.setattr(functions, "agree", lambda again, output: False)
+    monkeypatch.setattr(torch_functions, "agree", lambda again, output: False)
     plain, _ = layer(x, x, x)
     with (
         pytest.raises(acutance.ProbeError, match="another output when run again"),
@@ -519,7 +519,7 @@ def test_softmax_that_is_no_attention_is_not_read() -> None:
 
 
 def test_many_rows_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from acutance.probing import call
+    from acutance.capture import attention_call as call
 
     scores = torch.randn(2, 3, 6, 6)
     scores[1, :, :, 4:] = -torch.inf

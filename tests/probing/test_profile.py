@@ -12,8 +12,8 @@ from torch import Tensor
 
 import acutance
 from acutance.probing import Profile, load
-from acutance.probing.profile import MOST_OCTAVES
-from acutance.probing.slopes import fit_slope
+from acutance.summary.by_octave import MOST_OCTAVES
+from acutance.summary.slope import fit_slope
 
 M, H, B, L = 3, 2, 4, 37
 

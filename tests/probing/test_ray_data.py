@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from acutance.probing import State, corpus, probe_dataset
-from acutance.probing.distributed import Alone
-from acutance.probing.models import TextModel
-from acutance.probing.ray_data import _add, _chunks, _Prober, _texts
-from acutance.probing.run import Options, run_windows
+from acutance.corpus import texts as corpus
+from acutance.corpus.load_model import TextModel
+from acutance.corpus.probe_corpus import Options, run_windows
+from acutance.corpus.ranks import Alone
+from acutance.corpus.ray_data import _add, _chunks, _Prober, _texts
+from acutance.probing import State, probe_dataset
 
 TOY = str(Path(__file__).with_name("toy.py"))
 SENTENCES = [f"line {index} " + "of a text that goes on " * (1 + index % 5) for index in range(23)]

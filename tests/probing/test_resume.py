@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from acutance import files
+from acutance.corpus.load_model import TextModel
+from acutance.corpus.probe_corpus import Savings, run_windows
+from acutance.corpus.ranks import Alone
+from acutance.corpus.resume import model_digest, text_digest
 from acutance.files import write_text, write_whole
 from acutance.probing import load_state
-from acutance.probing.distributed import Alone
-from acutance.probing.models import TextModel
-from acutance.probing.resume import model_digest, text_digest
-from acutance.probing.run import Savings, run_windows
-from acutance.probing.shards import Shard
+from acutance.summary.state import Shard
 
 TOY = runpy.run_path(str(Path(__file__).with_name("toy.py")))
 text_model, windows, options = TOY["text_model"], TOY["windows"], TOY["options"]

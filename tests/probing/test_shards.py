@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import acutance
 from acutance.cli import app
+from acutance.corpus.probe_corpus import run_windows
+from acutance.corpus.ranks import Alone
 from acutance.probing import Shard, load_state, merge_states
-from acutance.probing.distributed import Alone
-from acutance.probing.run import run_windows
-from acutance.probing.shards import ranges
+from acutance.summary.state import ranges
 
 TOY = runpy.run_path(str(Path(__file__).with_name("toy.py")))
 text_model, windows, options = TOY["text_model"], TOY["windows"], TOY["options"]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import acutance
-from acutance.probing.heads import fold
+from acutance.capture.head_axis import fold
 
 TOLERANCE = 1e-5
 BATCH, HEADS, QUERIES, KEYS, WIDTH = 2, 3, 5, 7, 4

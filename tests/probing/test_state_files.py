@@ -17,7 +17,7 @@ from torch import nn
 
 import acutance
 from acutance.probing import SCHEMA, load_state, merge_states
-from acutance.probing.shards import Run, State
+from acutance.summary.state import Run, State
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import acutance
-from acutance.probing import SCHEMA, STATUSES, HeadSummary, Layer, Moments, edges, summary
+from acutance.probing import SCHEMA, STATUSES, HeadSummary, Layer, Moments, edges
+from acutance.summary import head_summary as summary
 
 PADDED = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 1 + [True] * 5])
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from acutance.probing.models import TextModel
-from acutance.probing.run import Options
+from acutance.corpus.load_model import TextModel
+from acutance.corpus.probe_corpus import Options
 
 
 class Toy(nn.Module):

@@ -13,9 +13,9 @@ import torch
 
 from acutance import probe
 from acutance.probing import HeadSummary
-from acutance.probing.beside import Beside
 from acutance.report.charts import CHARTS, draw
-from acutance.report.style import DARK
+from acutance.report.plot_style import DARK
+from acutance.summary.optional_parts import Beside
 
 Make = Callable[..., HeadSummary]
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from acutance.probing import HeadSummary, Moments
 from acutance.report import console_table
-from acutance.report.console import module_sentences, ranges
+from acutance.report.terminal import module_sentences, ranges
 from acutance.rowstats import METRICS
 
 Make = Callable[..., HeadSummary]

@@ -14,7 +14,7 @@ from rich.console import Console
 from acutance.probing import Diff, HeadSummary, diff
 from acutance.report.diff_console import print_diff
 from acutance.report.diff_figures import draw_diff
-from acutance.report.style import DARK
+from acutance.report.plot_style import DARK
 
 Make = Callable[..., HeadSummary]
 WHERE = {(1, 3): 0.2, (2, 5): 0.9}

@@ -13,7 +13,7 @@ import pytest
 
 from acutance.probing import HeadSummary, Moments
 from acutance.report import draw_heads
-from acutance.report.style import DARK
+from acutance.report.plot_style import DARK
 from acutance.rowstats import METRICS
 
 Make = Callable[..., HeadSummary]

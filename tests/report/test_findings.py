@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from acutance.diagnose.findings import LABELS, MOST_NAMED
+from acutance.diagnose.recommendations import otherwise
+from acutance.diagnose.rules import COLLAPSE, DEAD, LARGE_LOGIT, SINK
 from acutance.probing import HeadSummary, Moments
 from acutance.report import Finding, findings, in_words, recommendations
-from acutance.report.findings import LABELS, MOST_NAMED
-from acutance.report.recommendations import otherwise
-from acutance.report.rules import COLLAPSE, DEAD, LARGE_LOGIT, SINK
 from acutance.rowstats import METRICS
 
 Make = Callable[..., HeadSummary]

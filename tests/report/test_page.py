@@ -22,18 +22,18 @@ import pytest
 import torch
 
 import acutance
+from acutance.diagnose.metric_words import WORDS
 from acutance.escapes import visible
 from acutance.probing import HeadSummary, Layer, Moments, edges
-from acutance.probing.beside import Beside
-from acutance.probing.distances import Distances
-from acutance.probing.moments import SCALES
-from acutance.probing.profile import Profile
 from acutance.report import Report, html, write_html
-from acutance.report.packing import BUDGET, LEVELS, SOFT, Codes, decode, encode, unpack
-from acutance.report.page import SCRIPTS
-from acutance.report.words import WORDS
+from acutance.report.html_page.packing import BUDGET, LEVELS, SOFT, Codes, decode, encode, unpack
+from acutance.report.html_page.write import SCRIPTS
 from acutance.rowstats import METRICS
 from acutance.structure import STRUCTURE
+from acutance.summary.by_octave import Profile
+from acutance.summary.distances import Distances
+from acutance.summary.moments import SCALES
+from acutance.summary.optional_parts import Beside
 
 Make = Callable[..., HeadSummary]
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>&amp;\u2028\u2029\"'"

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import acutance
+from acutance.diagnose.recommendations import KINDS
+from acutance.diagnose.rules import COLLAPSE, DEAD, DIFFUSE, LARGE_LOGIT, RULES, SINK
 from acutance.probing import HeadSummary, Moments, Profile
-from acutance.probing.beside import Beside
 from acutance.report import NOTHING, Recommendation, in_words, recommendations
 from acutance.report.exports import write_exports
-from acutance.report.recommendations import KINDS
-from acutance.report.rules import COLLAPSE, DEAD, DIFFUSE, LARGE_LOGIT, RULES, SINK
+from acutance.summary.optional_parts import Beside
 
 Make = Callable[..., HeadSummary]
 

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
-from acutance.bench import command as bench_command
 from acutance.calibration.render import show
 from acutance.calibration.result import Calibration, HeadCalibration
 from acutance.cli import app
+from acutance.cli import bench_actions as bench_command
 from acutance.comparison import compare, render
 from acutance.probing import HeadSummary, diff
 from acutance.report import console_table

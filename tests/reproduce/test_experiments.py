@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce import EXPERIMENTS, Record, Run, noise
 from acutance.reproduce.record import decided
 from acutance.reproduce.runner import draw
@@ -156,7 +156,7 @@ def test_both_laws_answer_the_same_strings(quick_record: Quick) -> None:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_figures_are_whole_and_titled(name: str, quick_record: Quick, tmp_path: Path) -> None:
     record, experiment = quick_record(name), EXPERIMENTS[name]
-    for theme in (style.LIGHT, style.DARK):
+    for theme in (plot_style.LIGHT, plot_style.DARK):
         figure = experiment.draw(record, theme)
         for axes in figure.axes:
             assert axes.get_xlabel()

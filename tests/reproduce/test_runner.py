@@ -15,8 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from acutance.cli import INTERRUPTED, app
+from acutance.cli import reproduce_actions as command_module
 from acutance.reproduce import EXPERIMENTS, Experiment, Row, Run, load, pick, run
-from acutance.reproduce import command as command_module
 from acutance.reproduce.fitting import Plan, fit
 from acutance.reproduce.small import seeded
 
@@ -233,7 +233,7 @@ def test_without_matplotlib_it_says_what_to_do(
     def lacking(*_: object) -> None:
         raise ImportError("no matplotlib")
 
-    monkeypatch.setattr("acutance.report.style.new_figure", lacking)
+    monkeypatch.setattr("acutance.report.plot_style.new_figure", lacking)
     result = call("ssmax")
     assert result.exit_code == 1
     assert "figures need matplotlib" in result.output

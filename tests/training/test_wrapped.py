@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import acutance
 from acutance import training
 from acutance.calibration.identity import Identity
-from acutance.probing import find_layers, naming
+from acutance.capture import find_layers, module_names
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*NO_SHARD")  # FSDP with a single rank
 LAW = acutance.scaling.LogN(train_length=2)
@@ -203,8 +203,12 @@ def test_a_plain_model_has_one_identity_in_and_out_of_shards(original: bool) -> 
 
 def test_a_parameter_has_its_name_too() -> None:
     model = nn.ModuleDict({"module": nn.DataParallel(nn.Linear(2, 2))})  # named as wrappers do
-    assert naming.module_name(model, "module.module.weight") == "module.weight"
-    assert [name for name, _ in naming.named_modules(model)] == ["ModuleDict", "module", "module"]
+    assert module_names.module_name(model, "module.module.weight") == "module.weight"
+    assert [name for name, _ in module_names.named_modules(model)] == [
+        "ModuleDict",
+        "module",
+        "module",
+    ]
 
 
 # -- one language ---------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from acutance.attend.run import Backend, Options, Score, run
-from acutance.kernels import direct, dispatch
+from acutance.attend.call import Backend, Options, Score, run
+from acutance.kernels import dispatch, fast_path
 from acutance.rowstats import RowStatistics, WeightStatistics
 from acutance.scaling import AnyScaling
 from acutance.shapes import check_flag, check_inputs
@@ -155,7 +155,7 @@ def row_statistics(
         and weights == "softmax"
         and dispatch.takes_native(backend, query)
     ):
-        found = direct.attend(
+        found = fast_path.attend(
             *(query, key, None, is_causal, scale, enable_gqa, query_offset, window)
         )
         if found is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from acutance.bench.judge import goals_of, value_of
 from acutance.bench.records import BenchReport, CaseResult, Spread
-from acutance.report.style import (
+from acutance.report.plot_style import (
     THEMES,
     Theme,
     both,

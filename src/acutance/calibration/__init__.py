@@ -7,13 +7,13 @@ refuses another model. :func:`calibrate` finds such a law by measuring.
 
 from __future__ import annotations
 
-from acutance.calibration.applied import Applied, ApplyError, apply
+from acutance.calibration.apply_law import Applied, ApplyError, apply
 from acutance.calibration.fit import calibrate
 from acutance.calibration.identity import Identity
 from acutance.calibration.law import HeadLaws, Law, LawError
 from acutance.calibration.measure import Measured, measure
 from acutance.calibration.result import Calibration, HeadCalibration
-from acutance.probing.find_layers import attention_layers
+from acutance.capture.find_layers import attention_layers
 
 __all__ = [
     "Applied",

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from acutance.calibration.gaps import critical_scales
-from acutance.probing import Probe
-from acutance.probing.call import AttentionCall, observe_scores
-from acutance.probing.find_layers import windowed_layers
+from acutance.capture.attention_call import AttentionCall, observe_scores
+from acutance.capture.find_layers import windowed_layers
+from acutance.probing.open_probe import Probe
 from acutance.rowstats import RowStatistics
 
 __all__ = ["HELD", "TARGETS", "Collector", "LayerSums", "Target"]

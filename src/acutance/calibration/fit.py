@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.asked import Asked, check_asked, check_positions, check_windows
-from acutance.calibration.decide import Aim, LayerState, aim_of, decide
 from acutance.calibration.estimates import LayerValues
 from acutance.calibration.laws import family_scalings, plain_table
+from acutance.calibration.next_factors import Aim, LayerState, aim_of, decide
 from acutance.calibration.passes import PassSums, run_pass
 from acutance.calibration.progress import PassState, Progress
+from acutance.calibration.request import Asked, check_asked, check_positions, check_windows
 from acutance.calibration.result import Calibration
 from acutance.calibration.summarise import FittedLayer, summarise
 from acutance.calibration.windows import AnyBatches, Turn, check_lengths, cut, digest, gather
+from acutance.corpus.resume import model_digest
 from acutance.files import refuse_replacing
-from acutance.probing.resume import model_digest
 from acutance.scaling import Scaling
 from acutance.shapes import check_count
 

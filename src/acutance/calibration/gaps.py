@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from acutance.capture.attention_call import AttentionCall
 from acutance.masks import Region
-from acutance.probing.call import AttentionCall
 from acutance.theory import critical_scale
 
 __all__ = ["critical_scales", "row_scores"]

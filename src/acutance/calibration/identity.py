@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from acutance.probing.find_layers import attention_layers
-from acutance.probing.naming import class_name, module_name, unwrapped
+from acutance.capture.find_layers import attention_layers
+from acutance.capture.module_names import class_name, module_name, unwrapped
 
 __all__ = ["Identity", "longest", "positions_are_learned"]
 

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 import torch
 
 from acutance.calibration.identity import Identity, longest, positions_are_learned
+from acutance.capture.layer_choice import choose_layers
+from acutance.capture.module_names import named_modules, unwrapped
+from acutance.corpus.checkpoint import NOT_LOADED
 from acutance.files import as_json, write_text
 from acutance.from_json import read_json, sealed_json
-from acutance.probing.checkpoint import NOT_LOADED
-from acutance.probing.choice import choose_layers
-from acutance.probing.naming import named_modules, unwrapped
 from acutance.scaling import AnyScaling, NoScaling, Scaling, from_dict, get
 from acutance.scaling.learned import LearnedScaling
 from acutance.shapes import check_count
@@ -24,7 +24,7 @@ __all__ = ["SCHEMA", "AnyLaw", "HeadLaws", "Law", "LawError", "by_layer"]
 
 SCHEMA = "acutance.law/1"
 
-#: Layers by block number, range, name or pattern: see :class:`acutance.probing.choice.LayerChoice`.
+#: Layers by block number, range, name or pattern: see :class:`acutance.capture.layer_choice.LayerChoice`.
 LayerName: TypeAlias = int | str
 #: One scaling for all, or one for each layer or head.
 AnyLaw: TypeAlias = "str | AnyScaling | Law | Mapping[Any, str | AnyScaling]"

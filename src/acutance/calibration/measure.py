@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from acutance.calibration.asked import (
+from acutance.calibration.estimates import LayerValues
+from acutance.calibration.law import AnyLaw
+from acutance.calibration.passes import PassSums, knots_of, run_pass
+from acutance.calibration.request import (
     check_positions,
     check_reference,
     check_target,
     check_windows,
 )
-from acutance.calibration.estimates import LayerValues
-from acutance.calibration.law import AnyLaw
-from acutance.calibration.passes import PassSums, knots_of, run_pass
 from acutance.calibration.windows import AnyBatches, check_lengths, cut, gather
-from acutance.probing.find_layers import attention_layers
+from acutance.capture.find_layers import attention_layers
 
 __all__ = ["Measured", "measure"]
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from acutance.calibration.applied import apply
+from acutance.calibration.apply_law import apply
 from acutance.calibration.collect import Collector, LayerSums, Target
 from acutance.calibration.law import AnyLaw
 from acutance.calibration.windows import Turn

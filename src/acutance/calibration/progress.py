@@ -13,9 +13,9 @@ from torch import Tensor
 
 from acutance.calibration.collect import SUMS, LayerSums
 from acutance.calibration.passes import PassSums
+from acutance.corpus.resume import tidy
 from acutance.files import write_bytes
-from acutance.probing.resume import tidy
-from acutance.probing.state_files import MOST, parse, read, sealed
+from acutance.summary.files import MOST, parse, read, sealed
 
 __all__ = ["PassState", "Progress"]
 

@@ -11,9 +11,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from acutance.calibration.collect import HELD, TARGETS
-from acutance.calibration.decide import ROUNDING
+from acutance.calibration.next_factors import ROUNDING
 from acutance.calibration.result import Calibration, HeadCalibration
-from acutance.probing.checkpoint import in_words
+from acutance.corpus.checkpoint import in_words
 from acutance.report.tables import NumberTable
 
 __all__ = ["sentences", "show"]

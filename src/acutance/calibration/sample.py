@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from acutance.probing import corpus
+from acutance.corpus import texts as corpus
 
 __all__ = ["Sample", "draw", "spread", "told"]
 

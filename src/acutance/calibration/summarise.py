@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.asked import Asked
-from acutance.calibration.decide import Aim, LayerState, status_of
 from acutance.calibration.families import FamilyFit, Resemblance, resemble
 from acutance.calibration.identity import Identity
 from acutance.calibration.law import Law
 from acutance.calibration.laws import extended_table
+from acutance.calibration.next_factors import Aim, LayerState, status_of
+from acutance.calibration.request import Asked
 from acutance.calibration.result import Calibration, HeadCalibration
-from acutance.probing.find_layers import attention_layers
+from acutance.capture.find_layers import attention_layers
 from acutance.scaling import Scaling
 
 __all__ = ["FittedLayer", "summarise"]

@@ -75,9 +75,9 @@ def bench_command(
             typer.echo(str(kernels.info()))
         return
     with plain_errors():
-        from acutance.bench import command
+        from acutance.cli import bench_actions
 
-        status = command.bench(
+        status = bench_actions.bench(
             [*(case or ()), *(group.split(",") if group else ())],
             threads=threads,
             quick=quick,

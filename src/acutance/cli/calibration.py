@@ -122,15 +122,15 @@ def calibrate_command(
     name, value = _target(target)
     places = None if lengths is None else _lengths(lengths)
     with plain_errors():
-        from acutance.calibration import command
         from acutance.calibration.collect import TARGETS
         from acutance.calibration.laws import FITTED
+        from acutance.cli import calibrate_actions
 
         check_choice("--law", law, dict.fromkeys(("table", *FITTED)))
         check_choice("--target", name, TARGETS)
 
         try:
-            command.run(
+            calibrate_actions.run(
                 model,
                 text or [],
                 lengths=places,

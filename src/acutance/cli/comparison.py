@@ -64,19 +64,19 @@ def compare_command(
     check_outputs({"--json": json, "--figure": figure}, {"--from": state})
     check_figure("--figure", figure)
     with plain_errors():
-        from acutance.comparison import command
+        from acutance.cli import compare_actions
     if listing:
-        console(stderr=False).print(command.listing())
+        console(stderr=False).print(compare_actions.listing())
         return
     with plain_errors():
-        source = command.source(state)
+        source = compare_actions.source(state)
     with misuse():
-        given = command.arguments(mechanism or [], n, mean, std, source)
+        given = compare_actions.arguments(mechanism or [], n, mean, std, source)
     given |= {"d": d, "heads": heads, "batch": batch, "samples": samples, "is_causal": causal,
               "seed": seed, "costs": costs}  # fmt: skip
     with plain_errors():
-        found = command.run(given, console)
-        command.show(found, json_to=json, figure_to=figure, dark=dark, console=console)
+        found = compare_actions.run(given, console)
+        compare_actions.show(found, json_to=json, figure_to=figure, dark=dark, console=console)
     if not found.complete:
         raise typer.Exit(INTERRUPTED)
 

@@ -179,10 +179,10 @@ def probe_command(
             "it may skip the first windows, which --keep-qk reads", param_hint="--resume"
         )
     with plain_errors():
-        from acutance.probing import distributed
-        from acutance.probing.run import Savings
-        from acutance.probing.shards import Shard
-        from acutance.report import probe_commands
+        from acutance.cli import probe_actions
+        from acutance.corpus import ranks as distributed
+        from acutance.corpus.probe_corpus import Savings
+        from acutance.summary.state import Shard
 
         if shard is not None:
             with misuse():
@@ -190,14 +190,14 @@ def probe_command(
         savings = Savings(every, layers, heads, max_rows, seed, provide)
         scaled = None
         if law is not None:
-            from acutance.calibration.command import applying
+            from acutance.cli.calibrate_actions import applying
 
             with nullcontext() if os.path.exists(law) else misuse():
                 scaled = applying(law)
         ranks = ExitStack()
         world = ranks.enter_context(distributed.world())
     with ranks, plain_errors():  # what went wrong is said before the other ranks are let go
-        finished = probe_commands.probe(
+        finished = probe_actions.probe(
             model,
             text or [],
             world=world,

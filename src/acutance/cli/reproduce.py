@@ -45,7 +45,8 @@ def reproduce_command(
         for part in (out, *out.parents):  # before a long run, not after its first experiment
             if os.path.exists(part) and not os.path.isdir(part):
                 raise typer.BadParameter(f"{part} is not a directory", param_hint="--out")
-        from acutance.reproduce import EXPERIMENTS, command, pick, render, runner
+        from acutance.cli import reproduce_actions
+        from acutance.reproduce import EXPERIMENTS, pick, render, runner
 
         try:
             chosen = pick(names or [], EXPERIMENTS)
@@ -64,7 +65,7 @@ def reproduce_command(
         if figures:
             need("matplotlib", "plots", "drawing", ", or leave figures out: --no-figures")
         try:
-            status = command.reproduce(
+            status = reproduce_actions.reproduce(
                 chosen,
                 out,
                 quick=quick,

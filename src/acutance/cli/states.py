@@ -53,9 +53,9 @@ def merge_command(
     check_outputs(targets, {"SHARD": states}, state="--out", overwrite=overwrite)
     check_figure("--figure", figure)
     with plain_errors():
-        from acutance.report import probe_commands
+        from acutance.cli import probe_actions
 
-        probe_commands.merge(states, targets=targets, console=console)
+        probe_actions.merge(states, targets=targets, console=console)
 
 
 def report_command(
@@ -89,9 +89,9 @@ def report_command(
     check_chart(chart, metric)
     check_metrics([] if metric is None else [metric])
     with plain_errors():
-        from acutance.report import state_commands
+        from acutance.cli import report_actions
 
-        state_commands.report(
+        report_actions.report(
             state, targets=targets, chart=chart, metric=metric, dark=dark, console=console
         )
 
@@ -132,9 +132,9 @@ def diff_command(
     check_figure("--figure", figure)
     check_metrics(metric or [])
     with plain_errors():
-        from acutance.report import diff_commands
+        from acutance.cli import diff_actions
 
-        diff_commands.diff(
+        diff_actions.diff(
             before,
             after,
             metrics=metric or [],

@@ -81,11 +81,11 @@ def predict_command(
     check_figure("--figure", figure)
     check_figure("--plot", plot)
     with plain_errors():
-        from acutance.report import theory_commands
+        from acutance.cli import theory_actions
     with misuse():
-        row = theory_commands.predicted_row(mechanism, n, options)
+        row = theory_actions.predicted_row(mechanism, n, options)
     with plain_errors():
-        theory_commands.show_prediction(
+        theory_actions.show_prediction(
             row, sample=sample, json_to=json, plot_to=figure or plot, dark=dark
         )
 
@@ -119,11 +119,11 @@ def temperature_command(
     check_figure("--figure", figure)
     check_figure("--plot", plot)
     with plain_errors():
-        from acutance.report import theory_commands
+        from acutance.cli import theory_actions
     with misuse():
-        advice = theory_commands.advice_for(n, fraction, d, negatives)
+        advice = theory_actions.advice_for(n, fraction, d, negatives)
     with plain_errors():
-        theory_commands.show_advice(advice, json_to=json, plot_to=figure or plot, dark=dark)
+        theory_actions.show_advice(advice, json_to=json, plot_to=figure or plot, dark=dark)
 
 
 grouped(predict_command, {WRITE: "json figure dark"})

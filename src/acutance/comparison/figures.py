@@ -7,7 +7,7 @@ import os
 
 from acutance.comparison.record import Comparison
 from acutance.comparison.render import heading
-from acutance.report.style import (
+from acutance.report.plot_style import (
     LIGHT,
     Theme,
     both,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from acutance.probing import QueryKeySample
+from acutance.probing.query_key_sample import QueryKeySample
 
 __all__ = ["Gaussian", "Inputs", "captured", "gaussian"]
 

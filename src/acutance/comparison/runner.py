@@ -14,7 +14,7 @@ from acutance.comparison.measured import fixed_weights, heads_alike, mean_and_er
 from acutance.comparison.predicted import predict_rows
 from acutance.comparison.record import COMPARED, Comparison, Reading, Result
 from acutance.mechanisms import MECHANISMS, Mechanism, mechanism
-from acutance.probing import QueryKeySample
+from acutance.probing.query_key_sample import QueryKeySample
 from acutance.shapes import check_count, check_flag, check_number
 
 __all__ = ["DEFAULT_LENGTHS", "DEFAULT_MECHANISMS", "Step", "compare", "pick"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from acutance.kernels.blocked import Sums
 from acutance.kernels.hidden import all_finite, hides_keys, value_gradient, zeroed
-from acutance.kernels.running import FLOOR, LOG2E, finite, inverse_normaliser, ratio
+from acutance.kernels.tile_sums import FLOOR, LOG2E, finite, inverse_normaliser, ratio
 from acutance.kernels.tiles import (
     Buffers,
     Rule,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.kernels.running import (
+from acutance.kernels.tile_sums import (
     LOG2E,
     MODERATE,
     Part,

@@ -11,7 +11,7 @@ from torch import Tensor
 from acutance.kernels.backward import Gradients, SumGradients, row_coefficients
 from acutance.kernels.blocked import Sums
 from acutance.kernels.hidden import all_finite, hides_keys, value_gradient, zeroed
-from acutance.kernels.running import finite
+from acutance.kernels.tile_sums import finite
 from acutance.kernels.tiles import Rule, accumulate_dtype
 from acutance.masks import Masking, hides
 from acutance.rowstats.state import observe_visible

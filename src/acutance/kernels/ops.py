@@ -18,10 +18,10 @@ from torch import Tensor
 from acutance.kernels import dispatch
 from acutance.kernels.backward import SumGradients
 from acutance.kernels.blocked import Sums
-from acutance.kernels.direct import plain, undispatched
-from acutance.kernels.rows import weigh_rows
+from acutance.kernels.fast_path import plain, undispatched
 from acutance.kernels.tiles import Rule, accumulate_dtype
 from acutance.kernels.transforms import transformed, vmapped
+from acutance.kernels.whole_rows import weigh_rows
 from acutance.masks import Masking
 from acutance.weights import Sink, Softmax
 

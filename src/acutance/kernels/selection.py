@@ -174,7 +174,7 @@ def _most_queries(native: float, few: float, many: float) -> float:
 
 def _time_blocked() -> dict[str, float]:
     """Seconds of CPU of the plain PyTorch kernel, by number of queries; empty where it is seen."""
-    from acutance.kernels.direct import unobserved
+    from acutance.kernels.fast_path import unobserved
     from acutance.kernels.selection_blocked import blocked_seconds
 
     if not unobserved():

@@ -8,8 +8,8 @@ from torch import Tensor
 from acutance.mechanisms.call import NO_ROWS, Call
 from acutance.mechanisms.relative import NOTHING, added, unit_of
 from acutance.mechanisms.scan import Carry, Sums, read
+from acutance.mechanisms.segments import Part, in_stretches
 from acutance.mechanisms.state import LinearState, Rows, begin, first_weight, follow, past
-from acutance.mechanisms.stretched import Part, in_stretches
 from acutance.rowstats.state import NO_KEY
 
 __all__ = ["causal", "full", "onwards", "remembered"]

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from acutance.probing.changes import Diff, HeadChange, LayerChange
-from acutance.probing.classes import CLASSES, HeadClass, classify
-from acutance.probing.context import Probe, ProbeError, probe
-from acutance.probing.difference import diff
-from acutance.probing.distances import Distances
-from acutance.probing.distributed import all_reduce_summary
-from acutance.probing.examples import Example, Examples
-from acutance.probing.kept import QueryKeySample, load_queries_keys
-from acutance.probing.moments import Moments, edges
-from acutance.probing.profile import Profile
-from acutance.probing.ray_data import probe_dataset
-from acutance.probing.shards import Run, Shard, State, load_state, merge_states
-from acutance.probing.slopes import Slope, slope
-from acutance.probing.summary import SCHEMA, STATUSES, HeadSummary, Layer, load
-from acutance.probing.tapping import Tap, tap
-from acutance.probing.thresholds import THRESHOLDS, Threshold
+from acutance.capture.tap import Tap, tap
+from acutance.corpus.ranks import all_reduce_summary
+from acutance.corpus.ray_data import probe_dataset
+from acutance.diagnose.classes import CLASSES, HeadClass, classify
+from acutance.diagnose.thresholds import THRESHOLDS, Threshold
+from acutance.probing.open_probe import Probe, ProbeError, probe
+from acutance.probing.query_key_sample import QueryKeySample, load_queries_keys
+from acutance.summary.by_octave import Profile
+from acutance.summary.diff.diff import diff
+from acutance.summary.diff.records import Diff, HeadChange, LayerChange
+from acutance.summary.distances import Distances
+from acutance.summary.examples import Example, Examples
+from acutance.summary.head_summary import SCHEMA, STATUSES, HeadSummary, Layer, load
+from acutance.summary.moments import Moments, edges
+from acutance.summary.slope import Slope, slope
+from acutance.summary.state import Run, Shard, State, load_state, merge_states
 
 __all__ = [
     "CLASSES",

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.capture.attention_call import AttentionCall, differences
 from acutance.masks import hides
-from acutance.probing.call import AttentionCall, differences
 
 __all__ = ["likely_cause"]
 

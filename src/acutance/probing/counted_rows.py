@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.probing.call import AttentionCall
-from acutance.probing.huggingface import is_cross
-from acutance.probing.padding import (
+from acutance.capture.attention_call import AttentionCall
+from acutance.capture.huggingface import is_cross
+from acutance.capture.module_stack import Running
+from acutance.capture.padding import (
     NO_MASK,
     PaddingMask,
     RealRows,
@@ -22,7 +23,6 @@ from acutance.probing.padding import (
     checked_rows,
     scores_see,
 )
-from acutance.probing.running import Running
 
 __all__ = ["CountedRows", "RowReader"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.probing.module_hooks import follow_inputs
-from acutance.probing.naming import unwrapped
-from acutance.probing.running import rerun
+from acutance.capture.module_hooks import follow_inputs
+from acutance.capture.module_names import unwrapped
+from acutance.capture.module_stack import rerun
 
 __all__ = ["Tokens", "special_ids"]
 

@@ -8,11 +8,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from acutance.report.console import console_table
+    from acutance.diagnose.findings import Finding, findings
+    from acutance.diagnose.recommendations import NOTHING, Recommendation, in_words, recommendations
     from acutance.report.figures import draw_heads
-    from acutance.report.findings import Finding, findings
-    from acutance.report.page import Report, html, write_html
-    from acutance.report.recommendations import NOTHING, Recommendation, in_words, recommendations
+    from acutance.report.html_page.write import Report, html, write_html
+    from acutance.report.terminal import console_table
 
 __all__ = [
     "NOTHING",

@@ -12,11 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from acutance.probing import HeadSummary
 from acutance.report.colours import scale_of
 from acutance.report.figures import draw_heads, subject
-from acutance.report.style import DARK, LIGHT, Theme, label, legend, new_figure, reference, save
+from acutance.report.plot_style import (
+    DARK,
+    LIGHT,
+    Theme,
+    label,
+    legend,
+    new_figure,
+    reference,
+    save,
+)
 from acutance.structure import describe
+from acutance.summary.head_summary import HeadSummary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

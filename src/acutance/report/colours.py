@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from acutance.probing.moments import SCALES
+from acutance.summary.moments import SCALES
 
 Colour = tuple[int, int, int]
 

@@ -10,13 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from acutance.probing import Diff
-from acutance.probing.changes import CONFIDENCE, VERDICTS
-from acutance.probing.notices import notices
 from acutance.report.colours import brief
 from acutance.report.printable import printable
 from acutance.report.tables import NumberTable
 from acutance.structure import describe
+from acutance.summary.diff.records import CONFIDENCE, VERDICTS, Diff
+from acutance.summary.notices import notices
 
 __all__ = ["print_diff"]
 

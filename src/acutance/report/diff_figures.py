@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from acutance.probing import Diff
+from acutance.report.plot_style import LIGHT, Theme, label, new_figure, reference, save
 from acutance.report.printable import printable
-from acutance.report.style import LIGHT, Theme, label, new_figure, reference, save
 from acutance.structure import describe
+from acutance.summary.diff.records import Diff
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from acutance.diagnose.recommendations import recommendations
 from acutance.escapes import in_spreadsheet
 from acutance.files import as_json, write_bytes, write_each, write_text
-from acutance.probing import HeadSummary
-from acutance.report.recommendations import recommendations
+from acutance.summary.head_summary import HeadSummary
 
 __all__ = ["STANDARD_OUTPUT", "Targets", "csv_bytes", "put_csv", "put_json", "write_exports"]
 
@@ -73,7 +73,7 @@ def exports(
         put_json({**summary.to_dict(), "recommendations": advice, **more}, path)
 
     def page_to(path: Path) -> None:
-        from acutance.report.page import write_html
+        from acutance.report.html_page.write import write_html
 
         write_html(summary, path, key_norms)
 

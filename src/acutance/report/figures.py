@@ -6,11 +6,11 @@ import os
 import textwrap
 
 from acutance.files import write_whole
-from acutance.probing import HeadSummary
 from acutance.report.colours import as_hex, brief, colour, ink, scale_of
+from acutance.report.plot_style import LIGHT, Theme, save
 from acutance.report.printable import printable
-from acutance.report.style import LIGHT, Theme, save
 from acutance.structure import describe
+from acutance.summary.head_summary import HeadSummary
 
 _WIDTH, _DPI = 10.0, 160  # inches and dots per inch: 1600 pixels
 

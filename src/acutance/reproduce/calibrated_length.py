@@ -12,8 +12,8 @@ from torch import Tensor
 
 from acutance.calibration import apply, calibrate
 from acutance.calibration import measure as measure_law
-from acutance.probing import probe
-from acutance.report import style
+from acutance.probing.open_probe import probe
+from acutance.report import plot_style
 from acutance.reproduce import mlm_table, texts
 from acutance.reproduce.experiment import Experiment, Run, mean
 from acutance.reproduce.record import Claim, Estimate, Record, Row, Where, seen
@@ -225,12 +225,12 @@ def compared(
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Loss and entropy against length for every law, a panel of each for the decoder."""
     own = [row for row in record.rows if row.condition.get("model") == "decoder"]
     laws = list(dict.fromkeys(str(r.condition["law"]) for r in own if r.quantity == "loss, nat"))
     laws.remove("ssmax")  # with s = 1 / log of the training length it is log_n
-    figure, [left, right] = style.new_figure(
+    figure, [left, right] = plot_style.new_figure(
         "Beyond its training length a decoder keeps its entropy under the calibrated law",
         "Means over seeds, on held-out text. Loss: last 64 bytes of a window, the same bytes at "
         "every length, less that without a law.",
@@ -247,18 +247,22 @@ def draw(record: Record, theme: style.Theme) -> Figure:
         ]  # fmt: skip
         return sum(values) / len(values)
 
-    for law, curve in zip(laws, style.curves(len(laws), theme), strict=True):
+    for law, curve in zip(laws, plot_style.curves(len(laws), theme), strict=True):
         loss = [average("loss, nat", law, f) - average("loss, nat", "none", f) for f in x]
         H = [average("mean H, nat", law, f) for f in x]
         for axes, y in ((left, loss), (right, H)):
-            style.predicted(axes, x, y, curve)
-            style.measured(axes, x, y, curve, law)
+            plot_style.predicted(axes, x, y, curve)
+            plot_style.measured(axes, x, y, curve, law)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks(x, [f"{factor}×" for factor in x])
-    style.label(left, x="length, training = 1", y="loss − loss without a law, nat", title="loss")
-    style.label(right, x="length, training = 1", y="mean entropy of heads, nat", title="entropy")
-    style.legend(left, theme, where="lower left")
+    plot_style.label(
+        left, x="length, training = 1", y="loss − loss without a law, nat", title="loss"
+    )
+    plot_style.label(
+        right, x="length, training = 1", y="mean entropy of heads, nat", title="entropy"
+    )
+    plot_style.legend(left, theme, where="lower left")
     return figure
 
 

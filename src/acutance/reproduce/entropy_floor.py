@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run, statistics
 from acutance.reproduce.record import Claim, Record, Row, Where
 
@@ -73,29 +73,29 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """The floor against the norm, with what was found."""
-    figure, [axes] = style.new_figure(
+    figure, [axes] = plot_style.new_figure(
         "Small logits cannot collapse: the entropy floor at logit norm s",
         "Lines: the closed form. Filled marks: one logit above the rest. Hollow marks: the least "
         "of random rows of that norm; none lies below its line.",
         theme=theme,
     )
     line = np.linspace(0.05, 10.4, 200)
-    for n, curve in zip((16, 256, 4096), style.curves(3, theme), strict=True):
+    for n, curve in zip((16, 256, 4096), plot_style.curves(3, theme), strict=True):
         own = record.of("attained", n=n)
-        style.both(
+        plot_style.both(
             axes, line, np.asarray(theory.entropy_lower_bound(n, line)),
             [row.condition["s"] for row in own], [row.measured for row in own], curve, f"n = {n:,}",
         )  # fmt: skip
         others = [row for row in record.of("floor", n=n) if "random" in row.quantity]
-        style.measured(
+        plot_style.measured(
             axes, [row.condition["s"] for row in others], [row.measured for row in others],
             curve, hollow=True,
         )  # fmt: skip
     axes.set_ylim(-0.1, 10.2)
-    style.label(axes, x="norm s of the row's centred logits, nat", y="entropy H, nat")
-    style.legend(axes, theme, where="upper center", columns=3)
+    plot_style.label(axes, x="norm s of the row's centred logits, nat", y="entropy H, nat")
+    plot_style.legend(axes, theme, where="upper center", columns=3)
     return figure
 
 

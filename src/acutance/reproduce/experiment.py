@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from acutance.report.style import Theme
+from acutance.report.plot_style import Theme
 from acutance.reproduce.record import Claim, Estimate, Record, Row
 from acutance.rowstats import RowStatistics, observe
 

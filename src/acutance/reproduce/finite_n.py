@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run, mean
 from acutance.reproduce.record import Claim, Record, Row, Where
 from acutance.reproduce.sampling import curve as curve_of
@@ -53,9 +53,9 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Entropy and collision against γ for each n, with the population formulas."""
-    figure, [left, right] = style.new_figure(
+    figure, [left, right] = plot_style.new_figure(
         "Gaussian logits at finite n: the exact integrals hold where the limit formulas break",
         "Lines: exact integrals. Thin grey lines: log n − γ²/2 and exp(γ²)/n, true for n → ∞ only. "
         "Marks: mean over sampled rows; standard errors are smaller than the marks.",
@@ -64,7 +64,7 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     )
     line = np.linspace(0.05, 10.0, 31)
     ns = list(dict.fromkeys(float(row.condition["n"]) for row in record.of("entropy")))
-    for n, curve in zip(ns, style.curves(len(ns), theme), strict=True):
+    for n, curve in zip(ns, plot_style.curves(len(ns), theme), strict=True):
         grey: dict[str, Any] = {"color": theme.muted, "linewidth": 1.0, "zorder": 1.5}
         left.plot(line, math.log(n) - line**2 / 2, **grey)
         right.plot(line, np.exp(np.minimum(line**2, 50)) / n, **grey)
@@ -73,16 +73,16 @@ def draw(record: Record, theme: style.Theme) -> Figure:
             (right, "collision", theory.expected_collision_gauss),
         ):
             own = record.of(claim, n=n)
-            style.both(
+            plot_style.both(
                 axes, line, curve_of(form, n, at=tuple(line)), [row.condition["γ"] for row in own],
                 [row.measured for row in own], curve, f"n = {n:,.0f}",
             )  # fmt: skip
     left.set_ylim(0.0, math.log(max(ns)) * 1.05)
     right.set_yscale("log")
     right.set_ylim(0.5 / max(ns), 1.3)
-    style.label(left, x="logit deviation γ, nat", y="entropy H, nat", title="entropy")
-    style.label(right, x="logit deviation γ, nat", y="collision Σp²", title="collision")
-    style.legend(left, theme, where="upper right")
+    plot_style.label(left, x="logit deviation γ, nat", y="entropy H, nat", title="entropy")
+    plot_style.label(right, x="logit deviation γ, nat", y="collision Σp²", title="collision")
+    plot_style.legend(left, theme, where="upper right")
     return figure
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run, mean, statistics
 from acutance.reproduce.fitting import Plan, fit
 from acutance.reproduce.record import Claim, Record, Row, Where, seen
@@ -176,28 +176,28 @@ def _weights(model: Encoder, generator: torch.Generator, where: Where) -> list[R
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Accuracy against n for both laws and every training length."""
     own = [row for row in record.rows if row.quantity.startswith("accuracy by")]
     lengths = list(dict.fromkeys(int(row.condition["trained at"]) for row in own))
-    figure, [axes] = style.new_figure(
+    figure, [axes] = plot_style.new_figure(
         "FIRST: what was learned on short strings lasts with log n",
         "Mean accuracy over seeds on strings of n symbols. Filled: queries "
         "multiplied by log n; hollow: not. Chance is 0.5.",
         theme=theme,
     )
-    for length, curve in zip(lengths, style.curves(len(lengths), theme), strict=True):
+    for length, curve in zip(lengths, plot_style.curves(len(lengths), theme), strict=True):
         for law, hollow in (("none", True), ("log n", False)):
             line = [r for r in own if r.condition["trained at"] == length]
             line = [r for r in line if r.condition["law"] == law]
             x, y = [r.condition["n"] for r in line], [r.measured for r in line]
-            style.predicted(axes, x, y, curve)
-            style.measured(axes, x, y, curve, f"{law}, trained at {length}", hollow=hollow)
-    style.reference(axes, theme, y=0.5, name="chance")
+            plot_style.predicted(axes, x, y, curve)
+            plot_style.measured(axes, x, y, curve, f"{law}, trained at {length}", hollow=hollow)
+    plot_style.reference(axes, theme, y=0.5, name="chance")
     axes.set_xscale("log")
     axes.set_ylim(0.42, 1.04)
-    style.label(axes, x="symbols n", y="accuracy")
-    style.legend(axes, theme, where="center right")
+    plot_style.label(axes, x="symbols n", y="accuracy")
+    plot_style.legend(axes, theme, where="center right")
     return figure
 
 

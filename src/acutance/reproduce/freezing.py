@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run, mean
 from acutance.reproduce.record import Claim, Record, Row, Where
 from acutance.reproduce.sampling import curve as curve_of
@@ -61,9 +61,9 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Collision and entropy against γ/M_n for each n, with the frozen law."""
-    figure, [left, right] = style.new_figure(
+    figure, [left, right] = plot_style.new_figure(
         "Above γ = M_n attention freezes onto a few keys, however many there are",
         "Thin lines: exact integrals at each n. Thick line: the frozen law of infinitely many "
         "keys, m = M_n/γ. Marks: mean over sampled rows.",
@@ -80,20 +80,20 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     }
     left.plot(frozen, np.asarray(theory.frozen_collision(1 / frozen)), **thick)
     right.plot(frozen, np.asarray(theory.frozen_entropy(1 / frozen)), **thick)
-    for n, curve in zip(ns, style.curves(len(ns), theme), strict=True):
+    for n, curve in zip(ns, plot_style.curves(len(ns), theme), strict=True):
         top = float(theory.expected_max_gauss(n))
         for axes, claim, form in (
             (left, "exact collision", theory.expected_collision_gauss),
             (right, "exact entropy", theory.expected_entropy_gauss),
         ):
             own = [row for row in record.of(claim, n=n) if float(row.condition[BOUND]) <= 6]
-            style.both(
+            plot_style.both(
                 axes, line, curve_of(form, n, at=tuple(line * top)),
                 [row.condition[BOUND] for row in own],
                 [row.measured for row in own], curve, f"n = {n:,.0f}",
             )  # fmt: skip
     for axes in (left, right):
-        style.reference(axes, theme, x=1.0)
+        plot_style.reference(axes, theme, x=1.0)
         axes.set_xlim(0.0, 6.3)
     left.set_ylim(0.0, 1.0)
     right.set_yscale("log")
@@ -101,13 +101,13 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     ticks = (0.2, 0.5, 1, 2, 5, 10)
     right.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     right.minorticks_off()
-    style.label(
+    plot_style.label(
         left, x="scale in units of the maximum, γ/M_n", y="collision Σp²", title="collision"
     )
-    style.label(
+    plot_style.label(
         right, x="scale in units of the maximum, γ/M_n", y="entropy H, nat", title="entropy"
     )
-    style.legend(left, theme, where="lower right")
+    plot_style.legend(left, theme, where="lower right")
     return figure
 
 

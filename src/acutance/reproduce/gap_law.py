@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce import sampling
 from acutance.reproduce.experiment import Experiment, Run, median
 from acutance.reproduce.record import Claim, Estimate, Record, Row, Where
@@ -124,19 +124,19 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Λ against n for every family."""
-    figure, [axes] = style.new_figure(
+    figure, [axes] = plot_style.new_figure(
         "The length law that attention needs depends on the logits",
         "Marks: median of Λ = max_j log j / g_(j) over sampled rows, g_(j) the gaps to the "
         f"maximum. Lines: c·h(b_n), and log n/Δ with Δ = {GAP:g} for one gap.",
         theme=theme,
     )
-    for family, curve in zip(FAMILIES, style.curves(len(FAMILIES), theme), strict=True):
+    for family, curve in zip(FAMILIES, plot_style.curves(len(FAMILIES), theme), strict=True):
         claim = "one gap" if family == "one gap" else "limit"
         own = record.of(claim, **{GROWTH.bound: family})
         n = [float(row.condition["n"]) for row in own]
-        style.both(
+        plot_style.both(
             axes, n, [row.predicted for row in own], n, [row.measured for row in own], curve,
             f"{family}: {GROWS[family]}",
             error=[row.error for row in own],
@@ -146,8 +146,8 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     axes.set_ylim(0.8, 20 * max(row.measured for row in record.of("limit")))
     ticks = [int(row.condition["n"]) for row in record.of("one gap")]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    style.label(axes, x="keys n", y="critical scale Λ, 1/nat")
-    style.legend(axes, theme, where="upper left", title="logits: growth of Λ")
+    plot_style.label(axes, x="keys n", y="critical scale Λ, 1/nat")
+    plot_style.legend(axes, theme, where="upper left", title="logits: growth of Λ")
     return figure
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run, mean, statistics
 from acutance.reproduce.record import Claim, Record, Row, Where
 from acutance.reproduce.sampling import gaussian
@@ -78,32 +78,32 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Entropy against λ for every kind of weights."""
-    figure, [axes] = style.new_figure(
+    figure, [axes] = plot_style.new_figure(
         "A temperature sharpens exp and nothing that is a power",
         f"n = {N} Gaussian scores multiplied by λ; weights are normalised by their sum. Lines: "
         "theory. Marks: mean over sampled rows.",
         theme=theme,
     )
     line = [2 ** (step / 8) for step in range(-16, 33)]
-    for kind, curve in zip(WEIGHTS, style.curves(len(WEIGHTS), theme), strict=True):
+    for kind, curve in zip(WEIGHTS, plot_style.curves(len(WEIGHTS), theme), strict=True):
         own = record.of("exp" if kind == "exp" else "entropy", weights=kind)
         curve_of = (
             theory.expected_entropy_gauss(N, line)
             if kind == "exp"
             else [power_entropy(N, *POWERS[kind])] * len(line)
         )
-        style.both(
+        plot_style.both(
             axes, line, curve_of, [row.condition["λ"] for row in own],
             [row.measured for row in own], curve, kind,
         )  # fmt: skip
-    style.reference(axes, theme, y=math.log(N), name="log n")
+    plot_style.reference(axes, theme, y=math.log(N), name="log n")
     axes.set_xscale("log", base=2)
     axes.set_xticks(LAMBDAS, [f"{lam:g}" for lam in LAMBDAS])
     axes.set_ylim(0.0, 7.4)
-    style.label(axes, x="scale λ of the scores", y="entropy H, nat")
-    style.legend(axes, theme, where="lower left", title="weights ∝")
+    plot_style.label(axes, x="scale λ of the scores", y="entropy H, nat")
+    plot_style.legend(axes, theme, where="lower left", title="weights ∝")
     return figure
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run, mean, median
 from acutance.reproduce.record import Claim, Record, Row, seen
 from acutance.reproduce.sampling import curve, gaussian, over_scales
@@ -100,9 +100,9 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Entropy and gradient against λ."""
-    figure, [left, right, last] = style.new_figure(
+    figure, [left, right, last] = plot_style.new_figure(
         "Large logits: entropy vanishes, and the typical gradient with it, but not the mean",
         f"n = {N} Gaussian logits. Lines: exact integrals. Marks: mean over sampled rows, and "
         "their median. Dotted: M_n, which the mean tends to.",
@@ -110,25 +110,25 @@ def draw(record: Record, theme: style.Theme) -> Figure:
         theme=theme,
     )
     line = np.geomspace(0.2, 42, 61)
-    one, two, three = style.curves(3, theme)
+    one, two, three = plot_style.curves(3, theme)
     at = [row.condition["λ"] for row in record.of("entropy")]
-    style.both(
+    plot_style.both(
         left, line, curve(theory.expected_entropy_gauss, N, at=tuple(line)), at,
         [row.measured for row in record.of("entropy")], one, "mean H",
     )  # fmt: skip
-    style.reference(left, theme, y=math.log(N), name="log n")
-    style.both(
+    plot_style.reference(left, theme, y=math.log(N), name="log n")
+    plot_style.both(
         right, line, line * (1 - curve(theory.expected_collision_gauss, N, at=tuple(line))), at,
         [row.measured for row in record.of("exact")], one, "mean",
     )  # fmt: skip
     medians = record.of("")
-    style.measured(right, at, [row.measured for row in medians], two, "median", hollow=True)
+    plot_style.measured(right, at, [row.measured for row in medians], two, "median", hollow=True)
     short = line[line < 2.49]
-    style.predicted(
+    plot_style.predicted(
         right, short, short * (1 - np.exp(short**2) / N), three, "λ(1 − exp(λ²)/n), article 9812"
     )
-    style.reference(right, theme, y=float(theory.expected_max_gauss(N)), name="M_n")
-    style.both(
+    plot_style.reference(right, theme, y=float(theory.expected_max_gauss(N)), name="M_n")
+    plot_style.both(
         last, line, curve(theory.expected_jacobian_fro2, N, at=tuple(line)), at,
         [row.measured for row in record.of("frobenius")], one, "mean",
     )  # fmt: skip
@@ -138,12 +138,12 @@ def draw(record: Record, theme: style.Theme) -> Figure:
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
     right.set_ylim(-0.15, 5.0)
-    style.label(left, x="logit scale λ, nat", y="entropy H, nat", title="entropy")
-    style.label(right, x="logit scale λ, nat", y="gradient λ(1 − Σp²)", title="gradient")
-    style.label(last, x="logit scale λ, nat", y="‖J‖_F²", title="Jacobian norm, squared")
-    style.legend(left, theme, where="lower left")
-    style.legend(last, theme, where="upper left")
-    style.legend(right, theme, where="upper left")
+    plot_style.label(left, x="logit scale λ, nat", y="entropy H, nat", title="entropy")
+    plot_style.label(right, x="logit scale λ, nat", y="gradient λ(1 − Σp²)", title="gradient")
+    plot_style.label(last, x="logit scale λ, nat", y="‖J‖_F²", title="Jacobian norm, squared")
+    plot_style.legend(left, theme, where="lower left")
+    plot_style.legend(last, theme, where="upper left")
+    plot_style.legend(right, theme, where="upper left")
     return figure
 
 

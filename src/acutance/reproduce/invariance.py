@@ -12,7 +12,7 @@ import torch
 from scipy.optimize import brentq
 
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce import sampling
 from acutance.reproduce.experiment import Experiment, Run, mean, statistics
 from acutance.reproduce.record import Claim, Estimate, Record, Row, Where
@@ -161,9 +161,9 @@ def _lines(name: str, at: tuple[float, ...]) -> tuple[sampling.Array, sampling.A
     return 1 / np.asarray(theory.expected_collision(n, lam, family, **parameter)), kept
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Collision under λ ∝ log n, and the scale that keeps it, against n."""
-    figure, [left, right] = style.new_figure(
+    figure, [left, right] = plot_style.new_figure(
         "Scaling by log n keeps the effective keys of one kind of logits, not of all",
         "Left: effective keys under λ ∝ log n, matched at n = 512; lines exact, marks sampled. "
         "Right: the scale that does keep them; for uniform logits it leaves the panel, λ ∝ n.",
@@ -172,7 +172,7 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     )
     names = [*LAWS, ONE]
     line = np.unique(np.geomspace((START,) * 2, (1800, 65536), 6).round())
-    for name, curve in zip(names, style.curves(len(names), theme), strict=True):
+    for name, curve in zip(names, plot_style.curves(len(names), theme), strict=True):
         own = record.of("effective keys", logits=name)
         at = [row.condition["n"] for row in own]
         if name == ONE:
@@ -187,10 +187,10 @@ def draw(record: Record, theme: style.Theme) -> Figure:
             kept = kept / first
             marks = [row.measured / first for row in record.of("scale", logits=name)]
         found = [own[0].predicted / row.measured for row in own]
-        style.both(left, line, left_line / left_line[0], at, found, curve, name)
-        style.predicted(right, line, kept, curve)
+        plot_style.both(left, line, left_line / left_line[0], at, found, curve, name)
+        plot_style.predicted(right, line, kept, curve)
         if marks:
-            style.measured(right, at, marks, curve)
+            plot_style.measured(right, at, marks, curve)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         ticks = (512, 2048, 8192, 65536)
@@ -200,14 +200,16 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     left.set_yticks((0.5, 1, 2, 5, 10, 30, 60), ["0.5", "1", "2", "5", "10", "30", "60"])
     left.minorticks_off()
     right.set_ylim(0.85, 3.05)
-    style.label(left, x="keys n", y="effective keys, relative to n = 512", title="under λ ∝ log n")
-    style.label(
+    plot_style.label(
+        left, x="keys n", y="effective keys, relative to n = 512", title="under λ ∝ log n"
+    )
+    plot_style.label(
         right,
         x="keys n",
         y="scale λ(n), relative to n = 512",
         title="what keeps the effective keys",
     )
-    style.legend(left, theme, where="upper left", title="logits")
+    plot_style.legend(left, theme, where="upper left", title="logits")
     return figure
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run, mean, statistics
 from acutance.reproduce.fitting import Plan, fit
 from acutance.reproduce.record import Claim, Record, Row, Where, seen
@@ -177,24 +177,24 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Accuracy and entropy against n for every law."""
-    figure, [left, right] = style.new_figure(
+    figure, [left, right] = plot_style.new_figure(
         "Taught on 16 items at most, the largest of many is found with a scale that grows",
         "Means over seeds. Adaptive temperature and 'log n after training' are put on the model "
         "trained without scaling.",
         panels=2,
         theme=theme,
     )
-    for kind, curve in zip(KINDS, style.curves(len(KINDS), theme), strict=True):
+    for kind, curve in zip(KINDS, plot_style.curves(len(KINDS), theme), strict=True):
         for axes, quantity in ((left, "accuracy"), (right, "mean H, nat")):
             own = [r for r in record.rows if not r.claim and r.quantity == quantity]
             y = []
             for n in TESTS:
                 at = [r for r in own if (r.condition["law"], r.condition["n"]) == (kind, n)]
                 y.append(sum(r.measured for r in at) / len(at))
-            style.predicted(axes, TESTS, y, curve)
-            style.measured(axes, TESTS, y, curve, kind)
+            plot_style.predicted(axes, TESTS, y, curve)
+            plot_style.measured(axes, TESTS, y, curve, kind)
     right.plot(TESTS, [math.log(n) for n in TESTS], color=theme.muted, linewidth=1.1)
     right.annotate(
         "log n, even weights", (TESTS[1], math.log(TESTS[1])), xytext=(-6, 6), ha="right",
@@ -204,9 +204,9 @@ def draw(record: Record, theme: style.Theme) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_xticks(TESTS, [str(n) for n in TESTS])
     left.set_ylim(0.0, 1.04)
-    style.label(left, x="items n", y="accuracy", title="accuracy")
-    style.label(right, x="items n", y="entropy H, nat", title="entropy")
-    style.legend(left, theme, where="lower left")
+    plot_style.label(left, x="items n", y="accuracy", title="accuracy")
+    plot_style.label(right, x="items n", y="entropy H, nat", title="entropy")
+    plot_style.legend(left, theme, where="lower left")
     return figure
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce import sampling
 from acutance.reproduce.experiment import Experiment, Run, mean, statistics
 from acutance.reproduce.record import Claim, Estimate, Record, Row, Where
@@ -102,10 +102,10 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """H, its bound and the two gaps against λ, a panel for each family."""
     n = max(int(row.condition["n"]) for row in record.of("jensen"))
-    figure, panels = style.new_figure(
+    figure, panels = plot_style.new_figure(
         "The mean-field entropy is a lower bound; two errors of one sign complete it",
         f"n = {n:,} keys. Lines: exact expectations. Marks: mean over sampled rows. H = H_mf + J + "
         "G in every row. Below 0 the bound says nothing.",
@@ -128,16 +128,16 @@ def draw(record: Record, theme: style.Theme) -> Figure:
         }[family]
         H_mf = math.log(n) - line * depth
         lines = {"H": H_mf + J + G, "H_mf": H_mf, "J": J, "G": G}
-        for (name, text), curve in zip(names.items(), style.curves(4, theme), strict=True):
+        for (name, text), curve in zip(names.items(), plot_style.curves(4, theme), strict=True):
             claim = {"J": "jensen", "G": "gap"}.get(name, "approximate")
             own = record.of(claim, n=n, logits=family)
             marks = [row.predicted if name == "H_mf" else row.measured for row in own]
             at = [row.condition["λ"] for row in own]
-            style.both(axes, line, lines[name], at, marks, curve, text)
+            plot_style.both(axes, line, lines[name], at, marks, curve, text)
         axes.set_xlim(-0.15, 8.3)
         axes.set_ylim(-4.0, math.log(n) * 1.05)  # the legend lies where only H_mf goes
-        style.label(axes, x="scale λ", y="nat", title=f"{family} logits")
-    style.legend(panels[1], theme, where="lower left")
+        plot_style.label(axes, x="scale λ", y="nat", title=f"{family} logits")
+    plot_style.legend(panels[1], theme, where="lower left")
     return figure
 
 

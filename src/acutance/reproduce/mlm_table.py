@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acutance.calibration import apply
-from acutance.probing import probe
-from acutance.report import style
+from acutance.probing.open_probe import probe
+from acutance.report import plot_style
 from acutance.reproduce import texts
 from acutance.reproduce.experiment import Experiment, Run, mean
 from acutance.reproduce.fitting import Plan, fit
@@ -171,29 +171,29 @@ def _over_seeds(values: list[float]) -> Estimate:
     return mean(torch.tensor(values)) if len(values) > 1 else Estimate(values[0], 0.0)
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Accuracy and entropy against n, with and without log n."""
-    figure, [left, right] = style.new_figure(
+    figure, [left, right] = plot_style.new_figure(
         "Masked bytes: trained on 64 at a time, read in longer windows",
         "O: no scaling. E: log n to the base 512, in training and after. Means over seeds, with "
         "standard errors. The same masked bytes at every n.",
         panels=2,
         theme=theme,
     )
-    for kind, curve in zip(LAWS, style.curves(len(LAWS), theme), strict=True):
+    for kind, curve in zip(LAWS, plot_style.curves(len(LAWS), theme), strict=True):
         for axes, quantity in ((left, "accuracy"), (right, "mean H, nat")):
             own = [r for r in record.rows if r.quantity == quantity and "law" in r.condition]
             own = [r for r in own if r.condition["law"] == kind]
             y, error = [r.measured for r in own], [r.error for r in own]
-            style.predicted(axes, LENGTHS, y, curve)
-            style.measured(axes, LENGTHS, y, curve, f"Attention-{kind}", error=error)
+            plot_style.predicted(axes, LENGTHS, y, curve)
+            plot_style.measured(axes, LENGTHS, y, curve, f"Attention-{kind}", error=error)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks(LENGTHS, [str(n) for n in LENGTHS])
     left.set_ylim(bottom=0.0)
-    style.label(left, x="window n, bytes", y="accuracy on masked bytes", title="accuracy")
-    style.label(right, x="window n, bytes", y="mean entropy of heads, nat", title="entropy")
-    style.legend(left, theme, where="lower left")
+    plot_style.label(left, x="window n, bytes", y="accuracy on masked bytes", title="accuracy")
+    plot_style.label(right, x="window n, bytes", y="mean entropy of heads, nat", title="entropy")
+    plot_style.legend(left, theme, where="lower left")
     return figure
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import acutance.attend
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run, mean, statistics
 from acutance.reproduce.record import Claim, Estimate, Record, Row, Where
 
@@ -182,9 +182,9 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Error against noise for rows of every width, and against n for noise of every tail."""
-    figure, [left, right] = style.new_figure(
+    figure, [left, right] = plot_style.new_figure(
         "Attention averages logit noise away, the slower the heavier its right tail",
         "Lines: exact integral. Thin grey lines: ν·Σp²‖v − o‖², the first order. Marks: mean over "
         "noisy runs of attention, bars of one standard error.",
@@ -194,21 +194,21 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     names = list(
         dict.fromkeys(str(row.condition["row"]) for row in record.of("first order, gaussian"))
     )
-    for name, curve in zip(names, style.curves(len(names), theme), strict=True):
+    for name, curve in zip(names, plot_style.curves(len(names), theme), strict=True):
         own = record.of("exact", row=name, noise="gaussian")
         first = record.of("first order, gaussian", row=name)
         at = [row.condition["b"] for row in own]
         keys = float(own[0].condition["N_eff"])
         left.plot(at, [row.predicted for row in first], color=theme.muted, lw=1.0, zorder=1.5)
-        style.both(
+        plot_style.both(
             left, at, [row.predicted for row in own], at, [row.measured for row in own], curve,
             f"{keys:.3g}", error=[row.error for row in own],
         )  # fmt: skip
-    for (kind, b, rate), curve in zip(TAILS, style.curves(len(TAILS), theme), strict=True):
+    for (kind, b, rate), curve in zip(TAILS, plot_style.curves(len(TAILS), theme), strict=True):
         own = [row for row in record.of("exact", noise=kind, b=b) if "n" in row.condition]
         at = [row.condition["n"] for row in own]
         tail = "r = ∞" if math.isinf(rate) else f"r = {rate:g}"
-        style.both(
+        plot_style.both(
             right, at, [row.predicted for row in own], at, [row.measured for row in own], curve,
             f"{kind.capitalize()}, b = {b:.2g}, {tail}",
             error=[row.error for row in own],
@@ -222,20 +222,20 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     right.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     left.set_ylim(1e-8, 3e2)
     right.set_ylim(1e-7, 2.0)
-    style.label(
+    plot_style.label(
         left,
         x="standard deviation b of Gaussian noise, nat",
         y="mean square error of the output, value²",
         title="rows of 1 to 256 effective keys",
     )
-    style.label(
+    plot_style.label(
         right,
         x="keys n, evenly weighted",
         y="mean square error of the output, value²",
         title="tail rate r of the noise",
     )
-    style.legend(left, theme, where="lower right", title="effective keys", columns=2)
-    style.legend(right, theme, where="lower left")
+    plot_style.legend(left, theme, where="lower right", title="effective keys", columns=2)
+    plot_style.legend(right, theme, where="lower left")
     return figure
 
 

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from acutance.probing import HeadSummary, corpus, models, probe
-from acutance.report import style
+from acutance.corpus import load_model
+from acutance.corpus import texts as corpus
+from acutance.probing.open_probe import probe
+from acutance.report import plot_style
 from acutance.reproduce import texts
 from acutance.reproduce.experiment import Experiment, Run
 from acutance.reproduce.record import Claim, Record, Row, Where, seen
 from acutance.reproduce.trained import decoder
+from acutance.summary.head_summary import HeadSummary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,9 +53,9 @@ def subjects(run: Run) -> Iterable[Subject]:
     text = texts.read(texts.files("held out"))
     ids = texts.windows(text, run.size(128, 512), run.size(4, 16), run.generator)
     yield Subject("decoder", decoder(), [{"input_ids": part} for part in ids.split(4)])
-    if importlib.util.find_spec(models.DEFAULT_PACKAGE) is None:
+    if importlib.util.find_spec(load_model.DEFAULT_PACKAGE) is None:
         return
-    encoder = models.load(None)
+    encoder = load_model.load(None)
     pieces = corpus.windows([corpus.bundled()], encoder.tokenizer, run.size(128, 256))
     pieces = pieces[: run.size(2, 8)]
     batches = corpus.batches(pieces, 4, encoder.pad)
@@ -129,9 +132,9 @@ def _predicted(row: Row) -> float:
     return row.predicted
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Measured against predicted, from two numbers and from three."""
-    figure, panels = style.new_figure(
+    figure, panels = plot_style.new_figure(
         "Entropy of trained heads from two numbers of their logits, and from three",
         "Each mark is a head: mean over rows. On the line prediction and measurement agree. Named: "
         "those furthest off; arrow: off the panel.",
@@ -147,11 +150,11 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     options["arrowprops"] = {"arrowstyle": "-", "color": theme.muted, "shrinkB": 3.0}
     for axes, (claim, title) in zip(panels, parts, strict=True):
         every: list[float] = []
-        for name, curve in zip(names, style.curves(len(names), theme), strict=True):
+        for name, curve in zip(names, plot_style.curves(len(names), theme), strict=True):
             own = record.of(claim, model=name)
             x, y = [row.predicted for row in own], [row.measured for row in own]
             every += x + y
-            style.measured(axes, x, y, curve, name)
+            plot_style.measured(axes, x, y, curve, name)
         # one head that is very far off would press all others into a corner
         near = [value for value in every if value >= EDGE]
         low, high = min(near) - 0.3, max(every) + 0.3
@@ -166,13 +169,13 @@ def draw(record: Record, theme: style.Theme) -> Figure:
                 (low, beyond[0].measured), (0.05, 0.5), size=9.5, color=theme.ink,
                 textcoords="axes fraction", arrowprops={"arrowstyle": "->", "color": theme.ink},
             )  # fmt: skip
-        style.label(axes, x="predicted H, nat", y="measured H, nat", title=title)
+        plot_style.label(axes, x="predicted H, nat", y="measured H, nat", title=title)
     places = {(row.condition["model"], row.condition["head"]): row for row in record.of("gauss")}
     named = [(places[one[:2]], one[1]) for one in deviating(record)[:3]]
     for at, (row, head) in enumerate(sorted(named, key=lambda one: -one[0].measured)):
         point = (row.predicted, row.measured)
         panels[0].annotate(head, point, (0.92, 0.42 - 0.09 * at), **options)
-    style.legend(panels[0], theme, where="upper left")
+    plot_style.legend(panels[0], theme, where="upper left")
     return figure
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from acutance.files import tidy
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run
 from acutance.reproduce.fitting import Note
 from acutance.reproduce.record import Record, judge, load
@@ -135,7 +135,7 @@ def run(
     """
     if figures:
         try:
-            style.new_figure("")  # fails here rather than after a measurement
+            plot_style.new_figure("")  # fails here rather than after a measurement
         except ImportError as error:
             raise ImportError(
                 'figures need matplotlib; install it with: pip install "acutance[plots]", '
@@ -201,11 +201,11 @@ def check_others(
 def draw(experiment: Experiment, record: Record, directory: Path) -> list[Path]:
     """Draw the figures of a record that are not there yet, and say where all of them are."""
     paths = _pictures(directory, experiment.name)
-    for theme, pair in ((style.LIGHT, paths[:2]), (style.DARK, paths[2:])):
+    for theme, pair in ((plot_style.LIGHT, paths[:2]), (plot_style.DARK, paths[2:])):
         if not all(path.exists() for path in pair):
             figure = experiment.draw(record, theme)
             for path in pair:
-                style.save(figure, path)
+                plot_style.save(figure, path)
     return paths
 
 

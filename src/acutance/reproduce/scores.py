@@ -12,7 +12,7 @@ from scipy.special import roots_genlaguerre
 
 import acutance.attend
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run, mean
 from acutance.reproduce.record import Claim, Estimate, Record, Row, Where
 
@@ -118,28 +118,28 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Entropy at initialisation against d."""
     n = int(record.of("entropy")[0].condition["n"])
-    figure, [axes] = style.new_figure(
+    figure, [axes] = plot_style.new_figure(
         "At the start dot products are frozen and cosines say nothing",
         f"Queries and keys N(0, I), n = {n:,} keys. Lines: exact integrals over logits and ‖q‖. "
         "Marks: mean over sampled queries and keys.",
         theme=theme,
     )
-    for kind, curve in zip(KINDS, style.curves(3, theme), strict=True):
+    for kind, curve in zip(KINDS, plot_style.curves(3, theme), strict=True):
         own = record.of("entropy", scores=kind)
         d = [row.condition["d"] for row in own]
-        style.both(
+        plot_style.both(
             axes, d, [row.predicted for row in own], d, [row.measured for row in own], curve,
             {"dot": "q·k", "scaled dot": "q·k / √d", "cosine": "q·k / ‖q‖‖k‖"}[kind],
         )  # fmt: skip
-    style.reference(axes, theme, y=math.log(n), x=2 * math.log(n), name="log n; d = 2 log n")
+    plot_style.reference(axes, theme, y=math.log(n), x=2 * math.log(n), name="log n; d = 2 log n")
     axes.set_xscale("log", base=2)
     axes.set_xticks(WIDTHS, [str(d) for d in WIDTHS])
     axes.set_ylim(0.0, math.log(n) * 1.08)
-    style.label(axes, x="width d", y="entropy H, nat")
-    style.legend(axes, theme, where="center right")
+    plot_style.label(axes, x="width d", y="entropy H, nat")
+    plot_style.legend(axes, theme, where="center right")
     return figure
 
 

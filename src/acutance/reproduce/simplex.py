@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import acutance.attend
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run
 from acutance.reproduce.record import Claim, Record, Row, Where
 
@@ -76,10 +76,10 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Cosine against γ(1 − ρ) for each n at ρ = 1/2."""
     rho = 0.5
-    figure, [axes] = style.new_figure(
+    figure, [axes] = plot_style.new_figure(
         "Logits scaled by γ log n: tokens merge below a critical γ",
         f"Tokens of pairwise cosine ρ = {rho}. Lines: closed form. Marks: attention run on such "
         "tokens. At the critical γ the cosine of two outputs is 4ρ/(1 + 3ρ) = 0.8 for n ≫ 1.",
@@ -87,17 +87,17 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     )
     line = np.linspace(0.05, 3.1, 300)
     ns = list(dict.fromkeys(int(row.condition["n"]) for row in record.of("exact")))
-    for n, curve in zip(ns, style.curves(len(ns), theme), strict=True):
+    for n, curve in zip(ns, plot_style.curves(len(ns), theme), strict=True):
         own = record.of("exact", n=n, ρ=rho)
-        style.both(
+        plot_style.both(
             axes, line, [closed_form(n, rho, at / (1 - rho)) for at in line],
             [row.condition["γ(1 − ρ)"] for row in own], [row.measured for row in own],
             curve, f"n = {n:,}",
         )  # fmt: skip
-    style.reference(axes, theme, x=1.0, y=4 * rho / (1 + 3 * rho), name="critical point")
+    plot_style.reference(axes, theme, x=1.0, y=4 * rho / (1 + 3 * rho), name="critical point")
     axes.set_ylim(0.48, 1.02)
-    style.label(axes, x="scale over its critical value, γ(1 − ρ)", y="cosine of two outputs")
-    style.legend(axes, theme, where="upper right")
+    plot_style.label(axes, x="scale over its critical value, γ(1 − ρ)", y="cosine of two outputs")
+    plot_style.legend(axes, theme, where="upper right")
     return figure
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run, sparsity, statistics
 from acutance.reproduce.record import Claim, Record, Row, Where
 
@@ -56,9 +56,9 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """S and the effective keys against n."""
-    figure, [left, right] = style.new_figure(
+    figure, [left, right] = plot_style.new_figure(
         "A decaying linear RNN: S → 0, but it goes on attending to the same keys",
         "Lines: closed forms. Marks: the weights (λ^(n−1), …, λ, 1) themselves. S falls only "
         "because zeros are appended; dotted: (1 + λ)/(1 − λ).",
@@ -66,26 +66,26 @@ def draw(record: Record, theme: style.Theme) -> Figure:
         theme=theme,
     )
     line = np.unique(np.geomspace(16, 65536, 60).round())
-    for lam, curve in zip(LAMBDAS, style.curves(len(LAMBDAS), theme), strict=True):
+    for lam, curve in zip(LAMBDAS, plot_style.curves(len(LAMBDAS), theme), strict=True):
         for axes, claim, form in (
             (left, "formula", theory.sparsity_decay),
             (right, "limit", theory.effective_keys_decay),
         ):
             own = record.of(claim, λ=lam)
-            style.both(
+            plot_style.both(
                 axes, line, np.asarray(form(lam, line)), [row.condition["n"] for row in own],
                 [row.measured for row in own], curve, f"λ = {lam:g}",
             )  # fmt: skip
-        style.reference(right, theme, y=(1 + lam) / (1 - lam))
+        plot_style.reference(right, theme, y=(1 + lam) / (1 - lam))
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         ticks = (16, 256, 4096, 65536)
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.minorticks_off()
-    style.label(left, x="keys n", y="sparsity S = E|a| / √E[a²]", title="sparsity")
-    style.label(right, x="keys n", y="effective keys 1/Σp²", title="effective keys")
-    style.legend(left, theme, where="lower left")
+    plot_style.label(left, x="keys n", y="sparsity S = E|a| / √E[a²]", title="sparsity")
+    plot_style.label(right, x="keys n", y="effective keys 1/Σp²", title="effective keys")
+    plot_style.legend(left, theme, where="lower left")
     return figure
 
 

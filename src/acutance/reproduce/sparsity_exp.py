@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run, mean
 from acutance.reproduce.record import Claim, Record, Row, Where
 from acutance.reproduce.sampling import gaussian, gaussian_collision, over_scales
@@ -47,10 +47,10 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """S against γ, with the floor of each n."""
     rows = record.of("formula")
-    figure, [axes] = style.new_figure(
+    figure, [axes] = plot_style.new_figure(
         "Wide logits make softmax attention sparse, down to 1/√n",
         "Line: S = exp(−γ²/2), the limit of many keys. Marks: mean over sampled rows of n keys; "
         "dotted: the floor 1/√n below which no row can go.",
@@ -58,17 +58,17 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     )
     line = np.linspace(0.0, 5.0, 200)
     ns = list(dict.fromkeys(row.condition["n"] for row in rows))
-    first, *others = style.curves(len(ns) + 1, theme)
-    style.predicted(axes, line, np.asarray(theory.sparsity_exp(line)), first, "exp(−γ²/2)")
+    first, *others = plot_style.curves(len(ns) + 1, theme)
+    plot_style.predicted(axes, line, np.asarray(theory.sparsity_exp(line)), first, "exp(−γ²/2)")
     for n, curve in zip(ns, others, strict=True):
         own = [row for row in rows if row.condition["n"] == n]
         at = [row.condition["γ"] for row in own]
-        style.measured(axes, at, [row.measured for row in own], curve, f"n = {n}")
-        style.reference(axes, theme, y=float(n) ** -0.5)
+        plot_style.measured(axes, at, [row.measured for row in own], curve, f"n = {n}")
+        plot_style.reference(axes, theme, y=float(n) ** -0.5)
     axes.set_yscale("log")
     axes.set_ylim(2e-3, 1.4)
-    style.label(axes, x="logit deviation γ = σ‖q‖, nat", y="sparsity S = E|a| / √E[a²]")
-    style.legend(axes, theme, where="lower left")
+    plot_style.label(axes, x="logit deviation γ = σ‖q‖, nat", y="sparsity S = E|a| / √E[a²]")
+    plot_style.legend(axes, theme, where="lower left")
     return figure
 
 

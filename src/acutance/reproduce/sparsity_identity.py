@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run, mean, sparsity
 from acutance.reproduce.record import Claim, Record, Row, Where
 
@@ -54,24 +54,24 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """S against γ for every β, and other laws as levels."""
     n = record.of("formula")[0].condition["n"]
-    figure, [axes] = style.new_figure(
+    figure, [axes] = plot_style.new_figure(
         "Linear attention over Gaussian keys cannot be sparse",
         f"Lines: eq. 7 of article 9889. Marks: mean over sampled rows of {n:,} keys. Dotted: "
         "√(2/π), the bound for Gaussian keys; keys of other laws, at the right edge, go below it.",
         theme=theme,
     )
     line = np.geomspace(0.2, 11.0, 200)
-    for beta, curve in zip(BETAS, style.curves(len(BETAS), theme), strict=True):
+    for beta, curve in zip(BETAS, plot_style.curves(len(BETAS), theme), strict=True):
         own = record.of("formula", β=beta)
-        style.both(
+        plot_style.both(
             axes, line, np.asarray(theory.sparsity_identity(beta, line)),
             [row.condition["γ"] for row in own], [row.measured for row in own],
             curve, f"β = {beta:g}",
         )  # fmt: skip
-    style.reference(axes, theme, y=BOUND)
+    plot_style.reference(axes, theme, y=BOUND)
     laws = [row for row in record.of("bounded") if row.condition[LEAST.bound] != "Gaussian"]
     for law in dict.fromkeys(str(row.condition[LEAST.bound]) for row in laws):
         level = next(row.measured for row in laws if row.condition[LEAST.bound] == law)
@@ -85,8 +85,8 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     ticks = (0.25, 0.5, 1, 2, 5, 10)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    style.label(axes, x="deviation of the scores γ = σ‖q‖", y="sparsity S = E|a| / √E[a²]")
-    style.legend(axes, theme, where="lower left")
+    plot_style.label(axes, x="deviation of the scores γ = σ‖q‖", y="sparsity S = E|a| / √E[a²]")
+    plot_style.legend(axes, theme, where="lower left")
     return figure
 
 

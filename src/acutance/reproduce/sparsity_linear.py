@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run, mean, sparsity
 from acutance.reproduce.record import Claim, Estimate, Record, Row
 
@@ -73,20 +73,20 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """S against d for three laws."""
     n = record.of("iid")[0].condition["n"]
-    figure, [axes] = style.new_figure(
+    figure, [axes] = plot_style.new_figure(
         "A wider non-negative linear attention is less sparse, not more",
         "Lines: S = (1 + (σ'/μ')²/d)^(−1/2) for a dense query and independent feature components. "
         f"Marks: mean over sampled rows of {n:,} keys with gamma-distributed components.",
         theme=theme,
     )
     line = np.geomspace(1.0, 256.0, 100)
-    for shape, curve in zip(SHAPES, style.curves(len(SHAPES), theme), strict=True):
+    for shape, curve in zip(SHAPES, plot_style.curves(len(SHAPES), theme), strict=True):
         ratio = 1 / math.sqrt(shape)
         own = record.of("iid", **{"σ'/μ'": ratio})
-        style.both(
+        plot_style.both(
             axes, line, (1 + ratio**2 / line) ** -0.5, [row.condition["d"] for row in own],
             [row.measured for row in own], curve, f"σ'/μ' = {ratio:g}",
         )  # fmt: skip
@@ -95,8 +95,8 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_ylim(0.35, 1.02)
-    style.label(axes, x="width d of the features", y="sparsity S = E|a| / √E[a²]")
-    style.legend(axes, theme, where="lower right")
+    plot_style.label(axes, x="width d of the features", y="sparsity S = E|a| / √E[a²]")
+    plot_style.legend(axes, theme, where="lower right")
     return figure
 
 

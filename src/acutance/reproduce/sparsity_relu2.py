@@ -11,7 +11,7 @@ import torch
 from scipy.special import ndtr
 
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run, mean, sparsity
 from acutance.reproduce.record import Claim, Estimate, Record, Row, Where
 
@@ -81,9 +81,9 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """S against γ for every β."""
-    figure, [axes] = style.new_figure(
+    figure, [axes] = plot_style.new_figure(
         "Squared ReLU is sparse only where most scores are negative",
         "Lines: eq. 6 of article 9889. Marks: mean over sampled rows of "
         f"{record.of('formula')[0].condition['n']:,} keys; they leave the line where too few keys "
@@ -91,22 +91,22 @@ def draw(record: Record, theme: style.Theme) -> Figure:
         theme=theme,
     )
     line = np.geomspace(0.2, 11.0, 200)
-    for beta, curve in zip(BETAS, style.curves(len(BETAS), theme), strict=True):
+    for beta, curve in zip(BETAS, plot_style.curves(len(BETAS), theme), strict=True):
         own = record.of("formula", β=beta)
-        style.both(
+        plot_style.both(
             axes, line, np.asarray(theory.sparsity_relu2(beta, line)),
             [row.condition["γ"] for row in own], [row.measured for row in own],
             curve, f"β = {beta:g}".replace("-", "−"),
         )  # fmt: skip
-    style.reference(axes, theme, y=BOUND)
+    plot_style.reference(axes, theme, y=BOUND)
     axes.set_xscale("log")
     axes.set_xlim(0.22, 11)
     axes.set_ylim(0.0, 1.02)
     ticks = (0.25, 0.5, 1, 2, 5, 10)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    style.label(axes, x="deviation of the scores γ = σ‖q‖", y="sparsity S = E|a| / √E[a²]")
-    style.legend(axes, theme, where="upper right", columns=2)
+    plot_style.label(axes, x="deviation of the scores γ = σ‖q‖", y="sparsity S = E|a| / √E[a²]")
+    plot_style.legend(axes, theme, where="upper right", columns=2)
     return figure
 
 

@@ -11,7 +11,7 @@ import torch
 
 import acutance.attend
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce.experiment import Experiment, Run
 from acutance.reproduce.record import Claim, Record, Row
 
@@ -68,9 +68,9 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """Weight of the one key against n."""
-    figure, [axes] = style.new_figure(
+    figure, [axes] = plot_style.new_figure(
         "Softmax fades with length; SSMax holds if s times the gap > 1",
         "One score of 3 among n − 1 scores of −2. Lines: closed forms. Marks: measured weight of "
         "the one key.",
@@ -83,16 +83,16 @@ def draw(record: Record, theme: style.Theme) -> Figure:
         ("critical", {"s": 0.1}, (line - 1) * line ** (-0.1 * gap), "SSMax, s = 0.1 (s·gap = 0.5)"),
         ("softmax", {}, (line - 1) * math.exp(-gap), "softmax"),
     ]
-    for (claim, where, odds, name), curve in zip(cases, style.curves(4, theme), strict=True):
+    for (claim, where, odds, name), curve in zip(cases, plot_style.curves(4, theme), strict=True):
         own = record.of(claim, **where)
-        style.both(
+        plot_style.both(
             axes, line, 1 / (1 + odds), [row.condition["n"] for row in own],
             [row.measured for row in own], curve, name,
         )  # fmt: skip
     axes.set_xscale("log")
     axes.set_ylim(-0.02, 1.04)
-    style.label(axes, x="keys n", y="weight of the one key")
-    style.legend(axes, theme, where=(0.53, 0.58))
+    plot_style.label(axes, x="keys n", y="weight of the one key")
+    plot_style.legend(axes, theme, where=(0.53, 0.58))
     return figure
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from acutance import theory
-from acutance.report import style
+from acutance.report import plot_style
 from acutance.reproduce import sampling
 from acutance.reproduce.experiment import Experiment, Run, mean, statistics
 from acutance.reproduce.record import Claim, Record, Row
@@ -118,9 +118,9 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def draw(record: Record, theme: style.Theme) -> Figure:
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
     """The range against τ, and the τ needed against n."""
-    figure, [left, right] = style.new_figure(
+    figure, [left, right] = plot_style.new_figure(
         "A softmax over cosines says at most 0.4745 nat at τ = 1; a smaller τ lets it say more",
         "Lines: closed form. Marks: the best row found by trying two-level rows. Right: the "
         "temperature that allows a row a share of log n.",
@@ -129,9 +129,9 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     )
     line = np.geomspace(0.04, 2.2, 120)
     ns = list(dict.fromkeys(int(row.condition["n"]) for row in record.of("exact")))
-    for n, curve in zip(ns, style.curves(len(ns), theme), strict=True):
+    for n, curve in zip(ns, plot_style.curves(len(ns), theme), strict=True):
         own = record.of("exact", n=n)
-        style.both(
+        plot_style.both(
             left, line, math.log(n) - np.asarray(theory.cosine_entropy_lower_bound(n, line)),
             [row.condition["τ"] for row in own], [row.measured for row in own], curve, f"n = {n:,}",
         )  # fmt: skip
@@ -139,11 +139,11 @@ def draw(record: Record, theme: style.Theme) -> Figure:
         line, np.asarray(theory.information_range_limit(line)), color=theme.muted, linewidth=1.1,
         zorder=1.5, label="n → ∞",
     )  # fmt: skip
-    style.reference(left, theme, x=1.0, y=float(theory.information_range_limit(1.0)))
+    plot_style.reference(left, theme, x=1.0, y=float(theory.information_range_limit(1.0)))
     wide = np.geomspace(16, 65536, 40)
-    for fraction, curve in zip(FRACTIONS, style.curves(3, theme), strict=True):
+    for fraction, curve in zip(FRACTIONS, plot_style.curves(3, theme), strict=True):
         own = record.of("widens", f=fraction)
-        style.both(
+        plot_style.both(
             right, wide, [float(theory.tau_for_information(int(n), fraction)) for n in wide],
             [row.condition["n"] for row in own], [row.condition["τ"] for row in own], curve,
             f"{fraction:.0%} of log n",
@@ -160,10 +160,10 @@ def draw(record: Record, theme: style.Theme) -> Figure:
     for axes in (left, right):
         axes.minorticks_off()
     right.set_ylim(0.0, 0.6)
-    style.label(left, x="temperature τ", y="most information log n − H, nat", title="range")
-    style.label(right, x="keys n", y="temperature τ", title="temperature needed")
-    style.legend(left, theme, where="upper right")
-    style.legend(right, theme, where="upper right")
+    plot_style.label(left, x="temperature τ", y="most information log n − H, nat", title="range")
+    plot_style.label(right, x="keys n", y="temperature τ", title="temperature needed")
+    plot_style.legend(left, theme, where="upper right")
+    plot_style.legend(right, theme, where="upper right")
     return figure
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from acutance.rowstats.dense import dense_statistics
-    from acutance.rowstats.keys import all_reduce_keys
     from acutance.rowstats.metrics import (
         METRICS,
         Metric,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
         varentropy,
     )
     from acutance.rowstats.named import NamedMetrics
+    from acutance.rowstats.sharded_keys import all_reduce_keys
     from acutance.rowstats.state import RowState, empty, merge, observe
     from acutance.rowstats.statistics import RowStatistics
     from acutance.rowstats.weighted import (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acutance.probing.module_hooks import follow_outputs
+from acutance.capture.module_hooks import follow_outputs
 from acutance.training.projections import HeadSlices, Projections
 from acutance.training.sharded import is_sharded
 

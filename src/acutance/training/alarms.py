@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from acutance.probing import HeadSummary
-from acutance.probing.thresholds import limit
+from acutance.diagnose.thresholds import limit
 from acutance.shapes import check_number
+from acutance.summary.head_summary import HeadSummary
 
 __all__ = ["Alarm", "AttentionWarning", "Kind", "Thresholds", "summed_up"]
 

@@ -13,10 +13,12 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from acutance.probing import HeadSummary, Probe, ProbeError, all_reduce_summary, probe
-from acutance.probing.choice import Chosen
+from acutance.capture.layer_choice import Chosen
+from acutance.corpus.ranks import all_reduce_summary
+from acutance.probing.open_probe import Probe, ProbeError, probe
 from acutance.rowstats import METRICS, metric
 from acutance.shapes import check_count, check_flag
+from acutance.summary.head_summary import HeadSummary
 from acutance.training.across_ranks import ranks
 from acutance.training.alarms import NEEDED, Alarm, AttentionWarning, Thresholds, summed_up
 from acutance.training.callbacks import LightningEvents, TrainerEvents

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.probing import ProbeError
-from acutance.probing.call import AttentionCall
-from acutance.probing.choice import Chosen
-from acutance.probing.naming import named_modules
+from acutance.capture.attention_call import AttentionCall
+from acutance.capture.layer_choice import Chosen
+from acutance.capture.module_names import named_modules
+from acutance.probing.open_probe import ProbeError
 from acutance.shapes import check_count, check_number
 from acutance.training.across_ranks import ExactMaxima
 from acutance.training.agreement import Outputs, agrees, rotary_width

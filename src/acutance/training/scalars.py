@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from acutance.probing import HeadSummary, Moments, edges
+from acutance.summary.head_summary import HeadSummary
+from acutance.summary.moments import Moments, edges
 from acutance.training.alarms import KINDS, Alarm
 
 __all__ = ["scalars", "write"]

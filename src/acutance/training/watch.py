@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from acutance.capture.attention_call import AttentionCall
+from acutance.capture.layer_choice import Chosen
 from acutance.masks import hidden_scores, hides
 from acutance.nn import Recorded
 from acutance.nn.recording import listen
-from acutance.probing import Probe, ProbeError
-from acutance.probing.call import AttentionCall
-from acutance.probing.choice import Chosen
+from acutance.probing.open_probe import Probe, ProbeError
 from acutance.rowstats import RowStatistics, observe
 from acutance.shapes import check_flag
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from acutance.probing import HeadSummary, Moments
-from acutance.probing.beside import Beside
-from acutance.probing.distances import Distances
-from acutance.probing.examples import Examples, Row
-from acutance.probing.profile import Profile
-from acutance.report.page import Report
+from acutance.report.html_page.write import Report
 from acutance.rowstats import METRICS
+from acutance.summary.by_octave import Profile
+from acutance.summary.distances import Distances
+from acutance.summary.examples import Examples, Row
+from acutance.summary.optional_parts import Beside
 
 Make = Callable[..., HeadSummary]
 Show = Callable[..., Any]  # a page of conftest.py

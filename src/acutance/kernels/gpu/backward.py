@@ -25,7 +25,7 @@ from acutance.kernels.gpu.keys_kernel import keys_kernel
 from acutance.kernels.gpu.largest_kernel import largest_kernel
 from acutance.kernels.gpu.queries_kernel import queries_kernel
 from acutance.kernels.gpu.tuning import KEYS, QUERIES, Launcher, size_class
-from acutance.kernels.running import NO_KEY, finite
+from acutance.kernels.tile_sums import NO_KEY, finite
 from acutance.kernels.tiles import Rule
 from acutance.masks import Masking
 

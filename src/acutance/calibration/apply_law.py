@@ -1,0 +1,383 @@
+"""acutance.apply: a scaling law on a model that runs as it always does."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.calibration.factors import factor_of
+from acutance.calibration.handwritten import has_shallow_mask, scaled_scores
+from acutance.calibration.law import AnyLaw, HeadLaws, Law, by_layer
+from acutance.calibration.visible_counts import count, count_call
+from acutance.capture import huggingface
+from acutance.capture.attention_call import AttentionCall
+from acutance.capture.change_functions import FunctionChange
+from acutance.capture.find_layers import (
+    attention_layers,
+    is_softmax,
+    uses_interface,
+    windowed_layers,
+)
+from acutance.capture.head_axis import heads_of, over_keys
+from acutance.capture.module_hooks import follow
+from acutance.capture.module_names import class_name, module_name
+from acutance.capture.torch_functions import sdpa_call
+from acutance.probing.open_probe import EAGER
+
+__all__ = ["Applied", "ApplyError", "apply"]
+
+
+_WINDOWED = "its rows see a window only (windowed=True scales it)"
+_SHALLOW = (
+    "{} hides keys with a number above -1e9: the law takes them for keys that rows see, and n for "
+    "larger than it is; mask with -inf or torch.finfo(dtype).min"
+)
+
+
+class ApplyError(RuntimeError):
+    """A law could not be applied where it should have been."""
+
+
+def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> Applied:
+    r"""Multiply the query of every row by a law's factor before the model's own attention runs.
+
+    The factor is that of n, the keys that the row can see: its position in a cache, without
+    padding, within its document. It multiplies what reaches the attention call, so after
+    query-key normalisation and rotary embedding, and on top of the model's own scale; it is
+    rounded to the query's dtype.
+
+    Args:
+        model: any module whose attention goes through transformers' attention interface,
+            ``F.scaled_dot_product_attention`` or ``nn.MultiheadAttention``, or is a softmax of its
+            own, whose scores then have their products multiplied and their biases not.
+        law: a scaling or its name for all heads; a mapping from layer or (layer, head) to
+            scalings, where layers are named as for :func:`acutance.probe` (block numbers, ranges,
+            module names, patterns) and what is left out is not scaled; or a :class:`Law`, such as
+            :meth:`Law.load` reads.
+        windowed: also scale layers with a sliding window, whose rows see no more keys in a longer
+            text.
+
+    Returns:
+        What is in force at once and until ``restore()``, or as a context manager until it ends.
+        Leaving the context raises :class:`ApplyError` if no call was scaled.
+
+    Raises:
+        TypeError: if ``model`` is no module or ``law`` no law.
+        ValueError: if a scaling, layer or head does not exist, or the law is another model's.
+
+    Warns:
+        UserWarning: while the model runs, if a softmax of its own has keys hidden by a number above
+            −1e9, which n then counts.
+
+    Example:
+        >>> import torch, acutance
+        >>> model = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        >>> x = torch.randn(1, 64, 8)
+        >>> with acutance.apply(model, acutance.scaling.LogN(train_length=16)) as applied:
+        ...     _ = model(x, x, x)
+        >>> applied.calls
+        {'MultiheadAttention': 1}
+    """
+    return Applied(model, law, windowed=windowed)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What happens to the calls of one module."""
+
+    name: str
+    laws: HeadLaws | None
+    windowed: bool
+    heads: int | None
+    holds: bool  # a part of it asks the interface: functions that seem its own are that part's,
+    # seen while a compiled graph runs, where no hook tells who is running
+
+
+class _Thread(threading.local):
+    """What one thread is doing inside the model."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.stack: list[_Plan] = []
+        self.mode: FunctionChange | None = None
+        self.graphs = 0  # compiled modules running, which are traced
+
+
+class Applied:
+    """A law in force on a model: what :func:`apply` returns.
+
+    Attributes:
+        calls: module name and how many of its calls were scaled; a compiled one counts once.
+        skipped: module name and why its calls were left alone.
+    """
+
+    def __init__(self, model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+        self.calls: dict[str, int] = {}
+        self.skipped: dict[str, str] = {}
+        self._model, self._windowed = model, windowed
+        self._thread = _Thread()
+        everywhere, layers = by_layer(model, law)
+        self._law = law
+        elsewhere = None if everywhere is None else HeadLaws(everywhere)
+        self._plans: dict[int, _Plan] = {}
+        asking = [name for name, one in attention_layers(model).items() if uses_interface(one)]
+        windows, modules = windowed_layers(model), dict(model.named_modules())
+        model_itself = module_name(model, "")
+        for full, module in modules.items():
+            above = full.rpartition(".")[0]
+            name = module_name(model, above if is_softmax(module) else full)
+            laws = layers.get(name, elsewhere)
+            heads = heads_of(module) or heads_of(modules.get(above))
+            start = "" if name == model_itself else f"{name}."
+            holds = any(one.startswith(start) and one != name for one in asking)
+            self._plans[id(module)] = _Plan(name, laws, windows[name], heads, holds)
+        self._context: ExitStack | None = None
+        self._install()
+
+    # -- in force or not --------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        with ExitStack() as context:
+            found = attention_layers(self._model).values()
+            context.callback(_forget_compiled)
+            self._traces = bool(found) and all(uses_interface(module) for module in found)
+            if not self._traces:
+                context.enter_context(EAGER)
+            context.enter_context(follow(self._enter_module, self._leave_module))
+            context.enter_context(huggingface.change(self))
+            _forget_compiled()
+            self._context = context.pop_all()
+
+    def restore(self) -> None:
+        """Take the law off the model, leaving no trace; once is enough, more do nothing.
+
+        Warns:
+            UserWarning: if no call was scaled.
+        """
+        if self._remove() and not self.calls:
+            warnings.warn(self._did_nothing(), stacklevel=2)
+
+    def __enter__(self) -> Applied:
+        if self._context is None:
+            raise ApplyError("this law was taken off its model: apply it again")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._remove() and kind is None and not self.calls:
+            raise ApplyError(self._did_nothing())
+
+    def _remove(self) -> bool:
+        context, self._context = self._context, None
+        if context is not None:
+            context.close()
+        self._leave_model()
+        return context is not None
+
+    def _did_nothing(self) -> str:
+        model = class_name(self._model)
+        if self.skipped:
+            name, why = next(iter(self.skipped.items()))
+            return f"the law changed no call of {model}: {len(self.skipped)} layers, {name}: {why}"
+        return (
+            f"the law changed no call of {model}: it did not run, or has no attention of queries "
+            "and keys that could be seen"
+        )
+
+    @property
+    def law(self) -> Law:
+        """The law as a record that can be saved."""
+        return Law.of(self._model, self._law)
+
+    # -- what transformers' interface asks --------------------------------------------------------
+
+    def changed_query(self, call: huggingface.InterfaceCall) -> Tensor | None:
+        """The scaled query of an interface call, None for a call that is left alone."""
+        plan = self._plans.get(id(call["module"]))
+        if plan is None or plan.laws is None:
+            return None
+        if not self._windowed and (plan.windowed or call["sliding_window"] is not None):
+            self.skip(plan.name)
+            return None
+        query: Tensor = call["query"]
+        entropy = None
+        try:
+            n = count(query, call["key"], call.masks())
+            if plan.laws.needs_entropy:
+                entropy = _entropy(call.read(plan.name))
+            factor = factor_of(plan.laws, n, query.shape[1], query.dtype, entropy)
+        except ValueError as error:
+            raise self.unreachable(plan.name, str(error)) from error
+        self._count(plan.name)
+        return query * factor.unsqueeze(-1)
+
+    @contextmanager
+    def mute(self) -> Iterator[None]:
+        """Leave alone what this thread calls in the context: it belongs to a call already seen."""
+        thread = self._thread
+        thread.depth += 1
+        try:
+            yield
+        finally:
+            thread.depth -= 1
+
+    # -- what plain functions ask -----------------------------------------------------------------
+
+    def muted(self) -> bool:
+        """Whether this thread is inside a call that is dealt with, or the law was taken off."""
+        return self._thread.depth > 0 or self._context is None
+
+    def here(self) -> str | None:
+        """Name of the running module if it is to be scaled, None for any other."""
+        plan = self._thread.stack[-1] if self._thread.stack else None
+        if plan is None or plan.laws is None or plan.holds:
+            return None
+        if plan.windowed and not self._windowed:
+            self.skip(plan.name)
+            return None
+        return plan.name
+
+    def changed_arguments(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
+        """SDPA's arguments with the query scaled."""
+        return {**given, "query": given["query"] * self.factor_of_arguments(name, given)}
+
+    def factor_of_arguments(self, name: str, given: dict[str, Any]) -> Tensor:
+        """What multiplies the query of SDPA's arguments."""
+        laws = self._thread.stack[-1].laws
+        assert laws is not None
+        query = given["query"]
+        with self.mute():
+            try:
+                call = sdpa_call(given, name)
+                entropy = _entropy(call) if laws.needs_entropy else None
+                heads = call.query.shape[1]
+                factor = factor_of(laws, count_call(call), heads, query.dtype, entropy)
+            except ValueError as error:
+                raise self.unreachable(name, str(error)) from error
+            self._count(name)
+            return _shaped(factor, query, call.query)
+
+    def over_keys(self, scores: Tensor, dim: int) -> bool:
+        """Whether a softmax over this dimension, in the running module, may be one over keys."""
+        plan = self._thread.stack[-1] if self._thread.stack else None
+        return plan is not None and over_keys(scores, dim, plan.heads)
+
+    def changed_scores(
+        self, name: str, scores: Tensor, bare: Tensor, dim: int, narrow: torch.dtype
+    ) -> Tensor:
+        """A softmax's scores with their products scaled."""
+        plan = self._thread.stack[-1]
+        assert plan.laws is not None
+        try:
+            changed = scaled_scores(scores, bare, dim, plan.laws, plan.heads, narrow)
+        except ValueError as error:
+            raise self.unreachable(name, str(error)) from error
+        if name not in self.calls and has_shallow_mask(bare, dim, narrow):
+            warnings.warn(_SHALLOW.format(name), stacklevel=2)
+        self._count(name)
+        return changed
+
+    def unreachable(self, name: str, what: str) -> ApplyError:
+        """The error for attention that cannot be scaled."""
+        return ApplyError(f"the law cannot be applied to {name}: {what}")
+
+    # -- bookkeeping ------------------------------------------------------------------------------
+
+    def _count(self, name: str) -> None:
+        if torch.compiler.is_compiling():
+            if name not in self.calls:
+                self.calls[name] = 1
+        else:
+            self.calls[name] = self.calls.get(name, 0) + 1
+
+    def skip(self, name: str, why: str = _WINDOWED) -> None:
+        """Note calls of a module that were left alone."""
+        self.skipped.setdefault(name, why)
+
+    def _enter_module(self, module: torch.nn.Module) -> None:
+        if torch.compiler.is_compiling():
+            return
+        plan = self._plans.get(id(module))
+        if plan is None:
+            return
+        thread = self._thread
+        if self._is_traced(module):  # with a mode around it the compiler would trace that too
+            self._stop()
+            thread.graphs += 1
+        elif not thread.stack:
+            self._start()
+        thread.stack.append(plan)
+
+    def _leave_module(self, module: torch.nn.Module) -> None:
+        if torch.compiler.is_compiling():
+            return
+        thread = self._thread
+        if not thread.stack or thread.stack[-1] is not self._plans.get(id(module)):
+            return
+        thread.stack.pop()
+        if not thread.stack:
+            self._leave_model()
+        elif self._is_traced(module):
+            thread.graphs -= 1
+            if not thread.graphs:
+                self._start()
+
+    def _leave_model(self) -> None:
+        """Follow what this thread calls no longer; an interrupt may have left modules running."""
+        self._thread.stack.clear()
+        self._thread.graphs = 0
+        self._stop()
+
+    def _is_traced(self, module: torch.nn.Module) -> bool:
+        """Whether a module is compiled, and all attention of the model asks the interface."""
+        return self._traces and type(module).__name__ == "OptimizedModule"
+
+    def _start(self) -> None:
+        """Follow the functions that this thread calls."""
+        self._thread.mode = FunctionChange(self)
+        self._thread.mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _stop(self) -> None:
+        """Follow them no longer."""
+        mode, self._thread.mode = self._thread.mode, None
+        if mode is not None:
+            mode.__exit__(None, None, None)
+
+
+def _entropy(call: AttentionCall) -> Tensor:
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        entropy: Tensor = call.statistics(False).entropy
+        return entropy
+
+
+def _shaped(factor: Tensor, query: Tensor, four: Tensor) -> Tensor:
+    """A factor of (B or 1, Hq or 1, L), as it multiplies a query that SDPA takes in any rank."""
+    if query.dim() == 4:
+        return factor.unsqueeze(-1)
+    if query.dim() == 3:
+        return factor.squeeze(1).unsqueeze(-1)
+    if query.dim() == 2:
+        return factor[0, 0].unsqueeze(-1)
+    whole = factor.expand(four.shape[:3])
+    return whole.reshape(*query.shape[:-3], *four.shape[1:3]).unsqueeze(-1)
+
+
+def _forget_compiled() -> None:
+    """Have graphs traced again: one made with or without the law would go on as it was."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()

@@ -1,0 +1,198 @@
+"""Changes plain PyTorch attention: SDPA, nn.MultiheadAttention, softmaxes written by hand."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from acutance.calibration.handwritten import scaled_weights
+from acutance.capture.function_modes import leave
+from acutance.capture.handwritten.products import Lineage, LineageError
+from acutance.capture.handwritten.softmax import (
+    FEWEST,
+    LOG_SOFTMAX,
+    SOFTMAX,
+    Softmax,
+    Softmaxes,
+    scores_of,
+)
+from acutance.capture.torch_functions import changing_sdpa, sdpa_arguments
+from acutance.capture.torch_multihead import changing_softmax, sdpa_instead
+
+__all__ = ["FunctionChange"]
+
+_SDPA = F.scaled_dot_product_attention
+_HINT = "; give the law by layer to leave it alone"
+_UNTAKEN = ", and no matrix product takes its softmax over keys"
+
+
+class FunctionChanger(Protocol):
+    """What a :class:`FunctionChange` asks."""
+
+    def muted(self) -> bool:
+        """Whether the present code is inside a call that is already dealt with."""
+
+    def here(self) -> str | None:
+        """Name of the running module if it is to be scaled, None for any other."""
+
+    def changed_arguments(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
+        """SDPA's arguments with the query scaled."""
+
+    def factor_of_arguments(self, name: str, given: dict[str, Any]) -> Tensor:
+        """What multiplies the query of SDPA's arguments."""
+
+    def changed_scores(
+        self, name: str, scores: Tensor, bare: Tensor, dim: int, narrow: torch.dtype
+    ) -> Tensor:
+        """What a softmax takes over a dimension, with its products scaled; ``bare`` has none."""
+
+    def over_keys(self, scores: Tensor, dim: int) -> bool:
+        """Whether a softmax over this dimension, in the running module, may be one over keys."""
+
+    def skip(self, name: str, why: str) -> None:
+        """Note calls of a module that may be attention and were left alone."""
+
+    def unreachable(self, name: str, what: str) -> Exception:
+        """The error for attention that cannot be scaled."""
+
+
+class FunctionChange(TorchFunctionMode):
+    """Sees every torch function while the model runs, and scales attention's queries or scores."""
+
+    def __init__(self, changer: FunctionChanger) -> None:
+        super().__init__()
+        self._changer = changer
+        self._lineage = Lineage(by_hand=self._by_hand)
+        self._softmaxes = Softmaxes(self._weighed, self._unused)
+        self._why: dict[str, str] = {}  # by module, why its softmax was left as it is
+
+    def __exit__(self, *error: Any) -> None:
+        """What was followed need not be any longer."""
+        leave(self)
+        self._softmaxes.finish()
+        self._lineage.clear()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the function, with another query if it is attention."""
+        given = dict(kwargs or {})
+        if torch.compiler.is_compiling() or self._changer.muted():
+            return func(*args, **given)
+        if func is _SDPA:
+            name = self._changer.here()
+            if name is None:
+                return func(*args, **given)
+            return func(**self._changer.changed_arguments(name, sdpa_arguments(args, given)))
+        if func is F.multi_head_attention_forward:
+            return self._multi_head(func, args, given)
+        if func in SOFTMAX or func in LOG_SOFTMAX:
+            return self._softmax(func, args, given)
+        if getattr(func, "__name__", "") == "flex_attention":
+            name = self._changer.here()
+            if name is not None:
+                raise self._changer.unreachable(name, "it calls flex_attention itself")
+        result = self._lineage.call(func, args, given)
+        if self._softmaxes:
+            self._softmaxes.called(func, args, given, result)
+        return result
+
+    def _softmax(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Scale what scores have of products; one that cannot be scaled must be no attention."""
+        scores, dim = scores_of(args, kwargs)
+        if scores is None or dim is None:
+            return func(*args, **kwargs)
+        name, active = self._changer.here(), self._lineage.is_active(scores)
+        if not _may_be_attention(scores, 2 if active else FEWEST):
+            return func(*args, **kwargs)
+        over_keys = self._changer.over_keys(scores, dim)
+        if name is None or not (over_keys or active):
+            return self._weights(func, args, kwargs)
+        bare, why = None, "its scores are no product of queries and keys"
+        if not over_keys:
+            why = f"its softmax is over dimension {dim} of {tuple(scores.shape)}"
+        elif active:
+            try:
+                bare = self._lineage.without_products(scores)
+            except LineageError as error:
+                why = str(error)
+        if bare is None:
+            result, log = self._weights(func, args, kwargs), func in LOG_SOFTMAX
+            self._why[name] = why
+            with torch._C.DisableTorchFunction():
+                self._softmaxes.made(scores, result, name, dim=dim, log=log)
+            return result
+        narrow = self._lineage.narrowest(scores)
+        changed = self._changer.changed_scores(name, scores, bare, dim, narrow)
+        if args:
+            return self._weights(func, (changed, *args[1:]), kwargs)
+        return self._weights(func, (), {**kwargs, "input": changed})
+
+    def _weights(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        result = func(*args, **kwargs)
+        self._lineage.weights(result)
+        return result
+
+    def _by_hand(self, why: str) -> None:
+        """A product took the weights of a softmax that is written out."""
+        name = self._changer.here()
+        if name is not None:
+            raise self._changer.unreachable(name, why + _HINT)
+
+    def _weighed(self, softmax: Softmax, _: Callable[[], str | None]) -> None:
+        """A product took the softmax of scores that were left as they are."""
+        name = softmax.module or ""
+        raise self._changer.unreachable(name, self._why[name] + _HINT)
+
+    def _unused(self, softmax: Softmax) -> None:
+        """No product took a softmax: of four dimensions it may still be meant as attention."""
+        if softmax.scores.dim() == 4 and not softmax.log and softmax.module is not None:
+            self._changer.skip(softmax.module, f"{self._why[softmax.module]}{_UNTAKEN}")
+
+    def _multi_head(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Scale the SDPA call inside, or where weights are asked for, the scores they are of."""
+        name = self._changer.here()
+        if name is None:
+            return func(*args, **kwargs)
+        bound = inspect.signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        if not bound.arguments["need_weights"]:
+            with changing_sdpa(lambda inner: self._changer.changed_arguments(name, inner)):
+                return func(*args, **kwargs)
+        given = sdpa_instead(func, bound.arguments)
+        factor = self._changer.factor_of_arguments(name, given)
+
+        def query(inner: dict[str, Any]) -> dict[str, Any]:  # of a probe, which runs it without
+            return {**inner, "query": inner["query"] * factor}
+
+        def scores(inner: Tensor) -> Tensor:
+            return scaled_weights(inner, factor, given)
+
+        with changing_sdpa(query), changing_softmax(scores):
+            return func(*args, **kwargs)
+
+
+def _may_be_attention(scores: Tensor, fewest: int) -> bool:
+    return (
+        scores.dim() >= fewest
+        and scores.is_floating_point()
+        and scores.layout is torch.strided
+        and not scores.is_nested
+        and scores.numel() > 0
+    )

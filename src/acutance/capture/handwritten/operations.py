@@ -1,0 +1,185 @@
+"""What functions of PyTorch do to scores on their way to a softmax, by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.capture.handwritten.softmax import drops
+
+__all__ = [
+    "ENDS",
+    "MOVES",
+    "PRODUCTS",
+    "is_parameter",
+    "is_shift",
+    "is_weight",
+    "name_of",
+    "owner_of_keys",
+    "plain_name",
+    "target_of",
+    "tensors_of",
+    "why_not",
+    "writes",
+]
+
+PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"}
+#: Functions whose result is affine in each of its tensors, the others held.
+_AFFINE = {
+    *("view", "reshape", "view_as", "reshape_as", "transpose", "permute", "swapaxes", "swapdims"),
+    *("movedim", "moveaxis", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to"),
+    *("flatten", "unflatten", "ravel", "repeat", "repeat_interleave", "tile", "flip", "roll"),
+    *("contiguous", "clone", "detach", "alias", "to", "type", "type_as", "float", "half", "double"),
+    *("bfloat16", "cpu", "cuda", "T", "mT", "data", "t", "narrow", "select", "index_select"),
+    *("gather", "take_along_dim", "diagonal", "tril", "triu", "__getitem__", "__setitem__"),
+    *("cat", "concat", "concatenate", "stack", "split", "chunk", "tensor_split", "unbind"),
+    *("split_with_sizes", "pad", "_pad", "as_strided", "unfold", "masked_fill", "where"),
+    *("add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "neg"),
+    *("index_copy", "slice_scatter", "select_scatter", "copy", "fill_diagonal", "index_fill"),
+    *("scatter", "scatter_add", "index_add", "sum", "mean", "addcmul", "requires_grad"),
+}
+_TWICE = {"mul", "multiply", "div", "divide", "true_divide"}  # affine in one tensor at a time
+_BOUNDS = {"max", "maximum", "clamp", "clamp_min"}  # affine for scores above a mask's value
+_SHIFTS = {"max", "amax", "mean", "logsumexp"}  # over all keys: a softmax does not notice them
+MOVES = {"add", "sub", "subtract", "unsqueeze", "view", "reshape", "expand", "detach", "to"}
+ENDS = ("linear", "conv", "norm", "embedding", "softmax")  # what comes out is no score
+_LOW = -1e4  # no score that a row sees is as low
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """A function's name; of a property's getter, the property's."""
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name.partition(".")[0]
+
+
+def plain_name(name: str) -> str:
+    """``__iadd__``, ``__radd__`` and ``add_`` as ``add``; item access as it is.
+
+    Example:
+        >>> [
+        ...     plain_name(name)
+        ...     for name in ("__iadd__", "__rsub__", "__truediv__", "mul_", "__getitem__")
+        ... ]
+        ['add', 'sub', 'div', 'mul', '__getitem__']
+    """
+    if name in ("__getitem__", "__setitem__"):
+        return name
+    if not name.startswith("__"):
+        return name.rstrip("_")
+    inner = name.strip("_")
+    for rest in (inner, inner[1:]):
+        if rest in ("add", "sub", "mul", "truediv", "div", "neg"):
+            return "div" if rest == "truediv" else rest
+    return inner
+
+
+def writes(name: str) -> bool:
+    """Whether a function of this name writes to its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    return name.endswith("_")
+
+
+def target_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The tensor that a call writes to, if any."""
+    target = kwargs.get("out", args[0] if args and writes(name) else None)
+    return target if isinstance(target, Tensor) else None
+
+
+def why_not(
+    plain: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], marked: list[Tensor]
+) -> str:
+    """Why a function is not affine in what was made of products; empty if it is."""
+    if kwargs.get("out") is not None:
+        return "are written to with out="
+    if "dropout" in plain:
+        return "are dropped out" if drops(args, kwargs) else ""
+    if plain in _BOUNDS:
+        return "" if _is_bound(args, kwargs) else f"go through {plain}"
+    if not (plain in _AFFINE or name in PRODUCTS) or "reduce" in kwargs:
+        return f"go through {plain}"
+    if len(marked) > 1 and (plain in _TWICE or plain == "addcmul"):
+        return "are products multiplied or divided by products"
+    divisor = args[0] if name.startswith("__r") else kwargs.get("other", args[-1])
+    if plain in _TWICE and "div" in plain and divisor is marked[0]:
+        return "are divided by products"
+    return ""
+
+
+def is_shift(plain: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function gives one value for all keys of a row, which a softmax does not notice."""
+    return plain in _SHIFTS and _along_last(args, kwargs)
+
+
+def _along_last(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a value is taken over the last dimension, or over everything."""
+    scores = args[0] if args else kwargs.get("input")
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if not isinstance(scores, Tensor) or isinstance(dim, Tensor) or "other" in kwargs:
+        return False
+    return dim is None or dim in (-1, scores.dim() - 1, (-1,), [-1])
+
+
+def _is_bound(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether scores are held above a value so low that only masked ones are."""
+    given = [*args[1:], *(kwargs.get(name) for name in ("other", "min", "max"))]
+    bounds = [each for each in given if each is not None]
+    if len(bounds) != 1:
+        return False
+    low = bounds[0]
+    if isinstance(low, Tensor):
+        return low.numel() == 1 and float(low) <= _LOW
+    return isinstance(low, int | float) and "max" not in kwargs and low <= _LOW
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether a factor is weights of the model: a parameter, a view of one, or of no batch.
+
+    What ``functional_call`` or a parametrization puts in a parameter's place is none itself.
+    """
+    return tensor.dim() < 3 or is_parameter(tensor)
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one."""
+    base = tensor if tensor.is_inference() or tensor._base is None else tensor._base
+    return isinstance(base, torch.nn.Parameter)
+
+
+def owner_of_keys(name: str, args: Sequence[Any]) -> Tensor | None:
+    """The factor of a product that its last dimension comes from; None if that is not known.
+
+    Example:
+        >>> queries, keys = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)
+        >>> owner_of_keys("matmul", (queries, keys.mT)).shape
+        torch.Size([2, 4, 5])
+        >>> owner_of_keys("einsum", ("bqe,bke->bkq", queries, keys)) is queries
+        True
+    """
+    factors = list(tensors_of(args, {}))
+    if name == "baddbmm":
+        factors = factors[1:]
+    if name == "__rmatmul__":
+        factors = factors[::-1]
+    if name != "einsum":
+        return factors[-1]
+    terms, arrow, out = str(args[0] if args else "").replace(" ", "").partition("->")
+    names = terms.split(",")
+    if not arrow or not out or out.endswith(".") or len(names) != len(factors):
+        return None
+    owners = [each for term, each in zip(names, factors, strict=True) if out[-1] in term]
+    return owners[0] if len(owners) == 1 else None
+
+
+def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Tensors among the arguments of a call, and in lists of them."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (part for part in value if isinstance(part, Tensor))

@@ -1,0 +1,205 @@
+"""What the product that takes attention weights says of their dimensions: keys, queries, heads.
+
+The values have no dimension of queries. Where they come from a projection, a token's values hold
+its heads side by side, so that heads lie closer together in memory than keys do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from acutance.capture.handwritten.operands import einsum_terms
+
+__all__ = ["LEFT", "Layout", "Places", "layout_of", "places_in_product", "summed", "tensors_in"]
+
+#: Products of the factors as they are given.
+LEFT = {"matmul", "__matmul__", "bmm", "mm"}
+
+#: Step in memory and size of each dimension of a tensor.
+Layout = list[tuple[int, int]]
+
+
+class Places(NamedTuple):
+    """Dimensions of a softmax's result, as its product has them.
+
+    Attributes:
+        queries: the one that values lack; None if that is not known.
+        heads: of those that values share, the one in which their entries lie closest together,
+            closer than keys; None if there is none.
+        width: of the values; 0 if not known.
+    """
+
+    queries: int | None = None
+    heads: int | None = None
+    width: int = 0
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """Step and size of each dimension."""
+    return list(zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def places_in_product(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor, result: Layout
+) -> Places:
+    """Which dimensions of a softmax's result are queries and heads, by the product that takes it.
+
+    Args:
+        name: the product's.
+        args: what it is called with.
+        kwargs: by name.
+        weights: those among them; the result, or views and entrywise functions of it.
+        result: layout of the softmax's result.
+
+    Example:
+        >>> import torch
+        >>> weights = torch.rand(2, 5, 5, 7)  # (B, L, H, S)
+        >>> values = torch.rand(2, 7, 5, 3)  # (B, S, H, D)
+        >>> pair = weights.transpose(1, 2), values.transpose(1, 2)
+        >>> places_in_product("matmul", pair, {}, pair[0], layout_of(weights))
+        Places(queries=1, heads=2, width=3)
+        >>> pair = "blhs,bshd->blhd", weights, values
+        >>> places_in_product("einsum", pair, {}, weights, layout_of(weights))
+        Places(queries=1, heads=2, width=3)
+    """
+    labels = _labels(name, args, kwargs, weights)
+    if labels is None:
+        return Places()
+    ours, theirs, values, key = labels
+    steps = dict(zip(theirs, layout_of(values), strict=True))
+    place = {
+        label: _place(each, result)
+        for label, each in zip(ours, layout_of(weights), strict=True)
+        if label != key
+    }
+    own = [label for label in place if label not in steps]
+    width = [size for label, (_, size) in steps.items() if label not in ours]
+    near = [
+        (steps[label][0], label)
+        for label in place
+        if label in steps and 0 < steps[label][0] < steps[key][0] and steps[label][1] > 1
+    ]
+    return Places(
+        queries=place[own[0]] if len(own) == 1 else None,
+        heads=place[min(near)[1]] if near and steps[key][1] > 1 else None,
+        width=width[0] if len(width) == 1 else 0,
+    )
+
+
+def summed(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], step: int = 1
+) -> list[Tensor] | None:
+    """Operands of a product that it sums over the dimension a softmax runs along.
+
+    That dimension is told by its entries' distance in memory, however the result was turned since.
+
+    Args:
+        name: the function's.
+        args: what it was called with.
+        kwargs: by name.
+        step: how far apart the entries of that dimension lie; 1 is side by side.
+
+    Returns:
+        Those operands; None for a function that is no product.
+
+    Example:
+        >>> import torch
+        >>> weights, values = torch.rand(2, 3, 5), torch.rand(2, 5, 4)
+        >>> [len(summed("bmm", pair, {})) for pair in ((weights, values), (values.mT, weights.mT))]
+        [1, 1]
+        >>> len(summed("einsum", ("bqk,bkd->bqd", weights, values), {}))
+        1
+        >>> summed("einsum", ("bqk,bqd->bkd", weights, torch.rand(2, 3, 4)), {})
+        []
+        >>> summed("add", (weights, weights), {}) is None
+        True
+    """
+    given = [*args, *kwargs.values()]
+    if name in LEFT:
+        return _by_strides(given[:2], step)
+    if name == "__rmatmul__":
+        return _by_strides([given[1], given[0]], step)
+    if name == "baddbmm":
+        return _by_strides(given[1:3], step)
+    if name != "einsum":
+        return None
+    operands = list(tensors_in(given[1:]))
+    if not isinstance(given[0], str):
+        return operands
+    left, _, right = given[0].replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(operands) or not _:
+        return operands
+    return [
+        operand
+        for index, (term, operand) in enumerate(zip(terms, operands, strict=True))
+        if (label := _label(term, operand, step))
+        and label not in right
+        and any(label in other for i, other in enumerate(terms) if i != index)
+    ]
+
+
+def _by_strides(pair: Sequence[Any], step: int) -> list[Tensor]:
+    if len(pair) != 2 or not all(isinstance(each, Tensor) and each.dim() > 1 for each in pair):
+        return []
+    left, right = pair
+    found = [left] if left.stride(-1) == step or left.shape[-1] == 1 else []
+    return [*found, right] if right.stride(-2) == step else found
+
+
+def _label(term: str, operand: Tensor, step: int) -> str:
+    """The label of the dimension whose entries lie so far apart; empty if it has none."""
+    before, dots, after = term.partition("...")
+    missing = operand.dim() - len(before) - len(after)
+    labels: list[str] = [*before, *([""] * missing if dots else []), *after]
+    if len(labels) != operand.dim():
+        return ""
+    strides = [operand.stride(i) if operand.shape[i] > 1 else 1 << 62 for i in range(operand.dim())]
+    step = min(strides) if step == 1 else step
+    return labels[strides.index(step)] if step in strides else ""
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among some arguments, and in lists and tuples among them."""
+    for value in values:
+        parts = value if isinstance(value, list | tuple) else (value,)
+        yield from (part for part in parts if isinstance(part, Tensor))
+
+
+def _place(dimension: tuple[int, int], result: Layout) -> int | None:
+    """Where the result has a dimension of this step and size; None if that is not clear."""
+    same = [place for place, each in enumerate(result) if each == dimension]
+    return same[0] if len(same) == 1 and dimension[1] > 1 else None
+
+
+def _labels(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor
+) -> tuple[str, str, Tensor, str] | None:
+    """Labels of the weights' dimensions, of the values', the values, and the label of keys."""
+    given = [*args, *kwargs.values()]
+    if name == "einsum":
+        terms = einsum_terms(given)
+        if terms is None:
+            return None
+        names, pair, out = terms
+    else:
+        if name == "__rmatmul__":
+            given = [given[1], given[0]]
+        pair = given[-2:] if name == "baddbmm" and not kwargs else given[:2]
+        if len(pair) != 2 or not all(isinstance(each, Tensor) and each.dim() > 1 for each in pair):
+            return None
+        batch = "".join(map(chr, range(ord("a"), ord("a") + max(x.dim() for x in pair) - 2)))
+        names = [
+            batch[len(batch) - part.dim() + 2 :] + last
+            for part, last in zip(pair, ("xy", "yz"), strict=True)
+        ]
+        out = f"{batch}xz"
+    mine = next((i for i, part in enumerate(pair) if part is weights), None)
+    if mine is None or pair[0] is pair[1]:
+        return None
+    ours, theirs, values = names[mine], names[1 - mine], pair[1 - mine]
+    over = [label for label in ours if label in theirs and label not in out]
+    return (ours, theirs, values, over[0]) if len(over) == 1 else None

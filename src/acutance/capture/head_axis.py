@@ -1,0 +1,256 @@
+"""Which dimension of scores is heads, and which is keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from acutance.capture.handwritten.product_layout import Places
+
+__all__ = [
+    "HeadPlaces",
+    "decided_place",
+    "fold",
+    "folded",
+    "head_places",
+    "heads_at_once",
+    "heads_of",
+    "over_keys",
+    "projected_heads",
+]
+
+#: How a module may name its number of heads.
+HEADS = (
+    "num_heads",
+    "num_attention_heads",
+    "n_heads",
+    "n_head",
+    "nhead",
+    "heads",
+    "attention_heads",
+    "num_attn_heads",
+)
+
+
+def over_keys(scores: Tensor, dim: int, heads: int | None) -> bool:
+    """Whether a softmax over this dimension may be one over keys.
+
+    It is the last, or before that of heads, which then has their number. Other softmaxes are over
+    the channels of a picture, the taps of a kernel, or the positions of each feature.
+
+    Example:
+        >>> scores = torch.zeros(2, 5, 5, 3)
+        >>> over_keys(scores, -1, None), over_keys(scores, 2, 3), over_keys(scores, 2, 4)
+        (True, True, False)
+    """
+    if scores.dim() == 0 or dim in (-1, scores.dim() - 1):
+        return scores.dim() > 0
+    return scores.dim() == 4 and dim % 4 in (1, 2) and scores.shape[-1] == heads
+
+
+def heads_of(module: torch.nn.Module | None) -> int | None:
+    """Number of heads a module says it has, None if it says nothing.
+
+    Example:
+        >>> heads_of(torch.nn.MultiheadAttention(8, 2))
+        2
+    """
+    for holder in (module, getattr(module, "config", None)):
+        for name in HEADS:
+            try:
+                heads = getattr(holder, name, None)
+            except RuntimeError:  # layers have numbers of their own, says the configuration
+                continue
+            if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
+                return heads
+    return None
+
+
+def heads_at_once(module: torch.nn.Module | None) -> int | None:
+    """Number of heads in one softmax of a module: with diffusers' sliced attention some of them."""
+    heads = heads_of(module)
+    size = getattr(getattr(module, "processor", None), "slice_size", None)
+    sliced = isinstance(size, int) and heads is not None and size > 0 and heads % size == 0
+    return size if sliced else heads
+
+
+def fold(scores: Tensor, heads: int | None, place: int | None = None) -> Tensor:
+    """Scores of any rank as (B, H, L, S).
+
+    Three dimensions are batches of heads, or of a single head where their number does not fit. Of
+    four, the second is heads, unless only another one before the last has their number. More have
+    heads where their number is, and the rest is folded into the batch.
+
+    Args:
+        scores: (..., S).
+        heads: how many there are, None if unknown.
+        place: which of four dimensions is heads, where that is known otherwise.
+
+    Raises:
+        ValueError: if heads cannot be told from other dimensions.
+
+    Example:
+        >>> [list(fold(torch.zeros(shape), 2).shape) for shape in ((6, 5, 7), (3, 5, 2, 7))]
+        [[3, 2, 5, 7], [3, 2, 5, 7]]
+        >>> list(fold(torch.zeros(3, 9, 2, 5, 7), 2).shape)
+        [27, 2, 5, 7]
+        >>> list(fold(torch.zeros(2, 3, 5, 7), 2).shape)  # heads first
+        [3, 2, 5, 7]
+    """
+    shape = scores.shape
+    if scores.dim() == 3:
+        fits = heads is not None and shape[0] % heads == 0
+        three: Tensor = scores.unflatten(0, (-1, heads if fits and heads else 1))
+        return three
+    if scores.dim() == 4:
+        places = head_places(shape, heads)
+        if place is None:
+            place = places[0] if len(places) == 1 else 1
+        return scores.transpose(1, place)
+    places = [place for place in range(1, scores.dim() - 1) if shape[place] == heads]
+    if not places and shape[0] == heads:
+        places = [0]
+    if not places:
+        raise ValueError(
+            f"which of the dimensions {tuple(shape)} of its softmax are heads is not known"
+        )
+    place = places[0] if places[0] == 1 else places[-1]
+    return scores.movedim(place, -3).flatten(0, -4)
+
+
+def head_places(shape: Sequence[int], heads: int | None) -> list[int]:
+    """Which of four dimensions, the last of them keys, have the number of heads.
+
+    Example:
+        >>> head_places((4, 2, 9, 9), 4), head_places((4, 4, 9, 9), 4)
+        ([0], [0, 1])
+    """
+    return [place for place in range(3) if shape[place] == heads] if len(shape) == 4 else []
+
+
+def decided_place(shape: Sequence[int], heads: int | None, product: Places) -> tuple[int, bool]:
+    """Which of four dimensions is heads, and whether anything but custom says so.
+
+    What is not queries may be heads; the number of heads decides among them, then the values.
+
+    Args:
+        shape: of the scores, keys last.
+        heads: how many there are, None if unknown.
+        product: what the product that takes the weights says.
+
+    Example:
+        >>> decided_place((2, 4, 4, 9), 4, Places(queries=1))
+        (2, True)
+        >>> decided_place((4, 4, 9, 9), 4, Places()), decided_place((3, 5, 9, 9), None, Places())
+        ((1, False), (1, True))
+    """
+    among = [place for place in range(3) if place != product.queries]
+    fitting = [place for place in among if shape[place] == heads]
+    choice = fitting or among
+    if product.heads is not None and product.heads in choice:
+        return product.heads, True
+    return 1 if 1 in choice else choice[-1], len(fitting) < 2
+
+
+def projected_heads(module: torch.nn.Module | None, shape: Sequence[int], width: int) -> int | None:
+    """Number of heads of values of a width, by the linear layers in a module that make them.
+
+    None unless exactly one of a softmax's first three dimensions has such a number.
+
+    Example:
+        >>> module = torch.nn.ModuleDict({"v": torch.nn.Linear(6, 12)})
+        >>> projected_heads(module, (3, 2, 5, 5), 4), projected_heads(module, (3, 2, 5, 5), 3)
+        (3, None)
+    """
+    if module is None or width == 0 or len(shape) != 4:
+        return None
+    layers = (child for child in module.children() if isinstance(child, torch.nn.Linear))
+    made = {layer.out_features for layer in layers}
+    fitting = [size for size in shape[:3] if size > 1 and {size * width, 3 * size * width} & made]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+class HeadPlaces:
+    """Which of four dimensions is heads in each module, as far as its calls show.
+
+    Example:
+        >>> places = HeadPlaces()
+        >>> places.place("attn", None, (4, 4, 9, 9), 4, Places())
+        1
+        >>> [why[:37] for _, why in places.undecided()]
+        ['its softmax of (4, 4, 9, 9) fits its ']
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, int] = {}
+        self._undecided: dict[str, tuple[int, str]] = {}
+
+    def place(
+        self,
+        name: str,
+        module: torch.nn.Module | None,
+        shape: Sequence[int],
+        heads: int | None,
+        product: Places,
+    ) -> int:
+        """The dimension: by the number of heads, the product, or calls of other sizes.
+
+        A reading that a later call contradicts is listed, as is what no call decides.
+
+        Args:
+            name: the module's.
+            module: whose projections tell the number of heads where ``heads`` is None.
+            shape: of the scores, keys last.
+            heads: how many there are, None if unknown.
+            product: what the product that takes the weights says.
+        """
+        heads = projected_heads(module, shape, product.width) if heads is None else heads
+        place, decided = decided_place(shape, heads, product)
+        if decided:
+            self._known[name] = place
+            if name in self._undecided and self._undecided[name][0] == place:
+                del self._undecided[name]
+            return place
+        known = self._known.get(name)
+        if known is not None and shape[known] == heads:
+            return known
+        self._undecided.setdefault(
+            name,
+            (
+                place,
+                f"its softmax of {tuple(shape)} fits its {heads} heads in more than one way: the "
+                f"{('first', 'second', 'third')[place]} dimension was taken for heads, which a "
+                "call with another batch or length would confirm",
+            ),
+        )
+        return place
+
+    def undecided(self) -> list[tuple[str, str]]:
+        """Modules whose calls decided nothing, or not what was assumed, and why; once each."""
+        found = [(name, why) for name, (_, why) in self._undecided.items()]
+        self._undecided.clear()
+        return found
+
+
+def folded(scores: Tensor, dim: int, heads: int | None, place: int | None = None) -> Tensor:
+    """Scores whose keys are some dimension as (B, H, L, S): :func:`fold`, or heads are last.
+
+    Args:
+        scores: of any rank; of four dimensions (B, L, S, H) or (B, S, L, H) where ``dim`` is not
+            the last.
+        dim: that of the keys.
+        heads: how many there are, None if unknown.
+        place: as for :func:`fold`.
+
+    Raises:
+        ValueError: as :func:`fold`.
+
+    Example:
+        >>> list(folded(torch.zeros(2, 5, 7, 3), 2, 3).shape)
+        [2, 3, 5, 7]
+    """
+    if dim in (-1, scores.dim() - 1):
+        return fold(scores, heads, place)
+    return scores.movedim(dim, -1).transpose(1, 2)

@@ -1,0 +1,398 @@
+"""Captures attention of Hugging Face models where every implementation is chosen.
+
+Since transformers 5.1 each attention layer asks ``AttentionInterface.get_interface`` for the
+function to call, eager included, and calls it with ``(module, query, key, value, mask, ...)``.
+Wrapping what it returns shows every argument and changes none.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from acutance.capture.attention_call import AttentionCall
+
+
+class Observer(Protocol):
+    """What a capture reports to."""
+
+    def place_of(self, module: torch.nn.Module) -> str | None:
+        """Name for an attention call of a probed module, None for any other."""
+
+    def observe(
+        self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
+    ) -> None:
+        """Record a call that took place."""
+
+    def unreadable(self, module: str, reason: str) -> None:
+        """List attention that took place and could not be read."""
+
+    def muted(self) -> bool:
+        """Whether the present code is inside a call that is being captured."""
+
+    def mute(self) -> Any:
+        """Context in which captures inside are ignored."""
+
+
+@runtime_checkable
+class Substitute(Protocol):
+    """An observer that may compute calls itself."""
+
+    def provide(
+        self,
+        make: Callable[[], AttentionCall],
+        module: str,
+        own: Callable[[], Tensor],
+        refuse: str | None = None,
+    ) -> Tensor | None:
+        """Compute and record a call, (B, Hq, L, Ev), in the model's stead; None leaves it alone."""
+
+
+class Changer(Protocol):
+    """What may change the query of a call before it runs, and before any observer sees it."""
+
+    def changed_query(self, call: InterfaceCall) -> Tensor | None:
+        """The query to use instead, None for the call's own."""
+
+    def mute(self) -> Any:
+        """Context in which the functions that the call uses are left alone."""
+
+
+@dataclass(frozen=True)
+class InterfaceCall:
+    """One call of an attention function that transformers handed out.
+
+    Attributes:
+        function: what is called.
+        implementation: its name.
+        args: its positional arguments.
+        kwargs: its keywords.
+    """
+
+    function: Callable[..., Any]
+    implementation: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument by name, None where there is none."""
+        if name in _POSITIONAL and _POSITIONAL.index(name) < len(self.args):
+            return self.args[_POSITIONAL.index(name)]
+        return self.kwargs.get(name)
+
+    def with_query(self, query: Tensor) -> InterfaceCall:
+        """The same call with another query."""
+        if len(self.args) > 1:
+            return replace(self, args=(self.args[0], query, *self.args[2:]))
+        return replace(self, kwargs={**self.kwargs, "query": query})
+
+    def masks(self) -> dict[str, Any]:
+        """What hides keys, as :class:`AttentionCall` holds it."""
+        if self["cache"] is not None:
+            raise ValueError(_PAGED)
+        query, key, mask, module = (
+            self[part] for part in ("query", "key", "attention_mask", "module")
+        )
+        kind = _kind(self.implementation)
+        if is_flash(self.implementation):
+            masks = _flash(self.kwargs, query, key, mask, module)
+            return {part: masks[part] for part in masks if part not in ("softcap", "sinks")}
+        return _mask(kind, self["is_causal"], query, key, mask, module)
+
+    def read(self, name: str) -> AttentionCall:
+        """The call as its implementation reads it; ``name`` is its module's."""
+        return _call(self.function, self.implementation, name, self.args, self.kwargs)
+
+
+_POSITIONAL = ("module", "query", "key", "value", "attention_mask")
+#: Keywords that are read, and those that change nothing of the rows.
+_KNOWN = {
+    *_POSITIONAL,
+    *("scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cache"),
+    *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "position_ids"),
+    *("cache_position", "layer_idx", "layer_head_mask", "head_mask", "training", "deterministic"),
+    *("past_key_values", "past_key_value", "position_embeddings", "num_items_in_batch"),
+    *("output_router_logits", "seq_idx"),
+}
+_PAGED = "paged attention keeps its keys in a cache of its own"
+
+#: Open captures, innermost last, and open changes. The first of them to open wraps
+#: ``get_interface``, the last to close restores it.
+_observers: list[Observer] = []
+_changers: list[Changer] = []
+_lock = threading.Lock()
+_original: Callable[..., Any] | None = None
+
+
+@contextmanager
+def capture(observer: Observer) -> Iterator[None]:
+    """Wrap the attention functions transformers hands out, for the length of the context."""
+    with _among(_observers, observer):
+        yield
+
+
+@contextmanager
+def change(changer: Changer) -> Iterator[None]:
+    """Let a changer have every query first, for the length of the context."""
+    with _among(_changers, changer):
+        yield
+
+
+@contextmanager
+def _among(group: list[Any], member: Any) -> Iterator[None]:
+    # a model of transformers has imported this; importing it here would cost others seconds
+    modeling = sys.modules.get("transformers.modeling_utils")
+    try:
+        interface: Any = getattr(modeling, "AttentionInterface", None)
+    except Exception:  # its lazy import fails: a torchvision that does not fit, for one
+        interface = None
+    if not hasattr(interface, "get_interface"):
+        yield
+        return
+    with _lock:
+        if not _observers and not _changers:
+            _wrap(interface)
+        group.append(member)
+    try:
+        yield
+    finally:
+        with _lock:
+            group.remove(member)
+            if not _observers and not _changers:
+                interface.get_interface = _original
+
+
+def _wrap(interface: Any) -> None:
+    global _original
+    _original = original = interface.get_interface
+
+    @functools.wraps(original)
+    def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Any:
+        return _wrapped(original(self, attn_implementation, default), attn_implementation)
+
+    interface.get_interface = get_interface
+
+
+def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        for changer in tuple(_changers):
+            call = InterfaceCall(function, implementation, args, kwargs)
+            query = changer.changed_query(call)
+            if query is not None:
+                call = call.with_query(query)
+                args, kwargs = call.args, call.kwargs
+        if torch.compiler.is_compiling():  # a probe runs nothing compiled: no one is listening
+            return function(*args, **kwargs)
+        module = args[0] if args else kwargs.get("module")
+        listening: list[tuple[Observer, str]] = []
+        for observer in tuple(_observers):
+            if observer.muted() or not isinstance(module, torch.nn.Module):
+                continue
+            name = observer.place_of(module)
+            if name is not None:
+                listening.append((observer, name))
+
+        def run() -> Any:
+            with ExitStack() as quiet:
+                for changer in tuple(_changers):
+                    quiet.enter_context(changer.mute())
+                for observer, _ in listening:
+                    quiet.enter_context(observer.mute())
+                return function(*args, **kwargs)
+
+        def own() -> Tensor:
+            return _of(run()).transpose(1, 2)  # the interface returns (B, L, Hq, Ev)
+
+        def make(name: str) -> Callable[[], AttentionCall]:
+            return functools.partial(_call, function, implementation, name, args, kwargs)
+
+        provider, result = None, None
+        for observer, name in listening:
+            if not isinstance(observer, Substitute):
+                continue
+            provided = observer.provide(make(name), name, own, _keeps(implementation, kwargs))
+            if provided is not None:
+                provider, result = observer, (provided.transpose(1, 2).contiguous(), None)
+                break
+        result = run() if result is None else result
+        output = _of(result)
+        for observer, name in listening:
+            if observer is not provider:
+                observer.observe(make(name), name, lambda: output.transpose(1, 2))
+        return result
+
+    return attend
+
+
+def _of(result: Any) -> Tensor:
+    """The output among what an attention function returns."""
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output
+
+
+def _keeps(implementation: str, kwargs: dict[str, Any]) -> str | None:
+    """Why a function's own result is needed, None if its output is all there is to it."""
+    kind = _kind(implementation)
+    if kind != "sdpa" and not is_flash(implementation):
+        return f"{kind} attention may return its weights, which only it forms"
+    if kwargs.get("output_attentions"):
+        return "its weights are asked for"
+    return None
+
+
+def _call(
+    function: Callable[..., Any],
+    implementation: str,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> AttentionCall:
+    """Read an interface call as its implementation reads it."""
+    given = dict(zip(_POSITIONAL, args, strict=False))
+    given.update(kwargs)
+    if given.get("cache") is not None:
+        raise ValueError(_PAGED)
+    module, query, key, value = (given[part] for part in ("module", "query", "key", "value"))
+    mask = given.get("attention_mask")
+    accepts = _parameters(function)
+    scale = given.get("scaling")
+    call = {
+        "module": name,
+        "source": f"transformers {implementation or 'eager'}",
+        "query": query,
+        "key": key,
+        "value": value,
+        "scale": None if scale is None else float(scale),
+        "dropout_p": float(given.get("dropout") or 0.0),
+        "cross": is_cross(name, module),
+        "unknown": tuple(sorted(set(given) - _KNOWN)),
+    }
+    kind = _kind(implementation)
+    if is_flash(implementation):
+        return AttentionCall(**call, **_flash(given, query, key, mask, module))
+    bias = given.get("position_bias") if _takes(kind, accepts, "position_bias") else None
+    if isinstance(bias, Tensor):
+        call["bias"] = bias[..., : key.shape[2]]
+    if _takes(kind, accepts, "softcap") and given.get("softcap") is not None:
+        call["softcap"] = float(given["softcap"])
+    call["sinks"] = _sinks(kind, given, module)
+    call.update(_mask(kind, given.get("is_causal"), query, key, mask, module))
+    return AttentionCall(**call)
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of a function's parameters."""
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _takes(kind: str, accepts: frozenset[str], keyword: str) -> bool:
+    """Whether the function reads a keyword, rather than letting it fall into ``**kwargs``."""
+    return keyword in accepts or kind not in ("eager", "sdpa")
+
+
+def _mask(
+    kind: str, causal: bool | None, query: Tensor, key: Tensor, mask: Any, module: Any
+) -> dict[str, Any]:
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None:
+        if kind == "eager":
+            return {}
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        return {"is_causal": bool(causal) and queries > 1}
+    if not isinstance(mask, Tensor):
+        if hasattr(mask, "mask_mod"):
+            return {"attn_mask": _block_mask(mask, query, key)}
+        raise ValueError(f"an attention mask of type {type(mask).__name__} is not understood")
+    if mask.dim() == 2:
+        return {"key_mask": mask[:, :keys].bool()}
+    mask = mask[..., :keys]
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        mask = mask.bool()
+    return {"attn_mask": mask}
+
+
+def _block_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
+    """The boolean mask a flex BlockMask stands for."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch, heads = query.shape[0], query.shape[1]
+    shape = (batch, heads, query.shape[2], key.shape[2])
+    result: Tensor = create_mask(mask.mask_mod, *shape, device=str(query.device))
+    return result
+
+
+def _kind(implementation: str | None) -> str:
+    """The name of an implementation, without what says where its keys are."""
+    return (implementation or "eager").removeprefix("paged|")
+
+
+def is_flash(implementation: str | None) -> bool:
+    """Whether an implementation takes its masks as flash attention does.
+
+    It then gets no mask but a 2-d one of padding, aligns its causal mask bottom-right, and applies
+    the sliding window itself. transformers says so by the mask function it registers under the
+    name; a name without one is judged by itself.
+
+    Args:
+        implementation: a name registered with ``AttentionInterface``, such as
+            ``"kernels-community/flash-attn2"``; ``"paged|"`` in front of it does not count.
+
+    Example:
+        >>> [is_flash(name) for name in ("flash_attention_2", "paged|my_flash", "sdpa", None)]
+        [True, True, False, False]
+    """
+    name = _kind(implementation)
+    masking = sys.modules.get("transformers.masking_utils")
+    registered = getattr(masking, "ALL_MASK_ATTENTION_FUNCTIONS", {}).get(name)
+    if registered is not None:
+        return registered is getattr(masking, "flash_attention_mask", None)
+    return "flash" in name
+
+
+def _flash(
+    given: dict[str, Any], query: Tensor, key: Tensor, mask: Any, module: Any
+) -> dict[str, Any]:
+    """Flash attention aligns its causal mask bottom-right and reads padding from a 2-d mask."""
+    queries, keys = query.shape[2], key.shape[2]
+    causal = given.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    lengths = given.get("cu_seq_lens_k")
+    return {
+        "is_causal": bool(causal),
+        "query_offset": keys - queries,
+        "key_mask": mask[:, -keys:].bool() if isinstance(mask, Tensor) else None,
+        "window": given.get("sliding_window"),
+        "softcap": given.get("softcap") or None,
+        "sinks": given.get("s_aux"),
+        "cu_seqlens": lengths if isinstance(lengths, Tensor) else None,
+    }
+
+
+def _sinks(kind: str, given: dict[str, Any], module: Any) -> Tensor | None:
+    """Learned sinks; sdpa has no place for them, eager ones read their module's own."""
+    if kind == "sdpa":
+        return None
+    sinks = given.get("s_aux")
+    if sinks is None and kind == "eager":
+        sinks = getattr(module, "sinks", None)
+    return sinks.reshape(-1) if isinstance(sinks, Tensor) else None
+
+
+def is_cross(name: str, module: Any = None) -> bool:
+    """Whether a module's queries are of another sequence than its keys, as far as it says."""
+    if getattr(module, "is_cross_attention", False):
+        return True
+    last = name.lower().split(".")[-2:]
+    return any("cross" in part or "encdec" in part or part == "encoder_attn" for part in last)

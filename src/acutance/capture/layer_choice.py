@@ -1,0 +1,230 @@
+"""Which layers and heads are meant: numbers, ranges and patterns of names, wherever asked."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+import torch
+
+from acutance.capture.find_layers import attention_layers
+from acutance.capture.module_names import named_modules
+
+__all__ = ["Chosen", "HeadChoice", "LayerChoice", "choose_layers"]
+
+#: What names layers or heads: numbers, ranges, text as ``"0-3,8"``, or several of these.
+Chosen: TypeAlias = int | str | range | Iterable["int | str | range"]
+
+_RANGE = re.compile(r"(-?\d+)(?:-(-?\d+))?")
+
+
+def _items(name: str, given: Chosen) -> list[range | str]:
+    """Every number as a range (first, last + 1), every pattern as it is.
+
+    Raises:
+        TypeError: if something is no number, range or text.
+        ValueError: if nothing is chosen, or a range is empty.
+    """
+    if isinstance(given, int | str | range):
+        given = (given,)
+    found: list[range | str] = []
+    for item in given:
+        if isinstance(item, range):
+            found += [range(number, number + 1) for number in item]
+        elif isinstance(item, int) and not isinstance(item, bool):
+            found.append(range(item, item + 1))
+        elif isinstance(item, str):
+            for part in filter(None, (part.strip() for part in item.split(","))):
+                match = _RANGE.fullmatch(part)
+                if match is None:
+                    found.append(part)
+                    continue
+                first = int(match[1])
+                last = first if match[2] is None else int(match[2])
+                if last < first:
+                    raise ValueError(f"{name} has ranges low-high, got {part!r}")
+                found.append(range(first, last + 1))
+        else:
+            raise TypeError(f"{name} holds numbers, ranges and text, got {item!r}")
+    if not found:
+        raise ValueError(f"{name} names at least one, got {given!r}")
+    return found
+
+
+class LayerChoice:
+    """The layers of a model that are meant.
+
+    A number is that of a block, as the module's name has it: ``encoder.layer.3.attention.self``
+    lies in block 3; negative ones count from the last. In a model without numbered blocks it is
+    that of an attention layer. A pattern (``*`` and ``?``) is of a module's name, or of that of a
+    module around it.
+
+    Args:
+        given: what was asked for.
+        names: of all modules of the model, without wrappers.
+        attention: names of its attention layers, in order.
+        argument: what ``given`` is called in errors.
+
+    Raises:
+        TypeError: if it holds anything but numbers, ranges and text.
+        ValueError: if a part of it chooses no module.
+
+    Example:
+        >>> names = ["layers", "layers.0", "layers.0.attn", "layers.1", "layers.1.attn", "head"]
+        >>> choice = LayerChoice("-1", names)
+        >>> [name for name in names if name in choice]
+        ['layers.1', 'layers.1.attn']
+        >>> "layers.0.attn" in LayerChoice("*.0", names)
+        True
+        >>> LayerChoice(7, names)
+        Traceback (most recent call last):
+        ValueError: layers=7 is no layer of the model: its blocks are numbered 0 to 1
+        >>> LayerChoice("hea", names)
+        Traceback (most recent call last):
+        ValueError: layers='hea' is no layer of the model; did you mean 'head'?
+    """
+
+    def __init__(
+        self,
+        given: Chosen,
+        names: Sequence[str],
+        attention: Sequence[str] = (),
+        argument: str = "layers",
+    ) -> None:
+        self._argument, self._attention = argument, list(attention)
+        self._counts: dict[str, int] = {}
+        for name in names:
+            base, number = _block(name)
+            if number is not None:
+                self._counts[base] = max(self._counts.get(base, 0), number + 1)
+        self._parts = _items(argument, given)
+        for part in self._parts:
+            most = max(self._counts.values(), default=len(self._attention))
+            beyond = isinstance(part, range) and not (-most <= part[0] and part[-1] < most)
+            if beyond or not any(self._takes(part, name) for name in names):
+                raise ValueError(self._nothing(part, names))
+
+    @classmethod
+    def from_model(
+        cls, given: Chosen, model: torch.nn.Module, argument: str = "layers"
+    ) -> LayerChoice:
+        """The choice among a model's modules, however it is wrapped."""
+        names = [name for name, _ in named_modules(model)]
+        return cls(given, names, list(attention_layers(model)), argument)
+
+    def __contains__(self, name: str) -> bool:
+        return any(self._takes(part, name.partition("#")[0]) for part in self._parts)
+
+    def _takes(self, part: range | str, name: str) -> bool:
+        if isinstance(part, str):
+            pieces = name.split(".")
+            around = (".".join(pieces[: end + 1]) for end in range(len(pieces)))
+            return any(fnmatchcase(each, part) for each in around)
+        if not self._counts:
+            place = self._attention.index(name) if name in self._attention else None
+            return place is not None and (place in part or place - len(self._attention) in part)
+        base, number = _block(name)
+        if number is None:
+            return False
+        return number in part or number - self._counts.get(base, 0) in part
+
+    def _nothing(self, part: range | str, names: Sequence[str]) -> str:
+        if isinstance(part, str):
+            near = difflib.get_close_matches(part, names, n=3, cutoff=0.6)
+            near = near or difflib.get_close_matches(part, names, n=1, cutoff=0.3)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            return f"{self._argument}={part!r} is no layer of the model{hint}"
+        asked = part[0] if len(part) == 1 else f"{part[0]}-{part[-1]}"
+        text = f"{self._argument}={asked} is no layer of the model"
+        if self._counts:
+            return f"{text}: its blocks are numbered 0 to {max(self._counts.values()) - 1}"
+        if self._attention:
+            last = len(self._attention) - 1
+            return f"{text}: its attention layers are numbered 0 to {last}"
+        return f"{text}: it has no numbered blocks, name modules"
+
+
+def choose_layers(model: torch.nn.Module, given: Chosen, argument: str = "layers") -> list[str]:
+    """Names of the attention layers that are meant, in model order.
+
+    Text that is the name of a module in which no attention layer is known is that module.
+
+    Raises:
+        TypeError: if ``given`` holds anything but numbers, ranges and text.
+        ValueError: if a part of it is no layer of the model.
+
+    Example:
+        >>> model = torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(8, 2), 2)
+        >>> choose_layers(model, "-1"), choose_layers(model, "layers.0.self_attn")
+        (['layers.1.self_attn', 'layers.1.multihead_attn'], ['layers.0.self_attn'])
+    """
+    choice = LayerChoice.from_model(given, model, argument)
+    attention = attention_layers(model)
+    if isinstance(given, str) and given in attention:
+        return [given]
+    chosen = [name for name in attention if name in choice]
+    if chosen:
+        return chosen
+    if isinstance(given, str) and any(given == name for name, _ in named_modules(model)):
+        return [given]
+    raise ValueError(f"{argument}={given!r} is no layer of the model: it holds no attention")
+
+
+class HeadChoice:
+    """The heads of every layer that are read: numbers and ranges, negative ones from the last.
+
+    Raises:
+        TypeError: if it holds anything but numbers, ranges and text.
+        ValueError: if text is no number and no range.
+
+    Example:
+        >>> HeadChoice("0,4-5,-1").of(8)
+        [0, 4, 5, 7]
+        >>> HeadChoice(9).of(8)
+        []
+    """
+
+    def __init__(self, given: Chosen) -> None:
+        self._parts: list[range] = []
+        for part in _items("heads", given):
+            if isinstance(part, str):
+                raise ValueError(f"heads are numbers or ranges, as 0,4-7, got {part!r}")
+            self._parts.append(part)
+
+    def check(self, most: int, model: str) -> None:
+        """Refuse heads that no layer has.
+
+        Args:
+            most: how many heads the layer with the most of them has.
+            model: what errors call the model.
+
+        Raises:
+            ValueError: naming the first such head.
+        """
+        for part in self._parts:
+            for head in (part[-1], part[0]):
+                if not -most <= head < most:
+                    raise ValueError(
+                        f"heads names head {head}, and the layers of {model} have {most} heads: "
+                        f"0 to {most - 1}"
+                    )
+
+    def of(self, heads: int) -> list[int]:
+        """The chosen of ``heads`` heads, ascending; those that a layer lacks are left out."""
+        return [
+            head
+            for head in range(heads)
+            if any(head in part or head - heads in part for part in self._parts)
+        ]
+
+
+def _block(name: str) -> tuple[str, int | None]:
+    """What stands before the first number of a dotted name, and that number."""
+    pieces = name.split(".")
+    for place, piece in enumerate(pieces):
+        if piece.isascii() and piece.isdigit():
+            return ".".join(pieces[:place]), int(piece)
+    return name, None

@@ -1,0 +1,126 @@
+"""tap: attention that a model computes in a way of its own tells the probe what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.capture.acutance_attention import plain_call
+from acutance.capture.torch_functions import FunctionCapture, FunctionObserver
+
+__all__ = ["Tap", "tap"]
+
+
+def tap(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    query_offset: int = 0,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tap:
+    """Tell every open probe about attention that the code inside computes.
+
+    For attention that a probe cannot see, as a kernel called directly, or sees only by its softmax.
+    Inside the context nothing else is read. Where no probe is open it costs next to nothing.
+
+    Args:
+        query: (B, Hq, L, E).
+        key: (B, H, S, E).
+        value: (B, H, S, Ev); without it neither ``verify`` nor ``noise`` has anything to go by.
+        attn_mask: all options are those of :func:`acutance.attention`.
+        is_causal: row i sees keys j ≤ i + query_offset.
+        scale: factor of the scores; None is 1/√E.
+        dropout_p: above 0 the output is not compared.
+        query_offset: position of query 0 among the keys.
+        window: sliding window.
+        key_mask: boolean (B, S).
+        cu_seqlens: cumulative document lengths.
+        bias: added to the scores.
+        softcap: bound of the scaled scores.
+        sinks: (Hq,).
+
+    Returns:
+        A context manager. Set its ``output``, (B, Hq, L, Ev), so that ``verify`` can compare.
+        What does not fit is listed in :attr:`acutance.HeadSummary.unread`; the model goes on.
+
+    Example:
+        >>> import torch, acutance
+        >>> class Mine(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         with acutance.tap(x, x, x, scale=0.5) as told:
+        ...             weights = torch.exp(0.5 * x @ x.mT)  # no softmax to be seen
+        ...             told.output = (weights / weights.sum(-1, keepdim=True)) @ x
+        ...         return told.output
+        >>> with acutance.probe(model := Mine(), verify=True) as probe:
+        ...     _ = model(torch.randn(1, 2, 5, 4))
+        >>> probe.summary().layers[0].status
+        'verified'
+    """
+    given = dict(locals())
+    observers: list[FunctionObserver] = []
+    if not torch.compiler.is_compiling():
+        stack = torch.overrides._get_current_function_mode_stack()
+        observers = [mode.observer for mode in stack if isinstance(mode, FunctionCapture)]
+    return Tap(observers, given)
+
+
+class Tap:
+    """The context that :func:`tap` returns.
+
+    Attributes:
+        output: what the code inside computes, (B, Hq, L, Ev); None if it does not say.
+    """
+
+    def __init__(self, observers: Sequence[FunctionObserver], given: dict[str, Any]) -> None:
+        self.output: Tensor | None = None
+        self._observers, self._given = observers, given
+        self._told: list[tuple[FunctionObserver, str]] = []
+        self._quiet = ExitStack()
+
+    def only(self, observer: FunctionObserver) -> Tap:
+        """The same, told to one probe alone, if that is open."""
+        self._observers = [each for each in self._observers if each is observer]
+        return self
+
+    def __enter__(self) -> Tap:
+        self._told = [
+            (observer, name)
+            for observer in self._observers
+            if not observer.muted() and (name := observer.here()) is not None
+        ]
+        for observer, _ in self._told:
+            self._quiet.enter_context(observer.mute())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._quiet.close()
+        if kind is not None:
+            return
+        given, output = self._given, self.output
+        compared = isinstance(output, Tensor) and isinstance(given.get("value"), Tensor)
+        for observer, name in self._told:
+            observer.observe(
+                lambda name=name: plain_call(given, name, "tap"),  # type: ignore[misc]
+                name,
+                (lambda: output) if compared else None,  # type: ignore[arg-type, return-value]
+            )

@@ -1,0 +1,330 @@
+"""One probing run over a corpus: shard, batch, save, resume, with one process or many."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from acutance.corpus import texts
+from acutance.corpus.load_model import TextModel
+from acutance.corpus.ranks import Alone
+from acutance.corpus.resume import model_digest, restore, text_digest, tidy
+from acutance.probing.open_probe import Probe, probe
+from acutance.summary.state import WHOLE, Run, Shard, State, ranges
+
+__all__ = ["Options", "Outcome", "Savings", "open_probe", "run_windows", "settings_of"]
+
+
+@dataclass(frozen=True)
+class Savings:
+    """What a run leaves out to cost less; as options of :func:`acutance.probe`, but for the first.
+
+    Attributes:
+        every: run the first of every so many windows.
+        layers: layers that are read.
+        heads: heads that are read.
+        max_rows: rows read of a call, drawn at random.
+        seed: which rows.
+        provide: compute the attention in the model's stead.
+    """
+
+    every: int = 1
+    layers: str | None = None
+    heads: str | None = None
+    max_rows: int | None = None
+    seed: int = 0
+    provide: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every is at least 1, got {self.every}")
+
+    def told(self) -> dict[str, Any]:
+        """What differs from reading everything."""
+        found = {name: part for name, part in asdict(self).items() if part != getattr(ALL, name)}
+        return found if self.max_rows else {n: part for n, part in found.items() if n != "seed"}
+
+
+ALL = Savings()
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a corpus is run.
+
+    Attributes:
+        length: tokens of a window.
+        batch_size: windows run at once.
+        device: where this rank runs the model.
+        verify: rebuild each output and compare.
+        noise: also measure ``noise_gain``.
+        structure: also measure where weight lies.
+        examples: sharpest rows of each head to keep.
+        keep: also keep a sample of queries and keys.
+        savings: what is left out.
+        shard: the part of the corpus to run.
+        save: where the state is kept as the run goes on.
+        save_every: windows between two writes, at least; a batch is never split.
+        resume: go on from what ``save`` holds.
+        law: the scaling law that is on the model, in words that differ with it; None for none.
+    """
+
+    length: int
+    batch_size: int = 8
+    device: str = "cpu"
+    verify: bool = True
+    noise: bool = False
+    structure: bool = False
+    examples: int = 0
+    keep: bool = False
+    savings: Savings = ALL
+    shard: Shard = WHOLE
+    save: str | os.PathLike[str] | None = None
+    save_every: int = 1
+    resume: bool = False
+    law: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run found; on ranks other than the first only ``finished`` is told.
+
+    Attributes:
+        state: the summary and the windows it is of; None on the other ranks.
+        finished: whether every window that was asked for is done.
+        resumed: windows that were done before.
+        probe: the probe itself; None if nothing was left to run.
+    """
+
+    state: State | None
+    finished: bool
+    resumed: int
+    probe: Probe | None
+
+
+def run_windows(
+    loaded: TextModel,
+    pieces: Sequence[Sequence[int]],
+    options: Options,
+    about: dict[str, Any],
+    world: Alone,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Outcome:
+    """Probe a corpus batch by batch.
+
+    Batches are those of one run over the whole corpus, whatever the shard and the number of ranks:
+    counts and extremes are then exactly those of one process with as many threads.
+
+    Args:
+        loaded: the model.
+        pieces: windows of tokens, the same on every rank.
+        options: how to run.
+        about: facts to keep with the summary.
+        world: the ranks.
+        advance: told, after each batch, how many tokens are done more.
+
+    Returns:
+        The state so far, if a signal or ^C stopped the run early.
+
+    Raises:
+        KeyboardInterrupt: if ^C came before any window was done.
+        ValueError: if the file to resume is of another run.
+    """
+    with world.together():
+        opened = open_probe(loaded, options)
+        run = Run(settings_of(loaded, pieces, options, opened), len(pieces), shard=options.shard)
+    with world.together():
+        _check_same(run, world)
+        base = None
+        if world.rank == 0 and options.resume and options.save is not None:
+            base = restore(options.save, run)
+            tidy(options.save)
+        batches = -(-len(pieces) // options.batch_size)
+        if not options.shard.of(batches):
+            raise ValueError(
+                f"shard {options.shard} holds no window: the text is {len(pieces)} windows, in "
+                f"{batches} batches of {options.batch_size}"
+            )
+    done = world.first(() if base is None else base.run.done)
+    batch = options.batch_size
+    before = {index for start, stop in done for index in range(start, stop)}
+    todo = [index for index in options.shard.of(batches) if index * batch not in before]
+    for start, stop in done:
+        advance(sum(len(piece) for piece in pieces[start:stop]))
+    job = _Job(loaded, pieces, options, about, world, opened, base, run)
+    try:
+        finished = job.go(todo, advance)
+    except KeyboardInterrupt:
+        if not job.windows and base is None:
+            raise
+        finished = False
+    state = job.finish()
+    resumed = 0 if base is None else base.run.windows
+    return Outcome(state, finished, resumed, opened if todo else None)
+
+
+def open_probe(loaded: TextModel, options: Options) -> Probe:
+    """The probe of a run, not entered yet."""
+    return probe(
+        loaded.model,
+        verify=options.verify,
+        noise=options.noise,
+        keep=options.keep,
+        structure=options.structure,
+        tokenizer=loaded.tokenizer,
+        examples=options.examples,
+        layers=options.savings.layers,
+        heads=options.savings.heads,
+        max_rows=options.savings.max_rows,
+        seed=options.savings.seed,
+        provide=options.savings.provide,
+    )
+
+
+def settings_of(
+    loaded: TextModel, pieces: Sequence[Sequence[int]], options: Options, opened: Probe
+) -> dict[str, Any]:
+    """Everything that decides what a window's rows are, in the order in which it is compared."""
+    return (
+        {
+            "model": model_digest(loaded.model),
+            "length": options.length,
+            "text": text_digest(pieces),
+            "batch_size": options.batch_size,
+            "verify": options.verify,
+            "noise": options.noise,
+            "attention": _implementation(loaded),
+            "dtype": _dtype(loaded),
+            "metrics": list(opened.metrics),
+        }
+        | ({"examples": options.examples} if options.examples else {})
+        | ({"law": options.law} if options.law is not None else {})
+        | options.savings.told()
+    )
+
+
+def _check_same(run: Run, world: Alone) -> None:
+    """Refuse ranks that loaded different models or texts: their sum would be of neither."""
+    first = world.first(run)
+    if found := run.difference(first, "it", "the first rank"):
+        raise ValueError(f"ranks of one run have the same settings, and {found}")
+
+
+def _implementation(loaded: TextModel) -> str:
+    return str(getattr(getattr(loaded.model, "config", None), "_attn_implementation", ""))
+
+
+def _dtype(loaded: TextModel) -> str:
+    return str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
+
+
+class _Job:
+    """The batches of one rank, and what all ranks have found so far."""
+
+    def __init__(
+        self,
+        loaded: TextModel,
+        pieces: Sequence[Sequence[int]],
+        options: Options,
+        about: dict[str, Any],
+        world: Alone,
+        opened: Probe,
+        base: State | None,
+        run: Run,
+    ) -> None:
+        self._loaded, self._pieces, self._options = loaded, pieces, options
+        self._world, self._probe, self._base, self._run = world, opened, base, run
+        self._about = {
+            "model": loaded.name,
+            "architecture": type(loaded.model).__name__,
+            **loaded.about,
+            **about,
+            **options.savings.told(),
+            "window_length": options.length,
+            "attention": _implementation(loaded),
+            "dtype": _dtype(loaded),
+            "device": options.device,
+        }
+        if world.size > 1:
+            self._about["ranks"] = world.size
+        # what was read and from which batches changes in one step: an interrupt cannot part them
+        self._found: tuple[Any, tuple[int, ...]] = (None, ())
+        self._unsaved = 0
+
+    @property
+    def windows(self) -> int:
+        """Windows that all ranks have done in this run."""
+        return sum(stop - start for start, stop in map(self._windows, self._found[1]))
+
+    def go(self, todo: list[int], advance: Callable[[int], None]) -> bool:
+        """Run batches in rounds of one for each rank; False if a signal ended it early."""
+        world, size = self._world, self._world.size
+        with ExitStack() as context:
+            own = todo[world.rank :: size]
+            if own:
+                with world.together():
+                    context.enter_context(self._probe)
+                    context.enter_context(torch.inference_mode())
+            elif todo:
+                with world.together():
+                    pass
+            for start in range(0, len(todo), size):
+                if world.stopped():
+                    return False
+                turn = todo[start : start + size]
+                with world.together():
+                    self._step(turn)
+                advance(sum(len(self._pieces[i]) for b in turn for i in range(*self._windows(b))))
+                if self._options.save is not None and self._unsaved >= self._options.save_every:
+                    self.finish()
+            if todo:
+                with world.together():
+                    context.close()  # raises if the model ran no attention that can be read
+        return True
+
+    def finish(self) -> State | None:
+        """The state of all ranks so far, on the first, written where it is kept."""
+        with self._world.together():
+            state = self._state()
+            if state is not None and self._options.save is not None:
+                state.save(self._options.save)
+        self._unsaved = 0
+        return state
+
+    def _step(self, turn: list[int]) -> None:
+        """This rank's batch of a round."""
+        summary, done = self._found
+        if self._world.rank < len(turn):
+            number = turn[self._world.rank]
+            start, stop = self._windows(number)
+            self._probe.number_passes(number)  # rows drawn are the same on any rank
+            (batch,) = texts.batches(self._pieces[start:stop], stop - start, self._loaded.pad)
+            device = self._options.device
+            ids, mask = batch.input_ids.to(device), batch.attention_mask.to(device)
+            self._probe.attention_mask = mask
+            self._loaded.run(ids, mask)
+            summary = self._probe.summary(dict(self._about))  # raises if it saw no attention
+        self._found = (summary, (*done, *turn))
+        self._unsaved += sum(stop - start for start, stop in map(self._windows, turn))
+
+    def _state(self) -> State | None:
+        summary, done = self._found
+        joined = self._world.collect(summary)
+        if self._world.rank != 0:
+            return None
+        if joined is None:
+            return self._base
+        parts = ranges(map(self._windows, done))
+        tokens = sum(len(self._pieces[i]) for start, stop in parts for i in range(start, stop))
+        state = State(joined, replace(self._run, done=parts, tokens=tokens))
+        return state.described() if self._base is None else self._base.join(state)
+
+    def _windows(self, batch: int) -> tuple[int, int]:
+        """The half-open range of a batch's windows."""
+        size = self._options.batch_size
+        return batch * size, min((batch + 1) * size, len(self._pieces))

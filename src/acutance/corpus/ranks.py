@@ -1,0 +1,318 @@
+"""Probing with many processes: the ranks that torchrun starts, and one summary of all of them.
+
+Summaries travel as bytes of safetensors, never as pickles, along a tree: log2(ranks) steps, each
+rank holding two at most, merged in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from acutance.summary.head_summary import HeadSummary, from_parts
+
+__all__ = ["Alone", "RankError", "World", "all_reduce_summary", "world"]
+
+T = TypeVar("T")
+#: How long the ranks that failed wait for the first one to say why.
+_LAST_WORDS = timedelta(seconds=10)
+
+
+class RankError(RuntimeError):
+    """What went wrong on another rank."""
+
+
+class LostRankError(RankError):
+    """A rank that does not answer: the first one, perhaps, so each of the others says it."""
+
+    everywhere = True
+
+
+def all_reduce_summary(
+    summary: HeadSummary | None, group: dist.ProcessGroup | None = None
+) -> HeadSummary:
+    """The summary of all ranks' rows, on every rank of a group.
+
+    Counts, extremes and histograms are exactly those of one process that saw all rows, means and
+    spreads up to rounding in float64. Every rank of the group calls it.
+
+    Args:
+        summary: this rank's, as :meth:`acutance.Probe.summary` gives it; None if it saw no row.
+        group: the ranks; None is the default group. Gloo and NCCL will do.
+
+    Raises:
+        RuntimeError: if torch.distributed is not initialised.
+        ValueError: on every rank, if no rank has a summary, or if summaries do not merge.
+
+    Example:
+        >>> import acutance
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        >>> with acutance.probe(layer) as probe:
+        ...     _ = layer(*[torch.zeros(1, 4, 8)] * 3)
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> all_reduce_summary(probe.summary()).mean("effective_keys")
+        tensor([4.0000, 4.0000], dtype=torch.float64)
+        >>> dist.destroy_process_group()
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "all_reduce_summary joins the ranks of torch.distributed, which is not initialised: "
+            "call torch.distributed.init_process_group first"
+        )
+    problem, joined = "", None
+    try:
+        joined = _collect(summary, group)
+    except ValueError as error:
+        problem = str(error)
+    if dist.get_rank(group) == 0 and joined is None and not problem:
+        problem = "no rank has a summary: none of them saw attention"
+    raw = _shared(_message(joined, problem), group)
+    if raw.startswith(b"!"):
+        raise ValueError(raw[1:].decode())
+    return joined if joined is not None and dist.get_rank(group) == 0 else _unpack(raw)
+
+
+def _collect(summary: HeadSummary | None, group: dist.ProcessGroup | None) -> HeadSummary | None:
+    """All ranks' summaries on the group's first rank, None elsewhere."""
+    rank, size, step = dist.get_rank(group), dist.get_world_size(group), 1
+    problem = ""
+    while step < size:
+        if rank % (2 * step):
+            _send(_message(summary, problem), rank - step, group)
+            return None
+        if rank + step < size:
+            raw = _receive(rank + step, group)
+            if raw.startswith(b"!"):
+                problem = problem or raw[1:].decode()
+            elif raw and not problem:
+                try:
+                    other = _unpack(raw)
+                    summary = other if summary is None else summary.merge(other)
+                except ValueError as error:
+                    problem = str(error)
+        step *= 2
+    if problem:
+        raise ValueError(problem)
+    return summary
+
+
+def _message(summary: HeadSummary | None, problem: str = "") -> bytes:
+    """What a rank says: its summary, nothing, or "!" and what went wrong.
+
+    A summary that cannot be sent is a problem too: the others wait for a word either way.
+    """
+    if not problem and summary is not None:
+        try:
+            return _pack(summary)
+        except (TypeError, ValueError) as error:  # what it says about itself is no JSON
+            problem = f"a summary cannot be sent: {error}"
+    return f"!{problem}".encode() if problem else b""
+
+
+def _pack(summary: HeadSummary) -> bytes:
+    from safetensors.torch import save
+
+    header, tensors = summary.parts()
+    return bytes(save(tensors, metadata=header))
+
+
+def _unpack(raw: bytes) -> HeadSummary:
+    from safetensors.torch import load
+
+    size = int.from_bytes(raw[:8], "little")
+    return from_parts(json.loads(raw[8 : 8 + size])["__metadata__"], load(raw))
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where a group takes its tensors: on the CPU if it can, as a group of gloo and NCCL does."""
+    kinds = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+
+
+def _peer(rank: int, group: dist.ProcessGroup | None) -> int:
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def _tensor(raw: bytes, group: dist.ProcessGroup | None) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(_device(group))
+
+
+def _send(raw: bytes, rank: int, group: dist.ProcessGroup | None) -> None:
+    size = torch.tensor([len(raw)], dtype=torch.int64, device=_device(group))
+    dist.send(size, _peer(rank, group), group)
+    if raw:
+        dist.send(_tensor(raw, group), _peer(rank, group), group)
+
+
+def _receive(rank: int, group: dist.ProcessGroup | None) -> bytes:
+    size = torch.zeros(1, dtype=torch.int64, device=_device(group))
+    dist.recv(size, _peer(rank, group), group)
+    data = torch.empty(int(size), dtype=torch.uint8, device=_device(group))
+    if len(data):
+        dist.recv(data, _peer(rank, group), group)
+    return data.cpu().numpy().tobytes()
+
+
+def _shared(raw: bytes, group: dist.ProcessGroup | None) -> bytes:
+    """The first rank's bytes, on every rank."""
+    size = torch.tensor([len(raw)], dtype=torch.int64, device=_device(group))
+    dist.broadcast(size, _peer(0, group), group)
+    first = dist.get_rank(group) == 0
+    data = torch.empty(int(size), dtype=torch.uint8, device=_device(group))
+    data = _tensor(raw, group) if first and raw else data
+    if len(data):
+        dist.broadcast(data, _peer(0, group), group)
+    return data.cpu().numpy().tobytes()
+
+
+class Alone:
+    """One process: what a :class:`World` does, with nobody to ask.
+
+    Attributes:
+        rank: number of this process.
+        size: number of processes.
+    """
+
+    rank, size = 0, 1
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work that every rank does; an error on one of them ends all."""
+        yield
+
+    def stopped(self) -> bool:
+        """Whether any rank was asked to stop."""
+        return False
+
+    def collect(self, summary: HeadSummary | None) -> HeadSummary | None:
+        """All ranks' summaries on the first rank, None elsewhere."""
+        return summary
+
+    def first(self, value: T) -> T:
+        """The first rank's value, on every rank."""
+        return value
+
+    def device(self, name: str) -> str:
+        """Where this rank runs a model."""
+        return name
+
+
+class World(Alone):
+    """The ranks of one probing run. Numbers are summed on the CPU, over gloo."""
+
+    def __init__(self, rank: int, size: int, local_rank: int) -> None:
+        self.rank, self.size = rank, size
+        self._local, self._stop = local_rank, False
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work that every rank does; an error on one of them is raised on all.
+
+        Raises:
+            RankError: on the ranks where the work itself went well.
+        """
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        if not self._any(problem is not None):
+            return
+        text = None if problem is None else str(problem) or type(problem).__name__
+        said: list[str | None] = [None] * self.size
+        with _answered():
+            dist.all_gather_object(said, text)
+        if problem is not None:
+            raise problem
+        rank = next(index for index, words in enumerate(said) if words is not None)
+        raise RankError(f"rank {rank}: {said[rank]}")
+
+    def stopped(self) -> bool:
+        """Whether any rank was asked to stop, by ^C or by torchrun."""
+        return self._any(self._stop)
+
+    def collect(self, summary: HeadSummary | None) -> HeadSummary | None:
+        """All ranks' summaries on the first rank, None elsewhere."""
+        with _answered():
+            return _collect(summary, None)
+
+    def first(self, value: T) -> T:
+        """The first rank's value, on every rank."""
+        box = [value]
+        with _answered():
+            dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def device(self, name: str) -> str:
+        """Where this rank runs a model: on CUDA each rank of a machine has a device of its own."""
+        return f"cuda:{self._local}" if name == "cuda" else name
+
+    def stop(self, *_: object) -> None:
+        """Stop after the batch that runs: a signal handler."""
+        self._stop = True
+
+    def _any(self, flag: bool) -> bool:
+        found = torch.tensor([int(flag)])
+        with _answered():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Word with the other ranks; what gloo says of one that was killed is of sockets."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(
+            f"{_me()}another rank has ended or does not answer, and the run ends with it; what was "
+            "written goes on with --resume"
+        ) from error
+
+
+def _me() -> str:
+    """Which rank speaks, where that is not the first."""
+    rank = os.environ.get("RANK", "0")
+    return "" if rank == "0" else f"rank {rank}: "
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of several, as torchrun's environment says."""
+    there = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+    return there and os.environ["WORLD_SIZE"] != "1"
+
+
+@contextmanager
+def world(timeout: timedelta = timedelta(minutes=30)) -> Iterator[Alone]:
+    """The ranks of this run: :class:`World` under torchrun, :class:`Alone` else.
+
+    Args:
+        timeout: how long a rank waits for the others.
+    """
+    if not started_by_torchrun():
+        yield Alone()
+        return
+    dist.init_process_group("gloo", timeout=timeout)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    here = World(dist.get_rank(), dist.get_world_size(), local)
+    before = {kind: signal.signal(kind, here.stop) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield here
+    finally:
+        with suppress(RuntimeError):  # the first rank may have words to say before torchrun ends it
+            dist.barrier(async_op=True).wait(_LAST_WORDS)
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+        for kind, handler in before.items():
+            signal.signal(kind, handler)

@@ -1,0 +1,325 @@
+"""Findings: the heads worth a look first, each with a sentence for a person who debugs a model.
+
+A finding repeats what was measured and names what it can mean; it proves nothing about the model.
+Layers whose capture is known to be wrong (status ``mismatch``) yield none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from acutance.diagnose import rules
+from acutance.diagnose.metric_words import crossing
+from acutance.diagnose.thresholds import limit
+from acutance.summary.head_summary import HeadSummary
+
+Kind = Literal["sharpest", "most_diffuse", "first_key_sink", "collapsed", "dead", "largest_logit"]
+
+#: The title of what :func:`say_key_norms` says.
+KEY_NORMS = "Key lengths"
+#: What each kind of finding is called in reports.
+LABELS: dict[Kind, str] = {
+    "sharpest": "Sharpest head",
+    "most_diffuse": "Most diffuse head",
+    "first_key_sink": "Possible sink",
+    "collapsed": "Nearly all on one key",
+    "dead": "Averages everything",
+    "largest_logit": "Largest logit",
+}
+
+MOST_NAMED = 3  # heads named for each kind; the last sentence counts the rest
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One head worth a look.
+
+    Attributes:
+        kind: one of :data:`LABELS`.
+        layer: index of the layer, in model order.
+        head: index of the head in its layer.
+        module: qualified name of the layer's module.
+        value: the number it was found by: mean normalized entropy ("sharpest", "most_diffuse",
+            "collapsed", "dead"; in a summary without it the extremes have mean entropy or
+            effective keys), mean weight of the first key ("first_key_sink") or the largest of all
+            rows' maximum logits ("largest_logit").
+        sentence: what it is and what it can mean.
+    """
+
+    kind: Kind
+    layer: int
+    head: int
+    module: str
+    value: float
+    sentence: str
+
+
+class _Head:
+    """One head's numbers by name, NaN for what was not recorded."""
+
+    def __init__(self, summary: HeadSummary, columns: dict[str, list[float]], index: int) -> None:
+        self.layer, self.head = int(columns["layer"][index]), int(columns["head"][index])
+        self.record = summary.layers[self.layer]
+        self.row = index
+        self._columns, self._index = columns, index
+
+    def mean(self, name: str) -> float:
+        return self._get(f"{name}_mean")
+
+    def high(self, name: str) -> float:
+        return self._get(f"{name}_max")
+
+    def _get(self, column: str) -> float:
+        return self._columns[column][self._index] if column in self._columns else math.nan
+
+    @property
+    def name(self) -> str:
+        return f"Layer {self.layer}{crossing(self.record.module)} head {self.head}"
+
+    @property
+    def caveat(self) -> str:
+        """What limits every sentence about this head."""
+        parts = []
+        if self.record.rows < rules.FEW_ROWS:
+            rows = f"{self.record.rows} row{'s' * (self.record.rows != 1)}"
+            parts.append(f" Only {rows} {'were' if self.record.rows != 1 else 'was'} read.")
+        if self.record.status == "unverified":
+            parts.append(" Read from a softmax alone, so not checked.")
+        return "".join(parts)
+
+
+def findings(summary: HeadSummary) -> list[Finding]:
+    """The heads worth a look first.
+
+    The sharpest and the most diffuse head, up to three each of the heads that look like attention
+    sinks, collapsed or dead (those furthest beyond their threshold), and the head with the largest
+    logit. The rules are those of :func:`recommendations`, by the thresholds of
+    :data:`acutance.probing.THRESHOLDS`. Metrics that were not recorded find nothing; of an
+    untrained model only the sharpest and the most diffuse head are named.
+
+    Args:
+        summary: any head summary.
+
+    Returns:
+        Findings in that order; none where no head has a row.
+
+    Example:
+        >>> import torch, acutance
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        >>> with acutance.probe(layer) as probe:
+        ...     _ = layer(*[torch.zeros(1, 40, 8)] * 3)
+        >>> [(found.kind, found.head) for found in findings(probe.summary())]
+        [('sharpest', 0), ('most_diffuse', 1), ('dead', 0), ('dead', 1), ('largest_logit', 0)]
+        >>> print(findings(probe.summary())[2].sentence)
+        Layer 0 head 0 averages everything: its entropy is 1.000 of the most it could be over 40
+        keys. A head that hardly selects may be dead, untrained, or average by design.
+    """
+    columns = summary.columns()
+    heads = [_Head(summary, columns, index) for index in range(len(columns["layer"]))]
+    trusted = [head for head in heads if head.record.status != "mismatch"]
+    if summary.about.get("untrained") is True:
+        return _extremes(trusted)
+    judged = rules.Heads(summary)
+    return [
+        *_extremes(trusted),
+        *_beyond(
+            trusted,
+            judged,
+            "first_key_sink",
+            "sink",
+            _sink,
+            f"give the first visible key more than {rules.SINK:.0%} of their weight",
+        ),
+        *_beyond(
+            trusted,
+            judged,
+            "collapsed",
+            "entropy_collapse",
+            _collapsed,
+            f"have less than {rules.COLLAPSE:g} of the most entropy they could have",
+        ),
+        *_beyond(
+            trusted,
+            judged,
+            "dead",
+            "dead",
+            _dead,
+            f"are above {rules.DEAD:g} of the most entropy they could have",
+        ),
+        *_largest_logit(trusted, judged),
+    ]
+
+
+def say_key_norms(key_norms: Mapping[str, Any]) -> str:
+    """What the lengths of keys do to the top keys, of :meth:`QueryKeySample.key_norms`.
+
+    Example:
+        >>> layers = [
+        ...     {"module": "a", "mean": 0.1, "heads": [{}] * 4},
+        ...     {"module": "b", "mean": 0.3, "heads": [{}] * 4},
+        ... ]
+        >>> print(say_key_norms({"tokens": 256, "mean": 0.2, "layers": layers}))
+        20% of the rows would have another top key if all keys of a head had one length (10% to 30%
+        by layer, most in b; 8 heads, 256 tokens). In those rows the length of a key decides, not
+        only its direction; cosine scores and QK-norm use the direction alone: see acutance compare
+        --from.
+    """
+    layers = sorted(key_norms["layers"], key=lambda layer: float(layer["mean"]))
+    heads = sum(len(layer["heads"]) for layer in layers)
+    low, high = (f"{layer['mean']:.0%}" for layer in (layers[0], layers[-1]))
+    by_layer = f"{low} to {high} by layer, most in {layers[-1]['module']}; " if low != high else ""
+    return (
+        f"{key_norms['mean']:.0%} of the rows would have another top key if all keys of a head "
+        f"had one length ({by_layer}{heads} head{'s' * (heads != 1)}, {key_norms['tokens']:,} "
+        "tokens). In those rows the length of a key decides, not only its direction; cosine scores "
+        "and QK-norm use the direction alone: see acutance compare --from."
+    )
+
+
+def _extremes(heads: list[_Head]) -> list[Finding]:
+    for name in ("normalized_entropy", "entropy", "effective_keys"):
+        there = [head for head in heads if math.isfinite(head.mean(name))]
+        if there:
+            break
+    else:
+        return []
+    sharpest = min(there, key=lambda head: head.mean(name))
+    # of heads that tie, the last: two heads all alike are still two heads
+    diffuse = max(reversed(there), key=lambda head: head.mean(name))
+    found = [_finding("sharpest", sharpest, sharpest.mean(name), _spread(sharpest, "the sharpest"))]
+    if diffuse is not sharpest:
+        sentence = _spread(diffuse, "the most diffuse")
+        found.append(_finding("most_diffuse", diffuse, diffuse.mean(name), sentence))
+    return found
+
+
+def _spread(head: _Head, title: str) -> str:
+    """How widely a head attends, from whatever was recorded."""
+    keys, entropy = head.mean("effective_keys"), head.mean("entropy")
+    share = head.mean("normalized_entropy")
+    most = entropy + head.mean("information")
+    if math.isfinite(keys):
+        among = f" of {_number(n)}" if math.isfinite(n := head.mean("n_keys")) else ""
+        text = f"it spreads a row over {_number(keys)} effective keys{among} on average"
+        if math.isfinite(entropy):
+            of = f" of {most:.2f}" if math.isfinite(most) else ""
+            text += f" (entropy {entropy:.2f}{of} nats)"
+    elif math.isfinite(share):
+        text = f"its rows have {share:.1%} of the entropy they could have on average"
+    else:
+        text = f"its rows have {entropy:.2f} nats of entropy on average"
+    if keys < limit("few_keys"):
+        text += ", close to picking one key"
+    elif share > limit("diffuse"):
+        text += ", close to weighing all keys alike"
+    elif share < limit("part"):
+        text += ", a small part of what it could look at"
+    return f"{head.name} is {title}: {text}."
+
+
+def _sink(head: _Head, value: float) -> tuple[str, str]:
+    n = head.mean("n_keys")
+    even = f" (an even share of {_number(n)} keys is {1 / n:.1%})" if n > 1 else ""
+    return (
+        f"{head.name} gives {value:.0%} of its weight to the first visible key on average{even}.",
+        "It may be an attention sink, where a head parks weight it has no use for, or real "
+        "interest in that token (such as [CLS]).",
+    )
+
+
+def _collapsed(head: _Head, value: float) -> tuple[str, str]:
+    where = ""
+    if (first := head.mean("first_weight")) > 0.5:
+        where = f", mostly the first visible one (weight {first:.2f})"
+    keys = head.mean("effective_keys")
+    amounts = f", {keys:.2f} effective keys in a row" if math.isfinite(keys) else ""
+    return (
+        f"{head.name} looks collapsed: its entropy is {value:.3f} of the most it could be"
+        f"{amounts}{where}.",
+        "Heads that copy one position do this by design; if this one should not, its logits may "
+        "have grown too large, and little gradient passes through such rows.",
+    )
+
+
+def _dead(head: _Head, value: float) -> tuple[str, str]:
+    n = head.mean("n_keys")
+    of = f" over {_number(n)} keys" if math.isfinite(n) else ""
+    return (
+        f"{head.name} averages everything: its entropy is {value:.3f} of the most it could be{of}.",
+        "A head that hardly selects may be dead, untrained, or average by design.",
+    )
+
+
+def _largest_logit(heads: list[_Head], judged: rules.Heads) -> list[Finding]:
+    there = [head for head in heads if math.isfinite(head.high("max_logit"))]
+    if not there:
+        return []
+    head = max(there, key=lambda head: head.high("max_logit"))
+    value, typical = head.high("max_logit"), head.mean("max_logit")
+    text = (
+        f"{head.name} has the largest attention logit, {_number(value)}; its rows' maxima "
+        f"average {_number(typical)}."
+    )
+    large = rules.RULES["large_logits"](judged, head.row)
+    coarse = rules.RULES["coarse_scores"](judged, head.row)
+    if coarse is not None:
+        step = coarse.numbers["step"]
+        off = math.expm1(step / 2)
+        change = f"{off:.0%}" if off < 1 else f"a factor of {off + 1:.2g}"
+        text += (
+            f" Scores of this size kept in {judged.dtype} come in steps of {step:g}, so rounding "
+            f"can change a weight by {change}."
+        )
+    if large is not None:
+        text += (
+            f" It is above {rules.LARGE_LOGIT:g}: growth of this size in training is an early sign "
+            "of instability."
+        )
+    if large is None and coarse is None:
+        text += " That is no size to worry about; watch whether it grows as training goes on."
+    return [_finding("largest_logit", head, value, text)]
+
+
+def _beyond(
+    heads: list[_Head],
+    judged: rules.Heads,
+    kind: Kind,
+    rule: rules.Kind,
+    describe: Callable[[_Head, float], tuple[str, str]],
+    rest: str,
+) -> list[Finding]:
+    """Findings for the heads furthest beyond a threshold; NaN is beyond none.
+
+    The first says what it can mean, the last how many heads there are in all.
+    """
+    hits = [
+        (hit, head) for head in heads if (hit := rules.RULES[rule](judged, head.row)) is not None
+    ]
+    ranked = sorted(hits, key=lambda pair: -pair[0].size)
+    named = []
+    for index, (hit, head) in enumerate(ranked[:MOST_NAMED]):
+        value = next(iter(hit.numbers.values()))
+        sentence, meaning = describe(head, value)
+        if index == 0:
+            sentence += f" {meaning}"
+        if index == MOST_NAMED - 1 and len(ranked) > MOST_NAMED:
+            sentence += f" In all, {len(ranked)} of {len(heads)} heads {rest}."
+        named.append(_finding(kind, head, value, sentence))
+    return named
+
+
+def _finding(kind: Kind, head: _Head, value: float, sentence: str) -> Finding:
+    return Finding(kind, head.layer, head.head, head.record.module, value, sentence + head.caveat)
+
+
+def _number(value: float) -> str:
+    """Three significant digits, whole numbers as they are, no exponent below a million."""
+    if value == round(value) and abs(value) < 1e6:
+        return f"{value:,.0f}"
+    if abs(value) >= 1e6:
+        return f"{value:.2e}"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+    return f"{value:,.{min(decimals, 1 if abs(value) >= 1 else 4)}f}"

@@ -1,0 +1,210 @@
+"""Recommendations: what to change about a model's attention, why, and how certain that is.
+
+Each repeats what was measured, says what would help and never more than the measurement holds: a
+growth is told only where a fitted slope is beyond its standard error, and what may be by design is
+called suspected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from acutance.diagnose.metric_words import crossing
+from acutance.diagnose.rules import FEW_ROWS, RULES, Heads, Hit, Kind
+from acutance.diagnose.sentences import WORDS, Certainty
+from acutance.report.terminal import ranges
+from acutance.summary.head_summary import HeadSummary
+
+__all__ = ["KINDS", "NOTHING", "Recommendation", "in_words", "otherwise", "recommendations"]
+
+#: Every kind, most urgent first, and what it is called.
+KINDS: dict[Kind, str] = {
+    "mismatch": "Not read rightly",
+    "not_finite": "Scores that are no numbers",
+    "large_logits": "Large logits",
+    "coarse_scores": "Scores too large for their precision",
+    "entropy_collapse": "Hardly any entropy",
+    "dilution": "Dilutes as texts get longer",
+    "sink": "Much weight on the first token",
+    "dead": "Averages everything",
+}
+#: Shown where there is nothing to recommend.
+NOTHING = "No head is beyond a threshold that calls for a change."
+
+#: Shown in its place where the model is untrained.
+UNTRAINED = "Load trained weights, or train the model, before judging its heads."
+
+_OF_ANY_WEIGHTS = {"mismatch", "not_finite"}  # told of an untrained model too
+_NAMED = 3  # layers named of a kind, in words
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Something to change about heads of one layer.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        layer: index of the layer, in model order.
+        heads: numbers of the heads; empty where it is about the whole layer.
+        module: qualified name of the layer's module.
+        reason: what was found.
+        numbers: the numbers it was found by, of the head furthest beyond the threshold.
+        advice: what to do.
+        certainty: "measured", "fitted" (a slope with its standard error), or "suspected" (what is
+            measured can be by design).
+    """
+
+    kind: Kind
+    layer: int
+    heads: tuple[int, ...]
+    module: str
+    reason: str
+    numbers: Mapping[str, float]
+    advice: str
+    certainty: Certainty
+
+    @property
+    def place(self) -> str:
+        """The layer and its heads, as a sentence begins."""
+        layer = f"Layer {self.layer}{crossing(self.module)}"
+        if not self.heads:
+            return layer
+        return f"{layer} {ranges(sorted(self.heads), 'head')}"
+
+    @property
+    def sentence(self) -> str:
+        """Everything in words."""
+        return f"{self.place}: {self.reason}; {self.advice}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "kind": self.kind,
+            "layer": self.layer,
+            "heads": list(self.heads),
+            "module": self.module,
+            "reason": self.reason,
+            "numbers": dict(self.numbers),
+            "advice": self.advice,
+            "certainty": self.certainty,
+            "sentence": self.sentence,
+        }
+
+
+def recommendations(summary: HeadSummary) -> list[Recommendation]:
+    """What to change, most urgent first, one for each kind and layer.
+
+    Args:
+        summary: any head summary; growth with n needs one of this version, with rows of at least
+            three octaves of n, of two sequences each.
+
+    Returns:
+        The recommendations; none where no head is beyond a threshold. The thresholds are the
+        table :data:`acutance.probing.THRESHOLDS`. Of an untrained model only what is measured
+        wrongly is told: thresholds on heads say nothing about an initialisation.
+
+    Example:
+        >>> import torch, acutance
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        >>> with acutance.probe(layer) as probe:
+        ...     _ = layer(*[torch.zeros(1, 40, 8)] * 3)
+        >>> print(recommendations(probe.summary())[0].sentence)
+        Layer 0 heads 0–1: entropy is 1.000 of the most it could be over 40 keys; look whether
+        they do anything: without them the model may be as good, or their training stalled.
+    """
+    found: list[Recommendation] = []
+    heads = Heads(summary)
+    untrained = summary.about.get("untrained") is True
+    for kind, rule in RULES.items():
+        if untrained and kind not in _OF_ANY_WEIGHTS:
+            continue
+        start = 0
+        for index, layer in enumerate(summary.layers):
+            rows = range(start, start + layer.heads)
+            start += layer.heads
+            if (layer.status == "mismatch") != (kind == "mismatch") or not layer.rows:
+                continue
+            if kind == "mismatch":
+                found.append(_mismatch(index, layer.module, layer.error))
+                continue
+            hits = [hit for row in rows if (hit := rule(heads, row)) is not None]
+            if hits:
+                found.append(_told(kind, heads, index, hits))
+    return found
+
+
+def otherwise(summary: HeadSummary) -> str:
+    """The sentence to show where nothing is recommended."""
+    return UNTRAINED if summary.about.get("untrained") is True else NOTHING
+
+
+def in_words(found: Sequence[Recommendation], nothing: str = NOTHING) -> list[str]:
+    """A few sentences for a terminal: three layers of each kind, an advice once, others counted.
+
+    Args:
+        found: what :func:`recommendations` gave.
+        nothing: the sentence where there is nothing, see :func:`otherwise`.
+
+    Returns:
+        At least one sentence.
+    """
+    if not found:
+        return [nothing]
+    sentences = []
+    for kind in KINDS:
+        same = [each for each in found if each.kind == kind]
+        named = sorted(sorted(same, key=_weight)[-_NAMED:], key=lambda each: each.layer)
+        said = ""
+        for each in named:
+            again = each.advice == said
+            sentences.append(f"{each.place}: {each.reason}." if again else each.sentence)
+            said = each.advice
+        if rest := [each for each in same if each not in named]:
+            heads = sum(len(each.heads) for each in rest)
+            layers = f"{len(rest)} more layer{'s' * (len(rest) > 1)}"
+            what = f"{heads} heads of {layers}" if heads else layers
+            sentences[-1] += f" The same goes for {what}."
+    return sentences
+
+
+def _weight(found: Recommendation) -> float:
+    return abs(found.numbers.get("size", 0.0))
+
+
+def _mismatch(layer: int, module: str, error: float | None) -> Recommendation:
+    off = "" if error is None else f" by {error:.2g} of it"
+    return Recommendation(
+        "mismatch",
+        layer,
+        (),
+        module,
+        f"the output rebuilt from what was captured differs from the model's{off}",
+        {} if error is None else {"error": error},
+        "do not trust this layer's numbers, and report what its attention does",
+        "measured",
+    )
+
+
+def _told(kind: Kind, heads: Heads, layer: int, hits: list[Hit]) -> Recommendation:
+    """The recommendation for one layer's heads."""
+    record = heads.summary.layers[layer]
+    worst = max(hits, key=lambda hit: hit.size)
+    reason, advice, certainty = WORDS[kind](heads, hits, worst)
+    if record.rows < FEW_ROWS and certainty == "measured" and kind != "not_finite":
+        certainty = "suspected"
+        reason += f" (in {record.rows} row{'s' * (record.rows != 1)} only)"
+    places = heads.summary.places
+    numbers = {name: value for name, value in worst.numbers.items() if math.isfinite(value)}
+    return Recommendation(
+        kind,
+        layer,
+        tuple(places[hit.head][1] for hit in hits),
+        record.module,
+        reason,
+        {"size": worst.size, **numbers},
+        advice,
+        certainty,
+    )

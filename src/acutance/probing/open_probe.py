@@ -1,0 +1,116 @@
+"""The probe: a context in which a model's attention is measured while it runs as it always does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from acutance.capture.layer_choice import Chosen
+from acutance.capture.uncompiled import EAGER
+from acutance.probing.probe import Probe, ProbeError
+
+__all__ = ["EAGER", "Probe", "ProbeError", "probe"]
+
+
+def probe(
+    model: torch.nn.Module,
+    *,
+    metrics: Sequence[str] | None = None,
+    verify: bool | Literal["first"] = "first",
+    noise: bool = False,
+    keep: bool = False,
+    every: int = 1,
+    layers: Chosen | None = None,
+    heads: Chosen | None = None,
+    max_rows: int | None = None,
+    seed: int = 0,
+    provide: bool = False,
+    structure: bool = False,
+    tokenizer: Any = None,
+    special: Iterable[int] | None = None,
+    examples: int = 0,
+    profile: bool = True,
+    attention_mask: Tensor | None = None,
+    rows: Tensor | str = "real",
+) -> Probe:
+    """Measure the attention of a model while it runs, changing nothing of it.
+
+    Args:
+        model: any module; calls inside it are read, whatever else runs.
+        metrics: names from :data:`acutance.METRICS`; None is all of them (``noise_gain`` only with
+            ``noise``).
+        verify: rebuild outputs from what was captured and compare, which catches a capture that
+            misses something at the price of computing the output twice: ``"first"`` that of the
+            first call of each kind in each layer, True that of every call, False none.
+        noise: also record ``noise_gain``, which needs a third matrix product.
+        keep: also keep a bounded sample of queries and keys: :meth:`Probe.queries_keys`.
+        every: read the first of every ``every`` forward passes.
+        layers: read these only: numbers of blocks (3 is ``encoder.layer.3``, −1 the last), ranges,
+            patterns of module names, or text of several (``"0-3,-1,decoder.*"``).
+        heads: read these heads of each layer only: numbers and ranges.
+        max_rows: read at most so many rows of a call, drawn at random; the summary tells the
+            standard error that this gives each mean.
+        seed: which rows are drawn.
+        provide: let acutance's kernel compute the attention that it measures, in one pass, so that
+            the model does not compute it again. Outputs are then equal to rounding, no longer to
+            the bit; :attr:`Probe.not_provided` lists what was left to the model, and why.
+        structure: also record where each row's weight lies: the metrics of
+            :data:`acutance.structure.STRUCTURE`, and the weight by octave of distance. Costs a
+            second pass over the scores.
+        tokenizer: with ``structure``, names the special tokens and has words for examples.
+        special: ids of special tokens instead of the tokenizer's; without both, those of the
+            model's configuration.
+        examples: keep so many of each head's sharpest rows, with the tokens they attend to
+            (implies ``structure``).
+        profile: also record each metric by octave of n (:attr:`HeadSummary.profile`), which errors
+            and slopes are made of. False saves that where only heads' numbers are wanted.
+        attention_mask: which tokens are real, (B, T), 1 or True; their rows count, those of padding
+            do not. Needed only where the model is called without such a mask: one that a module
+            gets as ``attention_mask``, ``mask``, ``key_padding_mask`` or ``padding_mask`` is read
+            from the call. Set :attr:`Probe.attention_mask` for each batch. Calls of other sizes are
+            read as if there were none.
+        rows: which rows count: ``"real"``, all but padding; ``"all"``; or a boolean tensor, (L,) or
+            (B, L), for some of the real ones. Calls of other sizes are then listed as not read.
+
+    Returns:
+        A context manager. Leaving it raises :class:`ProbeError` if the model ran no attention the
+        probe can see; results are in :meth:`Probe.summary`.
+
+    Raises:
+        TypeError: if ``model`` is no module, or an option of another type than it says.
+        ValueError: if a metric does not exist (naming the nearest), layers choose nothing, heads
+            are more than the model has, a number is too small, or ``attention_mask`` or ``rows``
+            has another shape or other values.
+
+    Example:
+        >>> import torch, acutance
+        >>> model = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True).eval()
+        >>> with acutance.probe(model) as probe:
+        ...     _ = model(torch.randn(2, 10, 16))
+        >>> frame = probe.summary().columns()
+        >>> frame["head"], frame["rows"]
+        ([0, 1, 2, 3], [20, 20, 20, 20])
+    """
+    return Probe(
+        model,
+        metrics=metrics,
+        verify=verify,
+        noise=noise,
+        keep=keep,
+        every=every,
+        layers=layers,
+        heads=heads,
+        max_rows=max_rows,
+        seed=seed,
+        provide=provide,
+        structure=structure,
+        tokenizer=tokenizer,
+        special=special,
+        examples=examples,
+        profile=profile,
+        attention_mask=attention_mask,
+        rows=rows,
+    )

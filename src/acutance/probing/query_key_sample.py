@@ -1,0 +1,267 @@
+"""Queries, keys and values themselves, of a few heads and one sequence: a sample of bounded size.
+
+The statistics of a probe do not hold them. ``acutance compare --from`` runs other mechanisms on
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from acutance.capture.attention_call import AttentionCall
+from acutance.files import write_bytes
+from acutance.masks import hides
+from acutance.summary.files import parse, read, sealed
+
+__all__ = ["KEPT_SCHEMA", "Keeper", "QueryKeySample", "load_queries_keys"]
+
+KEPT_SCHEMA = "acutance.queries_keys/1"
+#: Heads of one layer and tokens of one sequence that are kept at most.
+HEADS_PER_LAYER, TOKENS = 4, 1024
+#: Larger numbers have products whose squares overflow in float32; a model that has them is broken.
+LARGEST = 1e9
+
+
+@dataclass(frozen=True)
+class QueryKeySample:
+    """Queries, keys and values of some heads over one sequence.
+
+    Queries are scaled so that q·k/√E is the model's score, before masks, biases and softcaps.
+
+    Attributes:
+        query: (heads, n, E), float32.
+        key: (heads, n, E), that of a query head's group where heads share keys.
+        value: (heads, n, Ev).
+        heads: "module/head" of each.
+        is_causal: whether the model's rows see only the keys up to their own place.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    heads: tuple[str, ...]
+    is_causal: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens n."""
+        return self.query.shape[1]
+
+    def spread(self, count: int) -> QueryKeySample:
+        """At most ``count`` of the heads, evenly spaced over the model.
+
+        Example:
+            >>> x = torch.zeros(8, 2, 4)
+            >>> sample = QueryKeySample(x, x, x, tuple("abcdefgh"), False)
+            >>> sample.spread(3).heads
+            ('a', 'd', 'f')
+        """
+        chosen = _spaced(len(self.heads), count)
+        return QueryKeySample(
+            self.query[chosen], self.key[chosen], self.value[chosen],
+            tuple(self.heads[index] for index in chosen), self.is_causal,
+        )  # fmt: skip
+
+    def key_norm_effect(self) -> Tensor:
+        """Share of rows whose top key would be another if all keys of a head had one length.
+
+        A key's length multiplies its score, so a long key can win rows that it does not match.
+        Biases, masks other than causality, and softcaps are left out.
+
+        Returns:
+            (heads,), from 0, where key lengths decide nothing, to 1.
+
+        Example:
+            >>> query = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
+            >>> key = torch.tensor([[[1.0, 0.0], [3.0, 3.0]]])  # the long key is no match
+            >>> QueryKeySample(query, key, key, ("a",), is_causal=False).key_norm_effect()
+            tensor([1.])
+        """
+        shares = []
+        for query, key in zip(self.query, self.key, strict=True):
+            tops = []
+            for keys in (key, torch.nn.functional.normalize(key, dim=-1)):
+                scores = query @ keys.T
+                if self.is_causal:
+                    scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -torch.inf)
+                tops.append(scores.argmax(-1))
+            shares.append((tops[0] != tops[1]).float().mean())
+        return torch.stack(shares)
+
+    def key_norms(self) -> dict[str, Any]:
+        """Give :meth:`key_norm_effect` by layer and head, as ``probe --keep-qk --json`` writes it.
+
+        Returns:
+            ``tokens``, ``is_causal``, ``mean`` over all heads, and ``layers``, each with its
+            ``module``, ``mean`` and ``heads`` (``head``, ``moved``). Shares are from 0 to 1.
+
+        Example:
+            >>> query = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
+            >>> key = torch.tensor([[[1.0, 0.0], [3.0, 3.0]]])
+            >>> sample = QueryKeySample(query, key, key, ("layers.0/5",), is_causal=False)
+            >>> sample.key_norms()["layers"]
+            [{'module': 'layers.0', 'mean': 1.0, 'heads': [{'head': '5', 'moved': 1.0}]}]
+        """
+        layers: dict[str, list[dict[str, Any]]] = {}
+        moved = self.key_norm_effect().tolist()
+        for name, share in zip(self.heads, moved, strict=True):
+            module, _, head = name.rpartition("/")
+            layers.setdefault(module, []).append({"head": head, "moved": share})
+        return {
+            "tokens": self.length,
+            "is_causal": self.is_causal,
+            "mean": sum(moved) / len(moved),
+            "layers": [
+                {
+                    "module": module,
+                    "mean": sum(head["moved"] for head in heads) / len(heads),
+                    "heads": heads,
+                }
+                for module, heads in layers.items()
+            ],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file, atomically; :func:`load_queries_keys` reads it exactly."""
+        from safetensors.torch import save
+
+        header = {
+            "schema": KEPT_SCHEMA,
+            "sample": json.dumps({"heads": self.heads, "is_causal": self.is_causal}),
+        }
+        parts = {"query": self.query, "key": self.key, "value": self.value}
+        parts = {name: part.contiguous().clone() for name, part in parts.items()}  # none shared
+        write_bytes(path, save(parts, metadata=sealed(header, parts)))
+
+
+def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
+    """Read a sample that :meth:`QueryKeySample.save` wrote.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        OSError: if it cannot be read.
+        ValueError: if it is another kind of file, damaged, or holds what no probe writes.
+    """
+    name = os.fspath(path)
+    header, parts = read(path, KEPT_SCHEMA, "sample of queries and keys (probe --keep-qk)")
+    try:
+        about = parse(header, "sample")
+        heads, causal = about.get("heads"), about.get("is_causal")
+        if set(parts) != {"query", "key", "value"}:
+            raise ValueError(f"its arrays are query, key and value, got {', '.join(sorted(parts))}")
+        if not isinstance(heads, list) or not all(isinstance(head, str) for head in heads):
+            raise ValueError("its heads are names")
+        if not isinstance(causal, bool):
+            raise ValueError(f"is_causal is true or false, got {causal!r:.60}")
+        query, key, value = parts["query"], parts["key"], parts["value"]
+        alike = query.dim() == value.dim() == 3 and query.shape == key.shape
+        if not alike or value.shape[:2] != query.shape[:2] or len(heads) != len(query):
+            shapes = ", ".join(f"{which} {tuple(part.shape)}" for which, part in parts.items())
+            raise ValueError(
+                f"its arrays are (heads, n, width) of {len(heads)} heads, got {shapes}"
+            )
+        if not min(*query.shape, value.shape[2]):
+            raise ValueError(f"it is empty: query is {tuple(query.shape)}")
+        for which, part in parts.items():
+            if part.dtype != torch.float32 or not _usable(part):
+                raise ValueError(f"{which} holds numbers in float32 of at most {LARGEST:g}")
+    except ValueError as error:
+        raise ValueError(f"{name} is no whole sample of queries and keys: {error}") from error
+    return QueryKeySample(query, key, value, tuple(heads), causal)
+
+
+class _Layer(NamedTuple):
+    """What is kept of one layer."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    heads: list[int]
+    is_causal: bool
+
+    @property
+    def usable(self) -> bool:
+        """Whether all its numbers can be computed with."""
+        return all(map(_usable, (self.query, self.key, self.value)))
+
+
+class Keeper:
+    """Takes the queries and keys of a probe's first calls."""
+
+    def __init__(self) -> None:
+        self._layers: dict[str, _Layer] = {}
+
+    def take(self, call: AttentionCall, real: Tensor | None) -> None:
+        """Keep the longest sequence of a module's first call, if that is self-attention."""
+        query, key, value = call.query, call.key, call.value
+        whole = query.shape[2] == key.shape[2] and query.shape[3] == key.shape[3]
+        if call.module in self._layers or call.cross or not whole:
+            return
+        row, tokens = 0, torch.arange(query.shape[2], device=query.device)
+        if real is not None:
+            row = int(real.sum(1).argmax())
+            tokens = real[row].nonzero()[:, 0]
+        tokens = tokens[:TOKENS]
+        heads = _spaced(query.shape[1], HEADS_PER_LAYER)
+        group = query.shape[1] // key.shape[1]
+        shared = [head // group for head in heads]
+        scale = 1.0 if call.scale is None else call.scale * query.shape[3] ** 0.5
+        causal = call.is_causal or _looks_causal(call.attn_mask, row, tokens)
+        parts = (query[row, heads] * scale, key[row, shared], value[row, shared])
+        kept = [part[:, tokens].detach().float().cpu() for part in parts]
+        self._layers[call.module] = _Layer(kept[0], kept[1], kept[2], heads, causal)
+
+    def sample(self, order: list[str]) -> QueryKeySample:
+        """Everything that was kept and fits together, layers in the model's order.
+
+        Args:
+            order: names of modules, as the summary has them.
+
+        Raises:
+            ValueError: if nothing was kept.
+        """
+        names = [name for name in order if name in self._layers and self._layers[name].usable]
+        if not names:
+            raise ValueError(
+                "no queries and keys were kept: the model ran no self-attention over a whole"
+                " sequence that shows them, or none whose numbers are finite"
+            )
+        like = self._layers[names[0]]
+        alike = {
+            name: layer
+            for name, layer in ((name, self._layers[name]) for name in names)
+            if layer.query.shape[1:] == like.query.shape[1:]
+            and layer.value.shape[2] == like.value.shape[2]
+        }
+        return QueryKeySample(
+            query=torch.cat([layer.query for layer in alike.values()]),
+            key=torch.cat([layer.key for layer in alike.values()]),
+            value=torch.cat([layer.value for layer in alike.values()]),
+            heads=tuple(f"{name}/{head}" for name, layer in alike.items() for head in layer.heads),
+            is_causal=all(layer.is_causal for layer in alike.values()),
+        )
+
+
+def _usable(part: Tensor) -> bool:
+    return bool((part.abs() <= LARGEST).all())  # False for NaN
+
+
+def _spaced(total: int, count: int) -> list[int]:
+    """``count`` of ``total`` indices, evenly spaced, or all of them."""
+    if count >= total:
+        return list(range(total))
+    return [round(index * total / count) for index in range(count)]
+
+
+def _looks_causal(mask: Tensor | None, row: int, tokens: Tensor) -> bool:
+    """Whether a mask hides all later tokens from the first."""
+    if mask is None or mask.dim() != 4 or mask.shape[2] < 2 or len(tokens) < 2:
+        return False
+    seen = mask[min(row, mask.shape[0] - 1), 0, tokens[0], tokens[1:]]
+    return bool((~seen if seen.dtype == torch.bool else hides(seen)).all())

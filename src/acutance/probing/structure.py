@@ -1,0 +1,227 @@
+"""Structure of a captured call: where its rows' weight lies, and the sharpest of them in full."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from acutance.capture.attention_call import AttentionCall
+from acutance.masks import Masking, Region
+from acutance.probing.row_sampling import Sample
+from acutance.probing.tokens import Tokens, special_ids
+from acutance.rowstats import RowStatistics
+from acutance.structure import StructureStatistics
+from acutance.structure.blocks import Rows, blocks
+from acutance.structure.positions import last_visible
+from acutance.structure.statistics import observe_structure, tokens_at
+from acutance.summary.examples import MOST_ROWS, Examples, Row
+from acutance.summary.head_summary import Layer
+from acutance.summary.optional_parts import Beside
+
+__all__ = ["CRITICAL_ROWS", "Structured", "StructureReader"]
+
+#: Rows of each sequence of a call whose scores are sorted for ``critical_ratio``.
+CRITICAL_ROWS = 16
+_BLANK = "\u2581"  # how sentence pieces write a blank
+
+
+class Structured(NamedTuple):
+    """What the structure of one call's rows is.
+
+    Attributes:
+        statistics: of rows (B, H, L).
+        positions: (B, L) where queries stand among the keys; None where they are of another
+            sequence.
+    """
+
+    statistics: StructureStatistics
+    positions: Tensor | None
+
+
+class StructureReader:
+    """Reads the structure of one probe's calls.
+
+    Args:
+        model: what is probed; its configuration names special tokens where nothing else does.
+        tokenizer: names special tokens and has words for all; anything with ``all_special_ids``
+            and ``decode``.
+        special: ids of special tokens.
+        examples: sharpest rows to keep of each head.
+
+    Raises:
+        TypeError: if ``examples`` is no whole number, or special ids are none.
+        ValueError: if ``examples`` is negative or above 64.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, tokenizer: Any, special: Iterable[int] | None, examples: int
+    ) -> None:
+        if type(examples) is not int:
+            raise TypeError(f"examples is a whole number, got {examples!r}")
+        if not 0 <= examples <= MOST_ROWS:
+            raise ValueError(f"examples is 0 to {MOST_ROWS} rows of each head, got {examples}")
+        if special is None:
+            named = getattr(tokenizer, "all_special_ids", None)
+            special = special_ids(model) if named is None else named
+        self._special = tuple(special)
+        if not all(isinstance(each, int) for each in self._special):
+            raise TypeError(f"special holds token ids, got {self._special!r}")
+        self._word: Callable[[int], str] | None = None
+        if tokenizer is not None:
+            self._word = lambda token: _word(tokenizer, token)
+        self._most = examples
+        self._examples: dict[str, Examples] = {}
+        self._lock = threading.Lock()
+        self.tokens = Tokens()
+
+    def read(
+        self, call: AttentionCall, whole: AttentionCall, sample: Sample | None
+    ) -> tuple[Structured, Rows, Tensor | None]:
+        """The structure of a call's rows.
+
+        Args:
+            call: of the heads and rows that are read.
+            whole: the call before rows were drawn from it.
+            sample: how they were drawn; None if all are there.
+
+        Returns:
+            The structure, and what :meth:`keep` needs: the rows, and the tokens of the keys.
+        """
+        rows = _rows(call)
+        positions = _positions(whole, rows.masking, sample)
+        tokens = asked = special = None
+        batch, _, queries, _ = whole.query.shape
+        if positions is not None and positions.numel():
+            last = int(_positions_of_last(whole, positions))
+            tokens = self.tokens.keys(batch, queries, whole.key.shape[2], last)
+        if tokens is not None and positions is not None:
+            tokens = tokens.to(call.query.device)
+            asked = tokens_at(tokens, positions)
+            if self._special:
+                special = torch.isin(tokens, torch.tensor(self._special, device=tokens.device))
+        every = max(1, -(-call.query.shape[2] // CRITICAL_ROWS))
+        found = observe_structure(rows, positions, tokens, asked, special, critical_every=every)
+        return Structured(found, positions), rows, tokens
+
+    def keep(
+        self,
+        module: str,
+        rows: Rows,
+        stats: RowStatistics,
+        kept: Tensor,
+        positions: Tensor | None,
+        tokens: Tensor | None,
+    ) -> None:
+        """Keep a call's rows that are among the sharpest of their heads."""
+        if not self._most:
+            return
+        heads, queries = kept.shape[1:]
+        with self._lock:
+            before = self._examples.setdefault(module, Examples.none(heads, self._most))
+        least = before.least.tolist()
+        information, entropy = stats.information, stats.entropy
+        sharp = torch.where(kept & (stats.state.n > 1), information, -torch.inf)
+        flat = sharp.transpose(0, 1).flatten(1)
+        best = flat.topk(min(self._most, flat.shape[1]), dim=1)
+        found = []
+        for head in range(heads):
+            for value, place in zip(
+                best.values[head].tolist(), best.indices[head].tolist(), strict=True
+            ):
+                if value == -torch.inf or not value > least[head]:
+                    continue
+                b, i = divmod(place, queries)
+                weights, last = _weights(rows, b, head, i)
+                here = -1 if positions is None else int(positions[min(b, len(positions) - 1), i])
+                ids = torch.full(weights.shape, -1) if tokens is None else tokens[b].cpu()
+                found.append(
+                    Row(
+                        head=head,
+                        information=value,
+                        entropy=float(entropy[b, head, i]),
+                        position=here,
+                        n_keys=int(stats.state.n[b, head, i]),
+                        query=int(ids[here]) if 0 <= here < len(ids) else -1,
+                        weights=weights,
+                        tokens=ids,
+                        last=last,
+                    )
+                )
+        if found:
+            made = Examples.of(found, heads, self._most)
+            with self._lock:
+                self._examples[module] = self._examples[module].merge(made)
+
+    def among(self, beside: Beside, layer: Layer) -> Beside:
+        """What is kept of a layer's heads, with their sharpest rows where those are asked for."""
+        if not self._most:
+            return beside
+        with self._lock:
+            found = self._examples.get(layer.module, Examples.none(layer.heads, self._most))
+        return replace(beside, examples=found if self._word is None else found.named(self._word))
+
+
+def _word(tokenizer: Any, token: int) -> str:
+    """What a token reads as; its name in the vocabulary where it is no whole character."""
+    decoded = str(tokenizer.decode([token])) if hasattr(tokenizer, "decode") else ""
+    named = hasattr(tokenizer, "convert_ids_to_tokens")
+    name = str(tokenizer.convert_ids_to_tokens(token)) if named else ""
+    if name.startswith(_BLANK) and not decoded.startswith(" "):
+        return f" {decoded}"  # decoders of sentence pieces drop the blank that a text begins with
+    if decoded and "\ufffd" not in decoded:
+        return decoded
+    return name or decoded or f"#{token}"
+
+
+def _rows(call: AttentionCall) -> Rows:
+    """A call as the structure pass takes it."""
+    return Rows(call.query, call.key, call.masking(), call.factor, call.softcap, call.sinks)
+
+
+def _positions(whole: AttentionCall, masking: Masking, sample: Sample | None) -> Tensor | None:
+    """Where the queries of a call stand among its keys, (1 or B, L).
+
+    A call whose queries are as many as its keys, or that says where they begin, is believed. Else
+    queries are the last of a longer sequence, in a cache, and stand at the last key they see.
+    """
+    if whole.cross:
+        return None
+    queries, keys, device = whole.query.shape[2], whole.key.shape[2], whole.query.device
+    if queries >= keys or whole.is_causal or whole.query_offset:
+        first = whole.query_offset
+        if sample is not None:
+            return sample.positions.to(device) + first
+        return torch.arange(first, first + queries, device=device)[None]
+    return last_visible(masking)
+
+
+def _positions_of_last(whole: AttentionCall, positions: Tensor) -> Tensor:
+    """Where the last query of a call stands, though only some may have been drawn."""
+    queries, keys = whole.query.shape[2], whole.key.shape[2]
+    if queries >= keys or whole.is_causal or whole.query_offset:
+        return torch.tensor(whole.query_offset + queries - 1)
+    return positions.max()
+
+
+def _weights(rows: Rows, batch: int, head: int, row: int) -> tuple[Tensor, int]:
+    """The weights of one row over all keys, (S,) float64 on the CPU, and the last key it sees."""
+    rows = rows.cast()
+    masking = rows.masking
+    shared, member = divmod(head, masking.group)
+    weights = torch.zeros(masking.keys, dtype=torch.float64, device="cpu")
+    last = -1
+    at = Region(slice(batch, batch + 1), slice(shared, shared + 1), slice(row, row + 1))
+    with rows.exactly():
+        for block in blocks(rows, at):
+            seen = (block.scores[0, 0, member, 0] > -torch.inf).nonzero()
+            e, Z = block.exponentials(block.largest())
+            width = e.shape[-1]
+            part = e[0, 0, member, 0].cpu().double() / Z[0, 0, member, 0].cpu().double()
+            weights[block.start : block.start + width] = part
+            last = block.start + int(seen[-1]) if len(seen) else -1
+    return weights, last

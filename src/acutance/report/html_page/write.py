@@ -1,0 +1,134 @@
+"""The HTML report: one file with its data, style and script, which asks the network for nothing.
+
+The parts lie in ``assets``: ``page.html`` has places for style, script and data; ``plot.js`` is the
+chart library, bundled by ``tools/plot/bundle.mjs``. The data is deflated and written in base64, so
+nothing in it can end its element; the script puts every string of it into the document as text,
+never as markup, and a content security policy lets no other code run and no address load.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import html as markup
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from acutance.files import write_text
+from acutance.report.html_page.data import packed
+from acutance.summary.head_summary import HeadSummary
+
+#: The page's own scripts in the order in which they run, after the library.
+SCRIPTS = ("base", "state", "charts", "map", "head", "table", "facts", "main")
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """An HTML report: text that is also shown where a notebook shows its results.
+
+    Attributes:
+        html: the page.
+
+    Example:
+        >>> import torch, acutance
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        >>> with acutance.probe(layer) as probe:
+        ...     _ = layer(*[torch.zeros(1, 4, 8)] * 3)
+        >>> Report.of(probe.summary())
+        Report of 0.4 MB: show it in a notebook, or write it with save(path)
+    """
+
+    html: str
+
+    @staticmethod
+    def of(summary: HeadSummary) -> Report:
+        """The report of a summary, live or loaded."""
+        return Report(html(summary))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the page to a file, which is replaced whole or not at all."""
+        write_text(path, self.html)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own: its style reaches nothing else, nor can its script."""
+        return (
+            '<iframe sandbox="allow-scripts" title="Attention report" width="100%" height="900"'
+            ' style="border:1px solid #8888;border-radius:8px;background:#fff"'
+            f' srcdoc="{markup.escape(self.html)}"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        size = len(self.html.encode()) / 1e6
+        return f"Report of {size:.1f} MB: show it in a notebook, or write it with save(path)"
+
+
+def write_html(
+    summary: HeadSummary,
+    path: str | os.PathLike[str],
+    key_norms: Mapping[str, Any] | None = None,
+) -> None:
+    """Write :func:`html` of a summary to a file, which is replaced whole or not at all."""
+    text = html(summary, key_norms)
+    write_text(path, text)
+
+
+def html(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> str:
+    """The report of a summary as one self-contained HTML page.
+
+    The same summary always gives the same page. A small one keeps every number in single precision
+    and every histogram; one of thousands of heads is kept more coarsely, and stays under 1.5 MB
+    with 80 layers of 64 heads.
+
+    Args:
+        summary: any head summary.
+        key_norms: what the lengths of keys do, of
+            :meth:`acutance.probing.QueryKeySample.key_norms`; the page then has a line on it.
+
+    Example:
+        >>> import torch, acutance
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        >>> with acutance.probe(layer) as probe:
+        ...     _ = layer(*[torch.zeros(1, 4, 8)] * 3)
+        >>> html(probe.summary())[:15]
+        '<!doctype html>'
+    """
+    before, after = _frame()
+    return before + packed(summary, key_norms) + after
+
+
+@functools.cache
+def _frame() -> tuple[str, str]:
+    """The page before and after its data."""
+    style = _asset("page.css")
+    own = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
+    script = f'"use strict";\n{_asset("plot.js")}\n(() => {{\n{own}}})();\n'
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            f"style-src {_digest(style)}",
+            f"script-src {_digest(script)}",
+        ]
+    )
+    page = _asset("page.html")
+    for place, text in {"policy": policy, "style": style, "script": script}.items():
+        before, found, after = page.partition(f"{{{{{place}}}}}")
+        assert found, place
+        page = before + text + after
+    before, _, after = page.partition("{{data}}")
+    return before, after
+
+
+def _asset(name: str) -> str:
+    return files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    """How a policy names the content of an element."""
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -1,0 +1,210 @@
+"""Figures of theory: entropy and effective keys along the scale, information along a temperature.
+
+A solid line is exact at this n, a dashed one the formula for many keys, a mark the row asked about.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import numpy as np
+
+from acutance.report.plot_style import (
+    LIGHT,
+    Theme,
+    curves,
+    label,
+    legend,
+    measured,
+    new_figure,
+    predicted,
+    reference,
+    save,
+)
+from acutance.theory import Prediction, predict, scale_for_entropy, tau_for_information
+from acutance.theory.prediction.population import gaussian_break_points
+
+_POINTS = 33
+_HOTTEST = 8.0
+_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+#: For each mechanism the parameter along the horizontal axis, and what to call it.
+_AXES = {
+    "softmax": ("logit_std", "deviation of the logits γ"),
+    "scaled_dot": ("scale", "scale of the dot products"),
+    "dot": ("scale", "scale of the dot products"),
+    "cosine": ("tau", "scale of the cosines 1/τ"),
+    "relu2": ("logit_std", "deviation of the scores γ"),
+    "identity": ("logit_std", "deviation of the scores γ"),
+    "decay": ("lam", "decay per key λ"),
+}
+
+
+def draw_prediction(
+    prediction: Prediction, path: str | os.PathLike[str], *, theme: Theme = LIGHT
+) -> None:
+    """Draw entropy and effective keys against the scale of the scores, at the prediction's n.
+
+    Args:
+        prediction: of any mechanism but ``linear``, which has no scale.
+        path: a .png or .svg file.
+        theme: the page, light or dark.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: for ``linear``, or another ending.
+    """
+    if prediction.mechanism not in _AXES:
+        raise ValueError(
+            f"{prediction.mechanism} has no scale to draw along: leave out the plot, or choose from"
+            f" {', '.join(_AXES)}"
+        )
+    given = {name: value for name, value in prediction.parameters.items() if value is not None}
+    n = given.pop("n")
+    name, title = _AXES[prediction.mechanism]
+    if name not in given:  # softmax scores of another family
+        name, title = "scale", "scale of the logits γ"
+    here = given.pop(name)
+    places = _places(prediction, name, here)
+    wanted = ["entropy", "effective_keys"]
+    rows = [predict(prediction.mechanism, n, **{name: at}, **given, metrics=wanted)
+            for at in places]  # fmt: skip
+    inverse = name == "tau"
+    across = np.array([1 / at if inverse else at for at in places])
+    panels = [metric for metric in wanted if metric in prediction.kinds]
+    figure, grid = new_figure(
+        f"{_WORDS.get(prediction.mechanism, prediction.mechanism)}: n = {n:,.0f} keys",
+        f"Exact at this n, and the formula for many keys.{_rest(prediction, name)}",
+        panels=len(panels),
+        theme=theme,
+    )
+    exact_curve, limit_curve = curves(2, theme)
+    for axes, metric in zip(grid, panels, strict=True):
+        exact = np.array([row[metric] for row in rows])
+        limit = np.array([row.population[metric] for row in rows])
+        predicted(axes, across, exact, exact_curve, f"exact, n = {n:,.0f}")
+        shown = _within(limit, exact, metric, n)
+        if np.isfinite(shown).any():
+            predicted(axes, across, shown, limit_curve, "formula for n → ∞")
+        where = 1 / here if inverse else here
+        text = f"{metric.replace('_', ' ')} {prediction[metric]:.4g}"
+        measured(axes, [where], [prediction[metric]], exact_curve, text)
+        _critical(axes, theme, prediction, metric, name, across[-1])
+        if metric == "effective_keys":
+            axes.set_yscale("log")
+            axes.set_ylim(min(0.8, 0.8 * float(exact.min())), 1.3 * n)
+            label(axes, x=title, y="effective keys 1/Σp²")
+        else:
+            top = math.log(n)
+            axes.set_ylim(-0.04 * top, 1.06 * top)
+            label(axes, x=title, y="entropy H, nat")
+        legend(axes, theme)
+    save(figure, path)
+
+
+def draw_temperatures(advice: Any, path: str | os.PathLike[str], *, theme: Theme = LIGHT) -> None:
+    """Draw the information a row of cosines can carry against its temperature.
+
+    Args:
+        advice: from :func:`acutance.report.temperature.advise`.
+        path: a .png or .svg file.
+        theme: the page, light or dark.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: for another ending.
+    """
+    fractions = np.concatenate(
+        [np.geomspace(1e-3, 0.1, 16), np.linspace(0.12, 0.95, 44), 1 - np.geomspace(0.04, 2e-3, 16)]
+    )
+    figure, [axes] = new_figure(
+        f"What a row of {advice.n:,} cosines can say at a temperature",
+        f"Information log n − H as a share of log {advice.n:,} = {math.log(advice.n):.2f} nat; the"
+        " least entropy that each arrangement of keys reaches.",
+        theme=theme,
+    )
+    settings = advice.settings
+    for setting, curve in zip(settings, curves(len(settings), theme), strict=True):
+        extra = {"d": advice.d} if setting.key == "random_keys" else {}
+        tau = tau_for_information(advice.n, fractions, setting=setting.key, **extra)
+        predicted(axes, tau, 100 * fractions, curve, setting.name)
+        chosen = setting is advice.chosen
+        name = f"τ = {setting.tau:.4g}" if chosen else "_nolegend_"
+        measured(axes, [setting.tau], [100 * advice.fraction], curve, name, hollow=not chosen)
+    reference(axes, theme, x=1.0, name="τ = 1")
+    lowest = 0.6 * min(setting.tau for setting in settings)
+    ticks = [tau for tau in _TICKS if lowest <= tau <= _HOTTEST]
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{tau:g}" for tau in ticks])
+    axes.minorticks_off()
+    axes.set_xlim(lowest, _HOTTEST)
+    axes.set_ylim(0, 103)
+    label(axes, x="temperature τ", y="information, % of log n")
+    legend(axes, theme)
+    save(figure, path)
+
+
+_WORDS = {
+    "softmax": "Softmax of independent logits",
+    "scaled_dot": "Softmax of scaled dot products",
+    "dot": "Softmax of dot products",
+    "cosine": "Softmax of cosines",
+    "relu2": "relu² weights",
+    "identity": "Weights of both signs, by size",
+    "decay": "Geometric decay",
+}
+
+
+def _rest(prediction: Prediction, name: str) -> str:
+    """The parameters that stay as they are."""
+    given = prediction.parameters
+    kept = [
+        f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in given.items()
+        if key not in (name, "n", "value_variance") and value is not None
+    ]
+    return f" Held fixed: {', '.join(kept)}." if kept else ""
+
+
+def _places(prediction: Prediction, name: str, here: float) -> list[float]:
+    """Where to compute the curves, the row's own place among them."""
+    n = float(prediction.parameters["n"])
+    if name == "lam":
+        return sorted({*np.linspace(0.02, 1.0, _POINTS - 1).tolist(), here})
+    if prediction.mechanism in ("relu2", "identity"):
+        far = 4 * max(here, abs(prediction.parameters["logit_mean"]))
+        return sorted({*np.geomspace(far / 40, far, _POINTS - 1).tolist(), here})
+    if name == "logit_std":
+        far = max(1.3 * here, 1.5 * gaussian_break_points(max(n, 2))[1])
+    elif name == "tau":
+        d = prediction.parameters["d"]
+        sharp = float(scale_for_entropy(n, 0.15 * math.log(n), "cosine", d=d)) if n > 1 else 1.0
+        far = max(1.3 / here, sharp)
+        return [1 / at for at in sorted({*np.linspace(far / 200, far, _POINTS - 1), 1 / here})]
+    else:
+        far = 3 * here if here else 1.0
+    return sorted({*np.linspace(0.0, far, _POINTS - 1).tolist(), here})
+
+
+def _within(limit: Any, exact: Any, metric: str, n: float) -> Any:
+    """The formula where it is in the picture, and one point beyond."""
+    lowest = 0.3 if metric == "effective_keys" else -0.2 * math.log(n)
+    return np.where(np.isfinite(limit) & (limit > lowest), limit, np.nan)
+
+
+def _critical(
+    axes: Any, theme: Theme, prediction: Prediction, metric: str, name: str, far: float
+) -> None:
+    """Where the formula for Gaussian logits breaks."""
+    given = prediction.parameters
+    if name != "logit_std" or given.get("family") != "gaussian" or given["n"] < 2:
+        return
+    sparse_to, entropy_to = gaussian_break_points(given["n"])
+    at, text = (
+        (sparse_to, f"√(log n / 2) = {sparse_to:.2f}")
+        if metric == "effective_keys"
+        else (entropy_to, f"√(2 log n) = {entropy_to:.2f}")
+    )
+    if at < far:
+        reference(axes, theme, x=at, name=text)

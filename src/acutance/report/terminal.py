@@ -1,0 +1,421 @@
+"""The terminal table: every head's mean normalized entropy, coloured, at any width."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import fmean, quantiles
+
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
+from rich.style import Style
+from rich.text import Text
+
+from acutance.diagnose.classes import CLASSES, classify
+from acutance.diagnose.metric_words import crossing
+from acutance.report.colours import as_hex, brief, colour, ink, scale_of
+from acutance.report.printable import printable
+from acutance.structure import describe
+from acutance.summary.head_summary import STATUSES, HeadSummary, Layer
+from acutance.summary.notices import notices
+
+#: A folded table of more lines than this gives way to one line for each layer.
+MOST_LINES = 100
+_PREFERRED = ("normalized_entropy", "entropy", "effective_keys")
+_Line = list[tuple[str, Style | None]]
+
+
+def console_table(summary: HeadSummary, metric: str | None = None) -> ConsoleRenderable:
+    """A rich renderable: layer × head, each cell a mean over rows on its colour, and what was read.
+
+    Heads that do not fit beside each other fold onto further lines; where that would take more than
+    100 lines, each layer gets one line with its lowest, quartile, median and highest head instead.
+    Numbers say everything colour does, so it reads as well in a file or with ``NO_COLOR``.
+
+    Args:
+        summary: any head summary.
+        metric: what the cells show; None is normalized entropy, or the next best there is.
+
+    Raises:
+        ValueError: if the metric does not exist or was not recorded.
+
+    Example:
+        >>> import torch, acutance
+        >>> from rich.console import Console
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        >>> with acutance.probe(layer) as probe:
+        ...     _ = layer(*[torch.zeros(1, 4, 8)] * 3)
+        >>> Console(width=80, no_color=True).print(console_table(probe.summary()))
+        How diffuse attention is: mean normalized entropy over rows, layer × head
+        sharp, one key  0.00  0.20  0.40  0.60  0.80  1.00  diffuse, all keys alike
+        <BLANKLINE>
+        layer    h0    h1 │  mean
+            0  1.00  1.00 │  1.00
+        <BLANKLINE>
+        4 rows read for each head; left out: 0 padded, 0 that see no key.
+        Verified: the call's output was rebuilt from what was captured and agrees
+        (relative difference up to 0.0e+00).
+    """
+    return _HeadTable(summary, metric)
+
+
+class _HeadTable:
+    """What :func:`console_table` returns; it is laid out when it is printed, for that width."""
+
+    def __init__(self, summary: HeadSummary, metric: str | None) -> None:
+        self.summary = summary
+        self.metric = metric or headline(summary.metrics)
+        self.grid = summary.grid(self.metric) if self.metric else []
+        numbers = [layer.numbers for layer in summary.layers]
+        most = max(numbers, key=len, default=())
+        alike = all(part == most[: len(part)] for part in numbers)
+        #: what the columns are called: heads' numbers, or places where layers read different heads
+        self.names = [f"h{head}" for head in most] if alike else [f"#{i}" for i in range(len(most))]
+        self.whole = most == tuple(range(len(most))) and alike
+        self.scale = scale_of(self.metric, (value for row in self.grid for value in row))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        coloured = console.color_system in ("256", "truecolor")
+        for line in self._lines(options.max_width):
+            text = Text()
+            for part, style in line:
+                bare = style is not None and style.bgcolor is not None and not coloured
+                text.append(printable(part, options.ascii_only), None if bare else style)
+            if len(line) > 1:  # a row of cells; sentences are one part
+                text.no_wrap, text.overflow = True, "crop"
+            yield text
+
+    def _lines(self, width: int) -> Iterator[_Line]:
+        for notice in notices(self.summary.about):
+            yield [(f"! {notice}", Style(bold=True, color="red"))]
+            yield []
+        if any(self.grid):
+            yield from self._head(width)
+            yield []
+            yield from self._body(width)
+            yield []
+        for line, style in _below(self.summary):
+            yield [(line, style)]
+
+    def _head(self, width: int) -> Iterator[_Line]:
+        name = self.metric.replace("_", " ")
+        bold, dim = Style(bold=True), Style(dim=True)
+        if self.metric == "normalized_entropy":
+            title, low, high = (
+                "How diffuse attention is: ",
+                "sharp, one key",
+                "diffuse, all keys alike",
+            )
+        else:
+            title, low, high = "", "low", "high" + (", log scale" if self.scale.log else "")
+        unit = describe(self.metric).unit
+        of = "" if unit == "1" else f" ({unit})"
+        yield [(f"{title}mean {name}{of} over rows, layer × head", bold)]
+        for count, ends in ((6, (low, high)), (6, _short(low, high)), (3, _short(low, high))):
+            ticks = self.scale.ticks(count)
+            texts = [f" {self._text(tick)} " for tick in ticks]
+            if len("".join((*ends, *texts))) + 2 <= width:
+                break
+        ramp: _Line = [(text, self._style(tick)) for text, tick in zip(texts, ticks, strict=True)]
+        yield [(f"{ends[0]} ", dim), *ramp, (f" {ends[1]}", dim)]
+
+    def _body(self, width: int) -> Iterator[_Line]:
+        widest = max(len(row) for row in self.grid)
+        texts = [self._text(value) for row in self.grid for value in row]
+        cell = max(4, *map(len, texts), *map(len, self.names))
+        label = max(5, len(str(len(self.grid) - 1)))
+        room = width - label - 1 - (cell + 4)  # the mean has its own column
+        if widest * (cell + 2) <= room:
+            cell, chunk = cell + 2, widest
+        else:
+            cell, chunk = cell + 1, widest
+            if widest * cell > room:  # folded lines are labelled with their heads
+                label += 2 * len(str(widest - 1)) + 3
+                chunk = _chunk(widest, max(1, (width - label - 1 - cell - 3) // cell))
+        lines = sum(max(1, math.ceil(len(row) / chunk)) for row in self.grid)
+        if chunk < widest and lines > MOST_LINES:
+            yield from self._digest(cell - 1, width)
+        else:
+            yield from self._folded(chunk, widest, cell, label)
+
+    def _folded(self, chunk: int, widest: int, cell: int, label: int) -> Iterator[_Line]:
+        bold, dim = Style(bold=True), Style(dim=True)
+        pad = " " if cell % 2 == 0 else ""  # a six-wide cell has a space on both sides
+        folded = chunk < widest
+        names = [f"{name}{pad}".rjust(cell) for name in self.names[:chunk]]
+        if folded:
+            names = [f"{'h' if self.whole else '#'}+{i}{pad}".rjust(cell) for i in range(chunk)]
+        title = "layer" + (" heads".rjust(label - 5) if folded else " " * (label - 5))
+        yield [
+            (f"{title} ", bold),
+            *((name, dim) for name in names),
+            (" │ ", dim),
+            (f"mean{pad}".rjust(cell), bold),
+        ]
+        for layer, row in enumerate(self.grid):
+            mean = _mean(row)
+            for start in range(0, max(1, len(row)), chunk):
+                part = row[start : start + chunk]
+                mark = "×" if crossing(self.summary.layers[layer].module) else ""
+                index = f"{layer}{mark}".rjust(5) if start == 0 else " " * 5
+                heads = _from_to(start, start + len(part) - 1) if folded and part else ""
+                line: _Line = [(index + heads.rjust(label - 5) + " ", bold if start == 0 else dim)]
+                line += [
+                    (f"{self._text(value)}{pad}".rjust(cell), self._style(value)) for value in part
+                ]
+                line += [(" " * (cell * (chunk - len(part))), None), (" │ ", dim)]
+                if start == 0:
+                    line.append((f"{self._text(mean)}{pad}".rjust(cell), self._style(mean)))
+                yield line
+
+    def _digest(self, cell: int, width: int) -> Iterator[_Line]:
+        """One line for each layer: its heads' spread, and which are at its ends.
+
+        Where that does not fit, quartiles, the median and the ends give way to the mean, in this
+        order, and a sentence says so.
+        """
+        bold, dim = Style(bold=True), Style(dim=True)
+        wide = max(cell, 6) + 2
+        sizes = {
+            "lowest": wide + 5,
+            "25 %": wide,
+            "median": wide,
+            "75 %": wide,
+            "highest": wide + 6,
+        }
+        missing: list[str] = []
+        shown = list(sizes)
+        for names in (("25 %", "75 %"), ("median",), ("lowest", "highest")):
+            if 5 + sum(sizes[name] for name in shown) + 3 + cell + 1 > width:
+                shown = [name for name in shown if name not in names]
+                missing += names
+        left = f" No room for: {', '.join(missing)}." if missing else ""
+        yield [
+            (
+                "The heads do not fit side by side: the spread over each layer's heads." + left,
+                dim,
+            )
+        ]
+        yield []
+        header: _Line = [("layer", bold)]
+        for name in shown:
+            ends = name in ("lowest", "highest")
+            header.append((name.rjust(sizes[name] - 5 * ends), dim))
+            if ends:
+                header.append(("head".rjust(5), dim))
+        yield [*header, (" │ ", dim), ("mean".rjust(cell + 1), bold)]
+        for layer, row in enumerate(self.grid):
+            there = sorted((value, head) for head, value in enumerate(row) if math.isfinite(value))
+            line: _Line = [(str(layer).rjust(5), bold)]
+            if there:
+                values = [value for value, _ in there]
+                quarters = (
+                    quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+                )
+                numbers = self.summary.layers[layer].numbers
+                ends_of = {"lowest": there[0], "highest": there[-1]}
+                middle = dict(zip(("25 %", "median", "75 %"), quarters, strict=True))
+                for name in shown:
+                    value, head = ends_of.get(name) or (middle[name], None)
+                    room = sizes[name] - 5 * (head is not None)
+                    line.append((self._text(value).rjust(room), self._style(value)))
+                    if head is not None:
+                        line.append((f"h{numbers[head]}".rjust(5), dim))
+            else:
+                line.append(("–".rjust(wide).ljust(sum(sizes[name] for name in shown)), None))
+            mean = _mean(row)
+            yield [*line, (" │ ", dim), (self._text(mean).rjust(cell + 1), self._style(mean))]
+
+    def _text(self, value: float) -> str:
+        return brief(value, self.metric)
+
+    def _style(self, value: float) -> Style | None:
+        place = self.scale.place(value)
+        if place is None:
+            return None
+        background = colour(place)
+        return Style(color=as_hex(ink(background)), bgcolor=as_hex(background))
+
+
+def headline(metrics: Sequence[str]) -> str:
+    """The metric that a table shows unless told otherwise; nothing where there is none.
+
+    Example:
+        >>> headline(("lse", "entropy")), headline(("lse",)), headline(())
+        ('entropy', 'lse', '')
+    """
+    first = metrics[0] if metrics else ""
+    return next((name for name in _PREFERRED if name in metrics), first)
+
+
+def _below(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
+    """What was read and how far to trust it."""
+    layers = summary.layers
+    for sentence in row_sentences(layers):
+        yield sentence, None
+    for sentence in chosen_sentences(layers):
+        yield sentence, None
+    if any(crossing(layer.module) for layer in layers):
+        yield "× is cross-attention: queries of one sequence, keys of another.", None
+    counts = Counter(one.name for head in classify(summary) for one in head)
+    if counts:
+        told = ", ".join(f"{name} {counts[name]}" for name in CLASSES if name in counts)
+        yield f"Heads by what they do: {told}.", None
+    for sentence, wrong in status_sentences(layers):
+        yield sentence, Style(bold=True, color="red") if wrong else None
+    if len(layers) > 1 or not layers:
+        for sentence in module_sentences(layers):
+            yield sentence, Style(dim=True)
+    if summary.unread:
+        yield summary.coverage, None
+        yield "Attention that could not be read:", Style(bold=True)
+        for reason in summary.unread:
+            yield f"  – {reason}", None
+    if summary.not_provided:
+        yield "Attention that acutance was to provide and left to the model:", Style(bold=True)
+        for reason in summary.not_provided:
+            yield f"  – {reason}", None
+
+
+def row_sentences(layers: tuple[Layer, ...]) -> list[str]:
+    """How many rows were read, how many were left out and why, and which may be padding.
+
+    Example:
+        >>> for said in row_sentences((Layer("a", 2, rows=9, padded=3, padded_by="key_mask"),)):
+        ...     print(said)
+        9 rows read for each head; left out: 3 padded (by key_mask), 0 that see no key.
+        >>> print(row_sentences((Layer("a", 2, rows=9, unseen=2),))[1])
+        2 are of tokens that no row sees: if that is padding, give the probe attention_mask=.
+    """
+    names = sorted({name for layer in layers for name in layer.padded_by.split(", ")} - {""})
+    left = [
+        f"{span(layer.padded for layer in layers)} padded"
+        + (f" (by {', '.join(names)})" if names else ""),
+        f"{span(layer.empty for layer in layers)} that see no key",
+    ]
+    for field, why in (("excluded", "not asked for"), ("skipped", "not drawn")):
+        if any(getattr(layer, field) for layer in layers):
+            left.append(f"{span(getattr(layer, field) for layer in layers)} {why}")
+    read = span(layer.rows for layer in layers)
+    said = [f"{read} rows read for each head; left out: {', '.join(left)}."]
+    if any(layer.unseen for layer in layers):
+        said.append(
+            f"{span(layer.unseen for layer in layers)} are of tokens that no row sees: "
+            "if that is padding, give the probe attention_mask=."
+        )
+    return said
+
+
+def chosen_sentences(layers: tuple[Layer, ...]) -> list[str]:
+    """Which heads were read, in layers where not all were.
+
+    Example:
+        >>> chosen_sentences((Layer("a", 2, chosen=(1, 4)), Layer("b", 2, chosen=(1, 4))))
+        ['Read in layers 0–1: heads 1, 4.']
+    """
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for index, layer in enumerate(layers):
+        if layer.chosen:
+            alike.setdefault(layer.chosen, []).append(index)
+    return [
+        f"Read in {ranges(those, 'layer')}: {ranges(list(heads), 'head')}."
+        for heads, those in alike.items()
+    ]
+
+
+def span(values: Iterable[int]) -> str:
+    """One number where all are alike, else the smallest and largest.
+
+    Example:
+        >>> span([1752, 1752]), span([12, 1752]), span([])
+        ('1,752', '12 to 1,752', '0')
+    """
+    there = sorted(set(values)) or [0]
+    return f"{there[0]:,}" if len(there) == 1 else f"{there[0]:,} to {there[-1]:,}"
+
+
+def status_sentences(layers: tuple[Layer, ...]) -> list[tuple[str, bool]]:
+    """For each status met, how many layers have it and what it means; True where it is a mismatch.
+
+    Example:
+        >>> status_sentences((Layer("a", 1, "verified", error=1e-6), Layer("b", 1, "verified")))
+        [("Verified: the call's output was rebuilt from what was captured and agrees
+        (relative difference up to 1.0e-06).", False)]
+    """
+    sentences = []
+    for status, meaning in STATUSES.items():
+        those = [index for index, layer in enumerate(layers) if layer.status == status]
+        if not those:
+            continue
+        errors = [error for index in those if (error := layers[index].error) is not None]
+        which = "" if len(those) == len(layers) else f" ({ranges(those, 'layer')})"
+        close = (
+            f" (relative difference up to {max(errors):.1e})"
+            if errors and status in ("verified", "checked")
+            else ""
+        )
+        wrong = (
+            f" (relative difference {max(errors):.1e})" if errors and status == "mismatch" else ""
+        )
+        sentences.append(
+            (f"{status.capitalize()}{which}: {meaning}{close}{wrong}.", status == "mismatch")
+        )
+    return sentences
+
+
+def module_sentences(layers: tuple[Layer, ...]) -> list[str]:
+    """Which modules the layers are, those named alike together.
+
+    Example:
+        >>> module_sentences((Layer("h.0.attn", 2), Layer("h.1.attn", 2), Layer("pool", 1)))
+        ['layers 0–1: h.*.attn', 'layer 2: pool']
+        >>> module_sentences((Layer("block.0.EncDecAttention", 2),))
+        ['layer 0: block.0.EncDecAttention (cross-attention)']
+    """
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for index, layer in enumerate(layers):
+        alike.setdefault(tuple(re.split(r"\d+", layer.module)), []).append(index)
+    sentences = []
+    for those in alike.values():
+        names = [re.split(r"(\d+)", layers[index].module) for index in those]
+        parts = [column[0] if len(set(column)) == 1 else "*" for column in zip(*names, strict=True)]
+        sentences.append(f"{ranges(those, 'layer')}: {''.join(parts)}{crossing(''.join(parts))}")
+    return sentences
+
+
+def ranges(indices: list[int], noun: str) -> str:
+    """Ascending indices in words.
+
+    Example:
+        >>> ranges([3], "layer"), ranges([0, 1, 2, 5], "layer")
+        ('layer 3', 'layers 0–2, 5')
+    """
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    text = ", ".join(_from_to(run[0], run[-1]) for run in runs)
+    return f"{noun}{'s' * (len(indices) > 1)} {text}"
+
+
+def _from_to(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}–{last}"
+
+
+def _short(low: str, high: str) -> tuple[str, str]:
+    """What the ends of a scale are called where there is little room."""
+    return low.split(",")[0], high.split(",")[0]
+
+
+def _chunk(heads: int, fit: int) -> int:
+    """Heads on one line of a fold: a divisor if one fills half the room, else lines alike."""
+    divisor = max(size for size in range(1, min(fit, heads) + 1) if heads % size == 0)
+    return divisor if 2 * divisor > fit else math.ceil(heads / math.ceil(heads / fit))
+
+
+def _mean(row: list[float]) -> float:
+    there = [value for value in row if math.isfinite(value)]
+    return fmean(there) if there else math.nan

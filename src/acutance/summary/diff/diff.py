@@ -1,0 +1,131 @@
+"""What changed between two summaries: two checkpoints, two lengths, two texts, two shards."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from acutance.summary.diff.match_heads import match
+from acutance.summary.diff.records import CONFIDENCE, ORDER, Diff
+from acutance.summary.diff.sides import Taken, take, take_at_equal_n
+from acutance.summary.diff.warnings import Side, warnings
+from acutance.summary.head_summary import HeadSummary
+from acutance.summary.standard_errors import Uncertainty, worst
+from acutance.summary.state import State
+
+__all__ = ["diff"]
+
+#: Two float32 means that differ by less, relative to their size, are the same.
+ROUNDING = 2.0**-20
+
+
+def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bool = False) -> Diff:
+    """Compare two summaries head by head.
+
+    Layers are matched by the names of their modules; where no name is shared and the layers are
+    alike in number and heads, by their order, which a warning then says.
+
+    The two are taken as independent: where both read the same text, a change is rather more certain
+    than its interval says.
+
+    Args:
+        before: a summary, or a state that knows which windows it is of.
+        after: another.
+        equal_n: compare only rows that see as many keys, octave by octave of n, each octave
+            weighed alike in both: what remains of a change between two lengths.
+
+    Returns:
+        The changes, with what only one of the two has and why they may not compare.
+
+    Raises:
+        ValueError: if they share no head, or no metric; with ``equal_n``, if they share no octave
+            of n, or one of them keeps no profile.
+
+    Example:
+        >>> import torch, acutance
+        >>> def state(factor):
+        ...     torch.manual_seed(0)
+        ...     layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        ...     layer.in_proj_weight.data[:4].mul_(factor)  # the first head's queries
+        ...     with acutance.probe(layer) as probe:
+        ...         _ = [layer(*[torch.randn(4, 10, 8)] * 3) for _ in range(6)]
+        ...     return probe.summary()
+        >>> found = diff(state(1.0), state(9.0))
+        >>> [(head.head, head.verdict) for head in found.moved("logit_std")]
+        [(0, 'moved'), (1, 'equal')]
+    """
+    left, right = Side.of(before), Side.of(after)
+    matched = match(left.summary, right.summary)
+    metrics = tuple(name for name in left.summary.metrics if name in right.summary.metrics)
+    if not metrics:
+        raise ValueError(
+            f"the two states share no metric: one has {', '.join(left.summary.metrics)}, the other "
+            f"{', '.join(right.summary.metrics)}"
+        )
+    keys = None
+    if equal_n:
+        one, other, keys = take_at_equal_n((left, right), matched.rows, metrics)
+    else:
+        one, other = take(left, matched.rows[0], metrics), take(right, matched.rows[1], metrics)
+    error = (one.sure.error.square() + other.sure.error.square()).sqrt()
+    floor = (one.sure.floor.square() + other.sure.floor.square()).sqrt()
+    how = worst(one.sure.how, other.sure.how)
+    change = other.mean - one.mean
+    reach = _quantile(_welch(one.sure, other.sure), len(matched.places)) * error
+    rounding = ROUNDING * torch.maximum(one.mean.abs(), other.mean.abs())
+    fewest = torch.minimum(one.count, other.count).to(torch.float64) - 1
+    least = _quantile(fewest, len(matched.places)) * floor
+    verdicts = torch.full(change.shape, ORDER.index("within noise"), dtype=torch.int8)
+    guessed = error.isnan() if how == "sequences" else torch.ones_like(error, dtype=torch.bool)
+    verdicts[guessed & (change.abs() > least)] = ORDER.index("unclear")
+    verdicts[change.abs() > reach] = ORDER.index("moved")
+    verdicts[change.abs() <= rounding] = ORDER.index("equal")
+    verdicts[change.isnan()] = -1
+    rows = torch.stack([one.count, other.count])
+    M2 = one.M2 + other.M2
+    return Diff(
+        about=(left.summary.about, right.summary.about),
+        matched=matched,
+        metrics=metrics,
+        before=one.mean,
+        after=other.mean,
+        error=error,
+        floor=floor,
+        low=change - reach,
+        high=change + reach,
+        verdicts=verdicts,
+        rows=rows,
+        deviation=(M2 / rows.sum(0).clamp(min=1)).sqrt(),
+        shift=_distance(one, other),
+        how=how,
+        keys=keys,
+        warnings=tuple(warnings(left, right, matched, equal_n=equal_n)),
+    )
+
+
+def _welch(one: Uncertainty, other: Uncertainty) -> Tensor:
+    """Degrees of freedom of the difference of two means (Welch 1947)."""
+    a, b = one.error.square(), other.error.square()
+    total = (a + b).square() / (a.square() / one.dof + b.square() / other.dof)
+    return torch.where((a + b) == 0, torch.minimum(one.dof, other.dof), total)
+
+
+def _quantile(dof: Tensor, heads: int) -> Tensor:
+    """How many standard errors wide an interval is to either side."""
+    from scipy.special import stdtrit
+
+    tail = (1 - CONFIDENCE) / (2 * max(1, heads))
+    return torch.from_numpy(stdtrit(dof.numpy(), 1 - tail))
+
+
+def _distance(one: Taken, other: Taken) -> Tensor:
+    """Total variation distance of two histograms; NaN where one is empty or not known."""
+    if one.histogram is None or other.histogram is None:
+        return torch.full_like(one.mean, math.nan)
+    shares = []
+    for part in (one.histogram, other.histogram):
+        rows = part.sum(-1, keepdim=True).to(torch.float64)
+        shares.append(part / rows.masked_fill(rows == 0, math.nan))
+    return (shares[0] - shares[1]).abs().sum(-1) / 2

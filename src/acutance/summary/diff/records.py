@@ -1,0 +1,306 @@
+"""Records of what changed between two summaries, head by head and layer by layer."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from acutance.summary.diff.match_heads import Matched
+from acutance.summary.standard_errors import HOW, How
+
+if TYPE_CHECKING:
+    import pyarrow
+
+__all__ = ["CONFIDENCE", "ORDER", "VERDICTS", "Diff", "HeadChange", "LayerChange", "Verdict"]
+
+SCHEMA = "acutance.diff/1"
+Verdict = Literal["moved", "unclear", "within noise", "equal"]
+VERDICTS: dict[str, str] = {
+    "moved": "the change is larger than another text of the same kind would make it",
+    "unclear": "larger than if all rows were independent, but how much sequences differ is not "
+    "known well enough to say more",
+    "within noise": "no larger than another text of the same kind could make it",
+    "equal": "the same but for rounding",
+}
+#: Verdicts by what ``Diff.verdicts`` holds.
+ORDER: tuple[Verdict, ...] = ("equal", "within noise", "unclear", "moved")
+#: The intervals of all heads of one metric hold together with this probability, or more.
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class HeadChange:
+    """One metric of one head in both states.
+
+    Attributes:
+        metric: its name.
+        layer: index of the layer in the first state.
+        head: number of the head in its layer.
+        module: qualified name of the layer's module in the first state.
+        before: mean over rows in the first state, NaN where no row counts.
+        after: the same in the second.
+        change: ``after − before``.
+        error: standard error of the change, from sequence to sequence; NaN where it is not known.
+        low: lower end of the interval of the change; see :class:`Diff`.
+        high: upper end.
+        size: the change in units of the rows' standard deviation.
+        rows: rows of both states that count.
+        verdict: one of :data:`VERDICTS`; None where a side has no row.
+    """
+
+    metric: str
+    layer: int
+    head: int
+    module: str
+    before: float
+    after: float
+    change: float
+    error: float
+    low: float
+    high: float
+    size: float
+    rows: tuple[int, int]
+    verdict: Verdict | None
+
+
+@dataclass(frozen=True)
+class LayerChange:
+    """One metric of a layer's shared heads.
+
+    Attributes:
+        metric: its name.
+        layer: index of the layer in the first state.
+        module: qualified name of its module there.
+        before: mean over heads of their means in the first state.
+        after: the same in the second.
+        change: mean change of a head.
+        error: at most this is the standard error of ``change``: heads may err all alike.
+        heads: heads that both states have.
+        moved: heads whose verdict is "moved".
+        most: the head with the largest change either way, None if no head has one.
+    """
+
+    metric: str
+    layer: int
+    module: str
+    before: float
+    after: float
+    change: float
+    error: float
+    heads: int
+    moved: int
+    most: int | None
+
+
+@dataclass(frozen=True)
+class Diff:
+    """What :func:`diff` finds. Arrays are (heads, metrics), shared heads in the first's order.
+
+    The interval of a change, ``low`` to ``high``, is t-distributed with Welch's degrees of freedom
+    and widened (Bonferroni) so that the intervals of all heads of a metric hold together with
+    probability :data:`CONFIDENCE`. A head whose interval leaves out 0 has moved.
+
+    Attributes:
+        about: what both summaries say about themselves.
+        matched: which layers and heads both have, and what only one of them has.
+        metrics: metrics both recorded.
+        before: means of the first.
+        after: means of the second.
+        error: standard error of ``after − before``; NaN where it is not known.
+        floor: what it would be with independent rows.
+        low: lower end of the interval.
+        high: upper end.
+        verdicts: int8, places in ("equal", "within noise", "unclear", "moved"); −1 where a side has
+            no row.
+        rows: (2, heads, metrics) int64, rows that count.
+        deviation: standard deviation over rows, of both states together.
+        shift: total variation distance of the two histograms, 0 (alike) to 1 (apart), which also
+            sees changes that leave the mean as it is. Few rows make it larger. NaN at equal n.
+        how: where ``error`` comes from: a key of :data:`acutance.summary.standard_errors.HOW`.
+        keys: the smallest and largest mean number of keys of the octaves compared; None where all
+            rows are.
+        warnings: why the two may not compare, a sentence each.
+    """
+
+    about: tuple[Mapping[str, Any], Mapping[str, Any]]
+    matched: Matched
+    metrics: tuple[str, ...]
+    before: Tensor
+    after: Tensor
+    error: Tensor
+    floor: Tensor
+    low: Tensor
+    high: Tensor
+    verdicts: Tensor
+    rows: Tensor
+    deviation: Tensor
+    shift: Tensor
+    how: How
+    keys: tuple[float, float] | None
+    warnings: tuple[str, ...]
+
+    @property
+    def change(self) -> Tensor:
+        """``after − before``."""
+        return self.after - self.before
+
+    @property
+    def assumes(self) -> str:
+        """What the standard errors rest on, in a sentence."""
+        return HOW[self.how]
+
+    def _column(self, metric: str) -> int:
+        if metric not in self.metrics:
+            raise ValueError(
+                f"{metric!r} is not in both states; they share {', '.join(self.metrics)}"
+            )
+        return self.metrics.index(metric)
+
+    def of(self, metric: str) -> list[HeadChange]:
+        """Every shared head's change of a metric, in model order.
+
+        Raises:
+            ValueError: if the two do not share the metric.
+        """
+        column = self._column(metric)
+        parts = (self.before, self.after, self.change, self.error, self.low, self.high)
+        numbers = torch.stack([part[:, column] for part in parts]).T.tolist()
+        size = (self.change / self.deviation.masked_fill(self.deviation == 0, math.nan))[:, column]
+        rows, verdicts = self.rows[:, :, column].T.tolist(), self.verdicts[:, column].tolist()
+        found = []
+        for index, place in enumerate(self.matched.places):
+            before, after, change, error, low, high = numbers[index]
+            verdict = verdicts[index]
+            found.append(
+                HeadChange(
+                    metric,
+                    place.layer,
+                    place.head,
+                    place.module,
+                    before=before,
+                    after=after,
+                    change=change,
+                    error=error,
+                    low=low,
+                    high=high,
+                    size=float(size[index]),
+                    rows=(rows[index][0], rows[index][1]),
+                    verdict=None if verdict < 0 else ORDER[verdict],
+                )
+            )
+        return found
+
+    def moved(self, metric: str, limit: int | None = None) -> list[HeadChange]:
+        """The heads by how much they changed: those that moved, then the others, largest first.
+
+        Args:
+            metric: one that both states have.
+            limit: most heads; None is all.
+        """
+        there = [head for head in self.of(metric) if head.verdict is not None]
+        there.sort(key=lambda head: (head.verdict != "moved", -abs(head.change)))
+        return there[:limit]
+
+    def count(self, metric: str, verdict: Verdict) -> int:
+        """How many heads have a verdict."""
+        return int((self.verdicts[:, self._column(metric)] == ORDER.index(verdict)).sum())
+
+    def layers(self, metric: str) -> list[LayerChange]:
+        """The change of each shared layer, in model order.
+
+        Raises:
+            ValueError: if the two do not share the metric.
+        """
+        by_layer: dict[int, list[HeadChange]] = {}
+        for head in self.of(metric):
+            by_layer.setdefault(head.layer, []).append(head)
+        return [_layer(metric, heads) for heads in by_layer.values()]
+
+    def columns(self) -> dict[str, list[Any]]:
+        """One row for each metric and shared head, as columns: the fields of :class:`HeadChange`.
+
+        ``rows`` is two columns, ``floor`` and ``shift`` are added, and what is not known is None.
+        """
+        table: dict[str, list[Any]] = {}
+        for column, metric in enumerate(self.metrics):
+            extra = torch.stack([self.floor[:, column], self.shift[:, column]], 1).tolist()
+            for head, (floor, shift) in zip(self.of(metric), extra, strict=True):
+                record = asdict(head)
+                record["rows_before"], record["rows_after"] = record.pop("rows")
+                verdict = record.pop("verdict")
+                record |= {"floor": floor, "shift": shift, "verdict": verdict}
+                for name, value in record.items():
+                    known = not isinstance(value, float) or math.isfinite(value)
+                    table.setdefault(name, []).append(value if known else None)
+        return table
+
+    def to_arrow(self) -> pyarrow.Table:
+        """The columns as a pyarrow table."""
+        import pyarrow
+
+        return pyarrow.table(self.columns())
+
+    def to_frame(self) -> Any:
+        """The columns as a pandas DataFrame where pandas is installed, else a pyarrow table."""
+        if importlib.util.find_spec("pandas") is None:
+            return self.to_arrow()
+        import pandas
+
+        return pandas.DataFrame(self.columns())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON values: what is not known is None."""
+        columns = self.columns()
+        names = list(columns)
+        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        record = {
+            "schema": SCHEMA,
+            "before": dict(self.about[0]),
+            "after": dict(self.about[1]),
+            "warnings": self.warnings,
+            "only_before": self.matched.only[0],
+            "only_after": self.matched.only[1],
+            "equal_n": self.keys,
+            "errors": self.how,
+            "assumes": self.assumes,
+            "confidence": CONFIDENCE,
+            "verdicts": VERDICTS,
+            "layers": [asdict(layer) for name in self.metrics for layer in self.layers(name)],
+            "heads": rows,
+        }
+        return {name: plain(value) for name, value in record.items()}
+
+
+def _layer(metric: str, heads: list[HeadChange]) -> LayerChange:
+    there = [head for head in heads if head.verdict is not None]
+
+    def mean(values: list[float]) -> float:
+        return math.fsum(values) / len(values) if values else math.nan
+
+    return LayerChange(
+        metric,
+        heads[0].layer,
+        heads[0].module,
+        before=mean([head.before for head in there]),
+        after=mean([head.after for head in there]),
+        change=mean([head.change for head in there]),
+        error=mean([head.error for head in there]),
+        heads=len(heads),
+        moved=sum(head.verdict == "moved" for head in there),
+        most=max(there, key=lambda head: abs(head.change)).head if there else None,
+    )
+
+
+def plain(value: Any) -> Any:
+    """The same value with every number that is not finite replaced by None, as JSON has none."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,266 @@
+"""State files: what a file must hold before anything in it is believed.
+
+A state is a safetensors file: arrays, and a header of strings with a schema and JSON. Files come
+from other machines and from runs that were killed, so everything is checked when it is read, and
+whatever does not fit is refused with one sentence that names the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.files import check_regular
+from acutance.rowstats import METRICS
+from acutance.structure import STRUCTURE
+from acutance.summary.layer import LEFT_OUT, STATUSES, Layer
+from acutance.summary.moments import BINS
+
+__all__ = ["checked_record", "checked_tensors", "checked_words", "parse", "read", "sealed"]
+
+#: Counts stay exact in float64, and sums of two cannot overflow.
+MOST = 1 << 53
+#: Heads of all layers and bytes of a file, many times those of any model: files may be sparse.
+MOST_HEADS, MOST_BYTES = 1 << 17, 1 << 34
+#: Field of the header that tells a damaged file.
+SEAL = "sha256"
+_ARRAYS = {
+    "count": torch.int64,
+    "mean": torch.float64,
+    "M2": torch.float64,
+    "low": torch.float64,
+    "high": torch.float64,
+    "histogram": torch.int64,
+}
+#: Arrays that states of the first schema lack: there every row that counts stands for itself.
+_ADDED = {"weight": torch.float64, "sampling": torch.float64}
+#: Roundings of sums and merges in float64, relative to the largest value, with room to spare.
+_ROUNDING = 1e-9
+_COUNTS = ("calls", "rows", *LEFT_OUT, "unseen", "provided")
+
+
+def read(
+    path: str | os.PathLike[str], schema: str, what: str = "head summary"
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The header and arrays of a file of one schema.
+
+    Args:
+        path: the file.
+        schema: what its header has to name.
+        what: what such a file is, for a message.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        OSError: if it cannot be read.
+        ValueError: if it is no safetensors file, cut short, of another schema, or if its seal is
+            not that of what it holds; files of earlier versions have none.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    name = os.fspath(path)
+    check_regular(path)
+    if (size := Path(path).stat().st_size) > MOST_BYTES:
+        raise ValueError(f"{name} has {size} bytes, more than any state")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            if header.get("schema") == schema:  # other files may be large: not read in vain
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, AttributeError, ValueError) as error:  # torch lacks some dtypes
+        raise ValueError(f"{name} is not a whole safetensors file: {_line(error)}") from error
+    except OSError as error:
+        raise OSError(f"{name} cannot be read: {error.strerror or _line(error)}") from error
+    except MemoryError as error:
+        raise OSError(f"{name} cannot be read: it is larger than the memory there is") from error
+    if header.get("schema") != schema:
+        found = str(header.get("schema"))[:60] if "schema" in header else None
+        raise ValueError(
+            f"{name} is not a {what} this version reads: its schema is {found!r}, expected "
+            f"{schema!r}"
+        )
+    seal = header.pop(SEAL, None)
+    if seal is not None and seal != sealed(header, tensors)[SEAL]:
+        raise ValueError(f"{name} is damaged: it does not hold what was written")
+    return header, tensors
+
+
+def sealed(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The header with a digest of itself and the arrays: a bit that flips is noticed.
+
+    Example:
+        >>> arrays = {"mean": torch.zeros(2)}
+        >>> before = sealed({"schema": "a"}, arrays)
+        >>> sealed(before, arrays) == before
+        True
+        >>> arrays["mean"][1] = 1e-30
+        >>> sealed(before, arrays) == before
+        False
+    """
+    found = hashlib.sha256()
+    for field in sorted(set(header) - {SEAL}):
+        found.update(json.dumps([field, header[field]]).encode())
+    for name in sorted(tensors):
+        array = tensors[name].contiguous()
+        found.update(json.dumps([name, str(array.dtype), list(array.shape)]).encode())
+        found.update(array.reshape(-1).view(torch.uint8).numpy().data)
+    return {**header, SEAL: found.hexdigest()}
+
+
+def parse(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
+    """A JSON object of the header, or a list.
+
+    Raises:
+        ValueError: if it is missing, or anything else.
+    """
+    if field not in header:
+        raise ValueError(f"{field!r} is missing")
+    try:
+        record = json.loads(header[field])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{field!r} is no JSON: {_line(error)}") from None
+    if not isinstance(record, kind):
+        what = "JSON object" if kind is dict else kind.__name__
+        raise ValueError(f"{field!r} is a {what}, got {type(record).__name__}")
+    return record
+
+
+def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
+    """The summary's record: layers, metrics, about, unread, each of the right kind.
+
+    Raises:
+        ValueError: naming the first thing that does not fit.
+    """
+    record: dict[str, Any] = parse(header, "summary")
+    kinds = {"layers": list, "metrics": list, "about": dict, "unread": list}
+    for field, kind in kinds.items():
+        if not isinstance(record.get(field), kind):
+            raise ValueError(f"{field!r} is a {kind.__name__}, got {_short(record.get(field))}")
+    left = record.get("not_provided", [])
+    if not isinstance(left, list):
+        raise ValueError(f"'not_provided' is a list, got {_short(left)}")
+    for field, texts in (("unread", record["unread"]), ("not_provided", left)):
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{field!r} holds sentences")
+    metrics = record["metrics"]
+    for name in metrics:
+        if not isinstance(name, str) or not (name in METRICS or name in STRUCTURE):
+            raise ValueError(f"{_short(name)} is no metric of this version")
+    if len(set(metrics)) != len(metrics):
+        raise ValueError("a metric is named twice")
+    for layer in record["layers"]:
+        _check_layer(layer)
+    if (heads := sum(layer["heads"] for layer in record["layers"])) > MOST_HEADS:
+        raise ValueError(f"a state is of at most {MOST_HEADS} heads, got {heads}")
+    modules = [layer["module"] for layer in record["layers"]]
+    if len(set(modules)) != len(modules):
+        raise ValueError("a layer is named twice")
+    return record
+
+
+def checked_words(header: Mapping[str, str]) -> dict[str, Any]:
+    """Texts by token id, as the header has them; none where it has none.
+
+    Raises:
+        ValueError: if they are anything but a JSON object.
+    """
+    words: dict[str, Any] = parse(header, "words") if "words" in header else {}
+    return words
+
+
+def _check_layer(layer: Any) -> None:
+    if not isinstance(layer, dict):
+        raise ValueError(f"a layer is an object, got {_short(layer)}")
+    missing = [name for name in ("module", "heads") if name not in layer]
+    if missing:
+        raise ValueError(f"a layer has no {missing[0]!r}")
+    if unknown := sorted(set(layer) - {field.name for field in fields(Layer)}):
+        raise ValueError(f"a layer has no field {_short(unknown[0])}")
+    for name in ("module", "source", "padded_by"):
+        if not isinstance(layer.get(name, ""), str):
+            raise ValueError(f"a layer's {name} is text, got {_short(layer[name])}")
+    if layer.get("status", "captured") not in tuple(STATUSES):
+        raise ValueError(f"a layer's status is {_short(layer['status'])}")
+    for name in ("heads", *_COUNTS):
+        value = layer.get(name, 0)
+        if type(value) is not int or not (name == "heads") <= value <= MOST:
+            raise ValueError(f"a layer's {name} is a count, got {_short(value)}")
+    chosen = layer.get("chosen", [])
+    if not isinstance(chosen, list) or not all(
+        type(head) is int and 0 <= head <= MOST for head in chosen
+    ):
+        raise ValueError(f"a layer's chosen heads are numbers, got {_short(chosen)}")
+    if chosen and (len(chosen) != layer["heads"] or sorted(set(chosen)) != chosen):
+        raise ValueError(f"a layer has {layer['heads']} heads, chosen are {_short(chosen)}")
+    error = layer.get("error")
+    size = type(error) is float or (type(error) is int and error <= MOST)
+    if error is not None and not (size and error >= 0):
+        raise ValueError(f"a layer's error is a size, got {_short(error)}")
+
+
+def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> dict[str, Tensor]:
+    """The arrays of :class:`~acutance.probing.Moments`, if they can be what a probe wrote.
+
+    Args:
+        tensors: arrays by name.
+        heads: heads of all layers.
+        metrics: number of metrics.
+
+    Raises:
+        ValueError: naming the first array that does not fit.
+    """
+    arrays = _ARRAYS | {name: kind for name, kind in _ADDED.items() if set(tensors) & set(_ADDED)}
+    if missing := [name for name in arrays if name not in tensors]:
+        raise ValueError(f"the array {missing[0]!r} is missing")
+    if unknown := sorted(set(tensors) - set(arrays)):
+        raise ValueError(f"the array {_short(unknown[0])} is not of a summary")
+    for name, dtype in arrays.items():
+        shape = (heads, metrics, BINS) if name == "histogram" else (heads, metrics)
+        if tuple(tensors[name].shape) != shape or tensors[name].dtype != dtype:
+            raise ValueError(
+                f"the array {name!r} is {shape} of {dtype}, got {tuple(tensors[name].shape)} of "
+                f"{tensors[name].dtype}"
+            )
+    count, histogram = tensors["count"], tensors["histogram"]
+    found = {"weight": count.to(torch.float64), "sampling": torch.zeros_like(tensors["mean"])}
+    tensors = found | dict(tensors)
+    none = count == 0
+    low, high, mean, squares = (tensors[name] for name in ("low", "high", "mean", "M2"))
+    slack = _ROUNDING * torch.maximum(low.abs(), high.abs())
+    # values between two bounds vary by half their distance at most
+    most = tensors["weight"] * ((high - low) / 2 + slack).square()
+    fits = {
+        "count": (count >= 0) & (count <= MOST),
+        "histogram": ((histogram >= 0) & (histogram <= MOST)).all(-1)
+        & (histogram.sum(-1) == count),
+        "low": torch.where(none, low == math.inf, low.isfinite()),
+        "high": torch.where(none, high == -math.inf, high.isfinite()) & (none | (low <= high)),
+        "mean": none | ((mean >= low - slack) & (mean <= high + slack)),
+        "M2": torch.where(none, squares == 0, (squares >= 0) & (squares <= most)),
+        "weight": (tensors["weight"] >= count) & (tensors["weight"] <= MOST),
+        "sampling": ~(tensors["sampling"] < 0) & (tensors["sampling"] != math.inf),
+    }
+    for name, good in fits.items():
+        if not bool(good.all()):
+            head, metric = (~good).nonzero()[0].tolist()
+            raise ValueError(
+                f"the array {name!r} holds what no rows give, at head {head}, metric {metric}"
+            )
+    return {name: tensors[name] for name in (*_ARRAYS, *_ADDED)}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

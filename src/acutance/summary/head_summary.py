@@ -1,0 +1,417 @@
+"""HeadSummary: what a probe knows about every head; it merges, and is written whole."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from acutance.diagnose.classes import classify
+from acutance.files import as_json, finite, write_bytes, write_text, write_whole
+from acutance.probing.coverage import coverage_line
+from acutance.structure import describe
+from acutance.summary.by_octave import Profile
+from acutance.summary.distances import Distances
+from acutance.summary.examples import Examples
+from acutance.summary.files import checked_record, checked_tensors, checked_words, read, sealed
+from acutance.summary.layer import LEFT_OUT, STATUSES, Layer, Status
+from acutance.summary.moments import Moments, edges
+from acutance.summary.notices import notices
+from acutance.summary.optional_parts import Beside
+
+if TYPE_CHECKING:
+    import pyarrow
+
+__all__ = [
+    "SCHEMA",
+    "STATUSES",
+    "HeadSummary",
+    "Layer",
+    "Status",
+    "from_parts",
+    "load",
+]
+
+SCHEMA = "acutance.head_summary/1"
+#: Attributes that files and tables are made with; ``dir`` leaves them out.
+_FOR_FILES = frozenset({"beside", "column", "grid", "parts", "places"})
+
+
+@dataclass(frozen=True)
+class HeadSummary:
+    """Statistics over rows for every layer and head.
+
+    Attributes:
+        layers: the layers, in model order.
+        metrics: names of the metrics, columns of ``moments``.
+        moments: arrays with all layers' heads one after the other.
+        about: what was probed: model, text, versions.
+        unread: attention that could not be read, each with its reason.
+        beside: what else is kept of the heads: see :attr:`profile`, :attr:`positions`,
+            :attr:`distances` and :attr:`examples`.
+        not_provided: attention that a probe was to provide and left to the model, each with its
+            reason.
+
+    Example:
+        >>> import torch, acutance
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        >>> with acutance.probe(layer) as probe:
+        ...     _ = layer(*[torch.zeros(1, 4, 8)] * 3)
+        >>> summary = probe.summary()
+        >>> summary.mean("effective_keys")
+        tensor([4.0000, 4.0000], dtype=torch.float64)
+    """
+
+    layers: tuple[Layer, ...]
+    metrics: tuple[str, ...]
+    moments: Moments
+    about: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    beside: Beside = field(default_factory=Beside)
+    not_provided: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        heads = sum(layer.heads for layer in self.layers)
+        return (
+            f"HeadSummary of {heads} head{'s' * (heads != 1)} in {len(self.layers)} "
+            f"layer{'s' * (len(self.layers) != 1)}, {len(self.metrics)} metrics: "
+            "to_frame() has a row for each head"
+        )
+
+    def __dir__(self) -> list[str]:
+        """What users call, without what files and tables are made with."""
+        return [name for name in super().__dir__() if name not in _FOR_FILES]
+
+    def _repr_html_(self) -> str:
+        """The frame, where a notebook shows its results."""
+        frame = self.to_frame()
+        shown = getattr(frame, "_repr_html_", None)
+        return str(shown()) if shown is not None else html.escape(repr(self))
+
+    @property
+    def profile(self) -> Profile | None:
+        """Each metric by octave of n; None in states of earlier versions."""
+        return self.beside.profile
+
+    @property
+    def positions(self) -> Profile | None:
+        """Each metric by octave of the query's position; None without structure."""
+        return self.beside.positions
+
+    @property
+    def distances(self) -> Distances | None:
+        """Mean weight by octave of distance; None without structure."""
+        return self.beside.distances
+
+    @property
+    def examples(self) -> Examples | None:
+        """The sharpest rows of each head; None where they were not asked for."""
+        return self.beside.examples
+
+    def __post_init__(self) -> None:
+        heads = sum(layer.heads for layer in self.layers)
+        expected = (heads, len(self.metrics))
+        if tuple(self.moments.count.shape) != expected:
+            raise ValueError(
+                f"moments are (heads, metrics) = {expected}, got {tuple(self.moments.count.shape)}"
+            )
+
+    def column(self, name: str) -> int:
+        """Column of a metric in ``moments``.
+
+        Raises:
+            ValueError: if it was not recorded.
+        """
+        describe(name)  # an unknown name says what is near it
+        if name not in self.metrics:
+            raise ValueError(
+                f"{name!r} was not recorded; this summary has {', '.join(self.metrics)}"
+            )
+        return self.metrics.index(name)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(layer, head) of each row of ``moments``."""
+        return [(i, head) for i, layer in enumerate(self.layers) for head in layer.numbers]
+
+    def mean(self, name: str) -> Tensor:
+        """Mean of a metric for each head, all layers in a row; NaN where no row counts."""
+        column = self.column(name)
+        count = self.moments.count[:, column]
+        return self.moments.mean[:, column].masked_fill(count == 0, math.nan)
+
+    def std(self, name: str) -> Tensor:
+        """Standard deviation over rows for each head."""
+        return self.moments.std[:, self.column(name)]
+
+    def sampling_error(self, name: str) -> Tensor:
+        """Standard error that drawing rows gives each head's mean; 0 where all were read."""
+        return self.moments.sampling_error[:, self.column(name)]
+
+    @property
+    def coverage(self) -> str:
+        """One sentence: in how many modules attention was read, and in which it was not."""
+        return coverage_line([layer.module for layer in self.layers], self.unread)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether rows were drawn from more, anywhere."""
+        return any(layer.skipped for layer in self.layers)
+
+    def grid(self, name: str) -> list[list[float]]:
+        """Mean of a metric as a list of layers, each a list of its heads (layers may differ)."""
+        values, start, rows = self.mean(name).tolist(), 0, []
+        for layer in self.layers:
+            rows.append(values[start : start + layer.heads])
+            start += layer.heads
+        return rows
+
+    def layer(self, index: int) -> Moments:
+        """All heads of one layer pooled: (1, metrics) arrays."""
+        start = sum(layer.heads for layer in self.layers[:index])
+        total = Moments.none(1, len(self.metrics))
+        for head in range(start, start + self.layers[index].heads):
+            total = total.merge(self.moments.heads(head, head + 1))
+        return total
+
+    def merge(self, other: HeadSummary) -> HeadSummary:
+        """Both summaries' rows, layer by layer; layers only one of them has are kept.
+
+        Raises:
+            ValueError: if they recorded different metrics, or a layer's head counts differ.
+        """
+        if self.metrics != other.metrics:
+            raise ValueError(
+                f"summaries merge when they recorded the same metrics: {', '.join(self.metrics)} "
+                f"against {', '.join(other.metrics)}"
+            )
+        mine, theirs = self._by_module(), other._by_module()
+        names = list(mine) + [name for name in theirs if name not in mine]
+        layers, parts, besides = [], [], []
+        for name in names:
+            pair = [side[name] for side in (mine, theirs) if name in side]
+            layer, moments, beside = pair[0]
+            if len(pair) == 2 and set(layer.numbers).isdisjoint(pair[1][0].numbers):
+                order = layer.numbers + pair[1][0].numbers
+                ascending = sorted(range(len(order)), key=order.__getitem__)
+                moments = Moments.join([moments, pair[1][1]]).taken(ascending)
+                beside = Beside.join([beside, pair[1][2]]).taken(ascending)
+                layer = layer.beside(pair[1][0])
+            elif len(pair) == 2:
+                layer, moments = layer.merge(pair[1][0]), moments.merge(pair[1][1])
+                beside = beside.merge(pair[1][2])
+            layers.append(layer)
+            parts.append(moments)
+            besides.append(beside)
+        joined = Moments.join(parts) if parts else self.moments
+        unread = dict.fromkeys(self.unread + other.unread)
+        about = {**other.about, **self.about}
+        left = tuple(dict.fromkeys(self.not_provided + other.not_provided))
+        return HeadSummary(
+            tuple(layers), self.metrics, joined, about, tuple(unread), Beside.join(besides), left
+        )
+
+    def _by_module(self) -> dict[str, tuple[Layer, Moments, Beside]]:
+        found, start = {}, 0
+        for layer in self.layers:
+            stop = start + layer.heads
+            found[layer.module] = (
+                layer,
+                self.moments.heads(start, stop),
+                self.beside.heads(start, stop),
+            )
+            start = stop
+        return found
+
+    def columns(self) -> dict[str, list[Any]]:
+        """One row per layer and head, in model order, as columns.
+
+        ``layer`` (index in model order), ``head``, ``module``, ``status``, ``rows``, then how many
+        rows of the layer were left out and why: ``padded`` (``padded_by`` names the masks that
+        told), ``empty`` (they see no key), ``excluded`` (not asked for) and ``skipped`` (not
+        drawn), and of those read, ``unseen`` (no row sees their token). Then for each metric its
+        mean, standard deviation, smallest and largest value over rows, and where rows were drawn
+        the standard error that gives the mean. With structure, also the mean weight by octave of
+        distance, ``mass_octave_<k>`` behind and ``mass_octave_ahead_<k>`` ahead, and ``classes``,
+        the names :func:`classify` gives.
+        """
+        places = self.places
+        table: dict[str, list[Any]] = {
+            "layer": [layer for layer, _ in places],
+            "head": [head for _, head in places],
+            "module": [self.layers[layer].module for layer, _ in places],
+            "status": [self.layers[layer].status for layer, _ in places],
+            "rows": [self.layers[layer].rows for layer, _ in places],
+        }
+        for count in (*LEFT_OUT, "padded_by", "unseen"):
+            table[count] = [getattr(self.layers[layer], count) for layer, _ in places]
+        moments, std = self.moments, self.moments.std
+        for column, name in enumerate(self.metrics):
+            none = moments.count[:, column] == 0
+            columns = (moments.mean, std, moments.low, moments.high)
+            for part, values in zip(("mean", "std", "min", "max"), columns, strict=True):
+                table[f"{name}_{part}"] = values[:, column].masked_fill(none, math.nan).tolist()
+            if self.sampled:
+                table[f"{name}_sampling_error"] = self.sampling_error(name).tolist()
+        if self.distances is not None:
+            none = self.distances.rows == 0
+            for side, where in enumerate(("", "ahead_")):
+                for octave in range(side, self.distances.mass.shape[-1]):
+                    values = self.distances.mass[:, side, octave].masked_fill(none, math.nan)
+                    table[f"mass_octave_{where}{octave}"] = values.tolist()
+            table["classes"] = [" ".join(one.name for one in each) for each in classify(self)]
+        return table
+
+    def to_arrow(self) -> pyarrow.Table:
+        """The columns as a pyarrow table."""
+        import pyarrow
+
+        return pyarrow.table(self.columns())
+
+    def to_frame(self) -> Any:
+        """The columns as a pandas DataFrame where pandas is installed, else a pyarrow table."""
+        if importlib.util.find_spec("pandas") is None:
+            return self.to_arrow()
+        import pandas
+
+        return pandas.DataFrame(self.columns())
+
+    def to_parquet(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`to_arrow` as a Parquet file, atomically."""
+        import pyarrow.parquet
+
+        table = self.to_arrow()
+        write_whole(path, lambda where: pyarrow.parquet.write_table(table, where))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON values: numbers that are not finite become None."""
+        places, moments, std = self.places, self.moments, self.moments.std
+        errors = moments.sampling_error
+        heads = []
+        for index, (layer, head) in enumerate(places):
+            metrics = {}
+            for column, name in enumerate(self.metrics):
+                none = int(moments.count[index, column]) == 0
+                parts = (moments.mean, std, moments.low, moments.high)
+                values = [None if none else finite(float(part[index, column])) for part in parts]
+                metrics[name] = {
+                    "count": int(moments.count[index, column]),
+                    **dict(zip(("mean", "std", "min", "max"), values, strict=True)),
+                    "histogram": moments.histogram[index, column].tolist(),
+                }
+                if self.sampled:
+                    metrics[name]["sampling_error"] = finite(float(errors[index, column]))
+            heads.append({"layer": layer, "head": head, "metrics": metrics})
+        for entry, classes in zip(heads, classify(self), strict=True):
+            entry["classes"] = [finite(each.to_dict()) for each in classes]
+        self._add_beside(heads)
+        return {
+            "schema": SCHEMA,
+            "about": finite(dict(self.about)),
+            "notices": notices(self.about),
+            "layers": [
+                finite({"layer": i, **asdict(layer)}) for i, layer in enumerate(self.layers)
+            ],
+            "metrics": {
+                name: {
+                    "unit": describe(name).unit,
+                    "range": describe(name).range,
+                    "meaning": describe(name).meaning,
+                    "edges": edges(name),
+                }
+                for name in self.metrics
+            },
+            "heads": heads,
+            "unread": list(self.unread),
+            "coverage": self.coverage,
+            "not_provided": list(self.not_provided),
+        }
+
+    def _add_beside(self, heads: list[dict[str, Any]]) -> None:
+        """Add profiles, distances and examples to heads' JSON values."""
+        for title, profile in (("by_n", self.profile), ("by_position", self.positions)):
+            if profile is None:
+                continue
+            for entry, octaves in zip(heads, profile.to_dicts(self.metrics), strict=True):
+                entry[title] = finite(octaves)
+        for index, entry in enumerate(heads):
+            if self.distances is not None:
+                entry["distances"] = self.distances.to_dict(index)
+            if self.examples is not None:
+                entry["examples"] = [finite(row.to_dict()) for row in self.examples.rows(index)]
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`to_dict` as a JSON file, atomically."""
+        write_text(path, as_json(self.to_dict()))
+
+    def parts(self) -> tuple[dict[str, str], dict[str, Tensor]]:
+        """Header and arrays, as a file or a message holds them; :func:`from_parts` reads them."""
+        record = {
+            "metrics": self.metrics,
+            "layers": [asdict(layer) for layer in self.layers],
+            "about": dict(self.about),
+            "unread": self.unread,
+            "not_provided": self.not_provided,
+        }
+        arrays = self.moments.tensors() | self.beside.tensors()
+        tensors = {name: tensor.contiguous() for name, tensor in arrays.items()}
+        header = {"schema": SCHEMA, "summary": json.dumps(record)}
+        if self.examples is not None and self.examples.words:
+            header["words"] = self.examples.header()
+        return header, tensors
+
+    def save(self, path: str | os.PathLike[str], extra: Mapping[str, str] | None = None) -> None:
+        """Write the summary as a safetensors file, atomically; :func:`load` reads it exactly.
+
+        Args:
+            path: where to.
+            extra: further entries of the header.
+        """
+        from safetensors.torch import save
+
+        header, tensors = self.parts()
+        # save_file has a temporary file of its own, whose name a killed run would leave behind
+        whole = save(tensors, metadata=sealed(header | dict(extra or {}), tensors))
+        write_bytes(path, whole)
+
+
+def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> HeadSummary:
+    """The summary whose :meth:`HeadSummary.parts` these are.
+
+    Raises:
+        ValueError: naming the first thing that does not fit.
+    """
+    record = checked_record(header)
+    layers = tuple(
+        Layer(**layer | {"chosen": tuple(layer.get("chosen", ()))}) for layer in record["layers"]
+    )
+    metrics, unread = tuple(record["metrics"]), tuple(record["unread"])
+    heads = sum(layer.heads for layer in layers)
+    own = {name: tensor for name, tensor in tensors.items() if "." not in name}
+    moments = Moments(**checked_tensors(own, heads, len(metrics)))
+    more = {name: tensor for name, tensor in tensors.items() if "." in name}
+    beside = Beside.checked(more, heads, len(metrics), checked_words(header))
+    left = tuple(record.get("not_provided", ()))
+    return HeadSummary(layers, metrics, moments, record["about"], unread, beside, left)
+
+
+def load(path: str | os.PathLike[str]) -> HeadSummary:
+    """Read a summary that :meth:`HeadSummary.save` wrote.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is not such a file, is cut short, is of another schema, or holds what no
+            probe writes.
+    """
+    header, tensors = read(path, SCHEMA)
+    try:
+        return from_parts(header, tensors)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)} has a damaged header: {error}") from error

@@ -1,0 +1,116 @@
+"""Beside: what a summary keeps of its heads beside the moments of each metric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from acutance.summary.by_octave import Profile
+from acutance.summary.distances import Distances
+from acutance.summary.examples import Examples
+
+__all__ = ["Beside"]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Parts of a summary that may be absent; each has its heads first.
+
+    A part that one of two records lacks, what is made of both lacks too: it would be of some rows
+    only.
+
+    Attributes:
+        profile: metrics by octave of n.
+        positions: metrics by octave of position, with structure.
+        distances: weight by octave of distance, with structure.
+        examples: the sharpest rows, on request.
+    """
+
+    profile: Profile | None = None
+    positions: Profile | None = None
+    distances: Distances | None = None
+    examples: Examples | None = None
+
+    def merge(self, other: Beside) -> Beside:
+        """The record of both sets of rows."""
+        found: dict[str, Any] = {}
+        for name, mine, theirs in self._pairs(other):
+            both = mine is not None and theirs is not None
+            found[name] = mine.merge(theirs) if both else None
+        return Beside(**found)
+
+    def _pairs(self, other: Beside) -> list[tuple[str, Any, Any]]:
+        names = [field.name for field in fields(Beside)]
+        return [(name, getattr(self, name), getattr(other, name)) for name in names]
+
+    def heads(self, start: int, stop: int) -> Beside:
+        """The record of some of the heads."""
+        return Beside(**{name: part.heads(start, stop) for name, part in self._there()})
+
+    def taken(self, order: list[int]) -> Beside:
+        """The record of these heads, in this order."""
+        return Beside(**{name: part.taken(order) for name, part in self._there()})
+
+    def _there(self) -> list[tuple[str, Any]]:
+        return [(name, part) for name, part, _ in self._pairs(self) if part is not None]
+
+    @staticmethod
+    def join(parts: list[Beside]) -> Beside:
+        """Records of different heads, one after the other."""
+        found: dict[str, Any] = {}
+        for field in fields(Beside):
+            each = [getattr(part, field.name) for part in parts]
+            if each and all(part is not None for part in each):
+                found[field.name] = type(each[0]).join(each)
+        return Beside(**found)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The arrays by name: that of the part, a dot, its own."""
+        return {
+            f"{name}.{own}": tensor
+            for name, part in self._there()
+            for own, tensor in part.tensors().items()
+        }
+
+    @staticmethod
+    def checked(
+        tensors: Mapping[str, Tensor], heads: int, metrics: int, words: Mapping[str, Any]
+    ) -> Beside:
+        """The parts that arrays hold, if they can be what a probe wrote.
+
+        Args:
+            tensors: as :meth:`tensors` names them.
+            heads: heads of all layers.
+            metrics: number of metrics.
+            words: text of token ids.
+
+        Raises:
+            ValueError: naming the first array that does not fit.
+        """
+        kinds: dict[str, Any] = {
+            "profile": (Profile, (heads, metrics)),
+            "positions": (Profile, (heads, metrics)),
+            "distances": (Distances, (heads,)),
+            "examples": (Examples, (heads, words)),
+        }
+        found: dict[str, Any] = {}
+        known: set[str] = set()
+        for name, (kind, arguments) in kinds.items():
+            there = {
+                key.partition(".")[2]: part
+                for key, part in tensors.items()
+                if key.startswith(f"{name}.")
+            }
+            if not there:
+                continue
+            wanted = [field.name for field in fields(kind) if field.name != "words"]
+            if missing := [own for own in wanted if own not in there]:
+                raise ValueError(f"the array {f'{name}.{missing[0]}'!r} is missing")
+            known |= {f"{name}.{own}" for own in wanted}
+            found[name] = kind.checked({own: there[own] for own in wanted}, *arguments)
+        if unknown := sorted(set(tensors) - known):
+            raise ValueError(f"the array {unknown[0][:60]!r} is not of a summary")
+        return Beside(**found)

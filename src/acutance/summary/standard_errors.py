@@ -1,0 +1,159 @@
+"""How far a head's mean could be from what other text of the same kind would give.
+
+The rows of a sequence share its words, so they are no independent draws: a standard error that
+counts them as such is too small, often several times. What is independent, as far as anything here
+can be, are sequences. Summaries that keep a profile know how much their sequences differ; of others
+only a bound is known.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from acutance.summary.by_octave import Profile
+from acutance.summary.head_summary import HeadSummary
+from acutance.summary.state import Run
+
+__all__ = ["HOW", "How", "Uncertainty", "between", "uncertainty", "worst"]
+
+How = Literal["sequences", "bound", "unknown"]
+
+#: What each way to a standard error means, for reports.
+HOW: dict[str, str] = {
+    "sequences": "Errors are from sequence to sequence, so rows of one sequence may be as alike as "
+    "they are; sequences are taken as independent.",
+    "bound": "Errors are upper bounds: all rows of a sequence count as one observation, since a "
+    "state does not keep how its sequences differ.",
+    "unknown": "Errors are unknown: a state does not say how many sequences it holds.",
+}
+_WORST = ("sequences", "bound", "unknown")
+
+
+@dataclass(frozen=True)
+class Uncertainty:
+    """Standard errors of the means of a summary.
+
+    Attributes:
+        error: (heads, metrics), from sequence to sequence or an upper bound of it; NaN where it is
+            not known.
+        floor: (heads, metrics), what it would be if all rows were independent.
+        dof: (heads, metrics), degrees of freedom of ``error``; NaN where it is not known.
+        how: which of the two ``error`` is, see :data:`HOW`.
+    """
+
+    error: Tensor
+    floor: Tensor
+    dof: Tensor
+    how: How
+
+
+def worst(*ways: How) -> How:
+    """The least that is known of several."""
+    return max(ways, key=_WORST.index)
+
+
+def uncertainty(summary: HeadSummary, run: Run | None = None) -> Uncertainty:
+    r"""Standard errors of every head's mean of every metric.
+
+    With a profile, the mean is the weighted mean over octaves of n, so its error is at most the
+    weighted sum of the octaves' errors, each from sequence to sequence:
+
+    .. math:: \mathrm{SE} \le \sum_k \frac{N_k}{N} \mathrm{SE}_k
+
+    with equality where a sequence that is high in one octave is high in all. Without a profile, a
+    mean over G sequences of equal length, the rows of each all alike, has
+    :math:`\sigma / \sqrt{G - 1}`, with :math:`\sigma` the deviation over rows; less alike rows have
+    less.
+
+    Args:
+        summary: any head summary.
+        run: the run it is of, which says how many sequences there are; without it the least
+            number that ``summary`` admits is used.
+
+    Returns:
+        Standard errors, their degrees of freedom, and how they came about.
+
+    Example:
+        Two sequences of ten equal rows each are two observations, not twenty:
+
+        >>> import acutance
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        >>> with acutance.probe(layer) as probe:
+        ...     for _ in range(2):
+        ...         _ = layer(*[torch.randn(1, 1, 8).expand(1, 10, 8)] * 3)
+        >>> found = uncertainty(probe.summary())
+        >>> column = probe.metrics.index("logit_mean")
+        >>> (found.error / found.floor)[:, column].round(decimals=3)  # √19
+        tensor([4.3590, 4.3590], dtype=torch.float64)
+    """
+    std, count = summary.moments.std, summary.moments.count.to(torch.float64)
+    rows = count.masked_fill(count < 2, math.nan)
+    floor = std / (rows - 1).sqrt()  # the sample's deviation over √rows
+    if summary.profile is not None:
+        error, dof = between(summary.profile)
+        if bool(error.isfinite().any()):
+            return Uncertainty(error, floor, dof, "sequences")
+    sequences = _sequences(summary, run)
+    if sequences is None:
+        unknown = torch.full_like(floor, math.nan)
+        return Uncertainty(unknown, floor, unknown, "unknown")
+    held = torch.minimum(sequences[:, None].expand_as(rows), rows)
+    dof = (held - 1).masked_fill(~(held > 1), math.nan)
+    error = std / dof.sqrt()  # σ of the sequences' means, corrected for their own mean, over √G
+    return Uncertainty(torch.maximum(error, floor), floor, dof, "bound")
+
+
+def between(profile: Profile, share: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The weighted sum of the octaves' errors, and degrees of freedom of the one that leads it.
+
+    An octave that a single sequence reaches says nothing of its error: it is given the spread of
+    the sequences where that is largest.
+
+    Args:
+        profile: of some heads and metrics.
+        share: (heads, metrics, octaves), weight of each octave; None is its share of the rows.
+
+    Returns:
+        Both (heads, metrics); NaN where no octave has two sequences.
+    """
+    if not profile.octaves:
+        nothing = profile.count.sum(-1) * math.nan
+        return nothing, nothing
+    count = profile.count.to(torch.float64)
+    groups = profile.groups.to(torch.float64)
+    there = count > 0
+    known = there & (groups > 1)
+    per_row = profile.between / count.clamp(min=1.0)
+    error = (per_row / (groups - 1).clamp(min=1.0)).sqrt()
+    spread = torch.where(known, error * groups.sqrt(), 0.0).amax(-1, keepdim=True)
+    error = torch.where(known, error, spread / groups.clamp(min=1.0).sqrt())
+    if share is None:
+        share = count / count.sum(-1, keepdim=True).clamp(min=1.0)
+    parts = torch.where(there, share * error, 0.0)
+    total = parts.sum(-1)
+    lead = torch.where(known, parts, -1.0).argmax(-1, keepdim=True)
+    dof = (groups.gather(-1, lead) - 1).squeeze(-1)
+    none = ~known.any(-1)
+    return total.masked_fill(none, math.nan), dof.masked_fill(none, math.nan)
+
+
+def _sequences(summary: HeadSummary, run: Run | None) -> Tensor | None:
+    """For each head how many sequences its rows are of, at least; None if nobody knows.
+
+    Windows of a run count by their tokens, so that a short last one is less than one. A summary
+    without a run has one sequence in a call, at least.
+    """
+    heads = torch.tensor([layer.heads for layer in summary.layers], dtype=torch.int64)
+    if run is not None and run.windows:
+        length = run.settings.get("length")
+        whole = float(run.windows)
+        if isinstance(length, int) and length > 0 and run.tokens:
+            whole = min(whole, run.tokens / length)
+        return torch.full((int(heads.sum()),), whole, dtype=torch.float64)
+    calls = torch.tensor([layer.calls for layer in summary.layers], dtype=torch.float64)
+    return torch.repeat_interleave(calls, heads) if bool((calls > 0).any()) else None

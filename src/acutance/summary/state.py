@@ -1,0 +1,289 @@
+"""Shards: which windows of a corpus a state holds, and how states of one run are joined."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from acutance.summary.files import MOST, parse, read
+from acutance.summary.head_summary import SCHEMA, HeadSummary, from_parts
+
+__all__ = ["WHOLE", "Run", "Shard", "State", "load_state", "merge_states", "ranges"]
+
+Ranges = tuple[tuple[int, int], ...]
+#: Entries of two lists that are compared one by one.
+_FEW = 1000
+#: How a differing setting is told; others are told by their values.
+_DIGESTS = {"model": "another model", "text": "another text"}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The ``number``-th of ``count`` parts of a corpus, counted from 1.
+
+    Batches are dealt in turn, so that a batch holds the same windows in every shard as it would in
+    one run over all: its numbers are then the same to the last bit.
+
+    Example:
+        >>> Shard.parse("2/3").of(8)
+        [1, 4, 7]
+        >>> print(Shard.parse("2/3"))
+        2/3
+    """
+
+    number: int = 1
+    count: int = 1
+
+    @staticmethod
+    def parse(text: str) -> Shard:
+        """The shard that ``i/n`` names.
+
+        Raises:
+            ValueError: unless 1 ≤ i ≤ n.
+        """
+        number, slash, count = text.partition("/")
+        plain = slash and all(part.isascii() and part.isdigit() for part in (number, count))
+        if not plain or len(text) > 20 or not 1 <= int(number) <= int(count):
+            raise ValueError(f"a shard is i/n with 1 ≤ i ≤ n, as 2/4, got {text[:40]!r}")
+        return Shard(int(number), int(count))
+
+    def of(self, batches: int) -> list[int]:
+        """Indices of this shard's batches."""
+        return list(range(self.number - 1, batches, self.count))
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+WHOLE = Shard()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a state is of, and how much of it is there.
+
+    Attributes:
+        settings: everything that decides a window's numbers: digests of model and text, length,
+            batch size, metrics and so on.
+        total: windows of the whole corpus.
+        done: half-open ranges of the windows whose rows are in the state, ascending.
+        tokens: tokens of those windows.
+        shard: the part of the corpus that was asked for.
+    """
+
+    settings: Mapping[str, Any]
+    total: int
+    done: Ranges = ()
+    tokens: int = 0
+    shard: Shard = WHOLE
+
+    @property
+    def windows(self) -> int:
+        """Windows done."""
+        return sum(stop - start for start, stop in self.done)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every window of the corpus is done."""
+        return self.windows == self.total
+
+    def difference(self, other: Run, mine: str, theirs: str) -> str | None:
+        """The first setting in which two runs differ, as the end of a sentence; None if none."""
+        names = dict.fromkeys((*other.settings, *self.settings))
+        for name in sorted(names, key="text".__eq__):  # which other settings change too: last
+            left, right = self.settings.get(name), other.settings.get(name)
+            if left == right:
+                continue
+            if name in _DIGESTS:
+                return f"{mine} is of {_DIGESTS[name]} than {theirs}"
+            label = name.replace("_", " ")
+            if isinstance(left, list) and isinstance(right, list) and len(left + right) < _FEW:
+                sides = (mine, left, right), (theirs, right, left)
+                more = [
+                    f"{_told(only)} in {where} alone"
+                    for where, here, there in sides
+                    if (only := [part for part in here if part not in there])
+                ]
+                return f"{label} differ: {' and '.join(more) or 'their order'}"
+            return f"{label} is {_told(left)} in {mine} and {_told(right)} in {theirs}"
+        if self.total != other.total:
+            return f"{mine} is of {self.total} windows and {theirs} of {other.total}"
+        return None
+
+    def to_json(self) -> str:
+        """The record as a header keeps it."""
+        return json.dumps(
+            {
+                "settings": dict(self.settings),
+                "total": self.total,
+                "done": self.done,
+                "tokens": self.tokens,
+                "shard": str(self.shard),
+            }
+        )
+
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> Run:
+        """The run of a record that was read.
+
+        Raises:
+            ValueError: naming the first thing that does not fit.
+        """
+        settings, done = record.get("settings"), record.get("done")
+        if not isinstance(settings, dict):
+            raise ValueError("its run has no settings")
+        for name in ("total", "tokens"):
+            value = record.get(name)
+            if type(value) is not int or not 0 <= value <= MOST:
+                raise ValueError(f"its run's {name} is no count")
+        total, last = record["total"], 0
+        if not isinstance(done, list):
+            raise ValueError("its run lists no windows")
+        for part in done:
+            pair = isinstance(part, list) and len(part) == 2 and all(type(x) is int for x in part)
+            if not pair or not last <= part[0] < part[1] <= total:
+                raise ValueError(f"its windows are ascending ranges below {total}")
+            last = part[1]
+        shard = Shard.parse(str(record.get("shard")))
+        joined = ranges(index for part in done for index in (tuple(part),))
+        return Run(settings, total, joined, record["tokens"], shard)
+
+
+def ranges(parts: Iterable[tuple[int, int]]) -> Ranges:
+    """Half-open ranges in order, those that touch made one.
+
+    Raises:
+        ValueError: if two of them overlap.
+
+    Example:
+        >>> ranges([(4, 6), (0, 2), (2, 4), (9, 10)])
+        ((0, 6), (9, 10))
+    """
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(parts):
+        if found and start < found[-1][1]:
+            raise ValueError(f"windows {start} to {min(stop, found[-1][1]) - 1} are there twice")
+        if found and start == found[-1][1]:
+            start = found.pop()[0]
+        found.append((start, stop))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class State:
+    """A summary and the run it is of: what a shard writes, and what is joined and resumed.
+
+    Attributes:
+        summary: the statistics.
+        run: settings, and the windows whose rows the statistics are of.
+    """
+
+    summary: HeadSummary
+    run: Run
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file that :func:`load_state` and :func:`acutance.load` read, atomically."""
+        self.summary.save(path, {"run": self.run.to_json()})
+
+    def join(self, other: State) -> State:
+        """Both states' rows, of two parts of one run; settings are taken to be the same.
+
+        Raises:
+            ValueError: if both hold a window.
+        """
+        run = replace(
+            self.run,
+            done=ranges((*self.run.done, *other.run.done)),
+            tokens=self.run.tokens + other.run.tokens,
+            shard=self.run.shard if self.run.shard == other.run.shard else WHOLE,
+        )
+        return State(self.summary.merge(other.summary), run).described()
+
+    def described(self) -> State:
+        """The same, what the summary says about itself brought up to date with the run."""
+        run = self.run
+        about = dict(self.summary.about) | {
+            "windows": run.windows,
+            "windows_in_all": run.total,
+            "tokens": run.tokens,
+            "complete": run.complete,
+        }
+        about.pop("shard", None)
+        if run.shard.count > 1:
+            about["shard"] = str(run.shard)
+        return replace(self, summary=replace(self.summary, about=about))
+
+
+def load_state(path: str | os.PathLike[str]) -> State:
+    """Read a state that ``acutance probe --save`` or :meth:`State.save` wrote.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is no such file, is cut short, is of another schema, holds what no probe
+            writes, or is a summary that does not say which windows it is of.
+    """
+    name = os.fspath(path)
+    header, tensors = read(path, SCHEMA)
+    if "run" not in header:
+        raise ValueError(
+            f"{name} does not say which windows it holds, as what acutance probe --save writes "
+            "does; summaries saved from Python are joined there, with HeadSummary.merge"
+        )
+    try:
+        return State(from_parts(header, tensors), Run.of(parse(header, "run")))
+    except ValueError as error:
+        raise ValueError(f"{name} has a damaged header: {error}") from error
+
+
+def merge_states(paths: Sequence[str | os.PathLike[str]]) -> State:
+    """The state of all shards: of one model, with the same settings, no window twice.
+
+    Args:
+        paths: at least one state file, in any order.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        ValueError: naming the file or files that do not fit.
+
+    Example:
+        >>> merge_states([])
+        Traceback (most recent call last):
+        ValueError: merge joins at least one state, got none
+    """
+    if not paths:
+        raise ValueError("merge joins at least one state, got none")
+    joined: State | None = None
+    names: list[tuple[int, int, str]] = []
+    for path in paths:
+        name, state = os.fspath(path), load_state(path)
+        for start, stop in state.run.done:
+            for other_start, other_stop, other in names:
+                first, last = max(start, other_start), min(stop, other_stop) - 1
+                if first <= last:
+                    which = f"window {first}" if first == last else f"windows {first} to {last}"
+                    raise ValueError(
+                        f"{other} and {name} both hold {which} of {state.run.total}: rows would "
+                        "count twice"
+                    )
+        names += [(start, stop, name) for start, stop in state.run.done]
+        if joined is None:
+            joined = state
+            continue
+        if found := joined.run.difference(state.run, os.fspath(paths[0]), name):
+            raise ValueError(f"shards of one run have the same settings, and {found}")
+        try:
+            joined = joined.join(state)
+        except ValueError as error:
+            raise ValueError(f"{name} does not fit {os.fspath(paths[0])}: {error}") from error
+    assert joined is not None
+    return replace(joined, run=replace(joined.run, shard=WHOLE)).described()
+
+
+def _told(value: Any) -> str:
+    if value is None:
+        return "not set"
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
