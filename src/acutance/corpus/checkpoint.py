@@ -13,10 +13,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["NOT_LOADED", "in_words", "not_loaded"]
-
-#: What records call the weights that did not load.
-NOT_LOADED = "weights_not_loaded"
+__all__ = ["not_loaded"]
 
 #: Parts behind the last layer: no attention depends on them.
 _BEHIND = "pooler"
@@ -79,11 +76,6 @@ def not_loaded(model: nn.Module, report: Mapping[str, Any]) -> str | None:
     if not any(parts):
         return None
     return " and ".join(filter(None, parts)) + (f"; {cause}" if cause else "")
-
-
-def in_words(text: str) -> str:
-    """What :func:`not_loaded` says, as a sentence for a reader of numbers."""
-    return f"The model did not load: {text}. Random numbers stand for what is missing."
 
 
 def _fits(model: nn.Module, name: str) -> bool:

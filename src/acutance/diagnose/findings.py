@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from acutance.diagnose import rules
+from acutance.diagnose.facts import HeadFacts, facts
 from acutance.diagnose.metric_words import crossing
+from acutance.diagnose.rules import COLLAPSE, DEAD, FEW_ROWS, LARGE_LOGIT, SINK, Judged, Judgement
+from acutance.diagnose.rules import Kind as Rule
 from acutance.diagnose.thresholds import limit
-from acutance.summary.head_summary import HeadSummary
 
 Kind = Literal["sharpest", "most_diffuse", "first_key_sink", "collapsed", "dead", "largest_logit"]
 
@@ -57,41 +58,22 @@ class Finding:
     sentence: str
 
 
-class _Head:
-    """One head's numbers by name, NaN for what was not recorded."""
-
-    def __init__(self, summary: HeadSummary, columns: dict[str, list[float]], index: int) -> None:
-        self.layer, self.head = int(columns["layer"][index]), int(columns["head"][index])
-        self.record = summary.layers[self.layer]
-        self.row = index
-        self._columns, self._index = columns, index
-
-    def mean(self, name: str) -> float:
-        return self._get(f"{name}_mean")
-
-    def high(self, name: str) -> float:
-        return self._get(f"{name}_max")
-
-    def _get(self, column: str) -> float:
-        return self._columns[column][self._index] if column in self._columns else math.nan
-
-    @property
-    def name(self) -> str:
-        return f"Layer {self.layer}{crossing(self.record.module)} head {self.head}"
-
-    @property
-    def caveat(self) -> str:
-        """What limits every sentence about this head."""
-        parts = []
-        if self.record.rows < rules.FEW_ROWS:
-            rows = f"{self.record.rows} row{'s' * (self.record.rows != 1)}"
-            parts.append(f" Only {rows} {'were' if self.record.rows != 1 else 'was'} read.")
-        if self.record.status == "unverified":
-            parts.append(" Read from a softmax alone, so not checked.")
-        return "".join(parts)
+def _name(head: HeadFacts) -> str:
+    return f"Layer {head.layer}{crossing(head.record.module)} head {head.head}"
 
 
-def findings(summary: HeadSummary) -> list[Finding]:
+def _caveat(head: HeadFacts) -> str:
+    """What limits every sentence about a head."""
+    parts = []
+    if head.record.rows < FEW_ROWS:
+        rows = f"{head.record.rows} row{'s' * (head.record.rows != 1)}"
+        parts.append(f" Only {rows} {'were' if head.record.rows != 1 else 'was'} read.")
+    if head.record.status == "unverified":
+        parts.append(" Read from a softmax alone, so not checked.")
+    return "".join(parts)
+
+
+def findings(summary: Judged) -> list[Finding]:
     """The heads worth a look first.
 
     The sharpest and the most diffuse head, up to three each of the heads that look like attention
@@ -117,39 +99,34 @@ def findings(summary: HeadSummary) -> list[Finding]:
         Layer 0 head 0 averages everything: its entropy is 1.000 of the most it could be over 40
         keys. A head that hardly selects may be dead, untrained, or average by design.
     """
-    columns = summary.columns()
-    heads = [_Head(summary, columns, index) for index in range(len(columns["layer"]))]
-    trusted = [head for head in heads if head.record.status != "mismatch"]
+    heads = [head for head in facts(summary) if head.record.status != "mismatch"]
     if summary.about.get("untrained") is True:
-        return _extremes(trusted)
-    judged = rules.Heads(summary)
+        return _extremes(heads)
+    judged = [(head, summary.judgements[head.index]) for head in heads]
     return [
-        *_extremes(trusted),
+        *_extremes(heads),
         *_beyond(
-            trusted,
             judged,
             "first_key_sink",
             "sink",
             _sink,
-            f"give the first visible key more than {rules.SINK:.0%} of their weight",
+            f"give the first visible key more than {SINK:.0%} of their weight",
         ),
         *_beyond(
-            trusted,
             judged,
             "collapsed",
             "entropy_collapse",
             _collapsed,
-            f"have less than {rules.COLLAPSE:g} of the most entropy they could have",
+            f"have less than {COLLAPSE:g} of the most entropy they could have",
         ),
         *_beyond(
-            trusted,
             judged,
             "dead",
             "dead",
             _dead,
-            f"are above {rules.DEAD:g} of the most entropy they could have",
+            f"are above {DEAD:g} of the most entropy they could have",
         ),
-        *_largest_logit(trusted, judged),
+        *_largest_logit(judged),
     ]
 
 
@@ -179,7 +156,7 @@ def say_key_norms(key_norms: Mapping[str, Any]) -> str:
     )
 
 
-def _extremes(heads: list[_Head]) -> list[Finding]:
+def _extremes(heads: list[HeadFacts]) -> list[Finding]:
     for name in ("normalized_entropy", "entropy", "effective_keys"):
         there = [head for head in heads if math.isfinite(head.mean(name))]
         if there:
@@ -196,7 +173,7 @@ def _extremes(heads: list[_Head]) -> list[Finding]:
     return found
 
 
-def _spread(head: _Head, title: str) -> str:
+def _spread(head: HeadFacts, title: str) -> str:
     """How widely a head attends, from whatever was recorded."""
     keys, entropy = head.mean("effective_keys"), head.mean("entropy")
     share = head.mean("normalized_entropy")
@@ -217,87 +194,83 @@ def _spread(head: _Head, title: str) -> str:
         text += ", close to weighing all keys alike"
     elif share < limit("part"):
         text += ", a small part of what it could look at"
-    return f"{head.name} is {title}: {text}."
+    return f"{_name(head)} is {title}: {text}."
 
 
-def _sink(head: _Head, value: float) -> tuple[str, str]:
+def _sink(head: HeadFacts, value: float) -> tuple[str, str]:
     n = head.mean("n_keys")
     even = f" (an even share of {_number(n)} keys is {1 / n:.1%})" if n > 1 else ""
     return (
-        f"{head.name} gives {value:.0%} of its weight to the first visible key on average{even}.",
+        f"{_name(head)} gives {value:.0%} of its weight to the first visible key on average{even}.",
         "It may be an attention sink, where a head parks weight it has no use for, or real "
         "interest in that token (such as [CLS]).",
     )
 
 
-def _collapsed(head: _Head, value: float) -> tuple[str, str]:
+def _collapsed(head: HeadFacts, value: float) -> tuple[str, str]:
     where = ""
     if (first := head.mean("first_weight")) > 0.5:
         where = f", mostly the first visible one (weight {first:.2f})"
     keys = head.mean("effective_keys")
     amounts = f", {keys:.2f} effective keys in a row" if math.isfinite(keys) else ""
     return (
-        f"{head.name} looks collapsed: its entropy is {value:.3f} of the most it could be"
+        f"{_name(head)} looks collapsed: its entropy is {value:.3f} of the most it could be"
         f"{amounts}{where}.",
         "Heads that copy one position do this by design; if this one should not, its logits may "
         "have grown too large, and little gradient passes through such rows.",
     )
 
 
-def _dead(head: _Head, value: float) -> tuple[str, str]:
+def _dead(head: HeadFacts, value: float) -> tuple[str, str]:
     n = head.mean("n_keys")
     of = f" over {_number(n)} keys" if math.isfinite(n) else ""
     return (
-        f"{head.name} averages everything: its entropy is {value:.3f} of the most it could be{of}.",
+        f"{_name(head)} averages everything: its entropy is {value:.3f} of the most it could be"
+        f"{of}.",
         "A head that hardly selects may be dead, untrained, or average by design.",
     )
 
 
-def _largest_logit(heads: list[_Head], judged: rules.Heads) -> list[Finding]:
-    there = [head for head in heads if math.isfinite(head.high("max_logit"))]
+def _largest_logit(judged: list[tuple[HeadFacts, dict[Rule, Judgement]]]) -> list[Finding]:
+    there = [pair for pair in judged if math.isfinite(pair[0].high("max_logit"))]
     if not there:
         return []
-    head = max(there, key=lambda head: head.high("max_logit"))
+    head, rules = max(there, key=lambda pair: pair[0].high("max_logit"))
     value, typical = head.high("max_logit"), head.mean("max_logit")
     text = (
-        f"{head.name} has the largest attention logit, {_number(value)}; its rows' maxima "
+        f"{_name(head)} has the largest attention logit, {_number(value)}; its rows' maxima "
         f"average {_number(typical)}."
     )
-    large = rules.RULES["large_logits"](judged, head.row)
-    coarse = rules.RULES["coarse_scores"](judged, head.row)
-    if coarse is not None:
-        step = coarse.numbers["step"]
+    if "coarse_scores" in rules:
+        step = rules["coarse_scores"].numbers["step"]
         off = math.expm1(step / 2)
         change = f"{off:.0%}" if off < 1 else f"a factor of {off + 1:.2g}"
         text += (
-            f" Scores of this size kept in {judged.dtype} come in steps of {step:g}, so rounding "
+            f" Scores of this size kept in {head.dtype} come in steps of {step:g}, so rounding "
             f"can change a weight by {change}."
         )
-    if large is not None:
+    if "large_logits" in rules:
         text += (
-            f" It is above {rules.LARGE_LOGIT:g}: growth of this size in training is an early sign "
-            "of instability."
+            f" It is above {LARGE_LOGIT:g}: growth of this size in training is an early sign of "
+            "instability."
         )
-    if large is None and coarse is None:
+    if not rules.keys() & {"large_logits", "coarse_scores"}:
         text += " That is no size to worry about; watch whether it grows as training goes on."
     return [_finding("largest_logit", head, value, text)]
 
 
 def _beyond(
-    heads: list[_Head],
-    judged: rules.Heads,
+    judged: list[tuple[HeadFacts, dict[Rule, Judgement]]],
     kind: Kind,
-    rule: rules.Kind,
-    describe: Callable[[_Head, float], tuple[str, str]],
+    rule: Rule,
+    describe: Callable[[HeadFacts, float], tuple[str, str]],
     rest: str,
 ) -> list[Finding]:
-    """Findings for the heads furthest beyond a threshold; NaN is beyond none.
+    """Findings for the heads furthest beyond a threshold.
 
-    The first says what it can mean, the last how many heads there are in all.
+    The first says what it can mean, the last how many of all heads there are.
     """
-    hits = [
-        (hit, head) for head in heads if (hit := rules.RULES[rule](judged, head.row)) is not None
-    ]
+    hits = [(rules[rule], head) for head, rules in judged if rule in rules]
     ranked = sorted(hits, key=lambda pair: -pair[0].size)
     named = []
     for index, (hit, head) in enumerate(ranked[:MOST_NAMED]):
@@ -306,13 +279,13 @@ def _beyond(
         if index == 0:
             sentence += f" {meaning}"
         if index == MOST_NAMED - 1 and len(ranked) > MOST_NAMED:
-            sentence += f" In all, {len(ranked)} of {len(heads)} heads {rest}."
+            sentence += f" In all, {len(ranked)} of {len(judged)} heads {rest}."
         named.append(_finding(kind, head, value, sentence))
     return named
 
 
-def _finding(kind: Kind, head: _Head, value: float, sentence: str) -> Finding:
-    return Finding(kind, head.layer, head.head, head.record.module, value, sentence + head.caveat)
+def _finding(kind: Kind, head: HeadFacts, value: float, sentence: str) -> Finding:
+    return Finding(kind, head.layer, head.head, head.record.module, value, sentence + _caveat(head))
 
 
 def _number(value: float) -> str:

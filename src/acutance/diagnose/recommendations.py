@@ -10,16 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from acutance.diagnose.facts import HeadFacts, facts
 from acutance.diagnose.metric_words import crossing
-from acutance.diagnose.rules import FEW_ROWS, RULES, Heads, Hit, Kind
-from acutance.diagnose.sentences import WORDS, Certainty
-from acutance.report.terminal import ranges
-from acutance.summary.head_summary import HeadSummary
+from acutance.diagnose.rules import FEW_ROWS, Judged, Judgement
+from acutance.diagnose.rules import Kind as Rule
+from acutance.diagnose.sentences import WORDS, Certainty, ranges
 
 __all__ = ["KINDS", "NOTHING", "Recommendation", "in_words", "otherwise", "recommendations"]
 
+Kind = Literal[
+    "mismatch",
+    "not_finite",
+    "large_logits",
+    "coarse_scores",
+    "entropy_collapse",
+    "dilution",
+    "sink",
+    "dead",
+]
 #: Every kind, most urgent first, and what it is called.
 KINDS: dict[Kind, str] = {
     "mismatch": "Not read rightly",
@@ -94,7 +104,7 @@ class Recommendation:
         }
 
 
-def recommendations(summary: HeadSummary) -> list[Recommendation]:
+def recommendations(summary: Judged) -> list[Recommendation]:
     """What to change, most urgent first, one for each kind and layer.
 
     Args:
@@ -116,27 +126,25 @@ def recommendations(summary: HeadSummary) -> list[Recommendation]:
         they do anything: without them the model may be as good, or their training stalled.
     """
     found: list[Recommendation] = []
-    heads = Heads(summary)
+    judged: list[list[tuple[HeadFacts, Mapping[Rule, Judgement]]]] = [[] for _ in summary.layers]
+    for head, rules in zip(facts(summary), summary.judgements, strict=True):
+        judged[head.layer].append((head, rules))
     untrained = summary.about.get("untrained") is True
-    for kind, rule in RULES.items():
+    for kind in KINDS:
         if untrained and kind not in _OF_ANY_WEIGHTS:
             continue
-        start = 0
         for index, layer in enumerate(summary.layers):
-            rows = range(start, start + layer.heads)
-            start += layer.heads
-            if (layer.status == "mismatch") != (kind == "mismatch") or not layer.rows:
-                continue
             if kind == "mismatch":
-                found.append(_mismatch(index, layer.module, layer.error))
+                if layer.status == "mismatch" and layer.rows:
+                    found.append(_mismatch(index, layer.module, layer.error))
                 continue
-            hits = [hit for row in rows if (hit := rule(heads, row)) is not None]
-            if hits:
-                found.append(_told(kind, heads, index, hits))
+            beyond = [(head, rules[kind]) for head, rules in judged[index] if kind in rules]
+            if beyond and layer.rows:
+                found.append(_recommendation(kind, beyond))
     return found
 
 
-def otherwise(summary: HeadSummary) -> str:
+def otherwise(summary: Judged) -> str:
     """The sentence to show where nothing is recommended."""
     return UNTRAINED if summary.about.get("untrained") is True else NOTHING
 
@@ -188,20 +196,19 @@ def _mismatch(layer: int, module: str, error: float | None) -> Recommendation:
     )
 
 
-def _told(kind: Kind, heads: Heads, layer: int, hits: list[Hit]) -> Recommendation:
-    """The recommendation for one layer's heads."""
-    record = heads.summary.layers[layer]
-    worst = max(hits, key=lambda hit: hit.size)
-    reason, advice, certainty = WORDS[kind](heads, hits, worst)
+def _recommendation(kind: Kind, beyond: list[tuple[HeadFacts, Judgement]]) -> Recommendation:
+    """The recommendation for heads of one layer."""
+    head, worst = max(beyond, key=lambda pair: pair[1].size)
+    record = head.record
+    reason, advice, certainty = WORDS[kind](beyond, head, worst)
     if record.rows < FEW_ROWS and certainty == "measured" and kind != "not_finite":
         certainty = "suspected"
         reason += f" (in {record.rows} row{'s' * (record.rows != 1)} only)"
-    places = heads.summary.places
     numbers = {name: value for name, value in worst.numbers.items() if math.isfinite(value)}
     return Recommendation(
         kind,
-        layer,
-        tuple(places[hit.head][1] for hit in hits),
+        head.layer,
+        tuple(each.head for each, _ in beyond),
         record.module,
         reason,
         {"size": worst.size, **numbers},

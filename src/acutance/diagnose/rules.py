@@ -1,33 +1,36 @@
-"""When something is recommended: a rule for each kind, by the one table of thresholds.
+"""RULES: what each head is judged by, once; classes, findings and recommendations read the result.
 
-A rule looks at one head's numbers and says by which of them it is beyond a threshold, or nothing.
+A rule looks at one head's facts. It returns by which numbers the head is beyond a threshold of the
+one table, or None.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, Protocol
 
-from acutance.diagnose.classes import classify
+from acutance.diagnose.facts import HeadFacts, Summary, facts
 from acutance.diagnose.thresholds import limit
-from acutance.summary.head_summary import HeadSummary
-from acutance.summary.slope import Slope, fit_slope
 
-__all__ = ["RULES", "Heads", "Hit", "Kind"]
+__all__ = ["RULES", "Judged", "Judgement", "Kind", "judge", "judge_heads"]
 
 Kind = Literal[
-    "mismatch",
+    "sink",
+    "special_sink",
+    "local",
+    "previous-token",
+    "diffuse",
+    "sharp",
+    "dead",
+    "positional",
     "not_finite",
     "large_logits",
     "coarse_scores",
     "entropy_collapse",
     "dilution",
-    "sink",
-    "dead",
 ]
-
 
 LARGE_LOGIT = limit("large_logits")
 COARSE_STEP = limit("coarse_scores")
@@ -36,144 +39,181 @@ SINK = limit("sink")
 DEAD = limit("dead")
 DIFFUSE = limit("diffuse")
 LEAST_KEYS = limit("least_keys")
+LIFT = limit("lift")
 STEEP = limit("steep")
 GROWTH = limit("growth")
 OCTAVES = 4  # octaves of n that a slope is fitted to: the largest n and its eighth
-THIN = 0.25  # of the rows of the octave before, that the last needs
 FEW_ROWS = int(limit("few_rows"))
 _BITS = {"bfloat16": 8, "float16": 11}  # significant bits
-_BY_DESIGN = {"previous-token", "positional", "local"}
+#: Heads of these classes have little entropy because of what they do.
+_BY_DESIGN = frozenset({"previous-token", "positional", "local"})
+#: Rules that also hold for rows of few keys.
+_ANY_LENGTH = frozenset({"not_finite", "large_logits", "coarse_scores", "dilution"})
 
 
 @dataclass(frozen=True)
-class Hit:
-    """A head that is beyond a threshold, and by which numbers; ``size`` ranks them."""
+class Judgement:
+    """One head beyond one threshold.
 
-    head: int
+    Attributes:
+        size: how far beyond it is; ranks heads of the same kind.
+        numbers: what the sentences about it need.
+    """
+
     size: float
-    numbers: dict[str, float]
+    numbers: Mapping[str, float]
 
 
-class Heads:
-    """Numbers of all heads by name, NaN for what was not recorded."""
+class Judged(Summary, Protocol):
+    """A summary whose heads have been judged, once for all that is said of them."""
 
-    def __init__(self, summary: HeadSummary) -> None:
-        self.summary = summary
-        self._names = {name: column for column, name in enumerate(summary.metrics)}
-        self._moments = summary.moments
-        self.classes = [{one.name for one in each} for each in classify(summary)]
-        self.dtype = str(summary.about.get("dtype", "")).removeprefix("torch.")
-
-    def mean(self, name: str, row: int) -> float:
-        """A head's mean of a metric."""
-        return self._of(name, row, self._moments.mean[row])
-
-    def high(self, name: str, row: int) -> float:
-        """The largest of a head's rows."""
-        return self._of(name, row, self._moments.high[row])
-
-    def count(self, name: str, row: int) -> int:
-        """A head's rows that count for a metric."""
-        column = self._names.get(name)
-        return 0 if column is None else int(self._moments.count[row, column])
-
-    def _of(self, name: str, row: int, values: Any) -> float:
-        column = self._names.get(name)
-        if column is None or not int(self._moments.count[row, column]):
-            return math.nan
-        return float(values[column])
-
-    def many_keys(self, row: int) -> bool:
-        """Whether rows see keys enough, as far as that was recorded."""
-        return not self.mean("n_keys", row) < LEAST_KEYS
-
-    def growth(self, row: int) -> Slope | None:
-        """The slope of the entropy against log n, over the largest octaves."""
-        column, profile = self._names.get("entropy"), self.summary.profile
-        if column is None or profile is None:
-            return None
-        used = (profile.groups[row, column] > 1).nonzero().flatten().tolist()
-        count = profile.count[row, column].tolist()
-        while len(used) > 1 and count[used[-1]] < THIN * count[used[-2]]:
-            used.pop()  # the last row of a text of 1024 tokens is alone in its octave
-        if not used:
-            return None
-        least, most = 2.0 ** (used[-1] - OCTAVES + 1), 2.0 ** (used[-1] + 1) - 1
-        return fit_slope(profile, row, column, least_n=max(least, LEAST_KEYS), most_n=most)
-
-    def entropy_at(self, row: int, n: float) -> tuple[float, float]:
-        """The measured entropy, and its standard error, in the octave whose typical n that is."""
-        profile = self.summary.profile
-        assert profile is not None  # a slope was fitted to it
-        octave = int((profile.log_n[row] - math.log(n)).abs().nan_to_num(math.inf).argmin())
-        at = (row, self._names["entropy"], octave)
-        return float(profile.mean[at]), float(profile.error[at])
+    @property
+    def judgements(self) -> list[dict[Kind, Judgement]]:
+        """For each head, every rule that it is beyond."""
 
 
-def _not_finite(heads: Heads, row: int) -> Hit | None:
-    lost = heads.count("n_keys", row) - heads.count("lse", row)
-    if lost <= 0 or "lse" not in heads.summary.metrics:
+def judge(head: HeadFacts) -> dict[Kind, Judgement]:
+    """Every rule that one head is beyond.
+
+    None where its layer's capture is known to be wrong; of rules about weights, none where rows
+    see fewer than eight keys on average, since of few keys every head looks sharp, local or even.
+    """
+    if head.record.status == "mismatch":
+        return {}
+    few = head.mean("n_keys") < LEAST_KEYS
+    judged: dict[Kind, Judgement] = {}
+    for kind, rule in RULES.items():
+        if few and kind not in _ANY_LENGTH:
+            continue
+        if kind == "entropy_collapse" and judged.keys() & _BY_DESIGN:
+            continue
+        if (judgement := rule(head)) is not None:
+            judged[kind] = judgement
+    return judged
+
+
+def judge_heads(summary: Summary) -> list[dict[Kind, Judgement]]:
+    """:func:`judge` for every head of a summary, in the order of its arrays."""
+    return [judge(head) for head in facts(summary)]
+
+
+def _sink(head: HeadFacts) -> Judgement | None:
+    first, n = head.mean("first_weight"), head.mean("n_keys")
+    if not first > SINK or first < LIFT / n:
         return None
-    rows = float(heads.count("n_keys", row))
-    return Hit(row, lost / rows, {"rows": rows, "not_finite": float(lost)})
+    special = head.mean("mass_special")
+    return Judgement(first, {"first_weight": first, "mass_special": special, "n_keys": n})
 
 
-def _large_logits(heads: Heads, row: int) -> Hit | None:
-    value = heads.high("max_logit", row)
-    return Hit(row, value, {"max_logit": value}) if value > LARGE_LOGIT else None
+def _special_sink(head: HeadFacts) -> Judgement | None:
+    special = head.mean("mass_special")
+    if not special > SINK:
+        return None
+    numbers = {"first_weight": head.mean("first_weight"), "mass_special": special}
+    return Judgement(special, numbers | {"n_keys": head.mean("n_keys")})
 
 
-def _coarse_scores(heads: Heads, row: int) -> Hit | None:
-    value, bits = heads.high("max_logit", row), _BITS.get(heads.dtype)
+def _local(head: HeadFacts) -> Judgement | None:
+    if not (head.near > limit("local") and head.near > LIFT * head.even):
+        return None
+    distance = head.mean("attention_distance")
+    numbers = {"near": head.near, "even": head.even, "attention_distance": distance}
+    return Judgement(head.near, numbers)
+
+
+def _previous(head: HeadFacts) -> Judgement | None:
+    mass = head.mean("mass_previous")
+    if not mass > limit("previous-token"):
+        return None
+    return Judgement(mass, {"mass_previous": mass})
+
+
+def _diffuse(head: HeadFacts) -> Judgement | None:
+    share = head.mean("normalized_entropy")
+    if not DIFFUSE < share <= DEAD:
+        return None
+    return Judgement(share, {"normalized_entropy": share})
+
+
+def _sharp(head: HeadFacts) -> Judgement | None:
+    top = head.mean("top_weight")
+    if not top > limit("sharp"):
+        return None
+    numbers = {"top_weight": top, "effective_keys": head.mean("effective_keys")}
+    return Judgement(top, numbers)
+
+
+def _dead(head: HeadFacts) -> Judgement | None:
+    share = head.mean("normalized_entropy")
+    if not share > DEAD:
+        return None
+    numbers = {"normalized_entropy": share, "n_keys": head.mean("n_keys")}
+    return Judgement(share, numbers)
+
+
+def _positional(head: HeadFacts) -> Judgement | None:
+    if not head.peak_share > limit("positional"):
+        return None
+    return Judgement(head.peak_share, {"position": head.peak, "share": head.peak_share})
+
+
+def _not_finite(head: HeadFacts) -> Judgement | None:
+    rows, lost = head.count("n_keys"), head.count("n_keys") - head.count("lse")
+    if lost <= 0 or not head.has("lse"):
+        return None
+    numbers = {"rows": float(rows), "not_finite": float(lost)}
+    return Judgement(lost / rows, numbers)
+
+
+def _large_logits(head: HeadFacts) -> Judgement | None:
+    value = head.high("max_logit")
+    return Judgement(value, {"max_logit": value}) if value > LARGE_LOGIT else None
+
+
+def _coarse_scores(head: HeadFacts) -> Judgement | None:
+    value, bits = head.high("max_logit"), _BITS.get(head.dtype)
     if bits is None or not value > 0:
         return None
     step = 2.0 ** (math.floor(math.log2(value)) + 1 - bits)
-    return Hit(row, step, {"max_logit": value, "step": step}) if step >= COARSE_STEP else None
-
-
-def _collapse(heads: Heads, row: int) -> Hit | None:
-    share = heads.mean("normalized_entropy", row)
-    if not share < COLLAPSE or not heads.many_keys(row) or heads.classes[row] & _BY_DESIGN:
+    if step < COARSE_STEP:
         return None
-    keys = heads.mean("effective_keys", row)
-    return Hit(row, 1 / max(share, 1e-12), {"normalized_entropy": share, "effective_keys": keys})
+    return Judgement(step, {"max_logit": value, "step": step})
 
 
-def _dilution(heads: Heads, row: int) -> Hit | None:
-    found = heads.growth(row)
-    if found is None or heads.mean("normalized_entropy", row) > DIFFUSE:
+def _collapse(head: HeadFacts) -> Judgement | None:
+    share = head.mean("normalized_entropy")
+    if not share < COLLAPSE:
         return None
-    if found.value - found.margin <= STEEP or found.high - found.low <= GROWTH:
+    numbers = {"normalized_entropy": share, "effective_keys": head.mean("effective_keys")}
+    return Judgement(1 / max(share, 1e-12), numbers)
+
+
+def _dilution(head: HeadFacts) -> Judgement | None:
+    if head.mean("normalized_entropy") > DIFFUSE:
         return None
-    ends = {"high": found.high_n, "low": found.low_n}
-    measured: dict[str, float] = {}
-    for end, n in ends.items():  # entropy need not follow the line
-        measured[f"{end}_entropy"], measured[f"{end}_error"] = heads.entropy_at(row, n)
-    return Hit(row, found.value, {**found._asdict(), **measured})
-
-
-def _sink(heads: Heads, row: int) -> Hit | None:
-    value, n = heads.mean("first_weight", row), heads.mean("n_keys", row)
-    if not value > SINK or not heads.many_keys(row) or value < limit("lift") / n:
+    slope = head.entropy_slope(octaves=OCTAVES, least_n=LEAST_KEYS)
+    if slope is None or slope.value - slope.margin <= STEEP or slope.high - slope.low <= GROWTH:
         return None
-    return Hit(row, value, {"first_weight": value, "n_keys": n})
+    numbers: dict[str, float] = slope._asdict()
+    for end in ("high", "low"):  # measured there: entropy need not follow the line
+        entropy, error = head.entropy_at(numbers[f"{end}_n"])
+        numbers |= {f"{end}_entropy": entropy, f"{end}_error": error}
+    return Judgement(slope.value, numbers)
 
 
-def _dead(heads: Heads, row: int) -> Hit | None:
-    share, n = heads.mean("normalized_entropy", row), heads.mean("n_keys", row)
-    if not share > DEAD or not heads.many_keys(row):
-        return None
-    return Hit(row, share, {"normalized_entropy": share, "n_keys": n})
-
-
-#: A rule for each kind, most urgent first; a mismatch is of layers, so no head's.
-RULES: dict[Kind, Callable[[Heads, int], Hit | None]] = {
-    "mismatch": lambda *_: None,
+#: A rule for each kind: first what a head does, then what calls for a change, most urgent first.
+RULES: dict[Kind, Callable[[HeadFacts], Judgement | None]] = {
+    "sink": _sink,
+    "special_sink": _special_sink,
+    "local": _local,
+    "previous-token": _previous,
+    "diffuse": _diffuse,
+    "sharp": _sharp,
+    "dead": _dead,
+    "positional": _positional,
     "not_finite": _not_finite,
     "large_logits": _large_logits,
     "coarse_scores": _coarse_scores,
     "entropy_collapse": _collapse,
     "dilution": _dilution,
-    "sink": _sink,
-    "dead": _dead,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -448,7 +447,9 @@ class Probe:
         Raises:
             ProbeError: if nothing was recorded.
         """
-        return importlib.import_module("acutance.report").findings(self.summary())
+        from acutance.diagnose.findings import findings
+
+        return findings(self.summary())
 
     def to_frame(self) -> Any:
         """:meth:`HeadSummary.to_frame` of the summary."""
@@ -470,8 +471,9 @@ class Probe:
         Args:
             path: where to write the page, too.
         """
-        # reports are drawn from records, so their stage comes after this one: reached by name
-        page = importlib.import_module("acutance.report").Report.of(self.summary())
+        from acutance.report.html_page.write import Report
+
+        page = Report.of(self.summary())
         if path is not None:
             page.save(path)
         return page

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,49 +26,28 @@ __all__ = [
     "write_html",
 ]
 
-#: The names of each file. They load on first use: what shows theory
-#: needs no PyTorch.
-_FILES = {
-    "console": ("console_table",),
-    "figures": ("draw_heads",),
-    "findings": (
-        "Finding",
-        "findings",
-    ),
-    "page": (
-        "Report",
-        "html",
-        "write_html",
-    ),
-    "recommendations": (
-        "NOTHING",
-        "Recommendation",
-        "in_words",
-        "recommendations",
-    ),
+#: Where each name lives. They load on first use: what shows theory needs no PyTorch.
+_HOMES = {
+    "NOTHING": "acutance.diagnose.recommendations",
+    "Finding": "acutance.diagnose.findings",
+    "Recommendation": "acutance.diagnose.recommendations",
+    "Report": "acutance.report.html_page.write",
+    "console_table": "acutance.report.terminal",
+    "draw_heads": "acutance.report.figures",
+    "findings": "acutance.diagnose.findings",
+    "html": "acutance.report.html_page.write",
+    "in_words": "acutance.diagnose.recommendations",
+    "recommendations": "acutance.diagnose.recommendations",
+    "write_html": "acutance.report.html_page.write",
 }
-_HOMES = {name: file for file, names in _FILES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
-
-
-class _Report(ModuleType):
-    """Two files bear the name of the function that they hold: here it means the function."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Bind a name, as importing one of these files does."""
-        if isinstance(value, ModuleType) and _HOMES.get(name) == name:
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Report
 
 
 def __dir__() -> list[str]:

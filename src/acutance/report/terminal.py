@@ -14,6 +14,7 @@ from rich.text import Text
 
 from acutance.diagnose.classes import CLASSES, classify
 from acutance.diagnose.metric_words import crossing
+from acutance.diagnose.sentences import ranges
 from acutance.report.colours import as_hex, brief, colour, ink, scale_of
 from acutance.report.printable import printable
 from acutance.structure import describe
@@ -159,7 +160,8 @@ class _HeadTable:
                 part = row[start : start + chunk]
                 mark = "×" if crossing(self.summary.layers[layer].module) else ""
                 index = f"{layer}{mark}".rjust(5) if start == 0 else " " * 5
-                heads = _from_to(start, start + len(part) - 1) if folded and part else ""
+                last = start + len(part) - 1
+                heads = (f"{start}–{last}" if part[1:] else f"{start}") if folded and part else ""
                 line: _Line = [(index + heads.rjust(label - 5) + " ", bold if start == 0 else dim)]
                 line += [
                     (f"{self._text(value)}{pad}".rjust(cell), self._style(value)) for value in part
@@ -382,27 +384,6 @@ def module_sentences(layers: tuple[Layer, ...]) -> list[str]:
         parts = [column[0] if len(set(column)) == 1 else "*" for column in zip(*names, strict=True)]
         sentences.append(f"{ranges(those, 'layer')}: {''.join(parts)}{crossing(''.join(parts))}")
     return sentences
-
-
-def ranges(indices: list[int], noun: str) -> str:
-    """Ascending indices in words.
-
-    Example:
-        >>> ranges([3], "layer"), ranges([0, 1, 2, 5], "layer")
-        ('layer 3', 'layers 0–2, 5')
-    """
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    text = ", ".join(_from_to(run[0], run[-1]) for run in runs)
-    return f"{noun}{'s' * (len(indices) > 1)} {text}"
-
-
-def _from_to(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}–{last}"
 
 
 def _short(low: str, high: str) -> tuple[str, str]:

@@ -10,16 +10,55 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
 
-__all__ = ["MOST_OCTAVES", "Profile"]
+__all__ = ["MOST_OCTAVES", "Profile", "Slope"]
 
 #: Octaves of a count; the last takes all that lies beyond.
 MOST_OCTAVES = 32
 _INTEGERS = ("rows", "count", "groups")
+
+
+class Slope(NamedTuple):
+    """A line fitted to a profile: metric = level + value · log n.
+
+    Attributes:
+        value: the slope, in the metric's unit for each e-fold of n.
+        error: its standard error.
+        octaves: octaves it was fitted to.
+        low_n: typical n of the first of them.
+        high_n: typical n of the last.
+        low: fitted metric at ``low_n``.
+        high: fitted metric at ``high_n``.
+        sequences: fewest sequences that an octave had.
+    """
+
+    value: float
+    error: float
+    octaves: int
+    low_n: float
+    high_n: float
+    low: float
+    high: float
+    sequences: int
+
+    @property
+    def margin(self) -> float:
+        """How far the slope may be off, on either side, with a chance of one in a hundred each.
+
+        Student's t for one degree of freedom less than there are sequences: with two it is 32
+        standard errors, with many 2.3.
+        """
+        return float(stdtrit(max(1, self.sequences - 1), 0.99)) * self.error
+
+    @property
+    def significant(self) -> bool:
+        """Whether the slope is beyond its margin."""
+        return abs(self.value) > self.margin
 
 
 @dataclass(frozen=True)
@@ -125,6 +164,86 @@ class Profile:
         """Standard error of the mean, from sequence to sequence; NaN with fewer than two."""
         groups = self.groups.double().masked_fill(self.groups < 2, math.nan)
         return torch.sqrt(self.between / self.count.double() / (groups - 1))
+
+    def slope(
+        self,
+        head: int,
+        metric: int,
+        *,
+        least_n: float = 0.0,
+        most_n: float = math.inf,
+        fewest: int = 3,
+    ) -> Slope | None:
+        """The slope of a metric against log n, over octaves whose mean n is within bounds.
+
+        Octaves are weighed by their rows. The standard error has two parts: what the means of
+        sequences, which differ among themselves, leave open, and how far the octaves are from a
+        line. Octaves of one sequence usually err to the same side, which the first part ignores:
+        it then comes out too large rather than too small.
+
+        Args:
+            head: row of the arrays.
+            metric: column of the arrays.
+            least_n: octaves below are left out.
+            most_n: octaves above are left out.
+            fewest: octaves needed.
+
+        Returns:
+            The slope, or None where fewer octaves have rows from two sequences or more.
+        """
+        count, groups = self.count[head, metric], self.groups[head, metric]
+        x, y = self.log_n[head], self.mean[head, metric]
+        typical = x.exp()
+        use = (groups > 1) & (typical >= least_n * (1 - 1e-9)) & (typical <= most_n * (1 + 1e-9))
+        if int(use.sum()) < max(3, fewest):
+            return None
+        weight, x, y = count[use].double(), x[use], y[use]
+        squares = self.between[head, metric][use]
+        error = (squares / weight / (groups[use] - 1)).sqrt()
+        total = weight.sum()
+        centre, level = (weight * x).sum() / total, (weight * y).sum() / total
+        away = x - centre
+        spread = (weight * away.square()).sum()
+        if not float(spread) > 0.0:
+            return None
+        pull = weight * away / spread
+        value = (pull * y).sum()
+        left = y - level - value * away
+        scatter = (weight * left.square()).sum() / (len(x) - 2) / spread
+        variance = (pull.square() * error.square()).sum() + scatter
+        ends = level + value * (x[[0, -1]] - centre)
+        return Slope(
+            float(value),
+            float(variance.sqrt()),
+            len(x),
+            float(x[0].exp()),
+            float(x[-1].exp()),
+            float(ends[0]),
+            float(ends[1]),
+            int(groups[use].min()),
+        )
+
+    def slope_at_the_end(
+        self, head: int, metric: int, *, octaves: int, least_n: float
+    ) -> Slope | None:
+        """The slope over the largest octaves that have rows of two sequences.
+
+        A last octave with less than a quarter of the rows of the one before is left out: the last
+        row of a text of 1024 tokens is alone in its octave.
+        """
+        used = (self.groups[head, metric] > 1).nonzero().flatten().tolist()
+        count = self.count[head, metric].tolist()
+        while len(used) > 1 and count[used[-1]] < 0.25 * count[used[-2]]:
+            used.pop()
+        if not used:
+            return None
+        least, most = 2.0 ** (used[-1] - octaves + 1), 2.0 ** (used[-1] + 1) - 1
+        return self.slope(head, metric, least_n=max(least, least_n), most_n=most)
+
+    def at(self, head: int, metric: int, n: float) -> tuple[float, float]:
+        """Mean of a metric and its standard error in the octave whose typical count is n."""
+        octave = int((self.log_n[head] - math.log(n)).abs().nan_to_num(math.inf).argmin())
+        return float(self.mean[head, metric, octave]), float(self.error[head, metric, octave])
 
     def to_dicts(self, metrics: tuple[str, ...]) -> list[dict[str, Any]]:
         """For each head the octaves that have rows, as columns of plain numbers.

@@ -9,13 +9,14 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from acutance.diagnose.classes import classify
+from acutance.diagnose.rules import Judgement, Kind, judge_heads
 from acutance.files import as_json, finite, write_bytes, write_text, write_whole
-from acutance.probing.coverage import coverage_line
 from acutance.structure import describe
 from acutance.summary.by_octave import Profile
 from acutance.summary.distances import Distances
@@ -23,7 +24,7 @@ from acutance.summary.examples import Examples
 from acutance.summary.files import checked_record, checked_tensors, checked_words, read, sealed
 from acutance.summary.layer import LEFT_OUT, STATUSES, Layer, Status
 from acutance.summary.moments import Moments, edges
-from acutance.summary.notices import notices
+from acutance.summary.notices import coverage_line, notices
 from acutance.summary.optional_parts import Beside
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ __all__ = [
 
 SCHEMA = "acutance.head_summary/1"
 #: Attributes that files and tables are made with; ``dir`` leaves them out.
-_FOR_FILES = frozenset({"beside", "column", "grid", "parts", "places"})
+_FOR_FILES = frozenset({"beside", "column", "grid", "judgements", "parts", "places"})
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,11 @@ class HeadSummary:
     def coverage(self) -> str:
         """One sentence: in how many modules attention was read, and in which it was not."""
         return coverage_line([layer.module for layer in self.layers], self.unread)
+
+    @cached_property
+    def judgements(self) -> list[dict[Kind, Judgement]]:
+        """Every rule that each head is beyond: judged once for all that is said of the heads."""
+        return judge_heads(self)
 
     @property
     def sampled(self) -> bool:

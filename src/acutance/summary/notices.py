@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from acutance.corpus.checkpoint import NOT_LOADED, in_words
+__all__ = ["NOT_LOADED", "coverage_line", "not_loaded_sentence", "notices"]
 
-__all__ = ["notices"]
+#: What records call the weights that did not load.
+NOT_LOADED = "weights_not_loaded"
 
 
 def notices(about: Mapping[str, Any]) -> list[str]:
@@ -25,7 +26,7 @@ def notices(about: Mapping[str, Any]) -> list[str]:
     """
     found = []
     if (missing := about.get(NOT_LOADED)) is not None:
-        found.append(in_words(str(missing)))
+        found.append(not_loaded_sentence(str(missing)))
     if about.get("complete") is False:
         done, total = about.get("windows"), about.get("windows_in_all")
         tokens, shard = about.get("tokens"), about.get("shard")
@@ -41,3 +42,28 @@ def notices(about: Mapping[str, Any]) -> list[str]:
             "numbers below describe an initialisation, not what a model has learned."
         )
     return found
+
+
+def not_loaded_sentence(text: str) -> str:
+    """Which weights did not load, as a sentence for a reader of numbers.
+
+    Args:
+        text: what :func:`acutance.corpus.checkpoint.not_loaded` gave.
+    """
+    return f"The model did not load: {text}. Random numbers stand for what is missing."
+
+
+def coverage_line(modules: Sequence[str], unread: Sequence[str]) -> str:
+    """How many modules' attention was read, and in which it was not.
+
+    Args:
+        modules: that were read.
+        unread: what was not, each text beginning with the name of its module.
+
+    Example:
+        >>> coverage_line(["layers.0", "layers.1"], ["pool: its scores were overwritten"])
+        'Coverage: attention read in 2 modules, not in 1: pool.'
+    """
+    names = dict.fromkeys(text.partition(": ")[0] for text in unread)
+    read = f"Coverage: attention read in {len(modules)} module{'s' * (len(modules) != 1)}"
+    return f"{read}, not in {len(names)}: {', '.join(names)}." if names else f"{read}."

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from acutance.training.monitor import MonitorRecord
+    from acutance.training.scalars import MonitorRecord
 
 __all__ = ["LightningEvents", "TrainerEvents"]
 

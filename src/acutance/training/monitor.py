@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -22,28 +21,11 @@ from acutance.summary.head_summary import HeadSummary
 from acutance.training.across_ranks import ranks
 from acutance.training.alarms import NEEDED, Alarm, AttentionWarning, Thresholds, summed_up
 from acutance.training.callbacks import LightningEvents, TrainerEvents
-from acutance.training.scalars import scalars, write
+from acutance.training.scalars import MonitorRecord, scalars, write
 
 __all__ = ["AttentionMonitor", "Histograms", "MonitorRecord"]
 
 Histograms = Literal["layer", "head", "none"]
-
-
-@dataclass(frozen=True)
-class MonitorRecord:
-    """What was measured in one optimiser step.
-
-    Attributes:
-        step: number of the optimiser step, from 1.
-        summary: every head's statistics over the rows of the step, of all ranks.
-        scalars: numbers by name, ``attention/<layer>/<metric>``, as loggers take them.
-        alarms: every head that is beyond a threshold, whether or not it was before.
-    """
-
-    step: int
-    summary: HeadSummary
-    scalars: dict[str, float]
-    alarms: tuple[Alarm, ...]
 
 
 class AttentionMonitor(TrainerEvents, LightningEvents):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +13,28 @@ from acutance.summary.head_summary import HeadSummary
 from acutance.summary.moments import Moments, edges
 from acutance.training.alarms import KINDS, Alarm
 
-__all__ = ["scalars", "write"]
+__all__ = ["MonitorRecord", "scalars", "write"]
 
 PREFIX = "attention"
 #: Metrics that are extremes themselves: their worst head is that of the most extreme row.
 _EXTREMES = ("max_logit",)
+
+
+@dataclass(frozen=True)
+class MonitorRecord:
+    """What was measured in one optimiser step.
+
+    Attributes:
+        step: number of the optimiser step, from 1.
+        summary: every head's statistics over the rows of the step, of all ranks.
+        scalars: numbers by name, ``attention/<layer>/<metric>``, as loggers take them.
+        alarms: every head that is beyond a threshold, whether or not it was before.
+    """
+
+    step: int
+    summary: HeadSummary
+    scalars: dict[str, float]
+    alarms: tuple[Alarm, ...]
 
 
 def scalars(
