@@ -1,4 +1,4 @@
-"""What acutance tells PyTorch's compiler, without loading it."""
+"""Whether a compiler, tracer or mode watches, and marks for PyTorch's compiler."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-__all__ = ["constant", "traceable_property"]
+try:
+    from torch._C import (
+        _get_tracing_state,
+        _len_torch_dispatch_stack,
+        _len_torch_function_stack,
+    )
+    from torch._C._functorch import maybe_current_level
+
+    _KNOWN = forward_ad._current_level is not None
+except (ImportError, AttributeError):  # a torch that keeps its modes elsewhere
+    _KNOWN = False
+
+__all__ = ["constant", "traceable_property", "undispatched", "unobserved"]
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -57,3 +70,20 @@ else:
             return super().__get__(instance, owner)
 
     traceable_property = _Traceable
+
+
+def unobserved() -> bool:
+    """Whether no compiler, tracer, mode or transform sees what PyTorch does."""
+    return undispatched() and not _len_torch_function_stack()
+
+
+def undispatched() -> bool:
+    """The same but for modes of functions, which see what Python calls, not operators."""
+    return (
+        not is_compiling()
+        and _KNOWN
+        and not _len_torch_dispatch_stack()
+        and maybe_current_level() is None
+        and forward_ad._current_level < 0
+        and _get_tracing_state() is None
+    )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from acutance import kernels
+from acutance import compiling, kernels
 from acutance.attend import attention, row_statistics
 from acutance.kernels import dispatch, fast_path, library
 from acutance.rowstats import METRICS, RowState, RowStatistics, dense_statistics
@@ -334,16 +334,16 @@ def test_what_must_be_seen_goes_through_the_operator(counted: list[str]) -> None
 
     entropy(query)
     assert len(counted) == 1
-    assert fast_path.unobserved()
+    assert compiling.unobserved()
     assert not fast_path.possible(query.clone().requires_grad_())
     with torch.no_grad():
         assert fast_path.possible(query.clone().requires_grad_())
     with torch.device("cpu"):  # a function mode
-        assert not fast_path.unobserved()
+        assert not compiling.unobserved()
     with torch.utils._python_dispatch.TorchDispatchMode():
-        assert not fast_path.unobserved()
+        assert not compiling.unobserved()
     with forward_ad.dual_level():
-        assert not fast_path.unobserved()
+        assert not compiling.unobserved()
 
     names = []
 
@@ -360,7 +360,7 @@ def test_what_must_be_seen_goes_through_the_operator(counted: list[str]) -> None
     seen: list[bool] = []
 
     def mapped(x: Tensor) -> Tensor:
-        seen.append(fast_path.unobserved())
+        seen.append(compiling.unobserved())
         return x.sum()
 
     torch.vmap(mapped)(query)

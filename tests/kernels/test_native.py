@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from acutance import attend
-from acutance.kernels import blocked, library, native
-from acutance.kernels.library import CALL, GRADIENTS, SUMS, Layout
+from acutance.kernels import bindings, blocked, library, native
+from acutance.kernels.bindings import CALL, GRADIENTS, SUMS, Layout
 from acutance.kernels.tiles import Rule
 from acutance.masks import Masking
 from acutance.rowstats import dense_statistics
@@ -34,7 +34,7 @@ CPUS = () if isinstance(FOUND, str) else FOUND.cpus
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def the_library() -> library.Library:
+def the_library() -> bindings.Library:
     assert not isinstance(FOUND, str)
     return FOUND
 
@@ -325,9 +325,9 @@ def test_an_instruction_set_that_is_not_there_is_refused() -> None:
 
 
 def test_a_library_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "ABI", 99)
+    monkeypatch.setattr(bindings, "ABI", 99)
     with pytest.raises(OSError, match=r"is of interface 3, not 99: install acutance again"):
-        library.Library(the_library().path)
+        bindings.Library(the_library().path)
 
 
 def test_the_threads_are_those_of_torch() -> None:

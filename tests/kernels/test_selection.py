@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from acutance import attention, kernels, row_statistics
-from acutance.kernels import dispatch, library, selection, selection_cache
-from acutance.kernels.library import Library
+from acutance.kernels import bindings, dispatch, library, selection, selection_cache
+from acutance.kernels.bindings import Library
 from acutance.kernels.selection import Selection, fastest, interleaved
 from acutance.kernels.selection_timing import DTYPE_CODES, PASSES, sample, seconds
 
@@ -264,8 +264,8 @@ def test_the_folder_of_caches(monkeypatch: pytest.MonkeyPatch, fake: FakeLibrary
 
 def packed(dtype: str, queries: int, keys: int) -> bytes:
     """The call of eight heads of width 64."""
-    return library.CALL.pack(
-        abi=library.ABI, dtype=DTYPE_CODES[dtype], batch=1, heads=8, group=1, queries=queries,
+    return bindings.CALL.pack(
+        abi=bindings.ABI, dtype=DTYPE_CODES[dtype], batch=1, heads=8, group=1, queries=queries,
         keys=keys, width=64, value_width=64,
     )  # fmt: skip
 
@@ -449,7 +449,7 @@ def test_a_name_holds_until_it_is_taken_back(real: Library) -> None:
     real.use_cpu(None)
     assert real.most_queries < 16  # plain PyTorch would be the faster one
     real.use_cpu("baseline" if "baseline" in real.cpus else real.cpus[0])
-    assert real.most_queries in (library.MOST_QUERIES_OF_BASELINE, math.inf)
+    assert real.most_queries in (bindings.MOST_QUERIES_OF_BASELINE, math.inf)
     real.use_cpu(None)
     assert real.most_queries < 16
 

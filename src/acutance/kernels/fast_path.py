@@ -24,29 +24,16 @@ from torch import (
     is_autocast_enabled,
     is_grad_enabled,
 )
-from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
+from acutance.compiling import unobserved
 from acutance.kernels import library
-from acutance.kernels.library import ABI, CALL, METRIC_BITS, SUMS, Layout
+from acutance.kernels.bindings import ABI, CALL, METRIC_BITS, SUMS, Layout
 from acutance.kernels.native import DTYPES, MOST_WIDTH, UNFINISHED, check
 from acutance.rowstats import RowState, RowStatistics
 from acutance.rowstats.gaussian import spline_table
 from acutance.shapes import MOST
 
-try:
-    from torch._C import (
-        _get_tracing_state,
-        _len_torch_dispatch_stack,
-        _len_torch_function_stack,
-    )
-    from torch._C._functorch import maybe_current_level
-
-    _KNOWN = forward_ad._current_level is not None
-except (ImportError, AttributeError):  # a torch that keeps its modes elsewhere
-    _KNOWN = False
-
-__all__ = ["PackedStatistics", "attend", "plain", "possible", "undispatched", "unobserved"]
+__all__ = ["PackedStatistics", "attend", "plain", "possible"]
 
 CPU = torch.device("cpu")
 
@@ -60,23 +47,6 @@ def _beginning(layout: Layout, last: str, after: str = "") -> struct.Struct:
 
 _CALL = _beginning(CALL, "window", "q").pack
 _SUMS = _beginning(SUMS, "first_index").pack
-
-
-def unobserved() -> bool:
-    """Whether no compiler, tracer, mode or transform sees what PyTorch does."""
-    return undispatched() and not _len_torch_function_stack()
-
-
-def undispatched() -> bool:
-    """The same but for modes of functions, which see what Python calls, not operators."""
-    return (
-        not is_compiling()
-        and _KNOWN
-        and not _len_torch_dispatch_stack()
-        and maybe_current_level() is None
-        and forward_ad._current_level < 0
-        and _get_tracing_state() is None
-    )
 
 
 def plain(tensor: Tensor) -> bool:

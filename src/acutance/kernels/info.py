@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from acutance.kernels import dispatch, library
-from acutance.kernels.selection import Choice
+from acutance.kernels.bindings import Choice
 from acutance.kernels.selection_cache import cache_file
 
 __all__ = ["KernelInfo", "info"]

@@ -13,9 +13,9 @@ from acutance.compiling import constant
 from acutance.kernels import blocked, library
 from acutance.kernels.backward import Gradients, SumGradients, row_coefficients
 from acutance.kernels.backward import backward as blocked_backward
+from acutance.kernels.bindings import ABI, CALL, GRADIENTS, PLACES, SUMS, Library
 from acutance.kernels.blocked import Sums
 from acutance.kernels.hidden import only_visible_values
-from acutance.kernels.library import CALL, GRADIENTS, PLACES, SUMS, Library
 from acutance.kernels.tiles import Rule, accumulate_dtype
 from acutance.masks import Masking, mask_limit
 
@@ -26,7 +26,7 @@ __all__ = [
     "backward",
     "check",
     "forward",
-    "reads_structure",
+    "is_loaded",
     "structure",
     "why_no_gradient",
     "why_not",
@@ -134,10 +134,9 @@ def forward(
     return sums
 
 
-def reads_structure() -> bool:
-    """Whether there is a library, and it has :func:`structure`."""
-    found = library.load()
-    return isinstance(found, Library) and found.structure is not None
+def is_loaded() -> bool:
+    """Whether there is a library."""
+    return isinstance(library.load(), Library)
 
 
 def structure(
@@ -169,8 +168,7 @@ def structure(
             member = f"{name}s" if name in ("position", "token") else name
             places[member], places[f"{name}_stride"] = whole.data_ptr(), whole.stride()
     places |= {name: tensor.data_ptr() for name, tensor in written.items() if tensor is not None}
-    run = _library().structure
-    check(2 if run is None else run(call, PLACES.pack(**places)))
+    check(_library().structure(call, PLACES.pack(**places)))
     del held
 
 
@@ -235,7 +233,7 @@ def _call(
         if numbers is not None:
             members[name] = keep(numbers.detach().to(torch.float64).contiguous()).data_ptr()
     packed = CALL.pack(
-        abi=library.ABI,
+        abi=ABI,
         dtype=DTYPES[query.dtype],
         batch=B,
         heads=H,

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.compiling import undispatched
 from acutance.kernels import dispatch
 from acutance.kernels.backward import SumGradients
 from acutance.kernels.blocked import Sums
-from acutance.kernels.fast_path import plain, undispatched
+from acutance.kernels.fast_path import plain
 from acutance.kernels.tiles import Rule, accumulate_dtype
 from acutance.kernels.transforms import transformed, vmapped
 from acutance.kernels.whole_rows import weigh_rows

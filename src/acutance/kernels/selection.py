@@ -13,14 +13,14 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
+from acutance.compiling import unobserved
 from acutance.kernels import selection_cache
-from acutance.kernels.library import Library
+from acutance.kernels.bindings import Choice, Library
 from acutance.kernels.selection_cache import Times
 from acutance.kernels.selection_timing import DTYPE_CODES, PASSES, sample, seconds
 
-__all__ = ["MEASURE_VARIABLE", "Choice", "Selection", "fastest", "install", "interleaved"]
+__all__ = ["MEASURE_VARIABLE", "Selection", "fastest", "install", "interleaved"]
 
 #: Environment variable: ``auto`` times kernels when it pays, ``never`` does not and reads no times,
 #: ``again`` does not believe the times on disk.
@@ -42,22 +42,6 @@ _SHAPES = {
 _ROUNDS = 5
 _HOPELESS = 2.0
 _BLOCKED_QUERIES = (16, 256)
-
-
-class Choice(NamedTuple):
-    """What runs for a pass of a dtype, and why.
-
-    Attributes:
-        dtype: of queries, keys and values.
-        name: "forward", "decode" (few queries) or "backward".
-        cpu: the instruction set.
-        seconds: what each took for a small call, by instruction set; empty where none was timed.
-    """
-
-    dtype: str
-    name: str
-    cpu: str
-    seconds: dict[str, float]
 
 
 def fastest(times: dict[str, float], order: Iterable[str]) -> str | None:
@@ -174,7 +158,6 @@ def _most_queries(native: float, few: float, many: float) -> float:
 
 def _time_blocked() -> dict[str, float]:
     """Seconds of CPU of the plain PyTorch kernel, by number of queries; empty where it is seen."""
-    from acutance.kernels.fast_path import unobserved
     from acutance.kernels.selection_blocked import blocked_seconds
 
     if not unobserved():

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from acutance.kernels.library import Library
+    from acutance.kernels.bindings import Library
 
 __all__ = ["CACHE_VARIABLE", "Times", "cache_file", "read", "write"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from acutance.kernels.library import ABI, CALL, GRADIENTS, SUMS, Library
+from acutance.kernels.bindings import ABI, CALL, GRADIENTS, SUMS, Library
 
 __all__ = ["DTYPE_CODES", "PASSES", "Sample", "sample", "seconds"]
 

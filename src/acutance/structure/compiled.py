@@ -33,7 +33,7 @@ def takes(
     query, masking = rows.query, rows.masking
     if not query.numel() or not rows.key.numel() or octaves > _MOST_OCTAVES:
         return False
-    if dispatch.choose("auto", query, None, 0.0) != "native" or not native.reads_structure():
+    if dispatch.choose("auto", query, None, 0.0) != "native" or not native.is_loaded():
         return False
     if positions is not None and bool((positions.abs() >= 1 << 24).any()):
         return False  # float32 counts no further

@@ -1,0 +1,281 @@
+"""The functions and structures of the native kernels' shared library.
+
+It speaks plain C (``cpu/api.h``): structures of numbers and addresses, written here with
+:mod:`struct`, so that one build serves every Python and every torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+__all__ = [
+    *("ABI", "CALL", "CPU_VARIABLE", "GRADIENTS", "METRIC_BITS", "PLACES", "SUMS"),
+    *("Choice", "Chooser", "Layout", "Library"),
+]
+
+#: Version of the structures below; a library of another one is refused.
+ABI = 3
+#: Environment variable that names the instruction set to use.
+CPU_VARIABLE = "ACUTANCE_CPU"
+
+#: Without AVX2 or its like the native kernel is the faster one for so many queries only, as long as
+#: it was not timed: with SSE2, float32 and width 64 it takes 0.1 to 1.2 of the blocked path's time
+#: up to 64 queries, and 1.3 (causal) to 1.9 (full) at 1024.
+MOST_QUERIES_OF_BASELINE = 64
+
+
+class Layout:
+    """A C structure whose every member has eight bytes, packed by name.
+
+    Example:
+        >>> pair = Layout("count q", "at 2q")
+        >>> len(pair.pack(count=3, at=(1, 2))), pair.words
+        (24, 3)
+    """
+
+    def __init__(self, *members: str) -> None:
+        split = [member.split() for member in members]
+        self.names = [name for name, _ in split]
+        self._counts = [int(code[:-1] or 1) for _, code in split]
+        self._codes = [code for _, code in split]
+        self.words = sum(self._counts)
+        self._struct = struct.Struct("=" + self.code_until(self.names[-1]))
+
+    def code_until(self, name: str) -> str:
+        """The codes of the members up to one, itself included."""
+        codes = self._codes[: self.names.index(name) + 1]
+        return "".join(codes).replace("P", "Q")
+
+    def words_until(self, name: str) -> int:
+        """How many words of eight bytes these have."""
+        return sum(self._counts[: self.names.index(name) + 1])
+
+    def pack(self, **values: int | float | tuple[int | float, ...]) -> bytes:
+        """The structure; members that are not named are 0, or null."""
+        flat: list[int | float] = []
+        for name, count in zip(self.names, self._counts, strict=True):
+            value = values.pop(name, 0)
+            if isinstance(value, tuple):
+                flat.extend(value)
+            else:
+                flat.extend([value] * count if value == 0 else [value])
+        if values:
+            raise TypeError(f"no member of the structure: {', '.join(values)}")
+        return self._struct.pack(*flat)
+
+
+def _additive(name: str) -> tuple[str, ...]:
+    return f"{name} P", f"{name}_stride 4q", f"{name}_limit d", f"{name}_dtype q"
+
+
+#: ``acutance_call``: what a call attends with.
+CALL = Layout(
+    *("abi q", "dtype q", "batch q", "heads q", "group q", "queries q", "keys q"),
+    *("width q", "value_width q", "query P", "key P", "value P"),
+    *("query_stride 3q", "key_stride 3q", "value_stride 3q", "scale d", "softcap d"),
+    *("causal q", "offset q", "window q", "allowed P", "allowed_stride 4q"),
+    *_additive("bias"),
+    *_additive("mask"),
+    *("key_mask P", "key_mask_stride 2q", "query_documents P", "key_documents P"),
+    *("query_documents_stride 2q", "key_documents_stride 2q", "slopes P", "sinks P", "threads q"),
+)
+#: ``acutance_sums``: where the forward pass writes.
+SUMS = Layout(
+    *("out P", "out_stride 3q", "n P", "m P", "Z P", "U P", "W P", "Q P", "mean P", "M2 P"),
+    *("depth P", "first P", "first_index P", "O P", "R1 P", "R2 P", "noise q"),
+)
+#: ``acutance_gradients``: what the backward pass reads and writes.
+GRADIENTS = Layout(
+    *("m P", "grad_out P", "grad_out_stride 3q", "inverse P", "constant P", "linear P"),
+    *("square P", "weight P", "slope P", "plain P", "first P", "largest P", "first_index P"),
+    *("query P", "key P", "value P"),
+)
+#: ``acutance_places``: what is asked of where rows put their weight, and where it is written.
+PLACES = Layout(
+    *("positions P", "position_stride 2q", "tokens P", "asked P", "token_stride 2q"),
+    *("asked_stride 2q", "special P", "special_stride 2q", "octaves q", "by_head q", "every q"),
+    *("distance P", "on_self P", "on_previous P", "on_same P", "on_special P"),
+    *("mass P", "even P", "peak P", "scores P"),
+)
+#: Metrics that :attr:`Library.metrics` computes, each by the bit that asks for it.
+METRIC_BITS = {
+    name: 1 << place
+    for place, name in enumerate(
+        [
+            *("entropy", "normalized_entropy", "information", "effective_keys", "sparsity"),
+            *("collision", "top_weight", "first_weight", "sink_mass", "lse", "logit_mean"),
+            *("logit_std", "varentropy", "entropy_slope", "mean_field_entropy", "jensen_gap"),
+            *("max_gap", "gaussian_entropy", "jacobian_trace"),
+        ]
+    )
+}
+
+
+class Choice(NamedTuple):
+    """What runs for a pass of a dtype, and why.
+
+    Attributes:
+        dtype: of queries, keys and values.
+        name: "forward", "decode" (few queries) or "backward".
+        cpu: the instruction set.
+        seconds: what each took for a small call, by instruction set; empty where none was timed.
+    """
+
+    dtype: str
+    name: str
+    cpu: str
+    seconds: dict[str, float]
+
+
+class Chooser(Protocol):
+    """Which kernels a library runs; :class:`acutance.kernels.selection.Selection` decides it.
+
+    Attributes:
+        times: seconds of the kernels on this machine, by dtype.
+    """
+
+    times: dict[str, dict[str, dict[str, float]]]
+
+    def apply(self, dtype: str) -> None:
+        """Have the library run what was the fastest for a dtype."""
+
+    def choice(self, dtype: str, name: str) -> Choice:
+        """What runs for a pass of a dtype."""
+
+    def choices(self) -> tuple[Choice, ...]:
+        """What runs for every dtype and pass."""
+
+    def complete(self) -> None:
+        """Time what was not timed yet."""
+
+
+class Library:
+    """The loaded library."""
+
+    def __init__(self, path: Path) -> None:
+        """Load it and hand it torch's threads.
+
+        Raises:
+            OSError: if it cannot be loaded, or is of another version.
+        """
+        self.path = path
+        loaded = ctypes.CDLL(os.fspath(path))
+        self._loaded = loaded
+        loaded.acutance_abi.restype = ctypes.c_int64
+        if (abi := loaded.acutance_abi()) != ABI:
+            raise OSError(f"{path.name} is of interface {abi}, not {ABI}: install acutance again")
+        for name in ("acutance_cpu", "acutance_cpus", "acutance_compiler"):
+            getattr(loaded, name).restype = ctypes.c_char_p
+        loaded.acutance_use_cpu.argtypes = [ctypes.c_char_p]
+        for name in ("acutance_forward", "acutance_backward", "acutance_structure"):
+            getattr(loaded, name).argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+        loaded.acutance_exp.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+        loaded.acutance_exp.argtypes += [ctypes.c_int64]
+        words = [ctypes.c_int64] * 3
+        #: Writes metrics of rows in one pass: their bits, 1 for float64, the number of rows, the
+        #: sums, the table of the Gaussian entropy, the numbers.
+        self.metrics = loaded.acutance_metrics
+        self.metrics.argtypes = [*words, *[ctypes.c_void_p] * 3]
+        loaded.acutance_choose.argtypes = words
+        loaded.acutance_row_cost.argtypes = [ctypes.c_int64, ctypes.c_double]
+        loaded.acutance_run.argtypes = [*words[:2], ctypes.c_char_p, ctypes.c_char_p]
+        #: The C functions of two packed structures; 0, or the number of a reason.
+        self.forward: Callable[[bytes, bytes], int] = loaded.acutance_forward
+        self.backward: Callable[[bytes, bytes], int] = loaded.acutance_backward
+        self.structure: Callable[[bytes, bytes], int] = loaded.acutance_structure
+        self.openmp = _openmp()
+        if self.openmp is not None:
+            loaded.acutance_use_threads(self.openmp)
+        #: The instruction set that all calls take, by :meth:`use_cpu`; None where it is chosen.
+        self.named: str | None = None
+        #: Queries up to which this library is faster than plain PyTorch; infinite if it always is.
+        self.most_queries = self._usual_most_queries()
+        #: What the kernels took on this machine; None until :func:`load` has looked.
+        self.selection: Chooser | None = None
+
+    @property
+    def cpu(self) -> str:
+        """Name of the instruction set in use."""
+        return str(self._loaded.acutance_cpu().decode())
+
+    @property
+    def cpus(self) -> tuple[str, ...]:
+        """Names of those that this machine and this build have, best first."""
+        return tuple(self._loaded.acutance_cpus().decode().split())
+
+    @property
+    def compiler(self) -> str:
+        """What built the library."""
+        return str(self._loaded.acutance_compiler().decode())
+
+    def use_cpu(self, name: str | None) -> None:
+        """Use an instruction set by name for every call; None is the one chosen for each.
+
+        Raises:
+            ValueError: if this machine or this build has it not.
+        """
+        if self._loaded.acutance_use_cpu(None if name is None else name.encode()):
+            raise ValueError(
+                f"{CPU_VARIABLE} names an instruction set of this machine and build, one of"
+                f" {', '.join(self.cpus)}, got {name!r}"
+            )
+        self.named = name
+        self.most_queries = self._usual_most_queries()
+        if name is None and self.selection is not None:
+            for dtype in self.selection.times:
+                self.selection.apply(dtype)
+
+    def _usual_most_queries(self) -> float:
+        return MOST_QUERIES_OF_BASELINE if self.cpu == "baseline" else math.inf
+
+    def choose(self, code: int, dtype: int, place: int) -> None:
+        """Use the instruction set at a place in :attr:`cpus` for a pass of a dtype.
+
+        Raises:
+            ValueError: if there is no such pass, dtype or place.
+        """
+        if self._loaded.acutance_choose(code, dtype, place):
+            raise ValueError(f"no pass {code} of dtype {dtype} by instruction set {place}")
+
+    def row_cost(self, dtype: int, cost: float) -> None:
+        """Tell how many times longer a row takes alone than among many; 0: as it usually does.
+
+        Raises:
+            ValueError: if there is no such dtype, or the factor is negative or NaN.
+        """
+        if self._loaded.acutance_row_cost(dtype, cost):
+            raise ValueError(f"no factor of dtype {dtype}: {cost}")
+
+    def run(self, place: int, code: int, call: bytes, result: bytes) -> int:
+        """One pass by the instruction set at a place in :attr:`cpus`, whatever is chosen."""
+        status: int = self._loaded.acutance_run(place, code, call, result)
+        return status
+
+    def exp(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Exp as the kernels take it, for measuring its error; float32 or float64."""
+        numbers = numbers.contiguous()
+        result = torch.empty_like(numbers)
+        dtype = 1 if numbers.dtype == torch.float64 else 0
+        self._loaded.acutance_exp(dtype, numbers.data_ptr(), result.data_ptr(), numbers.numel())
+        return result
+
+
+def _openmp() -> Any:
+    """GOMP_parallel of the very OpenMP library that torch runs on, if it runs on one.
+
+    Looked up through torch's own library, whose dependencies are searched too: another OpenMP in
+    the process would bring threads of its own.
+    """
+    folder = Path(torch.__file__).parent / "lib"
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        if (folder / name).is_file():
+            return getattr(ctypes.CDLL(os.fspath(folder / name)), "GOMP_parallel", None)
+    return None
