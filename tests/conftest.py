@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections import defaultdict
+from itertools import combinations
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported: before anything
@@ -34,6 +36,39 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 def pytest_unconfigure() -> None:
     """Remove what this process cached."""
     shutil.rmtree(os.environ["ACUTANCE_CACHE"], ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of each grid as slow but for enough to see every value of its parameters."""
+    grids: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("grid") and not item.get_closest_marker("slow"):
+            assert isinstance(item, pytest.Function)
+            grids[item.nodeid.partition("[")[0]].append(item)
+    for cases in grids.values():
+        for case in repeats(cases):
+            case.add_marker("slow")
+
+
+def repeats(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """Cases whose values occur in the others: the one with the most new values is chosen next."""
+    marker = cases[0].get_closest_marker("grid")
+    assert marker is not None
+    values = [sorted(case.callspec.indices.items()) for case in cases]
+    together = min(marker.args[0] if marker.args else 1, len(values[0]))
+    shows = {
+        case: set(combinations(value, together)) for case, value in zip(cases, values, strict=True)
+    }
+    seen: set[tuple[tuple[str, int], ...]] = set()
+    rest = list(cases)
+    while rest:
+        best = max(rest, key=lambda case: len(shows[case] - seen))
+        if shows[best] <= seen:
+            break
+        seen |= shows[best]
+        rest.remove(best)
+    return rest
 
 
 @pytest.fixture
