@@ -1,4 +1,4 @@
-// Writes src/acutance/report/assets/plot.js, the charts' library as the report carries it, and plot.txt, its licences.
+// Writes src/acutance/report/html_page/assets/plot.js, the charts' library as the report carries it, and plot.txt, its licences.
 //
 //     cd tools/plot && npm ci --ignore-scripts && node bundle.mjs
 //
@@ -10,7 +10,7 @@ import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
 
 const here = dirname(fileURLToPath(import.meta.url));
-const target = join(here, "../../src/acutance/report/assets");
+const target = join(here, "../../src/acutance/report/html_page/assets");
 const entry =
   'export { plot, dot, lineY, areaY, rectY, ruleX, ruleY, link, text, tickX, tip, pointer, pointerX } from "@observablehq/plot";';
 

@@ -91,7 +91,7 @@ __all__ = [
 #: needs no PyTorch.
 _FILES = {
     "dense": ("dense_statistics",),
-    "keys": ("all_reduce_keys",),
+    "sharded_keys": ("all_reduce_keys",),
     "metrics": (
         "METRICS",
         "Metric",
