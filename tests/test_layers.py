@@ -118,6 +118,25 @@ def test_every_module_imports_only_from_its_left() -> None:
     assert files >= FLOOR, f"visited {files} modules: is {PACKAGE} the package?"
 
 
+def right_of(module: str, source: str) -> set[str]:
+    """What a package imports from its right as soon as it is loaded, not on first use."""
+    at_once = [
+        node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    names = imported(module, ast.unparse(ast.Module(at_once, [])), is_package=True)
+    allowed = STAGES[: STAGES.index(module.split(".")[1]) + 1]
+    return {name for name in names if name.split(".")[1] not in allowed}
+
+
+def test_a_facade_loads_its_right_on_first_use() -> None:
+    """A module of a package runs the package first; what is to its right may need that module."""
+    for module in FACADES - {"acutance"}:
+        assert right_of(module, modules()[module][0].read_text(encoding="utf-8")) == set()
+    late = "def name():\n    from acutance.corpus.ranks import name"
+    assert right_of("acutance.probing", late) == set()
+    assert right_of("acutance.probing", "from acutance.corpus.ranks import name") != set()
+
+
 def test_no_modules_import_each_other() -> None:
     sources = {
         module: (path.read_text(encoding="utf-8"), is_package)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from acutance.capture.tap import Tap, tap
-from acutance.corpus.ranks import all_reduce_summary
-from acutance.corpus.ray_data import probe_dataset
 from acutance.diagnose.classes import CLASSES, HeadClass, classify
 from acutance.diagnose.thresholds import THRESHOLDS, Threshold
 from acutance.probing.open_probe import Probe, ProbeError, probe
@@ -18,6 +19,10 @@ from acutance.summary.head_summary import SCHEMA, STATUSES, HeadSummary, Layer, 
 from acutance.summary.moments import Moments, edges
 from acutance.summary.slope import Slope, slope
 from acutance.summary.state import Run, Shard, State, load_state, merge_states
+
+if TYPE_CHECKING:
+    from acutance.corpus.ranks import all_reduce_summary
+    from acutance.corpus.ray_data import probe_dataset
 
 __all__ = [
     "CLASSES",
@@ -57,3 +62,21 @@ __all__ = [
     "slope",
     "tap",
 ]
+
+#: Names from a later stage, loaded on first use: those modules import this package.
+_HOMES = {
+    "all_reduce_summary": "acutance.corpus.ranks",
+    "probe_dataset": "acutance.corpus.ray_data",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
