@@ -2,9 +2,10 @@
 # pyproject.toml, constraints.txt or a source of the native kernel has changed.
 
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
-PIP_INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
-INSTALLED_FROM = pyproject.toml constraints.txt native/CMakeLists.txt $(wildcard src/acutance/kernels/cpu/*)
+PIP_INSTALL = $(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable
+INSTALLED_FROM = pyproject.toml $(CONSTRAINTS) native/CMakeLists.txt $(wildcard src/acutance/kernels/cpu/*)
 SPHINXOPTS ?=
 PYTEST = $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 SANITIZED := build/sanitize
@@ -14,13 +15,17 @@ SANITIZED_TESTS = $(addprefix tests/kernels/test_native,.py _decode.py _backward
 SANITIZE = env ACUTANCE_TEST_LIBRARY=$(SANITIZED) PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"
 
+# What `make wheel` built, installed where no compiler and no source is seen.
+INSTALLED := build/installed
+WITHOUT_COMPILER = env PATH="$(CURDIR)/$(INSTALLED)/bin" HF_HUB_OFFLINE=1
+
 # The first of these that runs and is recent enough, or the one the caller names: make PYTHON=python3.12 test
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow fuzz sanitize check format lint types docs bench versions clean
+.PHONY: help demo test slow oldest fuzz sanitize check format lint types docs bench wheel versions clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +38,9 @@ test: $(VENV)/.dev ## install the development tools, run the tests and every exa
 
 slow: $(VENV)/.dev ## the tests that take longer, which `test` leaves out
 	$(PYTEST) -m slow tests
+
+oldest: ## `test` with the oldest versions that pyproject.toml admits, in .venv-oldest
+	$(MAKE) VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt test
 
 fuzz: $(VENV)/.dev ## random calls against the definitions: make fuzz SEED=1 COUNT=10000
 	$(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),1000)
@@ -60,6 +68,15 @@ docs: $(VENV)/.dev ## build the site into docs/_build/html; a warning is an erro
 
 bench: $(VENV)/.dev ## check, then time, the benchmark cases
 	$(BIN)/acutance bench --quick
+
+wheel: | $(BIN)/pip ## build dist/*.tar.gz and dist/*.whl; run the demo from the wheel in an empty environment without a compiler
+	rm -rf dist $(INSTALLED)
+	$(BIN)/python -m pip install --upgrade build
+	$(BIN)/python -m build
+	$(BIN)/python -m venv $(INSTALLED)
+	$(WITHOUT_COMPILER) python -m pip install --constraint constraints.txt --only-binary :all: "$$(echo dist/*.whl)[demo]"
+	cd $(INSTALLED) && $(WITHOUT_COMPILER) acutance probe --report report.html --figure heads.svg
+	cd $(INSTALLED) && $(WITHOUT_COMPILER) acutance bench --info
 
 versions: $(VENV)/.dev ## what is installed
 	@$(BIN)/python --version

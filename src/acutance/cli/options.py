@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
+from inspect import get_annotations
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand
@@ -138,7 +139,8 @@ def grouped(command: Callable[..., None], sections: Mapping[str, str]) -> Callab
         sections: under each heading, the names of its parameters, separated by spaces.
     """
     panels = {name: heading for heading, names in sections.items() for name in names.split()}
-    hints = get_type_hints(command, include_extras=True)
+    # not get_type_hints: Python 3.10 hides an annotation in Optional where the default is None
+    hints = get_annotations(command, eval_str=True)
     unknown = panels.keys() - hints.keys()
     if unknown:
         raise ValueError(f"{command.__name__} has no parameter {', '.join(sorted(unknown))}")
