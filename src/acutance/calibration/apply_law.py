@@ -31,7 +31,7 @@ from acutance.capture.head_axis import heads_of, over_keys
 from acutance.capture.module_hooks import follow
 from acutance.capture.module_names import class_name, module_name
 from acutance.capture.torch_functions import sdpa_call
-from acutance.probing.open_probe import EAGER
+from acutance.capture.uncompiled import EAGER
 
 __all__ = ["Applied", "ApplyError", "apply"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from acutance.calibration.gaps import critical_scales
 from acutance.capture.attention_call import AttentionCall, observe_scores
 from acutance.capture.find_layers import windowed_layers
-from acutance.probing.open_probe import Probe
+from acutance.capture.listener import Listener, ProbeError
 from acutance.rowstats import RowStatistics
 
 __all__ = ["HELD", "TARGETS", "Collector", "LayerSums", "Target"]
@@ -120,7 +120,7 @@ class LayerSums:
         self.longest = torch.maximum(self.longest, other.longest)
 
 
-class Collector(Probe):
+class Collector:
     """Collects :class:`LayerSums` of every layer while the model runs.
 
     Args:
@@ -151,7 +151,7 @@ class Collector(Probe):
         gaps: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__(model, metrics=["entropy"])
+        self._listener = Listener(model, self, lists=(ValueError,))
         self.target, self.knots, self.windowed = target, tuple(knots), windowed
         self.groups = groups
         self.group = torch.zeros(0, dtype=torch.int64)
@@ -168,42 +168,49 @@ class Collector(Probe):
             found, self.layers = self.layers, {}
         return found
 
-    def observe(
-        self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
+    def __enter__(self) -> Collector:
+        self._listener.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._listener.__exit__(kind, *rest)
+        if kind is None and not self._listener.calls:
+            raise ProbeError(self._listener.nothing())
+
+    @property
+    def unread(self) -> list[str]:
+        """Attention that could not be read, with the reason."""
+        return self._listener.unread
+
+    def on_call(
+        self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
     ) -> None:
         """Add the rows of a call."""
-        name = module.partition("#")[0]
-        with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
-            try:
-                call = make()
-                real = self._real_rows(call)
-                self._calls += 1
-                if not self.windowed and (
-                    self._windowed.get(name, False) or call.window is not None
-                ):
-                    self.unreadable(name, "its rows see a window only (windowed=True fits it too)")
-                    return
-                self._collect(name, call.statistics(False), real, call)
-            except ValueError as problem:
-                self.unreadable(module, " ".join(str(problem).split()))
+        name = call.module.partition("#")[0]
+        real = self._listener.rows.real(call).rows
+        if self._leaves_out(name, call.window):
+            return
+        self._collect(name, call.statistics(False), real, call)
 
-    def observe_scores(
-        self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
-    ) -> None:
+    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
         """Add the rows of a softmax written by hand."""
-        name = module.partition("#")[0]
-        with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
-            self._calls += 1
-            if not self.windowed and self._windowed.get(name, False):
-                self.unreadable(name, "its rows see a window only (windowed=True fits it too)")
-                return
-            why = doubt() if doubt is not None else None
-            if why is not None:
-                self.unreadable(module, why)
-                return
-            stats, seen = observe_scores(scores)
-            real = self._reader.rows.real_of_scores(scores, module, stats.state.n, seen)
-            self._collect(name, stats, real.rows, None)
+        module = name.partition("#")[0]
+        if self._leaves_out(module, None):
+            return
+        why = doubt() if doubt is not None else None
+        if why is not None:
+            raise ValueError(why)
+        stats, seen = observe_scores(scores)
+        real = self._listener.rows.real_of_scores(scores, name, stats.state.n, seen)
+        self._collect(module, stats, real.rows, None)
+
+    def _leaves_out(self, name: str, window: int | None) -> bool:
+        """Whether a call is left out, which is then listed, since its rows see a window only."""
+        narrow = self._windowed.get(name, False) or window is not None
+        if self.windowed or not narrow:
+            return False
+        self._listener.unreadable(name, "its rows see a window only (windowed=True fits it too)")
+        return True
 
     def _collect(
         self, name: str, stats: RowStatistics, real: Tensor | None, call: AttentionCall | None

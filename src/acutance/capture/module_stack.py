@@ -1,18 +1,24 @@
-"""What each thread is doing inside a probed model: modules, forward passes, what is muted."""
+"""Which module of a model each thread is running, which forward pass, and what is muted.
+
+:class:`ModuleStack` names the modules of one model and follows them by hooks that no module holds.
+What listens to a model and what changes it each have one.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
 import torch
 
+from acutance.capture.module_hooks import follow
+from acutance.capture.module_names import named_modules
 from acutance.capture.padding import RealRows, TokenMasks
 
-__all__ = ["Passes", "Running", "module_of_method"]
+__all__ = ["ModuleStack", "Passes", "Running", "module_of_method", "rerun"]
 
 
 class Running(threading.local):
@@ -57,6 +63,95 @@ class Running(threading.local):
         count = self.calls.get(module, 0)
         self.calls[module] = count + 1
         return count
+
+
+class ModuleStack:
+    """The modules of a model, and which of them each thread is running.
+
+    Args:
+        model: any module.
+        begin: called with a module and its name as it begins to run, before it is on the stack.
+        end: called with both when it has run or raised, after it was taken off.
+
+    Attributes:
+        thread: the present thread's place in the model.
+
+    Example:
+        >>> model, seen = torch.nn.Sequential(torch.nn.Identity()), []
+        >>> stack = ModuleStack(model, begin=lambda module, name: seen.append(name))
+        >>> with stack.follow():
+        ...     _ = model(torch.zeros(1))
+        >>> seen
+        ['Sequential', '0']
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        begin: Callable[[torch.nn.Module, str], None] | None = None,
+        end: Callable[[torch.nn.Module, str], None] | None = None,
+    ) -> None:
+        self.model, self.thread = model, Running()
+        self._begin, self._end = begin, end
+        self._names: dict[int, str] = {}
+        self._modules: dict[str, torch.nn.Module] = {}
+        self._order: dict[str, int] = {}
+
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        """Name the model's modules, and follow them for the length of the context."""
+        self._names.clear()
+        self._modules.clear()
+        for index, (name, module) in enumerate(named_modules(self.model)):
+            self._names[id(module)] = name
+            self._modules[name] = module
+            self._order.setdefault(name, index)
+        with follow(self._enter, self._leave):
+            yield
+
+    def name_of(self, module: torch.nn.Module | None) -> str | None:
+        """Name of a module of the model without wrappers, None for any other."""
+        return self._names.get(id(module))
+
+    def module_of(self, name: str) -> torch.nn.Module | None:
+        """The module that an attention call was named after."""
+        return self._modules.get(name.partition("#")[0])
+
+    def running(self) -> str | None:
+        """Name of the module now running, None outside the model."""
+        stack = self.thread.stack
+        return stack[-1] if stack else module_of_method(self._names)
+
+    def place(self) -> str | None:
+        """Name for an attention call of the running module; its second in one pass gets ``#1``."""
+        if not self.thread.stack:
+            method_of = module_of_method(self._names)
+            if method_of is not None:
+                self.thread.reading = True  # of no forward pass that could be left out
+            return method_of
+        name = self.thread.stack[-1]
+        seen = self.thread.places.get(name, 0)
+        self.thread.places[name] = seen + 1
+        return f"{name}#{seen}" if seen else name
+
+    def order(self, name: str) -> tuple[int, int]:
+        """What sorts names of calls as the modules are in the model, then by their number."""
+        base, _, call = name.partition("#")
+        return self._order.get(base, 0), int(call or 0)
+
+    def _enter(self, module: torch.nn.Module) -> None:
+        name = self._names.get(id(module))
+        if name is not None:
+            if self._begin is not None:
+                self._begin(module, name)
+            self.thread.stack.append(name)
+
+    def _leave(self, module: torch.nn.Module) -> None:
+        stack = self.thread.stack
+        if stack and stack[-1] == self._names.get(id(module)):
+            name = stack.pop()
+            if self._end is not None:
+                self._end(module, name)
 
 
 class Passes:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from acutance.capture.layer_choice import Chosen
-from acutance.capture.uncompiled import EAGER
 from acutance.probing.probe import Probe, ProbeError
 
-__all__ = ["EAGER", "Probe", "ProbeError", "probe"]
+__all__ = ["Probe", "ProbeError", "probe"]
 
 
 def probe(

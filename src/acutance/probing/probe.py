@@ -1,31 +1,25 @@
-"""Probe: a model's captures while it is open, what they tell it, and what it has found."""
+"""Probe: records the attention that a listener hears, and sums it up."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from acutance.capture import huggingface
 from acutance.capture.attention_call import AttentionCall
+from acutance.capture.coverage import NOT_READ, looks_like_attention
 from acutance.capture.find_layers import most_heads
 from acutance.capture.head_axis import heads_of
-from acutance.capture.layer_choice import Chosen, HeadChoice, LayerChoice
-from acutance.capture.module_hooks import follow
-from acutance.capture.module_names import class_name, named_modules
-from acutance.capture.module_stack import Passes, module_of_method, rerun
+from acutance.capture.layer_choice import Chosen, HeadChoice
+from acutance.capture.listener import Listener, ProbeError
+from acutance.capture.module_names import class_name
 from acutance.capture.padding import checked_mask
 from acutance.capture.tap import Tap, tap
-from acutance.capture.torch_functions import FunctionCapture
-from acutance.capture.uncompiled import EAGER, unwatched
 from acutance.probing.accumulate import Records, Rows
-from acutance.probing.coverage import NOT_READ, looks_like_attention, scripted_attention
 from acutance.probing.query_key_sample import QueryKeySample
 from acutance.probing.read_call import Read, Reader
 from acutance.probing.repeated_calls import joined
@@ -40,23 +34,47 @@ from acutance.summary.optional_parts import Beside
 
 __all__ = ["Probe", "ProbeError"]
 
-_LOOKED_FOR = (
-    "it looks for transformers' attention interface, F.scaled_dot_product_attention, "
-    "nn.MultiheadAttention, FlexAttention, acutance.attention, and a softmax that a matrix product "
-    "takes; acutance.tap tells it of anything else"
-)
 
-#: Methods that captures and runs of a corpus call; ``dir`` leaves them out.
-_ASKED_BY_CAPTURES = frozenset(
-    [
-        *("here", "module_of", "mute", "muted", "name_of", "number_passes", "observe"),
-        *("observe_scores", "provide", "running", "unreadable"),
-    ]
-)
+class _Recorder:
+    """Reads what a probe's listener hears, and records it.
 
+    Attributes:
+        records: takes what was read.
+        reader: reads each call.
+        listener: lists calls whose rows are not to be trusted.
+    """
 
-class ProbeError(RuntimeError):
-    """The probe could not do what it was opened for."""
+    reader: Reader
+    listener: Listener
+
+    def __init__(self, records: Records) -> None:
+        self.records = records
+
+    def on_call(
+        self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
+    ) -> None:
+        """Read a call that the model computed, and record it."""
+        self._record(self.reader.call(call, output, module), call.module)
+
+    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
+        """Read rows of which only the scores are known, and record them."""
+        self._record(self.reader.scores(scores, name, doubt), name)
+
+    def compute(
+        self, call: AttentionCall, own: Callable[[], Tensor], module: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """The output of a call, computed in the model's stead, and what records it."""
+        provided = self.reader.provide(call, own)
+
+        def record() -> None:
+            self._record(self.reader.provided(call, provided, module), call.module)
+
+        return provided.output, record
+
+    def _record(self, read: Read, name: str) -> None:
+        self.records.add(read.layer, Rows(read.stats, read.kept, read.sample, read.structured))
+        if read.doubt is not None:
+            self.listener.unreadable(name, read.doubt)
 
 
 class Probe:
@@ -64,9 +82,6 @@ class Probe:
 
     Attributes:
         metrics: names recorded, in the order of :data:`acutance.METRICS`.
-        unread: attention that could not be read, with the reason.
-        not_provided: with ``provide``, attention that was left to the model's own function, with
-            the reason.
     """
 
     def __init__(
@@ -109,11 +124,22 @@ class Probe:
             self._structure = StructureReader(model, tokenizer, special, examples)
             wanted = [*wanted, "first_weight"]  # the weight on the first token
             self.metrics = tuple(name for name in METRICS if name in wanted) + tuple(STRUCTURE)
-        self.unread: list[str] = []
-        self.not_provided: list[str] = []
+        if heads is not None and (most := most_heads(model)) is not None:
+            HeadChoice(heads).check(most, class_name(model))
         self._model = model
-        self._passes = Passes(check_count("every", every, 1))
-        self._reader = Reader(
+        self._records = Records(self.metrics, check_flag("profile", profile))
+        recorder = _Recorder(self._records)
+        self._listener = recorder.listener = Listener(
+            model,
+            recorder,
+            layers=layers,
+            every=check_count("every", every, 1),
+            attention_mask=attention_mask,
+            rows=rows,
+            provides=provide,
+            around=self._tokens,
+        )
+        self._reader = recorder.reader = Reader(
             verify=verify,
             noise=noise,
             keep=keep,
@@ -122,44 +148,14 @@ class Probe:
             seed=check_count("seed", seed, 0),
             provide=provide,
             structure=self._structure,
-            attention_mask=attention_mask,
-            rows=rows,
+            thread=self._listener.modules.thread,
+            rows=self._listener.rows,
         )
-        self._thread = self._reader.thread
-        if heads is not None and (most := most_heads(model)) is not None:
-            HeadChoice(heads).check(most, class_name(model))
-        self._layers: LayerChoice | None = None
-        if layers is not None:
-            self._layers = LayerChoice.from_model(layers, model)
-        self._records = Records(self.metrics, check_flag("profile", profile))
-        self._names: dict[int, str] = {}
-        self._modules: dict[str, torch.nn.Module] = {}
-        self._order: dict[str, int] = {}
-        self._ran: set[str] = set()
-        self._lock = threading.Lock()
-        self._context: ExitStack | None = None
-        self._runs = self._calls = 0
 
     # -- the context ------------------------------------------------------------------------------
 
     def __enter__(self) -> Probe:
-        if self._context is not None:
-            raise ProbeError("this probe is already open; open another for a nested one")
-        self._runs = self._calls = 0
-        self._names.clear()
-        self._modules.clear()
-        for index, (name, module) in enumerate(named_modules(self._model)):
-            self._names[id(module)] = name
-            self._modules[name] = module
-            self._order.setdefault(name, index)
-        with ExitStack() as context:
-            context.enter_context(EAGER)
-            context.enter_context(follow(self._enter_module, self._leave_module))
-            if self._structure is not None:
-                context.enter_context(self._structure.tokens.follow(self._model))
-            context.enter_context(huggingface.capture(self))
-            context.enter_context(FunctionCapture(self))
-            self._context = context.pop_all()
+        self._listener.__enter__()
         return self
 
     def __exit__(
@@ -168,12 +164,24 @@ class Probe:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        context, self._context = self._context, None
-        self._thread.reset()
-        if context is not None:
-            context.close()
-        if kind is None and not self._calls:
-            raise ProbeError(self._saw_nothing())
+        self._listener.__exit__(kind, error, trace)
+        if kind is None and not self._listener.calls:
+            raise ProbeError(self._listener.nothing())
+
+    def _tokens(self) -> AbstractContextManager[None]:
+        if self._structure is None:
+            return nullcontext()
+        return self._structure.tokens.follow(self._model)
+
+    @property
+    def unread(self) -> list[str]:
+        """Attention that could not be read, with the reason."""
+        return self._listener.unread
+
+    @property
+    def not_provided(self) -> list[str]:
+        """With ``provide``, attention that was left to the model, with the reason."""
+        return self._listener.not_provided
 
     @property
     def attention_mask(self) -> Tensor | None:
@@ -181,172 +189,16 @@ class Probe:
 
         None where it was not given: the model's own mask tells then.
         """
-        mask = self._reader.rows.mask
+        mask = self._listener.rows.mask
         return None if mask is None else mask.real
 
     @attention_mask.setter
     def attention_mask(self, mask: Tensor | None) -> None:
-        self._reader.rows.mask = checked_mask(mask)
-
-    def _saw_nothing(self) -> str:
-        model = class_name(self._model)
-        if self._layers is not None and self._runs and not self.unread:
-            return f"the probe saw no attention call in the layers of {model} that were asked for"
-        if self.unread:
-            return f"the probe could not read any attention of {model}: {'; '.join(self.unread)}"
-        if not self._runs:
-            return f"the probe saw no attention call: {model} did not run while it was open"
-        return f"the probe saw no attention call in {model}: {_LOOKED_FOR}"
-
-    # -- what the captures ask --------------------------------------------------------------------
-
-    def name_of(self, module: torch.nn.Module) -> str | None:
-        """Qualified name of a probed module, None for any other."""
-        return self._names.get(id(module))
-
-    def here(self) -> str | None:
-        """Name for an attention call of the running module; its second in one pass gets ``#1``."""
-        if not self._thread.stack:
-            method_of = module_of_method(self._names)
-            if method_of is not None:
-                self._thread.reading = True  # of no forward pass that could be left out
-            return method_of
-        name = self._thread.stack[-1]
-        seen = self._thread.places.get(name, 0)
-        self._thread.places[name] = seen + 1
-        place = f"{name}#{seen}" if seen else name
-        self._order.setdefault(place, self._order[name])
-        return place
-
-    def place_of(self, module: torch.nn.Module) -> str | None:
-        """Name for an attention call of a module, numbered as by :meth:`here` where it runs."""
-        name, stack = self.name_of(module), self._thread.stack
-        return self.here() if name is not None and stack and stack[-1] == name else name
-
-    def muted(self) -> bool:
-        """Whether this thread is inside a call that is being captured, or inside the probe."""
-        return self._thread.depth > 0
-
-    def mute(self) -> AbstractContextManager[None]:
-        """Ignore captures of this thread in the context: a call counts once."""
-        return self._thread.mute()
-
-    def provide(
-        self,
-        make: Callable[[], AttentionCall],
-        module: str,
-        own: Callable[[], Tensor],
-        refuse: str | None = None,
-    ) -> Tensor | None:
-        """Compute and record a call in the model's stead; None leaves it to the model.
-
-        Args:
-            make: reads the call.
-            module: its module.
-            own: runs the model's own function, which gives (B, Hq, L, Ev).
-            refuse: why calls of this kind cannot be provided, if they cannot.
-        """
-        if self._reader.provider is None or not self._wanted(module):
-            return None
-        try:
-            if refuse is not None:
-                raise ValueError(refuse)
-            with self.mute():
-                with unwatched():
-                    call = make()
-                found = self._reader.provide(call, own)
-        except Exception as problem:  # the model has its own way to go on
-            self._list(self.not_provided, module, problem)
-            return None
-        self._read(module, lambda: self._reader.provided(call, found, self.module_of(module)))
-        return found.output
-
-    def observe(
-        self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
-    ) -> None:
-        """Record a call: its statistics and, with ``verify``, whether its output can be rebuilt."""
-        if self._wanted(module):
-            self._read(module, lambda: self._reader.call(make(), output, self.module_of(module)))
-
-    def observe_scores(
-        self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
-    ) -> None:
-        """Record rows of which only the scores are known; ``doubt`` says what speaks against."""
-        if self._wanted(module):
-            self._read(module, lambda: self._reader.scores(scores, module, doubt))
-
-    def running(self) -> str | None:
-        """Name of the module now running, None outside the probed model."""
-        stack = self._thread.stack
-        return stack[-1] if stack else module_of_method(self._names)
-
-    def module_of(self, name: str) -> torch.nn.Module | None:
-        """The module an attention call was named after."""
-        return self._modules.get(name.partition("#")[0])
-
-    def unreadable(self, module: str, reason: str) -> None:
-        """List attention that took place and could not be read."""
-        if self._wanted(module):
-            self._list(self.unread, module, reason)
-
-    def _list(self, texts: list[str], module: str, reason: object) -> None:
-        said = " ".join(str(reason).split()) or type(reason).__name__
-        text = f"{module}: {said}"
-        with self._lock:
-            if text not in texts:
-                texts.append(text)
-
-    def _real_rows(self, call: AttentionCall) -> Tensor | None:
-        """Boolean (B, L), False on padding; None where nothing tells."""
-        return self._reader.rows.real(call).rows
-
-    def _wanted(self, module: str) -> bool:
-        """Whether calls of a module are read."""
-        return self._layers is None or module in self._layers
-
-    def _read(self, module: str, read: Callable[[], Read]) -> None:
-        if rerun() or not self._thread.reading:
-            return
-        # nothing sees what happens here: not another probe, not a default device
-        with self.mute(), torch.no_grad(), unwatched():
-            try:
-                found = read()
-                layer = replace(found.layer, module=module)
-                rows = Rows(found.stats, found.kept, found.sample, found.structured)
-                self._records.add(layer, rows)
-                if found.doubt is not None:
-                    self._list(self.unread, module, found.doubt)
-            except Exception as problem:  # the model must go on; the reason is kept and shown
-                self._list(self.unread, module, problem)
-                return
-        with self._lock:
-            self._calls += 1
-
-    # -- which module runs ------------------------------------------------------------------------
-
-    def _enter_module(self, module: torch.nn.Module) -> None:
-        name = self._names.get(id(module))
-        if name is not None:
-            if not self._thread.stack:
-                self._thread.places.clear()
-                self._passes.begin(name, self._thread)
-            self._thread.stack.append(name)
-            self._thread.masks.enter(module)
-            self._runs += 1
-            if name not in self._ran:
-                self._ran.add(name)
-                if why := scripted_attention(module):
-                    self.unreadable(name, why)
-
-    def _leave_module(self, module: torch.nn.Module) -> None:
-        stack = self._thread.stack
-        if stack and stack[-1] == self._names.get(id(module)):
-            stack.pop()
-            self._thread.masks.leave(module)
+        self._listener.rows.mask = checked_mask(mask)
 
     def number_passes(self, turn: int | None) -> None:
         """Give the next forward passes this number, which decides the rows drawn; None counts."""
-        self._passes.turn = turn
+        self._listener.passes.turn = turn
 
     def tap(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Any) -> Tap:
         """:func:`acutance.tap`, told to this probe alone; nothing while it is closed.
@@ -363,7 +215,7 @@ class Probe:
         Raises:
             TypeError: if an option does not exist.
         """
-        return tap(query, key, value, **options).only(self)
+        return tap(query, key, value, **options).only(self._listener)
 
     # -- results ----------------------------------------------------------------------------------
 
@@ -376,14 +228,14 @@ class Probe:
         Raises:
             ProbeError: if nothing was recorded.
         """
-        records = self._records.finished()
+        records, modules = self._records.finished(), self._listener.modules
         if self._structure is not None:
             for name, (layer, moments, beside) in records.items():
                 records[name] = layer, moments, self._structure.among(beside, layer)
-        records = joined(records, lambda name: heads_of(self.module_of(name)))
+        records = joined(records, lambda name: heads_of(modules.module_of(name)))
         if not records:
-            raise ProbeError(self._saw_nothing())
-        found = [records[name] for name in sorted(records, key=self._place)]
+            raise ProbeError(self._listener.nothing())
+        found = [records[name] for name in sorted(records, key=modules.order)]
         besides = [beside for _, _, beside in found]
         return HeadSummary(
             layers=tuple(layer for layer, _, _ in found),
@@ -404,19 +256,16 @@ class Probe:
         """Modules that are called attention and ran, and of which nothing was read or listed."""
         heard = {name.partition("#")[0] for name in records}
         heard |= {text.partition(": ")[0].partition("#")[0] for text in self.unread}
-        modules = [(name, type(self._modules[name]).__name__) for name in self._ran]
-        for name, kind in sorted(modules, key=lambda each: self._order[each[0]]):
+        listener, modules = self._listener, self._listener.modules
+        for name in sorted(listener.ran, key=modules.order):
+            kind = type(modules.module_of(name)).__name__
             near = any(
                 other == name or other.startswith(f"{name}.") or name.startswith(f"{other}.")
                 for other in heard
             )
-            if looks_like_attention(kind) and not near and self._wanted(name):
+            if looks_like_attention(kind) and not near and listener.wants(name):
                 heard.add(name)
                 yield f"{name}: {kind} ran, and {NOT_READ}"
-
-    def _place(self, name: str) -> tuple[int, int]:
-        base, _, call = name.partition("#")
-        return self._order.get(name, self._order.get(base, 0)), int(call or 0)
 
     def queries_keys(self) -> QueryKeySample:
         """The queries, keys and values that were kept: four heads a layer, one sequence.
@@ -426,7 +275,7 @@ class Probe:
         """
         if self._reader.keeper is None:
             raise ProbeError("queries and keys are kept by a probe opened with keep=True")
-        order = sorted(self._records.names(), key=self._place)
+        order = sorted(self._records.names(), key=self._listener.modules.order)
         try:
             return self._reader.keeper.sample(order)
         except ValueError as error:
@@ -436,10 +285,6 @@ class Probe:
         count = len(list(self._records.names()))
         what = f"{count} layer{'s' * (count != 1)} read" if count else "nothing read yet"
         return f"Probe of {type(self._model).__name__}: {what}; summary(), findings(), report()"
-
-    def __dir__(self) -> list[str]:
-        """What users call, without what captures ask a probe."""
-        return [name for name in super().__dir__() if name not in _ASKED_BY_CAPTURES]
 
     def findings(self) -> Any:
         """The heads worth a look first, a list of :class:`~acutance.report.Finding`.

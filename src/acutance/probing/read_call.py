@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall, differences, observe_scores
+from acutance.capture.counted_rows import CountedRows, RowReader
 from acutance.capture.layer_choice import Chosen, HeadChoice
 from acutance.capture.module_stack import Running
 from acutance.capture.tensor_parallel import first_head
 from acutance.probing.causes import likely_cause
-from acutance.probing.counted_rows import CountedRows, RowReader
 from acutance.probing.query_key_sample import Keeper
 from acutance.probing.replace_attention import Provided, Provider
 from acutance.probing.row_sampling import Sample, draw, take_heads, take_rows
@@ -141,11 +141,24 @@ class Reader:
         max_rows: int | None,
         seed: int,
         provide: bool,
-        structure: StructureReader | None = None,
-        attention_mask: Tensor | None = None,
-        rows: Tensor | str = "real",
+        structure: StructureReader | None,
+        thread: Running,
+        rows: RowReader,
     ) -> None:
-        """Options are those of :func:`acutance.probe`."""
+        """Options are those of :func:`acutance.probe`.
+
+        Args:
+            verify: and all up to ``provide``, as there.
+            noise: also record ``noise_gain``.
+            keep: keep queries and keys.
+            heads: heads that are read.
+            max_rows: rows of a call that are read, at most.
+            seed: which rows are drawn.
+            provide: compute calls in the model's stead.
+            structure: reads where rows' weight lies, None if that is not asked for.
+            thread: what is running.
+            rows: decides which rows are padding.
+        """
         self.structure = structure
         self._verify, self._noise = verify, noise
         self._agreed: set[tuple[object, ...]] = set()
@@ -155,8 +168,7 @@ class Reader:
         self.keeper = Keeper() if keep else None
         self.provider = Provider(verify is True) if provide else None
         self._doubted: set[str] = set()
-        self.thread = Running()
-        self.rows = RowReader(self.thread, attention_mask, rows)
+        self.thread, self.rows = thread, rows
 
     def provide(self, call: AttentionCall, own: Callable[[], Tensor]) -> Provided:
         """Compute a call in the model's stead.

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.attention_call import AttentionCall
 from acutance.capture.layer_choice import Chosen
+from acutance.capture.listener import ProbeError
 from acutance.capture.module_names import named_modules
-from acutance.probing.open_probe import ProbeError
 from acutance.shapes import check_count, check_number
 from acutance.training.across_ranks import ExactMaxima
 from acutance.training.agreement import Outputs, agrees, rotary_width
@@ -31,27 +30,6 @@ from acutance.training.watch import AttentionWatch, WatchedRows
 __all__ = ["QKClip"]
 
 _UNTOLD, _OTHERS = -1, len(LAYOUTS)  # beside the number of a layout: not known; none of them
-
-
-class _Watch(AttentionWatch):
-    """Hands over every call before it is read."""
-
-    noted: Callable[[str, Tensor, Tensor], None]
-
-    def observe(
-        self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
-    ) -> None:
-        def noting() -> AttentionCall:
-            call = make()
-            self.noted(module.partition("#")[0], call.query, call.key)
-            return call
-
-        super().observe(noting, module, output)
-
-    def observe_products(self, products: Tensor, query: Tensor, key: Tensor, module: str) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            self.noted(module.partition("#")[0], query, key)
-        super().observe_products(products, query, key, module)
 
 
 class QKClip:
@@ -120,8 +98,9 @@ class QKClip:
         layers: Chosen | None = None,
         group: Any = None,
     ) -> None:
-        self._watch = _Watch(model, layers=layers, gradients=False, products=True)
-        self._watch.noted = self._note
+        self._watch = AttentionWatch(
+            model, layers=layers, gradients=False, products=True, noted=self._note
+        )
         self._model = model
         self.tau = check_number("tau", tau, above=0.0)
         self.alpha = check_number("alpha", alpha, above=0.0, including=True)
@@ -211,7 +190,7 @@ class QKClip:
         """The projections of the chosen modules whose layout is not known."""
         modules = dict(named_modules(self._model))
         told = {self._holder(modules, name) for name in self._layouts}
-        chosen = {self._holder(modules, name) for name in modules if self._watch._wanted(name)}
+        chosen = {self._holder(modules, name) for name in modules if self._watch.wants(name)}
         return {
             part
             for module in chosen - told

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.layer_choice import Chosen
+from acutance.capture.listener import Listener, ProbeError
 from acutance.masks import hidden_scores, hides
 from acutance.nn import Recorded
 from acutance.nn.recording import listen
-from acutance.probing.open_probe import Probe, ProbeError
 from acutance.rowstats import RowStatistics, observe
 from acutance.shapes import check_flag
 
@@ -43,7 +42,7 @@ class WatchedRows:
     dtype: torch.dtype | None = None
 
 
-class AttentionWatch(Probe):
+class AttentionWatch:
     r"""Collects the statistics of every attention call of a model, differentiable.
 
     What a probe reads it reads too, and the modules of :mod:`acutance.nn` besides. Memory is O(n):
@@ -56,9 +55,11 @@ class AttentionWatch(Probe):
         gradients: keep the graph from the statistics to the model's parameters.
         products: leave out softcap, bias and sinks, so that ``max_logit`` is of the scaled products
             :math:`q \cdot k`. Does not concern modules of :mod:`acutance.nn`.
+        noted: called with a module's name and the queries and keys of each call before it is read.
 
     Attributes:
         rows: what was seen since the context was last entered, a list of :class:`WatchedRows`.
+        unread: attention that could not be read, with the reason.
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -80,23 +81,27 @@ class AttentionWatch(Probe):
         layers: Chosen | None = None,
         gradients: bool = True,
         products: bool = False,
+        noted: Callable[[str, Tensor, Tensor], None] | None = None,
     ) -> None:
-        super().__init__(model, metrics=["entropy"], layers=layers)
         self.layers = layers
         self.gradients = check_flag("gradients", gradients)
         self.products = check_flag("products", products)
         self.rows: list[WatchedRows] = []
-        self._seen: list[str] = []
-        self._listening: AbstractContextManager[None] = nullcontext()
-        self._own: frozenset[str] = frozenset()
+        self._model, self._noted = model, noted
+        self._listener = Listener(
+            model,
+            self,
+            layers=layers,
+            gradients=gradients,
+            products=products,
+            lists=(),
+            all_rows=True,
+            around=self._recorded,
+        )
 
     def __enter__(self) -> AttentionWatch:
-        self.rows, self._seen = [], []
-        super().__enter__()
-        recorded = [part for part in self._model.modules() if isinstance(part, Recorded)]
-        self._own = frozenset(self.name_of(part) or "" for part in recorded)
-        self._listening = listen(recorded, "graph" if self.gradients else "detached", self._hear)
-        self._listening.__enter__()
+        self.rows = []
+        self._listener.__enter__()
         return self
 
     def __exit__(
@@ -105,111 +110,94 @@ class AttentionWatch(Probe):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        listening, self._listening = self._listening, nullcontext()
-        listening.__exit__(None, None, None)
-        super().__exit__(kind, error, trace)
+        listener = self._listener
+        listener.__exit__(kind, error, trace)
         if kind is None and not self.rows:
-            if self._seen and not self.unread:
+            if listener.heard and not self.unread:
                 raise ProbeError(
                     f"layers={self.layers!r} names none of the attention that ran: "
-                    f"{', '.join(self._seen)}"
+                    f"{', '.join(listener.heard)}"
                 )
-            raise ProbeError(self._saw_nothing())
+            raise ProbeError(listener.nothing())
 
-    # -- what the captures report -----------------------------------------------------------------
+    @property
+    def unread(self) -> list[str]:
+        """Attention that could not be read, with the reason."""
+        return self._listener.unread
 
-    def observe(
-        self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
+    def wants(self, name: str) -> bool:
+        """Whether the attention of a module is collected."""
+        return self._listener.wants(name)
+
+    def _recorded(self) -> AbstractContextManager[None]:
+        """Modules of :mod:`acutance.nn` report their statistics themselves."""
+        recorded = [part for part in self._model.modules() if isinstance(part, Recorded)]
+        names = (self._listener.modules.name_of(part) for part in recorded)
+        self._listener.skipped = frozenset(name for name in names if name is not None)
+        return listen(recorded, "graph" if self.gradients else "detached", self._on_recorded)
+
+    # -- what is heard ----------------------------------------------------------------------------
+
+    def on_call(
+        self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
     ) -> None:
-        """Keep the statistics of a call, with their graph where gradients are wanted."""
-        if torch._C._current_graph_task_id() != -1:
-            return  # a checkpointed forward pass run again for the backward pass
-        if module.partition("#")[0] in self._own:
-            return  # it hands over its statistics itself
-        chosen = self._chosen(module)
-        # a checkpoint that saves nothing would miss these when it runs the model's part alone again
-        kept = saved_tensors_hooks(_detached, _as_saved)
-        with self.mute(), self._graph(), kept, torch._C.DisableTorchFunction():
-            call = make()
-            with torch.no_grad():
-                real = self._real_rows(call)
-            if not chosen:
-                return
-            stats = (_products(call) if self.products else call).statistics(False)
-            counted = stats.state.n > 0
-            if real is not None:
-                counted = counted & real[:, None, :]
-            query = call.query
-            self.rows.append(WatchedRows(module, stats, counted, query.shape[-1], query.dtype))
+        """Keep the statistics of a call."""
+        self._note(call.module, call.query, call.key)
+        with torch.no_grad():
+            real = self._listener.rows.real(call).rows
+        stats = (_products(call) if self.products else call).statistics(False)
+        self._add(call.module, stats, real, call.query)
 
-    def observe_scores(
-        self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
-    ) -> None:
-        """Keep the statistics of a softmax written by hand, with their graph."""
-        if torch._C._current_graph_task_id() != -1:
-            return
+    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
+        """Keep the statistics of a softmax written by hand."""
         why = doubt() if doubt is not None else None
-        if not self._chosen(module):
-            return
         if why is not None:
-            self.unreadable(module, why)
+            self._listener.unreadable(name, why)
             return
         visible = torch.logical_not(hidden_scores(scores))
-        with self.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad():
             n, seen = visible.sum(-1), visible.any(2).any(1)
-            real = self._reader.rows.real_of_scores(scores, module, n, seen).rows
-        self._keep(module, scores, visible, real)
+            real = self._listener.rows.real_of_scores(scores, name, n, seen).rows
+        self._add(name, RowStatistics(observe(scores, visible)), real, dtype=scores.dtype)
 
-    def observe_products(self, products: Tensor, query: Tensor, key: Tensor, module: str) -> None:
+    def on_products(self, products: Tensor, query: Tensor, key: Tensor, name: str) -> None:
         """Keep the statistics of the products that scores written by hand are made of."""
-        if torch._C._current_graph_task_id() == -1 and self._chosen(module):
-            self._keep(module, products, products > -torch.inf, None, query)
+        self._note(name, query, key)
+        stats = RowStatistics(observe(products, products > -torch.inf))
+        self._add(name, stats, None, query)
 
-    def _keep(
+    def _note(self, name: str, query: Tensor, key: Tensor) -> None:
+        if self._noted is not None:
+            self._noted(name.partition("#")[0], query, key)
+
+    def _add(
         self,
-        module: str,
-        scores: Tensor,
-        visible: Tensor,
+        name: str,
+        stats: RowStatistics,
         real: Tensor | None,
         query: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        kept = saved_tensors_hooks(_detached, _as_saved)
-        with self.mute(), self._graph(), kept, torch._C.DisableTorchFunction():
-            stats = RowStatistics(observe(scores, visible))
-            counted = stats.state.n > 0
-            if real is not None:
-                counted = counted & real[:, None, :]
-            width, dtype = (0, scores.dtype) if query is None else (query.shape[-1], query.dtype)
-            self.rows.append(WatchedRows(module, stats, counted, width, dtype))
+        counted = stats.state.n > 0
+        if real is not None:
+            counted = counted & real[:, None, :]
+        width = 0 if query is None else query.shape[-1]
+        dtype = dtype if query is None else query.dtype
+        self.rows.append(WatchedRows(name, stats, counted, width, dtype))
 
-    def _hear(self, module: Recorded, stats: Any) -> None:
+    def _on_recorded(self, module: Recorded, stats: Any) -> None:
         """Keep what a module of :mod:`acutance.nn` recorded, with its graph or cut from it."""
-        name = self.name_of(module)
-        if name is None or stats is None or not self._chosen(name):
+        name = self._listener.modules.name_of(module)
+        if name is None or stats is None:
+            return
+        self._listener.heard.setdefault(name)
+        if not self._listener.wants(name):
             return
         if isinstance(stats, RowStatistics):
             width = getattr(module, "head_dim", 0)
             self.rows.append(WatchedRows(name, stats, stats.state.n > 0, width))
         else:
-            self.unreadable(name, "its weights are no softmax of its scores")
-
-    def _graph(self) -> Any:
-        return nullcontext() if self.gradients else torch.no_grad()
-
-    def _chosen(self, module: str) -> bool:
-        """Whether a module is among the layers; counts the call."""
-        self._calls += 1
-        if module not in self._seen:
-            self._seen.append(module)
-        return self._wanted(module)
-
-
-def _detached(saved: Tensor) -> Tensor:
-    return saved.detach()  # as it is, a saved output would hold its own graph
-
-
-def _as_saved(saved: Tensor) -> Tensor:
-    return saved
+            self._listener.unreadable(name, "its weights are no softmax of its scores")
 
 
 def _products(call: AttentionCall) -> AttentionCall:
