@@ -179,7 +179,7 @@ def test_a_planted_circle_is_found(late: str) -> None:
         ("acutance.scores.dot", "from .. import rowstats"),
         ("acutance.masks", "from . import rowstats"),
         ("acutance.masks", "def late():\n    from acutance.attend import attention"),
-        ("acutance.theory.gaussian", "from acutance.shapes import validate"),  # its left, even so
+        ("acutance.theory.sparsity", "from acutance.shapes import validate"),  # its left, even so
         ("acutance.helpers", "import os"),  # no stage
         ("acutance.scores.dot", "x = import_module('acutance.report')"),
         ("acutance.cli.probe", "from acutance.probing import Probe"),  # a facade
@@ -197,7 +197,7 @@ def test_a_violation_is_found(module: str, source: str) -> None:
         ("acutance.rowstats.merge", "from . import state"),
         ("acutance.rowstats.merge", "from ..masks import causal"),
         ("acutance.rowstats.merge", "from acutance import shapes"),
-        ("acutance.theory.gaussian", "import scipy.special\nfrom .moments import M2"),
+        ("acutance.theory.sparsity", "import scipy.special\nfrom .moments import M2"),
         ("acutance.cli", "from acutance.bench import run\nimport acutancelike"),
     ],
 )

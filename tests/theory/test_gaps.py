@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from acutance.theory import critical_scale, gap_count, gaps
+from acutance.theory import critical_scale, gap_count, scales
 
 
 def scores_for_counting(rng):
@@ -114,7 +114,7 @@ def test_rows_are_read_block_by_block(monkeypatch):
     scores = np.random.default_rng(9).standard_normal((4, 256, 1024)).astype(np.float32)
     view = scores.transpose(1, 0, 2)[:, ::-1]  # not contiguous
     whole, counts = critical_scale(view), gap_count(view, [0.5, 3.0])
-    monkeypatch.setattr(gaps, "_BLOCK", 10_000)
+    monkeypatch.setattr(scales, "_BLOCK", 10_000)
     tracemalloc.start()
     in_blocks = critical_scale(view)
     _, peak = tracemalloc.get_traced_memory()

@@ -13,17 +13,21 @@ from scipy.integrate import quad
 from scipy.special import softmax
 
 from acutance import theory
-from acutance.theory import certificates, noise_laws, robustness, sampled_noise
-from acutance.theory.certificates import certificate, set_bound, tv_bound
-from acutance.theory.noise_laws import noise_central_moment, noise_variance_ratio
-from acutance.theory.robustness import (
+from acutance.theory import bounds, noise_error, noise_estimates, noise_laws
+from acutance.theory.bounds import certificate, set_bound, tv_bound
+from acutance.theory.noise_error import (
     exact_noise_mse,
     first_order_bias,
     first_order_mse,
     second_order_mse,
 )
-from acutance.theory.sampled_noise import monte_carlo_mse, quantization_noise
-from acutance.theory.tail_rates import asymptotic_noise_mse, noise_tail_rate
+from acutance.theory.noise_estimates import (
+    asymptotic_noise_mse,
+    monte_carlo_mse,
+    noise_tail_rate,
+    quantization_noise,
+)
+from acutance.theory.noise_laws import noise_central_moment, noise_variance_ratio
 
 REFERENCE = json.loads(Path(__file__).with_name("reference_robustness.json").read_text())
 KINDS = ["gaussian", "laplace", "gumbel", "uniform"]
@@ -262,9 +266,9 @@ def test_keys_without_weight_and_order_and_place_do_not_count():
 def test_interpolation_and_quadrature_do_not_depend_on_the_grid(kind, monkeypatch):
     p, v = softmax_row(7, 30, 3.0, 2)
     before = [exact_noise_mse(p, v, kind, scale) for scale in (0.02, 0.5, 2.0)]
-    monkeypatch.setattr(robustness, "_STEPS", 5)
-    monkeypatch.setattr(robustness, "_GRID", 1 / 25)
-    monkeypatch.setattr(robustness, "_NODES_PER_UNIT", 5)
+    monkeypatch.setattr(noise_error, "_STEPS", 5)
+    monkeypatch.setattr(noise_error, "_GRID", 1 / 25)
+    monkeypatch.setattr(noise_error, "_NODES_PER_UNIT", 5)
     after = [exact_noise_mse(p, v, kind, scale) for scale in (0.02, 0.5, 2.0)]
     assert after == pytest.approx(before, rel=1e-12, abs=0)
 
@@ -272,8 +276,8 @@ def test_interpolation_and_quadrature_do_not_depend_on_the_grid(kind, monkeypatc
 def test_blocks_of_keys_and_of_nodes_add_up(monkeypatch):
     p, v = softmax_row(7, 300, 3.0, 2)
     value = exact_noise_mse(p, v, "laplace", 0.7)
-    monkeypatch.setattr(robustness, "_KEY_BLOCK", 64)
-    monkeypatch.setattr(robustness, "_WINDOW", 1_000)
+    monkeypatch.setattr(noise_error, "_KEY_BLOCK", 64)
+    monkeypatch.setattr(noise_error, "_WINDOW", 1_000)
     assert exact_noise_mse(p, v, "laplace", 0.7) == pytest.approx(value, rel=1e-13, abs=0)
 
 
@@ -411,7 +415,7 @@ def test_certificate_of_many_keys_bounds_the_diameter(monkeypatch):
     simplex = certificate(np.full(300, 1 / 300), np.eye(300), 1.0)
     assert simplex == pytest.approx(tv_bound(1.0) * math.sqrt(2), rel=1e-12)
     assert certificate(p, np.ones((50, 3)), 1.0) == pytest.approx(0, abs=1e-15)
-    monkeypatch.setattr(certificates, "_PAIRWISE_KEYS", 10)
+    monkeypatch.setattr(bounds, "_PAIRWISE_KEYS", 10)
     assert exact <= certificate(p, v, 1.0) <= 2 * exact
     assert simplex <= certificate(np.full(300, 1 / 300), np.eye(300), 1.0) <= 2 * simplex
 
@@ -424,7 +428,7 @@ def test_samples_are_reproducible_and_chunked(monkeypatch):
     one = monte_carlo_mse(p, v, "laplace", 0.5, samples=1_000, seed=4)
     assert one == monte_carlo_mse(p, v, "laplace", 0.5, samples=1_000, seed=4)
     assert one != monte_carlo_mse(p, v, "laplace", 0.5, samples=1_000, seed=5)
-    monkeypatch.setattr(sampled_noise, "_DRAWS", 64)
+    monkeypatch.setattr(noise_estimates, "_DRAWS", 64)
     blocks = monte_carlo_mse(p, v, "laplace", 0.5, samples=1_000, seed=4)
     assert blocks.samples == 1_000
     assert blocks.estimate == pytest.approx(one.estimate, rel=1e-12)  # the same stream of noise
@@ -446,11 +450,11 @@ def test_quantisation_noise_is_predicted(bits, per):
 
 def test_quantised_numbers_are_integers_of_the_width():
     x = np.array([[0.1, -0.7, 0.33], [0.0, 0.0, 0.0]])
-    rounded, step = sampled_noise._quantized(x, 3, "row")
+    rounded, step = noise_estimates._quantized(x, 3, "row")
     assert step[:, 0] == pytest.approx([0.7 / 3, 0])
     assert rounded[0] == pytest.approx(np.array([0, -3, 1]) * 0.7 / 3)
     assert (rounded[1] == 0).all()
-    assert sampled_noise._quantized(x, 3, "tensor")[1][:, 0] == pytest.approx([0.7 / 3] * 2)
+    assert noise_estimates._quantized(x, 3, "tensor")[1][:, 0] == pytest.approx([0.7 / 3] * 2)
 
 
 def test_exact_numbers_cause_no_quantisation_noise():

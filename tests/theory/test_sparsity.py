@@ -10,15 +10,13 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from acutance import theory
-from acutance.theory import decay_weights, linear_weights, sparsity
-from acutance.theory.decay_weights import (
+from acutance.theory import linear_and_decay, sparsity
+from acutance.theory.linear_and_decay import (
     effective_keys_decay,
     log_sparsity_decay,
-    sparsity_decay,
-)
-from acutance.theory.linear_weights import (
     log_sparsity_linear,
     log_sparsity_linear_iid,
+    sparsity_decay,
     sparsity_linear,
     sparsity_linear_iid,
 )
@@ -32,7 +30,7 @@ from acutance.theory.sparsity import (
     sparsity_relu2,
 )
 
-NAMES = {*sparsity.__all__, *linear_weights.__all__, *decay_weights.__all__}
+NAMES = {*sparsity.__all__, *linear_and_decay.__all__}
 REFERENCE = [
     case
     for case in json.loads(Path(__file__).with_name("reference_closed_forms.json").read_text())

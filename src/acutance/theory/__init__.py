@@ -9,9 +9,17 @@ from acutance.theory.asymptotic import (
     asymptotic_collision_gauss,
     asymptotic_entropy_gauss,
     asymptotic_logsumexp_gauss,
+    frozen_collision,
+    frozen_entropy,
+    frozen_jacobian_fro2,
+    scale_gradmax_annealed,
 )
-from acutance.theory.certificates import (
+from acutance.theory.bounds import (
+    EntropyBounds,
     certificate,
+    entropy_bounds,
+    entropy_floor_from_spectral_norm,
+    entropy_lower_bound,
     set_bound,
     tv_bound,
 )
@@ -21,57 +29,65 @@ from acutance.theory.cosine import (
     information_range_limit,
     tau_for_information,
 )
-from acutance.theory.decay_weights import (
-    effective_keys_decay,
-    log_sparsity_decay,
-    sparsity_decay,
-)
-from acutance.theory.extremes import expected_max, gauss_hazard_scale, hazard_scale
-from acutance.theory.gaps import critical_scale, gap_count
-from acutance.theory.gaussian import (
-    expected_collision_gauss,
-    expected_entropy_gauss,
-    expected_logsumexp_gauss,
-    expected_max_gauss,
-)
-from acutance.theory.iid import (
-    expected_collision,
-    expected_entropy,
-    expected_logsumexp,
-    expected_power_sum,
-    expected_weighted_mean,
-)
-from acutance.theory.inverse import (
-    scale_for_effective_keys,
-    scale_for_entropy,
-    scale_for_information,
-)
-from acutance.theory.jacobian import (
-    frozen_collision,
-    frozen_entropy,
-    frozen_jacobian_fro2,
+from acutance.theory.entropy import (
     jacobian_fro2,
     jacobian_trace,
-    scale_gradmax_annealed,
-)
-from acutance.theory.laws import ScalingLaw, scaling_exponent
-from acutance.theory.linear_weights import (
-    log_sparsity_linear,
-    log_sparsity_linear_iid,
-    sparsity_linear,
-    sparsity_linear_iid,
-)
-from acutance.theory.mean_field import (
-    EntropyBounds,
-    entropy_bounds,
-    entropy_floor_from_spectral_norm,
-    entropy_lower_bound,
     jensen_gap,
     max_gap,
     mean_field_entropy,
     onehot_entropy,
     softmax_entropy,
     uniform_entropy_drop,
+)
+from acutance.theory.extremes import expected_max, gauss_hazard_scale, hazard_scale
+from acutance.theory.finite_n.gaussian import (
+    expected_collision_gauss,
+    expected_entropy_gauss,
+    expected_logsumexp_gauss,
+    expected_max_gauss,
+)
+from acutance.theory.finite_n.iid import (
+    expected_collision,
+    expected_entropy,
+    expected_logsumexp,
+    expected_power_sum,
+    expected_weighted_mean,
+)
+from acutance.theory.finite_n.row_means import (
+    expected_effective_keys,
+    expected_jacobian_fro2,
+    expected_sparsity,
+    expected_varentropy,
+)
+from acutance.theory.finite_n.top_weight import expected_top_weight
+from acutance.theory.inverse import (
+    scale_for_effective_keys,
+    scale_for_entropy,
+    scale_for_information,
+)
+from acutance.theory.laws import ScalingLaw, scaling_exponent
+from acutance.theory.linear_and_decay import (
+    effective_keys_decay,
+    log_sparsity_decay,
+    log_sparsity_linear,
+    log_sparsity_linear_iid,
+    sparsity_decay,
+    sparsity_linear,
+    sparsity_linear_iid,
+)
+from acutance.theory.noise_error import (
+    exact_noise_mse,
+    first_order_bias,
+    first_order_mse,
+    second_order_mse,
+)
+from acutance.theory.noise_estimates import (
+    NoiseSample,
+    QuantizationNoise,
+    asymptotic_noise_mse,
+    monte_carlo_mse,
+    noise_tail_rate,
+    quantization_noise,
 )
 from acutance.theory.noise_laws import noise_central_moment, noise_variance_ratio
 from acutance.theory.prediction import (
@@ -81,32 +97,14 @@ from acutance.theory.prediction import (
     Prediction,
     predict,
 )
-from acutance.theory.retrieval import (
-    match_dimension,
-    retrieval_capacity,
-)
-from acutance.theory.robustness import (
-    exact_noise_mse,
-    first_order_bias,
-    first_order_mse,
-    second_order_mse,
-)
-from acutance.theory.row_means import (
-    expected_effective_keys,
-    expected_jacobian_fro2,
-    expected_sparsity,
-    expected_varentropy,
-)
-from acutance.theory.sampled_noise import (
-    NoiseSample,
-    QuantizationNoise,
-    monte_carlo_mse,
-    quantization_noise,
-)
 from acutance.theory.scales import (
+    critical_scale,
+    gap_count,
     gauss_invariant_scale,
+    match_dimension,
     needle_scale,
     needle_scale_for_entropy,
+    retrieval_capacity,
 )
 from acutance.theory.sparsity import (
     effective_keys,
@@ -117,8 +115,6 @@ from acutance.theory.sparsity import (
     sparsity_identity,
     sparsity_relu2,
 )
-from acutance.theory.tail_rates import asymptotic_noise_mse, noise_tail_rate
-from acutance.theory.top_weight import expected_top_weight
 from acutance.theory.von_mises_fisher import (
     vmf_entropy_drop,
 )

@@ -1,6 +1,7 @@
-"""How the functions of the theory take and give numbers: checked at the door, float64 inside.
+"""Checks and conversions of arguments and results, shared by every module of the theory.
 
-A scalar comes back as a float, anything else as an array of the broadcast shape.
+Arguments become float64 arrays. A scalar result is a float, any other an array of the broadcast
+shape.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,9 @@ __all__ = [
     "checked",
     "checked_dimension",
     "checked_keys",
+    "log_probability",
     "pointwise",
+    "pointwise_rows",
     "require",
     "result",
 ]
@@ -21,8 +24,8 @@ __all__ = [
 Array = NDArray[np.float64]
 
 
-def require(name: str, values: Array, holds: NDArray[np.bool_], rule: str, what: str = "") -> None:
-    """Raise ValueError with the rule and the first value that breaks it, called ``what`` if given.
+def require(name: str, values: Array, valid: NDArray[np.bool_], rule: str, what: str = "") -> None:
+    """Raise ValueError with the rule and the first value that is not valid, called ``what``.
 
     Example:
         >>> require("tau", np.array([1.0, -2.0]), np.array([True, False]), "it is positive")
@@ -30,49 +33,56 @@ def require(name: str, values: Array, holds: NDArray[np.bool_], rule: str, what:
             ...
         ValueError: tau: it is positive, got tau=-2
     """
-    holds = np.asarray(holds)
-    if not holds.all():
-        values, holds = np.broadcast_arrays(values, holds)
-        raise ValueError(f"{name}: {rule}, got {what or name}={values[~holds][0]:g}")
+    valid = np.asarray(valid)
+    if not valid.all():
+        values, valid = np.broadcast_arrays(values, valid)
+        raise ValueError(f"{name}: {rule}, got {what or name}={values[~valid][0]:g}")
 
 
 def checked(
-    name: str, value: ArrayLike, rule: str, least: float = -np.inf, most: float = np.inf
+    name: str,
+    value: ArrayLike,
+    rule: str,
+    least: float = -np.inf,
+    most: float = np.inf,
+    *,
+    above: float = -np.inf,
 ) -> Array:
-    """As float64, if finite and within [least, most].
+    """Convert to float64; ValueError unless every value is finite, in [least, most] and > above.
 
     Example:
         >>> checked("gamma", [0, 2], "a deviation is finite and at least 0", 0.0)
         array([0., 2.])
     """
     values = np.asarray(value, dtype=np.float64)
-    require(name, values, np.isfinite(values) & (values >= least) & (values <= most), rule)
+    valid = np.isfinite(values) & (values >= least) & (values <= most) & (values > above)
+    require(name, values, valid, rule)
     return values
 
 
 def checked_keys(name: str, n: ArrayLike) -> Array:
-    """A number of keys, at least 2, whole or between the integers."""
+    """Check a number of keys: at least 2, not only integers."""
     return checked(name, n, "the number of keys is at least 2", 2.0)
 
 
 def checked_dimension(d: ArrayLike) -> Array:
-    """The dimension of queries and keys, at least 2, whole or between the integers."""
+    """Check the dimension of queries and keys: at least 2, not only integers."""
     return checked("d", d, "the dimension is finite and at least 2", 2.0)
 
 
-def result(values: Array) -> float | Array:
-    """The values as they go out: a float for a scalar, and no negative zero.
+def result(values: ArrayLike) -> float | Array:
+    """Convert to what public functions return: a float for a scalar, and no negative zero.
 
     Example:
         >>> result(np.asarray(-0.0)), result(np.array([1.0]))
         (0.0, array([1.]))
     """
-    values = np.asarray(np.asarray(values, np.float64) + 0.0)
-    return values if values.ndim else float(values)
+    array = np.asarray(np.asarray(values, np.float64) + 0.0)
+    return array if array.ndim else float(array)
 
 
 def pointwise(point: Callable[..., float], *arrays: Array) -> float | Array:
-    """A function of numbers, over arrays of one shape.
+    """Evaluate a function of floats at each entry of arrays, which all have one shape.
 
     Example:
         >>> import math
@@ -81,3 +91,18 @@ def pointwise(point: Callable[..., float], *arrays: Array) -> float | Array:
     """
     rows = zip(*(array.ravel().tolist() for array in arrays), strict=True)
     return result(np.array([point(*row) for row in rows]).reshape(arrays[0].shape))
+
+
+def pointwise_rows(
+    point: Callable[[float, float], float], n: ArrayLike, gamma: ArrayLike, least: float = 1.0
+) -> float | Array:
+    """Check numbers of keys n and logit scales gamma, then evaluate at each broadcast pair."""
+    keys = checked("n", n, f"the number of keys is finite and at least {least:g}", least)
+    scale = checked("gamma", gamma, "the scale of the logits is finite and at least 0", 0.0)
+    return pointwise(point, *np.broadcast_arrays(keys, scale))
+
+
+def log_probability(below: Array, above: Array) -> Array:
+    """Logarithm of a probability from itself and its complement, precise where either is small."""
+    near_one = np.log1p(-np.minimum(above, 0.5))
+    return np.where(above < 0.5, near_one, np.log(np.maximum(below, 1e-300)))

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import bernoulli
 
-from acutance.theory.arguments import Array, checked_dimension, pointwise, require, result
+from acutance.theory.arguments import Array, checked, checked_dimension, pointwise, require, result
 from acutance.theory.von_mises_fisher import horner, von_mises_fisher
 
 __all__ = [
@@ -385,13 +385,8 @@ def _entropy_excess(u: float) -> float:
 
 
 def _span(temperature: ArrayLike, extent: ArrayLike) -> Array:
-    tau, width = np.asarray(temperature, np.float64), np.asarray(extent, np.float64)
-    require(
-        "tau", tau, (tau > 0) & np.isfinite(tau), "the temperature is finite and greater than 0"
-    )
-    require(
-        "width", width, (width > 0) & np.isfinite(width), "the width is finite and greater than 0"
-    )
+    tau = checked("tau", temperature, "the temperature is finite and greater than 0", above=0.0)
+    width = checked("width", extent, "the width is finite and greater than 0", above=0.0)
     with np.errstate(over="ignore"):
         return np.asarray(np.clip(width / tau, 1e-300, 1e300), np.float64)
 

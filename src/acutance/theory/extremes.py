@@ -8,28 +8,28 @@ keys that share the weight.
 Source: de Haan & Ferreira (2006), Extreme Value Theory, section 1.1.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import betaincinv, betaln, erfcx, log_expit, ndtri
 
-from acutance.theory.arguments import Array, checked_keys, require, result
-from acutance.theory.families import as_family, name_and_parameter
-from acutance.theory.grid import grid
+from acutance.theory.arguments import Array, checked, checked_keys, require, result
+from acutance.theory.families import FamilyParameter, as_family, name_and_parameter
+from acutance.theory.finite_n.grid import grid
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["expected_max", "gauss_hazard_scale", "hazard_scale"]
 
 
 def expected_max(
-    n: ArrayLike,
-    family: Any = "gaussian",
-    *,
-    d: float | None = None,
-    rho: float | None = None,
-    a: float | None = None,
+    n: ArrayLike, family: Any = "gaussian", **parameter: Unpack[FamilyParameter]
 ) -> float | Array:
     r"""Expected maximum of n independent scores.
 
@@ -39,10 +39,8 @@ def expected_max(
 
     Args:
         n: Number of scores, n >= 1. Values between the integers continue the formula.
-        family: Law of a score; see :func:`~acutance.theory.iid.expected_entropy`.
-        d: Dimension for ``"cosine"``, d >= 2.
-        rho: Exponent for ``"stretched"``, rho >= 0.05.
-        a: Tail index for ``"pareto"``, a >= 0.05.
+        family: Law of a score; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
         M_n in the unit of the scores, shape of ``n``; a float for a scalar. M_1 is the mean.
@@ -60,10 +58,9 @@ def expected_max(
     Source:
         de Haan & Ferreira (2006), Extreme Value Theory, chapter 1.
     """
-    cells = grid(as_family(family, d=d, rho=rho, a=a))
+    cells = grid(as_family(family, **parameter))
     cells.require_mean("the expected maximum")
-    keys = np.asarray(n, np.float64)
-    require("n", keys, (keys >= 1) & np.isfinite(keys), "the number of scores is at least 1")
+    keys = checked("n", n, "the number of scores is at least 1", 1.0)
     for count in keys.ravel():
         cells.require_tail(float(count))
     rest = np.exp((keys[..., None, None] - 1) * log_expit(cells.log_odds))
@@ -167,10 +164,8 @@ def hazard_scale(
         de Haan & Ferreira (2006), Extreme Value Theory, section 1.1, for 1/h as the scale of the
         largest values.
     """
-    keys, factor = checked_keys("n", n), np.asarray(c, np.float64)
-    require(
-        "c", factor, (factor > 0) & np.isfinite(factor), "the factor is finite and greater than 0"
-    )
+    keys = checked_keys("n", n)
+    factor = checked("c", c, "the factor is finite and greater than 0", above=0.0)
     name, parameter = _family_parameter(family, _HAZARDS, {"d": d, "rho": rho, "a": a})
     if name is None:
         law = _scipy_law(family)

@@ -9,17 +9,19 @@ tail is one exponential.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import betaincinv, betaln, expit, log_expit, ndtri_exp
+
+from acutance.theory.arguments import Array
 
 __all__ = [
     "FAMILIES",
     "Cosine",
     "Exponential",
     "Family",
+    "FamilyParameter",
     "Gaussian",
     "Gumbel",
     "Laplace",
@@ -32,9 +34,21 @@ __all__ = [
     "name_and_parameter",
 ]
 
-Array = NDArray[np.float64]
-
 _LOG_2 = float(np.log(2.0))
+
+
+class FamilyParameter(TypedDict, total=False):
+    """The parameter of a family that has one.
+
+    Attributes:
+        d: Dimension of ``"cosine"``, d >= 2; not only integers.
+        rho: Exponent of ``"stretched"``, rho >= 0.05.
+        a: Tail index of ``"pareto"``, a >= 0.05.
+    """
+
+    d: float | None
+    rho: float | None
+    a: float | None
 
 
 @dataclass(frozen=True)

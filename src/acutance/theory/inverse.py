@@ -5,31 +5,34 @@ With the scores of n keys independent and of a common law, the expected entropy 
 expected collision probability rises from 1/n to 1: row by row the derivatives are
 :math:`-\gamma \mathrm{Var}_p(s)` and :math:`2 \mathrm{Cov}_p(p, s)`. So each target has one scale.
 It is found by bracketing and Brent's method on the exact finite-n expectations of
-``acutance.theory.iid``; the laws of ``acutance.theory.laws`` are what it tends to.
+``acutance.theory.finite_n.iid``; the laws of ``acutance.theory.laws`` are what it tends to.
 
 Sources: Derrida (1981), Phys. Rev. B 24, 2613 (entropy along the scale); Brent (1973), Algorithms
 for Minimization without Derivatives, chapter 4.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from acutance.theory.families import Family, as_family
-from acutance.theory.gaussian import _check
-from acutance.theory.grid import grid
-from acutance.theory.iid import expected_collision, expected_entropy
+from acutance.theory.arguments import Array, checked, pointwise
+from acutance.theory.families import Family, FamilyParameter, as_family
+from acutance.theory.finite_n.grid import grid
+from acutance.theory.finite_n.iid import expected_collision, expected_entropy
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "scale_for_effective_keys",
     "scale_for_entropy",
     "scale_for_information",
 ]
-
-Array = NDArray[np.float64]
 
 _STEP = 1.5  # of the logarithm of the scale, to find a bracket, at first
 _REACH = 400.0  # its distance from that of one over the quartiles' distance that is tried
@@ -38,13 +41,7 @@ _EPS = float(np.finfo(np.float64).eps)
 
 
 def scale_for_entropy(
-    n: ArrayLike,
-    entropy: ArrayLike,
-    family: Any = "gaussian",
-    *,
-    d: float | None = None,
-    rho: float | None = None,
-    a: float | None = None,
+    n: ArrayLike, entropy: ArrayLike, family: Any = "gaussian", **parameter: Unpack[FamilyParameter]
 ) -> float | Array:
     r"""Scale of the logits at which a row of n keys has a given expected entropy.
 
@@ -55,10 +52,8 @@ def scale_for_entropy(
     Args:
         n: Number of keys, n >= 2. Values between the integers continue the formula.
         entropy: The entropy H in nats, 0 < entropy < log n.
-        family: Law of the scores; see :func:`~acutance.theory.iid.expected_entropy`.
-        d: Dimension for ``"cosine"``.
-        rho: Exponent for ``"stretched"``.
-        a: Tail index for ``"pareto"``.
+        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
         γ in one over the unit of the scores, float64 of the broadcast shape; a float for scalars.
@@ -77,18 +72,14 @@ def scale_for_entropy(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    law = as_family(family, d=d, rho=rho, a=a)
-    return _solve(_entropy_scale, n, entropy, law)
+    return _solve(_entropy_scale, n, entropy, family, parameter)
 
 
 def scale_for_effective_keys(
     n: ArrayLike,
     effective_keys: ArrayLike,
     family: Any = "gaussian",
-    *,
-    d: float | None = None,
-    rho: float | None = None,
-    a: float | None = None,
+    **parameter: Unpack[FamilyParameter],
 ) -> float | Array:
     r"""Scale of the logits at which a row of n keys shares its weight among a given number.
 
@@ -97,10 +88,8 @@ def scale_for_effective_keys(
     Args:
         n: Number of keys, n >= 2. Values between the integers continue the formula.
         effective_keys: One over the expected collision probability, 1 < effective_keys < n.
-        family: Law of the scores; see :func:`~acutance.theory.iid.expected_entropy`.
-        d: Dimension for ``"cosine"``.
-        rho: Exponent for ``"stretched"``.
-        a: Tail index for ``"pareto"``.
+        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
         γ in one over the unit of the scores, float64 of the broadcast shape; a float for scalars.
@@ -117,18 +106,14 @@ def scale_for_effective_keys(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    law = as_family(family, d=d, rho=rho, a=a)
-    return _solve(_effective_scale, n, effective_keys, law)
+    return _solve(_effective_scale, n, effective_keys, family, parameter)
 
 
 def scale_for_information(
     n: ArrayLike,
     fraction: ArrayLike,
     family: Any = "gaussian",
-    *,
-    d: float | None = None,
-    rho: float | None = None,
-    a: float | None = None,
+    **parameter: Unpack[FamilyParameter],
 ) -> float | Array:
     r"""Scale of the logits at which a row of n keys says a given share of log n.
 
@@ -140,10 +125,8 @@ def scale_for_information(
     Args:
         n: Number of keys, n >= 2. Values between the integers continue the formula.
         fraction: The share f, 0 < fraction < 1.
-        family: Law of the scores; see :func:`~acutance.theory.iid.expected_entropy`.
-        d: Dimension for ``"cosine"``.
-        rho: Exponent for ``"stretched"``.
-        a: Tail index for ``"pareto"``.
+        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
         γ in one over the unit of the scores, float64 of the broadcast shape; a float for scalars.
@@ -160,8 +143,7 @@ def scale_for_information(
     Source:
         Su (2023), https://kexue.fm/archives/9593, for the information of a row.
     """
-    law = as_family(family, d=d, rho=rho, a=a)
-    return _solve(_information_scale, n, fraction, law)
+    return _solve(_information_scale, n, fraction, family, parameter)
 
 
 def _entropy_scale(n: float, entropy: float, family: Family) -> float:
@@ -224,12 +206,13 @@ def _solve(
     point: Callable[[float, float, Family], float],
     n: ArrayLike,
     target: ArrayLike,
-    family: Family,
+    family: Any,
+    parameter: FamilyParameter,
 ) -> float | Array:
     """Check the number of keys, then solve point by point over the broadcast shape."""
-    keys, targets = np.asarray(n, dtype=np.float64), np.asarray(target, dtype=np.float64)
-    _check("n", keys, 2.0, "the number of keys is finite and at least 2")
-    keys, targets = np.broadcast_arrays(keys, targets)
-    pairs = zip(keys.ravel().tolist(), targets.ravel().tolist(), strict=True)
-    values = np.array([point(*pair, family) for pair in pairs]).reshape(keys.shape)
-    return values if values.ndim else float(values)
+    law = as_family(family, **parameter)
+    keys = checked("n", n, "the number of keys is finite and at least 2", 2.0)
+    return pointwise(
+        lambda count, aim: point(count, aim, law),
+        *np.broadcast_arrays(keys, np.asarray(target, dtype=np.float64)),
+    )

@@ -7,7 +7,7 @@ changes no weight, so the mean of the noise is irrelevant and only :math:`w / E 
 
 The right tails of Laplace and Gumbel noise fall like :math:`e^{-x/b}`, so their
 :math:`E w^k` is finite for k b < 1 only. The Laplace transform :math:`L(s) = E e^{-s w}` is
-finite always; this file tabulates what :mod:`acutance.theory.robustness` integrates.
+finite always; this file tabulates what :mod:`acutance.theory.noise_error` integrates.
 
 Sources: Su (2023), https://kexue.fm/archives/9593 (softmax under noise); NIST DLMF, sections 4.19
 and 5.7 (the series of the hyperbolic cotangent and of the log-gamma function).
@@ -20,12 +20,13 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import bernoulli, ndtr, zeta, zetac
+
+from acutance.theory.arguments import Array, checked, log_probability, result
 
 __all__ = ["noise_central_moment", "noise_variance_ratio"]
 
-Array = NDArray[np.float64]
 NoiseKind = Literal["gaussian", "laplace", "gumbel", "uniform"]
 
 _KINDS = ("gaussian", "laplace", "gumbel", "uniform")
@@ -86,7 +87,7 @@ def noise_variance_ratio(kind: NoiseKind, scale: ArrayLike) -> float | Array:
     else:
         series = np.polynomial.polynomial.polyval(np.minimum(b, 1.0) ** 2, _COTH)
         ratio = np.where(b < 1, series, b / np.tanh(np.maximum(b, 1.0)) - 1)
-    return _as_given(ratio)
+    return result(ratio)
 
 
 def noise_central_moment(kind: NoiseKind, order: int, scale: ArrayLike) -> float | Array:
@@ -138,7 +139,7 @@ def noise_central_moment(kind: NoiseKind, order: int, scale: ArrayLike) -> float
             for j in range(2, order)
         )
     direct = np.where(np.isinf(top), np.inf, direct)
-    return _as_given(np.where(b < bound, series, direct))
+    return result(np.where(b < bound, series, direct))
 
 
 def _log_moment_ratio(kind: NoiseKind, k: int, b: Array) -> Array:
@@ -194,11 +195,7 @@ def check_scale(kind: str, scale: ArrayLike, moment: int = 0) -> Array:
         near = get_close_matches(str(kind).lower(), _KINDS, n=1, cutoff=0.0)[0]
         names = ", ".join(_KINDS)
         raise ValueError(f"kind: the noise laws are {names}, got {kind!r}; the nearest is {near!r}")
-    b = np.asarray(scale, dtype=np.float64)
-    wrong = b[~((b >= 0) & np.isfinite(b))]
-    if wrong.size:
-        rule = "the scale of the noise is finite and at least 0"
-        raise ValueError(f"scale: {rule}, got scale={wrong[0]:g}")
+    b = checked("scale", scale, "the scale of the noise is finite and at least 0", 0.0)
     wide = b[(moment * b >= 1) & (kind in _HEAVY)]
     if wide.size:
         name = {2: "second", 3: "third", 4: "fourth"}[moment]
@@ -270,12 +267,11 @@ def _tilted_rows(kind: NoiseKind, scale: float, x: Array) -> TiltedTable:
 
     product = np.exp(column + noise)  # s w
     tilted = mass * np.exp(-product)
-    kept = tilted.sum(axis=1)
-    lost = (mass * -np.expm1(-product)).sum(axis=1) + _survival(kind, scale, end[:, 0])
-    kept = np.maximum(kept, 1e-300)
-    log_transform = np.where(lost < 0.5, np.log1p(-np.minimum(lost, 0.5)), np.log(kept))
+    remaining = tilted.sum(axis=1)
+    missing = (mass * -np.expm1(-product)).sum(axis=1) + _survival(kind, scale, end[:, 0])
+    log_transform = log_probability(remaining, missing)
 
-    tilted /= kept[:, None]
+    tilted /= np.maximum(remaining, 1e-300)[:, None]
     offset = product
     if scale <= _NARROW:
         s = np.exp(column)
@@ -344,8 +340,3 @@ def _survival(kind: NoiseKind, scale: float, noise: Array) -> Array:
         "uniform": lambda: np.clip((1 - z) / 2, 0.0, 1.0),
     }
     return np.asarray(survivals[kind](), dtype=np.float64)
-
-
-def _as_given(values: ArrayLike) -> float | Array:
-    array = np.asarray(values, dtype=np.float64)
-    return array if array.ndim else float(array)

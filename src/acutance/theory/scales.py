@@ -1,19 +1,42 @@
-r"""Scales in closed form: for one match above the other keys, and along Gaussian rows.
+r"""Scales in closed form: for one match above the other keys, Gaussian rows and measured scores.
 
 A match above a narrow bulk needs a scale that grows as log n; Gaussian logits keep the entropy of
-the population formula with one that grows as the root of log n.
+the population formula with one that grows as the root of log n. For measured scores, with N(t) the
+number of keys within t of the row's maximum, :math:`\Lambda = \sup_t \log N(t) / t` is the scale
+above which the maximum stands alone.
 
 Sources: Derrida (1981), Phys. Rev. B 24, 2613 (planted match, entropy along the scale); Su (2021),
-https://kexue.fm/archives/8823 (why a scale that grows with n).
+https://kexue.fm/archives/8823 (why a scale that grows with n); Hayase & Karakida (2026),
+arXiv:2605.12697 (the critical scale).
 """
 
+import math
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy.special import entr, expit
 
-from acutance.theory.arguments import Array, checked_keys, pointwise, require, result
+from acutance.theory.arguments import (
+    Array,
+    checked,
+    checked_dimension,
+    checked_keys,
+    pointwise,
+    require,
+    result,
+)
 
-__all__ = ["gauss_invariant_scale", "needle_scale", "needle_scale_for_entropy"]
+__all__ = [
+    "critical_scale",
+    "gap_count",
+    "gauss_invariant_scale",
+    "match_dimension",
+    "needle_scale",
+    "needle_scale_for_entropy",
+    "retrieval_capacity",
+]
 
 _EPS = float(np.finfo(np.float64).eps)
 
@@ -52,15 +75,9 @@ def needle_scale(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613, with a planted level.
     """
-    keys, top = checked_keys("n", n), np.asarray(gap, np.float64)
-    spread, weight = np.asarray(sigma, np.float64), np.asarray(mass, np.float64)
-    require("gap", top, (top > 0) & np.isfinite(top), "the gap is finite and greater than 0")
-    require(
-        "sigma",
-        spread,
-        (spread >= 0) & np.isfinite(spread),
-        "the standard deviation is finite and at least 0",
-    )
+    keys, weight = checked_keys("n", n), np.asarray(mass, np.float64)
+    top = checked("gap", gap, "the gap is finite and greater than 0", above=0.0)
+    spread = checked("sigma", sigma, "the standard deviation is finite and at least 0", 0.0)
     keys, top, spread, weight = np.broadcast_arrays(keys, top, spread, weight)
     require("mass", weight, (weight * keys >= 1 - _EPS) & (weight < 1), "the mass lies in [1/n, 1)")
     c = np.log1p(np.maximum(keys * weight - 1, 0.0) / (1 - weight))
@@ -109,9 +126,9 @@ def needle_scale_for_entropy(
         The entropy of a two-level row; the law it is compared with is
         https://kexue.fm/archives/8823.
     """
-    keys, nats, top = checked_keys("n", n), np.asarray(entropy, np.float64), np.asarray(gap, float)
+    keys, nats = checked_keys("n", n), np.asarray(entropy, np.float64)
+    top = checked("gap", gap, "the gap is finite and greater than 0", above=0.0)
     keys, nats, top = np.broadcast_arrays(keys, nats, top)
-    require("gap", top, (top > 0) & np.isfinite(top), "the gap is finite and greater than 0")
     from scipy.optimize import brentq  # takes its time to load
 
     most = np.log(keys)
@@ -161,13 +178,7 @@ def gauss_invariant_scale(n: ArrayLike, n0: ArrayLike, gamma0: ArrayLike = 1.0) 
         Derrida (1981), Phys. Rev. B 24, 2613, for the entropy.
     """
     keys, start = checked_keys("n", n), checked_keys("n0", n0)
-    first = np.asarray(gamma0, np.float64)
-    require(
-        "gamma0",
-        first,
-        (first >= 0) & np.isfinite(first),
-        "the standard deviation is finite and at least 0",
-    )
+    first = checked("gamma0", gamma0, "the standard deviation is finite and at least 0", 0.0)
     keys, start, first = np.broadcast_arrays(keys, start, first)
     near = np.abs(keys - start) < 0.5 * start
     log_ratio = np.where(
@@ -182,3 +193,180 @@ def gauss_invariant_scale(n: ArrayLike, n0: ArrayLike, gamma0: ArrayLike = 1.0) 
     )
     shrunk = np.sqrt(np.maximum(first - step, 0.0)) * np.sqrt(first + step)
     return result(np.where(log_ratio >= 0, np.hypot(first, step), shrunk))
+
+
+def match_dimension(n: ArrayLike, mass: ArrayLike = 0.5) -> float | Array:
+    r"""Dimension from which a perfect match can hold a given weight among n random keys.
+
+    .. math:: d \ge 2 \left( \log(n - 1) + \log \frac{p}{1 - p} \right)
+
+    The match has cosine 1, the other n - 1 keys cosines N(0, 1/d). Their average exponential at
+    scale λ is exp(λ²/2d), so the match has weight p where λ - λ²/2d = log(n-1) + logit p. The left
+    side is at most d/2, at λ = d. ``needle_scale`` with gap 1 and sigma d^(-1/2) gives the scale.
+
+    Args:
+        n: Number of keys, n >= 2. Values between the integers continue the formula.
+        mass: Weight p of the match, 1/n <= mass < 1; 1/n is what it has at scale 0.
+
+    Returns:
+        The least d, not rounded, float64 of the broadcast shape; a float for scalars.
+
+    Raises:
+        ValueError: If some n is below 2 or not finite, or some mass is outside [1/n, 1).
+
+    Example:
+        >>> match_dimension(512)
+        12.4727
+        >>> match_dimension([4096, 65536], 0.9)
+        array([21.02949315, 26.57512841])
+
+    Source:
+        The planted row of the random energy model, Derrida (1981), Phys. Rev. B 24, 2613; the
+        growth with log n is that of Johnson & Lindenstrauss, see https://kexue.fm/archives/9588.
+    """
+    keys, weight = np.asarray(n, np.float64), np.asarray(mass, np.float64)
+    require("n", keys, (keys >= 2) & np.isfinite(keys), "the number of keys is at least 2")
+    keys, weight = np.broadcast_arrays(keys, weight)
+    require("mass", weight, (weight * keys >= 1 - _EPS) & (weight < 1), "the mass lies in [1/n, 1)")
+    return result(2 * np.log1p(np.maximum(keys * weight - 1, 0.0) / (1 - weight)))
+
+
+def retrieval_capacity(d: ArrayLike, mass: ArrayLike = 0.5) -> float | Array:
+    r"""Number of keys among which scaled dot products still give a perfect match its weight.
+
+    .. math:: \log(n - 1) \le \sqrt{d} - \tfrac12 - \log \frac{p}{1 - p}
+
+    Query and match are the same vector of squared length d, so the match's logit is sqrt(d) at
+    the usual scale 1/sqrt(d); the other keys are N(0, I), so their logits are N(0, 1), with average
+    exponential sqrt(e).
+
+    Args:
+        d: Dimension of queries and keys, d >= 2.
+        mass: Weight p of the match, 0 < mass < 1.
+
+    Returns:
+        The largest n, the match included, not rounded; float64 of the broadcast shape, a float
+        for scalars. Infinite above 1e308.
+
+    Raises:
+        ValueError: If some d is below 2 or not finite, or some mass is outside (0, 1).
+
+    Example:
+        The match and 1808 others:
+
+        >>> retrieval_capacity(64)
+        1809.04
+        >>> retrieval_capacity(256)
+        5389699.47
+
+    Source:
+        The planted row of the random energy model, Derrida (1981), Phys. Rev. B 24, 2613.
+    """
+    dimension, weight = checked_dimension(d), np.asarray(mass, np.float64)
+    require("mass", weight, (weight > 0) & (weight < 1), "the mass lies between 0 and 1")
+    with np.errstate(over="ignore"):
+        others = np.exp(np.sqrt(dimension) - 0.5) * ((1 - weight) / weight)
+    return result(1 + others)
+
+
+_BLOCK = 1 << 20  # scores that are in memory as float64 at a time, or one row
+
+
+def gap_count(scores: ArrayLike, t: ArrayLike) -> float | Array:
+    r"""Number of keys within t of the row's maximum.
+
+    .. math:: N(t) = \#\{j : \max_i s_i - s_j \le t\}
+
+    The maximum counts, so N(0) is the number of keys tied for it. The difference is taken in
+    float64, whatever the scores' own precision.
+
+    Args:
+        scores: Rows of scores, shape (..., n); -inf where a key is masked, which never counts.
+        t: Gaps t >= 0 in the unit of the scores, any shape; infinity counts the visible keys.
+
+    Returns:
+        N(t) as float64, of the shape of the rows followed by that of ``t``; a float for one row
+        and one t. It is 0 for a row without a visible key.
+
+    Raises:
+        ValueError: If some t is negative or NaN, some score is NaN or +inf, or rows have no keys.
+
+    Example:
+        >>> gap_count([3.0, 2.5, 0.0, -float("inf")], [0.0, 0.5, 10.0])
+        array([1., 2., 3.])
+
+    Source:
+        Hayase & Karakida (2026), arXiv:2605.12697.
+    """
+    rows, reach = np.asarray(scores), np.asarray(t, np.float64)
+    require("t", reach, reach >= 0, "the gap is at least 0")
+    counts = np.empty((math.prod(rows.shape[:-1]), reach.size))
+    for block, gaps in _sorted_gaps(rows):
+        counts[block] = [
+            np.searchsorted(row[row < np.inf], reach.ravel(), side="right") for row in gaps
+        ]
+    return result(counts.reshape(rows.shape[:-1] + reach.shape))
+
+
+def critical_scale(scores: ArrayLike) -> float | Array:
+    r"""Scale above which a row's maximum stands out from all its competitors.
+
+    .. math:: \Lambda = \sup_{t > 0} \frac{\log N(t)}{t} = \max_{j \ge 2} \frac{\log j}{g_{(j)}}
+
+    with N the ``gap_count`` and :math:`g_{(1)} = 0 \le g_{(2)} \le \dots` the gaps to the maximum,
+    sorted. Between gaps N stays and t grows, so one of the gaps attains the supremum. At a scale
+    λ of at least Λ every count is bounded, :math:`N(t) \le e^{\lambda t}`; below Λ some N(t) keys
+    outweigh the maximum even if each had only the least weight among them, exp(-λt) times its.
+
+    Args:
+        scores: Rows of scores, shape (..., n); -inf where a key is masked, which never counts.
+
+    Returns:
+        Λ in one over the unit of the scores, shape (...); a float for one row. It is infinity if
+        two keys share the maximum, N(0) > 1: no scale separates them (and scores kept in 16 bits
+        do tie). It is 0 for a row with one visible key and NaN for a row with none.
+
+    Raises:
+        ValueError: If some score is NaN or +inf, or rows have no keys.
+
+    Example:
+        One key 2 above seven equal ones needs log 8 / 2; a nearby second one needs more:
+
+        >>> critical_scale([2.0, 0, 0, 0, 0, 0, 0, 0])
+        1.03972077
+        >>> critical_scale([[3.0, 2.5, 0.0], [3.0, 3.0, 0.0]])
+        array([1.38629436,        inf])
+
+    Source:
+        Hayase & Karakida (2026), arXiv:2605.12697.
+    """
+    rows = np.asarray(scores)
+    scale = np.empty(math.prod(rows.shape[:-1]))
+    for block, gaps in _sorted_gaps(rows):
+        ranks = np.log(np.arange(1.0, gaps.shape[-1] + 1))
+        with np.errstate(divide="ignore"):
+            ratio = ranks[1:] / gaps[:, 1:]
+        best = ratio.max(axis=-1, initial=0.0)
+        scale[block] = np.where(np.isinf(gaps[:, 0]), np.nan, best)
+    return result(scale.reshape(rows.shape[:-1]))
+
+
+def _sorted_gaps(rows: NDArray[Any]) -> Iterator[tuple[slice, Array]]:
+    """Blocks of rows, in the order of the flattened ones, as gaps to their maximum, rising.
+
+    A masked key has gap infinity, and in a row without a visible key all have.
+    """
+    if rows.ndim == 0 or rows.shape[-1] == 0:
+        raise ValueError(f"scores: rows of at least one key, shape (..., n), got {rows.shape}")
+    rows = rows[None] if rows.ndim == 1 else rows
+    lead = rows.shape[:-1]
+    count, step = math.prod(lead), max(1, _BLOCK // rows.shape[-1])
+    for first in range(0, count, step):
+        block = slice(first, min(first + step, count))
+        gaps = rows[np.unravel_index(np.arange(block.start, block.stop), lead)].astype(np.float64)
+        top = gaps.max(axis=-1, keepdims=True)
+        if np.isnan(top).any() or (top == np.inf).any():
+            raise ValueError("scores: finite, or -inf where a key is masked, got NaN or +inf")
+        np.subtract(np.where(np.isinf(top), 0.0, top), gaps, out=gaps)
+        gaps.sort(axis=-1)
+        yield block, gaps

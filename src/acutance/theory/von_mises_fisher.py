@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import bernoulli
 
-from acutance.theory.arguments import Array, checked_dimension, pointwise, require
+from acutance.theory.arguments import Array, checked, checked_dimension, pointwise
 
 __all__ = [
     "vmf_entropy_drop",
@@ -58,8 +58,8 @@ def vmf_entropy_drop(d: ArrayLike, kappa: ArrayLike) -> float | Array:
     Source:
         Mardia & Jupp (2000), Directional Statistics, section 9.3.
     """
-    dimension, scale = checked_dimension(d), np.asarray(kappa, np.float64)
-    require("kappa", scale, (scale >= 0) & np.isfinite(scale), "the scale is finite and at least 0")
+    dimension = checked_dimension(d)
+    scale = checked("kappa", kappa, "the scale is finite and at least 0", 0.0)
     return pointwise(
         lambda dim, k: von_mises_fisher(dim, k)[2], *np.broadcast_arrays(dimension, scale)
     )

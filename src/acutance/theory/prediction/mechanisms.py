@@ -16,18 +16,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from acutance.theory.decay_weights import sparsity_decay
 from acutance.theory.families import Family, Gaussian, as_family
-from acutance.theory.linear_weights import sparsity_linear, sparsity_linear_iid
-from acutance.theory.prediction.fixed import (
+from acutance.theory.linear_and_decay import sparsity_decay, sparsity_linear, sparsity_linear_iid
+from acutance.theory.prediction.record import NAMES, Kind, MetricRecord, Prediction
+from acutance.theory.prediction.softmax import (
+    Formulas,
+    score_moments,
+    softmax_formulas,
+    softmax_population,
+    sparse_population,
+)
+from acutance.theory.prediction.weighted import (
     decay_formulas,
     linear_formulas,
     relu2_formulas,
     size_formulas,
 )
-from acutance.theory.prediction.population import softmax_population, sparse_population
-from acutance.theory.prediction.record import NAMES, Kind, MetricRecord, Prediction
-from acutance.theory.prediction.softmax import Formulas, score_moments, softmax_formulas
 from acutance.theory.sparsity import sparsity_identity, sparsity_relu2
 
 __all__ = ["PREDICTED_MECHANISMS", "predict"]
@@ -97,7 +101,7 @@ def predict(
         logit_std: Standard deviation of the logits.
         logit_mean: Their mean; 0 if left out, or what the family and scale make it.
         scale: Factor of the scores.
-        family: Law of a score; see :func:`~acutance.theory.iid.expected_entropy`.
+        family: Law of a score; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
         d: Dimension of queries and keys.
         rho: Exponent of the family ``"stretched"``.
         a: Tail index of the family ``"pareto"``.

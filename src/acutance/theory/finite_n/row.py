@@ -1,33 +1,59 @@
 r"""One softmax row of independent logits: averages over a score, and the integral over y.
 
-Every expectation of ``acutance.theory.iid`` is :math:`\int \Psi(F(y), E\,\kappa(y - \gamma s)) dy`
-with kernels κ that live within a few units of 0, :math:`F(y) = E \exp(-e^{\gamma s - y})` and a
-smooth Ψ. Averages over s are Gauss sums on the cells of ``acutance.theory.grid``; where a cell is
-wide for the kernels, it is cut anew around each y. Integrals over y are Gauss sums on panels that
-are bisected until their Legendre coefficients fall off.
+Every expectation of ``acutance.theory.finite_n`` is
+:math:`\int \Psi(F(y), E\,\kappa(y - \gamma s)) dy` with kernels κ that live near 0,
+:math:`F(y) = E \exp(-e^{\gamma s - y})` and a smooth Ψ. Averages over s are Gauss sums on the cells
+of ``acutance.theory.finite_n.grid``; where a cell is wide for the kernels, it is cut anew around
+each y. Integrals over y are Gauss sums on panels that are bisected until their Legendre
+coefficients fall off.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
-from acutance.theory.families import Family
-from acutance.theory.grid import LEGENDRE, NODES, WEIGHTS, grid
+from acutance.theory.arguments import Array, log_probability, pointwise_rows
+from acutance.theory.families import Family, FamilyParameter, as_family
+from acutance.theory.finite_n.grid import LEGENDRE, NODES, WEIGHTS, grid
 
-__all__ = ["Row"]
+__all__ = ["Kernel", "Row", "expectation", "kernel_panels"]
 
-Array = NDArray[np.float64]
+
 Kernel = Callable[[Array], Array]
 
+
 _TOLERANCE = 1e-13  # of the integral over y
+
+
 _NEGLIGIBLE = 1e-20  # of the result: expected number of keys in a tail that is left out
+
+
 _RESOLVED = 3.0  # logits across a cell, up to which its own nodes are enough
+
+
 _EMPTY = 42.0  # beyond this g + log n, all keys together have a = e^-g = 0
+
+
 _MOST_PANELS = 1 << 13  # in all; more are asked for only by rounding
+
+
 _MOST_PAIRS = 1 << 13  # (y, score) at a time, for a processor's cache
+
+
+def expectation(
+    point: Callable[[float, float, Family], float],
+    n: ArrayLike,
+    gamma: ArrayLike,
+    family: Any,
+    parameter: FamilyParameter,
+) -> float | Array:
+    """Evaluate a row's expectation at each number of keys and scale, for one law of the scores."""
+    law = as_family(family, **parameter)
+    return pointwise_rows(lambda keys, scale: point(keys, scale, law), n, gamma)
 
 
 @dataclass(frozen=True)
@@ -49,7 +75,7 @@ class Row:
     sharpness: float  # width of the kernels in y
 
     @classmethod
-    def of(
+    def for_kernels(
         cls, n: float, gamma: float, family: Family, power: float = 1.0, moment: bool = False
     ) -> "Row":
         """Lay out the row for kernels up to a^power e^-a, and with ``moment`` those times s."""
@@ -64,7 +90,7 @@ class Row:
         low, high = gamma * cells.low[keep], gamma * cells.high[keep]
         sharpness = min(1.0, 2 / math.sqrt(power))
         narrow = high - low <= _RESOLVED * sharpness
-        panels = _kernel_panels(power, math.log(n) + _EMPTY)
+        panels = kernel_panels(power, math.log(n) + _EMPTY)
         return cls(
             n,
             gamma,
@@ -80,9 +106,7 @@ class Row:
 
     def others(self, below: Array, above: Array, chosen: int) -> Array:
         """F^(n - chosen), from F and 1 - F."""
-        near_one = np.log1p(-np.minimum(above, 0.5))
-        log_below = np.where(above < 0.5, near_one, np.log(np.maximum(below, 1e-300)))
-        return np.asarray(np.exp((self.n - chosen) * log_below))
+        return np.asarray(np.exp((self.n - chosen) * log_probability(below, above)))
 
     def average(self, y: Array, kernels: list[Kernel], moment: bool = False) -> Array:
         """F, 1 - F and the means of the kernels at y, ascending; with ``moment`` those times s."""
@@ -200,7 +224,7 @@ class Row:
         return float(total)
 
 
-def _kernel_panels(power: float, reach: float) -> Array:
+def kernel_panels(power: float, reach: float) -> Array:
     """Panels of g = -log a: a^power e^-a peaks at a = power, and falls off as e^(-power g)."""
     lowest = -math.log(power + 44 + 10 * math.sqrt(power))  # e^-a is 0 below it
     width = 1 / math.sqrt(power)

@@ -1,6 +1,6 @@
 r"""Softmax rows with independent logits: exact means of what power sums do not give.
 
-With :math:`a = e^{\gamma s - y}` and :math:`F = E e^{-a}` as in ``acutance.theory.iid``,
+With :math:`a = e^{\gamma s - y}` and :math:`F = E e^{-a}` as in ``acutance.theory.finite_n.iid``,
 :math:`1/Z^k = \frac{1}{\Gamma(k)} \int t^{k-1} e^{-tZ} dt` at :math:`t = e^{-y}` makes every ratio
 of sums over independent keys an integral of products over keys. For the varentropy and the
 Jacobian's norm that is
@@ -23,19 +23,24 @@ taken at twice the scale and :math:`h = E[\sqrt a e^{-a}]`,
 Source: Derrida (1981), Phys. Rev. B 24, 2613 (the random energy model, whose weights these are).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from acutance.theory.families import Family, as_family
-from acutance.theory.gaussian import _broadcast
-from acutance.theory.iid import _expected_power
-from acutance.theory.row import Row, _kernel_panels
+from acutance.theory.arguments import Array
+from acutance.theory.families import Family, FamilyParameter
+from acutance.theory.finite_n.iid import expected_power
+from acutance.theory.finite_n.row import Kernel, Row, expectation, kernel_panels
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "expected_effective_keys",
@@ -44,18 +49,9 @@ __all__ = [
     "expected_varentropy",
 ]
 
-Array = NDArray[np.float64]
-Kernel = Callable[[Array], Array]
-
 
 def expected_effective_keys(
-    n: ArrayLike,
-    gamma: ArrayLike,
-    family: Any = "gaussian",
-    *,
-    d: float | None = None,
-    rho: float | None = None,
-    a: float | None = None,
+    n: ArrayLike, gamma: ArrayLike, family: Any = "gaussian", **parameter: Unpack[FamilyParameter]
 ) -> float | Array:
     r"""Expected number of effective keys of a softmax row with n independent logits.
 
@@ -67,10 +63,8 @@ def expected_effective_keys(
     Args:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
-        family: Law of the scores; see :func:`~acutance.theory.iid.expected_entropy`.
-        d: Dimension for ``"cosine"``.
-        rho: Exponent for ``"stretched"``.
-        a: Tail index for ``"pareto"``.
+        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
         The mean, between 1 and n, float64 of the broadcast shape; a float for scalars.
@@ -86,18 +80,11 @@ def expected_effective_keys(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    law = as_family(family, d=d, rho=rho, a=a)
-    return _broadcast(lambda keys, scale: _effective_keys(keys, scale, law), n, gamma)
+    return expectation(_effective_keys, n, gamma, family, parameter)
 
 
 def expected_sparsity(
-    n: ArrayLike,
-    gamma: ArrayLike,
-    family: Any = "gaussian",
-    *,
-    d: float | None = None,
-    rho: float | None = None,
-    a: float | None = None,
+    n: ArrayLike, gamma: ArrayLike, family: Any = "gaussian", **parameter: Unpack[FamilyParameter]
 ) -> float | Array:
     r"""Expected l1/l2 sparsity of a softmax row with n independent logits.
 
@@ -109,10 +96,8 @@ def expected_sparsity(
     Args:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
-        family: Law of the scores; see :func:`~acutance.theory.iid.expected_entropy`.
-        d: Dimension for ``"cosine"``.
-        rho: Exponent for ``"stretched"``.
-        a: Tail index for ``"pareto"``.
+        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
         The mean, between n^(-1/2) and 1, float64 of the broadcast shape; a float for scalars.
@@ -128,18 +113,11 @@ def expected_sparsity(
     Source:
         Su Jianlin, kexue.fm/archives/9889, for S and its limit.
     """
-    law = as_family(family, d=d, rho=rho, a=a)
-    return _broadcast(lambda keys, scale: _sparsity(keys, scale, law), n, gamma)
+    return expectation(_sparsity, n, gamma, family, parameter)
 
 
 def expected_varentropy(
-    n: ArrayLike,
-    gamma: ArrayLike,
-    family: Any = "gaussian",
-    *,
-    d: float | None = None,
-    rho: float | None = None,
-    a: float | None = None,
+    n: ArrayLike, gamma: ArrayLike, family: Any = "gaussian", **parameter: Unpack[FamilyParameter]
 ) -> float | Array:
     r"""Expected variance of the logits under the weights of a row with n independent logits.
 
@@ -148,10 +126,8 @@ def expected_varentropy(
     Args:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
-        family: Law of the scores; see :func:`~acutance.theory.iid.expected_entropy`.
-        d: Dimension for ``"cosine"``.
-        rho: Exponent for ``"stretched"``.
-        a: Tail index for ``"pareto"``.
+        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
         The mean in nat², float64 of the broadcast shape; a float for scalars. It is 0 for n = 1.
@@ -168,18 +144,11 @@ def expected_varentropy(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    law = as_family(family, d=d, rho=rho, a=a)
-    return _broadcast(lambda keys, scale: _varentropy(keys, scale, law), n, gamma)
+    return expectation(_varentropy, n, gamma, family, parameter)
 
 
 def expected_jacobian_fro2(
-    n: ArrayLike,
-    gamma: ArrayLike,
-    family: Any = "gaussian",
-    *,
-    d: float | None = None,
-    rho: float | None = None,
-    a: float | None = None,
+    n: ArrayLike, gamma: ArrayLike, family: Any = "gaussian", **parameter: Unpack[FamilyParameter]
 ) -> float | Array:
     r"""Expected squared Frobenius norm of the softmax Jacobian, for n independent logits.
 
@@ -191,10 +160,8 @@ def expected_jacobian_fro2(
     Args:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0; it is not a factor of the Jacobian.
-        family: Law of the scores; see :func:`~acutance.theory.iid.expected_entropy`.
-        d: Dimension for ``"cosine"``.
-        rho: Exponent for ``"stretched"``.
-        a: Tail index for ``"pareto"``.
+        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
         The mean, float64 of the broadcast shape; a float for scalars. It is (n - 1)/n² at
@@ -211,8 +178,7 @@ def expected_jacobian_fro2(
     Source:
         Su Jianlin, kexue.fm/archives/9593 and 9812, treat other norms of the same matrix.
     """
-    law = as_family(family, d=d, rho=rho, a=a)
-    return _broadcast(lambda keys, scale: _jacobian_fro2(keys, scale, law), n, gamma)
+    return expectation(_jacobian_fro2, n, gamma, family, parameter)
 
 
 def _pairs(row: Row, product: Callable[..., Array], kernels: list[Kernel]) -> float:
@@ -227,10 +193,10 @@ def _pairs(row: Row, product: Callable[..., Array], kernels: list[Kernel]) -> fl
 
 def _doubled(n: float, gamma: float, family: Family) -> Row:
     """The row of e^(2 gamma s), followed twice as far: sqrt(a) e^-a falls off half as fast."""
-    row = Row.of(n, 2 * gamma, family, power=0.5)
+    row = Row.for_kernels(n, 2 * gamma, family, power=0.5)
     reach = float(row.panels[-1])
     edges = np.concatenate([row.edges, row.edges[-1] + np.arange(4.0, reach + 4, 4.0)])
-    return replace(row, panels=_kernel_panels(0.5, 2 * reach), edges=edges)
+    return replace(row, panels=kernel_panels(0.5, 2 * reach), edges=edges)
 
 
 def _kernel(power: float, degree: int = 0) -> Kernel:
@@ -271,7 +237,7 @@ def _varentropy(n: float, gamma: float, family: Family) -> float:
     def spread(zeroth: Array, first: Array, second: Array) -> Array:
         return zeroth * second - first * first
 
-    return _pairs(Row.of(n, gamma, family), spread, [_kernel(1.0, i) for i in range(3)])
+    return _pairs(Row.for_kernels(n, gamma, family), spread, [_kernel(1.0, i) for i in range(3)])
 
 
 @lru_cache(maxsize=1024)
@@ -280,7 +246,7 @@ def _jacobian_fro2(n: float, gamma: float, family: Family) -> float:
         return 0.0
     if gamma == 0:
         return (n - 1) / (n * n)
-    row = Row.of(n, gamma, family, power=2.0)
+    row = Row.for_kernels(n, gamma, family, power=2.0)
     cross = _pairs(row, np.square, [_kernel(2.0)]) / 6
-    second, third, fourth = (_expected_power(n, gamma, family, k) for k in (2.0, 3.0, 4.0))
+    second, third, fourth = (expected_power(n, gamma, family, k) for k in (2.0, 3.0, 4.0))
     return second - 2 * third + fourth + cross

@@ -20,20 +20,17 @@ Sources: Su Jianlin, kexue.fm/archives/9034 (the mean-field entropy, as a quick 
 scale log n); Zhai et al. (2023), arXiv:2303.06296 (lowest entropy at a given norm of the logits).
 """
 
-from dataclasses import dataclass
 from math import factorial
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import xlog1py, xlogy, zeta
+from scipy.special import zeta
 
-from acutance.theory.arguments import Array, checked, require, result
+from acutance.theory.arguments import Array, checked, result
 
 __all__ = [
-    "EntropyBounds",
-    "entropy_bounds",
-    "entropy_floor_from_spectral_norm",
-    "entropy_lower_bound",
+    "jacobian_fro2",
+    "jacobian_trace",
     "jensen_gap",
     "max_gap",
     "mean_field_entropy",
@@ -43,25 +40,17 @@ __all__ = [
 ]
 
 _LARGE = float(np.finfo(np.float64).max)
-_TOLERANCE = 1e-6  # of what is given, relative: room for float32
+
+
 #: (e^x - 1 - x) / x² = 1/2 + x/6 + ..., 16 terms: to the last bit for abs(x) <= 0.5.
 _EXP_REST = [1 / factorial(k) for k in range(2, 18)]
+
+
 #: D = half_range²/6 - half_range⁴/60 + ..., 18 terms: to the last bit for half_range <= 1.
 _K = np.arange(1, 19)
+
+
 _DROP = -((-1.0) ** _K) * (2 - 1 / _K) * zeta(2 * _K) / np.pi ** (2.0 * _K)
-
-
-@dataclass(frozen=True)
-class EntropyBounds:
-    """Entropies between which a row must lie, in nats.
-
-    Attributes:
-        lower: No row with the given numbers has a smaller entropy.
-        upper: No row with the given numbers has a larger entropy.
-    """
-
-    lower: float | Array
-    upper: float | Array
 
 
 def softmax_entropy(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
@@ -248,155 +237,7 @@ def onehot_entropy(n: ArrayLike, lam: ArrayLike) -> float | Array:
     """
     keys = checked("n", n, "the number of keys is finite and at least 1", 1.0)
     gap = checked("lam", lam, "the distance of the top logit is finite and at least 0", 0.0)
-    return result(_onehot(keys, gap))
-
-
-def entropy_bounds(
-    n: ArrayLike,
-    s_max: ArrayLike,
-    mean: ArrayLike,
-    spread: ArrayLike,
-    p_max: ArrayLike | None = None,
-    scale: ArrayLike = 1.0,
-) -> EntropyBounds:
-    r"""Rigorous bounds on the entropy of a softmax row of which only a few numbers are known.
-
-    .. math::
-
-        \max\bigl(\log n - \lambda (s_{max} - \bar s),\; H_{min}(n, \lambda R)\bigr) \le H \le
-        \min\bigl(\log n,\; h(p_{max}) + (1 - p_{max}) \log(n - 1)\bigr)
-
-    The first lower bound is the mean-field entropy. The second, the lowest entropy of n logits in
-    an interval of length R, is positive and never below log n - (lambda R)²/8. The upper bound
-    spreads the weight that is not on the top key evenly; h is the entropy of a coin.
-
-    Args:
-        n: Number of keys, a whole number n >= 2.
-        s_max: Largest logit.
-        mean: Plain mean of the logits, between s_max - spread and s_max.
-        spread: Range R of the logits, s_max - s_min >= 0.
-        p_max: Largest weight at that scale, between 1/n and 1; without it the upper bound is log n.
-        scale: Factor lambda >= 0 of the logits. All arguments broadcast.
-
-    Returns:
-        ``EntropyBounds`` with fields ``lower`` and ``upper``, in nats, float64 of the broadcast
-        shape; floats for scalars. Numbers that no row has can give ``lower`` above ``upper``.
-
-    Raises:
-        ValueError: If an argument is outside its domain or not finite.
-
-    Example:
-        >>> row = np.array([2.0, 1.0, 0.5, -0.25, -3.0])
-        >>> entropy_bounds(5, row.max(), row.mean(), np.ptp(row), p_max=0.5619)
-        EntropyBounds(lower=0.1578, upper=1.2928)
-        >>> softmax_entropy(row)
-        1.1040153
-
-    Source:
-        Su Jianlin, kexue.fm/archives/9034 and 9593, for the lower bounds; Fano's inequality for
-        the upper one.
-    """
-    from acutance.theory.cosine import cosine_entropy_lower_bound
-
-    keys = checked("n", n, "the number of keys is finite and at least 2", 2.0)
-    top = checked("s_max", s_max, "the largest logit is finite")
-    average = checked("mean", mean, "the mean of the logits is finite")
-    length = checked("spread", spread, "the range of the logits is finite and at least 0", 0.0)
-    factor = checked("scale", scale, "the scale of the logits is finite and at least 0", 0.0)
-    with np.errstate(over="ignore"):
-        below = top - average
-        slack = _TOLERANCE * (np.abs(top) + length)
-        rule = "the mean of the logits is between s_max - spread and s_max"
-        require("mean", average, (below >= -slack) & (below <= length + slack), rule)
-        log_n = np.log(keys)
-        mean_field = log_n - factor * np.maximum(below, 0)
-        width = np.clip(factor * length, 1e-300, 1e300)
-
-    box = np.where(width > 1e-300, cosine_entropy_lower_bound(keys, 2 / width), log_n)
-    lower = np.minimum(np.maximum(mean_field, box), log_n)
-    upper = log_n
-    if p_max is not None:
-        rule = "the largest weight is between 1/n and 1"
-        share = checked("p_max", p_max, rule, 0.0, 1 + _TOLERANCE)
-        require("p_max", share, share * keys >= 1 - _TOLERANCE, rule)
-        share = np.clip(share, 1 / keys, 1)
-        others = (1 - share) * np.log(keys - 1)
-        upper = np.minimum(others - xlogy(share, share) - xlog1py(1 - share, -share), log_n)
-    lower, upper = np.broadcast_arrays(lower, upper)
-    return EntropyBounds(result(lower.copy()), result(upper.copy()))
-
-
-def entropy_lower_bound(n: ArrayLike, logit_norm: ArrayLike) -> float | Array:
-    r"""Lowest entropy of a softmax row of n logits with a given Euclidean norm.
-
-    .. math:: H \ge \log(1 + (n-1) b) + \frac{s \sqrt{n(n-1)}\, b}{1 + (n-1) b}, \qquad
-              b = e^{-s \sqrt{n/(n-1)}}
-
-    It is attained by one logit above n - 1 equal ones. Since softmax ignores a common shift, the
-    norm of the logits less their mean may be used, and gives the better bound.
-
-    Args:
-        n: Number of keys, n >= 2. Values between the integers continue the formula.
-        logit_norm: Euclidean norm s of the row of scaled logits (or an upper bound of it), s >= 0.
-
-    Returns:
-        The bound in nats, float64 of the broadcast shape; a float for scalars. It is log n at
-        norm 0 and vanishes like n s exp(-s).
-
-    Raises:
-        ValueError: If some n is below 2, some logit_norm negative, or either is not finite.
-
-    Example:
-        >>> entropy_lower_bound(16, [0.0, 1.0, 3.0, 6.0, 10.0])
-        array([2.77258872, 2.71680121, 1.76752591, 0.21372292, 0.00555476])
-
-    Source:
-        Zhai et al. (2023), arXiv:2303.06296, theorem 3.1.
-    """
-    keys = checked("n", n, "the number of keys is finite and at least 2", 2.0)
-    norm = checked("logit_norm", logit_norm, "the norm of the logits is finite and at least 0", 0)
-    return result(_onehot(keys, norm * np.sqrt(keys / (keys - 1))))
-
-
-def entropy_floor_from_spectral_norm(
-    n: ArrayLike, spectral_norm: ArrayLike, gram_norm: ArrayLike = 1.0, scale: ArrayLike = 1.0
-) -> float | Array:
-    r"""Lowest entropy that the weights of one attention head allow, from their spectral norm.
-
-    For inputs X of shape (n, d_model) a head's scaled logits are
-    :math:`\lambda X W_Q W_K^\top X^\top` (W_Q and W_K map an input to query and key). One row
-    has a Euclidean norm of at most the spectral norm of this matrix, so
-
-    .. math:: s \le \lambda \lVert W_Q W_K^\top \rVert_2 \, \lVert X X^\top \rVert_2,
-
-    and the row's entropy is at least ``entropy_lower_bound(n, s)`` with that s.
-
-    Args:
-        n: Number of keys, n >= 2.
-        spectral_norm: Largest singular value of the product of one head's query and key
-            projections, d_model by d_model; at most the product of their spectral norms.
-        gram_norm: Largest eigenvalue of X X^T, the squared spectral norm of the inputs; at
-            most n r² for inputs of norm r (r² = d_model after a layer norm without weights).
-        scale: Factor of the dot products, usually 1/sqrt(head dimension).
-
-    Returns:
-        The bound in nats, float64 of the broadcast shape; a float for scalars. It is usually
-        far below the entropy of real rows: the norm of the inputs is that of their worst direction.
-
-    Raises:
-        ValueError: If some n is below 2, another argument negative, or any not finite.
-
-    Example:
-        >>> entropy_floor_from_spectral_norm(16, 0.75, gram_norm=32.0, scale=0.125)
-        1.76752591
-
-    Source:
-        Zhai et al. (2023), arXiv:2303.06296, theorem 3.1, who take scale = 1.
-    """
-    size = checked("spectral_norm", spectral_norm, "a spectral norm is finite and at least 0", 0.0)
-    gram = checked("gram_norm", gram_norm, "a spectral norm is finite and at least 0", 0.0)
-    factor = checked("scale", scale, "the scale of the logits is finite and at least 0", 0.0)
-    return entropy_lower_bound(n, factor * size * gram)
+    return result(onehot_of_gap(keys, gap))
 
 
 def _gaps(logits: ArrayLike, scale: ArrayLike) -> Array:
@@ -431,7 +272,81 @@ def _exp_rest(x: Array) -> Array:
     return rest
 
 
-def _onehot(n: Array, gap: Array) -> Array:
+def onehot_of_gap(n: Array, gap: Array) -> Array:
+    """``onehot_entropy`` of checked arrays: one key ``gap`` above n - 1 equal ones."""
     half = np.exp(-gap / 2)
     others = (n - 1) * half * half  # in two steps: the product may be normal where e^-gap is 0
     return np.asarray(np.log1p(others) + gap * (others / (1 + others)))
+
+
+def jacobian_trace(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
+    r"""Trace of the softmax Jacobian diag p - p p^T, p = softmax(scale · logits).
+
+    .. math:: \operatorname{tr} \mathcal J = \sum_j p_j (1 - p_j) = 1 - Y
+
+    Also its nuclear norm, and half the sum of the sizes of its entries. The factor lambda of the
+    derivative by the logits is not included.
+
+    Args:
+        logits: Finite logits, shape (..., n).
+        scale: Factor lambda >= 0 of the logits; broadcasts against the leading shape of ``logits``.
+
+    Returns:
+        1 - Y, between 0 (all weight on one key) and 1 - 1/n (even weights), float64 of the
+        broadcast leading shape; a float for a single row. Not computed as a difference: it keeps
+        its relative accuracy until it underflows.
+
+    Raises:
+        ValueError: If there is no logit, a logit or a scale is not finite, or a scale is negative.
+
+    Example:
+        >>> jacobian_trace([2.0, 1.0, 0.5, -0.25, -3.0], [0.0, 0.1, 10.0])
+        array([8.00000000e-01, 7.95039130e-01, 9.14036748e-05])
+
+    Source:
+        Su Jianlin, kexue.fm/archives/9593.
+    """
+    others, top, lost = _probabilities(logits, scale)
+    return result(top * lost + (others * (1 - others)).sum(axis=-1))
+
+
+def jacobian_fro2(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
+    r"""Squared Frobenius norm of the softmax Jacobian diag p - p p^T, p = softmax(scale · logits).
+
+    .. math:: \lVert \mathcal J \rVert_F^2 = Y - 2T + Y^2
+              = \sum_i p_i^2 (1 - p_i)^2 + \sum_{i \ne j} p_i^2 p_j^2
+
+    Args:
+        logits: Finite logits, shape (..., n).
+        scale: Factor lambda >= 0 of the logits; broadcasts against the leading shape of ``logits``.
+            It multiplies the logits alone, not the Jacobian.
+
+    Returns:
+        The squared norm, (n - 1)/n² for even weights, float64 of the broadcast leading
+        shape; a float for a single row. A sum of positive terms: it keeps its relative accuracy
+        until it underflows.
+
+    Raises:
+        ValueError: If there is no logit, a logit or a scale is not finite, or a scale is negative.
+
+    Example:
+        >>> jacobian_fro2([2.0, 1.0, 0.5, -0.25, -3.0], [0.0, 0.1, 10.0])
+        array([1.60000000e-01, 1.61206916e-01, 8.27126913e-09])
+
+    Source:
+        Su Jianlin, kexue.fm/archives/9593 and 9812, treat other norms of the same matrix.
+    """
+    others, top, lost = _probabilities(logits, scale)
+    squares = others * others
+    rest = squares.sum(axis=-1)
+    # Y less one square; for keys other than the top one it is at least half of Y
+    without = (top * top + rest)[..., None] - squares
+    total = (squares * ((1 - others) ** 2 + without)).sum(axis=-1)
+    return result(total + top * top * (lost * lost + rest))
+
+
+def _probabilities(logits: ArrayLike, scale: ArrayLike) -> tuple[Array, Array, Array]:
+    """Weights of all keys but one top key (0 in its place), its weight p, and 1 - p."""
+    others, rest = _weights(_gaps(logits, scale))
+    total = 1 + rest
+    return others / total[..., None], 1 / total, rest / total

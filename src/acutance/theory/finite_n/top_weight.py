@@ -11,41 +11,56 @@ The integrals over scores are Gauss sums over the log-odds of F, in which quanti
 Source: Derrida (1981), Phys. Rev. B 24, 2613 (the random energy model, whose weights these are).
 """
 
+from __future__ import annotations
+
 import math
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import expit, log_expit
 
-from acutance.theory.families import Family, Gaussian, Gumbel, Logistic, as_family
-from acutance.theory.gaussian import _broadcast
-from acutance.theory.grid import NODES, WEIGHTS, grid
+from acutance.theory.arguments import Array, log_probability
+from acutance.theory.families import Family, FamilyParameter, Gaussian, Gumbel, Logistic
+from acutance.theory.finite_n.grid import NODES, gauss, grid
+from acutance.theory.finite_n.row import expectation
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["expected_top_weight"]
 
-Array = NDArray[np.float64]
 
 _STEP = 0.35  # of log t: the trapezoid rule is then right to exp(-pi²/0.35) = 6e-13
+
+
 _TOP_STEP = 0.35  # of the log-odds of the maximum, for laws that are smooth in them
+
+
 _MANY = 1 << 15  # keys up to which n rounding errors of 1 are nothing
+
+
 _NEGLIGIBLE = 1e-17  # of the probability of a maximum
+
+
 _LEFT_OUT = 1e-13  # of the result: what rarer maxima could add
+
+
 _REACH = 42.0  # log-odds beyond those of 1/n, where maxima are negligible
+
+
 _SMOOTH = (Gaussian, Gumbel, Logistic)  # without an end or a kink
+
+
 _LOWEST = -46.0  # log-odds below which nothing is counted
+
+
 _GEOMETRIC = 2.0 ** -np.arange(1.0, 61.0)
 
 
 def expected_top_weight(
-    n: ArrayLike,
-    gamma: ArrayLike,
-    family: Any = "gaussian",
-    *,
-    d: float | None = None,
-    rho: float | None = None,
-    a: float | None = None,
+    n: ArrayLike, gamma: ArrayLike, family: Any = "gaussian", **parameter: Unpack[FamilyParameter]
 ) -> float | Array:
     r"""Expected largest weight of a softmax row with n independent logits.
 
@@ -54,10 +69,8 @@ def expected_top_weight(
     Args:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
-        family: Law of the scores; see :func:`~acutance.theory.iid.expected_entropy`.
-        d: Dimension for ``"cosine"``.
-        rho: Exponent for ``"stretched"``.
-        a: Tail index for ``"pareto"``.
+        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
         The mean, between 1/n and 1, float64 of the broadcast shape; a float for scalars. Right to
@@ -76,8 +89,7 @@ def expected_top_weight(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    law = as_family(family, d=d, rho=rho, a=a)
-    return _broadcast(lambda keys, scale: _top_weight(keys, scale, law), n, gamma)
+    return expectation(_top_weight, n, gamma, family, parameter)
 
 
 @lru_cache(maxsize=1024)
@@ -110,11 +122,8 @@ def _top_weight(n: float, gamma: float, family: Family) -> float:
         nodes, mass = _nodes_below(at, gamma, family, edges)
         gaps = top - gamma * family.offset(nodes)
         factors = np.exp(-np.maximum(gaps, 0.0))
-        kept, lost = lost_below(n, t, factors, mass, scratch)
-        lost += expit(-at)
-        near = np.log1p(-np.minimum(lost, 0.5))
-        log_others = np.where(lost < 0.5, near, np.log(np.maximum(kept, 1e-300)))
-        total += density[index] * float(measure @ np.exp((n - 1) * log_others))
+        transform = laplace_power(n, t, factors, mass, scratch, above=float(expit(-at)))
+        total += density[index] * float(measure @ transform)
     return total
 
 
@@ -131,25 +140,36 @@ class Scratch:
         return self._memory[: rows * columns].reshape(rows, columns)
 
 
-def lost_below(
-    n: float, t: Array, factors: Array, mass: Array, scratch: Scratch
-) -> tuple[Array, Array]:
-    """Sums of mass · exp(-t factor) and of mass · (1 - exp(-t factor)), for each t.
+def laplace_power(
+    n: float,
+    t: Array,
+    factors: Array,
+    mass: Array,
+    scratch: Scratch,
+    above: float,
+    zero: float = 0.0,
+) -> Array:
+    """Laplace transforms of the sum of the n - 1 other keys' weights, at each t.
 
     Args:
-        n: Keys, to the power of which the sums are raised: so sharp they must be.
-        t: Not negative, shape (rows,).
-        factors: Not negative, shape (nodes,).
-        mass: Probabilities of the nodes.
-        scratch: Memory.
+        n: Number of keys.
+        t: Arguments of the transform, not negative, shape (rows,).
+        factors: Weights of one key, relative to the largest, shape (nodes,).
+        mass: Probabilities of these.
+        scratch: Memory for the matrix of rows and nodes.
+        above: Probability of a weight above the largest.
+        zero: Probability of a weight of 0.
     """
     matrix = scratch.matrix(t.size, factors.size)
     np.multiply(-t[:, None], factors, out=matrix)
     if n > _MANY:
-        lost = -np.expm1(matrix, out=matrix) @ mass
-        return np.asarray(mass.sum() - lost), lost
-    kept = np.exp(matrix, out=matrix) @ mass
-    return kept, np.asarray(mass.sum() - kept)
+        missing = -np.expm1(matrix, out=matrix) @ mass
+        transform = mass.sum() - missing
+    else:
+        transform = np.exp(matrix, out=matrix) @ mass
+        missing = mass.sum() - transform
+    log_transform = log_probability(transform + zero, missing + above)
+    return np.asarray(np.exp((n - 1) * log_transform))
 
 
 def _nodes_below(at: float, gamma: float, family: Family, edges: Array) -> tuple[Array, Array]:
@@ -160,9 +180,7 @@ def _nodes_below(at: float, gamma: float, family: Family, edges: Array) -> tuple
     near = at - 2 * _GEOMETRIC[:halvings]
     edges = np.unique(np.concatenate([edges[edges < at], near, [at]]))
     edges = edges[edges >= _LOWEST] if at > _LOWEST else edges
-    half = 0.5 * np.diff(edges)[:, None]
-    nodes = (0.5 * (edges[1:] + edges[:-1])[:, None] + half * NODES).ravel()
-    weights = (half * WEIGHTS).ravel()
+    nodes, weights = gauss(edges)
     return nodes, weights * expit(nodes) * expit(-nodes)
 
 

@@ -33,8 +33,10 @@ from math import factorial
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import exp1, log_ndtr, ndtr
+
+from acutance.theory.arguments import Array, log_probability, pointwise_rows
 
 __all__ = [
     "expected_collision_gauss",
@@ -43,16 +45,27 @@ __all__ = [
     "expected_max_gauss",
 ]
 
-Array = NDArray[np.float64]
 
 _SCAN_POINTS = 120  # to find where the integrand lives
+
+
 _RULE_POINTS = 400  # to integrate there
+
+
 _NEGLIGIBLE = 1e-20  # of the integrand's maximum
+
+
 _SMALL_GAMMA = 0.5  # below it the Gaussian is the narrower factor of the inner integral
+
+
 _NODE_STEP = 0.2  # inner trapezoid steps: in the Gumbel variable ...
+
+
 _NORMAL_STEP = 0.4  # ... and in the Gaussian one
+
+
 #: Ein(a) = a - a²/4 + a³/18 - ..., 18 terms: enough for a <= 1.
-_EIN = [0.0] + [-((-1.0) ** k) / (k * factorial(k)) for k in range(1, 19)]
+EIN = [0.0] + [-((-1.0) ** k) / (k * factorial(k)) for k in range(1, 19)]
 
 
 def expected_max_gauss(n: ArrayLike) -> float | Array:
@@ -79,7 +92,7 @@ def expected_max_gauss(n: ArrayLike) -> float | Array:
         Derrida (1981), Phys. Rev. B 24, 2613; the form with the squared density is
         one integration by parts away from the textbook one.
     """
-    return _broadcast(lambda keys, _: _expected_max(keys), n, 0.0)
+    return pointwise_rows(lambda keys, _: _expected_max(keys), n, 0.0)
 
 
 def expected_logsumexp_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
@@ -108,7 +121,7 @@ def expected_logsumexp_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    return _broadcast(_expected_logsumexp, n, gamma)
+    return pointwise_rows(_expected_logsumexp, n, gamma)
 
 
 def expected_entropy_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
@@ -138,7 +151,7 @@ def expected_entropy_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    return _broadcast(_expected_entropy, n, gamma)
+    return pointwise_rows(_expected_entropy, n, gamma)
 
 
 def expected_collision_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
@@ -170,12 +183,12 @@ def expected_collision_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    return _broadcast(_expected_collision, n, gamma)
+    return pointwise_rows(_expected_collision, n, gamma)
 
 
 def _expected_max(n: float) -> float:
     def integrand(x: Array) -> Array:
-        density = _normal_density(x)
+        density = normal_density(x)
         rest: Array = np.exp((n - 2) * log_ndtr(x))
         return rest * (n * density) * ((n - 1) * density)
 
@@ -226,8 +239,7 @@ def _factors(
     scale = max(1.0, gamma)
     y = scale * np.linspace(first, last, points)[:, None]
     below, above, density, kernel, square = _single_key(highest, gamma)(y)
-    near_one = np.log1p(-np.minimum(above, 0.5))
-    log_below = np.where(above < 0.5, near_one, np.log(np.maximum(below, 1e-300)))
+    log_below = log_probability(below, above)
     others, rest = np.exp((n - 1) * log_below), np.exp((n - 2) * log_below)
     per_unit = scale * density
     return _Factors(
@@ -239,7 +251,7 @@ def _single_key(highest: float, gamma: float) -> Callable[[Array], tuple[Array, 
     """F, 1 - F, f, k and q at y, as sums over nodes fit for y up to ``highest``."""
     if gamma < _SMALL_GAMMA:
         z = np.arange(-10.0, 12.0, _NORMAL_STEP)
-        weight = _NORMAL_STEP * _normal_density(z)
+        weight = _NORMAL_STEP * normal_density(z)
 
         def over_normal(y: Array) -> tuple[Array, ...]:
             g = y - gamma * z
@@ -257,7 +269,7 @@ def _single_key(highest: float, gamma: float) -> Callable[[Array], tuple[Array, 
 
     def over_gumbel(y: Array) -> tuple[Array, ...]:
         z = (y - g) / gamma
-        bell = _normal_density(z) / gamma
+        bell = normal_density(z) / gamma
         return (
             ndtr(z) @ gumbel,
             ndtr(-z) @ gumbel,
@@ -269,7 +281,7 @@ def _single_key(highest: float, gamma: float) -> Callable[[Array], tuple[Array, 
     return over_gumbel
 
 
-def _normal_density(z: Array) -> Array:
+def normal_density(z: Array) -> Array:
     density: Array = np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi)
     return density
 
@@ -282,7 +294,7 @@ def _gumbel_tail_mean(g: Array) -> Array:
     """
     a = np.exp(-g)
     small = np.minimum(a, 1.0)
-    series = np.polynomial.polynomial.polyval(small, _EIN)
+    series = np.polynomial.polynomial.polyval(small, EIN)
     low = np.expm1(-small) * (np.euler_gamma - g) + series
     high = np.exp(-a) * (np.euler_gamma - g) + exp1(np.maximum(a, 1.0))
     return np.where(a < 1.0, low, high)
@@ -298,22 +310,3 @@ def _integrate(integrand: Callable[[Array], Array], lowest: float, highest: floa
     first, last = max(live[0] - 1, 0), min(live[-1] + 1, x.size - 1)
     x = np.linspace(x[first], x[last], _RULE_POINTS)
     return float(integrand(x).sum() * (x[1] - x[0]))
-
-
-def _broadcast(
-    point: Callable[[float, float], float], n: ArrayLike, gamma: ArrayLike, least: float = 1.0
-) -> float | Array:
-    """Check the domains, then evaluate point by point over the broadcast shape."""
-    keys, deviation = np.asarray(n, dtype=np.float64), np.asarray(gamma, dtype=np.float64)
-    _check("n", keys, least, f"the number of keys is finite and at least {least:g}")
-    _check("gamma", deviation, 0.0, "the scale of the logits is finite and at least 0")
-    keys, deviation = np.broadcast_arrays(keys, deviation)
-    pairs = zip(keys.ravel().tolist(), deviation.ravel().tolist(), strict=True)
-    values = np.array([point(*pair) for pair in pairs]).reshape(keys.shape)
-    return values if values.ndim else float(values)
-
-
-def _check(name: str, values: Array, least: float, rule: str) -> None:
-    wrong = values[~((values >= least) & np.isfinite(values))]
-    if wrong.size:
-        raise ValueError(f"{name}: {rule}, got {name}={wrong[0]:g}")

@@ -4,9 +4,9 @@ A row of n keys has logits :math:`\gamma s_j`, the scores s_j independent with a
 law, weights :math:`p = \mathrm{softmax}(\gamma s)` and normaliser
 :math:`Z = \sum_j e^{\gamma s_j}`.
 
-As for Gaussian scores (``acutance.theory.gaussian``), let :math:`G_j` be independent standard
-Gumbel variables: the largest :math:`\gamma s_j + G_j` is distributed as :math:`\log Z + G`, and its
-index is a draw from p. With :math:`a = e^{\gamma s - y}` and
+As for Gaussian scores (``acutance.theory.finite_n.gaussian``), let :math:`G_j` be independent
+standard Gumbel variables: the largest :math:`\gamma s_j + G_j` is distributed as
+:math:`\log Z + G`, and its index is a draw from p. With :math:`a = e^{\gamma s - y}` and
 
 .. math::
 
@@ -26,7 +26,7 @@ The first is :math:`E[G_I] - c` at the index I of the maximum, by parts: it need
 scores, so heavy tails with an infinite :math:`E e^{\gamma s}`, or no mean at all, have their
 entropy too. Integrands of entropy and powers are positive, so nothing cancels.
 
-Averages over s and integrals over y are those of ``acutance.theory.row``, for laws of
+Averages over s and integrals over y are those of ``acutance.theory.finite_n.row``, for laws of
 ``acutance.theory.families``. Against long-double sums of other formulas the families given by name
 keep a relative accuracy of 3e-13, over n = 2 to 1e7 and gamma = 0.001 to 10.
 
@@ -34,40 +34,40 @@ Sources: Derrida (1981), Phys. Rev. B 24, 2613 (the random energy model, whose p
 is Z); Maddison, Tarlow & Minka (2014), arXiv:1411.0030 (the Gumbel representation).
 """
 
+from __future__ import annotations
+
 import math
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import exp1, expit, gammaln
 
-from acutance.theory.families import Family, as_family
-from acutance.theory.gaussian import _EIN, _broadcast
-from acutance.theory.grid import grid
-from acutance.theory.row import Row
+from acutance.theory.arguments import Array
+from acutance.theory.families import Family, FamilyParameter
+from acutance.theory.finite_n.gaussian import EIN
+from acutance.theory.finite_n.grid import grid
+from acutance.theory.finite_n.row import Row, expectation
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "expected_collision",
     "expected_entropy",
     "expected_logsumexp",
+    "expected_power",
     "expected_power_sum",
     "expected_weighted_mean",
 ]
 
-Array = NDArray[np.float64]
 
 _RARE = 1e-10  # part of a sum of powers that may come from beyond the cells
 
 
 def expected_logsumexp(
-    n: ArrayLike,
-    gamma: ArrayLike,
-    family: Any = "gaussian",
-    *,
-    d: float | None = None,
-    rho: float | None = None,
-    a: float | None = None,
+    n: ArrayLike, gamma: ArrayLike, family: Any = "gaussian", **parameter: Unpack[FamilyParameter]
 ) -> float | Array:
     r"""Expected log-normaliser of a softmax row with n independent logits.
 
@@ -80,9 +80,7 @@ def expected_logsumexp(
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
         family: Law of the scores s; see :func:`expected_entropy`.
-        d: Dimension for ``"cosine"``, d >= 2.
-        rho: Exponent for ``"stretched"``, rho >= 0.05.
-        a: Tail index for ``"pareto"``, a >= 0.05.
+        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
         E log Z in nats, float64 of the broadcast shape; a float for scalars. It is gamma E s for
@@ -99,18 +97,11 @@ def expected_logsumexp(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    law = as_family(family, d=d, rho=rho, a=a)
-    return _broadcast(lambda keys, scale: _expected_logsumexp(keys, scale, law), n, gamma)
+    return expectation(_expected_logsumexp, n, gamma, family, parameter)
 
 
 def expected_entropy(
-    n: ArrayLike,
-    gamma: ArrayLike,
-    family: Any = "gaussian",
-    *,
-    d: float | None = None,
-    rho: float | None = None,
-    a: float | None = None,
+    n: ArrayLike, gamma: ArrayLike, family: Any = "gaussian", **parameter: Unpack[FamilyParameter]
 ) -> float | Array:
     r"""Expected Shannon entropy of a softmax row with n independent logits.
 
@@ -139,9 +130,7 @@ def expected_entropy(
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
         family: Law of the scores s, from the table.
-        d: Dimension for ``"cosine"``, d >= 2.
-        rho: Exponent for ``"stretched"``, rho >= 0.05.
-        a: Tail index for ``"pareto"``, a >= 0.05.
+        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
         E H in nats, float64 of the broadcast shape; a float for scalars. It is 0 for n = 1.
@@ -162,8 +151,7 @@ def expected_entropy(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    law = as_family(family, d=d, rho=rho, a=a)
-    return _broadcast(lambda keys, scale: _expected_entropy(keys, scale, law), n, gamma)
+    return expectation(_expected_entropy, n, gamma, family, parameter)
 
 
 def expected_power_sum(
@@ -171,10 +159,7 @@ def expected_power_sum(
     gamma: ArrayLike,
     family: Any = "gaussian",
     k: float = 2.0,
-    *,
-    d: float | None = None,
-    rho: float | None = None,
-    a: float | None = None,
+    **parameter: Unpack[FamilyParameter],
 ) -> float | Array:
     r"""Expected sum of the k-th powers of the weights of a softmax row with n independent logits.
 
@@ -188,9 +173,7 @@ def expected_power_sum(
         gamma: Scale of the logits, gamma >= 0.
         family: Law of the scores s; see :func:`expected_entropy`.
         k: The power, 1 <= k <= 1000; not only integers.
-        d: Dimension for ``"cosine"``, d >= 2.
-        rho: Exponent for ``"stretched"``, rho >= 0.05.
-        a: Tail index for ``"pareto"``, a >= 0.05.
+        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
         E Σ p^k, float64 of the broadcast shape; a float for scalars. It is 1 for k = 1 or n = 1.
@@ -207,21 +190,14 @@ def expected_power_sum(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    law = as_family(family, d=d, rho=rho, a=a)
     if np.ndim(k) != 0 or not 1 <= k <= 1000:
         raise ValueError(f"k: the power is one number between 1 and 1000, got k={k}")
     power = float(k)
-    return _broadcast(lambda keys, scale: _expected_power(keys, scale, law, power), n, gamma)
+    return expectation(partial(expected_power, k=power), n, gamma, family, parameter)
 
 
 def expected_collision(
-    n: ArrayLike,
-    gamma: ArrayLike,
-    family: Any = "gaussian",
-    *,
-    d: float | None = None,
-    rho: float | None = None,
-    a: float | None = None,
+    n: ArrayLike, gamma: ArrayLike, family: Any = "gaussian", **parameter: Unpack[FamilyParameter]
 ) -> float | Array:
     r"""Expected collision probability of a softmax row with n independent logits.
 
@@ -234,9 +210,7 @@ def expected_collision(
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
         family: Law of the scores s; see :func:`expected_entropy`.
-        d: Dimension for ``"cosine"``, d >= 2.
-        rho: Exponent for ``"stretched"``, rho >= 0.05.
-        a: Tail index for ``"pareto"``, a >= 0.05.
+        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
         E Y, between 1/n and 1, float64 of the broadcast shape; a float for scalars. It is 1 for
@@ -255,17 +229,11 @@ def expected_collision(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    return expected_power_sum(n, gamma, family, 2.0, d=d, rho=rho, a=a)
+    return expected_power_sum(n, gamma, family, 2.0, **parameter)
 
 
 def expected_weighted_mean(
-    n: ArrayLike,
-    gamma: ArrayLike,
-    family: Any = "gaussian",
-    *,
-    d: float | None = None,
-    rho: float | None = None,
-    a: float | None = None,
+    n: ArrayLike, gamma: ArrayLike, family: Any = "gaussian", **parameter: Unpack[FamilyParameter]
 ) -> float | Array:
     r"""Expected mean score under the weights of a softmax row with n independent logits.
 
@@ -277,9 +245,7 @@ def expected_weighted_mean(
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
         family: Law of the scores s; see :func:`expected_entropy`.
-        d: Dimension for ``"cosine"``, d >= 2.
-        rho: Exponent for ``"stretched"``, rho >= 0.05.
-        a: Tail index for ``"pareto"``, a >= 0.05.
+        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
         E⟨s⟩ in the unit of the scores (gamma is not in it), float64 of the broadcast shape; a
@@ -298,15 +264,17 @@ def expected_weighted_mean(
     Source:
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    law = as_family(family, d=d, rho=rho, a=a)
-    return _broadcast(lambda keys, scale: _expected_mean(keys, scale, law), n, gamma)
+    return expectation(_expected_mean, n, gamma, family, parameter)
 
 
 @lru_cache(maxsize=1024)
 def _expected_entropy(n: float, gamma: float, family: Family) -> float:
     if gamma == 0 or n == 1:
         return math.log(n)
-    row, scale = Row.of(n, gamma, family), max(gamma, 1.0)  # two densities carry 1 / scale each
+    row, scale = (
+        Row.for_kernels(n, gamma, family),
+        max(gamma, 1.0),
+    )  # two densities carry 1 / scale each
 
     def integrand(y: Array) -> Array:
         below, above, density, tail = row.average(y, [_density, _tail_mean])
@@ -327,7 +295,7 @@ def _expected_mean(n: float, gamma: float, family: Family) -> float:
     cells.require_mean("the weighted mean and log Z")
     if gamma == 0 or n == 1:
         return cells.origin + float((cells.weights * cells.scores).sum())
-    row = Row.of(n, gamma, family, moment=True)
+    row = Row.for_kernels(n, gamma, family, moment=True)
 
     def integrand(y: Array) -> Array:
         below, above, moment = row.average(y, [_density], moment=True)
@@ -337,12 +305,13 @@ def _expected_mean(n: float, gamma: float, family: Family) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _expected_power(n: float, gamma: float, family: Family, k: float) -> float:
+def expected_power(n: float, gamma: float, family: Family, k: float) -> float:
+    """Expected sum of the k-th powers of the weights, for checked arguments."""
     if n == 1 or k == 1:
         return 1.0
     if gamma == 0:
         return float(n ** (1 - k))
-    row = Row.of(n, gamma, family, power=k)
+    row = Row.for_kernels(n, gamma, family, power=k)
     shift = float(gammaln(k))
 
     def density(g: Array) -> Array:
@@ -380,7 +349,7 @@ def _tail_mean(g: Array) -> Array:
     a = np.exp(-g)
     small = np.minimum(a, 1.0)
     values = np.zeros_like(a)  # Ein(small)
-    for coefficient in reversed(_EIN):
+    for coefficient in reversed(EIN):
         values *= small
         values += coefficient
     values += np.expm1(-small) * (np.euler_gamma - g)

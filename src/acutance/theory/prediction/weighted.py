@@ -1,0 +1,408 @@
+r"""Predictions of rows that are not a softmax of random logits: decay, relu², identity, linear.
+
+*Relu² and identity.* The scores are :math:`s_j = \beta + \gamma z_j`, the weights
+:math:`a_j = \max(s_j, 0)^2` or :math:`|s_j|`, and :math:`p_j = a_j / \sum_k a_k`; only
+:math:`u = \beta / \gamma` matters. Ratios of sums over independent keys are integrals of products
+over keys, as in ``acutance.theory.finite_n.row_means``: with :math:`L(t) = E e^{-ta}` and
+:math:`M(t) = E e^{-ta^2}`,
+
+.. math::
+
+    E \frac{(\sum a)^2}{\sum a^2} &= 1 + n(n-1) \int_0^\infty (E[a e^{-ta^2}])^2 M^{n-2} \, dt, \\
+    E S &= \sqrt{\frac n \pi} \int_0^\infty E[a e^{-ta^2}] \, M^{n-1} \frac{dt}{\sqrt t}, \\
+    E \sum p^2 &= n \int_0^\infty t \, E[a^2 e^{-ta}] \, L^{n-1} dt, \\
+    E H &= \int_0^\infty \bigl( (1 - L_\infty^n) e^{-t} - (L^n - L_\infty^n) \bigr) \frac{dt}{t}
+           - n \int_0^\infty E[a \log a \, e^{-ta}] \, L^{n-1} dt.
+
+A relu² row without a positive score has no weights at all (0/0); that happens with probability
+:math:`L_\infty^n = \Phi(-u)^n`, and every mean is over the other rows.
+
+*Decay.* The weights :math:`\lambda^{n-1}, \dots, \lambda, 1` are the softmax of the logits
+:math:`-\theta k`, :math:`\theta = -\log\lambda`, k = 0 … n - 1. With Langevin's function
+:math:`\mathcal L(x) = \coth x - 1/x` and :math:`x = \theta / 2`, the attended position has
+
+.. math::
+
+    \langle k \rangle = \frac{n - 1}{2} - \frac{n \mathcal L(nx) - \mathcal L(x)}{2}, \qquad
+    \operatorname{Var}_p k = \frac{n^2 \mathcal L'(nx) - \mathcal L'(x)}{4},
+
+and everything else follows, the same for every row.
+
+Source: Su Jianlin, kexue.fm/archives/9889.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from scipy.special import expit, log_ndtr, ndtr, ndtri_exp
+
+from acutance.theory.arguments import Array, log_probability
+from acutance.theory.finite_n.gaussian import (
+    expected_entropy_gauss,
+    expected_max_gauss,
+    normal_density,
+)
+from acutance.theory.finite_n.grid import gauss
+from acutance.theory.finite_n.top_weight import Scratch, laplace_power
+from acutance.theory.linear_and_decay import effective_keys_decay, sparsity_decay
+from acutance.theory.prediction.softmax import Formulas, gaussian_deviation
+
+__all__ = [
+    "WeightedRow",
+    "decay_formulas",
+    "linear_formulas",
+    "relu2_formulas",
+    "relu2_top_weight",
+    "size_formulas",
+    "size_top_weight",
+]
+
+_NO_SOFTMAX = "Only softmax weights have it."
+
+
+_MEASURED = "It is measured for these weights; no function predicts it."
+
+
+_SIGNED = "The weights have both signs, so they are no distribution."
+
+
+_ONE_KEY = "With one key both the entropy and log n are 0."
+
+
+_SERIES_TO = 0.3  # of n x, below which Langevin's function is summed as a series
+
+
+_NO_LAW = "Mean and covariance of the keys do not determine it."
+
+
+def decay_formulas(n: float, lam: float, value_variance: float) -> Formulas:
+    """Each metric of a row whose weights decay by the factor lam per key."""
+    theta = -math.log(lam)
+    x, log_n = theta / 2, math.log(n)
+    keys = float(effective_keys_decay(lam, n))
+    collision = 1 / keys
+    mean, spread = _position(n, x)
+    variance = theta * theta * spread
+    log_sum = log_n if theta == 0 else math.log(math.expm1(-n * theta) / math.expm1(-theta))
+    entropy = log_sum + theta * mean
+    plain, deviation = -theta * (n - 1) / 2, theta * math.sqrt((n * n - 1) / 12)
+    top = math.exp(-log_sum)
+    cubes = n if theta == 0 else math.expm1(-3 * n * theta) / math.expm1(-3 * theta)
+    noise = collision - 2 * cubes * top**3 + collision**2
+    values = {
+        "n_keys": n,
+        "entropy": entropy,
+        "information": log_n - entropy,
+        "effective_keys": keys,
+        "sparsity": float(sparsity_decay(lam, n)),
+        "collision": collision,
+        "top_weight": top,
+        "first_weight": math.exp(-theta * (n - 1) - log_sum),
+        "sink_mass": 0.0,
+        "max_logit": 0.0,
+        "lse": log_sum,
+        "logit_mean": plain,
+        "logit_std": deviation,
+        "varentropy": variance,
+        "entropy_slope": 0.0 - variance,
+        "mean_field_entropy": log_n + plain,
+        "jensen_gap": log_sum - log_n - plain,
+        "max_gap": theta * mean,
+        "gaussian_entropy": float(expected_entropy_gauss(n, deviation)),
+        "jacobian_trace": 1 - collision,
+        "noise_gain": value_variance * noise,
+    }
+    if n > 1:
+        values["normalized_entropy"] = entropy / log_n
+    formulas: Formulas = {name: ("fixed", _constant(value)) for name, value in values.items()}
+    return {"normalized_entropy": _ONE_KEY, **formulas}
+
+
+def relu2_formulas(n: float, mean: float, deviation: float) -> Formulas:
+    """Each metric of a row with weights max(s, 0)², s normal; means are over rows with some."""
+    row, log_n = WeightedRow.relu2(n, mean / deviation), math.log(n)
+    entropy = cache(row.entropy)
+    formulas = _score_formulas(n, mean, deviation)
+    formulas |= {
+        "entropy": ("mean", entropy),
+        "normalized_entropy": ("mean", lambda: entropy() / log_n) if n > 1 else _ONE_KEY,
+        "information": ("mean", lambda: log_n - entropy()),
+        "effective_keys": ("mean", row.effective_keys),
+        "sparsity": ("mean", row.sparsity),
+        "collision": ("mean", row.collision),
+        "top_weight": ("mean", lambda: relu2_top_weight(n, mean / deviation)),
+        "first_weight": ("mean", lambda: 1 / n),
+    }
+    if not row.has_rows:
+        reason = f"Practically no row has a positive score: P = {row.active:.1g}."
+        names = ("entropy", "normalized_entropy", "information", "effective_keys", "sparsity")
+        formulas.update(dict.fromkeys((*names, "collision", "top_weight", "first_weight"), reason))
+    return formulas
+
+
+def size_formulas(n: float, mean: float, deviation: float) -> Formulas:
+    """Each metric of a row whose weights are the normal scores themselves, measured by size."""
+    row = WeightedRow.size(n, mean / deviation)
+    names = ("entropy", "normalized_entropy", "information")
+    return _score_formulas(n, mean, deviation) | {
+        **dict.fromkeys(names, _SIGNED),
+        "effective_keys": ("mean", row.effective_keys),
+        "sparsity": ("mean", row.sparsity),
+        "collision": ("mean", row.collision),
+        "top_weight": ("mean", lambda: size_top_weight(n, mean / deviation)),
+        "first_weight": ("mean", lambda: 1 / n),
+    }
+
+
+def linear_formulas(n: float, mean: float, sparsity: float) -> Formulas:
+    """Each metric of non-negative linear attention with this population mean and sparsity."""
+    keys = n * sparsity * sparsity
+    spread = mean * math.sqrt(max(1 / sparsity**2 - 1, 0.0))
+    names = ("entropy", "normalized_entropy", "information", "top_weight", "max_logit")
+    return _without_softmax() | {
+        **dict.fromkeys(names, _NO_LAW),
+        "n_keys": ("fixed", lambda: n),
+        "effective_keys": ("plug-in", lambda: keys),
+        "sparsity": ("plug-in", lambda: sparsity),
+        "collision": ("plug-in", lambda: 1 / keys),
+        "first_weight": ("mean", lambda: 1 / n),
+        "sink_mass": ("fixed", lambda: 0.0),
+        "logit_mean": ("mean", lambda: mean),
+        "logit_std": ("plug-in", lambda: spread * math.sqrt((n - 1) / n)),
+    }
+
+
+def _score_formulas(n: float, mean: float, deviation: float) -> Formulas:
+    """What is of the normal scores alone."""
+    return _without_softmax() | {
+        "n_keys": ("fixed", lambda: n),
+        "sink_mass": ("fixed", lambda: 0.0),
+        "max_logit": ("mean", lambda: mean + deviation * float(expected_max_gauss(n))),
+        "logit_mean": ("mean", lambda: mean),
+        "logit_std": ("mean", lambda: gaussian_deviation(n, deviation)),
+    }
+
+
+def _without_softmax() -> Formulas:
+    names = ("lse", "varentropy", "entropy_slope", "mean_field_entropy", "jensen_gap", "max_gap")
+    formulas: Formulas = dict.fromkeys((*names, "gaussian_entropy"), _NO_SOFTMAX)
+    return {**formulas, "jacobian_trace": _MEASURED, "noise_gain": _MEASURED}
+
+
+def _constant(value: float) -> Callable[[], float]:
+    return lambda: value
+
+
+def _position(n: float, x: float) -> tuple[float, float]:
+    """Mean and variance of the attended position, each in the form that does not cancel."""
+    if n * x > _SERIES_TO:
+        mean = _one_over_expm1(2 * x) - n * _one_over_expm1(2 * n * x)
+        return mean, (_one_over_sinh2(x) - n * n * _one_over_sinh2(n * x)) / 4
+    mean = (n - 1) / 2 - (n * _langevin(n * x) - _langevin(x)) / 2
+    return mean, (n * n * _langevin_slope(n * x) - _langevin_slope(x)) / 4
+
+
+def _one_over_expm1(x: float) -> float:
+    return math.exp(-x) / -math.expm1(-x)
+
+
+def _one_over_sinh2(x: float) -> float:
+    return 4 * math.exp(-2 * x) / math.expm1(-2 * x) ** 2
+
+
+def _langevin(x: float) -> float:
+    """L(x) = coth x - 1/x for x <= 0.3."""
+    y = x * x
+    return x * (1 / 3 - y * (1 / 45 - y * (2 / 945 - y * (1 / 4725 - y * 2 / 93555))))
+
+
+def _langevin_slope(x: float) -> float:
+    """Derivative of L, 1/x² - 1/sinh² x, for x <= 0.3."""
+    y = x * x
+    return 1 / 3 - y * (1 / 15 - y * (2 / 189 - y * (1 / 675 - y * 2 / 10395)))
+
+
+_STEP = 0.3  # of log t: the trapezoid rule is then right to exp(-pi²/0.3) = 5e-15
+
+
+_TOP_STEP = 0.35  # of the log-odds of the largest score, where its density is smooth
+
+
+_BELOW, _ABOVE = 75.0, 160.0  # log t on both sides of where the sums are of order 1
+
+
+_FEWEST = 1e-9  # expected active keys below which a mean over active rows says nothing
+
+
+@dataclass(frozen=True)
+class WeightedRow:
+    """The law of one weight, at unit gamma.
+
+    Attributes:
+        n: Number of keys.
+        weights: Nodes of the positive weights.
+        mass: Their probabilities.
+        idle: Probability of a weight of 0.
+        log_idle: Its logarithm.
+    """
+
+    n: float
+    weights: Array
+    mass: Array
+    idle: float
+    log_idle: float
+
+    @classmethod
+    def relu2(cls, n: float, u: float) -> "WeightedRow":
+        """Squares of the positive scores of mean u and deviation 1."""
+        scores, mass = _positive(u)
+        return cls(n, scores * scores, mass, float(ndtr(-u)), float(log_ndtr(-u)))
+
+    @classmethod
+    def size(cls, n: float, u: float) -> "WeightedRow":
+        """Sizes of scores of mean u and deviation 1."""
+        parts = [_positive(u), _positive(-u)]
+        weights, mass = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return cls(n, weights, mass, 0.0, -math.inf)
+
+    @property
+    def active(self) -> float:
+        """Probability of a row with some weight."""
+        return -math.expm1(self.n * self.log_idle)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows with some weight are common enough to have a mean."""
+        return self.active > _FEWEST
+
+    def effective_keys(self) -> float:
+        """E (Σa)²/Σa²."""
+        if self.n == 1:
+            return 1.0
+        t, moment, rest = self._transforms(2.0, [self.weights])
+        pairs = self.n * (self.n - 1) * (t * moment[0] ** 2 * np.exp((self.n - 2) * rest)).sum()
+        return 1 + _STEP * float(pairs) / self.active
+
+    def sparsity(self) -> float:
+        """E Σa / sqrt(n Σa²)."""
+        t, moment, rest = self._transforms(2.0, [self.weights])
+        total = (np.sqrt(t) * moment[0] * np.exp((self.n - 1) * rest)).sum()
+        return math.sqrt(self.n / math.pi) * _STEP * float(total) / self.active
+
+    def collision(self) -> float:
+        """E Σp²."""
+        t, moment, rest = self._transforms(1.0, [self.weights**2])
+        total = (t * t * moment[0] * np.exp((self.n - 1) * rest)).sum()
+        return self.n * _STEP * float(total) / self.active
+
+    def entropy(self) -> float:
+        """E -Σ p log p."""
+        t, moment, rest = self._transforms(1.0, [self.weights * np.log(self.weights)])
+        idle = math.exp(self.n * self.log_idle)
+        log_sum = (self.active * np.exp(-t) - (np.exp(self.n * rest) - idle)).sum()
+        mean_log = self.n * (t * moment[0] * np.exp((self.n - 1) * rest)).sum()
+        return max(_STEP * float(log_sum - mean_log) / self.active, 0.0)
+
+    def _transforms(self, power: float, factors: list[Array]) -> tuple[Array, list[Array], Array]:
+        """Points t, the means of factor · exp(-t a^power) there, and log E exp(-t a^power)."""
+        raised = self.weights**power
+        scale = -math.log(self.n * float(raised @ self.mass) + 1e-300)
+        t = np.exp(np.arange(scale - _BELOW, scale + _ABOVE + 4 * math.log(self.n), _STEP))
+        exponents = -t[:, None] * raised
+        decay = np.exp(exponents)
+        moments = [decay @ (factor * self.mass) for factor in factors]
+        missing = -np.expm1(exponents, out=exponents) @ self.mass
+        return t, moments, log_probability(self.idle + decay @ self.mass, missing)
+
+
+def relu2_top_weight(n: float, u: float) -> float:
+    """E max a / Σa of relu² weights, over rows that have some.
+
+    Given the largest weight the others are independent, cut off there.
+    """
+    row = WeightedRow.relu2(n, u)
+    if n == 1:
+        return 1.0
+    start = float(log_ndtr(u) - log_ndtr(-u))  # log-odds of P(s > 0), so of P(s < 0) reversed
+    lowest = max(-start, -45.0)  # below it there is nothing to count
+    highest = math.log(n) + max(0.0, -start) + 42
+    v, measure = _panels(lowest, highest)
+    if float(_largest(n, np.array([lowest]))[0]) < 1e-15 * row.active:  # smooth, 0 at both ends
+        v = np.arange(lowest, highest, _TOP_STEP)
+        measure = np.full(v.shape, _TOP_STEP)
+    chance = measure * np.exp(math.log(n) - np.logaddexp(0, -v) - np.logaddexp(0, v))
+    live = measure * _largest(n, v) > 1e-18 * row.active
+    t = np.exp(np.arange(-math.log(n) - 35, 4.0, _STEP))
+    outer = _STEP * t * np.exp(-t)
+    total, scratch = 0.0, Scratch()
+    for at, factor in zip(v[live], chance[live], strict=True):
+        below, mass = _panels(lowest, float(at))
+        mass = mass * expit(below) * expit(-below)
+        scores, top = _score(below, u), _score(np.array([at]), u)[0]
+        factors = np.clip(scores / top, 0.0, 1.0) ** 2
+        above = float(expit(-at))
+        transform = laplace_power(n, t, factors, mass, scratch, above, zero=row.idle)
+        total += factor * float(outer @ transform)
+    return total / row.active
+
+
+def _largest(n: float, v: Array) -> Array:
+    """Density of the log-odds of the largest of n."""
+    others = (n - 1) * np.logaddexp(0, -v)
+    return np.exp(math.log(n) - np.logaddexp(0, -v) - np.logaddexp(0, v) - others)
+
+
+def size_top_weight(n: float, u: float) -> float:
+    """E max |s| / Σ|s| of scores of mean u and deviation 1."""
+    u = abs(u)
+    edges = np.concatenate([[0.0], np.geomspace(1e-6, 0.5, 20), np.arange(1.0, u + 13.5, 0.5)])
+    if n == 1:
+        return 1.0
+
+    def nodes(ends: Array) -> tuple[Array, Array]:
+        sizes, widths = gauss(ends)
+        return sizes, widths * (normal_density(sizes - u) + normal_density(sizes + u))
+
+    tops, mass = nodes(edges)
+    above = ndtr(u - tops) + ndtr(-u - tops)
+    chance = n * mass * np.exp((n - 1) * np.log1p(-np.minimum(above, 1 - 1e-16)))
+    live = chance > 1e-18
+    t = np.exp(np.arange(-math.log(n) - 35, 4.0, _STEP))
+    outer = _STEP * t * np.exp(-t)
+    total, scratch = 0.0, Scratch()
+    for top, factor, beyond in zip(tops[live], n * mass[live], above[live], strict=True):
+        sizes, part = nodes(np.append(edges[edges < top], top))
+        total += factor * float(outer @ laplace_power(n, t, sizes / top, part, scratch, beyond))
+    return total
+
+
+def _score(v: Array, u: float) -> Array:
+    """The score u + z below which lies a probability of log-odds v."""
+    z = np.copysign(ndtri_exp(-np.logaddexp(0, np.abs(v))), v)
+    return np.asarray(np.maximum(u + z, 0.0))
+
+
+def _panels(low: float, high: float) -> tuple[Array, Array]:
+    """Gauss nodes and weights on [low, high], in panels of 1 and finer towards both ends."""
+    fine = 2.0 ** -np.arange(0.0, 12.0)
+    inner = np.concatenate([np.arange(low, high, 1.0), low + fine, high - fine, [high]])
+    return gauss(np.unique(np.clip(inner, low, high)))
+
+
+def _positive(u: float) -> tuple[Array, Array]:
+    """Nodes on the positive scores of mean u and deviation 1, and their probabilities."""
+    spread = 1 / max(1.0, -u)  # how far a score above 0 typically is, where 0 is in the tail
+    top = max(u, 0.0) + 13.0
+    edges = np.concatenate(
+        [
+            spread * np.geomspace(1e-22, 1.0, 100),
+            np.arange(0.5, 80.0, 0.5) * spread,
+            np.arange(max(u - 13.0, spread), top, 0.5),
+            [top],
+        ]
+    )
+    scores, widths = gauss(np.unique(edges[edges <= top]))
+    return scores, widths * normal_density(scores - u)
