@@ -1,7 +1,7 @@
-"""Text from outside, as it may be shown: file names, names in models, records of other machines.
+"""Text from outside made safe to show: file names, names in models, records of other machines.
 
-Whatever is printed or written for people to read goes through :func:`visible`; a spreadsheet and a
-Markdown page have signs of their own beside it.
+Whatever is printed or written for people to read goes through :func:`visible`; spreadsheets,
+Markdown and terminals without Unicode have functions for their special characters.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import re
 
-__all__ = ["in_markdown", "in_spreadsheet", "visible", "visible_lines"]
+__all__ = ["in_markdown", "in_spreadsheet", "printable", "visible", "visible_lines"]
 
 #: Control characters, marks that change a line's direction, line and paragraph separators,
 #: zero-width characters, tags and lone surrogates.
@@ -17,6 +17,8 @@ _HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u206f\ufeff"
     "\ud800-\udfff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
+
+
 _NAMED = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
@@ -47,8 +49,8 @@ def in_spreadsheet(text: str) -> str:
         >>> in_spreadsheet("=1+1"), in_spreadsheet("layers.0")
         ("'=1+1", 'layers.0')
     """
-    shown = visible(text)
-    return f"'{shown}" if shown.lstrip()[:1] in ("=", "+", "-", "@") else shown
+    escaped = visible(text)
+    return f"'{escaped}" if escaped.lstrip()[:1] in ("=", "+", "-", "@") else escaped
 
 
 def in_markdown(text: str) -> str:
@@ -58,12 +60,32 @@ def in_markdown(text: str) -> str:
         >>> print(in_markdown("<script> a|b [x](y) `c`"))
         &lt;script&gt; a\|b \[x\](y) `c`
     """
-    shown = re.sub(r"([\\|\[\]])", r"\\\1", visible(text))
-    return html.escape(shown, quote=False)
+    escaped = re.sub(r"([\\|\[\]])", r"\\\1", visible(text))
+    return html.escape(escaped, quote=False)
 
 
-def _escape(found: re.Match[str]) -> str:
-    part, point = found[0], ord(found[0])
+def _escape(match: re.Match[str]) -> str:
+    part, point = match[0], ord(match[0])
     if point < 256:
         return _NAMED.get(part) or f"\\x{point:02x}"
     return f"\\u{point:04x}" if point < 0x10000 else f"\\U{point:08x}"
+
+
+_ASCII = str.maketrans(
+    {"–": "-", "−": "-", "×": "x", "…": "...", "│": "|", "·": "-", "²": "^2", "∞": "inf"}
+    | {"≈": "~", "±": "+/-", "≤": "<=", "≥": ">=", "→": "->", "√": "sqrt ", "█": "#", "’": "'"}
+    | {"β": "beta", "γ": "gamma", "λ": "lambda", "Λ": "Lambda", "σ": "sigma", "τ": "tau"}
+)
+
+
+def printable(text: str, ascii_only: bool = False) -> str:
+    r"""With control characters as escapes, and without what the terminal cannot encode.
+
+    Example:
+        >>> print(printable("0–5 \x1b[31m"), printable("0–5 ³", ascii_only=True))
+        0–5 \x1b[31m 0-5 ?
+    """
+    escaped = visible(text)
+    if not ascii_only:
+        return escaped
+    return escaped.translate(_ASCII).encode("ascii", "replace").decode()

@@ -41,8 +41,8 @@ def sealed_json(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    kept = {name: value for name, value in record.items() if name != SEAL}
-    text = json.dumps(kept, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    content = {name: value for name, value in record.items() if name != SEAL}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -129,13 +129,13 @@ def checked(kind: type[_T], record: object, place: str = "it") -> _T:
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(record) - set(known)):
         raise ValueError(f"{place} has no field {_short(unknown[0])}")
-    given, annotations = {}, _types(typing.cast(Any, kind))
+    arguments, annotations = {}, _types(typing.cast(Any, kind))
     for name, field in known.items():
         if name in record:
-            given[name] = _value(annotations[name], record[name], f"{name} of {place}")
+            arguments[name] = _value(annotations[name], record[name], f"{name} of {place}")
         elif field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{place} has no {name}")
-    return kind(**given)
+    return kind(**arguments)
 
 
 @lru_cache

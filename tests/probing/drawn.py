@@ -10,7 +10,7 @@ import torch
 
 from acutance.probing import HeadSummary, Layer, Moments
 from acutance.summary.by_octave import Profile
-from acutance.summary.optional_parts import Beside
+from acutance.summary.optional_parts import OptionalParts
 
 
 def rows_of(
@@ -39,6 +39,8 @@ def summary_of(
     names = tuple(metrics)[:count]
     held = layers or [Layer("attn", heads, calls=1, rows=sequences * rows)]
     beside = (
-        Beside(Profile.of(values.transpose(1, 2), size[:, None], kept)) if profile else Beside()
+        OptionalParts(Profile.of(values.transpose(1, 2), size[:, None], kept))
+        if profile
+        else OptionalParts()
     )
     return HeadSummary(tuple(held), names, Moments.of(flat, names), about or {}, (), beside)

@@ -174,7 +174,7 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], match: s
         acutance.probe(nn.TransformerEncoderLayer(8, 2, batch_first=True), **options)
 
 
-def test_blocks_that_are_not_there() -> None:
+def test_blocks_that_are_not_present() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 3)
     with pytest.raises(
         ValueError, match="layers=3 is no layer of the model: its blocks are numbered 0"
@@ -182,7 +182,7 @@ def test_blocks_that_are_not_there() -> None:
         acutance.probe(model, layers="0,3")
 
 
-def test_layers_that_run_no_attention_and_heads_that_are_not_there() -> None:
+def test_layers_that_run_no_attention_and_heads_that_are_not_present() -> None:
     model = nn.TransformerEncoderLayer(8, 2, batch_first=True)
     with (
         pytest.raises(acutance.ProbeError, match="in the layers of TransformerEncoderLayer that"),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from acutance.corpus.probe_corpus import run_windows
-from acutance.corpus.ranks import Alone, RankError, World, world
+from acutance.corpus.ranks import RankError, Ranks, SingleProcess, world
 from acutance.probing import HeadSummary, all_reduce_summary, load, load_state
 
 TOY = runpy.run_path(str(Path(__file__).with_name("toy.py")))
@@ -25,7 +25,7 @@ assert_same_rows = TOY["assert_same_rows"]
 SIZES = (3, 2)
 
 
-def run(here: Alone, model: Any = None, pieces: Any = None, **given: Any) -> Any:
+def run(here: SingleProcess, model: Any = None, pieces: Any = None, **given: Any) -> Any:
     return run_windows(model or text_model(), pieces or windows(), options(**given), {}, here)
 
 
@@ -44,7 +44,7 @@ def broken(rank: int, call: int) -> Any:
     return model
 
 
-def stopping(here: World, rank: int) -> Any:
+def stopping(here: Ranks, rank: int) -> Any:
     """A model during whose second batch one rank is told to stop."""
     model, calls = text_model(), []
     plain = model.model.forward
@@ -71,7 +71,7 @@ def work(folder: Path) -> None:
             met[name] = f"{type(error).__name__}: {error}"
 
     with world() as here:
-        assert isinstance(here, World)
+        assert isinstance(here, Ranks)
         assert here.device("cuda") == f"cuda:{here.rank}"
         assert here.device("cpu") == "cpu"
         found = run(here, save=folder / "whole")
@@ -87,7 +87,9 @@ def work(folder: Path) -> None:
         rest = run(here, save=folder / "stopped", resume=True)
         met["resumed"] = rest.resumed, rest.finished
         attempt("settings", lambda: run(here, save=folder / "whole", resume=True, batch_size=3))
-        summary = run(Alone(), pieces=windows()[4 * here.rank : 4 * here.rank + 4]).state.summary
+        summary = run(
+            SingleProcess(), pieces=windows()[4 * here.rank : 4 * here.rank + 4]
+        ).state.summary
         everywhere = all_reduce_summary(summary)
         everywhere.save(folder / f"all{here.rank}")
         all_reduce_summary(None if here.rank == 0 else summary).save(folder / f"but{here.rank}")
@@ -137,7 +139,7 @@ def alone() -> Any:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks have
     try:
-        yield run(Alone()).state
+        yield run(SingleProcess()).state
     finally:
         torch.set_num_threads(threads)
 
@@ -158,7 +160,7 @@ def test_ranks_equal_one_process(ranks: Any, alone: Any) -> None:
 def test_ranks_without_a_batch(ranks: Any) -> None:
     found = load_state(ranks[0] / "short")
     assert found.run.done == ((0, 2),)
-    assert_same_rows(found.summary, run(Alone(), pieces=windows(2)).state.summary)
+    assert_same_rows(found.summary, run(SingleProcess(), pieces=windows(2)).state.summary)
 
 
 def test_an_error_on_one_rank_ends_all(ranks: Any) -> None:
@@ -195,7 +197,7 @@ def test_summaries_of_any_loop_are_reduced(ranks: Any) -> None:
     folder, met = ranks
     size = len(met)
     parts = [
-        run(Alone(), pieces=windows()[4 * rank : 4 * rank + 4]).state.summary
+        run(SingleProcess(), pieces=windows()[4 * rank : 4 * rank + 4]).state.summary
         for rank in range(size)
     ]
     for rank in range(size):
@@ -221,7 +223,7 @@ def test_a_rank_that_was_killed_is_told_in_one_sentence(monkeypatch: pytest.Monk
 
     for name in ("all_reduce", "broadcast_object_list", "send", "recv", "get_rank"):
         monkeypatch.setattr(torch.distributed, name, gone)
-    here = World(0, 2, 0)
+    here = Ranks(0, 2, 0)
 
     def work() -> None:
         with here.together():
@@ -236,13 +238,13 @@ def test_one_process_is_a_world_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     with world() as here:
-        assert (type(here), here.rank, here.size) == (Alone, 0, 1)
+        assert (type(here), here.rank, here.size) == (SingleProcess, 0, 1)
         assert here.device("cuda") == "cuda"
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with world() as here:
-        assert type(here) is Alone
+        assert type(here) is SingleProcess
 
 
 def test_torchrun_says_an_error_once(tmp_path: Path) -> None:

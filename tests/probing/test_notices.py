@@ -10,7 +10,7 @@ import acutance
 from acutance.diagnose import rules
 from acutance.probing import CLASSES, THRESHOLDS
 from acutance.probing.untrained import is_untrained
-from acutance.summary.notices import notices
+from acutance.summary.layer import notices
 from acutance.training import AttentionMonitor
 
 

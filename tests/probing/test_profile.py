@@ -105,7 +105,7 @@ def test_join_and_heads_are_inverse() -> None:
     joined = Profile.join([found, short])
     for name, part in found.tensors().items():
         assert torch.equal(joined.heads(0, H).tensors()[name], part), name
-        assert torch.equal(joined.taken([1, 0]).tensors()[name], part[[1, 0]]), name
+        assert torch.equal(joined.select([1, 0]).tensors()[name], part[[1, 0]]), name
     assert int(joined.heads(H, 2 * H).count.sum()) == int(short.count.sum())
 
 

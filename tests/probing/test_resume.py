@@ -19,9 +19,8 @@ import torch
 
 from acutance import files
 from acutance.corpus.load_model import TextModel
-from acutance.corpus.probe_corpus import Savings, run_windows
-from acutance.corpus.ranks import Alone
-from acutance.corpus.resume import model_digest, text_digest
+from acutance.corpus.probe_corpus import Subset, model_digest, run_windows, text_digest
+from acutance.corpus.ranks import SingleProcess
 from acutance.files import write_text, write_whole
 from acutance.probing import load_state
 from acutance.summary.state import Shard
@@ -33,7 +32,7 @@ WINDOWS = 40
 
 
 def run(pieces: Any, given: Any, model: TextModel | None = None) -> Any:
-    return run_windows(model or text_model(), pieces, given, {}, Alone())
+    return run_windows(model or text_model(), pieces, given, {}, SingleProcess())
 
 
 def name(piece: list[int]) -> str:
@@ -165,7 +164,7 @@ def test_the_state_is_written_as_often_as_asked(tmp_path: Path) -> None:
     def look(_: int) -> None:
         seen.append(load_state(path).run.windows if path.exists() else 0)
 
-    run_windows(text_model(), pieces, options(save=path, save_every=6), {}, Alone(), look)
+    run_windows(text_model(), pieces, options(save=path, save_every=6), {}, SingleProcess(), look)
     assert seen == [0, 0, 0, 6, 6, 6, 12, 12, 12, 18, 18, 18]
     assert load_state(path).run.windows == len(pieces) == 23
 
@@ -179,7 +178,7 @@ def test_the_state_is_written_as_often_as_asked(tmp_path: Path) -> None:
         ({"noise": True}, 0, "noise is False in .*state and True in this run"),
         ({}, 1, "state is of another model than this run"),
         ({"structure": True}, 0, "metrics differ: attention_distance, .* in this run alone"),
-        ({"savings": Savings(max_rows=4)}, 0, "max rows is not set in .*state and 4 in this run"),
+        ({"subset": Subset(max_rows=4)}, 0, "max rows is not set in .*state and 4 in this run"),
         ({"shard": Shard(1, 2)}, 0, "it is of shard 1/1, this run of shard 1/2"),
     ],
 )
@@ -194,7 +193,7 @@ def test_other_settings_are_refused(
     other = [*pieces[:-1], [*pieces[-1][:-1], 1 + pieces[-1][-1] % 49]]  # one token of one window
     with pytest.raises(ValueError, match="state is of another text than this run"):
         run(other, options(save=path, resume=True))
-    halved = options(save=path, resume=True, savings=Savings(every=2))
+    halved = options(save=path, resume=True, subset=Subset(every=2))
     with pytest.raises(ValueError, match=r"every is not set in .*state and 2 in this run"):
         run(pieces[::2], halved)  # the text that is left is another one, which is not the reason
     with pytest.raises(ValueError, match="state is of another text than this run"):

@@ -65,7 +65,9 @@ def read(model: nn.Module, *inputs: Any, **options: Any) -> HeadSummary:
 def same(left: HeadSummary, right: HeadSummary, *, exact: bool = True) -> None:
     """Equal in all that is kept; sums to 1e-9 where batches differ."""
     assert left.metrics == right.metrics
-    (mine, theirs) = (side.moments.tensors() | side.beside.tensors() for side in (left, right))
+    (mine, theirs) = (
+        side.moments.tensors() | side.optional_parts.tensors() for side in (left, right)
+    )
     assert mine.keys() == theirs.keys()
     for name, part in mine.items():
         other = theirs[name]

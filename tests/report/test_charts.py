@@ -15,7 +15,7 @@ from acutance import probe
 from acutance.probing import HeadSummary
 from acutance.report.charts import CHARTS, draw
 from acutance.report.plot_style import DARK
-from acutance.summary.optional_parts import Beside
+from acutance.summary.optional_parts import OptionalParts
 
 Make = Callable[..., HeadSummary]
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_drawn_is_said(
     with pytest.raises(ValueError, match="'theory' is of entropy and takes no other metric"):
         draw(probed, target, chart="theory", metric="lse")
     with pytest.raises(ValueError, match="does not say how its rows change with n"):
-        draw(replace(probed, beside=Beside()), target, chart="lengths")
+        draw(replace(probed, optional_parts=OptionalParts()), target, chart="lengths")
     with pytest.raises(ValueError, match="did you mean 'entropy'"):
         draw(probed, target, chart="layers", metric="entropie")
     with pytest.raises(ValueError, match="'gaussian_entropy' was not recorded"):

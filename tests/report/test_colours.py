@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from acutance.report.colours import ANCHORS, ColourScale, brief, colour, ink, scale_of
+from acutance.report.colours import ANCHORS, ColourScale, brief, colour, colour_scale, ink
 
 
 def test_the_colours_are_viridis_within_three_of_255() -> None:
@@ -38,21 +38,21 @@ def test_numbers_stand_out_on_every_colour() -> None:
 
 
 def test_shares_are_coloured_from_zero_to_one_whatever_the_data() -> None:
-    assert scale_of("normalized_entropy", [0.4, 0.41]) == ColourScale(0.0, 1.0)
-    assert scale_of("top_weight", []) == ColourScale(0.0, 1.0)
+    assert colour_scale("normalized_entropy", [0.4, 0.41]) == ColourScale(0.0, 1.0)
+    assert colour_scale("top_weight", []) == ColourScale(0.0, 1.0)
 
 
 def test_a_decade_of_keys_is_logarithmic() -> None:
-    assert scale_of("effective_keys", [1.5, 150.0]).log
-    assert not scale_of("effective_keys", [100.0, 150.0]).log
-    assert not scale_of("max_logit", [1.5, 150.0]).log
+    assert colour_scale("effective_keys", [1.5, 150.0]).log
+    assert not colour_scale("effective_keys", [100.0, 150.0]).log
+    assert not colour_scale("max_logit", [1.5, 150.0]).log
 
 
 def test_nearly_equal_values_get_nearly_one_colour() -> None:
-    scale = scale_of("n_keys", [128.0, 128.0 + 1e-9])
+    scale = colour_scale("n_keys", [128.0, 128.0 + 1e-9])
     assert scale.place(128.0) == pytest.approx(0.5, abs=1e-6)
     assert scale.place(128.0 + 1e-9) == pytest.approx(0.5, abs=1e-6)
-    zero = scale_of("max_logit", [0.0, 0.0])
+    zero = colour_scale("max_logit", [0.0, 0.0])
     assert zero.low < 0.0 < zero.high
 
 
@@ -60,7 +60,7 @@ def test_what_is_beyond_an_end_is_the_end_and_nan_is_nowhere() -> None:
     scale = ColourScale(1.0, 100.0, log=True)
     assert [scale.place(value) for value in (-5.0, 1.0, 1e9)] == [0.0, 0.0, 1.0]
     assert scale.place(math.nan) is None
-    assert scale_of("entropy", [math.nan, math.inf]) == ColourScale(0.0, 1.0)
+    assert colour_scale("entropy", [math.nan, math.inf]) == ColourScale(0.0, 1.0)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.001, 12.345, -123.4, 99999.0, 1e5, -3e12, 1e-300])

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import acutance
-from acutance.diagnose.metric_words import WORDS
+from acutance.diagnose.sentences import METRIC_WORDS
 from acutance.escapes import visible
 from acutance.probing import HeadSummary, Layer, Moments, edges
 from acutance.report import Report, html, write_html
@@ -33,7 +33,7 @@ from acutance.structure import STRUCTURE
 from acutance.summary.by_octave import Profile
 from acutance.summary.distances import Distances
 from acutance.summary.moments import SCALES
-from acutance.summary.optional_parts import Beside
+from acutance.summary.optional_parts import OptionalParts
 
 Make = Callable[..., HeadSummary]
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>&amp;\u2028\u2029\"'"
@@ -322,7 +322,7 @@ def large(layers: int, heads: int) -> HeadSummary:
         tuple(Layer(f"model.layers.{i}.self_attn", heads, rows=60) for i in range(layers)),
         names,
         Moments.of(values, names),
-        beside=Beside(profile=profile, distances=distances),
+        optional_parts=OptionalParts(profile=profile, distances=distances),
     )
 
 
@@ -400,5 +400,5 @@ def test_packed_data_is_a_zlib_stream_behind_base64(summary_of: Make) -> None:
 
 
 def test_every_number_has_words_for_its_ends() -> None:
-    assert set(WORDS) >= {*METRICS, *STRUCTURE}
-    assert all(said.low != said.high for said in WORDS.values())
+    assert set(METRIC_WORDS) >= {*METRICS, *STRUCTURE}
+    assert all(said.low != said.high for said in METRIC_WORDS.values())

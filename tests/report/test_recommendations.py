@@ -18,7 +18,7 @@ from acutance.diagnose.rules import COLLAPSE, DEAD, DIFFUSE, LARGE_LOGIT, RULES,
 from acutance.probing import HeadSummary, Moments, Profile
 from acutance.report import NOTHING, Recommendation, in_words, recommendations
 from acutance.report.exports import write_exports
-from acutance.summary.optional_parts import Beside
+from acutance.summary.optional_parts import OptionalParts
 
 Make = Callable[..., HeadSummary]
 
@@ -186,7 +186,10 @@ def growing(
     layer = acutance.probing.Layer("m", 2, calls=1, rows=sequences * 256)
     profile = Profile.of(rows, n.long().view(1, 1, -1), whole)
     return HeadSummary(
-        (layer,), metrics, Moments.of(rows.flatten(2), metrics), beside=Beside(profile)
+        (layer,),
+        metrics,
+        Moments.of(rows.flatten(2), metrics),
+        optional_parts=OptionalParts(profile),
     )
 
 
@@ -238,7 +241,7 @@ def test_growth_that_is_not_told(options: dict[str, float]) -> None:
 
 
 def test_growth_needs_a_profile() -> None:
-    assert kinds(replace(growing(0.7), beside=Beside())) == []
+    assert kinds(replace(growing(0.7), optional_parts=OptionalParts())) == []
 
 
 def test_of_heads_without_growth_hardly_one_in_a_hundred_is_named() -> None:
@@ -254,7 +257,9 @@ def test_of_heads_without_growth_hardly_one_in_a_hundred_is_named() -> None:
         metrics = ("n_keys", "entropy", "normalized_entropy")
         layer = acutance.probing.Layer("m", 1, calls=1, rows=512)
         moments = Moments.of(rows.flatten(1)[:, None], metrics)
-        named += bool(kinds(HeadSummary((layer,), metrics, moments, beside=Beside(profile))))
+        named += bool(
+            kinds(HeadSummary((layer,), metrics, moments, optional_parts=OptionalParts(profile)))
+        )
     assert named <= 4
 
 

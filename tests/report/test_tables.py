@@ -20,7 +20,7 @@ from acutance.comparison import compare, render
 from acutance.probing import HeadSummary, diff
 from acutance.report import console_table
 from acutance.report.diff_console import print_diff
-from acutance.report.tables import NumberTable
+from acutance.report.screen import NumberTable
 from acutance.reproduce import EXPERIMENTS
 from acutance.reproduce.render import listing, summary
 from acutance.reproduce.runner import run_one

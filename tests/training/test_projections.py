@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from acutance import training
+from acutance.training.across_ranks import multiply
 from acutance.training.projections import HeadSlices, find_layouts
-from acutance.training.sharded import multiply
 
 HEADS, WIDTH = 4, 8
 

@@ -66,7 +66,7 @@ def _table(
 ) -> Table:
     from rich import box
 
-    from acutance.report.tables import NumberTable
+    from acutance.report.screen import NumberTable
 
     drawn = NumberTable(
         box=box.SIMPLE_HEAD,

@@ -18,7 +18,7 @@ from acutance.calibration.request import Asked, check_asked, check_positions, ch
 from acutance.calibration.result import Calibration
 from acutance.calibration.summarise import FittedLayer, summarise
 from acutance.calibration.windows import AnyBatches, Turn, check_lengths, cut, digest, gather
-from acutance.corpus.resume import model_digest
+from acutance.corpus.probe_corpus import model_digest
 from acutance.files import refuse_replacing
 from acutance.scaling import Scaling
 from acutance.shapes import check_count

@@ -18,7 +18,7 @@ from acutance.from_json import read_json, sealed_json
 from acutance.scaling import AnyScaling, NoScaling, Scaling, from_dict, get
 from acutance.scaling.learned import LearnedScaling
 from acutance.shapes import check_count
-from acutance.summary.notices import NOT_LOADED
+from acutance.summary.layer import NOT_LOADED
 
 __all__ = ["SCHEMA", "AnyLaw", "HeadLaws", "Law", "LawError", "by_layer"]
 

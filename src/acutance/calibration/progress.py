@@ -13,7 +13,7 @@ from torch import Tensor
 
 from acutance.calibration.collect import SUMS, LayerSums
 from acutance.calibration.passes import PassSums
-from acutance.corpus.resume import tidy
+from acutance.corpus.probe_corpus import tidy
 from acutance.files import write_bytes
 from acutance.summary.files import MOST, parse, read, sealed
 

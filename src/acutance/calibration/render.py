@@ -13,8 +13,8 @@ from rich.text import Text
 from acutance.calibration.collect import HELD, TARGETS
 from acutance.calibration.next_factors import ROUNDING
 from acutance.calibration.result import Calibration, HeadCalibration
-from acutance.report.tables import NumberTable
-from acutance.summary.notices import not_loaded_sentence
+from acutance.report.screen import NumberTable
+from acutance.summary.layer import not_loaded_sentence
 
 __all__ = ["sentences", "show"]
 

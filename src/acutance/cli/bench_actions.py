@@ -132,7 +132,7 @@ def _listing(asked: Sequence[str], quick: bool) -> Any:
     """Every case asked for: group, name, shape and goals."""
     from rich import box
 
-    from acutance.report.tables import NumberTable
+    from acutance.report.screen import NumberTable
 
     drawn = NumberTable(
         keys=2, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False

@@ -15,12 +15,11 @@ from rich.text import Text
 from acutance.comparison import render
 from acutance.comparison.record import Comparison
 from acutance.comparison.runner import DEFAULT_LENGTHS, Step, compare, pick
+from acutance.escapes import printable
 from acutance.files import write_each, write_text
 from acutance.mechanisms import MECHANISMS
 from acutance.probing.query_key_sample import QueryKeySample, load_queries_keys
-from acutance.report.printable import printable
-from acutance.report.screen import note
-from acutance.report.tables import NumberTable
+from acutance.report.screen import NumberTable, note
 
 __all__ = ["arguments", "listing", "run", "show", "source"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acutance.attend import row_statistics
-from acutance.report.prediction_table import deviation_of
+from acutance.report.prediction_table import logit_deviation
 from acutance.rowstats import METRICS
 from acutance.theory import Prediction
 from acutance.theory.families import as_family
@@ -60,7 +60,7 @@ def sample(prediction: Prediction, rows: int, seed: int = 0) -> dict[str, tuple[
 def _draw(prediction: Prediction, rows: int, n: int, generator: torch.Generator) -> Tensor:
     """Logits (rows, n) of the prediction's law, by its quantiles."""
     given: dict[str, Any] = dict(prediction.parameters)
-    gamma, mean = deviation_of(prediction), given.get("logit_mean")
+    gamma, mean = logit_deviation(prediction), given.get("logit_mean")
     logits: Tensor
     if gamma is not None:
         logits = torch.randn(rows, n, generator=generator, dtype=torch.float64) * gamma

@@ -11,8 +11,8 @@ from typing import Any
 from acutance.cli.report_actions import show_and_write
 from acutance.corpus import load_model
 from acutance.corpus import texts as corpus
-from acutance.corpus.probe_corpus import Options, Outcome, Savings, run_windows
-from acutance.corpus.ranks import Alone
+from acutance.corpus.probe_corpus import Options, Outcome, Subset, run_windows
+from acutance.corpus.ranks import SingleProcess
 from acutance.probing.open_probe import ProbeError
 from acutance.report.exports import Targets
 from acutance.report.screen import note
@@ -25,7 +25,7 @@ def probe(
     model: str | None,
     text: Sequence[str],
     *,
-    world: Alone,
+    world: SingleProcess,
     length: int | None,
     batch_size: int,
     shard: str | None,
@@ -35,7 +35,7 @@ def probe(
     noise: bool,
     structure: bool,
     examples: int,
-    savings: Savings,
+    subset: Subset,
     tokenizer: str | None,
     attention: str | None,
     device: str,
@@ -79,9 +79,9 @@ def probe(
             allow_missing=allow_missing,
         )
         window = loaded.window(length)
-        pieces = corpus.windows(texts, loaded.tokenizer, window)[:: savings.every]
+        pieces = corpus.windows(texts, loaded.tokenizer, window)[:: subset.every]
         loaded.check_tokens(pieces)
-        loaded.check_heads(savings.heads)
+        loaded.check_heads(subset.heads)
     options = Options(
         length=window,
         batch_size=batch_size,
@@ -90,7 +90,7 @@ def probe(
         noise=noise,
         structure=structure,
         examples=examples,
-        savings=savings,
+        subset=subset,
         keep=first and targets["--keep-qk"] is not None,
         shard=part,
         save=targets["--save"],

@@ -181,13 +181,13 @@ def probe_command(
     with plain_errors():
         from acutance.cli import probe_actions
         from acutance.corpus import ranks as distributed
-        from acutance.corpus.probe_corpus import Savings
+        from acutance.corpus.probe_corpus import Subset
         from acutance.summary.state import Shard
 
         if shard is not None:
             with misuse():
                 Shard.parse(shard)
-        savings = Savings(every, layers, heads, max_rows, seed, provide)
+        subset = Subset(every, layers, heads, max_rows, seed, provide)
         scaled = None
         if law is not None:
             from acutance.cli.calibrate_actions import applying
@@ -210,7 +210,7 @@ def probe_command(
             noise=noise,
             structure=structure or examples > 0,
             examples=examples,
-            savings=savings,
+            subset=subset,
             tokenizer=tokenizer,
             attention=attention,
             device=device,

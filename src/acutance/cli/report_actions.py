@@ -9,11 +9,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from acutance.diagnose.findings import KEY_NORMS, findings, say_key_norms
+from acutance.diagnose.findings import KEY_NORMS, describe_key_norms, findings
 from acutance.diagnose.recommendations import in_words, otherwise, recommendations
+from acutance.escapes import printable
 from acutance.files import write_each
 from acutance.report.exports import Targets, exports, to_output
-from acutance.report.printable import printable
 from acutance.report.screen import note
 from acutance.report.terminal import console_table
 from acutance.summary.head_summary import HeadSummary, load
@@ -98,7 +98,7 @@ def _show(
     ascii_only = output.options.ascii_only
     sections = {
         "What stands out": [finding.sentence for finding in findings(summary)],
-        KEY_NORMS: [] if key_norms is None else [say_key_norms(key_norms)],
+        KEY_NORMS: [] if key_norms is None else [describe_key_norms(key_norms)],
         "What to do": _advice(summary),
     }
     for title, sentences in sections.items():

@@ -12,11 +12,10 @@ from rich.padding import Padding
 from rich.text import Text
 
 from acutance import theory
+from acutance.escapes import printable
 from acutance.files import as_json, write_each, write_text
 from acutance.report.prediction_table import prediction_record, prediction_table
-from acutance.report.printable import printable
-from acutance.report.screen import Screen, note
-from acutance.report.tables import NumberTable
+from acutance.report.screen import NumberTable, Screen, note
 from acutance.report.temperature import Advice, advise
 
 

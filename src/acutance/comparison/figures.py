@@ -23,13 +23,13 @@ from acutance.report.plot_style import (
 __all__ = ["draw"]
 
 
-def draw(found: Comparison, path: str | os.PathLike[str], *, theme: Theme = LIGHT) -> None:
+def draw(comparison: Comparison, path: str | os.PathLike[str], *, theme: Theme = LIGHT) -> None:
     """Draw effective keys against n, a line and marks for each mechanism.
 
     Marks without a line are of mechanisms that no function predicts, and hollow.
 
     Args:
-        found: a comparison.
+        comparison: a comparison.
         path: a .png or .svg file.
         theme: the page, light or dark.
 
@@ -39,20 +39,20 @@ def draw(found: Comparison, path: str | os.PathLike[str], *, theme: Theme = LIGH
     """
     names = [
         name
-        for name in found.mechanisms
-        if any(not math.isnan(result["effective_keys"].measured) for result in found.of(name))
+        for name in comparison.mechanisms
+        if any(not math.isnan(result["effective_keys"].measured) for result in comparison.of(name))
     ]
     if not names:
         raise ValueError("there is nothing to draw: no mechanism has effective keys")
-    names.sort(key=lambda name: -found.of(name)[-1]["effective_keys"].measured)
+    names.sort(key=lambda name: -comparison.of(name)[-1]["effective_keys"].measured)
     figure, [axes] = new_figure(
         "How many keys a row really attends to",
-        f"{heading(found)}. Lines: theory. Marks: measured.",
+        f"{heading(comparison)}. Lines: theory. Marks: measured.",
         theme=theme,
         height=max(5.2, 1.6 + 0.235 * len(names)),
     )
     for name, curve in zip(names, curves(len(names), theme), strict=True):
-        readings = [(result.n, result["effective_keys"]) for result in found.of(name)]
+        readings = [(result.n, result["effective_keys"]) for result in comparison.of(name)]
         readings = [each for each in readings if not math.isnan(each[1].measured)]
         at = [n for n, _ in readings]
         marks = [reading.measured for _, reading in readings]
@@ -67,7 +67,7 @@ def draw(found: Comparison, path: str | os.PathLike[str], *, theme: Theme = LIGH
                 [], [], color=curve.colour, linestyle="None", marker=curve.mark, markersize=6.0,
                 markerfacecolor=theme.page, markeredgewidth=1.3, label=name,
             )  # fmt: skip
-    lengths = found.lengths
+    lengths = comparison.lengths
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(lengths, [f"{n:,}" for n in lengths])

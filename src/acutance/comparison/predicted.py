@@ -1,8 +1,9 @@
-"""What theory says of the very rows that are measured, from their queries alone where it can.
+"""Predictions for the rows that a comparison measures, from their queries alone where possible.
 
 For Gaussian keys and a score that is a dot product, a row's scores are normal with a mean β and a
-deviation γ that follow from its query. Where a score has no law of its own, or queries and keys
-come from a model, β and γ are those measured, and the prediction is marked ``plug-in``.
+deviation γ that follow from its query. For other scores, and for queries and keys of a model, β and
+γ are the measured ones, and the prediction is marked ``plug-in``. Linear attention is predicted
+from the mean and covariance of its key features.
 """
 
 from __future__ import annotations
@@ -21,22 +22,31 @@ from torch import Tensor
 from acutance import scaling, theory
 from acutance.comparison.inputs import Gaussian, Inputs
 from acutance.comparison.measured import Rows as MeasuredRows
-from acutance.comparison.moments import feature_moments
 from acutance.mechanisms import Mechanism
-from acutance.mechanisms.entry import Call, Decay, Linear, Recurrence, Rows
+from acutance.mechanisms.entry import Call, Decay, Linear, Recurrence, Rows, Sizes
+from acutance.mechanisms.feature_maps import CosFormer, FeatureMap, feature_map
 from acutance.rowstats import WeightStatistics
 from acutance.scores import Cosine, Dot, GeneralScore, ScaledDot, get
 
-__all__ = ["Predicted", "predict_rows"]
+__all__ = ["Predicted", "feature_moments", "predict_rows"]
 
 Array = NDArray[np.float64]
 
+
 _PREDICTED = ("entropy", "sparsity", "effective_keys", "noise_gain", "jacobian_trace")
+
+
 #: Scores that are normal, given the query, if the keys are.
 _NORMAL = (ScaledDot, Dot, GeneralScore)
+
+
 #: Points at which theory is computed: so many, and more per doubling of what varies over rows.
 _POINTS, _PER_DOUBLING, _MOST_POINTS = 4, 3, 25
+
+
 _NO_GRADIENT = "There is no theory of it."
+
+
 _ONLY_SOFTMAX = "Theory has it for softmax weights only."
 
 
@@ -70,33 +80,33 @@ def predict_rows(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows) -
         return Predicted(why=dict.fromkeys((*_PREDICTED, "query_gradient"), mechanism.theory.how))
     n = float(measured.statistics.n_keys.double().mean())
     if isinstance(form, Decay | Recurrence):
-        found = _decays(form, inputs, n)
+        predicted = _decays(form, inputs, n)
     elif law == "linear":
         assert isinstance(form, Linear)
-        found = _linear(form, inputs, n)
+        predicted = _linear(form, inputs, n)
     else:
-        found = _scored(mechanism, inputs, measured, n)
-    found.why["query_gradient"] = _NO_GRADIENT
+        predicted = _scored(mechanism, inputs, measured, n)
+    predicted.why["query_gradient"] = _NO_GRADIENT
     if isinstance(measured.statistics, WeightStatistics):  # theory knows these by size alone
         for name in ("noise_gain", "jacobian_trace"):
-            found.values.pop(name, None)
-            found.why[name] = _ONLY_SOFTMAX
-        if "entropy" not in measured.values and found.values.pop("entropy", None) is not None:
-            found.why["entropy"] = measured.why["entropy"]
-    return found
+            predicted.values.pop(name, None)
+            predicted.why[name] = _ONLY_SOFTMAX
+        if "entropy" not in measured.values and predicted.values.pop("entropy", None) is not None:
+            predicted.why["entropy"] = measured.why["entropy"]
+    return predicted
 
 
 def _scored(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows, n: float) -> Predicted:
     law = str(mechanism.theory.law)
-    given, form = inputs.law, mechanism.form
+    distribution, form = inputs.law, mechanism.form
     variance = inputs.value_variance
-    if isinstance(form, Rows) and given is not None:
+    if isinstance(form, Rows) and distribution is not None:
         call = Call(
             inputs.query, inputs.key, inputs.value, inputs.is_causal, inputs.offset, False, "sums"
         )
         options = form.options_for(call)
         score = get(options.get("score", "scaled_dot"))
-        if isinstance(score, Cosine) and given.key_mean == 0:
+        if isinstance(score, Cosine) and distribution.key_mean == 0:
             tau, d = score.temperature, float(inputs.key.shape[3])
             values, kinds, why = _row(law, n, (("d", d), ("tau", tau)), variance)
             return _spread(values, kinds, why, inputs, {"tau": tau, "d": d})
@@ -104,9 +114,9 @@ def _scored(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows, n: flo
             query, _, scale = score.transform(inputs.query, inputs.key)
             factor = scaling.get(options.get("scaling")).factor(torch.tensor([round(n)]))
             scale *= float(factor.flatten()[0])
-            return _normal(law, n, *_of_query(query, scale, given), variance)
-    if isinstance(form, Linear) and given is not None:  # the identity: scores q·k
-        return _normal(law, n, *_of_query(inputs.query, 1.0, given), variance)
+            return _normal(law, n, *_of_query(query, scale, distribution), variance)
+    if isinstance(form, Linear) and distribution is not None:  # the identity: scores q·k
+        return _normal(law, n, *_of_query(inputs.query, 1.0, distribution), variance)
     stats = measured.statistics
     if isinstance(form, Linear):
         mean, std = _sampled_scores(inputs)
@@ -146,12 +156,12 @@ def _normal(
     points = (low + high) / 2 - (high - low) / 2 * np.cos(angles) / np.cos(angles[0])
     rows = []
     for point in points:
-        given = (
+        arguments = (
             (("logit_mean", round(float(point), 12)), ("logit_std", 1.0))
             if ratio
             else (("logit_std", round(math.exp(point), 12)),)
         )
-        rows.append(_row(law, n, given, variance))
+        rows.append(_row(law, n, arguments, variance))
     kinds, why = dict(rows[0][1]), {name: text for row in rows for name, text in row[2].items()}
     values = {}
     for name in [name for name in kinds if name not in why]:
@@ -173,15 +183,15 @@ def _curve(points: Array, heights: Array, where: Array) -> Array:
 
 @lru_cache(maxsize=4096)
 def _row(
-    law: str, n: float, given: tuple[tuple[str, float], ...], variance: float
+    law: str, n: float, arguments: tuple[tuple[str, float], ...], variance: float
 ) -> tuple[Mapping[str, float], Mapping[str, str], Mapping[str, str]]:
     """Values, kinds and reasons of a prediction."""
-    wanted = ("entropy",) if law == "decay" else _PREDICTED
-    row = theory.predict(law, n, value_variance=variance, metrics=wanted, **dict(given))
-    there = [name for name in _PREDICTED if name in row.kinds]
+    metrics = ("entropy",) if law == "decay" else _PREDICTED
+    row = theory.predict(law, n, value_variance=variance, metrics=metrics, **dict(arguments))
+    known = [name for name in _PREDICTED if name in row.kinds]
     return (
-        {name: float(row[name]) for name in there},
-        {name: row.kinds[name] for name in there},
+        {name: float(row[name]) for name in known},
+        {name: row.kinds[name] for name in known},
         {name: row.why[name] for name in _PREDICTED if name in row.why},
     )
 
@@ -207,12 +217,12 @@ def _decays(form: Decay | Recurrence, inputs: Inputs, n: float) -> Predicted:
     lam = np.asarray(each.double().clamp(max=1.0))
     counts = np.arange(inputs.offset, inputs.n, dtype=np.float64) + 1
     entropy = [_row("decay", n, (("lam", float(value)),), 1.0)[0]["entropy"] for value in lam]
-    found = {
+    arrays = {
         "sparsity": theory.sparsity_decay(lam[:, None], counts),
         "effective_keys": theory.effective_keys_decay(lam[:, None], counts),
         "entropy": np.array(entropy)[:, None] * np.ones_like(counts),
     }
-    values = {name: torch.from_numpy(np.asarray(rows, np.float64)) for name, rows in found.items()}
+    values = {name: torch.from_numpy(np.asarray(rows, np.float64)) for name, rows in arrays.items()}
     why = dict.fromkeys(("noise_gain", "jacobian_trace"), _ONLY_SOFTMAX)
     return Predicted(values, dict.fromkeys(values, "fixed"), why, {"lam": float(lam.mean())})
 
@@ -224,13 +234,68 @@ def _linear(form: Linear, inputs: Inputs, n: float) -> Predicted:
     for head, rows in enumerate(q):
         some = rows @ mean[head] > 0  # a query without features gives no key any weight
         if bool(some.any()):
-            found = theory.sparsity_linear(
+            exact_values = theory.sparsity_linear(
                 rows[some].numpy(), mean[head].numpy(), covariance[head].numpy()
             )
-            sparsity[head, some] = torch.from_numpy(np.asarray(found, np.float64))
+            sparsity[head, some] = torch.from_numpy(np.asarray(exact_values, np.float64))
     values = {"sparsity": sparsity, "effective_keys": n * sparsity.square()}
     why = dict.fromkeys(
         ("entropy",), "The mean and covariance of key features do not say it."
     ) | dict.fromkeys(("noise_gain", "jacobian_trace"), _ONLY_SOFTMAX)
     kind = "fixed" if exact else "plug-in"
     return Predicted(values, dict.fromkeys(values, kind), why)
+
+
+#: Feature maps that take each component by itself.
+_COMPONENTWISE = ("elu1", "relu", "relu2", "exp")
+
+
+_DRAWS = 1 << 15
+
+
+_GRID = 20_001
+
+
+def feature_moments(form: Linear, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Features of the queries, and mean and covariance of those of the keys, head by head.
+
+    For Gaussian keys the moments are those of the law: by an integral for maps of single
+    components, by draws of other keys for the rest. Features that depend on the key's place, and
+    keys of a model, have the moments of the keys themselves, with which sparsity is an identity.
+
+    Returns:
+        (heads, rows, F), (heads, F), (heads, F, F), float64; and whether they are of the keys.
+    """
+    heads, group = inputs.query.shape[1], inputs.query.shape[1] // inputs.key.shape[1]
+    sizes = Sizes(heads, inputs.key.shape[1], inputs.n, inputs.key.shape[3])
+    chosen = feature_map(form.feature_map(sizes))
+    places = torch.arange(inputs.n)
+    q = chosen(inputs.query.double(), places[inputs.offset :]).flatten(0, 1)
+    if inputs.law is not None and not isinstance(chosen, CosFormer):
+        mean, covariance = _of_law(chosen, inputs.law, inputs.key.shape[3])
+        count = q.shape[0]
+        return q, mean.expand(count, -1), covariance.expand(count, -1, -1), False
+    key = inputs.key.double().repeat_interleave(group, 1).flatten(0, 1)
+    mean, covariance = _of_keys(chosen(key, places))
+    return q, mean, covariance, True
+
+
+def _of_law(chosen: FeatureMap, law: Gaussian, width: int) -> tuple[Tensor, Tensor]:
+    nowhere = torch.zeros(1, dtype=torch.int64)
+    if chosen.name in _COMPONENTWISE:
+        z = torch.linspace(-12, 12, _GRID, dtype=torch.float64)
+        mass = torch.exp(-z.square() / 2) * ((z[1] - z[0]) / math.sqrt(2 * math.pi))
+        x = chosen((law.key_mean + law.key_std * z)[:, None, None], nowhere)[:, 0, 0]
+        mean = (mass * x).sum()
+        variance = (mass * (x - mean).square()).sum()
+        return mean.expand(width), variance * torch.eye(width, dtype=torch.float64)
+    draw = torch.Generator().manual_seed(0)
+    z = torch.randn(_DRAWS, width, generator=draw, dtype=torch.float64)
+    return _of_keys(chosen(law.key_mean + law.key_std * z, nowhere))
+
+
+def _of_keys(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and covariance over the keys of (..., keys, F), divided by their number."""
+    mean = features.mean(-2)
+    away = features - mean.unsqueeze(-2)
+    return mean, away.mT @ away / features.shape[-2]

@@ -145,8 +145,8 @@ class Comparison:
 
     def of(self, mechanism: str) -> tuple[Result, ...]:
         """The results of one mechanism, shortest rows first."""
-        found = [result for result in self.results if result.mechanism == mechanism]
-        return tuple(sorted(found, key=lambda result: result.n))
+        results = [result for result in self.results if result.mechanism == mechanism]
+        return tuple(sorted(results, key=lambda result: result.n))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values for JSON; NaN as None."""

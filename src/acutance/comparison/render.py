@@ -9,9 +9,9 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResul
 from rich.text import Text
 
 from acutance.comparison.record import COMPARED, Comparison, Reading, Result
+from acutance.escapes import printable
 from acutance.mechanisms import MECHANISMS
-from acutance.report.printable import printable
-from acutance.report.tables import NumberTable
+from acutance.report.screen import NumberTable
 
 __all__ = ["WIDE", "heading", "legend", "sentences", "table"]
 
@@ -22,7 +22,7 @@ WIDE = 118
 _FAR = 4.0  # standard errors, or per cent of a formula for many keys, that stand out
 
 
-def table(found: Comparison) -> ConsoleRenderable:
+def table(comparison: Comparison) -> ConsoleRenderable:
     """A rich renderable: every mechanism at every length.
 
     Example:
@@ -35,24 +35,24 @@ def table(found: Comparison) -> ConsoleRenderable:
         decay       64     3.23     0.580       18.9    18.9   exact     0
                    256     3.25     0.277       19.0    19.0   exact     0
     """
-    return _Table(found)
+    return _Table(comparison)
 
 
 class _Table:
     """What :func:`table` returns; it is laid out when it is printed."""
 
-    def __init__(self, found: Comparison) -> None:
-        self.found = found
+    def __init__(self, comparison: Comparison) -> None:
+        self.found = comparison
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        ascii_only, found = options.ascii_only, self.found
+        ascii_only, comparison = options.ascii_only, self.found
         wide = options.max_width >= WIDE
-        costs = any(not math.isnan(result.seconds) for result in found.results)
+        costs = any(not math.isnan(result.seconds) for result in comparison.results)
 
         def shown(text: str) -> str:
             return printable(text, ascii_only)
 
-        yield Text(shown(heading(found)), style="bold")
+        yield Text(shown(heading(comparison)), style="bold")
         yield Text()
         gap = 2 if wide or not costs else 1
         body = NumberTable(
@@ -68,7 +68,7 @@ class _Table:
         for name in names:
             body.add_column(name, justify="right", no_wrap=True)
         last = ""
-        for result in found.results:
+        for result in comparison.results:
             cells = [f"{result.n}", _short(result["entropy"].measured)]
             if wide:
                 cells += [_short(result["entropy"].predicted)]
@@ -89,24 +89,25 @@ class _Table:
         yield body
 
 
-def heading(found: Comparison) -> str:
+def heading(comparison: Comparison) -> str:
     """What the mechanisms were run on."""
-    given = found.settings
-    rows = f"{given['samples'] * given['heads'] * given['batch']:,} rows, {given['heads']} heads"
-    causal = ", causal" if given["is_causal"] else ""
-    if given["query_mean"] is None:
-        return f"Queries and keys of a model, width {given['d']}; {rows}{causal}"
-    means = given["query_mean"], given["key_mean"]
-    stds = given["query_std"], given["key_std"]
+    settings = comparison.settings
+    heads = settings["heads"]
+    rows = f"{settings['samples'] * heads * settings['batch']:,} rows, {heads} heads"
+    causal = ", causal" if settings["is_causal"] else ""
+    if settings["query_mean"] is None:
+        return f"Queries and keys of a model, width {settings['d']}; {rows}{causal}"
+    means = settings["query_mean"], settings["key_mean"]
+    stds = settings["query_std"], settings["key_std"]
     more = ""
     if any(means):
         more += f", mean {means[0]:g}" + (f" and {means[1]:g}" if means[0] != means[1] else "")
     if stds != (1.0, 1.0):
         more += f", deviation {stds[0]:g}" + (f" and {stds[1]:g}" if stds[0] != stds[1] else "")
-    return f"Gaussian queries and keys, width {given['d']}{more}; {rows}{causal}"
+    return f"Gaussian queries and keys, width {settings['d']}{more}; {rows}{causal}"
 
 
-def sentences(found: Comparison) -> list[str]:
+def sentences(comparison: Comparison) -> list[str]:
     """What the comparison shows: how far theory is off, then each mechanism in a sentence.
 
     Example:
@@ -115,18 +116,18 @@ def sentences(found: Comparison) -> list[str]:
         >>> print(sentences(found)[-1][:72])
         identity, l1: No: for Gaussian keys its sparsity is never below √(2/π) =
     """
-    said: dict[str, list[str]] = {}
-    for name in found.mechanisms:
-        said.setdefault(MECHANISMS[name].can_concentrate, []).append(name)
-    lines = [f"{', '.join(names)}: {sentence}" for sentence, names in said.items()]
-    return [line for line in (_agreement(found), _missing(found), *lines) if line]
+    mechanisms: dict[str, list[str]] = {}
+    for name in comparison.mechanisms:
+        mechanisms.setdefault(MECHANISMS[name].can_concentrate, []).append(name)
+    lines = [f"{', '.join(names)}: {sentence}" for sentence, names in mechanisms.items()]
+    return [line for line in (_agreement(comparison), _missing(comparison), *lines) if line]
 
 
-def _agreement(found: Comparison) -> str:
+def _agreement(comparison: Comparison) -> str:
     """The largest distance between theory and measurement, of how many."""
     judged: list[tuple[float, Result, str]] = [
         (abs(reading.z), result, name)
-        for result in found.results
+        for result in comparison.results
         for name, reading in result.readings.items()
         if not math.isnan(reading.z)
     ]
@@ -140,20 +141,20 @@ def _agreement(found: Comparison) -> str:
     )
 
 
-def _missing(found: Comparison) -> str:
+def _missing(comparison: Comparison) -> str:
     """Mechanisms that no function predicts."""
     names = [
         name
-        for name in found.mechanisms
-        if all(math.isnan(result["effective_keys"].predicted) for result in found.of(name))
+        for name in comparison.mechanisms
+        if all(math.isnan(result["effective_keys"].predicted) for result in comparison.of(name))
     ]
     return f"Without a prediction: {', '.join(names)}." if names else ""
 
 
-def _distance(reading: Reading, shown: Any) -> Text:
+def _distance(reading: Reading, encode: Any) -> Text:
     """How far measurement and prediction are apart: in standard errors, or in per cent."""
     if math.isnan(reading.predicted) or math.isnan(reading.measured):
-        return Text(shown("–"))
+        return Text(encode("–"))
     if not math.isnan(reading.z):
         away, text = reading.z, f"{round(reading.z, 1) + 0.0:+.1f} se"
     elif reading.kind == "fixed" and abs(reading.deviation) < 1e-4:
@@ -161,7 +162,7 @@ def _distance(reading: Reading, shown: Any) -> Text:
     else:
         away = 100 * reading.deviation
         text = f"{away:+.0f} %" if abs(away) >= 9.95 else f"{round(away, 1) + 0.0:+.1f} %"
-    return Text(shown(text.replace("-", "−")), "bold" if abs(away) > _FAR else "")
+    return Text(encode(text.replace("-", "−")), "bold" if abs(away) > _FAR else "")
 
 
 def _short(value: float, digits: int = 3) -> str:
@@ -179,15 +180,15 @@ def _short(value: float, digits: int = 3) -> str:
     return f"{value:.{max(0, places)}f}".replace("-", "−")
 
 
-def legend(found: Comparison, wide: bool) -> list[str]:
+def legend(comparison: Comparison, wide: bool) -> list[str]:
     """What the columns are, in a sentence each."""
     lines = ["grad: " + COMPARED["query_gradient"].meaning + "."]
     if wide:
         lines.append("noise: " + COMPARED["noise_gain"].meaning)
         lines.append("tr J: " + COMPARED["jacobian_trace"].meaning)
-    if any(not math.isnan(result.seconds) for result in found.results):
+    if any(not math.isnan(result.seconds) for result in comparison.results):
         lines.append(
             "s, MiB: one head with n rows, statistics included, on"
-            f" {found.settings['threads']} threads; memory above the inputs."
+            f" {comparison.settings['threads']} threads; memory above the inputs."
         )
     return lines

@@ -8,9 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from acutance.comparison.cost import Cost, cost
 from acutance.comparison.inputs import Gaussian, Inputs, captured, gaussian
-from acutance.comparison.measured import fixed_weights, heads_alike, mean_and_error, measure
+from acutance.comparison.measured import (
+    Cost,
+    cost,
+    fixed_weights,
+    heads_alike,
+    mean_and_error,
+    measure,
+)
 from acutance.comparison.predicted import predict_rows
 from acutance.comparison.record import COMPARED, Comparison, Reading, Result
 from acutance.mechanisms import MECHANISMS, Mechanism, mechanism
@@ -166,16 +172,16 @@ def pick(
         mechanisms = DEFAULT_MECHANISMS
     if isinstance(mechanisms, str | Mechanism):
         mechanisms = [mechanisms]
-    found: dict[str, Mechanism] = {}
-    for given in mechanisms:
-        if given == "all":
-            found.update(MECHANISMS)
+    chosen: dict[str, Mechanism] = {}
+    for mechanism_or_name in mechanisms:
+        if mechanism_or_name == "all":
+            chosen.update(MECHANISMS)
         else:
-            entry = mechanism(given)
-            found[entry.name] = entry
-    if not found:
+            entry = mechanism(mechanism_or_name)
+            chosen[entry.name] = entry
+    if not chosen:
         raise ValueError("mechanisms: at least one, got none")
-    return tuple(found.values())
+    return tuple(chosen.values())
 
 
 def _check_installed(chosen: Sequence[Mechanism]) -> None:
@@ -213,10 +219,10 @@ def _result(entry: Mechanism, sampled: Inputs, whole: Inputs | None, seed: int) 
 
 
 def _lengths(n: int | Sequence[int]) -> tuple[int, ...]:
-    given = (n,) if isinstance(n, int) else tuple(n)
-    if not given:
+    lengths = (n,) if isinstance(n, int) else tuple(n)
+    if not lengths:
         raise ValueError("n: at least one number of keys, got none")
-    return tuple(sorted({check_count("n", count, 2) for count in given}))
+    return tuple(sorted({check_count("n", count, 2) for count in lengths}))
 
 
 def _pair(name: str, value: float | tuple[float, float]) -> tuple[float, float]:

@@ -57,8 +57,10 @@ def not_loaded(model: nn.Module, report: Mapping[str, Any]) -> str | None:
     if cause:
         unexpected |= set(map(str, report["unexpected_keys"]))
     shapes = [
-        f"{name}: {tuple(there)} in the files, {tuple(here)} in the model"
-        for name, there, here in sorted(report.get("mismatched_keys", ()), key=lambda part: part[0])
+        f"{name}: {tuple(saved_shape)} in the files, {tuple(here)} in the model"
+        for name, saved_shape, here in sorted(
+            report.get("mismatched_keys", ()), key=lambda part: part[0]
+        )
     ]
     parts = [
         f"{_count(missing)} missing from its files ({_listed(missing)})" if missing else "",
@@ -102,7 +104,7 @@ def _cause(missing: Collection[str], unexpected: Iterable[str]) -> str:
     if not before or 2 * before.total() < len(missing):
         return ""
     prefix, _ = before.most_common(1)[0]
-    why = next((told for part, told in _WRAPPERS.items() if part in prefix.split(".")), "")
+    why = next((reason for part, reason in _WRAPPERS.items() if part in prefix.split(".")), "")
     if not why:
         return f"the names in the files begin with {prefix!r}, without which they would fit"
     return f"the names in the files begin with {prefix!r} ({why}): save the model inside it"

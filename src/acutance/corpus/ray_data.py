@@ -19,8 +19,14 @@ import torch
 from acutance.corpus import load_model
 from acutance.corpus import texts as corpus
 from acutance.corpus.load_model import TextModel
-from acutance.corpus.probe_corpus import Options, open_probe, settings_of
-from acutance.corpus.resume import model_digest, restore, tidy
+from acutance.corpus.probe_corpus import (
+    Options,
+    model_digest,
+    open_probe,
+    restore,
+    run_settings,
+    tidy,
+)
 from acutance.files import refuse_replacing
 from acutance.summary.head_summary import HeadSummary, from_parts
 from acutance.summary.state import Run, State
@@ -125,14 +131,14 @@ def probe_dataset(
         structure=structure or examples > 0,
         examples=examples,
     )
-    opened = open_probe(loaded, options)
-    run = Run(settings_of(loaded, pieces, options, opened), len(pieces))
+    probe = open_probe(loaded, options)
+    run = Run(run_settings(loaded, pieces, options, probe), len(pieces))
     joined = restore(save, run) if resume and save is not None else None
     if save is not None and resume:
         tidy(save)
     done = {i for start, stop in (joined.run.done if joined else ()) for i in range(start, stop)}
     chunks = _chunks(pieces, done, batch_size, batches_per_task)
-    given = {
+    settings = {
         "model": model,
         "options": options,
         "digest": run.settings["model"],
@@ -153,15 +159,15 @@ def probe_dataset(
     }
     del loaded
     if chunks:
-        found = ray_data.from_items(chunks, override_num_blocks=len(chunks)).map_batches(
+        states = ray_data.from_items(chunks, override_num_blocks=len(chunks)).map_batches(
             _Prober,
-            fn_constructor_kwargs=given,
+            fn_constructor_kwargs=settings,
             batch_size=1,
             concurrency=actors,
             num_cpus=cpus,
             num_gpus=gpus or None,
         )
-        for row in found.iter_rows():
+        for row in states.iter_rows():
             joined = _add(joined, row, run, pieces)
             if save is not None:
                 joined.save(save)
@@ -182,10 +188,10 @@ class _Prober:
     ) -> None:
         torch.set_num_threads(threads)
         self._loaded = _load(model, options.device)
-        if (found := model_digest(self._loaded.model)) != digest:
+        if (model_digest_here := model_digest(self._loaded.model)) != digest:
             raise RuntimeError(
-                f"this node loaded another model than the driver: its digest is {found}, the "
-                f"driver's {digest}"
+                f"this node loaded another model than the driver: its digest is "
+                f"{model_digest_here}, the driver's {digest}"
             )
         self._options, self._about = options, about
 
@@ -205,13 +211,13 @@ class _Prober:
     def _probe(self, chunk: _Chunk) -> HeadSummary:
         """A chunk's rows and nothing else: each call has a probe of its own."""
         loaded, options = self._loaded, self._options
-        with open_probe(loaded, options) as opened, torch.inference_mode():
+        with open_probe(loaded, options) as probe, torch.inference_mode():
             for batch in corpus.batches(chunk.pieces, options.batch_size, loaded.pad):
                 ids = batch.input_ids.to(options.device)
                 mask = batch.attention_mask.to(options.device)
-                opened.attention_mask = mask
+                probe.attention_mask = mask
                 loaded.run(ids, mask)
-        return opened.summary(dict(self._about))
+        return probe.summary(dict(self._about))
 
 
 def _add(joined: State | None, row: Mapping[str, Any], run: Run, pieces: Sequence[Any]) -> State:
@@ -221,7 +227,7 @@ def _add(joined: State | None, row: Mapping[str, Any], run: Run, pieces: Sequenc
         return joined  # a task that ran twice
     tokens = sum(len(piece) for piece in pieces[first:stop])
     part = State(_unpack(row["state"]), replace(run, done=((first, stop),), tokens=tokens))
-    return part.described() if joined is None else joined.join(part)
+    return part.updated() if joined is None else joined.join(part)
 
 
 def _unpack(raw: bytes) -> HeadSummary:
@@ -241,12 +247,12 @@ def _chunks(
         >>> [(chunk["first"], chunk["pieces"]) for chunk in chunks]
         [(0, [[1], [2]]), (4, [[5]])]
     """
-    found: list[dict[str, Any]] = []
+    chunks: list[dict[str, Any]] = []
     for start in range(0, len(pieces), batch):
         if start in done:
             continue
         part = [list(piece) for piece in pieces[start : start + batch]]
-        last = found[-1] if found else None
+        last = chunks[-1] if chunks else None
         if (
             last is not None
             and last["first"] + len(last["pieces"]) == start
@@ -254,8 +260,8 @@ def _chunks(
         ):
             last["pieces"] += part
         else:
-            found.append({"first": start, "pieces": part})
-    return found
+            chunks.append({"first": start, "pieces": part})
+    return chunks
 
 
 def _texts(dataset: Any, column: str, ray_data: Any) -> list[corpus.Text]:

@@ -69,9 +69,9 @@ def _read_one(name: str) -> Text:
             f"{label} is not UTF-8 text: {error.reason} at byte {error.start}"
         ) from None
     except OSError as error:
-        said = f"{label} cannot be read: {error.strerror}" if error.strerror else str(error)
-        pipe = "; pipe it to --text -" if said.endswith("not a file") else ""
-        raise CorpusError(said + pipe) from None
+        problem = f"{label} cannot be read: {error.strerror}" if error.strerror else str(error)
+        pipe = "; pipe it to --text -" if problem.endswith("not a file") else ""
+        raise CorpusError(problem + pipe) from None
     if not content.strip():
         raise CorpusError(f"{label} holds no text")
     return Text(label, content)
@@ -104,7 +104,7 @@ def windows(texts: Sequence[Text], tokenizer: Any, length: int) -> list[list[int
     Raises:
         CorpusError: if a text gives no token.
     """
-    found: list[list[int]] = []
+    pieces: list[list[int]] = []
     for text in texts:
         ids = tokenizer(text.content, add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
@@ -115,8 +115,8 @@ def windows(texts: Sequence[Text], tokenizer: Any, length: int) -> list[list[int
                 f"a window of {length} tokens has no room beside the model's special tokens"
             )
         for start in range(0, len(ids), room):
-            found.append(_with_special_tokens(tokenizer, ids[start : start + room]))
-    return found
+            pieces.append(_with_special_tokens(tokenizer, ids[start : start + room]))
+    return pieces
 
 
 def _with_special_tokens(tokenizer: Any, ids: list[int]) -> list[int]:

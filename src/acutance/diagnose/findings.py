@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from acutance.diagnose.facts import HeadFacts, facts
-from acutance.diagnose.metric_words import crossing
 from acutance.diagnose.rules import COLLAPSE, DEAD, FEW_ROWS, LARGE_LOGIT, SINK, Judged, Judgement
 from acutance.diagnose.rules import Kind as Rule
+from acutance.diagnose.sentences import crossing
 from acutance.diagnose.thresholds import limit
 
 Kind = Literal["sharpest", "most_diffuse", "first_key_sink", "collapsed", "dead", "largest_logit"]
 
-#: The title of what :func:`say_key_norms` says.
+#: The title of what :func:`describe_key_norms` says.
 KEY_NORMS = "Key lengths"
 #: What each kind of finding is called in reports.
 LABELS: dict[Kind, str] = {
@@ -130,7 +130,7 @@ def findings(summary: Judged) -> list[Finding]:
     ]
 
 
-def say_key_norms(key_norms: Mapping[str, Any]) -> str:
+def describe_key_norms(key_norms: Mapping[str, Any]) -> str:
     """What the lengths of keys do to the top keys, of :meth:`QueryKeySample.key_norms`.
 
     Example:
@@ -138,7 +138,7 @@ def say_key_norms(key_norms: Mapping[str, Any]) -> str:
         ...     {"module": "a", "mean": 0.1, "heads": [{}] * 4},
         ...     {"module": "b", "mean": 0.3, "heads": [{}] * 4},
         ... ]
-        >>> print(say_key_norms({"tokens": 256, "mean": 0.2, "layers": layers}))
+        >>> print(describe_key_norms({"tokens": 256, "mean": 0.2, "layers": layers}))
         20% of the rows would have another top key if all keys of a head had one length (10% to 30%
         by layer, most in b; 8 heads, 256 tokens). In those rows the length of a key decides, not
         only its direction; cosine scores and QK-norm use the direction alone: see acutance compare
@@ -158,19 +158,21 @@ def say_key_norms(key_norms: Mapping[str, Any]) -> str:
 
 def _extremes(heads: list[HeadFacts]) -> list[Finding]:
     for name in ("normalized_entropy", "entropy", "effective_keys"):
-        there = [head for head in heads if math.isfinite(head.mean(name))]
-        if there:
+        measured = [head for head in heads if math.isfinite(head.mean(name))]
+        if measured:
             break
     else:
         return []
-    sharpest = min(there, key=lambda head: head.mean(name))
+    sharpest = min(measured, key=lambda head: head.mean(name))
     # of heads that tie, the last: two heads all alike are still two heads
-    diffuse = max(reversed(there), key=lambda head: head.mean(name))
-    found = [_finding("sharpest", sharpest, sharpest.mean(name), _spread(sharpest, "the sharpest"))]
+    diffuse = max(reversed(measured), key=lambda head: head.mean(name))
+    extremes = [
+        _finding("sharpest", sharpest, sharpest.mean(name), _spread(sharpest, "the sharpest"))
+    ]
     if diffuse is not sharpest:
         sentence = _spread(diffuse, "the most diffuse")
-        found.append(_finding("most_diffuse", diffuse, diffuse.mean(name), sentence))
-    return found
+        extremes.append(_finding("most_diffuse", diffuse, diffuse.mean(name), sentence))
+    return extremes
 
 
 def _spread(head: HeadFacts, title: str) -> str:
@@ -232,10 +234,10 @@ def _dead(head: HeadFacts, value: float) -> tuple[str, str]:
 
 
 def _largest_logit(judged: list[tuple[HeadFacts, dict[Rule, Judgement]]]) -> list[Finding]:
-    there = [pair for pair in judged if math.isfinite(pair[0].high("max_logit"))]
-    if not there:
+    measured = [pair for pair in judged if math.isfinite(pair[0].high("max_logit"))]
+    if not measured:
         return []
-    head, rules = max(there, key=lambda pair: pair[0].high("max_logit"))
+    head, rules = max(measured, key=lambda pair: pair[0].high("max_logit"))
     value, typical = head.high("max_logit"), head.mean("max_logit")
     text = (
         f"{_name(head)} has the largest attention logit, {_number(value)}; its rows' maxima "

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from acutance.diagnose.facts import HeadFacts, facts
-from acutance.diagnose.metric_words import crossing
 from acutance.diagnose.rules import FEW_ROWS, Judged, Judgement
 from acutance.diagnose.rules import Kind as Rule
-from acutance.diagnose.sentences import WORDS, Certainty, ranges
+from acutance.diagnose.sentences import SENTENCES, Certainty, crossing, ranges
 
 __all__ = ["KINDS", "NOTHING", "Recommendation", "in_words", "otherwise", "recommendations"]
 
@@ -125,7 +124,7 @@ def recommendations(summary: Judged) -> list[Recommendation]:
         Layer 0 heads 0–1: entropy is 1.000 of the most it could be over 40 keys; look whether
         they do anything: without them the model may be as good, or their training stalled.
     """
-    found: list[Recommendation] = []
+    advice: list[Recommendation] = []
     judged: list[list[tuple[HeadFacts, Mapping[Rule, Judgement]]]] = [[] for _ in summary.layers]
     for head, rules in zip(facts(summary), summary.judgements, strict=True):
         judged[head.layer].append((head, rules))
@@ -136,12 +135,12 @@ def recommendations(summary: Judged) -> list[Recommendation]:
         for index, layer in enumerate(summary.layers):
             if kind == "mismatch":
                 if layer.status == "mismatch" and layer.rows:
-                    found.append(_mismatch(index, layer.module, layer.error))
+                    advice.append(_mismatch(index, layer.module, layer.error))
                 continue
             beyond = [(head, rules[kind]) for head, rules in judged[index] if kind in rules]
             if beyond and layer.rows:
-                found.append(_recommendation(kind, beyond))
-    return found
+                advice.append(_recommendation(kind, beyond))
+    return advice
 
 
 def otherwise(summary: Judged) -> str:
@@ -149,27 +148,27 @@ def otherwise(summary: Judged) -> str:
     return UNTRAINED if summary.about.get("untrained") is True else NOTHING
 
 
-def in_words(found: Sequence[Recommendation], nothing: str = NOTHING) -> list[str]:
+def in_words(recommended: Sequence[Recommendation], nothing: str = NOTHING) -> list[str]:
     """A few sentences for a terminal: three layers of each kind, an advice once, others counted.
 
     Args:
-        found: what :func:`recommendations` gave.
+        recommended: what :func:`recommendations` gave.
         nothing: the sentence where there is nothing, see :func:`otherwise`.
 
     Returns:
         At least one sentence.
     """
-    if not found:
+    if not recommended:
         return [nothing]
     sentences = []
     for kind in KINDS:
-        same = [each for each in found if each.kind == kind]
+        same = [each for each in recommended if each.kind == kind]
         named = sorted(sorted(same, key=_weight)[-_NAMED:], key=lambda each: each.layer)
-        said = ""
+        last_advice = ""
         for each in named:
-            again = each.advice == said
+            again = each.advice == last_advice
             sentences.append(f"{each.place}: {each.reason}." if again else each.sentence)
-            said = each.advice
+            last_advice = each.advice
         if rest := [each for each in same if each not in named]:
             heads = sum(len(each.heads) for each in rest)
             layers = f"{len(rest)} more layer{'s' * (len(rest) > 1)}"
@@ -178,8 +177,8 @@ def in_words(found: Sequence[Recommendation], nothing: str = NOTHING) -> list[st
     return sentences
 
 
-def _weight(found: Recommendation) -> float:
-    return abs(found.numbers.get("size", 0.0))
+def _weight(recommendation: Recommendation) -> float:
+    return abs(recommendation.numbers.get("size", 0.0))
 
 
 def _mismatch(layer: int, module: str, error: float | None) -> Recommendation:
@@ -200,7 +199,7 @@ def _recommendation(kind: Kind, beyond: list[tuple[HeadFacts, Judgement]]) -> Re
     """The recommendation for heads of one layer."""
     head, worst = max(beyond, key=lambda pair: pair[1].size)
     record = head.record
-    reason, advice, certainty = WORDS[kind](beyond, head, worst)
+    reason, advice, certainty = SENTENCES[kind](beyond, head, worst)
     if record.rows < FEW_ROWS and certainty == "measured" and kind != "not_finite":
         certainty = "suspected"
         reason += f" (in {record.rows} row{'s' * (record.rows != 1)} only)"

@@ -1,19 +1,26 @@
-"""What a recommendation says: the reason, the advice, and how certain it is."""
+"""The words of a diagnosis: sentences of recommendations, and plain words for each metric.
+
+The formula, unit and source of a metric are in :data:`acutance.METRICS`; :data:`METRIC_WORDS` says
+what a low and a high value look like in a model, for a reader who has seen none of them.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from acutance.diagnose.facts import HeadFacts
 from acutance.diagnose.rules import LARGE_LOGIT, Judgement
 
-__all__ = ["WORDS", "Certainty", "Words", "ranges"]
+__all__ = ["Certainty", "SENTENCES", "Sentence", "ranges"]
 
 Certainty = Literal["measured", "fitted", "suspected"]
+
+
 #: The reason, the advice and the certainty.
-Words = tuple[str, str, Certainty]
+Sentence = tuple[str, str, Certainty]
 
 
 #: Heads of one layer that are beyond the same threshold.
@@ -44,7 +51,7 @@ def _range(beyond: _Beyond, name: str, form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _say_not_finite(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Words:
+def _describe_not_finite(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     rows, lost = worst.numbers["rows"], worst.numbers["not_finite"]
     return (
         f"the scores of {lost:,.0f} of {rows:,.0f} rows are not finite",
@@ -54,7 +61,7 @@ def _say_not_finite(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Words
     )
 
 
-def _say_large(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Words:
+def _describe_large(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     return (
         f"the largest logit is {_range(beyond, 'max_logit', ',.0f')}, above {LARGE_LOGIT:g}",
         f"if the model is still trained, clip with acutance.training.QKClip at {LARGE_LOGIT:g}, "
@@ -63,7 +70,7 @@ def _say_large(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Words:
     )
 
 
-def _say_coarse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Words:
+def _describe_coarse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     return (
         f"logits reach {_range(beyond, 'max_logit', ',.0f')}, where {head.dtype} has steps of "
         f"{worst.numbers['step']:g}",
@@ -72,7 +79,7 @@ def _say_coarse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Words:
     )
 
 
-def _say_collapse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Words:
+def _describe_collapse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     return (
         f"entropy is {_range(beyond, 'normalized_entropy', '.3f')} of what it could be, "
         f"{_range(beyond, 'effective_keys', '.2f')} effective keys in a row",
@@ -82,7 +89,7 @@ def _say_collapse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Words:
     )
 
 
-def _say_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Words:
+def _describe_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     low_n, high_n = (f"{worst.numbers[name]:,.0f}" for name in ("low_n", "high_n"))
     low, off, high = (worst.numbers[name] for name in ("low_entropy", "low_error", "high_entropy"))
     error = max(judgement.numbers["error"] for _, judgement in beyond)
@@ -96,7 +103,7 @@ def _say_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Words:
     )
 
 
-def _say_sink(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Words:
+def _describe_sink(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     return (
         f"{_range(beyond, 'first_weight', '.0%')} of the weight lies on the first visible key",
         "keep that token if a cache is cut or a window slides; when training anew, a learned sink "
@@ -105,7 +112,7 @@ def _say_sink(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Words:
     )
 
 
-def _say_dead(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Words:
+def _describe_dead(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     n = worst.numbers["n_keys"]
     over = f" over {n:,.0f} keys" if math.isfinite(n) else ""
     they, their = ("it does", "its") if len(beyond) == 1 else ("they do", "their")
@@ -119,12 +126,93 @@ def _say_dead(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Words:
 
 
 #: What is said of one layer's heads, for each kind that is of heads.
-WORDS: dict[str, Callable[[_Beyond, HeadFacts, Judgement], Words]] = {
-    "not_finite": _say_not_finite,
-    "large_logits": _say_large,
-    "coarse_scores": _say_coarse,
-    "entropy_collapse": _say_collapse,
-    "dilution": _say_dilution,
-    "sink": _say_sink,
-    "dead": _say_dead,
+SENTENCES: dict[str, Callable[[_Beyond, HeadFacts, Judgement], Sentence]] = {
+    "not_finite": _describe_not_finite,
+    "large_logits": _describe_large,
+    "coarse_scores": _describe_coarse,
+    "entropy_collapse": _describe_collapse,
+    "dilution": _describe_dilution,
+    "sink": _describe_sink,
+    "dead": _describe_dead,
 }
+
+
+#: Groups in the order in which lists show them.
+GROUPS = ("Sharpness", "Where it looks", "Scores", "Predicted", "Gradient and noise", "Rows")
+
+
+class MetricWords(NamedTuple):
+    """Plain words for a metric: its group, and what its two ends mean."""
+
+    group: str
+    low: str
+    high: str
+
+
+METRIC_WORDS: dict[str, MetricWords] = {
+    "normalized_entropy": MetricWords(
+        "Sharpness", "sharp: one token has all", "diffuse: spread evenly"
+    ),
+    "entropy": MetricWords("Sharpness", "sharp: few tokens", "diffuse: many tokens"),
+    "effective_keys": MetricWords(
+        "Sharpness", "as if looking at one token", "as if looking at many"
+    ),
+    "top_weight": MetricWords("Sharpness", "no token stands out", "one token has most"),
+    "information": MetricWords("Sharpness", "no choice made", "a sharp choice"),
+    "sparsity": MetricWords("Sharpness", "sharp: few tokens", "diffuse: many tokens"),
+    "collision": MetricWords("Sharpness", "diffuse: many tokens", "sharp: few tokens"),
+    "first_weight": MetricWords(
+        "Where it looks", "ignores the first token", "parks on the first token"
+    ),
+    "sink_mass": MetricWords("Where it looks", "all on tokens", "much on the sink"),
+    "attention_distance": MetricWords("Where it looks", "looks nearby", "looks far away"),
+    "mass_self": MetricWords("Where it looks", "looks elsewhere", "looks at itself"),
+    "mass_previous": MetricWords("Where it looks", "looks elsewhere", "looks at the token before"),
+    "mass_same": MetricWords(
+        "Where it looks", "looks elsewhere", "looks at its token's other places"
+    ),
+    "mass_special": MetricWords("Where it looks", "all on plain tokens", "all on special tokens"),
+    "critical_ratio": MetricWords(
+        "Scores", "the largest scores share", "the largest outweighs all"
+    ),
+    "max_logit": MetricWords("Scores", "small scores", "large scores"),
+    "lse": MetricWords("Scores", "small scores", "large scores"),
+    "logit_mean": MetricWords("Scores", "low on average", "high on average"),
+    "logit_std": MetricWords("Scores", "all scores alike", "scores far apart"),
+    "varentropy": MetricWords("Scores", "hard to sharpen or blur", "quick to sharpen or blur"),
+    "entropy_slope": MetricWords("Scores", "quick to sharpen", "hard to sharpen"),
+    "gaussian_entropy": MetricWords("Predicted", "sharp expected", "diffuse expected"),
+    "mean_field_entropy": MetricWords("Predicted", "low floor", "high floor"),
+    "jensen_gap": MetricWords("Predicted", "tight bound", "loose bound"),
+    "max_gap": MetricWords("Predicted", "tight bound", "loose bound"),
+    "jacobian_trace": MetricWords(
+        "Gradient and noise", "little gradient passes", "gradient passes"
+    ),
+    "noise_gain": MetricWords("Gradient and noise", "noise averages out", "noise comes through"),
+    "n_keys": MetricWords("Rows", "few tokens visible", "many tokens visible"),
+}
+
+
+def metric_words(name: str) -> MetricWords:
+    """Plain words for a metric; plain "low" and "high" for one that has none.
+
+    Example:
+        >>> metric_words("entropy").high
+        'diffuse: many tokens'
+        >>> metric_words("something_new")
+        MetricWords(group='Where it looks', low='low', high='high')
+    """
+    return METRIC_WORDS.get(name, MetricWords("Where it looks", "low", "high"))
+
+
+_CROSS = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn", re.IGNORECASE)
+
+
+def crossing(module: str) -> str:
+    """What follows a layer's number where its queries attend to another sequence; by its name.
+
+    Example:
+        >>> crossing("decoder.block.0.layer.1.EncDecAttention"), crossing("encoder.layer.0.attn")
+        (' (cross-attention)', '')
+    """
+    return " (cross-attention)" if _CROSS.search(module) else ""

@@ -7,7 +7,7 @@ from typing import Literal
 
 __all__ = ["THRESHOLDS", "Threshold", "limit"]
 
-_OWN = "acutance's own threshold"
+_ACUTANCE = "acutance's own threshold"
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Threshold:
     side: Literal["above", "below"]
     value: float
     reason: str
-    source: str = _OWN
+    source: str = _ACUTANCE
 
 
 _ROWS = (
@@ -41,15 +41,15 @@ _ROWS = (
     ("lift", "weight / even weight", "above", 2.0, "fewer keys have as much by even weights"),
     ("near", "distance in tokens", "below", 7.0, "three octaves of distance: 1, 2–3, 4–7"),
     ("local", "weight within 7 positions", "above", 0.5, "most of the weight",
-     f"{_OWN}; the name as in Kovaleva et al. (2019), arXiv:1908.08593"),
+     f"{_ACUTANCE}; the name as in Kovaleva et al. (2019), arXiv:1908.08593"),
     ("previous-token", "mass_previous", "above", 0.5, "most of the weight",
      "Clark et al. (2019), arXiv:1906.04341"),
     ("diffuse", "normalized_entropy", "above", 0.9, "close to even weights, at any length",
-     f"{_OWN}; Clark et al. (2019) call such heads broad"),
+     f"{_ACUTANCE}; Clark et al. (2019) call such heads broad"),
     ("sharp", "top_weight", "above", 0.5, "one key outweighs all others together",
-     f"{_OWN}: one key outweighs all others together"),
+     f"{_ACUTANCE}: one key outweighs all others together"),
     ("dead", "normalized_entropy", "above", 0.98, "within 2 % of averaging everything",
-     f"{_OWN}: within 2 % of averaging everything"),
+     f"{_ACUTANCE}: within 2 % of averaging everything"),
     ("positional", "share of rows with one peak", "above", 0.9, "the same place almost always",
      "Voita et al. (2019), arXiv:1905.09418"),
     ("few_keys", "effective_keys", "below", 3.0, "close to picking one key, in words only"),

@@ -27,7 +27,7 @@ _ALSO = {
 }  # fmt: skip
 
 
-def mechanism(given: str | Mechanism) -> Mechanism:
+def mechanism(name: str | Mechanism) -> Mechanism:
     """The entry of that name, or the one given.
 
     Raises:
@@ -41,14 +41,14 @@ def mechanism(given: str | Mechanism) -> Mechanism:
         Traceback (most recent call last):
         ValueError: no mechanism is named 'softmx'; did you mean 'scaled_dot'?
     """
-    if isinstance(given, Mechanism):
-        return given
-    if not isinstance(given, str):
-        raise TypeError(f"a mechanism is a name or a Mechanism, got {type(given).__name__}")
-    if given not in MECHANISMS:
-        close = difflib.get_close_matches(given, [*MECHANISMS, *_ALSO], n=1, cutoff=0.4)
+    if isinstance(name, Mechanism):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"a mechanism is a name or a Mechanism, got {type(name).__name__}")
+    if name not in MECHANISMS:
+        close = difflib.get_close_matches(name, [*MECHANISMS, *_ALSO], n=1, cutoff=0.4)
         hint = f"choose from {', '.join(MECHANISMS)}"
         if close:
             hint = f"did you mean {_ALSO.get(close[0], close[0])!r}?"
-        raise ValueError(f"no mechanism is named {given!r}; {hint}")
-    return MECHANISMS[given]
+        raise ValueError(f"no mechanism is named {name!r}; {hint}")
+    return MECHANISMS[name]

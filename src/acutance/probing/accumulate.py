@@ -16,7 +16,7 @@ from acutance.summary.by_octave import Profile
 from acutance.summary.distances import Distances
 from acutance.summary.head_summary import Layer
 from acutance.summary.moments import Moments, stack, summarise_stacked
-from acutance.summary.optional_parts import Beside
+from acutance.summary.optional_parts import OptionalParts
 
 __all__ = ["Records", "Rows"]
 
@@ -48,7 +48,7 @@ class _Record:
         self.layer = layer
         self.moments = Moments.none(layer.heads, metrics)
         nothing = Profile.none(layer.heads, metrics)
-        self.beside = Beside(
+        self.beside = OptionalParts(
             profile=nothing if profile else None,
             positions=nothing if structure else None,
             distances=Distances.none(layer.heads) if structure else None,
@@ -56,7 +56,7 @@ class _Record:
         self.waiting: list[Rows] = []
         self.size = 0
 
-    def take(self, moments: Moments, beside: Beside) -> None:
+    def take(self, moments: Moments, beside: OptionalParts) -> None:
         """Add rows that are summarised."""
         self.moments = self.moments.merge(moments)
         self.beside = self.beside.merge(beside)
@@ -109,7 +109,7 @@ class Records:
         with self._lock:
             return list(self._records)
 
-    def finished(self) -> dict[str, tuple[Layer, Moments, Beside]]:
+    def finished(self) -> dict[str, tuple[Layer, Moments, OptionalParts]]:
         """Every layer with the summary of all its rows."""
         with self._lock, torch.no_grad():
             for record in self._records.values():
@@ -125,7 +125,7 @@ class Records:
             record.take(*self._summed(_joined(record.waiting)))
             record.waiting, record.size = [], 0
 
-    def _summed(self, rows: Rows) -> tuple[Moments, Beside]:
+    def _summed(self, rows: Rows) -> tuple[Moments, OptionalParts]:
         stats, structured = rows.stats, rows.structured
         values = stats.as_dict(name for name in stats.available if name in self._metrics)
         for name in self._metrics:
@@ -139,12 +139,12 @@ class Records:
             moments = moments.sampled(rows.sample.total, rows.sample.taken)
         return moments, self._beside(stacked, rows)
 
-    def _beside(self, stacked: Tensor, rows: Rows) -> Beside:
+    def _beside(self, stacked: Tensor, rows: Rows) -> OptionalParts:
         profile = None
         if self._profile:
             profile = Profile.of(stacked, rows.stats.state.n, rows.kept)
         if not self._structure:
-            return Beside(profile)
+            return OptionalParts(profile)
         heads, structured = rows.kept.shape[1], rows.structured
         positions = Profile.none(heads, len(self._metrics))
         distances = Distances.none(heads)
@@ -152,8 +152,8 @@ class Records:
             places = structured.positions.unsqueeze(1) + 1
             positions = Profile.of(stacked, places.clamp(min=1), rows.kept)
             found = structured.statistics
-            distances = Distances.of(found.octaves, found.even, found.peak, rows.kept)
-        return Beside(profile, positions, distances)
+            distances = Distances.from_rows(found.octaves, found.even, found.peak, rows.kept)
+        return OptionalParts(profile, positions, distances)
 
 
 def _alike(left: Rows, right: Rows) -> bool:

@@ -30,7 +30,7 @@ from acutance.shapes import check_count, check_flag
 from acutance.structure import STRUCTURE
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.moments import Moments
-from acutance.summary.optional_parts import Beside
+from acutance.summary.optional_parts import OptionalParts
 
 __all__ = ["Probe", "ProbeError"]
 
@@ -248,7 +248,7 @@ class Probe:
                 **(about or {}),
             },
             unread=(*self.unread, *self._not_read(records)),
-            beside=Beside.join(besides),
+            optional_parts=OptionalParts.join(besides),
             not_provided=tuple(self.not_provided),
         )
 

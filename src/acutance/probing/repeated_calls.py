@@ -13,14 +13,14 @@ from typing import TypeAlias
 
 from acutance.summary.layer import Layer
 from acutance.summary.moments import Moments
-from acutance.summary.optional_parts import Beside
+from acutance.summary.optional_parts import OptionalParts
 
 __all__ = ["MOST_CALLS", "joined"]
 
 #: Calls of one module in one pass that are told apart; more are merged.
 MOST_CALLS = 64
 
-Found: TypeAlias = tuple[Layer, Moments, Beside]
+Found: TypeAlias = tuple[Layer, Moments, OptionalParts]
 
 
 def joined(records: Mapping[str, Found], heads_of: Callable[[str], int | None]) -> dict[str, Found]:
@@ -68,9 +68,9 @@ def _heads(found: Mapping[int, Found], heads: int | None) -> Found | None:
         parts.append((replace(layer, module="", chosen=numbers), moments, beside))
     layer = parts[0][0]
     for other, _, _ in parts[1:]:
-        layer = layer.beside(other)
+        layer = layer.join_heads(other)
     moments = Moments.join([part for _, part, _ in parts])
-    return layer, moments, Beside.join([part for _, _, part in parts])
+    return layer, moments, OptionalParts.join([part for _, _, part in parts])
 
 
 def _merged(parts: list[Found]) -> Found | None:

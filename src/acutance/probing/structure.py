@@ -21,7 +21,7 @@ from acutance.structure.positions import last_visible
 from acutance.structure.statistics import observe_structure, tokens_at
 from acutance.summary.examples import MOST_ROWS, Examples, Row
 from acutance.summary.head_summary import Layer
-from acutance.summary.optional_parts import Beside
+from acutance.summary.optional_parts import OptionalParts
 
 __all__ = ["CRITICAL_ROWS", "Structured", "StructureReader"]
 
@@ -153,11 +153,11 @@ class StructureReader:
                     )
                 )
         if found:
-            made = Examples.of(found, heads, self._most)
+            made = Examples.from_rows(found, heads, self._most)
             with self._lock:
                 self._examples[module] = self._examples[module].merge(made)
 
-    def among(self, beside: Beside, layer: Layer) -> Beside:
+    def among(self, beside: OptionalParts, layer: Layer) -> OptionalParts:
         """What is kept of a layer's heads, with their sharpest rows where those are asked for."""
         if not self._most:
             return beside

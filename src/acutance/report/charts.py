@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from acutance.report.colours import scale_of
+from acutance.report.colours import colour_scale
 from acutance.report.figures import draw_heads, subject
 from acutance.report.plot_style import (
     DARK,
@@ -106,7 +106,7 @@ def draw_layers(
     if not any(grid):
         raise ValueError(f"there is nothing to draw: no head has a row that counts for {metric}")
     name, entry = metric.replace("_", " "), describe(metric)
-    scale = scale_of(metric, (value for row in grid for value in row))
+    scale = colour_scale(metric, (value for row in grid for value in row))
     figure, [axes] = new_figure(
         f"{subject(summary)}{name} by layer",
         f"A dot is a head's mean over rows, the line the layer's median, the band its quartiles. "
@@ -114,10 +114,10 @@ def draw_layers(
         theme=theme,
     )
     line, dot = _two(theme)
-    there = [index for index, row in enumerate(grid) if row]
-    quarters = np.array([np.quantile(grid[index], (0.25, 0.5, 0.75)) for index in there])
+    filled = [index for index, row in enumerate(grid) if row]
+    quarters = np.array([np.quantile(grid[index], (0.25, 0.5, 0.75)) for index in filled])
     axes.fill_between(
-        there,
+        filled,
         quarters[:, 0],
         quarters[:, 2],
         color=line,
@@ -126,13 +126,13 @@ def draw_layers(
         label="quartiles",
     )
     heads = max(map(len, grid))
-    for index in there:
+    for index in filled:
         axes.plot(
             [index] * len(grid[index]), grid[index], linestyle="None", marker="o", color=dot,
             markersize=5.0 if heads <= 16 else 3.0, alpha=0.75, markeredgewidth=0,
-            label="head" if index == there[0] else "_nolegend_",
+            label="head" if index == filled[0] else "_nolegend_",
         )  # fmt: skip
-    axes.plot(there, quarters[:, 1], color=line, linewidth=2.0, marker="s", markersize=4.5,
+    axes.plot(filled, quarters[:, 1], color=line, linewidth=2.0, marker="s", markersize=4.5,
               label="median")  # fmt: skip
     if scale.log:
         axes.set_yscale("log")
@@ -197,14 +197,14 @@ def draw_lengths(
     colours = _by_layer(len(summary.layers), theme)
     few = len(order) <= 24
     for index in order:
-        there = np.isfinite(mean[index]) & np.isfinite(n[index])
+        finite = np.isfinite(mean[index]) & np.isfinite(n[index])
         axes.plot(
-            n[index][there], mean[index][there], color=colours(layers[index]), zorder=2,
+            n[index][finite], mean[index][finite], color=colours(layers[index]), zorder=2,
             linewidth=1.6 if few else 0.9, alpha=0.95 if few else 0.6, marker="o",
             markersize=3.5 if few or octaves < 3 else 1.8, markeredgewidth=0,
         )  # fmt: skip
-    shown = np.isfinite(n)
-    low, high = max(1.0, float(n[shown].min())), float(n[shown].max())
+    drawn = np.isfinite(n)
+    low, high = max(1.0, float(n[drawn].min())), float(n[drawn].max())
     if high < 1.05 * low:
         low, high = low / 1.3, high * 1.3
     if metric == "entropy":
@@ -242,12 +242,12 @@ def draw_theory(
         ValueError: if one of them was not recorded, or no head has a row.
     """
     names = ("gaussian_entropy", "entropy", "logit_std")
-    found = np.array([summary.mean(name).numpy() for name in names])
-    there = np.isfinite(found).all(0)
-    if not there.any():
+    means = np.array([summary.mean(name).numpy() for name in names])
+    finite = np.isfinite(means).all(0)
+    if not finite.any():
         raise ValueError("there is nothing to draw: no head has a row that counts")
-    expected, entropy, spread = found[:, there]
-    places = [place for place, kept in zip(summary.places, there, strict=True) if kept]
+    expected, entropy, spread = means[:, finite]
+    places = [place for place, is_finite in zip(summary.places, finite, strict=True) if is_finite]
     off = entropy - expected
     figure, [left, right] = new_figure(
         f"{subject(summary)}entropy measured and predicted",

@@ -70,23 +70,23 @@ class ColourScale:
         return [self.low + (self.high - self.low) * step for step in steps]
 
 
-def scale_of(name: str, means: Iterable[float]) -> ColourScale:
+def colour_scale(name: str, means: Iterable[float]) -> ColourScale:
     """The scale a metric's head means are coloured on.
 
     Shares run from 0 to 1 whatever the data, so that pictures of two models compare; other metrics
     run over the data, from 0 where that is their floor, logarithmic where they span a decade.
 
     Example:
-        >>> scale_of("normalized_entropy", [0.3, 0.4])
+        >>> colour_scale("normalized_entropy", [0.3, 0.4])
         ColourScale(low=0.0, high=1.0, log=False)
-        >>> scale_of("entropy", [0.5, 3.0, float("nan")])
+        >>> colour_scale("entropy", [0.5, 3.0, float("nan")])
         ColourScale(low=0.0, high=3.0, log=False)
     """
     kind = SCALES.get(name, "unit")
-    there = [value for value in means if math.isfinite(value)]
-    if kind == "unit" or not there:
+    finite = [value for value in means if math.isfinite(value)]
+    if kind == "unit" or not finite:
         return ColourScale(0.0, 1.0)
-    low, high = min(there), max(there)
+    low, high = min(finite), max(finite)
     if kind in ("keys", "positive") and low > 0.0 and high >= 10.0 * low:
         return ColourScale(low, high, log=True)
     if kind in ("nats", "positive"):

@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from acutance.escapes import printable
 from acutance.report.colours import brief
-from acutance.report.printable import printable
-from acutance.report.tables import NumberTable
+from acutance.report.screen import NumberTable
 from acutance.structure import describe
 from acutance.summary.diff.records import CONFIDENCE, VERDICTS, Diff
-from acutance.summary.notices import notices
+from acutance.summary.layer import notices
 
 __all__ = ["print_diff"]
 
@@ -24,11 +24,11 @@ _LONG = 120
 _BAR = 8  # cells of a bar to either side
 
 
-def print_diff(found: Diff, console: Console, metrics: Sequence[str], top: int) -> None:
+def print_diff(changes: Diff, console: Console, metrics: Sequence[str], top: int) -> None:
     """Print a diff for the width of a console.
 
     Args:
-        found: the diff.
+        changes: the diff.
         console: where to.
         metrics: whose heads and layers to list.
         top: heads listed for each.
@@ -42,23 +42,23 @@ def print_diff(found: Diff, console: Console, metrics: Sequence[str], top: int) 
         console.print()
         say(text, "bold")
 
-    for name, about in zip(("before", "after"), found.about, strict=True):
+    for name, about in zip(("before", "after"), changes.about, strict=True):
         say(f"{name}: {_subject(about)}")
         for sentence in notices({**about, "complete": True}):  # the warnings say what is incomplete
             say(sentence, "bold red")
-    for sentence in found.warnings:
+    for sentence in changes.warnings:
         say(f"! {sentence}", "yellow")
-    if found.keys is not None:
-        say(f"Compared: rows that see about {found.keys[0]:,.0f} to {found.keys[1]:,.0f} keys.")
-    for which, only in zip(("first", "second"), found.matched.only, strict=True):
+    if changes.keys is not None:
+        say(f"Compared: rows that see about {changes.keys[0]:,.0f} to {changes.keys[1]:,.0f} keys.")
+    for which, only in zip(("first", "second"), changes.matched.only, strict=True):
         for part in only:
             say(f"! Only in the {which}: {part}.", "yellow")
-    title(f"How many of {len(found.matched.places):,} heads moved; median and largest change")
-    console.print(_overview(found, ascii_only))
+    title(f"How many of {len(changes.matched.places):,} heads moved; median and largest change")
+    console.print(_overview(changes, ascii_only))
     for metric in metrics:
         unit = describe(metric).unit
         name = metric.replace("_", " ") + ("" if unit == "1" else f" ({unit})")
-        changed = [head for head in found.moved(metric) if head.verdict != "equal"]
+        changed = [head for head in changes.moved(metric) if head.verdict != "equal"]
         title(f"Heads whose {name} changed most, those that moved first")
         if not changed:
             say("None: it is the same in both, or no head has rows in both.")
@@ -67,9 +67,9 @@ def print_diff(found: Diff, console: Console, metrics: Sequence[str], top: int) 
         if (rest := len(changed) - top) > 0:
             say(f"and {rest:,} more: --top, --csv and --json show them", "dim")
         title(f"Layer by layer: mean {name} over heads")
-        console.print(_layers(found, metric, console.width, ascii_only))
+        console.print(_layers(changes, metric, console.width, ascii_only))
     console.print()
-    for sentence in _below(found):
+    for sentence in _below(changes):
         say(sentence, "dim")
 
 
@@ -99,18 +99,18 @@ def _table(ascii_only: bool, keys: int, *columns: str) -> NumberTable:
     return table
 
 
-def _overview(found: Diff, ascii_only: bool) -> NumberTable:
+def _overview(changes: Diff, ascii_only: bool) -> NumberTable:
     """A line for each metric: verdicts, the median size of a change, and the largest."""
-    unclear = found.how != "sequences"
+    unclear = changes.how != "sequences"
     names = ["metric", "moved", *(["unclear"] if unclear else []), "noise", "equal"]
     table = _table(ascii_only, 1, *names, "median", "largest", "at")
-    for metric in found.metrics:
-        heads = found.moved(metric)
+    for metric in changes.metrics:
+        heads = changes.moved(metric)
         if not heads:
             continue
         most = max(heads, key=lambda head: abs(head.change))
         counts = [
-            found.count(metric, verdict)
+            changes.count(metric, verdict)
             for verdict in ("moved", "unclear", "within noise", "equal")
             if verdict != "unclear" or unclear
         ]
@@ -152,9 +152,9 @@ def _heads(heads: Sequence[Any], metric: str, width: int, ascii_only: bool) -> N
     return table
 
 
-def _layers(found: Diff, metric: str, width: int, ascii_only: bool) -> NumberTable:
+def _layers(changes: Diff, metric: str, width: int, ascii_only: bool) -> NumberTable:
     wide = width >= _WIDE
-    layers = found.layers(metric)
+    layers = changes.layers(metric)
     names = ["layer", "before", "after", "change", "± error", "moved", "most"]
     table = _table(ascii_only, 1, *names, "", *(["module"] if wide else []))
     table.columns[0].justify = "right"
@@ -194,19 +194,20 @@ def _bar(value: float, reach: float, ascii_only: bool) -> str:
     return f"{cells if value < 0 else '':>{_BAR}}{middle}{cells if value > 0 else '':<{_BAR}}"
 
 
-def _below(found: Diff) -> Iterator[str]:
+def _below(changes: Diff) -> Iterator[str]:
     """How to read the numbers, and what they rest on."""
     yield (
         "Moved: the interval of the change leaves out 0. Intervals are wide enough that those of "
         f"all heads of a metric hold together with {CONFIDENCE:.0%}."
     )
-    if found.how != "sequences":
+    if changes.how != "sequences":
         yield f"Unclear: {VERDICTS['unclear']}."
     yield (
-        f"±: one standard error of the change; for a layer, at most that. {found.assumes} The two "
-        "states are taken as independent; where both read the same text, a change is surer."
+        f"±: one standard error of the change; for a layer, at most that. {changes.assumes} "
+        "The two states are treated as independent; where both read the same text, a change is "
+        "more certain than stated."
     )
-    if found.how == "bound":
+    if changes.how == "bound":
         yield "States that this version writes keep how sequences differ: probe again to say more."
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from acutance.escapes import printable
 from acutance.report.plot_style import LIGHT, Theme, label, new_figure, reference, save
-from acutance.report.printable import printable
 from acutance.structure import describe
 from acutance.summary.diff.records import Diff
 
@@ -29,7 +29,7 @@ _NAMED = 12
 
 
 def draw_diff(
-    found: Diff,
+    changes: Diff,
     path: str | os.PathLike[str],
     metric: str = "normalized_entropy",
     *,
@@ -38,7 +38,7 @@ def draw_diff(
     """Draw the change of a metric: a map, the heads that moved most with intervals, the layers.
 
     Args:
-        found: a diff.
+        changes: a diff.
         path: a .png or .svg file.
         metric: one that both states have.
         theme: the page, light or dark.
@@ -47,14 +47,14 @@ def draw_diff(
         ImportError: without matplotlib.
         ValueError: if the two do not share the metric, or no head has rows in both.
     """
-    changed = found.moved(metric, _NAMED)
+    changed = changes.moved(metric, _NAMED)
     if not changed:
         raise ValueError(f"there is nothing to draw: no head has rows in both states for {metric}")
     entry = describe(metric)
     name = metric.replace("_", " ")
     unit = "" if entry.unit == "1" else f", {entry.unit}"
-    models = [printable(str(about.get("model", "?")))[:40] for about in found.about]
-    layers = found.layers(metric)
+    models = [printable(str(about.get("model", "?")))[:40] for about in changes.about]
+    layers = changes.layers(metric)
     figure, [left, middle, right] = new_figure(
         f"Change of {name}: {models[0]} → {models[1]}",
         "Left: every head; a ring marks those that moved. Middle: the heads that changed most, with"
@@ -65,7 +65,7 @@ def draw_diff(
         height=min(9.0, max(4.9, 2.6 + 0.16 * len(layers))),
         widths=(1.25, 1.0, 0.9),
     )
-    _map(figure, left, found, metric, name + unit, theme)
+    _map(figure, left, changes, metric, name + unit, theme)
     reference(middle, theme, x=0.0)
     shades = _LESS[theme.name][0], _MORE[theme.name][0]
     for row, head in enumerate(changed):
@@ -98,11 +98,11 @@ def draw_diff(
     save(figure, path)
 
 
-def _map(figure: Figure, axes: Axes, found: Diff, metric: str, title: str, theme: Theme) -> None:
+def _map(figure: Figure, axes: Axes, changes: Diff, metric: str, title: str, theme: Theme) -> None:
     """Layer × head, coloured by change; a ring marks the heads that moved."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    heads = found.of(metric)
+    heads = changes.of(metric)
     rows = {layer: row for row, layer in enumerate(dict.fromkeys(head.layer for head in heads))}
     across = 1 + max(head.head for head in heads)
     cells = np.full((len(rows), across), np.nan)

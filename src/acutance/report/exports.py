@@ -136,7 +136,7 @@ def csv_bytes(table: Any) -> bytes:
             table = table.set_column(index, name, known)
         elif pyarrow.types.is_string(column.type):
             safe = {text: text and in_spreadsheet(text) for text in column.unique().to_pylist()}
-            if any(text != shown for text, shown in safe.items()):
+            if any(text != quoted for text, quoted in safe.items()):
                 known = pyarrow.array([safe[text] for text in column.to_pylist()], column.type)
                 table = table.set_column(index, name, known)
     buffer = io.BytesIO()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import textwrap
 
+from acutance.escapes import printable
 from acutance.files import write_whole
-from acutance.report.colours import as_hex, brief, colour, ink, scale_of
+from acutance.report.colours import as_hex, brief, colour, colour_scale, ink
 from acutance.report.plot_style import LIGHT, Theme, save
-from acutance.report.printable import printable
 from acutance.structure import describe
 from acutance.summary.head_summary import HeadSummary
 
@@ -50,7 +50,7 @@ def draw_heads(
     layers, heads = len(grid), max((len(row) for row in grid), default=0)
     if not heads:
         raise ValueError(f"draw_heads draws at least one head, got a summary of {layers} layers")
-    scale = scale_of(metric, (value for row in grid for value in row))
+    scale = colour_scale(metric, (value for row in grid for value in row))
     name, entry = metric.replace("_", " "), describe(metric)
 
     left, right, top, bottom = 0.95, 1.75, 1.15, 0.75  # margins in inches

@@ -60,19 +60,19 @@ def draw_prediction(
             f"{prediction.mechanism} has no scale to draw along: leave out the plot, or choose from"
             f" {', '.join(_AXES)}"
         )
-    given = {name: value for name, value in prediction.parameters.items() if value is not None}
-    n = given.pop("n")
+    parameters = {name: value for name, value in prediction.parameters.items() if value is not None}
+    n = parameters.pop("n")
     name, title = _AXES[prediction.mechanism]
-    if name not in given:  # softmax scores of another family
+    if name not in parameters:  # softmax scores of another family
         name, title = "scale", "scale of the logits γ"
-    here = given.pop(name)
+    here = parameters.pop(name)
     places = _places(prediction, name, here)
-    wanted = ["entropy", "effective_keys"]
-    rows = [predict(prediction.mechanism, n, **{name: at}, **given, metrics=wanted)
+    metrics = ["entropy", "effective_keys"]
+    rows = [predict(prediction.mechanism, n, **{name: at}, **parameters, metrics=metrics)
             for at in places]  # fmt: skip
     inverse = name == "tau"
     across = np.array([1 / at if inverse else at for at in places])
-    panels = [metric for metric in wanted if metric in prediction.kinds]
+    panels = [metric for metric in metrics if metric in prediction.kinds]
     figure, grid = new_figure(
         f"{_WORDS.get(prediction.mechanism, prediction.mechanism)}: n = {n:,.0f} keys",
         f"Exact at this n, and the formula for many keys.{_rest(prediction, name)}",
@@ -84,9 +84,9 @@ def draw_prediction(
         exact = np.array([row[metric] for row in rows])
         limit = np.array([row.population[metric] for row in rows])
         predicted(axes, across, exact, exact_curve, f"exact, n = {n:,.0f}")
-        shown = _within(limit, exact, metric, n)
-        if np.isfinite(shown).any():
-            predicted(axes, across, shown, limit_curve, "formula for n → ∞")
+        limits = _within(limit, exact, metric, n)
+        if np.isfinite(limits).any():
+            predicted(axes, across, limits, limit_curve, "formula for n → ∞")
         where = 1 / here if inverse else here
         text = f"{metric.replace('_', ' ')} {prediction[metric]:.4g}"
         measured(axes, [where], [prediction[metric]], exact_curve, text)
@@ -158,13 +158,13 @@ _WORDS = {
 
 def _rest(prediction: Prediction, name: str) -> str:
     """The parameters that stay as they are."""
-    given = prediction.parameters
-    kept = [
+    parameters = prediction.parameters
+    bars = [
         f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in given.items()
+        for key, value in parameters.items()
         if key not in (name, "n", "value_variance") and value is not None
     ]
-    return f" Held fixed: {', '.join(kept)}." if kept else ""
+    return f" Held fixed: {', '.join(bars)}." if bars else ""
 
 
 def _places(prediction: Prediction, name: str, here: float) -> list[float]:
@@ -197,10 +197,10 @@ def _critical(
     axes: Any, theme: Theme, prediction: Prediction, metric: str, name: str, far: float
 ) -> None:
     """Where the formula for Gaussian logits breaks."""
-    given = prediction.parameters
-    if name != "logit_std" or given.get("family") != "gaussian" or given["n"] < 2:
+    parameters = prediction.parameters
+    if name != "logit_std" or parameters.get("family") != "gaussian" or parameters["n"] < 2:
         return
-    sparse_to, entropy_to = gaussian_break_points(given["n"])
+    sparse_to, entropy_to = gaussian_break_points(parameters["n"])
     at, text = (
         (sparse_to, f"√(log n / 2) = {sparse_to:.2f}")
         if metric == "effective_keys"

@@ -15,8 +15,8 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResul
 from rich.style import Style
 from rich.text import Text
 
-from acutance.report.printable import printable
-from acutance.report.tables import NumberTable
+from acutance.escapes import printable
+from acutance.report.screen import NumberTable
 from acutance.rowstats.descriptions import DESCRIPTIONS
 from acutance.theory import Prediction, effective_keys_decay, expected_max_gauss, frozen_entropy
 from acutance.theory.prediction.softmax import gaussian_break_points
@@ -134,19 +134,19 @@ def prediction_record(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def deviation_of(prediction: Prediction) -> float | None:
+def logit_deviation(prediction: Prediction) -> float | None:
     """Deviation of the logits where they are Gaussian under a softmax, else None."""
-    given = prediction.parameters
-    if prediction.mechanism not in _GAUSSIAN or given.get("family", "gaussian") != "gaussian":
+    parameters = prediction.parameters
+    if prediction.mechanism not in _GAUSSIAN or parameters.get("family", "gaussian") != "gaussian":
         return None
     if prediction.mechanism == "softmax":
-        return float(given["logit_std"])
-    return float(given["scale"] * given["query_norm"])
+        return float(parameters["logit_std"])
+    return float(parameters["scale"] * parameters["query_norm"])
 
 
 def _remarks(row: Prediction) -> Iterator[str]:
     n = float(row.parameters["n"])
-    gamma = deviation_of(row)
+    gamma = logit_deviation(row)
     if gamma is not None and n >= 2:
         yield from _gaussian_remarks(row, n, gamma)
     elif row.mechanism in (*_GAUSSIAN, "cosine") and n < 2:
@@ -169,10 +169,10 @@ def _remarks(row: Prediction) -> Iterator[str]:
         )
     if "mean_field_entropy" in row.kinds and "entropy" in row.kinds:
         bound = row.mean_field_entropy
-        says = f"guarantees {bound:.2f} nat" if bound > 0 else "says nothing (it is negative)"
+        verdict = f"guarantees {bound:.2f} nat" if bound > 0 else "says nothing (it is negative)"
         yield (
-            f"The mean-field bound log n − (max − mean) {says} of the {row.entropy:.2f}: it loses"
-            f" {row.jensen_gap:.2f} to the logsumexp and {row.max_gap:.2f} to the maximum."
+            f"The mean-field bound log n − (max − mean) {verdict} of the {row.entropy:.2f}: it"
+            f" loses {row.jensen_gap:.2f} to the logsumexp and {row.max_gap:.2f} to the maximum."
         )
     yield from _why(row)
 
@@ -254,8 +254,8 @@ def _family_remarks(row: Prediction) -> Iterator[str]:
 def _relu2_remarks(row: Prediction, n: float) -> Iterator[str]:
     from scipy.special import ndtr
 
-    given = row.parameters
-    ratio = given["logit_mean"] / given["logit_std"]
+    parameters = row.parameters
+    ratio = parameters["logit_mean"] / parameters["logit_std"]
     active, floor = n * float(ndtr(ratio)), n**-0.5
     yield (
         f"Only the ratio of mean to deviation counts, {ratio:.3g}: {active:.3g} of {n:,.0f} keys"
@@ -291,11 +291,11 @@ def _why(row: Prediction) -> Iterator[str]:
 
 
 def _heading(row: Prediction) -> str:
-    given = {name: value for name, value in row.parameters.items() if name != "n"}
-    if given.get("value_variance") == 1.0:
-        del given["value_variance"]
+    parameters = {name: value for name, value in row.parameters.items() if name != "n"}
+    if parameters.get("value_variance") == 1.0:
+        del parameters["value_variance"]
     parts = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-             for name, value in given.items()]  # fmt: skip
+             for name, value in parameters.items()]  # fmt: skip
     return f"{row.mechanism}, {row.parameters['n']:,.0f} keys: {', '.join(parts)}"
 
 

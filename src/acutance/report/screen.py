@@ -1,17 +1,21 @@
-"""The terminal: text from outside never drives it, and is never taken for markup."""
+"""Output to a terminal: a console that shows text literally, and tables that never cut a number."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.segment import Segment
+from rich.table import Column, Table
 from rich.text import Text
 
 from acutance.escapes import visible, visible_lines
 
-__all__ = ["Screen", "note"]
+__all__ = ["NumberTable", "Screen", "note"]
 
 
 class Screen(Console):
@@ -25,21 +29,21 @@ class Screen(Console):
         [red]a\x1b[31m b\u202e
     """
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**{"markup": False, "emoji": False, "highlight": False} | given)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, "highlight": False} | options)
 
-    def render_str(self, text: str, **given: Any) -> Text:
+    def render_str(self, text: str, **options: Any) -> Text:
         """Text of a string."""
-        return super().render_str(visible_lines(text), **given)
+        return super().render_str(visible_lines(text), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         """Segments of anything that can be printed."""
         if isinstance(renderable, Text):
-            shown = visible_lines(renderable.plain)
-            if shown != renderable.plain:  # its styles go: their places have moved
-                renderable = renderable.blank_copy(shown)
+            text = visible_lines(renderable.plain)
+            if text != renderable.plain:  # its styles go: their places have moved
+                renderable = renderable.blank_copy(text)
         return super().render(renderable, options)
 
 
@@ -50,5 +54,118 @@ def note(*parts: str | tuple[str, str]) -> Text:
         >>> note(("state written to", "dim"), " /tmp/[/]").plain
         'state written to /tmp/[/]'
     """
-    shown = [visible(one) if isinstance(one, str) else (visible(one[0]), one[1]) for one in parts]
-    return Text.assemble(*shown)
+    pieces = [visible(one) if isinstance(one, str) else (visible(one[0]), one[1]) for one in parts]
+    return Text.assemble(*pieces)
+
+
+#: Characters to which a column of words may be narrowed.
+_WORDS = 12
+
+
+class NumberTable(Table):
+    """A rich table whose columns with ``no_wrap`` are shown whole at any width.
+
+    Other columns, of words, fold. Where that does not make room, the gaps narrow to one space, and
+    then the columns are laid out in blocks, one below the other, each after the key columns. Only a
+    number that is wider than the terminal itself goes on in the next line.
+
+    Args:
+        *headers: columns, as for a rich table.
+        keys: how many of the first columns each block begins with.
+        options: those of a rich table.
+
+    Example:
+        >>> table = NumberTable(keys=1, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        >>> for name in ("metric", "expected", "measured"):
+        ...     table.add_column(name, no_wrap=True)
+        >>> table.add_row("entropy", "1.2345678", "1.2345679")
+        >>> Console(width=18).print(table)
+        metric  expected
+        entropy 1.2345678
+        <BLANKLINE>
+        metric  measured
+        entropy 1.2345679
+    """
+
+    def __init__(self, *headers: Column | str, keys: int = 1, **options: Any) -> None:
+        super().__init__(*headers, **options)
+        self.keys = keys
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = options.max_width
+        widths = [self._natural(console, column) for column in self.columns]
+        everything = range(len(self.columns))
+        for gap in (self.padding[1], min(1, self.padding[1])):
+            if self._needed(everything, widths, gap) <= room:
+                yield from self._part(everything, widths, gap, room, console, options)
+                return
+        blocks = self._blocks(widths, gap, room)
+        for index, block in enumerate(blocks):
+            if index:
+                yield Text()
+            part = self._part(
+                block, widths, gap, room, console, options, index == 0, index == len(blocks) - 1
+            )
+            yield from part
+
+    @staticmethod
+    def _natural(console: Console, column: Column) -> int:
+        """The width at which nothing of a column folds."""
+        unbounded = console.options.update(width=100_000)
+        cells = [column.header, *column._cells]
+        longest = max(Measurement.get(console, unbounded, cell).maximum for cell in cells)
+        return max(longest, column.width or 0)
+
+    def _least(self, column: Column, width: int) -> int:
+        return width if column.no_wrap else min(width, _WORDS)
+
+    def _needed(self, block: Sequence[int], widths: Sequence[int], gap: int) -> int:
+        least = sum(self._least(self.columns[index], widths[index]) for index in block)
+        lines = 0 if self.box is None else len(block) - 1 + 2 * self.show_edge
+        left = self.padding[3] * len(block) if self.pad_edge else 0
+        return least + gap * (len(block) - (not self.pad_edge)) + lines + left
+
+    def _blocks(self, widths: Sequence[int], gap: int, room: int) -> list[list[int]]:
+        """Columns of each block: the keys and as many more as have room, one at least."""
+        keys = list(range(self.keys))
+        blocks, block = [], list(keys)
+        for index in range(self.keys, len(self.columns)):
+            if len(block) > len(keys) and self._needed([*block, index], widths, gap) > room:
+                blocks.append(block)
+                block = list(keys)
+            block.append(index)
+        return [*blocks, block]
+
+    def _part(
+        self,
+        block: Sequence[int],
+        widths: Sequence[int],
+        gap: int,
+        room: int,
+        console: Console,
+        options: ConsoleOptions,
+        first: bool = True,
+        last: bool = True,
+    ) -> RenderResult:
+        """The table of some columns."""
+        part = copy.copy(self)
+        part.padding = (*self.padding[:1], gap, *self.padding[2:])
+        crowded = self._needed(block, widths, gap) > room
+        part.columns = []
+        for place, index in enumerate(block):
+            column = self.columns[index]
+            whole = column.no_wrap and not (crowded and place < self.keys)
+            part.columns.append(
+                replace(
+                    column,
+                    _index=place,
+                    no_wrap=whole,
+                    overflow="fold",
+                    width=None,
+                    min_width=min(widths[index], room) if whole else None,
+                )
+            )
+        part.title = self.title if first else None
+        part.caption = self.caption if last else None
+        part.show_header = self.show_header or not (first and last)
+        yield from Table.__rich_console__(part, console, options)

@@ -120,7 +120,7 @@ def _settings(n: int, fraction: float, d: float | None) -> tuple[Setting, ...]:
     log_n = math.log(n) if n >= 1 else math.nan
     free = float(tau_for_information(n, fraction))
     even = float(tau_for_information(n, fraction, setting="simplex"))
-    found = [
+    settings = [
         Setting(
             "free",
             "free cosines",
@@ -141,8 +141,8 @@ def _settings(n: int, fraction: float, d: float | None) -> tuple[Setting, ...]:
     if d is not None:
         tau = float(tau_for_information(n, fraction, setting="random_keys", d=d))
         needs = f"one match at cosine 1; d = {d:g}"
-        found.append(Setting("random_keys", "random negatives", tau, None, needs, True))
-    return tuple(found)
+        settings.append(Setting("random_keys", "random negatives", tau, None, needs, True))
+    return tuple(settings)
 
 
 def _sentences(
@@ -151,35 +151,39 @@ def _sentences(
     log_n = math.log(n)
     free, even = settings[0], settings[1]
     share = f"{fraction * log_n:.4g} nat ({100 * fraction:.6g} % of log {n:,})"
-    said = [
+    sentences = [
         f"Use τ = {chosen.tau:.4g}: multiply the cosines by {1 / chosen.tau:.4g}, as in"
         f" scaled_dot_product_attention of normalised q and k with scale={1 / chosen.tau:.4g}."
     ]
     count = int(cosine_best_count(n, free.tau))
     tops = "1 key at +1" if count == 1 else f"{count:,} keys at +1"
-    said.append(
+    sentences.append(
         f"Box bound: no τ above {free.tau:.4g} lets a row say {share}, even with every cosine"
         f" chosen freely in [−1, 1] ({tops}, {n - count:,} at −1)."
         + ("" if count == 1 else " That optimum is not attention to a single key.")
     )
     weight = 1 / (1 + (n - 1) * math.exp(-n / (n - 1) / even.tau))
-    said.append(
+    sentences.append(
         f"Aligned pairs: if every query equals its own key and the other{'s' * (n > 2)} ({n - 1:,})"
         f" lie evenly, at cosine {-1 / (n - 1):.3g}, every row reaches it at τ = {even.tau:.4g},"
         f" with weight {weight:.3f} on its key; rows cannot do better all at once."
     )
     if d is None:
-        said.append(f"Such an even arrangement needs d ≥ {n - 1:,}; --d says what random keys do.")
+        sentences.append(
+            f"Such an even arrangement needs d ≥ {n - 1:,}; --d says what random keys do."
+        )
     else:
-        said += _dimension_sentences(n, d, even, settings[2])
+        sentences += _dimension_sentences(n, d, even, settings[2])
     limit = float(information_range_limit(1.0))
     assert free.at_one is not None
-    said.append(
+    sentences.append(
         f"At τ = 1 a row says at most {free.at_one:.4f} nat, {100 * free.at_one / log_n:.3g} % of"
         f" log n, and never above {limit:.4f} however many the keys: entropy stays within"
         f" [log n − {limit:.4f}, log n], so cosines need a temperature."
     )
-    return [sentence.replace("-", "−") if "cosine -" in sentence else sentence for sentence in said]
+    return [
+        sentence.replace("-", "−") if "cosine -" in sentence else sentence for sentence in sentences
+    ]
 
 
 def _dimension_sentences(n: int, d: float, even: Setting, random: Setting) -> list[str]:
@@ -187,26 +191,26 @@ def _dimension_sentences(n: int, d: float, even: Setting, random: Setting) -> li
     trust = "an estimate, within half a per cent of log n where it was checked"
     if n < _CHECKED_KEYS or d < _CHECKED_DIMENSION:
         trust = "a rough estimate: it is made for many keys and dimensions"
-    said = [
+    sentences = [
         f"Random keys: in d = {d:g} other keys have cosines of about ±{d**-0.5:.3g}, the best of"
         f" {n - 1:,} about {best:.3g}; a match at cosine 1 then says it at τ = {random.tau:.4g}"
         f" ({trust})."
     ]
     if not even.feasible:
-        said.append(
+        sentences.append(
             f"With d = {d:g} the even arrangement does not exist for all rows: it needs"
             f" d ≥ {n - 1:,}."
         )
     least = float(match_dimension(n))
     if d >= least:
-        said.append(
+        sentences.append(
             f"d = {d:g} is enough for a match to hold half the weight among {n - 1:,} random keys:"
             f" that takes d ≥ 2 log(n − 1) = {least:.3g}."
         )
     else:
-        said.append(
+        sentences.append(
             f"d = {d:g} is below 2 log(n − 1) = {least:.3g}: were cosines normal, no temperature"
             " would give a match half the weight. They are bounded, so a low one still does, but"
             " other keys come close."
         )
-    return said
+    return sentences

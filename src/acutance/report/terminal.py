@@ -13,13 +13,12 @@ from rich.style import Style
 from rich.text import Text
 
 from acutance.diagnose.classes import CLASSES, classify
-from acutance.diagnose.metric_words import crossing
-from acutance.diagnose.sentences import ranges
-from acutance.report.colours import as_hex, brief, colour, ink, scale_of
-from acutance.report.printable import printable
+from acutance.diagnose.sentences import crossing, ranges
+from acutance.escapes import printable
+from acutance.report.colours import as_hex, brief, colour, colour_scale, ink
 from acutance.structure import describe
 from acutance.summary.head_summary import STATUSES, HeadSummary, Layer
-from acutance.summary.notices import notices
+from acutance.summary.layer import notices
 
 #: A folded table of more lines than this gives way to one line for each layer.
 MOST_LINES = 100
@@ -74,7 +73,7 @@ class _HeadTable:
         #: what the columns are called: heads' numbers, or places where layers read different heads
         self.names = [f"h{head}" for head in most] if alike else [f"#{i}" for i in range(len(most))]
         self.whole = most == tuple(range(len(most))) and alike
-        self.scale = scale_of(self.metric, (value for row in self.grid for value in row))
+        self.scale = colour_scale(self.metric, (value for row in self.grid for value in row))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         coloured = console.color_system in ("256", "truecolor")
@@ -187,10 +186,10 @@ class _HeadTable:
             "highest": wide + 6,
         }
         missing: list[str] = []
-        shown = list(sizes)
+        columns = list(sizes)
         for names in (("25 %", "75 %"), ("median",), ("lowest", "highest")):
-            if 5 + sum(sizes[name] for name in shown) + 3 + cell + 1 > width:
-                shown = [name for name in shown if name not in names]
+            if 5 + sum(sizes[name] for name in columns) + 3 + cell + 1 > width:
+                columns = [name for name in columns if name not in names]
                 missing += names
         left = f" No room for: {', '.join(missing)}." if missing else ""
         yield [
@@ -201,31 +200,31 @@ class _HeadTable:
         ]
         yield []
         header: _Line = [("layer", bold)]
-        for name in shown:
+        for name in columns:
             ends = name in ("lowest", "highest")
             header.append((name.rjust(sizes[name] - 5 * ends), dim))
             if ends:
                 header.append(("head".rjust(5), dim))
         yield [*header, (" │ ", dim), ("mean".rjust(cell + 1), bold)]
         for layer, row in enumerate(self.grid):
-            there = sorted((value, head) for head, value in enumerate(row) if math.isfinite(value))
+            ranked = sorted((value, head) for head, value in enumerate(row) if math.isfinite(value))
             line: _Line = [(str(layer).rjust(5), bold)]
-            if there:
-                values = [value for value, _ in there]
+            if ranked:
+                values = [value for value, _ in ranked]
                 quarters = (
                     quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
                 )
                 numbers = self.summary.layers[layer].numbers
-                ends_of = {"lowest": there[0], "highest": there[-1]}
+                extremes = {"lowest": ranked[0], "highest": ranked[-1]}
                 middle = dict(zip(("25 %", "median", "75 %"), quarters, strict=True))
-                for name in shown:
-                    value, head = ends_of.get(name) or (middle[name], None)
+                for name in columns:
+                    value, head = extremes.get(name) or (middle[name], None)
                     room = sizes[name] - 5 * (head is not None)
                     line.append((self._text(value).rjust(room), self._style(value)))
                     if head is not None:
                         line.append((f"h{numbers[head]}".rjust(5), dim))
             else:
-                line.append(("–".rjust(wide).ljust(sum(sizes[name] for name in shown)), None))
+                line.append(("–".rjust(wide).ljust(sum(sizes[name] for name in columns)), None))
             mean = _mean(row)
             yield [*line, (" │ ", dim), (self._text(mean).rjust(cell + 1), self._style(mean))]
 
@@ -262,8 +261,8 @@ def _below(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
         yield "× is cross-attention: queries of one sequence, keys of another.", None
     counts = Counter(one.name for head in classify(summary) for one in head)
     if counts:
-        told = ", ".join(f"{name} {counts[name]}" for name in CLASSES if name in counts)
-        yield f"Heads by what they do: {told}.", None
+        class_counts = ", ".join(f"{name} {counts[name]}" for name in CLASSES if name in counts)
+        yield f"Heads by what they do: {class_counts}.", None
     for sentence, wrong in status_sentences(layers):
         yield sentence, Style(bold=True, color="red") if wrong else None
     if len(layers) > 1 or not layers:
@@ -300,13 +299,13 @@ def row_sentences(layers: tuple[Layer, ...]) -> list[str]:
         if any(getattr(layer, field) for layer in layers):
             left.append(f"{span(getattr(layer, field) for layer in layers)} {why}")
     read = span(layer.rows for layer in layers)
-    said = [f"{read} rows read for each head; left out: {', '.join(left)}."]
+    sentences = [f"{read} rows read for each head; left out: {', '.join(left)}."]
     if any(layer.unseen for layer in layers):
-        said.append(
+        sentences.append(
             f"{span(layer.unseen for layer in layers)} are of tokens that no row sees: "
             "if that is padding, give the probe attention_mask=."
         )
-    return said
+    return sentences
 
 
 def chosen_sentences(layers: tuple[Layer, ...]) -> list[str]:
@@ -333,8 +332,8 @@ def span(values: Iterable[int]) -> str:
         >>> span([1752, 1752]), span([12, 1752]), span([])
         ('1,752', '12 to 1,752', '0')
     """
-    there = sorted(set(values)) or [0]
-    return f"{there[0]:,}" if len(there) == 1 else f"{there[0]:,} to {there[-1]:,}"
+    distinct = sorted(set(values)) or [0]
+    return f"{distinct[0]:,}" if len(distinct) == 1 else f"{distinct[0]:,} to {distinct[-1]:,}"
 
 
 def status_sentences(layers: tuple[Layer, ...]) -> list[tuple[str, bool]]:
@@ -398,5 +397,5 @@ def _chunk(heads: int, fit: int) -> int:
 
 
 def _mean(row: list[float]) -> float:
-    there = [value for value in row if math.isfinite(value)]
-    return fmean(there) if there else math.nan
+    finite = [value for value in row if math.isfinite(value)]
+    return fmean(finite) if finite else math.nan

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from acutance.report.tables import NumberTable
+from acutance.report.screen import NumberTable
 from acutance.reproduce.experiment import Experiment
 from acutance.reproduce.record import Judgement, Record, Row, decided
 

@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from acutance.scaling.adaptive import AdaptivePoly
 from acutance.scaling.base import Scaling
 from acutance.scaling.entropy import EntropyTarget, fit_entropy, newton_step
 from acutance.scaling.learned import (
@@ -39,7 +38,7 @@ from acutance.scaling.logarithmic import (
     SqrtLogN,
     SSMax,
 )
-from acutance.scaling.released import Llama4, Mistral3, Yarn
+from acutance.scaling.released import AdaptivePoly, Llama4, Mistral3, Yarn
 from acutance.scaling.tables import HeadTable
 from acutance.shapes import check_tensor
 
@@ -133,18 +132,18 @@ def from_dict(record: Mapping[str, Any]) -> Scaling:
     if "name" not in record:
         raise ValueError(f"a scaling's record has a name, got {', '.join(record) or 'nothing'}")
     kind = _named(record["name"])
-    given = {key: value for key, value in record.items() if key != "name"}
+    arguments = {key: value for key, value in record.items() if key != "name"}
     known = [part.name for part in fields(kind)]
-    for key in given:
+    for key in arguments:
         if key not in known:
             takes = f"its parameters are {', '.join(known)}" if known else "it has no parameters"
             raise ValueError(f"{kind.name} has no {key!r}: {takes}")
     missing = [
-        part.name for part in fields(kind) if part.default is MISSING and part.name not in given
+        part.name for part in fields(kind) if part.default is MISSING and part.name not in arguments
     ]
     if missing:
         raise ValueError(f"{kind.name} needs {' and '.join(missing)}")
-    return kind(**given)
+    return kind(**arguments)
 
 
 def apply_scaling(

@@ -92,22 +92,22 @@ class EntropyTarget(Scaling):
         Raises:
             ValueError: if the target is not below log n at the shortest length.
         """
-        wanted = check_per_head("target", target, above=0.0)
+        targets = check_per_head("target", target, above=0.0)
         places = check_lengths(lengths)
         if places is None:
             raise ValueError("lengths are where to fit, got None")
-        aim = torch.tensor(wanted, dtype=torch.float64)
+        aim = torch.tensor(targets, dtype=torch.float64)
         if float(aim.max()) >= math.log(places[0]):
             raise ValueError(
                 f"target is below log n at every length, got {float(aim.max()):g} nats where "
                 f"log {places[0]} is {math.log(places[0]):.4g}"
             )
-        found, scale = [], torch.ones_like(aim)
+        scales, scale = [], torch.ones_like(aim)
         for n in places:
             at_n = partial(measure, n)
             scale = fit_entropy(at_n, aim, start=scale, steps=steps, tolerance=tolerance)
-            found.append(scale)
-        return cls(lengths=places, factors=torch.stack(found, -1), target=wanted)
+            scales.append(scale)
+        return cls(lengths=places, factors=torch.stack(scales, -1), target=targets)
 
 
 def newton_step(scale: Tensor, entropy: Tensor, varentropy: Tensor, target: Tensor) -> Tensor:

@@ -17,15 +17,16 @@ from torch import Tensor
 from acutance.scores.base import DotScore, FunctionScore, TileScore, dot_tile
 from acutance.scores.hidden import Additive, additive
 from acutance.scores.modules import AdditiveScore, GeneralScore, LocationScore
-from acutance.scores.positions import Location, location
 from acutance.scores.products import (
     Cosine,
     Dot,
     General,
+    Location,
     ScaledDot,
     cosine,
     dot,
     general,
+    location,
     scaled_dot,
 )
 from acutance.scores.qk_norm import HenryGain, QKNorm, SwinGain, l2_norm, layer_norm, rms_norm
@@ -92,8 +93,8 @@ def get(
             raise ValueError(f"score={score!r} is none of {', '.join(SCORES)}{hint}")
         if score in _PARAMETERS:
             raise ValueError(f"score={score!r} has parameters: give scores.{_PARAMETERS[score]}")
-        found: DotScore | TileScore = SCORES[score]()
-        return found
+        instance: DotScore | TileScore = SCORES[score]()
+        return instance
     if isinstance(score, type):
         raise TypeError(f"score is an instance, got the class {score.__name__}")
     if isinstance(score, DotScore | TileScore):

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from acutance.scores.base import TileScore
 from acutance.scores.hidden import Additive
-from acutance.scores.positions import Location
-from acutance.scores.products import General
+from acutance.scores.products import General, Location
 from acutance.shapes import check_count, check_flag
 
 __all__ = ["AdditiveScore", "GeneralScore", "Init", "LocationScore"]

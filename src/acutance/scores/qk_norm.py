@@ -204,8 +204,11 @@ class QKNorm(nn.Module):
         self.scale = default if scale is None else check_number("scale", scale)
         self.gain = gain
         for side in ("query", "key"):
-            own = affine and kind != "l2" and sides in ("both", side)
-            for part, start, used in (("weight", 1.0, own), ("bias", 0.0, own and kind == "layer")):
+            has_gain = affine and kind != "l2" and sides in ("both", side)
+            for part, start, used in (
+                ("weight", 1.0, has_gain),
+                ("bias", 0.0, has_gain and kind == "layer"),
+            ):
                 parameter = torch.full((width,), start, device=device, dtype=dtype)
                 self.register_parameter(f"{side}_{part}", nn.Parameter(parameter) if used else None)
 

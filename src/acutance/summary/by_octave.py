@@ -89,34 +89,34 @@ class Profile:
     @staticmethod
     def none(heads: int, metrics: int, octaves: int = 0) -> Profile:
         """The profile of no rows: the identity of :meth:`merge`."""
-        found = {}
+        arrays = {}
         for field in fields(Profile):
             lead = (heads,) if field.name in ("rows", "log_n") else (heads, metrics)
             dtype = torch.int64 if field.name in _INTEGERS else torch.float64
-            found[field.name] = torch.zeros(*lead, octaves, dtype=dtype, device="cpu")
-        return Profile(**found)
+            arrays[field.name] = torch.zeros(*lead, octaves, dtype=dtype, device="cpu")
+        return Profile(**arrays)
 
     @staticmethod
-    def of(values: Tensor, n: Tensor, kept: Tensor) -> Profile:
+    def of(values: Tensor, n: Tensor, mask: Tensor) -> Profile:
         """The profile of one call's rows.
 
         Args:
             values: (metrics, heads, B, L), float32 or float64; what is not finite is left out.
             n: counts, integers that broadcast to (B, heads, L).
-            kept: boolean (B, heads, L), True for rows that count.
+            mask: boolean (B, heads, L), True for rows that count.
 
         Returns:
             The profile, on the CPU.
         """
         if values.device.type == "mps":  # it has no float64
-            values, n, kept = values.cpu(), n.cpu(), kept.cpu()
+            values, n, mask = values.cpu(), n.cpu(), mask.cpu()
         metrics, heads, batch, queries = values.shape
-        if values.numel() == 0 or not bool(kept.any()):
+        if values.numel() == 0 or not bool(mask.any()):
             return Profile.none(heads, metrics)
         n = n.expand(batch, -1, queries)
-        alike = bool((kept == kept[:, :1]).all()) and bool((n == n[:, :1]).all())
+        alike = bool((mask == mask[:, :1]).all()) and bool((n == n[:, :1]).all())
         which = slice(0, 1) if alike else slice(None)
-        counted = kept[:, which]
+        counted = mask[:, which]
         size = n.expand(-1, heads, -1)[:, which].clamp(min=1).to(torch.float64)
         octave = (torch.frexp(size).exponent - 1).clamp(max=MOST_OCTAVES - 1)
         octaves = int(octave.masked_fill(~counted, 0).max()) + 1
@@ -125,21 +125,21 @@ class Profile:
         rows = share.sum((1, 2)).expand(heads, octaves)  # share is (heads or 1, B, L, octaves)
         log_n = (size.log().transpose(0, 1).unsqueeze(-1) * share).sum((1, 2)).expand(heads, -1)
         x = values.detach()
-        if not bool(kept.all()):
-            x = torch.where(kept.transpose(0, 1), x, 0.0)
+        if not bool(mask.all()):
+            x = torch.where(mask.transpose(0, 1), x, 0.0)
         share = share.to(x.dtype)
         whole = x.sum((1, 2, 3)).isfinite()  # a sum that is not has something in it that is not
-        found = {
+        tensors = {
             "count": torch.zeros(metrics, heads, octaves, dtype=torch.float64, device=x.device)
         }
         names = ("mean", "M2", "groups", "between")
-        found |= {name: torch.zeros_like(found["count"]) for name in names}
-        for chosen, all_there in ((whole, True), (whole.logical_not(), False)):
+        tensors |= {name: torch.zeros_like(tensors["count"]) for name in names}
+        for chosen, is_whole in ((whole, True), (whole.logical_not(), False)):
             if bool(chosen.any()):
                 part = x if bool(chosen.all()) else x[chosen]
-                for name, array in _sums(part, share, kept, all_there).items():
-                    found[name][chosen] = array
-        arrays = {name: array.transpose(0, 1) for name, array in found.items()}
+                for name, array in _sums(part, share, mask, is_whole).items():
+                    tensors[name][chosen] = array
+        arrays = {name: array.transpose(0, 1) for name, array in tensors.items()}
         arrays |= {"rows": rows, "log_n": log_n / rows.clamp(min=1.0)}
         return Profile(
             **{
@@ -259,10 +259,10 @@ class Profile:
             "error": self.error.tolist(),
             "groups": self.groups.tolist(),
         }
-        found = []
+        heads = []
         for head, rows in enumerate(self.rows.tolist()):
             used = [octave for octave, count in enumerate(rows) if count]
-            found.append(
+            heads.append(
                 {
                     "from": [1 << octave for octave in used],
                     "typical": [typical[head][octave] for octave in used],
@@ -276,7 +276,7 @@ class Profile:
                     },
                 }
             )
-        return found
+        return heads
 
     def padded(self, octaves: int) -> Profile:
         """The same with at least so many octaves."""
@@ -317,7 +317,7 @@ class Profile:
         """The profile of some of the heads."""
         return Profile(**{name: part[start:stop] for name, part in self.tensors().items()})
 
-    def taken(self, order: list[int]) -> Profile:
+    def select(self, order: list[int]) -> Profile:
         """The profile of these heads, in this order."""
         return Profile(**{name: part[order] for name, part in self.tensors().items()})
 
@@ -355,13 +355,13 @@ class Profile:
         return Profile(**dict(tensors))
 
 
-def _sums(x: Tensor, share: Tensor, kept: Tensor, whole: bool) -> dict[str, Tensor]:
+def _sums(x: Tensor, share: Tensor, counted: Tensor, whole: bool) -> dict[str, Tensor]:
     """What a profile keeps of (metrics, heads, B, L) values, as float64 (metrics, heads, octaves).
 
     Args:
         x: values, 0 on rows that do not count.
         share: (heads or 1, B, L, octaves), 1 in the octave of each row that counts.
-        kept: boolean (B, heads, L).
+        counted: boolean (B, heads, L).
         whole: whether every value is finite.
     """
     metrics, heads, batch, queries = x.shape
@@ -373,19 +373,19 @@ def _sums(x: Tensor, share: Tensor, kept: Tensor, whole: bool) -> dict[str, Tens
             return (flat @ share[0]).view(batch, metrics, heads, -1).double()
         return (part.permute(1, 2, 0, 3) @ share).permute(1, 2, 0, 3).double()
 
-    there = None
+    finite = None
     if whole:
         count = share.sum(2).permute(1, 0, 2).unsqueeze(1).double()  # (B, 1, heads or 1, octaves)
         count = count.expand(batch, metrics, heads, -1)
     else:
-        there = x.isfinite() & kept.transpose(0, 1)
-        x = torch.where(there, x, 0.0)
-        count = by_octave(there.to(x.dtype))
+        finite = x.isfinite() & counted.transpose(0, 1)
+        x = torch.where(finite, x, 0.0)
+        count = by_octave(finite.to(x.dtype))
     total = count.sum((0, 3)).clamp(min=1.0)
     # squares are about each head's mean, so that nothing cancels
     centre = (x.sum((2, 3)).double() / total).to(x.dtype)[..., None, None]
     away = x - centre
-    hidden = None if there is None else there.logical_not()
+    hidden = None if finite is None else finite.logical_not()
     if hidden is not None:
         away.masked_fill_(hidden, 0.0)
     first = by_octave(away)

@@ -46,27 +46,29 @@ class Distances:
         return Distances(rows, zero, zero.clone(), peaks)
 
     @staticmethod
-    def of(octaves: Tensor, even: Tensor, peak: Tensor, kept: Tensor) -> Distances:
+    def from_rows(octaves: Tensor, even: Tensor, peak: Tensor, counted: Tensor) -> Distances:
         """The record of one call's rows.
 
         Args:
             octaves: (B, heads, L, 2, K) weights.
             even: (B, heads or 1, L, 2, K).
             peak: (B, heads, L) relative positions of the largest weights.
-            kept: boolean (B, heads, L), True for rows that count.
+            counted: boolean (B, heads, L), True for rows that count.
         """
         if octaves.device.type == "mps":  # it has no float64
-            octaves, even, peak, kept = octaves.cpu(), even.cpu(), peak.cpu(), kept.cpu()
-        kept = kept & octaves.isfinite().all(-1).all(-1)  # a model that overflows has rows of NaN
-        rows = kept.sum((0, 2))
+            octaves, even, peak, counted = octaves.cpu(), even.cpu(), peak.cpu(), counted.cpu()
+        counted = counted & octaves.isfinite().all(-1).all(
+            -1
+        )  # a model that overflows has rows of NaN
+        rows = counted.sum((0, 2))
         count = rows.clamp(min=1).to(torch.float64)[:, None, None]
-        chosen = kept[..., None, None]
+        chosen = counted[..., None, None]
         mass, alike = (
             torch.where(chosen, part.detach(), 0.0).to(torch.float64).sum((0, 2)) / count
             for part in (octaves, even)
         )
         near = torch.arange(-PEAKS, PEAKS + 1, device=peak.device)
-        peaks = ((peak.unsqueeze(-1) == near) & kept.unsqueeze(-1)).sum((0, 2))
+        peaks = ((peak.unsqueeze(-1) == near) & counted.unsqueeze(-1)).sum((0, 2))
         return Distances(rows.cpu(), mass.cpu(), alike.cpu(), peaks.cpu())
 
     def padded(self, octaves: int) -> Distances:
@@ -124,7 +126,7 @@ class Distances:
         """The record of some of the heads."""
         return Distances(**{name: part[start:stop] for name, part in self.tensors().items()})
 
-    def taken(self, order: list[int]) -> Distances:
+    def select(self, order: list[int]) -> Distances:
         """The record of these heads, in this order."""
         return Distances(**{name: part[order] for name, part in self.tensors().items()})
 

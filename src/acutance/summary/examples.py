@@ -127,28 +127,28 @@ class Examples:
     @staticmethod
     def none(heads: int, rows: int) -> Examples:
         """Room for ``rows`` rows of each head, and none there."""
-        found: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
         for name in _arrays():
             shape = (heads, rows, *([_SIZES[name]] if name in _SIZES else []))
             if name in _FLOATS:
                 empty = math.nan if name in ("information", "entropy") else 0.0
-                found[name] = torch.full(shape, empty, dtype=torch.float64, device="cpu")
+                arrays[name] = torch.full(shape, empty, dtype=torch.float64, device="cpu")
             else:
-                found[name] = torch.full(shape, NONE, dtype=torch.int64, device="cpu")
-        return Examples(**found)
+                arrays[name] = torch.full(shape, NONE, dtype=torch.int64, device="cpu")
+        return Examples(**arrays)
 
     @staticmethod
-    def of(rows: list[Row], heads: int, most: int) -> Examples:
+    def from_rows(rows: list[Row], heads: int, most: int) -> Examples:
         """The record of some rows; each head keeps its ``most`` sharpest."""
         by_head: dict[int, list[Row]] = {}
         for row in rows:
             by_head.setdefault(row.head, []).append(row)
         deep = max([most, *(len(each) for each in by_head.values())])
-        found = Examples.none(heads, deep)
+        examples = Examples.none(heads, deep)
         for head, each in by_head.items():
             for place, row in enumerate(each):
-                found._put(head, place, row)
-        return found._sharpest(most)
+                examples._put(head, place, row)
+        return examples._sharpest(most)
 
     def _put(self, head: int, place: int, row: Row) -> None:
         at = (head, place)
@@ -192,7 +192,7 @@ class Examples:
         Args:
             head: row of the arrays, as :attr:`HeadSummary.places` counts them.
         """
-        found = []
+        rows = []
         for place in range(self.depth):
             at = (head, place)
             if math.isnan(float(self.information[at])):
@@ -211,7 +211,7 @@ class Examples:
                 self.context_weights[at].tolist()[:count],
                 strict=True,
             )
-            found.append(
+            rows.append(
                 Example(
                     int(self.position[at]),
                     int(self.n_keys[at]),
@@ -222,7 +222,7 @@ class Examples:
                     tuple((self.text(token), weight) for token, weight in stretch),
                 )
             )
-        return found
+        return rows
 
     def merge(self, other: Examples) -> Examples:
         """The sharpest rows of both; as many as the one that keeps more."""
@@ -268,7 +268,7 @@ class Examples:
         """The record of some of the heads."""
         return self._with({name: part[start:stop] for name, part in self.tensors().items()})
 
-    def taken(self, order: list[int]) -> Examples:
+    def select(self, order: list[int]) -> Examples:
         """The record of these heads, in this order."""
         return self._with({name: part[order] for name, part in self.tensors().items()})
 

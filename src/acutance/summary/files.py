@@ -82,9 +82,9 @@ def read(
     except MemoryError as error:
         raise OSError(f"{name} cannot be read: it is larger than the memory there is") from error
     if header.get("schema") != schema:
-        found = str(header.get("schema"))[:60] if "schema" in header else None
+        schema_read = str(header.get("schema"))[:60] if "schema" in header else None
         raise ValueError(
-            f"{name} is not a {what} this version reads: its schema is {found!r}, expected "
+            f"{name} is not a {what} this version reads: its schema is {schema_read!r}, expected "
             f"{schema!r}"
         )
     seal = header.pop(SEAL, None)
@@ -105,14 +105,14 @@ def sealed(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str
         >>> sealed(before, arrays) == before
         False
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for field in sorted(set(header) - {SEAL}):
-        found.update(json.dumps([field, header[field]]).encode())
+        digest.update(json.dumps([field, header[field]]).encode())
     for name in sorted(tensors):
         array = tensors[name].contiguous()
-        found.update(json.dumps([name, str(array.dtype), list(array.shape)]).encode())
-        found.update(array.reshape(-1).view(torch.uint8).numpy().data)
-    return {**header, SEAL: found.hexdigest()}
+        digest.update(json.dumps([name, str(array.dtype), list(array.shape)]).encode())
+        digest.update(array.reshape(-1).view(torch.uint8).numpy().data)
+    return {**header, SEAL: digest.hexdigest()}
 
 
 def parse(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
@@ -230,8 +230,8 @@ def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> 
                 f"{tensors[name].dtype}"
             )
     count, histogram = tensors["count"], tensors["histogram"]
-    found = {"weight": count.to(torch.float64), "sampling": torch.zeros_like(tensors["mean"])}
-    tensors = found | dict(tensors)
+    defaults = {"weight": count.to(torch.float64), "sampling": torch.zeros_like(tensors["mean"])}
+    tensors = defaults | dict(tensors)
     none = count == 0
     low, high, mean, squares = (tensors[name] for name in ("low", "high", "mean", "M2"))
     slack = _ROUNDING * torch.maximum(low.abs(), high.abs())

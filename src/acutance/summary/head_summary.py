@@ -22,10 +22,9 @@ from acutance.summary.by_octave import Profile
 from acutance.summary.distances import Distances
 from acutance.summary.examples import Examples
 from acutance.summary.files import checked_record, checked_tensors, checked_words, read, sealed
-from acutance.summary.layer import LEFT_OUT, STATUSES, Layer, Status
+from acutance.summary.layer import LEFT_OUT, STATUSES, Layer, Status, coverage_line, notices
 from acutance.summary.moments import Moments, edges
-from acutance.summary.notices import coverage_line, notices
-from acutance.summary.optional_parts import Beside
+from acutance.summary.optional_parts import OptionalParts
 
 if TYPE_CHECKING:
     import pyarrow
@@ -42,7 +41,7 @@ __all__ = [
 
 SCHEMA = "acutance.head_summary/1"
 #: Attributes that files and tables are made with; ``dir`` leaves them out.
-_FOR_FILES = frozenset({"beside", "column", "grid", "judgements", "parts", "places"})
+_FOR_FILES = frozenset({"optional_parts", "column", "grid", "judgements", "parts", "places"})
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class HeadSummary:
         moments: arrays with all layers' heads one after the other.
         about: what was probed: model, text, versions.
         unread: attention that could not be read, each with its reason.
-        beside: what else is kept of the heads: see :attr:`profile`, :attr:`positions`,
+        optional_parts: what else is recorded of the heads: see :attr:`profile`, :attr:`positions`,
             :attr:`distances` and :attr:`examples`.
         not_provided: attention that a probe was to provide and left to the model, each with its
             reason.
@@ -75,7 +74,7 @@ class HeadSummary:
     moments: Moments
     about: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
-    beside: Beside = field(default_factory=Beside)
+    optional_parts: OptionalParts = field(default_factory=OptionalParts)
     not_provided: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -93,28 +92,28 @@ class HeadSummary:
     def _repr_html_(self) -> str:
         """The frame, where a notebook shows its results."""
         frame = self.to_frame()
-        shown = getattr(frame, "_repr_html_", None)
-        return str(shown()) if shown is not None else html.escape(repr(self))
+        to_html = getattr(frame, "_repr_html_", None)
+        return str(to_html()) if to_html is not None else html.escape(repr(self))
 
     @property
     def profile(self) -> Profile | None:
         """Each metric by octave of n; None in states of earlier versions."""
-        return self.beside.profile
+        return self.optional_parts.profile
 
     @property
     def positions(self) -> Profile | None:
         """Each metric by octave of the query's position; None without structure."""
-        return self.beside.positions
+        return self.optional_parts.positions
 
     @property
     def distances(self) -> Distances | None:
         """Mean weight by octave of distance; None without structure."""
-        return self.beside.distances
+        return self.optional_parts.distances
 
     @property
     def examples(self) -> Examples | None:
         """The sharpest rows of each head; None where they were not asked for."""
-        return self.beside.examples
+        return self.optional_parts.examples
 
     def __post_init__(self) -> None:
         heads = sum(layer.heads for layer in self.layers)
@@ -200,41 +199,47 @@ class HeadSummary:
             )
         mine, theirs = self._by_module(), other._by_module()
         names = list(mine) + [name for name in theirs if name not in mine]
-        layers, parts, besides = [], [], []
+        layers, parts, optional = [], [], []
         for name in names:
             pair = [side[name] for side in (mine, theirs) if name in side]
-            layer, moments, beside = pair[0]
+            layer, moments, part = pair[0]
             if len(pair) == 2 and set(layer.numbers).isdisjoint(pair[1][0].numbers):
                 order = layer.numbers + pair[1][0].numbers
                 ascending = sorted(range(len(order)), key=order.__getitem__)
-                moments = Moments.join([moments, pair[1][1]]).taken(ascending)
-                beside = Beside.join([beside, pair[1][2]]).taken(ascending)
-                layer = layer.beside(pair[1][0])
+                moments = Moments.join([moments, pair[1][1]]).select(ascending)
+                part = OptionalParts.join([part, pair[1][2]]).select(ascending)
+                layer = layer.join_heads(pair[1][0])
             elif len(pair) == 2:
                 layer, moments = layer.merge(pair[1][0]), moments.merge(pair[1][1])
-                beside = beside.merge(pair[1][2])
+                part = part.merge(pair[1][2])
             layers.append(layer)
             parts.append(moments)
-            besides.append(beside)
+            optional.append(part)
         joined = Moments.join(parts) if parts else self.moments
         unread = dict.fromkeys(self.unread + other.unread)
         about = {**other.about, **self.about}
         left = tuple(dict.fromkeys(self.not_provided + other.not_provided))
         return HeadSummary(
-            tuple(layers), self.metrics, joined, about, tuple(unread), Beside.join(besides), left
+            tuple(layers),
+            self.metrics,
+            joined,
+            about,
+            tuple(unread),
+            OptionalParts.join(optional),
+            left,
         )
 
-    def _by_module(self) -> dict[str, tuple[Layer, Moments, Beside]]:
-        found, start = {}, 0
+    def _by_module(self) -> dict[str, tuple[Layer, Moments, OptionalParts]]:
+        by_module, start = {}, 0
         for layer in self.layers:
             stop = start + layer.heads
-            found[layer.module] = (
+            by_module[layer.module] = (
                 layer,
                 self.moments.heads(start, stop),
-                self.beside.heads(start, stop),
+                self.optional_parts.heads(start, stop),
             )
             start = stop
-        return found
+        return by_module
 
     def columns(self) -> dict[str, list[Any]]:
         """One row per layer and head, in model order, as columns.
@@ -317,7 +322,7 @@ class HeadSummary:
             heads.append({"layer": layer, "head": head, "metrics": metrics})
         for entry, classes in zip(heads, classify(self), strict=True):
             entry["classes"] = [finite(each.to_dict()) for each in classes]
-        self._add_beside(heads)
+        self._add_optional_parts(heads)
         return {
             "schema": SCHEMA,
             "about": finite(dict(self.about)),
@@ -340,7 +345,7 @@ class HeadSummary:
             "not_provided": list(self.not_provided),
         }
 
-    def _add_beside(self, heads: list[dict[str, Any]]) -> None:
+    def _add_optional_parts(self, heads: list[dict[str, Any]]) -> None:
         """Add profiles, distances and examples to heads' JSON values."""
         for title, profile in (("by_n", self.profile), ("by_position", self.positions)):
             if profile is None:
@@ -366,7 +371,7 @@ class HeadSummary:
             "unread": self.unread,
             "not_provided": self.not_provided,
         }
-        arrays = self.moments.tensors() | self.beside.tensors()
+        arrays = self.moments.tensors() | self.optional_parts.tensors()
         tensors = {name: tensor.contiguous() for name, tensor in arrays.items()}
         header = {"schema": SCHEMA, "summary": json.dumps(record)}
         if self.examples is not None and self.examples.words:
@@ -400,12 +405,12 @@ def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Head
     )
     metrics, unread = tuple(record["metrics"]), tuple(record["unread"])
     heads = sum(layer.heads for layer in layers)
-    own = {name: tensor for name, tensor in tensors.items() if "." not in name}
-    moments = Moments(**checked_tensors(own, heads, len(metrics)))
+    arrays = {name: tensor for name, tensor in tensors.items() if "." not in name}
+    moments = Moments(**checked_tensors(arrays, heads, len(metrics)))
     more = {name: tensor for name, tensor in tensors.items() if "." in name}
-    beside = Beside.checked(more, heads, len(metrics), checked_words(header))
+    optional = OptionalParts.checked(more, heads, len(metrics), checked_words(header))
     left = tuple(record.get("not_provided", ()))
-    return HeadSummary(layers, metrics, moments, record["about"], unread, beside, left)
+    return HeadSummary(layers, metrics, moments, record["about"], unread, optional, left)
 
 
 def load(path: str | os.PathLike[str]) -> HeadSummary:

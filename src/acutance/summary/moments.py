@@ -211,19 +211,19 @@ class Moments:
             mean = wide.sum(-1) / rows
             away = wide.sub_(mean.unsqueeze(-1))
         else:
-            there = x.isfinite()
-            count = there.sum(-1)
-            low = torch.where(there, x, torch.inf).amin(-1)
-            high = torch.where(there, x, -torch.inf).amax(-1)
-            wide = torch.where(there, x, 0.0).to(torch.float64)
+            finite = x.isfinite()
+            count = finite.sum(-1)
+            low = torch.where(finite, x, torch.inf).amin(-1)
+            high = torch.where(finite, x, -torch.inf).amax(-1)
+            wide = torch.where(finite, x, 0.0).to(torch.float64)
             mean = wide.sum(-1) / count.clamp(min=1)
-            away = torch.where(there, wide - mean.unsqueeze(-1), 0.0)
-            bins = torch.where(there, bins, BINS)  # a bin more for what is left out
+            away = torch.where(finite, wide - mean.unsqueeze(-1), 0.0)
+            bins = torch.where(finite, bins, BINS)  # a bin more for what is left out
         each = torch.arange(metrics * heads, device=x.device).view(metrics, heads, 1) * (BINS + 1)
         histogram = torch.bincount(
             bins.add_(each).flatten(), minlength=metrics * heads * (BINS + 1)
         )
-        found = {
+        arrays = {
             "count": count,
             "mean": mean,
             "M2": torch.linalg.vector_norm(away, dim=-1).square(),
@@ -234,7 +234,7 @@ class Moments:
             "sampling": torch.zeros_like(mean),
         }
         return Moments(
-            **{name: part.transpose(0, 1).contiguous().cpu() for name, part in found.items()}
+            **{name: part.transpose(0, 1).contiguous().cpu() for name, part in arrays.items()}
         )
 
     def merge(self, other: Moments) -> Moments:
@@ -255,8 +255,8 @@ class Moments:
             sampling=self.sampling + other.sampling,
         )
 
-    def sampled(self, total: int, taken: int) -> Moments:
-        r"""The same rows, as ``taken`` rows drawn at random, without replacement, from ``total``.
+    def sampled(self, total: int, drawn: int) -> Moments:
+        r"""The same rows, as ``drawn`` rows drawn at random, without replacement, from ``total``.
 
         A mean over k of them that count has the variance :math:`(1 - t/T)\, s^2 / k`, with
         :math:`s^2 = M_2 / (k - 1)`.
@@ -272,14 +272,14 @@ class Moments:
         Source:
             Cochran (1977), Sampling Techniques, §2.6.
         """
-        weight = self.weight * (total / taken)
-        alone = torch.where(self.count == 1, math.nan, 0.0)
-        variance = self.M2 / (self.count - 1).clamp(min=1) + alone
-        per_row = (1 - taken / total) * variance / self.count.clamp(min=1)
+        weight = self.weight * (total / drawn)
+        undefined = torch.where(self.count == 1, math.nan, 0.0)
+        variance = self.M2 / (self.count - 1).clamp(min=1) + undefined
+        per_row = (1 - drawn / total) * variance / self.count.clamp(min=1)
         return replace(
             self,
             weight=weight,
-            M2=self.M2 * (total / taken),
+            M2=self.M2 * (total / drawn),
             sampling=torch.where(self.count == 0, 0.0, weight.square() * per_row),
         )
 
@@ -307,7 +307,7 @@ class Moments:
             }
         )
 
-    def taken(self, order: list[int]) -> Moments:
+    def select(self, order: list[int]) -> Moments:
         """The record of these heads, in this order."""
         return Moments(**{name: tensor[order] for name, tensor in self.tensors().items()})
 
@@ -330,27 +330,27 @@ def stack(values: Mapping[str, Tensor], metrics: tuple[str, ...]) -> Tensor:
     return stacked
 
 
-def summarise(values: Mapping[str, Tensor], kept: Tensor, metrics: tuple[str, ...]) -> Moments:
+def summarise(values: Mapping[str, Tensor], counted: Tensor, metrics: tuple[str, ...]) -> Moments:
     """The record of one call's rows.
 
     Args:
         values: each metric, (B, heads, L).
-        kept: boolean (B, heads, L), True for rows that count.
+        counted: boolean (B, heads, L), True for rows that count.
         metrics: names, in the order of the record's columns.
 
     Returns:
         Moments of (heads, metrics).
     """
-    return summarise_stacked(stack(values, metrics), kept, metrics)
+    return summarise_stacked(stack(values, metrics), counted, metrics)
 
 
-def summarise_stacked(stacked: Tensor, kept: Tensor, metrics: tuple[str, ...]) -> Moments:
+def summarise_stacked(stacked: Tensor, counted: Tensor, metrics: tuple[str, ...]) -> Moments:
     """The same of metrics that :func:`stack` put together."""
     rows = stacked.flatten(2)
-    shown = kept.transpose(0, 1).flatten(1)
-    if bool((shown == shown[:1]).all()):
-        if not bool(shown.all()):
-            rows = rows[..., shown[0]]
+    selected = counted.transpose(0, 1).flatten(1)
+    if bool((selected == selected[:1]).all()):
+        if not bool(selected.all()):
+            rows = rows[..., selected[0]]
     else:
-        rows = torch.where(shown, rows, torch.nan)
+        rows = torch.where(selected, rows, torch.nan)
     return Moments.of(rows, metrics)

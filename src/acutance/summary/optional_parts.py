@@ -1,4 +1,4 @@
-"""Beside: what a summary keeps of its heads beside the moments of each metric."""
+"""OptionalParts: what a summary keeps of its heads beside the moments of each metric."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from acutance.summary.by_octave import Profile
 from acutance.summary.distances import Distances
 from acutance.summary.examples import Examples
 
-__all__ = ["Beside"]
+__all__ = ["OptionalParts"]
 
 
 @dataclass(frozen=True)
-class Beside:
+class OptionalParts:
     """Parts of a summary that may be absent; each has its heads first.
 
     A part that one of two records lacks, what is made of both lacks too: it would be of some rows
@@ -34,51 +34,51 @@ class Beside:
     distances: Distances | None = None
     examples: Examples | None = None
 
-    def merge(self, other: Beside) -> Beside:
+    def merge(self, other: OptionalParts) -> OptionalParts:
         """The record of both sets of rows."""
-        found: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         for name, mine, theirs in self._pairs(other):
             both = mine is not None and theirs is not None
-            found[name] = mine.merge(theirs) if both else None
-        return Beside(**found)
+            merged[name] = mine.merge(theirs) if both else None
+        return OptionalParts(**merged)
 
-    def _pairs(self, other: Beside) -> list[tuple[str, Any, Any]]:
-        names = [field.name for field in fields(Beside)]
+    def _pairs(self, other: OptionalParts) -> list[tuple[str, Any, Any]]:
+        names = [field.name for field in fields(OptionalParts)]
         return [(name, getattr(self, name), getattr(other, name)) for name in names]
 
-    def heads(self, start: int, stop: int) -> Beside:
+    def heads(self, start: int, stop: int) -> OptionalParts:
         """The record of some of the heads."""
-        return Beside(**{name: part.heads(start, stop) for name, part in self._there()})
+        return OptionalParts(**{name: part.heads(start, stop) for name, part in self._present()})
 
-    def taken(self, order: list[int]) -> Beside:
+    def select(self, order: list[int]) -> OptionalParts:
         """The record of these heads, in this order."""
-        return Beside(**{name: part.taken(order) for name, part in self._there()})
+        return OptionalParts(**{name: part.select(order) for name, part in self._present()})
 
-    def _there(self) -> list[tuple[str, Any]]:
+    def _present(self) -> list[tuple[str, Any]]:
         return [(name, part) for name, part, _ in self._pairs(self) if part is not None]
 
     @staticmethod
-    def join(parts: list[Beside]) -> Beside:
+    def join(parts: list[OptionalParts]) -> OptionalParts:
         """Records of different heads, one after the other."""
-        found: dict[str, Any] = {}
-        for field in fields(Beside):
+        joined: dict[str, Any] = {}
+        for field in fields(OptionalParts):
             each = [getattr(part, field.name) for part in parts]
             if each and all(part is not None for part in each):
-                found[field.name] = type(each[0]).join(each)
-        return Beside(**found)
+                joined[field.name] = type(each[0]).join(each)
+        return OptionalParts(**joined)
 
     def tensors(self) -> dict[str, Tensor]:
         """The arrays by name: that of the part, a dot, its own."""
         return {
-            f"{name}.{own}": tensor
-            for name, part in self._there()
-            for own, tensor in part.tensors().items()
+            f"{name}.{array}": tensor
+            for name, part in self._present()
+            for array, tensor in part.tensors().items()
         }
 
     @staticmethod
     def checked(
         tensors: Mapping[str, Tensor], heads: int, metrics: int, words: Mapping[str, Any]
-    ) -> Beside:
+    ) -> OptionalParts:
         """The parts that arrays hold, if they can be what a probe wrote.
 
         Args:
@@ -96,21 +96,21 @@ class Beside:
             "distances": (Distances, (heads,)),
             "examples": (Examples, (heads, words)),
         }
-        found: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         known: set[str] = set()
         for name, (kind, arguments) in kinds.items():
-            there = {
+            arrays = {
                 key.partition(".")[2]: part
                 for key, part in tensors.items()
                 if key.startswith(f"{name}.")
             }
-            if not there:
+            if not arrays:
                 continue
-            wanted = [field.name for field in fields(kind) if field.name != "words"]
-            if missing := [own for own in wanted if own not in there]:
+            names = [field.name for field in fields(kind) if field.name != "words"]
+            if missing := [array for array in names if array not in arrays]:
                 raise ValueError(f"the array {f'{name}.{missing[0]}'!r} is missing")
-            known |= {f"{name}.{own}" for own in wanted}
-            found[name] = kind.checked({own: there[own] for own in wanted}, *arguments)
+            known |= {f"{name}.{array}" for array in names}
+            parts[name] = kind.checked({array: arrays[array] for array in names}, *arguments)
         if unknown := sorted(set(tensors) - known):
             raise ValueError(f"the array {unknown[0][:60]!r} is not of a summary")
-        return Beside(**found)
+        return OptionalParts(**parts)

@@ -1,9 +1,8 @@
-"""How far a head's mean could be from what other text of the same kind would give.
+"""Standard errors of a head's means, and the slope of a metric against the number of keys.
 
-The rows of a sequence share its words, so they are no independent draws: a standard error that
-counts them as such is too small, often several times. What is independent, as far as anything here
-can be, are sequences. Summaries that keep a profile know how much their sequences differ; of others
-only a bound is known.
+The rows of a sequence share its words, so a standard error that counts them as independent draws is
+too small, often several times. Sequences are treated as the independent unit. A summary with a
+profile records how much its sequences differ; for any other, only an upper bound is known.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from acutance.summary.by_octave import Profile
+from acutance.summary.by_octave import Profile, Slope
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.state import Run
 
-__all__ = ["HOW", "How", "Uncertainty", "between", "uncertainty", "worst"]
+__all__ = ["HOW", "How", "Slope", "Uncertainty", "between", "slope", "uncertainty", "worst"]
 
 How = Literal["sequences", "bound", "unknown"]
+
 
 #: What each way to a standard error means, for reports.
 HOW: dict[str, str] = {
@@ -31,6 +31,8 @@ HOW: dict[str, str] = {
     "state does not keep how its sequences differ.",
     "unknown": "Errors are unknown: a state does not say how many sequences it holds.",
 }
+
+
 _WORST = ("sequences", "bound", "unknown")
 
 
@@ -126,15 +128,15 @@ def between(profile: Profile, share: Tensor | None = None) -> tuple[Tensor, Tens
         return nothing, nothing
     count = profile.count.to(torch.float64)
     groups = profile.groups.to(torch.float64)
-    there = count > 0
-    known = there & (groups > 1)
+    reached = count > 0
+    known = reached & (groups > 1)
     per_row = profile.between / count.clamp(min=1.0)
     error = (per_row / (groups - 1).clamp(min=1.0)).sqrt()
     spread = torch.where(known, error * groups.sqrt(), 0.0).amax(-1, keepdim=True)
     error = torch.where(known, error, spread / groups.clamp(min=1.0).sqrt())
     if share is None:
         share = count / count.sum(-1, keepdim=True).clamp(min=1.0)
-    parts = torch.where(there, share * error, 0.0)
+    parts = torch.where(reached, share * error, 0.0)
     total = parts.sum(-1)
     lead = torch.where(known, parts, -1.0).argmax(-1, keepdim=True)
     dof = (groups.gather(-1, lead) - 1).squeeze(-1)
@@ -157,3 +159,38 @@ def _sequences(summary: HeadSummary, run: Run | None) -> Tensor | None:
         return torch.full((int(heads.sum()),), whole, dtype=torch.float64)
     calls = torch.tensor([layer.calls for layer in summary.layers], dtype=torch.float64)
     return torch.repeat_interleave(calls, heads) if bool((calls > 0).any()) else None
+
+
+def slope(
+    summary: HeadSummary, metric: str, head: int, *, least_n: float = 0.0, fewest: int = 3
+) -> Slope | None:
+    """How a head's metric changes with log n, by :meth:`Profile.slope` on the summary's profile.
+
+    Args:
+        summary: any head summary.
+        metric: a recorded metric.
+        head: index in :attr:`HeadSummary.places`.
+        least_n: octaves of fewer keys are left out.
+        fewest: octaves needed, at least three.
+
+    Returns:
+        The slope; None without a profile, or where too few octaves have rows of two sequences.
+
+    Raises:
+        ValueError: if the metric was not recorded.
+
+    Example:
+        Causal rows that weigh their keys alike have entropy log n:
+
+        >>> import acutance, torch
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        >>> hidden = torch.ones(64, 64, dtype=torch.bool).triu(1)
+        >>> with acutance.probe(layer) as probe:
+        ...     _ = layer(*[torch.zeros(2, 64, 8)] * 3, attn_mask=hidden)
+        >>> round(slope(probe.summary(), "entropy", 0).value, 6)
+        1.0
+    """
+    column = summary.column(metric)
+    if summary.profile is None:
+        return None
+    return summary.profile.slope(head, column, least_n=least_n, fewest=fewest)

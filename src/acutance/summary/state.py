@@ -103,12 +103,12 @@ class Run:
             if isinstance(left, list) and isinstance(right, list) and len(left + right) < _FEW:
                 sides = (mine, left, right), (theirs, right, left)
                 more = [
-                    f"{_told(only)} in {where} alone"
-                    for where, here, there in sides
-                    if (only := [part for part in here if part not in there])
+                    f"{_describe(only)} in {where} alone"
+                    for where, here, others in sides
+                    if (only := [part for part in here if part not in others])
                 ]
                 return f"{label} differ: {' and '.join(more) or 'their order'}"
-            return f"{label} is {_told(left)} in {mine} and {_told(right)} in {theirs}"
+            return f"{label} is {_describe(left)} in {mine} and {_describe(right)} in {theirs}"
         if self.total != other.total:
             return f"{mine} is of {self.total} windows and {theirs} of {other.total}"
         return None
@@ -126,7 +126,7 @@ class Run:
         )
 
     @staticmethod
-    def of(record: Mapping[str, Any]) -> Run:
+    def from_record(record: Mapping[str, Any]) -> Run:
         """The run of a record that was read.
 
         Raises:
@@ -162,14 +162,14 @@ def ranges(parts: Iterable[tuple[int, int]]) -> Ranges:
         >>> ranges([(4, 6), (0, 2), (2, 4), (9, 10)])
         ((0, 6), (9, 10))
     """
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for start, stop in sorted(parts):
-        if found and start < found[-1][1]:
-            raise ValueError(f"windows {start} to {min(stop, found[-1][1]) - 1} are there twice")
-        if found and start == found[-1][1]:
-            start = found.pop()[0]
-        found.append((start, stop))
-    return tuple(found)
+        if joined and start < joined[-1][1]:
+            raise ValueError(f"windows {start} to {min(stop, joined[-1][1]) - 1} are there twice")
+        if joined and start == joined[-1][1]:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return tuple(joined)
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,9 @@ class State:
             tokens=self.run.tokens + other.run.tokens,
             shard=self.run.shard if self.run.shard == other.run.shard else WHOLE,
         )
-        return State(self.summary.merge(other.summary), run).described()
+        return State(self.summary.merge(other.summary), run).updated()
 
-    def described(self) -> State:
+    def updated(self) -> State:
         """The same, what the summary says about itself brought up to date with the run."""
         run = self.run
         about = dict(self.summary.about) | {
@@ -233,7 +233,7 @@ def load_state(path: str | os.PathLike[str]) -> State:
             "does; summaries saved from Python are joined there, with HeadSummary.merge"
         )
     try:
-        return State(from_parts(header, tensors), Run.of(parse(header, "run")))
+        return State(from_parts(header, tensors), Run.from_record(parse(header, "run")))
     except ValueError as error:
         raise ValueError(f"{name} has a damaged header: {error}") from error
 
@@ -272,17 +272,17 @@ def merge_states(paths: Sequence[str | os.PathLike[str]]) -> State:
         if joined is None:
             joined = state
             continue
-        if found := joined.run.difference(state.run, os.fspath(paths[0]), name):
-            raise ValueError(f"shards of one run have the same settings, and {found}")
+        if difference := joined.run.difference(state.run, os.fspath(paths[0]), name):
+            raise ValueError(f"shards of one run have the same settings, and {difference}")
         try:
             joined = joined.join(state)
         except ValueError as error:
             raise ValueError(f"{name} does not fit {os.fspath(paths[0])}: {error}") from error
     assert joined is not None
-    return replace(joined, run=replace(joined.run, shard=WHOLE)).described()
+    return replace(joined, run=replace(joined.run, shard=WHOLE)).updated()
 
 
-def _told(value: Any) -> str:
+def _describe(value: Any) -> str:
     if value is None:
         return "not set"
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -83,6 +83,7 @@ def entropy_bounds(
         >>> row = np.array([2.0, 1.0, 0.5, -0.25, -3.0])
         >>> entropy_bounds(5, row.max(), row.mean(), np.ptp(row), p_max=0.5619)
         EntropyBounds(lower=0.1578, upper=1.2928)
+        >>> from acutance.theory import softmax_entropy
         >>> softmax_entropy(row)
         1.1040153
 

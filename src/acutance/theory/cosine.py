@@ -122,9 +122,9 @@ def cosine_best_count(n: ArrayLike, tau: ArrayLike, *, width: ArrayLike = 2.0) -
     span, keys = _span(tau, width), _keys(n)
     tau, width = np.asarray(tau, np.float64), np.asarray(width, np.float64)
     keys, span, tau, width = np.broadcast_arrays(keys, span, tau, width)
-    best, unsure = _best_count(keys, span)
+    best, uncertain = _best_count(keys, span)
     count = np.array(best)
-    for index in np.argwhere(unsure):
+    for index in np.argwhere(uncertain):
         at = tuple(index)
         count[at] = _best_count_exactly(count[at], keys[at], tau[at], width[at])
     return result(count)
@@ -218,8 +218,8 @@ def tau_for_information(
     Source:
         Su (2023), https://kexue.fm/archives/9593, for the free setting.
     """
-    keys, wanted = _keys(n), np.asarray(fraction, np.float64)
-    require("fraction", wanted, (wanted > 0) & (wanted < 1), "the fraction is above 0 and below 1")
+    keys, share = _keys(n), np.asarray(fraction, np.float64)
+    require("fraction", share, (share > 0) & (share < 1), "the fraction is above 0 and below 1")
     if setting not in ("free", "simplex", "random_keys"):
         raise ValueError(
             f'setting: one of "free", "simplex" and "random_keys", got setting={setting!r}'
@@ -229,7 +229,7 @@ def tau_for_information(
             f'd: the dimension goes with setting="random_keys", got d={d!r} and setting="{setting}"'
         )
     dimension = checked_dimension(2.0 if d is None else d)
-    keys, wanted, dimension = np.broadcast_arrays(keys, wanted, dimension)
+    keys, share, dimension = np.broadcast_arrays(keys, share, dimension)
 
     def point(count: float, part: float, dim: float) -> float:
         if setting == "random_keys":
@@ -245,7 +245,7 @@ def tau_for_information(
 
         return 2 / _solve(free, count, part)
 
-    return pointwise(point, keys, wanted, dimension)
+    return pointwise(point, keys, share, dimension)
 
 
 def _best_count(keys: Array, span: Array) -> tuple[Array, NDArray[np.bool_]]:

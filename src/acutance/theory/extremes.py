@@ -215,7 +215,7 @@ def _scipy_law(family: Any) -> Any:
 
 
 def _family_parameter(
-    family: Any, table: Collection[str], given: dict[str, Any]
+    family: Any, table: Collection[str], parameters: dict[str, Any]
 ) -> tuple[str | None, Array]:
     """Name of the family and the one parameter it needs, checked, or 0; no name for SciPy's."""
     name = parameter = None
@@ -224,7 +224,7 @@ def _family_parameter(
             known = ", ".join(f'"{known}"' for known in table)
             raise ValueError(f'family: one of {known}, got family="{family}"')
         name, (parameter, least, closed) = family, _PARAMETERS.get(family, (None, 0.0, False))
-    for other, value in given.items():
+    for other, value in parameters.items():
         if other != parameter and value is not None:
             raise ValueError(
                 f"{other}: family={family!r} has no such parameter, got {other}={value}"
@@ -234,9 +234,9 @@ def _family_parameter(
         return name, np.asarray(value)
     if parameter is None:
         return name, np.zeros(())
-    if given[parameter] is None:
+    if parameters[parameter] is None:
         raise ValueError(f'{parameter}: family="{family}" needs it, got {parameter}=None')
-    values = np.asarray(given[parameter], np.float64)
+    values = np.asarray(parameters[parameter], np.float64)
     require(
         parameter,
         values,

@@ -309,24 +309,24 @@ def as_family(
         >>> as_family("cosine", d=64)
         Cosine(d=64.0)
     """
-    given = {"d": d, "rho": rho, "a": a}
+    parameters = {"d": d, "rho": rho, "a": a}
     kind, parameter, least = _look_up(family)
-    for name, value in given.items():
+    for name, value in parameters.items():
         if value is not None and name != parameter:
             raise ValueError(f"{name}: the family {family!r} has no {name}, got {name}={value!r}")
     if not isinstance(kind, type):
         return kind
     if parameter is None:
         return kind()
-    wanted: Any = given[parameter]
-    if wanted is None:
+    value_given: Any = parameters[parameter]
+    if value_given is None:
         raise ValueError(f'{parameter}: the family "{family}" needs {parameter}, got None')
-    if not (isinstance(wanted, Real) and least <= float(wanted) < np.inf):
+    if not (isinstance(value_given, Real) and least <= float(value_given) < np.inf):
         raise ValueError(
             f'{parameter}: the {parameter} of the family "{family}" is one finite number of at'
-            f" least {least:g}, got {parameter}={wanted}"
+            f" least {least:g}, got {parameter}={value_given}"
         )
-    return kind(**{parameter: float(wanted)})
+    return kind(**{parameter: float(value_given)})
 
 
 def _look_up(family: Any) -> tuple[Family | type[Family], str | None, float]:

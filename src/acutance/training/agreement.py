@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from acutance.capture.module_hooks import follow_outputs
+from acutance.training.across_ranks import is_sharded
 from acutance.training.projections import HeadSlices, Projections
-from acutance.training.sharded import is_sharded
 
 __all__ = ["Outputs", "agrees", "rotary_width"]
 
@@ -61,8 +61,8 @@ def rotary_width(module: nn.Module, width: int) -> int:
     """How many entries of a head of a module are rotated, the first ones; 0 where all may be."""
     config: Any = getattr(module, "config", None)
     share = getattr(config, "partial_rotary_factor", None)
-    if share is None and isinstance(given := getattr(config, "rope_parameters", None), dict):
-        share = given.get("partial_rotary_factor")  # transformers 5
+    if share is None and isinstance(parameters := getattr(config, "rope_parameters", None), dict):
+        share = parameters.get("partial_rotary_factor")  # transformers 5
     rotated = getattr(module, "rotary_ndims", None)
     if not isinstance(rotated, int):
         rotated = int(share * width) if isinstance(share, int | float) else 0
@@ -71,7 +71,7 @@ def rotary_width(module: nn.Module, width: int) -> int:
 
 @torch.no_grad()
 def agrees(
-    found: Projections, query: Tensor, key: Tensor, outputs: Outputs, rotary: int = 0
+    projections: Projections, query: Tensor, key: Tensor, outputs: Outputs, rotary: int = 0
 ) -> bool | None:
     """Whether the scored vectors are as long as those that the slices of the outputs hold.
 
@@ -81,7 +81,7 @@ def agrees(
     scale of its own.
 
     Args:
-        found: where queries and keys are made.
+        projections: where queries and keys are made.
         query: (B, Hq, L, E), as they were scored.
         key: (B, H, S, E).
         outputs: of the projections, in the same forward.
@@ -92,21 +92,21 @@ def agrees(
         None where nothing could be compared, or a projection gave several outputs and none of
         those that are kept agrees.
     """
-    if not found.makers:
+    if not projections.makers:
         return None
-    parts = [(found.makers[0], query, (found.query[0], *found.query_alone[:1]))]
-    if found.group == 1 and not found.query_alone:
-        parts.append((found.makers[1], key, (found.key[0],)))
+    parts = [(projections.makers[0], query, (projections.query[0], *projections.query_alone[:1]))]
+    if projections.group == 1 and not projections.query_alone:
+        parts.append((projections.makers[1], key, (projections.key[0],)))
     verdicts: list[bool | None] = []
     for maker, scored, slices in parts:
-        if scored.shape[1] != found.heads:
+        if scored.shape[1] != projections.heads:
             continue
-        kept = outputs.take(maker)
+        recorded = outputs.take(maker)
         cut = slices[0].size if len(slices) > 1 else rotary
-        each = [_proportional(scored, output, slices, cut) for output in kept]
+        each = [_proportional(scored, output, slices, cut) for output in recorded]
         if True in each:
             verdicts.append(True)
-        elif len(kept) == 1:
+        elif len(recorded) == 1:
             verdicts.append(each[0])
     if False in verdicts:
         return False
@@ -133,15 +133,16 @@ def _fits(
     scored: Tensor, output: Tensor, slices: Sequence[HeadSlices], first: int, last: int
 ) -> bool | None:
     """Whether the lengths of some entries of all heads differ by no more than a scale."""
-    made = [_length(output, slices, head, first, last) for head in range(scored.shape[1])]
-    kept = scored[..., first:last]
-    wanted = torch.linalg.vector_norm(kept, dim=-1, dtype=_wide(scored)).transpose(1, 2)
+    lengths = [_length(output, slices, head, first, last) for head in range(scored.shape[1])]
+    expected_part = scored[..., first:last]
+    expected = torch.linalg.vector_norm(expected_part, dim=-1, dtype=_wide(scored)).transpose(1, 2)
     eps = max(torch.finfo(part.dtype).eps for part in (scored, output))
     tolerance = max(1e-3, 4 * eps)
     worst = [
         float(left.abs().max())
-        for left, own in _residuals(torch.stack(made, -1).double(), wanted.double())
-        if own.numel() and bool(own.abs().max() > tolerance)  # else any lengths would agree
+        for left, residual in _residuals(torch.stack(lengths, -1).double(), expected.double())
+        if residual.numel()
+        and bool(residual.abs().max() > tolerance)  # else any lengths would agree
     ]
     return min(worst) <= tolerance if worst else None
 
@@ -166,37 +167,37 @@ def _clear(lengths: Tensor) -> Tensor:
     return finite & (lengths > _FAINT * torch.where(finite, lengths, 0.0).amax())
 
 
-def _residuals(made: Tensor, wanted: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _residuals(lengths: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """What is left of the logarithms of ratios after what a scale may explain.
 
     Args:
-        made: (..., H), of as many tokens.
-        wanted: (B, L, H).
+        lengths: (..., H), of as many tokens.
+        expected: (B, L, H).
 
     Yields:
-        That, and what the same subtraction leaves of the logarithms of ``made`` alone.
+        That, and what the same subtraction leaves of the logarithms of ``lengths`` alone.
     """
-    batch, rows, heads = wanted.shape
-    orders = [made.reshape(batch, rows, heads)]
-    if made.dim() == 3 and made.shape[:2] == (rows, batch) and batch != 1:
-        orders.append(made.transpose(0, 1))
-    enough = _clear(wanted)
+    batch, rows, heads = expected.shape
+    orders = [lengths.reshape(batch, rows, heads)]
+    if lengths.dim() == 3 and lengths.shape[:2] == (rows, batch) and batch != 1:
+        orders.append(lengths.transpose(0, 1))
+    enough = _clear(expected)
     for order in orders:
         good = enough & _clear(order)
-        own = torch.where(good, order, 1.0).log()
-        ratio = torch.where(good, wanted, 1.0).log() - own
+        exponents = torch.where(good, order, 1.0).log()
+        ratio = torch.where(good, expected, 1.0).log() - exponents
         if batch > 1:  # a factor of each position and head
-            there = good.all(0)
-            yield (ratio - ratio.mean(0))[:, there], (own - own.mean(0))[:, there]
+            valid = good.all(0)
+            yield (ratio - ratio.mean(0))[:, valid], (exponents - exponents.mean(0))[:, valid]
         if heads > 1:  # a factor of each token times one of each head
-            there = good.all(-1)
-            yield _centred(ratio[there]), _centred(own[there])
+            valid = good.all(-1)
+            yield _centred(ratio[valid]), _centred(exponents[valid])
     # a factor of each head, whatever the order of the tokens: windows, or documents in a row
-    first, second = (part.reshape(-1, heads).sort(0).values for part in (made, wanted))
-    there = (_clear(first) & _clear(second)).all(-1)
-    own = first[there].log()
-    ratio = second[there].log() - own
-    yield ratio - ratio.mean(0), own - own.mean(0)
+    first, second = (part.reshape(-1, heads).sort(0).values for part in (lengths, expected))
+    valid = (_clear(first) & _clear(second)).all(-1)
+    exponents = first[valid].log()
+    ratio = second[valid].log() - exponents
+    yield ratio - ratio.mean(0), exponents - exponents.mean(0)
 
 
 def _centred(logs: Tensor) -> Tensor:

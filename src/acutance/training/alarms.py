@@ -122,10 +122,10 @@ def summed_up(alarms: Sequence[Alarm]) -> str:
     sign = 1 if kind == "entropy_collapse" else -1
     worst = sorted(alarms, key=lambda alarm: sign * _ordered(alarm.value))
     heads = "one head" if len(alarms) == 1 else f"{len(alarms)} heads"
-    told = "; ".join(map(str, worst[:_NAMED]))
+    text = "; ".join(map(str, worst[:_NAMED]))
     more = f"; and {len(alarms) - _NAMED} more" if len(alarms) > _NAMED else ""
     label = kind.replace("_", " ")
-    return f"attention at step {alarms[0].step}, {label} in {heads}: {told}{more}"
+    return f"attention at step {alarms[0].step}, {label} in {heads}: {text}{more}"
 
 
 def _ordered(value: float) -> float:

@@ -71,24 +71,24 @@ class TrainerEvents(_Events):
         """Find the Trainer, and go on from a checkpoint's state."""
         self.close()
         self._trainer = _calling_trainer(self)
-        kept = (getattr(state, "stateful_callbacks", None) or {}).get(STATE_KEY)
+        saved = (getattr(state, "stateful_callbacks", None) or {}).get(STATE_KEY)
         if not state.global_step:
             self._begin_anew()
-        elif kept is not None:
-            self.load_state_dict(kept)
+        elif saved is not None:
+            self.load_state_dict(saved)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         """Watch this step's forward passes, each from the Trainer's call of ``training_step``."""
         self._release()
         self._forget()
         self.steps = state.global_step
         if not self.due:
             return
-        trainer, model = self._trainer, given["model"]
+        trainer, model = self._trainer, options["model"]
         if trainer is None:  # a loop that is no Trainer, and calls the events of one
             self._open.enter_context(self.watch(model))
             return
-        plain, own = trainer.training_step, "training_step" in vars(trainer)
+        plain, overridden = trainer.training_step, "training_step" in vars(trainer)
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -99,7 +99,7 @@ class TrainerEvents(_Events):
                 raise
 
         def restore() -> None:
-            if own:
+            if overridden:
                 trainer.training_step = plain
             else:
                 vars(trainer).pop("training_step", None)
@@ -107,7 +107,7 @@ class TrainerEvents(_Events):
         trainer.training_step = training_step
         self._open.callback(restore)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         """Record the step, and log it as the Trainer logs its losses."""
         self._release()
         self.steps = state.global_step - 1
@@ -124,7 +124,7 @@ class TrainerEvents(_Events):
         for callback in () if handler is None else tuple(handler.callbacks):
             if callback is self or _prints(callback):
                 continue
-            callback.on_log(args, state, control, logs=dict(logs), **given)
+            callback.on_log(args, state, control, logs=dict(logs), **options)
             writer = getattr(callback, "tb_writer", None)
             if writer is not None:
                 self.write_histograms(writer, record)

@@ -1,4 +1,4 @@
-"""EntropyRegularizer: a loss on how far the rows of attention are from an entropy."""
+"""Losses on rows of attention: the distance of their entropy from a target, and the z-loss."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from acutance.rowstats import RowStatistics
 from acutance.shapes import check_number
 from acutance.training.watch import AttentionWatch, WatchedRows
 
-__all__ = ["EntropyRegularizer", "Rows", "read_rows"]
+__all__ = ["EntropyRegularizer", "Rows", "ZLoss", "read_rows"]
 
 #: What a loss on statistics takes: a watch, its rows, or statistics of one call or several.
 Rows: TypeAlias = AttentionWatch | RowStatistics | Iterable[WatchedRows | RowStatistics]
+
+
 Unit = Literal["nats", "fraction"]
 
 
@@ -99,9 +101,9 @@ class EntropyRegularizer(nn.Module):
             ValueError: if there is no row, or no gradient although gradients are enabled.
         """
         losses, means = [], []
-        for statistics, kept in read_rows(rows):
-            entropy = statistics.entropy[kept]
-            n = statistics.n_keys[kept].to(entropy.dtype)
+        for statistics, counted in read_rows(rows):
+            entropy = statistics.entropy[counted]
+            n = statistics.n_keys[counted].to(entropy.dtype)
             losses.append(self._distance(entropy, n.log()).square().mean())
             means.append(float(entropy.detach().mean()))
         self.entropy = sum(means) / len(means)
@@ -132,23 +134,77 @@ def read_rows(rows: Rows) -> list[tuple[RowStatistics, Tensor]]:
     if isinstance(rows, AttentionWatch):
         rows = rows.rows
     parts = [rows] if isinstance(rows, RowStatistics) else list(rows)
-    found = []
+    statistics_read = []
     for part in parts:
         if isinstance(part, WatchedRows):
-            found.append((part.statistics, part.kept))
+            statistics_read.append((part.statistics, part.kept))
         elif isinstance(part, RowStatistics):
-            found.append((part, part.state.n > 0))
+            statistics_read.append((part, part.state.n > 0))
         else:
             raise TypeError(
                 "rows are an AttentionWatch, WatchedRows or RowStatistics, got "
                 f"{type(part).__name__}"
             )
-    found = [(statistics, kept) for statistics, kept in found if bool(kept.any())]
-    if not found:
+    statistics_read = [
+        (statistics, counted) for statistics, counted in statistics_read if bool(counted.any())
+    ]
+    if not statistics_read:
         raise ValueError("rows has at least one row that sees a key, got none")
-    if torch.is_grad_enabled() and not any(part.state.Z.requires_grad for part, _ in found):
+    if torch.is_grad_enabled() and not any(
+        part.state.Z.requires_grad for part, _ in statistics_read
+    ):
         raise ValueError(
             "rows carry no gradient: run the model with gradients enabled, watch it with "
             "gradients=True, and without reentrant checkpointing"
         )
-    return found
+    return statistics_read
+
+
+class ZLoss(nn.Module):
+    r"""Mean squared logsumexp of the rows.
+
+    .. math:: \ell = w \cdot \frac{1}{R} \sum_r \Bigl(\log \sum_j e^{s_{rj}}\Bigr)^2
+
+    Softmax ignores a shift of a row's logits; this fixes the shift, and with it bounds the largest
+    logit, which is at most the logsumexp. A row of n equal logits has it at 0 where they are
+    −log n.
+
+    Args:
+        weight: w.
+
+    Raises:
+        TypeError: if ``weight`` is no number.
+        ValueError: if it is negative.
+
+    Example:
+        >>> import acutance
+        >>> query = torch.zeros(1, 1, 1, 2, requires_grad=True)
+        >>> key = torch.zeros(1, 1, 3, 2)
+        >>> ZLoss(weight=1.0)(acutance.row_statistics(query, key)).item()  # (log 3)²
+        1.2069
+
+    Source:
+        Zoph et al. (2022), arXiv:2202.08906, for a router's logits, with weight 0.001; Chowdhery
+        et al. (2022), arXiv:2204.02311, for output logits, with 0.0001.
+    """
+
+    def __init__(self, weight: float = 1e-3) -> None:
+        super().__init__()
+        self.weight = check_number("weight", weight, above=0.0, including=True)
+
+    def forward(self, rows: Rows) -> Tensor:
+        """The loss, a scalar.
+
+        Args:
+            rows: as for :class:`EntropyRegularizer`.
+
+        Raises:
+            TypeError: if it is none of these.
+            ValueError: if there is no row, or no gradient although gradients are enabled.
+        """
+        losses = [part.lse[counted].square().mean() for part, counted in read_rows(rows)]
+        return self.weight * torch.stack(losses).mean()
+
+    def extra_repr(self) -> str:
+        """The weight, for ``print``."""
+        return f"weight={self.weight:g}"

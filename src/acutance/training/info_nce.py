@@ -187,20 +187,24 @@ class InfoNCE(nn.Module):
         candidates = len(keys) + (0 if extra is None else len(extra))
         scale = self.scale(candidates).to(query)
         scaled = query * scale
-        found = _others(scaled, keys, rank * len(query))
+        statistics = _others(scaled, keys, rank * len(query))
         if extra is not None:
             further = row_statistics(scaled[None, None], extra[None, None], scale=1.0)
-            found = RowStatistics(merge(found.state, further.state))
+            statistics = RowStatistics(merge(statistics.state, further.state))
         match = (scaled * key).sum(-1)
-        loss = softplus(found.lse[0, 0] - match).mean()
-        return loss, scale, found, match
+        loss = softplus(statistics.lse[0, 0] - match).mean()
+        return loss, scale, statistics, match
 
     @torch.no_grad()
     def _follow(self, sides: list[RowStatistics]) -> None:
         """One Newton step of 1/τ, on means over directions and ranks, which stay together so."""
         parts = [
-            (found.entropy, found.varentropy, found.n_keys.to(found.entropy.dtype).log())
-            for found in sides
+            (
+                statistics.entropy,
+                statistics.varentropy,
+                statistics.n_keys.to(statistics.entropy.dtype).log(),
+            )
+            for statistics in sides
         ]
         means = torch.stack([torch.stack([part.mean() for part in side]) for side in parts])
         means = means.detach().mean(0)
@@ -222,8 +226,8 @@ class InfoNCE(nn.Module):
             loss=mean([losses]),
             temperature=1 / float(sides[0][1].detach()),
             negatives=int(sides[0][2].n_keys[0, 0, 0]),
-            negative_entropy=mean([found.entropy for _, _, found, _ in sides]),
-            effective_negatives=mean([found.effective_keys for _, _, found, _ in sides]),
+            negative_entropy=mean([statistics.entropy for _, _, statistics, _ in sides]),
+            effective_negatives=mean([statistics.effective_keys for _, _, statistics, _ in sides]),
             positive_weight=mean([torch.sigmoid(m - f.lse[0, 0]) for _, _, f, m in sides]),
             accuracy=mean([m - f.max_logit[0, 0] > _tie(m, s) for _, s, f, m in sides]),
         )
@@ -257,8 +261,8 @@ def _unit(rows: Tensor) -> Tensor:
     """Rows over their lengths, whatever these are; a row of zeros stays, and has no gradient."""
     wide = rows if rows.dtype == torch.float64 else rows.float()
     largest = wide.detach().abs().amax(-1, keepdim=True)  # squares of 1e25 would overflow
-    there = largest > 0
-    return normalize(wide * there / torch.where(there, largest, 1.0), dim=-1)
+    nonzero = largest > 0
+    return normalize(wide * nonzero / torch.where(nonzero, largest, 1.0), dim=-1)
 
 
 def _tie(match: Tensor, scale: Tensor) -> Tensor:
@@ -267,10 +271,10 @@ def _tie(match: Tensor, scale: Tensor) -> Tensor:
 
 
 def _check(anchor: Tensor, positive: Tensor, negatives: Tensor | None) -> None:
-    given = {"anchor": anchor, "positive": positive}
+    arguments = {"anchor": anchor, "positive": positive}
     if negatives is not None:
-        given["negatives"] = negatives
-    for name, part in given.items():
+        arguments["negatives"] = negatives
+    for name, part in arguments.items():
         if check_tensor(name, part).dtype not in FLOATS:
             raise TypeError(f"{name} is a floating Tensor, got {part.dtype}")
         if part.dim() != 2 or part.shape[1] != anchor.shape[-1] or part.shape[1] == 0:

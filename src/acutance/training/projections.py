@@ -112,12 +112,12 @@ class Projections:
         Queries take :math:`\gamma^\alpha` and keys the rest; where a key is shared, the
         queries take all of it.
         """
-        own = self.group == 1
+        one_to_one = self.group == 1
         for part in self.query:
-            yield part, factor**alpha if own else factor
+            yield part, factor**alpha if one_to_one else factor
         for part in self.query_alone:
             yield part, factor
-        if own:
+        if one_to_one:
             for part in self.key:
                 yield part, factor ** (1 - alpha)
 
@@ -205,18 +205,18 @@ def _slices(
 def _cut(
     name: str, module: Any, start: int, stride: int, size: int, whole: int, group: int = 1
 ) -> tuple[HeadSlices, ...]:
-    found = tuple(_slices(name, module, start, stride, size, group))
-    for _, length in found:
+    slices = tuple(_slices(name, module, start, stride, size, group))
+    for _, length in slices:
         if length != whole:
             raise ValueError(f"{name} has {length} outputs where {whole} were expected")
-    return tuple(part for part, _ in found)
+    return tuple(part for part, _ in slices)
 
 
 def _pair(
     kind: str, query: nn.Module, key: nn.Module, heads: int, width: int, keys: int | None = None
 ) -> Projections:
-    found = tuple(_slices(f"{kind}'s key projection", key, 0, width, width))
-    rows = found[0][1]
+    slices = tuple(_slices(f"{kind}'s key projection", key, 0, width, width))
+    rows = slices[0][1]
     count = rows // width if keys is None else keys
     if rows % width or count == 0 or heads % count:
         raise ValueError(
@@ -227,7 +227,7 @@ def _pair(
         heads,
         heads // count,
         _cut(f"{kind}'s query projection", query, 0, width, width, heads * width),
-        tuple(part for part, _ in found),
+        tuple(part for part, _ in slices),
         makers=(query, key),
     )
 
@@ -274,15 +274,22 @@ def _latent(module: Any, heads: int, width: int) -> Projections:
             f"{kind} has kv_b_proj but not the sizes of latent attention: qk_nope_head_dim, "
             f"qk_rope_head_dim and v_head_dim are {sizes} for queries of width {width}"
         )
-    own, rotary, value = sizes
+    unrotated, rotary, value = sizes
     query: Any = getattr(module, "q_b_proj", None) or getattr(module, "q_proj", None)
     rows = heads * width
     return Projections(
         heads,
         1,
-        _cut(f"{kind}'s query projection", query, 0, width, own, rows),
-        _cut(f"{kind}.kv_b_proj", module.kv_b_proj, 0, own + value, own, heads * (own + value)),
-        _cut(f"{kind}'s query projection", query, own, width, rotary, rows),
+        _cut(f"{kind}'s query projection", query, 0, width, unrotated, rows),
+        _cut(
+            f"{kind}.kv_b_proj",
+            module.kv_b_proj,
+            0,
+            unrotated + value,
+            unrotated,
+            heads * (unrotated + value),
+        ),
+        _cut(f"{kind}'s query projection", query, unrotated, width, rotary, rows),
         layout="latent",
         makers=(query, module.kv_b_proj),
     )

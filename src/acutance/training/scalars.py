@@ -66,7 +66,7 @@ def scalars(
         attention/alarms/logit_growth 0.0
         attention/alarms/not_finite 0.0
     """
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     columns = [summary.metrics.index(name) for name in metrics]
     for layer, start in _layers(summary):
         heads = summary.moments.heads(start, start + layer.heads)
@@ -74,17 +74,17 @@ def scalars(
             counted = heads.count[:, column] > 0
             if not bool(counted.any()):
                 continue
-            there, weight = heads.mean[counted, column], heads.weight[counted, column]
+            means, weight = heads.mean[counted, column], heads.weight[counted, column]
             tag = f"{PREFIX}/{layer.module}/{name}"
-            found[tag] = float((there * (weight / weight.sum())).sum())
+            values[tag] = float((means * (weight / weight.sum())).sum())
             if name in _EXTREMES:
-                found[f"{tag}_max"] = float(heads.high[:, column].max())
+                values[f"{tag}_max"] = float(heads.high[:, column].max())
             else:
-                found[f"{tag}_min"] = float(there.min())
-                found[f"{tag}_max"] = float(there.max())
+                values[f"{tag}_min"] = float(means.min())
+                values[f"{tag}_max"] = float(means.max())
     for kind in KINDS:
-        found[f"{PREFIX}/alarms/{kind}"] = float(sum(alarm.kind == kind for alarm in alarms))
-    return found
+        values[f"{PREFIX}/alarms/{kind}"] = float(sum(alarm.kind == kind for alarm in alarms))
+    return values
 
 
 def write(writer: Any, summary: HeadSummary, metrics: Sequence[str], each: str, step: int) -> None:
@@ -141,8 +141,8 @@ def _histogram(moments: Moments, column: int, name: str) -> dict[str, Any] | Non
 
 def _layers(summary: HeadSummary) -> list[tuple[Any, int]]:
     """Each layer with the row of its first head."""
-    found, start = [], 0
+    layers, start = [], 0
     for layer in summary.layers:
-        found.append((layer, start))
+        layers.append((layer, start))
         start += layer.heads
-    return found
+    return layers

@@ -222,12 +222,12 @@ class TopKSoftmax(Weighting):
             return torch.softmax(hidden, -1)
         free = hidden.detach()
         border = free.topk(self.k, dim=-1, sorted=True).values[..., -1:]
-        kept = free >= border
-        if torch.compiler.is_compiling() or bool((kept.sum(-1) > self.k).any()):
+        selected = free >= border
+        if torch.compiler.is_compiling() or bool((selected.sum(-1) > self.k).any()):
             above, equal = free > border, free == border
             room = self.k - above.sum(-1, keepdim=True)
-            kept = above | (equal & (equal.cumsum(-1) <= room))
-        return torch.softmax(torch.where(kept, hidden, -torch.inf), -1)
+            selected = above | (equal & (equal.cumsum(-1) <= room))
+        return torch.softmax(torch.where(selected, hidden, -torch.inf), -1)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
         """The matrix diag p − p pᵀ of the keys that are kept."""

@@ -20,7 +20,7 @@ from acutance.rowstats import METRICS
 from acutance.summary.by_octave import Profile
 from acutance.summary.distances import Distances
 from acutance.summary.examples import Examples, Row
-from acutance.summary.optional_parts import Beside
+from acutance.summary.optional_parts import OptionalParts
 
 Make = Callable[..., HeadSummary]
 Show = Callable[..., Any]  # a page of conftest.py
@@ -48,12 +48,12 @@ def with_structure(summary: HeadSummary, words: list[str]) -> HeadSummary:
         Row(head, 1.5, 0.5, 3, len(words), 3, weights, tokens, len(words) - 1)
         for head in range(heads)
     ]
-    examples = Examples.of(rows, heads, 1)
+    examples = Examples.from_rows(rows, heads, 1)
     examples = dataclasses.replace(examples, words=dict(enumerate(words)))
     even = Distances.none(heads, 4)
     distances = dataclasses.replace(even, rows=even.rows + 40, mass=mass, even=mass.clone())
-    beside = Beside(profile=profile, distances=distances, examples=examples)
-    return dataclasses.replace(summary, beside=beside)
+    beside = OptionalParts(profile=profile, distances=distances, examples=examples)
+    return dataclasses.replace(summary, optional_parts=beside)
 
 
 def test_the_page_says_what_it_shows(summary_of: Make, show: Show) -> None:
@@ -152,9 +152,9 @@ def test_rows_of_unknown_tokens_say_what_is_known(summary_of: Make, show: Show) 
         "position", "query", "tokens", "context",
     )}  # fmt: skip
     beside = dataclasses.replace(
-        summary.beside, examples=dataclasses.replace(summary.examples, **none)
+        summary.optional_parts, examples=dataclasses.replace(summary.examples, **none)
     )
-    page = show(dataclasses.replace(summary, beside=beside), "#L0H1")
+    page = show(dataclasses.replace(summary, optional_parts=beside), "#L0H1")
     assert page.text("#samples p") == "A query: entropy 0.50 nats over 4 tokens"
     assert page.text("#samples .attended li").replace("\n", " ") == "token 75% · position 1"
     assert page.run("document.querySelectorAll('#samples .context').length") == 0

@@ -1,9 +1,9 @@
-"""What the HTML report shows of a summary, as one packed text."""
+"""The data of the HTML report: the numbers and sentences of a summary, packed into one text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from acutance.diagnose.classes import HeadClass, classify
-from acutance.diagnose.findings import KEY_NORMS, LABELS, findings, say_key_norms
-from acutance.diagnose.metric_words import GROUPS, crossing, words
-from acutance.diagnose.recommendations import otherwise, recommendations
+from acutance.diagnose.classes import CLASSES, HeadClass, classify
+from acutance.diagnose.findings import KEY_NORMS, LABELS, describe_key_norms, findings
+from acutance.diagnose.recommendations import KINDS, Recommendation, otherwise, recommendations
+from acutance.diagnose.sentences import GROUPS, crossing, metric_words
 from acutance.escapes import visible
-from acutance.report.colours import ANCHORS, as_hex, scale_of
+from acutance.report.colours import ANCHORS, as_hex, colour_scale
 from acutance.report.html_page.packing import (
     BUDGET,
     LEVELS,
@@ -27,17 +27,19 @@ from acutance.report.html_page.packing import (
     encode,
     rounded,
 )
-from acutance.report.html_page.structure_data import advice, classes, structure
 from acutance.report.terminal import module_sentences
 from acutance.structure import describe
+from acutance.summary.by_octave import Profile
+from acutance.summary.distances import Distances
+from acutance.summary.examples import Examples
 from acutance.summary.head_summary import STATUSES, HeadSummary
+from acutance.summary.layer import notices
 from acutance.summary.moments import BINS, SCALES, edges
-from acutance.summary.notices import notices
 
 
 def packed(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> str:
     """The page's data, as finely as :data:`~acutance.report.html_page.packing.BUDGET` allows."""
-    record, found = _record(summary), classify(summary)
+    record, head_classes = _record(summary), classify(summary)
     if key_norms is not None:
         record["findings"].append(
             {
@@ -45,17 +47,17 @@ def packed(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> 
                 "label": KEY_NORMS,
                 "layer": None,
                 "head": None,
-                "sentence": visible(say_key_norms(key_norms)),
+                "sentence": visible(describe_key_norms(key_norms)),
             }
         )
     text = ""
     for level in LEVELS:
         if _least(summary, level) > BUDGET:
             continue
-        text = _packed(summary, record, found, level)
+        text = _packed(summary, record, head_classes, level)
         if len(text) <= BUDGET:
             return text
-    return text or _packed(summary, record, found, LEVELS[-1])
+    return text or _packed(summary, record, head_classes, LEVELS[-1])
 
 
 def _least(summary: HeadSummary, level: Level) -> float:
@@ -68,7 +70,10 @@ def _least(summary: HeadSummary, level: Level) -> float:
 
 
 def _packed(
-    summary: HeadSummary, record: dict[str, Any], found: list[tuple[HeadClass, ...]], level: Level
+    summary: HeadSummary,
+    record: dict[str, Any],
+    head_classes: list[tuple[HeadClass, ...]],
+    level: Level,
 ) -> str:
     packer = Packer()
     parts = {
@@ -89,7 +94,7 @@ def _packed(
         )
         for index in range(len(summary.metrics))
     ]
-    more = structure(summary, level, packer) | classes(found, level)
+    more = structure(summary, level, packer) | classes(head_classes, level)
     return packer.text({**record, **more, "metrics": metrics, "level": asdict(level)})
 
 
@@ -108,7 +113,7 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
             }
             for layer in summary.layers
         ],
-        "modules": [visible(said) for said in module_sentences(summary.layers)],
+        "modules": [visible(sentence) for sentence in module_sentences(summary.layers)],
         "statuses": STATUSES,
         "groups": GROUPS,
         "edges": {
@@ -118,13 +123,13 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
         "colours": [as_hex(anchor) for anchor in ANCHORS],
         "findings": [
             {
-                "kind": found.kind,
-                "label": LABELS[found.kind],
-                "layer": found.layer,
-                "head": found.head,
-                "sentence": visible(found.sentence),
+                "kind": finding.kind,
+                "label": LABELS[finding.kind],
+                "layer": finding.layer,
+                "head": finding.head,
+                "sentence": visible(finding.sentence),
             }
-            for found in findings(summary)
+            for finding in findings(summary)
         ],
         **advice(recommendations(summary), otherwise(summary)),
         "notices": [visible(notice) for notice in notices(summary.about)],
@@ -138,10 +143,10 @@ def _metric(
 ) -> dict[str, Any]:
     """A metric's description; its numbers for every head go to the packer."""
     name, moments = summary.metrics[column], summary.moments
-    described, said = describe(name), words(name)
+    described, plain = describe(name), metric_words(name)
     kind = SCALES.get(name, "unit")
     count = moments.count[:, column]
-    scale = scale_of(name, parts["mean"].tolist())
+    scale = colour_scale(name, parts["mean"].tolist())
     if level.extremes is not None and name not in level.extremes:
         parts = {part: values for part, values in parts.items() if part not in ("min", "max")}
     codes = {}
@@ -161,12 +166,12 @@ def _metric(
     rows = torch.tensor(_rows(summary))
     return {
         "name": name,
-        "group": said.group,
+        "group": plain.group,
         "unit": described.unit,
         "range": described.range,
         "meaning": described.meaning,
         "source": described.source,
-        "ends": [said.low, said.high],
+        "ends": [plain.low, plain.high],
         "kind": kind,
         "soft": SOFT[kind],
         "codes": codes,
@@ -201,3 +206,126 @@ def _text(value: Any) -> str:
     ):
         return ", ".join(visible(str(part)) for part in value)
     return visible(str(value))
+
+
+#: Heads whose rows of text are kept in a report of very many heads, and rows of each.
+MOST_WITH_TEXT, MOST_ROWS = 512, 3
+
+
+def structure(summary: HeadSummary, level: Level, packer: Packer) -> dict[str, Any]:
+    """The record of all there is beyond moments; arrays go to the packer."""
+    parts: dict[str, Any] = {}
+    for part, profile in (("profile", summary.profile), ("positions", summary.positions)):
+        if profile is not None and profile.octaves:
+            parts[part] = _profile(summary, profile, part, level, packer)
+    if level.distances and summary.distances is not None and summary.distances.mass.shape[-1]:
+        parts["distances"] = _distances(summary, summary.distances, level.distances, packer)
+    if summary.examples is not None:
+        parts["examples"] = _examples(summary.examples, len(summary.places))
+    return parts
+
+
+def _profile(
+    summary: HeadSummary, profile: Profile, part: str, level: Level, packer: Packer
+) -> dict[str, Any]:
+    """Means by octave of a count, and errors where numbers are kept finely."""
+    metrics: dict[str, Any] = {}
+    for column, name in enumerate(summary.metrics):
+        if level.profiles is not None and name not in level.profiles:
+            continue
+        soft, width = SOFT[SCALES.get(name, "unit")], 1 if level.profiles is not None else 2
+        parts: dict[str, Tensor] = {
+            name: profile.mean[:, column].masked_fill(profile.count[:, column] == 0, math.nan)
+        }
+        if level.profiles is None:
+            parts[f"{name}.error"] = profile.error[:, column]
+        for key, values in parts.items():
+            coded = encode(values.numpy(), width, soft)
+            packer.add(f"{part}.{key}", coded.values)
+            metrics[key] = {"codes": [coded.low, coded.high], "soft": soft}
+    rows, log_n, first = [], [], 0
+    every, middle = profile.rows.numpy(), profile.log_n.numpy()
+    for layer in summary.layers:
+        heads = slice(first, first + layer.heads)
+        most = every[heads].argmax(0) if layer.heads else np.zeros(profile.octaves, dtype=np.int64)
+        rows.append(every[heads].max(0, initial=0).tolist())
+        at = np.arange(profile.octaves) if layer.heads else np.arange(0)
+        log_n.append([rounded(float(value), 5) for value in middle[heads][most[at], at]])
+        first += layer.heads
+    return {"octaves": profile.octaves, "metrics": metrics, "rows": rows, "log_n": log_n}
+
+
+def _distances(
+    summary: HeadSummary, distances: Distances, steps: int, packer: Packer
+) -> dict[str, Any]:
+    """Shares of the weight by octave of distance, in that many steps."""
+    for part in ("mass", "even"):
+        shares = getattr(distances, part).flatten(1).numpy()
+        packer.add(f"distances.{part}", np.rint(shares.clip(0, 1) * steps).astype(np.uint8))
+    sizes = [layer.heads for layer in summary.layers]
+    rows = [int(part.max()) if len(part) else 0 for part in distances.rows.split(sizes)]
+    return {"octaves": distances.mass.shape[-1], "rows": rows}
+
+
+def _examples(examples: Examples, heads: int) -> list[list[dict[str, Any]]]:
+    """The sharpest rows of each head as words; in a large report of the first heads only."""
+    rows_by_head = []
+    for head in range(min(heads, MOST_WITH_TEXT)):
+        rows = []
+        for place, row in enumerate(examples.rows(head)[:MOST_ROWS]):
+            start = int(examples.start[head, place])
+            rows.append(
+                {
+                    "query": visible(row.query),
+                    "position": row.position,
+                    "n_keys": row.n_keys,
+                    "entropy": rounded(row.entropy, 4),
+                    "here": row.position - start if start >= 0 else -1,
+                    "attended": [
+                        [visible(token), position, rounded(weight, 4)]
+                        for token, position, weight in row.attended
+                    ],
+                    "context": [
+                        [visible(token), rounded(weight, 3)] for token, weight in row.context
+                    ],
+                }
+            )
+        rows_by_head.append(rows)
+    return rows_by_head
+
+
+def classes(head_classes: Sequence[Sequence[HeadClass]], level: Level) -> dict[str, Any]:
+    """Classes of every head: indices, with the sentence that says why in a report of few heads."""
+    order = list(CLASSES)
+    return {
+        "classes": [
+            {"label": one.name, "rule": one.rule, "source": one.source} for one in CLASSES.values()
+        ],
+        "heads": [
+            [
+                [order.index(one.name), visible(one.sentence) if level.profiles is None else ""]
+                for one in each
+            ]
+            for each in head_classes
+        ],
+    }
+
+
+def advice(recommended: Sequence[Recommendation], nothing: str) -> dict[str, Any]:
+    """Recommendations, most urgent first, and the sentence to show where there are none."""
+    return {
+        "kinds": KINDS,
+        "nothing": nothing,
+        "recommendations": [
+            {
+                "kind": one.kind,
+                "layer": one.layer,
+                "heads": one.heads,
+                "place": one.place,
+                "reason": visible(one.reason),
+                "advice": visible(one.advice),
+                "certainty": one.certainty,
+            }
+            for one in recommended
+        ],
+    }

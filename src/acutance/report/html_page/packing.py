@@ -143,15 +143,17 @@ def encode(values: Array, width: int, soft: float) -> Codes:
         >>> decode(codes, 1.0).round(3).tolist()
         [0.0, 10.0, nan]
     """
-    there = np.isfinite(values)
+    finite = np.isfinite(values)
     if width == 4:
-        return Codes(np.where(there, values, np.nan).astype(np.float32))
+        return Codes(np.where(finite, values, np.nan).astype(np.float32))
     kind = np.uint8 if width == 1 else np.uint16
     none = int(np.iinfo(kind).max)
-    bent = np.arcsinh(np.where(there, values, 0.0) / soft)
-    low, high = (float(bent[there].min()), float(bent[there].max())) if there.any() else (0.0, 0.0)
+    bent = np.arcsinh(np.where(finite, values, 0.0) / soft)
+    low, high = (
+        (float(bent[finite].min()), float(bent[finite].max())) if finite.any() else (0.0, 0.0)
+    )
     step = (high - low) / (none - 1) or 1.0
-    codes = np.where(there, np.rint((bent - low) / step), none)
+    codes = np.where(finite, np.rint((bent - low) / step), none)
     return Codes(codes.astype(kind), low, high)
 
 
@@ -186,9 +188,11 @@ def bars(counts: Array, level: Level) -> tuple[Array, int]:
     if not used.size:
         return np.zeros((heads, 0), dtype=np.uint8), 0
     first, last = int(used[0]), int(used[-1])
-    kept = joined[:, first : last + 1].astype(np.float64)
-    tallest = np.maximum(kept.max(-1, keepdims=True), 1.0)
-    return np.ceil(kept * (level.heights / tallest)).clip(0, level.heights).astype(np.uint8), first
+    shares = joined[:, first : last + 1].astype(np.float64)
+    tallest = np.maximum(shares.max(-1, keepdims=True), 1.0)
+    return np.ceil(shares * (level.heights / tallest)).clip(0, level.heights).astype(
+        np.uint8
+    ), first
 
 
 def rounded(value: float | None, digits: int) -> float | int | None:

@@ -104,8 +104,8 @@ def html(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> st
 def _frame() -> tuple[str, str]:
     """The page before and after its data."""
     style = _asset("page.css")
-    own = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
-    script = f'"use strict";\n{_asset("plot.js")}\n(() => {{\n{own}}})();\n'
+    page_scripts = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
+    script = f'"use strict";\n{_asset("plot.js")}\n(() => {{\n{page_scripts}}})();\n'
     policy = "; ".join(
         [
             "default-src 'none'",
@@ -117,8 +117,8 @@ def _frame() -> tuple[str, str]:
     )
     page = _asset("page.html")
     for place, text in {"policy": policy, "style": style, "script": script}.items():
-        before, found, after = page.partition(f"{{{{{place}}}}}")
-        assert found, place
+        before, marker, after = page.partition(f"{{{{{place}}}}}")
+        assert marker, place
         page = before + text + after
     before, _, after = page.partition("{{data}}")
     return before, after

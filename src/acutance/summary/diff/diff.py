@@ -1,21 +1,21 @@
-"""What changed between two summaries: two checkpoints, two lengths, two texts, two shards."""
+"""Compare two summaries head by head: two checkpoints, lengths, texts or shards."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from acutance.summary.diff.match_heads import match
+from acutance.summary.by_octave import Profile
+from acutance.summary.diff.match_heads import Side, match, warnings
 from acutance.summary.diff.records import CONFIDENCE, ORDER, Diff
-from acutance.summary.diff.sides import Taken, take, take_at_equal_n
-from acutance.summary.diff.warnings import Side, warnings
 from acutance.summary.head_summary import HeadSummary
-from acutance.summary.standard_errors import Uncertainty, worst
+from acutance.summary.standard_errors import Uncertainty, between, uncertainty, worst
 from acutance.summary.state import State
 
-__all__ = ["diff"]
+__all__ = ["Aligned", "diff", "take", "take_at_equal_n"]
 
 #: Two float32 means that differ by less, relative to their size, are the same.
 ROUNDING = 2.0**-20
@@ -56,7 +56,7 @@ def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bo
         >>> [(head.head, head.verdict) for head in found.moved("logit_std")]
         [(0, 'moved'), (1, 'equal')]
     """
-    left, right = Side.of(before), Side.of(after)
+    left, right = Side.from_summary(before), Side.from_summary(after)
     matched = match(left.summary, right.summary)
     metrics = tuple(name for name in left.summary.metrics if name in right.summary.metrics)
     if not metrics:
@@ -120,7 +120,7 @@ def _quantile(dof: Tensor, heads: int) -> Tensor:
     return torch.from_numpy(stdtrit(dof.numpy(), 1 - tail))
 
 
-def _distance(one: Taken, other: Taken) -> Tensor:
+def _distance(one: Aligned, other: Aligned) -> Tensor:
     """Total variation distance of two histograms; NaN where one is empty or not known."""
     if one.histogram is None or other.histogram is None:
         return torch.full_like(one.mean, math.nan)
@@ -129,3 +129,116 @@ def _distance(one: Taken, other: Taken) -> Tensor:
         rows = part.sum(-1, keepdim=True).to(torch.float64)
         shares.append(part / rows.masked_fill(rows == 0, math.nan))
     return (shares[0] - shares[1]).abs().sum(-1) / 2
+
+
+#: Rows of an octave see as many keys in both states if the means of log n differ by no more.
+ALIKE = math.log(1.1)
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """The shared heads and metrics of one side, (heads, metrics).
+
+    Attributes:
+        mean: over rows; NaN where none counts.
+        count: rows that count, int64.
+        M2: sum of squared deviations of rows.
+        sure: standard errors of the mean.
+        histogram: (heads, metrics, bins); None where it is not known of the rows taken.
+    """
+
+    mean: Tensor
+    count: Tensor
+    M2: Tensor
+    sure: Uncertainty
+    histogram: Tensor | None = None
+
+
+def take(side: Side, rows: Tensor, metrics: tuple[str, ...]) -> Aligned:
+    """All rows of a side.
+
+    Args:
+        side: the summary.
+        rows: which heads, rows of its arrays.
+        metrics: which metrics.
+    """
+    columns = _columns(side, metrics)
+
+    def part(tensor: Tensor) -> Tensor:
+        return tensor[rows][:, columns]
+
+    moments, errors = side.summary.moments, uncertainty(side.summary, side.run)
+    count = part(moments.count)
+    return Aligned(
+        mean=part(moments.mean).masked_fill(count == 0, math.nan),
+        count=count,
+        M2=part(moments.M2),
+        sure=Uncertainty(part(errors.error), part(errors.floor), part(errors.dof), errors.how),
+        histogram=part(moments.histogram),
+    )
+
+
+def take_at_equal_n(
+    sides: tuple[Side, Side], rows: tuple[Tensor, Tensor], metrics: tuple[str, ...]
+) -> tuple[Aligned, Aligned, tuple[float, float]]:
+    """The rows of both sides in octaves of n that both have, each octave weighed alike on both.
+
+    Returns:
+        Both sides, and the smallest and largest mean number of keys of the octaves compared.
+
+    Raises:
+        ValueError: if a side keeps no profile, or they share no octave.
+    """
+    profiles = []
+    for which, side, chosen in zip(("first", "second"), sides, rows, strict=True):
+        if side.summary.profile is None:
+            raise ValueError(
+                f"the {which} state does not say how its rows change with n: it is of an older "
+                "version; probe the model again"
+            )
+        profiles.append(_part(side.summary.profile, chosen, _columns(side, metrics)))
+    octaves = max(profile.octaves for profile in profiles)
+    one, other = (profile.padded(octaves) for profile in profiles)
+    both = (one.rows > 0) & (other.rows > 0)
+    near = both & ((one.log_n - other.log_n).abs() <= ALIKE)
+    if not bool(near.any()):
+        seen = [profile.log_n[profile.rows > 0].exp() for profile in profiles]
+        spans = [
+            f"{float(n.min()):.0f} to {float(n.max()):.0f}" if n.numel() else "no" for n in seen
+        ]
+        raise ValueError(
+            f"the two states share no number of keys: rows see {spans[0]} in one and {spans[1]} in "
+            "the other, by octaves"
+        )
+    shared = near[:, None] & (one.count > 0) & (other.count > 0)
+    weight = torch.where(shared, torch.minimum(one.count, other.count), 0).double()
+    share = weight / weight.sum(-1, keepdim=True).masked_fill(~shared.any(-1, keepdim=True), 1.0)
+    n = torch.stack([one.log_n[near], other.log_n[near]]).exp()
+    return _at(one, share, shared), _at(other, share, shared), (float(n.min()), float(n.max()))
+
+
+def _at(profile: Profile, share: Tensor, shared: Tensor) -> Aligned:
+    """A side's octaves, weighed."""
+    none = ~shared.any(-1)
+    rows = profile.count.double()
+    each = profile.M2 / rows.clamp(min=1) / (rows - 1).clamp(min=1)
+    error, dof = between(profile, share)
+    floor = (share.square() * each).sum(-1).sqrt().masked_fill(none, math.nan)
+    return Aligned(
+        mean=(share * profile.mean).sum(-1).masked_fill(none, math.nan),
+        count=torch.where(shared, profile.count, 0).sum(-1),
+        M2=torch.where(shared, profile.M2, 0.0).sum(-1),
+        sure=Uncertainty(error, floor, dof, "sequences"),
+    )
+
+
+def _part(profile: Profile, rows: Tensor, columns: Tensor) -> Profile:
+    parts = {}
+    for name, tensor in profile.tensors().items():
+        chosen = tensor[rows]
+        parts[name] = chosen[:, columns] if tensor.dim() == 3 else chosen
+    return Profile(**parts)
+
+
+def _columns(side: Side, metrics: tuple[str, ...]) -> Tensor:
+    return torch.tensor([side.summary.metrics.index(name) for name in metrics])

@@ -173,11 +173,11 @@ class Diff:
         numbers = torch.stack([part[:, column] for part in parts]).T.tolist()
         size = (self.change / self.deviation.masked_fill(self.deviation == 0, math.nan))[:, column]
         rows, verdicts = self.rows[:, :, column].T.tolist(), self.verdicts[:, column].tolist()
-        found = []
+        changes = []
         for index, place in enumerate(self.matched.places):
             before, after, change, error, low, high = numbers[index]
             verdict = verdicts[index]
-            found.append(
+            changes.append(
                 HeadChange(
                     metric,
                     place.layer,
@@ -194,7 +194,7 @@ class Diff:
                     verdict=None if verdict < 0 else ORDER[verdict],
                 )
             )
-        return found
+        return changes
 
     def moved(self, metric: str, limit: int | None = None) -> list[HeadChange]:
         """The heads by how much they changed: those that moved, then the others, largest first.
@@ -203,9 +203,9 @@ class Diff:
             metric: one that both states have.
             limit: most heads; None is all.
         """
-        there = [head for head in self.of(metric) if head.verdict is not None]
-        there.sort(key=lambda head: (head.verdict != "moved", -abs(head.change)))
-        return there[:limit]
+        judged = [head for head in self.of(metric) if head.verdict is not None]
+        judged.sort(key=lambda head: (head.verdict != "moved", -abs(head.change)))
+        return judged[:limit]
 
     def count(self, metric: str, verdict: Verdict) -> int:
         """How many heads have a verdict."""
@@ -278,7 +278,7 @@ class Diff:
 
 
 def _layer(metric: str, heads: list[HeadChange]) -> LayerChange:
-    there = [head for head in heads if head.verdict is not None]
+    judged = [head for head in heads if head.verdict is not None]
 
     def mean(values: list[float]) -> float:
         return math.fsum(values) / len(values) if values else math.nan
@@ -287,13 +287,13 @@ def _layer(metric: str, heads: list[HeadChange]) -> LayerChange:
         metric,
         heads[0].layer,
         heads[0].module,
-        before=mean([head.before for head in there]),
-        after=mean([head.after for head in there]),
-        change=mean([head.change for head in there]),
-        error=mean([head.error for head in there]),
+        before=mean([head.before for head in judged]),
+        after=mean([head.after for head in judged]),
+        change=mean([head.change for head in judged]),
+        error=mean([head.error for head in judged]),
         heads=len(heads),
-        moved=sum(head.verdict == "moved" for head in there),
-        most=max(there, key=lambda head: abs(head.change)).head if there else None,
+        moved=sum(head.verdict == "moved" for head in judged),
+        most=max(judged, key=lambda head: abs(head.change)).head if judged else None,
     )
 
 

@@ -114,10 +114,10 @@ class Row:
 
         def values(g: Array, scores: Array) -> list[Array]:
             a = np.exp(-g)
-            found = [kernel(g) for kernel in kernels]
+            means = [kernel(g) for kernel in kernels]
             if moment:
-                found = [value * scores for value in found]
-            return [np.exp(-a), -np.expm1(-a), *found]
+                means = [value * scores for value in means]
+            return [np.exp(-a), -np.expm1(-a), *means]
 
         if self.scores.size:
             self._add_narrow(y, sums, values)
@@ -146,8 +146,8 @@ class Row:
                     break
                 end, last = end + 1, upto
             rows, near = slice(begin, end), slice(first, last)
-            found = values(y[rows, None] - logits[near], self.scores[near])
-            for total, value in zip(sums, found, strict=True):
+            sums_near = values(y[rows, None] - logits[near], self.scores[near])
+            for total, value in zip(sums, sums_near, strict=True):
                 total[rows] += value @ self.weights[near]
             sums[0, rows] += mass[first]
             sums[1, rows] += mass_above[last]
@@ -255,10 +255,10 @@ def _first_edges(logits: Array, panels: Array, power: float, step: float) -> Arr
 
 def _thinned(edges: Array, step: float) -> Array:
     """Ascending edges at least ``step`` apart, the ends among them."""
-    kept = [edges[0]]
+    chosen = [edges[0]]
     for edge in edges[1:-1]:
-        if edge >= kept[-1] + step:
-            kept.append(edge)
-    if edges[-1] < kept[-1] + step and len(kept) > 1:
-        kept.pop()
-    return np.array([*kept, edges[-1]])
+        if edge >= chosen[-1] + step:
+            chosen.append(edge)
+    if edges[-1] < chosen[-1] + step and len(chosen) > 1:
+        chosen.pop()
+    return np.array([*chosen, edges[-1]])

@@ -139,7 +139,7 @@ def predict(
     Source:
         Su Jianlin, kexue.fm/archives/9889, 9593, 9034; Derrida (1981), Phys. Rev. B 24, 2613.
     """
-    given = {
+    arguments = {
         "logit_std": logit_std, "logit_mean": logit_mean, "scale": scale, "family": family, "d": d,
         "rho": rho, "a": a, "query_norm": query_norm, "tau": tau, "lam": lam, "q": q, "mu": mu,
         "Sigma": Sigma, "sigma": sigma,
@@ -150,13 +150,13 @@ def predict(
     entry = PREDICTED_MECHANISMS[mechanism]
     keys = _number("n", n, 1.0, "the number of keys is finite and at least 1")
     variance = _number("value_variance", value_variance, 0.0, "a variance is finite and at least 0")
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None and name not in entry.takes:
             raise ValueError(
                 f'{name}: "{mechanism}" takes {", ".join(entry.takes)}, got {name}={value!r}'
             )
-    wanted = _wanted(metrics)
-    chosen = {name: value for name, value in given.items() if value is not None}
+    requested = _wanted(metrics)
+    chosen = {name: value for name, value in arguments.items() if value is not None}
     case = entry.build(mechanism, keys, variance, **chosen)
     values: dict[str, float] = {}
     kinds: dict[str, Kind] = {}
@@ -165,7 +165,7 @@ def predict(
         formula = case.formulas[name]
         if isinstance(formula, str):
             why[name] = formula
-        elif name not in wanted:
+        elif name not in requested:
             why[name] = "It was not asked for."
         else:
             kinds[name], compute = formula
@@ -214,9 +214,9 @@ def _softmax(
         if math.isnan(mean):
             raise ValueError(f"logit_mean: the scores' law {law} has no mean within float64")
         shift = _mean(logit_mean) - gamma * mean
-    given = {"d": d, "rho": rho, "a": a, "logit_mean": logit_mean}
+    arguments = {"d": d, "rho": rho, "a": a, "logit_mean": logit_mean}
     parameters = {"family": family, "logit_std" if isinstance(law, Gaussian) else "scale": gamma}
-    parameters |= {name: value for name, value in given.items() if value is not None}
+    parameters |= {name: value for name, value in arguments.items() if value is not None}
     return _row(n, gamma, law, shift, value_variance, parameters)
 
 
@@ -319,8 +319,8 @@ def _linear(
         component = _number("mu", mu, -math.inf, rule)
         value = float(sparsity_linear_iid(query, component, sigma))
         mean = float(query.sum()) * component
-    given = {"q": q, "mu": mu, "Sigma": Sigma, "sigma": sigma}
-    parameters = {name: part for name, part in given.items() if part is not None}
+    arguments = {"q": q, "mu": mu, "Sigma": Sigma, "sigma": sigma}
+    parameters = {name: part for name, part in arguments.items() if part is not None}
     population = sparse_population(n, value, logit_mean=mean)
     return _Case(linear_formulas(n, mean, value), population, parameters)
 
@@ -355,10 +355,10 @@ def _wanted(metrics: Iterable[str] | None) -> set[str]:
         return set(NAMES)
     if isinstance(metrics, str):
         raise ValueError(f"metrics: names in a list or tuple, got {metrics!r}")
-    wanted = set(metrics)
-    if unknown := wanted - set(NAMES):
+    requested = set(metrics)
+    if unknown := requested - set(NAMES):
         raise ValueError(f"metrics: no metric is named {min(unknown)!r}")
-    return wanted
+    return requested
 
 
 def _needed(

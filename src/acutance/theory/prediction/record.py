@@ -79,8 +79,8 @@ class MetricRecord:
         return MetricRecord(**{name: theirs[name] - getattr(self, name) for name in NAMES})
 
     def __repr__(self) -> str:
-        there = [f"{name}={value!r}" for name, value in self.as_dict().items() if not _nan(value)]
-        return f"MetricRecord({', '.join(there)})"
+        known = [f"{name}={value!r}" for name, value in self.as_dict().items() if not _nan(value)]
+        return f"MetricRecord({', '.join(known)})"
 
 
 NAMES: tuple[str, ...] = tuple(entry.name for entry in fields(MetricRecord))
@@ -105,8 +105,8 @@ class Prediction(MetricRecord):
     population: MetricRecord = field(default_factory=MetricRecord)
 
     def __repr__(self) -> str:
-        there = [f"{name}={getattr(self, name):.6g}" for name in self.kinds]
-        return f"Prediction({self.mechanism!r}: {', '.join(there)})"
+        known = [f"{name}={getattr(self, name):.6g}" for name in self.kinds]
+        return f"Prediction({self.mechanism!r}: {', '.join(known)})"
 
 
 def _values(other: Any) -> dict[str, Any] | None:

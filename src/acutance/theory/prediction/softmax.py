@@ -209,8 +209,8 @@ def _mean_gaussian_entropy(n: float, gamma: float) -> float:
         return math.log(n)
     order = 60 if n < 8 else 24 if n < 64 else 8 if n < 1024 else 4
     z, weights = np.polynomial.hermite_e.hermegauss(order)
-    kept = weights > 1e-14 * weights.sum()
-    z, weights = z[kept], weights[kept] / weights[kept].sum()
+    significant = weights > 1e-14 * weights.sum()
+    z, weights = z[significant], weights[significant] / weights[significant].sum()
     deviations = gamma * np.sqrt(2 * _chi_half(n, z) / n)
     return float(np.dot(weights, expected_entropy_gauss(n, deviations)))
 
