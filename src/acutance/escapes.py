@@ -23,7 +23,7 @@ _NAMED = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def visible(text: str) -> str:
-    r"""Text as it may be shown: what cannot be seen, or turns its surroundings, is written out.
+    r"""Escape control, invisible and direction-changing characters.
 
     Control characters, marks that change a line's direction, line and paragraph separators,
     zero-width characters and lone surrogates become an escape.
@@ -38,12 +38,12 @@ def visible(text: str) -> str:
 
 
 def visible_lines(text: str) -> str:
-    """Text as :func:`visible` has it, line by line: its line ends stay."""
+    """Apply :func:`visible` to each line; line ends stay."""
     return "\n".join(map(visible, text.split("\n")))
 
 
 def in_spreadsheet(text: str) -> str:
-    """A text that a spreadsheet shows and does not compute: an apostrophe goes before a formula.
+    """Make a text safe for a spreadsheet: an apostrophe before a formula.
 
     Example:
         >>> in_spreadsheet("=1+1"), in_spreadsheet("layers.0")
@@ -54,7 +54,7 @@ def in_spreadsheet(text: str) -> str:
 
 
 def in_markdown(text: str) -> str:
-    r"""A text that stays one cell or one line of a Markdown page, without links or HTML of its own.
+    r"""Make a text safe for one cell or line of Markdown: no links, no HTML.
 
     Example:
         >>> print(in_markdown("<script> a|b [x](y) `c`"))
@@ -79,7 +79,7 @@ _ASCII = str.maketrans(
 
 
 def printable(text: str, ascii_only: bool = False) -> str:
-    r"""With control characters as escapes, and without what the terminal cannot encode.
+    r"""Escape control characters, and replace what an ASCII terminal cannot show.
 
     Example:
         >>> print(printable("0–5 \x1b[31m"), printable("0–5 ³", ascii_only=True))

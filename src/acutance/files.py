@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, files that may be read, and the text of JSON."""
+"""Write files atomically, check files before reading, and encode JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TIDIED: set[Path] = set()
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
-    """Write beside the target and rename, so that a reader never sees half a file.
+    """Write to a temporary file and rename it, so that a reader never sees half a file.
 
     What was written is on the disk before it takes the target's place: not even a machine that
     goes down leaves half of it there. A link stays, and what it points to is written. A device or
@@ -54,7 +54,7 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[str], object]) ->
 
 
 def may_write(path: str | os.PathLike[str]) -> bool:
-    """Whether this user may write to a file or directory that is there."""
+    """Whether this user may write to an existing file or directory."""
     return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
@@ -85,7 +85,7 @@ def _replace(target: Path, write: Callable[[str], object]) -> None:
 
 
 def _liken(name: str, before: os.stat_result) -> None:
-    """Give a file the owner, where that is allowed, and the mode that another had."""
+    """Copy owner (where allowed) and mode from one file to another."""
     if os.name != "nt":
         now = os.stat(name)
         if (now.st_uid, now.st_gid) != (before.st_uid, before.st_gid):
@@ -95,7 +95,7 @@ def _liken(name: str, before: os.stat_result) -> None:
 
 
 def _part(target: Path, mode: int) -> tuple[int, str]:
-    """A new file beside the target, locked where there are locks: the handle and the name.
+    """Create a temporary file beside the target, locked where possible: its handle and name.
 
     The kernel takes the process's umask off the mode. Between its making and its locking
     :func:`tidy` of another process may take it for one that was left behind; then another is made.
@@ -119,7 +119,7 @@ def _part(target: Path, mode: int) -> tuple[int, str]:
 
 
 def tidy(path: str | os.PathLike[str]) -> None:
-    """Remove what writes of this file that were killed have left beside it.
+    """Remove temporary files that killed writers of this file have left.
 
     A part that another process is writing now is locked by it, and stays; so does everything in a
     directory that cannot be listed.
@@ -146,7 +146,7 @@ def tidy(path: str | os.PathLike[str]) -> None:
 
 
 def _lock(handle: int) -> None:
-    """Lock a file until it is closed, by whatever ends its process.
+    """Lock a file until it is closed or the process ends.
 
     Raises:
         OSError: if another process has it locked, or there are no locks here.
@@ -159,7 +159,7 @@ def _lock(handle: int) -> None:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Refuse to read what is no regular file: a pipe would never end, nor would some devices.
+    """Raise OSError unless a path is a readable file: a pipe or device may never end.
 
     Raises:
         OSError: in one sentence that names the file: it is not there, may not be read, or is a
@@ -187,12 +187,12 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write bytes, whole or not at all."""
+    """Write bytes atomically."""
     write_whole(path, lambda where: Path(where).write_bytes(data))
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write text in UTF-8 as it is, line ends included, whole or not at all.
+    """Write UTF-8 text atomically, without changing line ends.
 
     Raises:
         FileExistsError: if the file holds the state of a run, which no text may replace.
@@ -204,7 +204,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def holds_state(path: str | os.PathLike[str]) -> bool:
-    """Whether a file holds what took a run to make: a state of a probe or of a calibration."""
+    """Whether a file holds the state of a probe or of a calibration."""
     if not os.path.isfile(path):
         return False
     with suppress(OSError), open(path, "rb") as file:
@@ -221,7 +221,7 @@ def holds_state(path: str | os.PathLike[str]) -> bool:
 
 
 def refuse_replacing(path: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> None:
-    """Refuse, before a run, to keep its state in a file that is there, unless told to.
+    """Raise an error before a run if its state file exists, unless replacing it is allowed.
 
     Args:
         path: where the state is to be kept.
@@ -248,7 +248,7 @@ def refuse_replacing(path: str | os.PathLike[str], *, resume: bool, overwrite: b
 def write_each(
     steps: Mapping[str, Callable[[], object]], written: Callable[[str], object] = lambda _: None
 ) -> None:
-    """Take every step, whatever fails before it: one file that fails loses none of the others.
+    """Write every file even if some fail, then raise the first error.
 
     Args:
         steps: what writes, by the name of its option; they are taken in order.
@@ -280,7 +280,7 @@ def write_each(
 
 
 def finite(value: Any) -> Any:
-    """The same value with None in place of every number that is not finite, as JSON has none.
+    """Replace every number that is not finite by None, for JSON.
 
     Example:
         >>> finite({"error": math.inf, "rows": (1, 2.5)})
@@ -294,7 +294,7 @@ def finite(value: Any) -> Any:
 
 
 def as_json(value: Any, *, indent: int | None = None, ascii_only: bool = True) -> str:
-    """JSON text of plain values: numbers that are not finite are null.
+    """Encode plain values as JSON; numbers that are not finite become null.
 
     Example:
         >>> as_json([1.5, math.nan])

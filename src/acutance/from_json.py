@@ -1,4 +1,4 @@
-"""JSON that is read back: a digest that tells a damaged file, and each field checked by its type.
+"""Read JSON back: verify its digest, and check each field against its type.
 
 Files come from other machines and from runs that were killed. What does not fit is refused with one
 sentence that names the file and the field; nothing is believed because it is there.
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 def sealed_json(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with a digest of itself; numbers that are not finite must be gone from it.
+    """A record as JSON with a digest of itself; all numbers must be finite.
 
     Example:
         >>> list(sealed_json({"a": 1}))
@@ -47,7 +47,7 @@ def _digest(record: Mapping[str, Any]) -> str:
 
 
 def read_json(path: str | os.PathLike[str], largest: int = _LARGEST) -> dict[str, Any]:
-    """The object in a file, without its digest.
+    """Read a JSON file and verify its digest.
 
     Files of acutance 0.1.0 have no digest; whoever changes a file by hand takes it out.
 
@@ -72,7 +72,7 @@ def read_json(path: str | os.PathLike[str], largest: int = _LARGEST) -> dict[str
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """The object in a text, without its digest; see :func:`read_json`.
+    """Parse JSON text and verify its digest.
 
     Raises:
         ValueError: if it is no JSON object, or not what was written.
@@ -102,7 +102,7 @@ def _number(text: str) -> float:
 
 
 def checked(kind: type[_T], record: object, place: str = "it") -> _T:
-    """A dataclass from what JSON holds: every field there, of its type, and no other.
+    """Build a dataclass from JSON: every field present, of its type, and no other.
 
     Args:
         kind: a dataclass whose fields are numbers, text, dataclasses, tuples and mappings of them.
@@ -144,7 +144,7 @@ def _types(kind: type) -> dict[str, Any]:
 
 
 def _value(kind: Any, value: Any, place: str) -> Any:
-    """A value of an annotation's type."""
+    """Convert a JSON value to the type of an annotation."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in parts:

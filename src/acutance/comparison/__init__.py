@@ -1,4 +1,4 @@
-"""Mechanisms side by side: run on the same queries and keys, predicted beside measured."""
+"""Compare attention mechanisms on the same queries and keys: predicted and measured metrics."""
 
 from __future__ import annotations
 

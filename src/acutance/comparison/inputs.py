@@ -1,4 +1,4 @@
-"""What every mechanism of a comparison is run on: the same queries, keys and values."""
+"""The queries, keys and values that every mechanism of a comparison is run on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Gaussian", "Inputs", "captured", "gaussian"]
 
 @dataclass(frozen=True)
 class Gaussian:
-    """The law that queries and keys were drawn from, component by component.
+    """Means and standard deviations of Gaussian queries and keys.
 
     Attributes:
         query_mean, query_std: of the queries.
@@ -29,7 +29,7 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Some rows of every head, and all their keys.
+    """Some query rows of every head, and all keys and values.
 
     The queries are the last rows of their sequence, so that each sees (nearly) all n keys of a
     causal mechanism too.
@@ -52,12 +52,12 @@ class Inputs:
 
     @property
     def n(self) -> int:
-        """Keys."""
+        """Number of keys."""
         return self.key.shape[2]
 
     @property
     def offset(self) -> int:
-        """Place of the first row."""
+        """Position of the first query row."""
         return self.n - self.query.shape[2]
 
     @property
@@ -79,7 +79,7 @@ def gaussian(
     seed: int,
     is_causal: bool,
 ) -> Inputs:
-    """Independent Gaussian queries and keys, each head with keys of its own; values N(0, I).
+    """Draw independent Gaussian queries, keys and values; each head has its own keys.
 
     Args:
         n: keys.
@@ -102,7 +102,7 @@ def gaussian(
 def captured(
     sample: QueryKeySample, n: int, *, heads: int, samples: int, is_causal: bool
 ) -> Inputs:
-    """Queries, keys and values that a model formed: the first n tokens, their last rows.
+    """Use queries, keys and values of a model: the last rows of its first n tokens.
 
     Args:
         sample: read by :func:`acutance.probing.load_queries_keys`.

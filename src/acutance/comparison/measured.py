@@ -26,7 +26,7 @@ _MISSING = {
 
 @dataclass(frozen=True)
 class Rows:
-    """What was read of every row.
+    """Metrics of every row of one mechanism.
 
     Attributes:
         values: each quantity, (heads, rows) float64; batches of a head are heads of their own.
@@ -40,12 +40,12 @@ class Rows:
 
 
 def fixed_weights(mechanism: Mechanism) -> bool:
-    """Whether the weights depend on distance alone, so that nothing is left to chance."""
+    """Whether the weights depend on distance alone, so that rows are not random."""
     return isinstance(mechanism.form, Decay | Recurrence)
 
 
 def measure(mechanism: Mechanism, inputs: Inputs, seed: int = 0) -> Rows:
-    """Run a mechanism on some rows of every head and read them.
+    """Run a mechanism and compute the metrics of its rows.
 
     Args:
         mechanism: an entry of the table.
@@ -85,7 +85,7 @@ def _statistics(mechanism: Mechanism, inputs: Inputs) -> Statistics:
 
 
 def query_gradient(mechanism: Mechanism, inputs: Inputs, seed: int = 0) -> Tensor:
-    r"""How far each output moves with its query, both relative to their size, (heads, rows).
+    r"""Relative change of each output with its query, (heads, rows).
 
     .. math:: \frac{\lVert J^\top u \rVert \, \lVert q \rVert}{\sqrt d \, \lVert o \rVert},
         \qquad J = \partial o / \partial q, \quad u \sim N(0, I)
@@ -117,7 +117,7 @@ def query_gradient(mechanism: Mechanism, inputs: Inputs, seed: int = 0) -> Tenso
 def mean_and_error(
     values: Tensor, *, fixed: bool = False, alike: bool = True
 ) -> tuple[float, float]:
-    """Mean over rows and its standard error; rows of one head share its keys, heads are apart.
+    """Mean over rows and its standard error; heads are the independent unit.
 
     Args:
         values: (heads, rows); NaN is left out.
@@ -162,7 +162,7 @@ class Cost(NamedTuple):
 
 
 def cost(mechanism: Mechanism, inputs: Inputs) -> Cost:
-    """Time and weigh a mechanism on its inputs, statistics included.
+    """Measure time and peak memory of a mechanism, statistics included.
 
     The first call, over 64 rows, is not counted. Memory is the rise of the process's resident size
     while the mechanism runs once; NaN where the system does not say.

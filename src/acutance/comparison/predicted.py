@@ -52,7 +52,7 @@ _ONLY_SOFTMAX = "Theory has it for softmax weights only."
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predictions of rows.
+    """Predictions for every row of one mechanism.
 
     Attributes:
         values: each quantity that is predicted, (heads, rows) float64.
@@ -68,7 +68,7 @@ class Predicted:
 
 
 def predict_rows(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows) -> Predicted:
-    """Predict every quantity of every row.
+    """Predict every compared quantity for every row.
 
     Args:
         mechanism: an entry of the table.
@@ -142,7 +142,7 @@ def _sampled_scores(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _normal(
     law: str, n: float, mean: Tensor, std: Tensor, variance: float, *, plug_in: bool = False
 ) -> Predicted:
-    """Rows of normal scores: theory at a few points between the extremes, a spline in between."""
+    """Predict rows of Gaussian scores: exactly at a few points, by a spline between them."""
     ratio = law != "softmax"  # of weights that have no scale only β/γ matters
     std = std.clamp(min=1e-12)
     where = (mean / std if ratio else std.log()).numpy()
@@ -175,7 +175,7 @@ def _normal(
 
 
 def _curve(points: Array, heights: Array, where: Array) -> Array:
-    """A spline through the points, of the logarithm where there is one."""
+    """A cubic spline through the points, in the logarithm where all values are positive."""
     if (heights > 0).all():
         return np.asarray(np.exp(CubicSpline(points, np.log(heights))(where)), np.float64)
     return np.asarray(CubicSpline(points, heights)(where), np.float64)
@@ -185,7 +185,7 @@ def _curve(points: Array, heights: Array, where: Array) -> Array:
 def _row(
     law: str, n: float, arguments: tuple[tuple[str, float], ...], variance: float
 ) -> tuple[Mapping[str, float], Mapping[str, str], Mapping[str, str]]:
-    """Values, kinds and reasons of a prediction."""
+    """Values, kinds and reasons of one theory prediction."""
     metrics = ("entropy",) if law == "decay" else _PREDICTED
     row = theory.predict(law, n, value_variance=variance, metrics=metrics, **dict(arguments))
     known = [name for name in _PREDICTED if name in row.kinds]
@@ -203,14 +203,14 @@ def _spread(
     inputs: Inputs,
     parameters: dict[str, float],
 ) -> Predicted:
-    """The same prediction for every row."""
+    """Repeat one prediction for every row."""
     shape = inputs.query.shape[0] * inputs.query.shape[1], inputs.query.shape[2]
     rows = {name: torch.full(shape, value, dtype=torch.float64) for name, value in values.items()}
     return Predicted(rows, dict(kinds), dict(why), parameters)
 
 
 def _decays(form: Decay | Recurrence, inputs: Inputs, n: float) -> Predicted:
-    """Each head, or state, by its own decay."""
+    """Predict rows of geometric decay, each head or state by its own factor."""
     each = form.decays(inputs.value) if isinstance(form, Recurrence) else (
         form.decays(inputs.query.shape[1]).repeat(inputs.query.shape[0])
     )  # fmt: skip
@@ -228,7 +228,7 @@ def _decays(form: Decay | Recurrence, inputs: Inputs, n: float) -> Predicted:
 
 
 def _linear(form: Linear, inputs: Inputs, n: float) -> Predicted:
-    """Non-negative features: the value of their mean and covariance."""
+    """Predict linear attention from the mean and covariance of key features."""
     q, mean, covariance, exact = feature_moments(form, inputs)
     sparsity = torch.full(q.shape[:2], math.nan, dtype=torch.float64)
     for head, rows in enumerate(q):
@@ -257,7 +257,7 @@ _GRID = 20_001
 
 
 def feature_moments(form: Linear, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Features of the queries, and mean and covariance of those of the keys, head by head.
+    """Query features, and mean and covariance of key features, for each head.
 
     For Gaussian keys the moments are those of the law: by an integral for maps of single
     components, by draws of other keys for the rest. Features that depend on the key's place, and
@@ -295,7 +295,7 @@ def _of_law(chosen: FeatureMap, law: Gaussian, width: int) -> tuple[Tensor, Tens
 
 
 def _of_keys(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and covariance over the keys of (..., keys, F), divided by their number."""
+    """Mean and covariance (divided by the number of keys) of features (..., keys, F)."""
     mean = features.mean(-2)
     away = features - mean.unsqueeze(-2)
     return mean, away.mT @ away / features.shape[-2]

@@ -1,4 +1,4 @@
-"""What a comparison finds: a record for each mechanism and length, and one of them all."""
+"""The results of a comparison: one record for each mechanism and length, and one of them all."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Reading:
 
     @property
     def deviation(self) -> float:
-        """How much larger the measured value is than the predicted one, relative to that.
+        """Relative deviation of the measured value from the predicted one.
 
         Example:
             >>> Reading(measured=11.0, predicted=10.0).deviation
@@ -110,7 +110,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Mechanisms side by side on the same queries and keys.
+    """The results of all mechanisms at all lengths.
 
     Attributes:
         results: in the order they were asked for, all lengths of one mechanism together.
@@ -124,7 +124,7 @@ class Comparison:
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
-        """Names, in order."""
+        """Names of the mechanisms, in order."""
         return tuple(dict.fromkeys(result.mechanism for result in self.results))
 
     @property
@@ -149,7 +149,7 @@ class Comparison:
         return tuple(sorted(results, key=lambda result: result.n))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values for JSON; NaN as None."""
+        """All results as plain values for JSON; NaN becomes None."""
         return {
             "schema": SCHEMA,
             "complete": self.complete,

@@ -1,4 +1,4 @@
-"""A comparison in the terminal: a line for each mechanism and length, then what it shows."""
+"""The terminal view of a comparison: a table and sentences."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def table(comparison: Comparison) -> ConsoleRenderable:
 
 
 class _Table:
-    """What :func:`table` returns; it is laid out when it is printed."""
+    """The renderable of :func:`table`; its columns depend on the width of the console."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.found = comparison
@@ -90,7 +90,7 @@ class _Table:
 
 
 def heading(comparison: Comparison) -> str:
-    """What the mechanisms were run on."""
+    """A line on what the mechanisms were run on."""
     settings = comparison.settings
     heads = settings["heads"]
     rows = f"{settings['samples'] * heads * settings['batch']:,} rows, {heads} heads"
@@ -108,7 +108,7 @@ def heading(comparison: Comparison) -> str:
 
 
 def sentences(comparison: Comparison) -> list[str]:
-    """What the comparison shows: how far theory is off, then each mechanism in a sentence.
+    """The largest deviation from theory, then one sentence for each mechanism.
 
     Example:
         >>> from acutance.comparison import compare
@@ -124,7 +124,7 @@ def sentences(comparison: Comparison) -> list[str]:
 
 
 def _agreement(comparison: Comparison) -> str:
-    """The largest distance between theory and measurement, of how many."""
+    """The largest distance between theory and measurement, in standard errors."""
     judged: list[tuple[float, Result, str]] = [
         (abs(reading.z), result, name)
         for result in comparison.results
@@ -142,7 +142,7 @@ def _agreement(comparison: Comparison) -> str:
 
 
 def _missing(comparison: Comparison) -> str:
-    """Mechanisms that no function predicts."""
+    """The mechanisms without a prediction."""
     names = [
         name
         for name in comparison.mechanisms
@@ -152,7 +152,7 @@ def _missing(comparison: Comparison) -> str:
 
 
 def _distance(reading: Reading, encode: Any) -> Text:
-    """How far measurement and prediction are apart: in standard errors, or in per cent."""
+    """Distance between measurement and prediction, in standard errors or per cent."""
     if math.isnan(reading.predicted) or math.isnan(reading.measured):
         return Text(encode("–"))
     if not math.isnan(reading.z):
@@ -166,7 +166,7 @@ def _distance(reading: Reading, encode: Any) -> Text:
 
 
 def _short(value: float, digits: int = 3) -> str:
-    """Three significant digits, and no fewer than a whole number has; "–" for NaN."""
+    """Format with three significant digits; "–" for NaN."""
     if math.isnan(value):
         return "–"
     if value == 0:
@@ -181,7 +181,7 @@ def _short(value: float, digits: int = 3) -> str:
 
 
 def legend(comparison: Comparison, wide: bool) -> list[str]:
-    """What the columns are, in a sentence each."""
+    """A sentence for each column."""
     lines = ["grad: " + COMPARED["query_gradient"].meaning + "."]
     if wide:
         lines.append("noise: " + COMPARED["noise_gain"].meaning)

@@ -1,4 +1,4 @@
-"""The comparison: every mechanism at every length, on the same queries and keys."""
+"""Run a comparison: every mechanism at every length, on the same queries and keys."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEFAULT_MECHANISMS = (
 
 
 class Step(NamedTuple):
-    """What is about to be done: the count of steps done before it, and in all."""
+    """Progress of a comparison: steps done, and steps in all."""
 
     done: int
     total: int
@@ -58,7 +58,7 @@ def compare(
     costs: bool = True,
     progress: Callable[[Step], None] | None = None,
 ) -> Comparison:
-    r"""Run mechanisms on the same queries and keys: what is measured beside what is predicted.
+    r"""Run mechanisms on the same queries and keys; compare measured with predicted metrics.
 
     Rows are sampled: ``samples`` queries of each head, the last of their sequence, and all n keys
     of the head. Queries and keys are normal, or those of a model (``source``).
@@ -157,7 +157,7 @@ def compare(
 def pick(
     mechanisms: str | Mechanism | Sequence[str | Mechanism] | None,
 ) -> tuple[Mechanism, ...]:
-    """The entries that are meant, each once; see :func:`compare`.
+    """The requested entries of the table, each once; see :func:`compare`.
 
     Raises:
         ValueError: if one is unknown (the nearest is named), or none is given.
@@ -185,7 +185,7 @@ def pick(
 
 
 def _check_installed(chosen: Sequence[Mechanism]) -> None:
-    """Run each mechanism on two keys: one whose library is missing is named before any work."""
+    """Run each mechanism on two keys, to report a missing library before any work."""
     two = torch.zeros(1, 1, 2, 16)
     with torch.no_grad():
         for entry in chosen:
@@ -226,7 +226,7 @@ def _lengths(n: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _pair(name: str, value: float | tuple[float, float]) -> tuple[float, float]:
-    """One number for queries and one for keys, from one or two."""
+    """Split one or two numbers into one for queries and one for keys."""
     both = value if isinstance(value, tuple | list) else (value, value)
     if len(both) != 2:
         raise ValueError(f"{name} is one number, or one for queries and one for keys, got {value}")

@@ -31,7 +31,7 @@ _LISTED = 3
 
 
 def not_loaded(model: nn.Module, report: Mapping[str, Any]) -> str | None:
-    """What a model lacks of its files, or they of it, as a sentence without its subject.
+    """The tensors that a model and its files do not share, as a clause without a subject.
 
     Args:
         model: the model, of transformers.
@@ -81,7 +81,7 @@ def not_loaded(model: nn.Module, report: Mapping[str, Any]) -> str | None:
 
 
 def _fits(model: nn.Module, name: str) -> bool:
-    """Whether a tensor that the model lacks is of a part it has: not a head's, not computed."""
+    """Whether a missing tensor belongs to a loaded part of the model, not to an output head."""
     prefix = getattr(model, "base_model_prefix", "")
     inner = name.removeprefix(f"{prefix}.") if prefix else name
     parts = inner.split(".")
@@ -92,7 +92,7 @@ def _fits(model: nn.Module, name: str) -> bool:
 
 
 def _cause(missing: Collection[str], unexpected: Iterable[str]) -> str:
-    """A prefix without which most of the names in the files fit; empty if there is none."""
+    """The prefix without which most names in the files match the model's; empty if none."""
     before: Counter[str] = Counter()
     for name in unexpected:
         start = name.find(".") + 1

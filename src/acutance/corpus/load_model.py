@@ -31,7 +31,7 @@ class ModelError(RuntimeError):
 
 
 class OptionError(ModelError):
-    """An option that this model does not admit: misuse of the command."""
+    """An option that this model does not support."""
 
     exit_code = 2
 
@@ -56,11 +56,11 @@ class TextModel:
 
     @property
     def about(self) -> dict[str, str]:
-        """What every output says of a model whose weights did not all load; else nothing."""
+        """Facts for every output if weights did not load, else empty."""
         return {} if self.not_loaded is None else {NOT_LOADED: self.not_loaded}
 
     def window(self, length: int | None) -> int:
-        """The window to use: what was asked for, or the model's longest up to 512.
+        """The window length: as requested, or the model's longest up to 512 tokens.
 
         Raises:
             OptionError: if more is asked for than the model has positions.
@@ -75,7 +75,7 @@ class TextModel:
 
     @property
     def pad(self) -> int:
-        """A token for padding; its rows are masked, so any will do where there is none."""
+        """A token id for padding; padded rows are masked, so any will do."""
         for name in ("pad_token_id", "eos_token_id"):
             token = getattr(self.tokenizer, name, None)
             if isinstance(token, int):
@@ -83,7 +83,7 @@ class TextModel:
         return 0
 
     def check_heads(self, law_heads: str | None) -> None:
-        """Refuse heads that no layer has, as far as the model says how many there are.
+        """Raise OptionError for head numbers beyond the model's configuration.
 
         Raises:
             OptionError: naming the head, and how many there are.
@@ -99,7 +99,7 @@ class TextModel:
             raise OptionError(f"--heads {law_heads}: {error}") from error
 
     def _configured_heads(self) -> int:
-        """Heads of a layer by the model's configuration, 0 where it does not say."""
+        """Heads of a layer by the model's configuration; 0 if it does not say."""
         config: Any = getattr(self.model, "config", None)
         names = "num_attention_heads", "n_head", "encoder_attention_heads", "num_heads"
         parts = (config, config.get_text_config()) if hasattr(config, "get_text_config") else ()
@@ -107,7 +107,7 @@ class TextModel:
         return max((count for count in counts if isinstance(count, int)), default=0)
 
     def check_tokens(self, pieces: Iterable[Iterable[int]]) -> None:
-        """Refuse tokens that the model has no embedding for, before any window is run.
+        """Raise ModelError for token ids without an embedding, before any window is run.
 
         Raises:
             ModelError: naming the largest token and the size of the embedding.
@@ -123,7 +123,7 @@ class TextModel:
             )
 
     def run(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
-        """One forward pass. An encoder-decoder's decoder reads the same text as its encoder."""
+        """Run one forward pass; in an encoder-decoder, encoder and decoder read the same text."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if getattr(self.model.config, "is_encoder_decoder", False):
             inputs |= {"decoder_input_ids": input_ids, "decoder_attention_mask": attention_mask}
@@ -202,7 +202,7 @@ def load(
 
 
 def _check_reads_text(label: str, config: Any) -> None:
-    """Refuse a model of images or sounds, which no tokenizer would help."""
+    """Raise ModelError for a model of images, which has no vocabulary."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "vocab_size", None) is None and (
         hasattr(config, "image_size") or hasattr(config, "num_channels")
@@ -214,7 +214,7 @@ def _check_reads_text(label: str, config: Any) -> None:
 
 
 def _tokenizer(label: str, source: str, name: str | None, options: dict[str, Any]) -> Any:
-    """The tokenizer of a model, or the one named in its place."""
+    """Load the model's tokenizer, or the one named instead."""
     import transformers
 
     where = source if name is None else str(Path(name).expanduser())
@@ -258,7 +258,7 @@ def _embedded() -> str:
 
 
 def _check_files(source: str) -> None:
-    """Refuse a directory whose files cannot be read: a library would look for others, or wait."""
+    """Raise ModelError if a directory's files cannot be read, before a library tries."""
     try:
         for path in sorted(Path(source).iterdir()):
             if path.suffix in _READ and not path.is_dir():
@@ -269,7 +269,7 @@ def _check_files(source: str) -> None:
 
 
 def _check_embedded(folder: str) -> None:
-    """Refuse embedded weights other than those that were published."""
+    """Raise ModelError if the embedded weights are not the published ones."""
     whole = hashlib.sha256()
     with open(Path(folder) / "model.safetensors", "rb") as file:
         while part := file.read(1 << 20):
@@ -308,7 +308,7 @@ def _positions(config: Any, tokenizer: Any) -> int | None:
 
 
 def _why(name: str, error: Exception) -> str:
-    """What went wrong, in one line."""
+    """The cause of an error, in one line."""
     text = " ".join(str(error).split())
     weights = Path(name).expanduser()
     has_weights = os.path.isdir(weights) and any(weights.glob("*.safetensors"))
@@ -327,7 +327,7 @@ def _why(name: str, error: Exception) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Why a download failed: the first of the errors that led to this one, in a sentence."""
+    """The first error in the chain that led to a failed download, as a sentence."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return "downloads are switched off (HF_HUB_OFFLINE is set)"
     while (earlier := error.__cause__ or error.__context__) is not None:

@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Subset:
-    """What a run leaves out to cost less; as options of :func:`acutance.probe`, but for the first.
+    """What a run skips to cost less: windows, layers, heads, rows.
 
     Attributes:
         every: run the first of every so many windows.
@@ -60,7 +60,7 @@ class Subset:
             raise ValueError(f"every is at least 1, got {self.every}")
 
     def describe(self) -> dict[str, Any]:
-        """What differs from reading everything."""
+        """The options that differ from reading everything."""
         found = {name: part for name, part in asdict(self).items() if part != getattr(ALL, name)}
         return found if self.max_rows else {n: part for n, part in found.items() if n != "seed"}
 
@@ -70,7 +70,7 @@ ALL = Subset()
 
 @dataclass(frozen=True)
 class Options:
-    """How a corpus is run.
+    """Options of a run over a corpus.
 
     Attributes:
         length: tokens of a window.
@@ -107,7 +107,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run found; on ranks other than the first only ``finished`` is told.
+    """The result of a run; ranks other than the first know only whether it finished.
 
     Attributes:
         state: the summary and the windows it is of; None on the other ranks.
@@ -130,7 +130,7 @@ def run_windows(
     world: SingleProcess,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Outcome:
-    """Probe a corpus batch by batch.
+    """Run a model over windows of tokens, batch by batch, and return the state.
 
     Batches are those of one run over the whole corpus, whatever the shard and the number of ranks:
     counts and extremes are then exactly those of one process with as many threads.
@@ -184,7 +184,7 @@ def run_windows(
 
 
 def open_probe(loaded: TextModel, options: Options) -> Probe:
-    """The probe of a run, not entered yet."""
+    """Create the probe of a run, without entering it."""
     return probe(
         loaded.model,
         verify=options.verify,
@@ -204,7 +204,7 @@ def open_probe(loaded: TextModel, options: Options) -> Probe:
 def run_settings(
     loaded: TextModel, pieces: Sequence[Sequence[int]], options: Options, probe: Probe
 ) -> dict[str, Any]:
-    """Everything that decides what a window's rows are, in the order in which it is compared."""
+    """The settings that decide the numbers of a window, in the order in which runs are compared."""
     return (
         {
             "model": model_digest(loaded.model),
@@ -224,7 +224,7 @@ def run_settings(
 
 
 def _check_same(run: Run, world: SingleProcess) -> None:
-    """Refuse ranks that loaded different models or texts: their sum would be of neither."""
+    """Raise ValueError if ranks have different settings, models or texts."""
     first = world.first(run)
     if difference := run.difference(first, "it", "the first rank"):
         raise ValueError(f"ranks of one run have the same settings, and {difference}")
@@ -239,7 +239,7 @@ def _dtype(loaded: TextModel) -> str:
 
 
 class _Job:
-    """The batches of one rank, and what all ranks have found so far."""
+    """The batches of one rank, and the summary of all ranks so far."""
 
     def __init__(
         self,
@@ -273,11 +273,11 @@ class _Job:
 
     @property
     def windows(self) -> int:
-        """Windows that all ranks have done in this run."""
+        """Number of windows that all ranks have finished in this run."""
         return sum(stop - start for start, stop in map(self._windows, self._found[1]))
 
     def go(self, todo: list[int], advance: Callable[[int], None]) -> bool:
-        """Run batches in rounds of one for each rank; False if a signal ended it early."""
+        """Run the batches in rounds of one for each rank; False if a signal stopped the run."""
         world, size = self._world, self._world.size
         with ExitStack() as context:
             batches = todo[world.rank :: size]
@@ -303,7 +303,7 @@ class _Job:
         return True
 
     def finish(self) -> State | None:
-        """The state of all ranks so far, on the first, written where it is kept."""
+        """The state of all ranks so far, on the first rank; saved if the run saves."""
         with self._world.together():
             state = self._state()
             if state is not None and self._options.save is not None:
@@ -312,7 +312,7 @@ class _Job:
         return state
 
     def _step(self, turn: list[int]) -> None:
-        """This rank's batch of a round."""
+        """Run this rank's batch of one round."""
         summary, done = self._found
         if self._world.rank < len(turn):
             number = turn[self._world.rank]
@@ -340,7 +340,7 @@ class _Job:
         return state.updated() if self._base is None else self._base.join(state)
 
     def _windows(self, batch: int) -> tuple[int, int]:
-        """The half-open range of a batch's windows."""
+        """The half-open range of windows in a batch."""
         size = self._options.batch_size
         return batch * size, min((batch + 1) * size, len(self._pieces))
 
@@ -349,7 +349,7 @@ _SAMPLED = 64
 
 
 def model_digest(model: torch.nn.Module) -> str:
-    """Sixteen hexadecimal digits that change with a model's configuration or weights.
+    """Sixteen hexadecimal digits that identify a model's configuration and weights.
 
     Of each tensor of the state dict the name, shape, dtype and 64 entries, evenly spaced: a step of
     training moves them all. Where the model lies, what wraps it and which release wrote its
@@ -390,7 +390,7 @@ def model_digest(model: torch.nn.Module) -> str:
 
 
 def text_digest(pieces: Sequence[Sequence[int]]) -> str:
-    """Sixteen hexadecimal digits that change with any token of any window, or with their order.
+    """Sixteen hexadecimal digits that identify the tokens of all windows and their order.
 
     Example:
         >>> text_digest([[1, 2], [3]]) == text_digest([[1], [2, 3]])
@@ -403,7 +403,7 @@ def text_digest(pieces: Sequence[Sequence[int]]) -> str:
 
 
 def restore(path: str | os.PathLike[str], run: Run) -> State | None:
-    """The state that a run goes on from; None where there is no file yet.
+    """The state to resume from; None if there is no file yet.
 
     Args:
         path: where the state is kept.

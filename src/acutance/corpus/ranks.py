@@ -28,11 +28,11 @@ _LAST_WORDS = timedelta(seconds=10)
 
 
 class RankError(RuntimeError):
-    """What went wrong on another rank."""
+    """An error on another rank."""
 
 
 class LostRankError(RankError):
-    """A rank that does not answer: the first one, perhaps, so each of the others says it."""
+    """A rank that no longer answers."""
 
     everywhere = True
 
@@ -82,7 +82,7 @@ def all_reduce_summary(
 
 
 def _collect(summary: HeadSummary | None, group: dist.ProcessGroup | None) -> HeadSummary | None:
-    """All ranks' summaries on the group's first rank, None elsewhere."""
+    """All ranks' summaries on the group's first rank; None on the others."""
     rank, size, step = dist.get_rank(group), dist.get_world_size(group), 1
     problem = ""
     while step < size:
@@ -106,7 +106,7 @@ def _collect(summary: HeadSummary | None, group: dist.ProcessGroup | None) -> He
 
 
 def _message(summary: HeadSummary | None, problem: str = "") -> bytes:
-    """What a rank says: its summary, nothing, or "!" and what went wrong.
+    """One rank's contribution: its summary, nothing, or "!" and an error.
 
     A summary that cannot be sent is a problem too: the others wait for a word either way.
     """
@@ -133,7 +133,7 @@ def _unpack(raw: bytes) -> HeadSummary:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a group takes its tensors: on the CPU if it can, as a group of gloo and NCCL does."""
+    """The device of a group's tensors: the CPU if its backend supports it."""
     kinds = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
     if "cpu" in kinds:
         return torch.device("cpu")
@@ -165,7 +165,7 @@ def _receive(rank: int, group: dist.ProcessGroup | None) -> bytes:
 
 
 def _shared(raw: bytes, group: dist.ProcessGroup | None) -> bytes:
-    """The first rank's bytes, on every rank."""
+    """Broadcast bytes from the first rank."""
     size = torch.tensor([len(raw)], dtype=torch.int64, device=_device(group))
     dist.broadcast(size, _peer(0, group), group)
     first = dist.get_rank(group) == 0
@@ -177,7 +177,7 @@ def _shared(raw: bytes, group: dist.ProcessGroup | None) -> bytes:
 
 
 class SingleProcess:
-    """One process: what a :class:`Ranks` does, with nobody to ask.
+    """The interface of :class:`Ranks` for one process.
 
     Attributes:
         rank: number of this process.
@@ -188,7 +188,7 @@ class SingleProcess:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Work that every rank does; an error on one of them ends all."""
+        """Context for work that every rank does; an error on any rank ends all."""
         yield
 
     def stopped(self) -> bool:
@@ -196,7 +196,7 @@ class SingleProcess:
         return False
 
     def collect(self, summary: HeadSummary | None) -> HeadSummary | None:
-        """All ranks' summaries on the first rank, None elsewhere."""
+        """All ranks' summaries on the first rank; None on the others."""
         return summary
 
     def first(self, value: T) -> T:
@@ -209,7 +209,7 @@ class SingleProcess:
 
 
 class Ranks(SingleProcess):
-    """The ranks of one probing run. Numbers are summed on the CPU, over gloo."""
+    """The ranks of one probing run, started by torchrun; they communicate on the CPU, over gloo."""
 
     def __init__(self, rank: int, size: int, local_rank: int) -> None:
         self.rank, self.size = rank, size
@@ -217,7 +217,7 @@ class Ranks(SingleProcess):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Work that every rank does; an error on one of them is raised on all.
+        """Context for work that every rank does; an error on one rank is raised on all.
 
         Raises:
             RankError: on the ranks where the work itself went well.
@@ -243,7 +243,7 @@ class Ranks(SingleProcess):
         return self._any(self._stop)
 
     def collect(self, summary: HeadSummary | None) -> HeadSummary | None:
-        """All ranks' summaries on the first rank, None elsewhere."""
+        """All ranks' summaries on the first rank; None on the others."""
         with _answered():
             return _collect(summary, None)
 
@@ -255,11 +255,11 @@ class Ranks(SingleProcess):
         return box[0]
 
     def device(self, name: str) -> str:
-        """Where this rank runs a model: on CUDA each rank of a machine has a device of its own."""
+        """The device of this rank's model: each rank of a machine has its own CUDA device."""
         return f"cuda:{self._local}" if name == "cuda" else name
 
     def stop(self, *_: object) -> None:
-        """Stop after the batch that runs: a signal handler."""
+        """Signal handler: stop after the current batch."""
         self._stop = True
 
     def _any(self, flag: bool) -> bool:
@@ -271,7 +271,7 @@ class Ranks(SingleProcess):
 
 @contextmanager
 def _answered() -> Iterator[None]:
-    """Word with the other ranks; what gloo says of one that was killed is of sockets."""
+    """Context in which gloo's socket errors become LostRankError."""
     try:
         yield
     except RuntimeError as error:
@@ -282,7 +282,7 @@ def _answered() -> Iterator[None]:
 
 
 def _me() -> str:
-    """Which rank speaks, where that is not the first."""
+    """A prefix that names this rank, unless it is the first."""
     rank = os.environ.get("RANK", "0")
     return "" if rank == "0" else f"rank {rank}: "
 
@@ -295,7 +295,7 @@ def started_by_torchrun() -> bool:
 
 @contextmanager
 def world(timeout: timedelta = timedelta(minutes=30)) -> Iterator[SingleProcess]:
-    """The ranks of this run: :class:`Ranks` under torchrun, :class:`SingleProcess` else.
+    """Context manager for the ranks of this run: :class:`Ranks` under torchrun, else one process.
 
     Args:
         timeout: how long a rank waits for the others.

@@ -176,7 +176,7 @@ def probe_dataset(
 
 
 class _Prober:
-    """An actor: the model, loaded once, and what probes a chunk of windows with it."""
+    """A Ray actor that loads the model once and probes chunks of windows."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class _Prober:
         self._options, self._about = options, about
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The states of chunks, each with the windows it is of."""
+        """Probe chunks; return their states with the windows they cover."""
         from safetensors.torch import save
 
         states = []
@@ -209,7 +209,7 @@ class _Prober:
         return {"first": [int(first) for first in batch["first"]], "stop": stops, "state": states}
 
     def _probe(self, chunk: _Chunk) -> HeadSummary:
-        """A chunk's rows and nothing else: each call has a probe of its own."""
+        """Probe one chunk with a new probe."""
         loaded, options = self._loaded, self._options
         with open_probe(loaded, options) as probe, torch.inference_mode():
             for batch in corpus.batches(chunk.pieces, options.batch_size, loaded.pad):
@@ -221,7 +221,7 @@ class _Prober:
 
 
 def _add(joined: State | None, row: Mapping[str, Any], run: Run, pieces: Sequence[Any]) -> State:
-    """The state with a chunk's rows, once."""
+    """Merge a chunk's state into the whole, unless it is already there."""
     first, stop = int(row["first"]), int(row["stop"])
     if joined is not None and any(a <= first and stop <= b for a, b in joined.run.done):
         return joined  # a task that ran twice
@@ -240,7 +240,7 @@ def _unpack(raw: bytes) -> HeadSummary:
 def _chunks(
     pieces: Sequence[Sequence[int]], done: set[int], batch: int, most: int
 ) -> list[dict[str, Any]]:
-    """Runs of at most so many consecutive batches that are not done: first window, and all tokens.
+    """Split the batches that are not done into chunks of consecutive ones.
 
     Example:
         >>> chunks = _chunks([[1], [2], [3], [4], [5]], {2, 3}, 2, 8)
@@ -265,7 +265,7 @@ def _chunks(
 
 
 def _texts(dataset: Any, column: str, ray_data: Any) -> list[corpus.Text]:
-    """The dataset's texts that hold something, in its order."""
+    """The dataset's non-empty texts, in order."""
     with _in_order(ray_data):
         texts = []
         for index, row in enumerate(dataset.iter_rows()):
@@ -287,7 +287,7 @@ def _texts(dataset: Any, column: str, ray_data: Any) -> list[corpus.Text]:
 
 @contextmanager
 def _in_order(ray_data: Any) -> Iterator[None]:
-    """Rows come in the dataset's order: windows are numbered by it."""
+    """Context in which Ray preserves the order of rows, by which windows are numbered."""
     options = ray_data.DataContext.get_current().execution_options
     before, options.preserve_order = options.preserve_order, True
     try:

@@ -21,7 +21,7 @@ class CorpusError(ValueError):
 
 @dataclass(frozen=True)
 class Text:
-    """One text and what to call it.
+    """A text and its label.
 
     Attributes:
         name: file name, ``standard input`` or the bundled text's title.
@@ -33,7 +33,7 @@ class Text:
 
 
 def bundled() -> Text:
-    """The page of English prose that comes with acutance.
+    """The page of English prose included in the package.
 
     Example:
         >>> len(bundled().content.split()) > 1000
@@ -91,7 +91,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are no padding."""
+        """Number of tokens that are not padding."""
         return int(self.attention_mask.sum())
 
 
@@ -130,7 +130,7 @@ def _with_special_tokens(tokenizer: Any, ids: list[int]) -> list[int]:
 
 
 def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text, read off a text of one token."""
+    """The special tokens that the tokenizer adds before and after a text."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a")["input_ids"]
     start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)

@@ -1,4 +1,4 @@
-"""CLASSES: what a head mostly does, with its numbers in a sentence."""
+"""CLASSES: kinds of heads by what they mostly do, each with a sentence that gives the numbers."""
 
 from __future__ import annotations
 

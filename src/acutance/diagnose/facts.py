@@ -16,7 +16,7 @@ NEAR = int(limit("near"))
 
 
 class Summary(Protocol):
-    """What this package reads of :class:`acutance.HeadSummary`, which imports it."""
+    """The parts of :class:`acutance.HeadSummary` that a diagnosis reads, as a protocol."""
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -83,11 +83,11 @@ class HeadFacts:
         return self._value(name, self._arrays.high)
 
     def has(self, name: str) -> bool:
-        """Whether a metric was recorded."""
+        """Whether the summary recorded a metric."""
         return name in self._columns
 
     def count(self, name: str) -> int:
-        """Rows that count for a metric: those on which it is a finite number."""
+        """Number of rows on which a metric is finite."""
         column = self._columns.get(name)
         return 0 if column is None else int(self._arrays.count[self.index][column])
 

@@ -1,4 +1,4 @@
-"""Findings: the heads worth a look first, each with a sentence for a person who debugs a model.
+"""Findings: the most notable heads of a summary, each with a sentence on what it can mean.
 
 A finding repeats what was measured and names what it can mean; it proves nothing about the model.
 Layers whose capture is known to be wrong (status ``mismatch``) yield none.
@@ -36,7 +36,7 @@ MOST_NAMED = 3  # heads named for each kind; the last sentence counts the rest
 
 @dataclass(frozen=True)
 class Finding:
-    """One head worth a look.
+    """A notable head: its numbers in a sentence.
 
     Attributes:
         kind: one of :data:`LABELS`.
@@ -63,7 +63,7 @@ def _name(head: HeadFacts) -> str:
 
 
 def _caveat(head: HeadFacts) -> str:
-    """What limits every sentence about a head."""
+    """A clause on few rows or an unverified capture; empty for neither."""
     parts = []
     if head.record.rows < FEW_ROWS:
         rows = f"{head.record.rows} row{'s' * (head.record.rows != 1)}"
@@ -74,7 +74,7 @@ def _caveat(head: HeadFacts) -> str:
 
 
 def findings(summary: Judged) -> list[Finding]:
-    """The heads worth a look first.
+    """The most notable heads of a summary, by kind.
 
     The sharpest and the most diffuse head, up to three each of the heads that look like attention
     sinks, collapsed or dead (those furthest beyond their threshold), and the head with the largest
@@ -131,7 +131,7 @@ def findings(summary: Judged) -> list[Finding]:
 
 
 def describe_key_norms(key_norms: Mapping[str, Any]) -> str:
-    """What the lengths of keys do to the top keys, of :meth:`QueryKeySample.key_norms`.
+    """A sentence on how often the length of a key decides a row's largest weight.
 
     Example:
         >>> layers = [
@@ -176,7 +176,7 @@ def _extremes(heads: list[HeadFacts]) -> list[Finding]:
 
 
 def _spread(head: HeadFacts, title: str) -> str:
-    """How widely a head attends, from whatever was recorded."""
+    """A sentence on how widely a head attends, from the metrics that were recorded."""
     keys, entropy = head.mean("effective_keys"), head.mean("entropy")
     share = head.mean("normalized_entropy")
     most = entropy + head.mean("information")
@@ -268,7 +268,7 @@ def _beyond(
     describe: Callable[[HeadFacts, float], tuple[str, str]],
     rest: str,
 ) -> list[Finding]:
-    """Findings for the heads furthest beyond a threshold.
+    """Findings for the heads furthest beyond a threshold, at most three.
 
     The first says what it can mean, the last how many of all heads there are.
     """
@@ -291,7 +291,7 @@ def _finding(kind: Kind, head: HeadFacts, value: float, sentence: str) -> Findin
 
 
 def _number(value: float) -> str:
-    """Three significant digits, whole numbers as they are, no exponent below a million."""
+    """Format with three significant digits, without an exponent below a million."""
     if value == round(value) and abs(value) < 1e6:
         return f"{value:,.0f}"
     if abs(value) >= 1e6:

@@ -52,7 +52,7 @@ _NAMED = 3  # layers named of a kind, in words
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Something to change about heads of one layer.
+    """A change to consider for heads of one layer.
 
     Attributes:
         kind: one of :data:`KINDS`.
@@ -77,7 +77,7 @@ class Recommendation:
 
     @property
     def place(self) -> str:
-        """The layer and its heads, as a sentence begins."""
+        """The layer and its heads, as the beginning of a sentence."""
         layer = f"Layer {self.layer}{crossing(self.module)}"
         if not self.heads:
             return layer
@@ -85,7 +85,7 @@ class Recommendation:
 
     @property
     def sentence(self) -> str:
-        """Everything in words."""
+        """Place, reason, advice and certainty in one text."""
         return f"{self.place}: {self.reason}; {self.advice}."
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Recommendation:
 
 
 def recommendations(summary: Judged) -> list[Recommendation]:
-    """What to change, most urgent first, one for each kind and layer.
+    """Changes to consider, most urgent first, one for each kind and layer.
 
     Args:
         summary: any head summary; growth with n needs one of this version, with rows of at least
@@ -144,12 +144,12 @@ def recommendations(summary: Judged) -> list[Recommendation]:
 
 
 def otherwise(summary: Judged) -> str:
-    """The sentence to show where nothing is recommended."""
+    """The sentence to show if nothing is recommended."""
     return UNTRAINED if summary.about.get("untrained") is True else NOTHING
 
 
 def in_words(recommended: Sequence[Recommendation], nothing: str = NOTHING) -> list[str]:
-    """A few sentences for a terminal: three layers of each kind, an advice once, others counted.
+    """Recommendations for a terminal: at most three layers of each kind, each advice once.
 
     Args:
         recommended: what :func:`recommendations` gave.

@@ -1,4 +1,4 @@
-"""RULES: what each head is judged by, once; classes, findings and recommendations read the result.
+"""The rules that judge each head once; classes, findings and recommendations read the result.
 
 A rule looks at one head's facts. It returns by which numbers the head is beyond a threshold of the
 one table, or None.
@@ -53,7 +53,7 @@ _ANY_LENGTH = frozenset({"not_finite", "large_logits", "coarse_scores", "dilutio
 
 @dataclass(frozen=True)
 class Judgement:
-    """One head beyond one threshold.
+    """One rule that a head breaks, with its numbers.
 
     Attributes:
         size: how far beyond it is; ranks heads of the same kind.
@@ -65,15 +65,15 @@ class Judgement:
 
 
 class Judged(Summary, Protocol):
-    """A summary whose heads have been judged, once for all that is said of them."""
+    """A summary with the rules that each of its heads breaks."""
 
     @property
     def judgements(self) -> list[dict[Kind, Judgement]]:
-        """For each head, every rule that it is beyond."""
+        """For each head, the rules it breaks."""
 
 
 def judge(head: HeadFacts) -> dict[Kind, Judgement]:
-    """Every rule that one head is beyond.
+    """The rules that one head breaks.
 
     None where its layer's capture is known to be wrong; of rules about weights, none where rows
     see fewer than eight keys on average, since of few keys every head looks sharp, local or even.

@@ -45,7 +45,7 @@ def ranges(indices: list[int], noun: str) -> str:
 
 
 def _range(beyond: _Beyond, name: str, form: str) -> str:
-    """The smallest and largest of a number, or the one that they round to."""
+    """The range of a number over heads; one number where both ends round to the same."""
     values = [judgement.numbers[name] for _, judgement in beyond]
     low, high = format(min(values), form), format(max(values), form)
     return low if low == high else f"{low} to {high}"
@@ -142,7 +142,7 @@ GROUPS = ("Sharpness", "Where it looks", "Scores", "Predicted", "Gradient and no
 
 
 class MetricWords(NamedTuple):
-    """Plain words for a metric: its group, and what its two ends mean."""
+    """A metric's group, and what a low and a high value mean."""
 
     group: str
     low: str
@@ -194,7 +194,7 @@ METRIC_WORDS: dict[str, MetricWords] = {
 
 
 def metric_words(name: str) -> MetricWords:
-    """Plain words for a metric; plain "low" and "high" for one that has none.
+    """What low and high values of a metric mean; "low" and "high" for an unknown metric.
 
     Example:
         >>> metric_words("entropy").high
@@ -209,7 +209,7 @@ _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn", re.IGNORECASE
 
 
 def crossing(module: str) -> str:
-    """What follows a layer's number where its queries attend to another sequence; by its name.
+    """A suffix for layers that attend to another sequence, recognised by the module's name.
 
     Example:
         >>> crossing("decoder.block.0.layer.1.EncDecAttention"), crossing("encoder.layer.0.attn")

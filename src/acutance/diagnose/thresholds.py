@@ -12,7 +12,7 @@ _ACUTANCE = "acutance's own threshold"
 
 @dataclass(frozen=True)
 class Threshold:
-    """A number that a head's numbers are compared with; none is a law.
+    """A number that a head's statistic is compared with: a convention, not a law.
 
     Attributes:
         name: what it is called.

@@ -1,4 +1,4 @@
-"""What an entry of the table of mechanisms says, and how each form of mechanism is run."""
+"""Entries of the table of mechanisms, and how each form of mechanism is run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Law = Literal["softmax", "cosine", "relu2", "identity", "linear", "decay"]
 
 
 class Sizes(NamedTuple):
-    """What parameters of a mechanism may depend on: Hq, H, S, E."""
+    """The sizes that a mechanism's parameters may depend on: Hq, H, S, E."""
 
     heads: int
     kv_heads: int
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Tensors that a mechanism is run on, and which keys their rows see."""
+    """The arguments that a mechanism is run on."""
 
     query: Tensor
     key: Tensor
@@ -77,7 +77,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Form(ABC):
-    """How a mechanism goes from query, key and value to output and statistics.
+    """How a mechanism computes output and statistics from query, key and value.
 
     Attributes:
         kind: "rows", "linear", "decay", "recurrence" or "gated".
@@ -94,7 +94,7 @@ class Form(ABC):
 
 @dataclass(frozen=True)
 class Rows(Form):
-    """A score, a weighting and a scaling, run by :func:`acutance.attention`.
+    """A mechanism given by score, weighting and scaling, run by :func:`acutance.attention`.
 
     Args:
         options: the options of ``attention`` for tensors of given sizes.
@@ -104,7 +104,7 @@ class Rows(Form):
     options: Callable[[Sizes], Mapping[str, Any]]
 
     def options_for(self, call: Call) -> dict[str, Any]:
-        """The options, with parameters on the query's device and of its dtype."""
+        """Options of :func:`acutance.attention`, parameters on the query's device and dtype."""
         with torch.random.fork_rng(devices=[]):  # parameters are drawn on the CPU
             torch.manual_seed(0)
             options = self.options(call.sizes)
@@ -122,7 +122,7 @@ class Rows(Form):
 
 @dataclass(frozen=True)
 class Linear(Form):
-    """A feature map, with or without decays by distance.
+    """Linear attention: a feature map, with or without decay by distance.
 
     Args:
         feature_map: φ for given sizes.
@@ -135,7 +135,7 @@ class Linear(Form):
 
     @property
     def always_causal(self) -> bool:  # type: ignore[override]
-        """With decays."""
+        """True with decay."""
         return self.decays is not None
 
     def run(self, call: Call) -> tuple[Tensor, Statistics]:
@@ -156,7 +156,7 @@ class Linear(Form):
 
 @dataclass(frozen=True)
 class Decay(Form):
-    """Weights by distance alone; query and key play no part.
+    """Weights that depend on distance alone; query and key are ignored.
 
     Args:
         decays: λ of each query head, (Hq,).
@@ -167,7 +167,7 @@ class Decay(Form):
     decays: Callable[[int], Tensor]
 
     def run(self, call: Call) -> tuple[Tensor, Statistics]:
-        """Decay attention of ones, and the closed form of its statistics."""
+        """Decay attention, and statistics in closed form."""
         query, key, value, _, offset, _, _ = call
         decays = self.decays(query.shape[1]).to(query)
         out = decay_attention(
@@ -181,7 +181,7 @@ class Decay(Form):
 
 @dataclass(frozen=True)
 class Recurrence(Form):
-    r"""A linear recurrent unit that reads the values.
+    r"""A linear recurrent unit that reads the values; query and key are ignored.
 
     Its rows are those of its states: fields of its statistics are (1, states, L).
 
@@ -209,7 +209,7 @@ class Recurrence(Form):
         return type(drawn)(*(part.to(like.device) for part in drawn))
 
     def run(self, call: Call) -> tuple[Tensor, Statistics]:
-        """The unit over the whole sequence, of which the rows asked for are given."""
+        """Run the unit over the whole sequence; return the requested rows."""
         query, _, value, _, offset, _, _ = call
         parameters = self._parameters(value.shape[3], value)
         inputs = value.to(parameters.D.dtype)
@@ -224,7 +224,7 @@ class Recurrence(Form):
 
 @dataclass(frozen=True)
 class Gated(Form):
-    r"""Squared ReLU between two affine images of one sequence, as in a gated attention unit.
+    r"""Squared ReLU between two affine maps of one sequence, as in a gated attention unit.
 
     The shared vectors z are the keys; the query gives only its places. Images are drawn as
     published, :math:`\gamma \sim N(0, 0.02^2)`, with offset 0.
@@ -233,7 +233,7 @@ class Gated(Form):
     kind: ClassVar[str] = "gated"
 
     def images(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Queries and keys, (B, H, L, E) and (B, H, S, E)."""
+        """Queries (B, H, L, E) and keys (B, H, S, E) from the sequence."""
         z, offset = call.key, call.query_offset
         draw = torch.Generator().manual_seed(0)
         gains = 0.02 * torch.randn(2, z.shape[3], generator=draw, dtype=torch.float64)
@@ -241,7 +241,7 @@ class Gated(Form):
         return z[:, :, offset : offset + call.query.shape[2]] * gain_q, z * gain_k
 
     def run(self, call: Call) -> tuple[Tensor, Statistics]:
-        """Attention of the images, before the gate."""
+        """Attention between the two maps, before the gate."""
         query, key = self.images(call)
         if query.shape[2] != call.query.shape[2]:
             raise ValueError(
@@ -258,7 +258,7 @@ class Gated(Form):
 
 @dataclass(frozen=True)
 class Theory:
-    """What is known of a mechanism's rows beforehand.
+    """What theory predicts of a mechanism's rows.
 
     Attributes:
         functions: names in :mod:`acutance.theory`.
@@ -273,7 +273,7 @@ class Theory:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One mechanism by name: what it computes, whether it can concentrate, and how to run it.
+    """A named mechanism: formula, source, theory, and how to run it.
 
     Attributes:
         name: as in :data:`~acutance.mechanisms.MECHANISMS`.
@@ -299,7 +299,7 @@ class Mechanism:
 
     @property
     def always_causal(self) -> bool:
-        """Whether a row sees no key after its own place, whatever is asked."""
+        """Whether rows never see later keys, whatever ``is_causal`` says."""
         return self.form.always_causal
 
     def run(
@@ -313,7 +313,7 @@ class Mechanism:
         noise: bool = False,
         rows: Literal["sums", "blockwise"] = "blockwise",
     ) -> tuple[Tensor, Statistics]:
-        """Run the mechanism. Its own parameters, if it has any, are drawn the same every time.
+        """Run the mechanism; its own parameters, if any, are drawn from a fixed seed.
 
         Args:
             query: (B, Hq, L, E).
@@ -350,7 +350,7 @@ class Mechanism:
 
 
 def _placed(value: Any, like: Tensor) -> Any:
-    """Parameters where the query is, in its dtype, and not to be trained."""
+    """Parameters on the query's device and of its dtype, without gradients."""
     if isinstance(value, torch.nn.Module):
         return value.to(like).requires_grad_(False)
     return Sink(value.sinks.to(like)) if isinstance(value, Sink) else value

@@ -28,7 +28,7 @@ _ALSO = {
 
 
 def mechanism(name: str | Mechanism) -> Mechanism:
-    """The entry of that name, or the one given.
+    """Look up a mechanism by name; an entry is returned as it is.
 
     Raises:
         ValueError: if there is none of that name; it names the nearest.

@@ -1,4 +1,4 @@
-"""Figures of a summary beside the heat map: layer profile, entropy by length, theory beside it.
+"""Figures of a summary: layer profile, entropy by number of keys, comparison with theory.
 
 Needs matplotlib (the extra ``plots``). All colours are of viridis.
 """
@@ -227,7 +227,7 @@ def draw_lengths(
 def draw_theory(
     summary: HeadSummary, path: str | os.PathLike[str], *, theme: Theme = LIGHT
 ) -> None:
-    """Draw measured entropy against that of independent Gaussian logits of the same deviation.
+    """Draw measured entropy against that of Gaussian logits with the same deviation.
 
     A head below the diagonal is sharper than its logits' spread alone makes it. The three heads
     farthest from it are named.
@@ -285,7 +285,7 @@ def draw_theory(
 
 
 def _enough(rows: Any) -> Any:
-    """Which octaves to draw: not one that only the last rows of each window just reach.
+    """Octaves to draw: without one that only the last rows of each window reach.
 
     Example:
         >>> _enough(np.array([20, 40, 80, 2])).tolist()
@@ -295,12 +295,12 @@ def _enough(rows: Any) -> Any:
 
 
 def _two(theme: Theme) -> tuple[str, str]:
-    """Two colours of viridis that stand out from the page and from each other."""
+    """Two colours of viridis that contrast with the page and with each other."""
     return ("#fde725", "#21918c") if theme.name == "dark" else ("#440154", "#21918c")
 
 
 def _by_layer(layers: int, theme: Theme) -> Callable[[int], Any]:
-    """A colour for each layer, from the part of viridis that stands out from the page."""
+    """A colour for each layer, from the part of viridis that contrasts with the page."""
     from acutance.report.colours import as_hex, colour
 
     first, last = (0.3, 1.0) if theme.name == "dark" else (0.0, 0.85)
@@ -310,7 +310,7 @@ def _by_layer(layers: int, theme: Theme) -> Callable[[int], Any]:
 def _layer_bar(
     figure: Any, axes: Axes, layers: int, colours: Callable[[int], Any], theme: Theme
 ) -> None:
-    """What colour is which layer."""
+    """Draw the colour bar of the layers."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
 

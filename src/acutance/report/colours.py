@@ -1,4 +1,4 @@
-"""The one colour scale of all reports: viridis, and where a metric's value lies on it.
+"""The colour scale of all reports, viridis, and the position of a metric's value on it.
 
 Viridis (van der Walt & Smith, 2015) rises evenly in lightness, so it reads the same to colour-blind
 eyes and in grey print.
@@ -31,7 +31,7 @@ ANCHORS: tuple[Colour, ...] = tuple(
 
 @dataclass(frozen=True)
 class ColourScale:
-    """From a metric's value to 0..1.
+    """Maps a metric's values to positions 0..1 on the colour scale.
 
     Attributes:
         low: value at 0.
@@ -44,7 +44,7 @@ class ColourScale:
     log: bool = False
 
     def place(self, value: float) -> float | None:
-        """Where a value lies, 0..1 (what is beyond an end is the end); None for NaN.
+        """Position of a value, clipped to 0..1; None for NaN.
 
         Example:
             >>> ColourScale(1.0, 100.0, log=True).place(10.0)
@@ -71,7 +71,7 @@ class ColourScale:
 
 
 def colour_scale(name: str, means: Iterable[float]) -> ColourScale:
-    """The scale a metric's head means are coloured on.
+    """Choose the colour scale for the head means of a metric.
 
     Shares run from 0 to 1 whatever the data, so that pictures of two models compare; other metrics
     run over the data, from 0 where that is their floor, logarithmic where they span a decade.
@@ -99,7 +99,7 @@ def colour_scale(name: str, means: Iterable[float]) -> ColourScale:
 
 
 def brief(value: float, name: str) -> str:
-    """A metric's value in a cell, short; a dash for NaN.
+    """Format a metric's value for a table cell; a dash for NaN.
 
     Shares have two decimals; others fewer above 10 and two significant digits below 0.1.
 
@@ -125,7 +125,7 @@ def brief(value: float, name: str) -> str:
 
 
 def colour(place: float) -> Colour:
-    """Viridis at 0..1.
+    """RGB colour of viridis at a position 0..1.
 
     Example:
         >>> colour(0.0), colour(1.0)
@@ -141,7 +141,7 @@ def colour(place: float) -> Colour:
 
 
 def ink(background: Colour) -> Colour:
-    """Black or white, whichever stands out more on a background (WCAG relative luminance).
+    """Black or white, whichever contrasts more with a background (WCAG relative luminance).
 
     Example:
         >>> ink(colour(0.0)), ink(colour(1.0))
@@ -156,7 +156,7 @@ def ink(background: Colour) -> Colour:
 
 
 def as_hex(colour: Colour) -> str:
-    """As CSS and terminals write it.
+    """An RGB colour as ``#rrggbb``.
 
     Example:
         >>> as_hex((68, 1, 84))

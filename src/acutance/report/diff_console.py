@@ -74,7 +74,7 @@ def print_diff(changes: Diff, console: Console, metrics: Sequence[str], top: int
 
 
 def _subject(about: Mapping[str, Any]) -> str:
-    """What one state is of, in a line."""
+    """A line that describes one side of the diff."""
     text = about.get("text")
     names = ", ".join(map(str, text)) if isinstance(text, list | tuple) else text
     parts = [str(about.get("model", "a model"))]
@@ -86,7 +86,7 @@ def _subject(about: Mapping[str, Any]) -> str:
 
 
 def _table(ascii_only: bool, keys: int, *columns: str) -> NumberTable:
-    """A table without lines; the first column is text, the others are numbers."""
+    """A table without lines: a text column, then number columns."""
     table = NumberTable(
         keys=keys, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim"
     )
@@ -100,7 +100,7 @@ def _table(ascii_only: bool, keys: int, *columns: str) -> NumberTable:
 
 
 def _overview(changes: Diff, ascii_only: bool) -> NumberTable:
-    """A line for each metric: verdicts, the median size of a change, and the largest."""
+    """A table with one line for each metric: verdicts, median and largest change."""
     unclear = changes.how != "sequences"
     names = ["metric", "moved", *(["unclear"] if unclear else []), "noise", "equal"]
     table = _table(ascii_only, 1, *names, "median", "largest", "at")
@@ -176,12 +176,12 @@ def _layers(changes: Diff, metric: str, width: int, ascii_only: bool) -> NumberT
 
 
 def _plain(cells: Sequence[str], ascii_only: bool) -> Iterator[Text]:
-    """Cells as they are: brackets in a module's name are no markup."""
+    """Table cells as plain text: brackets in a module's name are not markup."""
     return (Text(printable(cell, ascii_only)) for cell in cells)
 
 
 def _bar(value: float, reach: float, ascii_only: bool) -> str:
-    """A change as a bar that leaves the middle to its side.
+    """A change as a bar to the left or right of the middle.
 
     Example:
         >>> _bar(-0.5, 1.0, True), _bar(1.0, 1.0, True)
@@ -195,7 +195,7 @@ def _bar(value: float, reach: float, ascii_only: bool) -> str:
 
 
 def _below(changes: Diff) -> Iterator[str]:
-    """How to read the numbers, and what they rest on."""
+    """Notes on how to read the numbers and what they assume."""
     yield (
         "Moved: the interval of the change leaves out 0. Intervals are wide enough that those of "
         f"all heads of a metric hold together with {CONFIDENCE:.0%}."

@@ -1,4 +1,4 @@
-"""The figure of a diff: where heads changed, which moved most, and layer by layer.
+"""The figure of a diff: a map of changes, the heads that changed most, and the layers.
 
 Needs matplotlib (the extra ``plots``). Changes are coloured from purple (less) over the page's
 colour to orange (more), which colour-blind readers tell apart; a ring marks the heads that moved.
@@ -99,7 +99,7 @@ def draw_diff(
 
 
 def _map(figure: Figure, axes: Axes, changes: Diff, metric: str, title: str, theme: Theme) -> None:
-    """Layer × head, coloured by change; a ring marks the heads that moved."""
+    """Draw the change of each layer and head as colour; a ring marks significant changes."""
     from matplotlib.colors import LinearSegmentedColormap
 
     heads = changes.of(metric)

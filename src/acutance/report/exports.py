@@ -1,4 +1,4 @@
-"""Files of a summary: one table as CSV or Parquet, everything as JSON, a page, a figure."""
+"""Export a summary: CSV, Parquet, JSON, HTML page or figure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STANDARD_OUTPUT = "-"
 
 
 def to_output(targets: Targets) -> bool:
-    """Whether a file takes the place of the table on standard output."""
+    """Whether an export replaces the table on standard output."""
     return any(str(path) == STANDARD_OUTPUT for path in targets.values())
 
 
@@ -34,7 +34,7 @@ def write_exports(
     metric: str | None = None,
     dark: bool = False,
 ) -> None:
-    """Write what was asked for; what fails does not keep the others from being written.
+    """Write the requested files; one that fails does not prevent the others.
 
     Args:
         summary: any head summary.
@@ -61,7 +61,7 @@ def exports(
     dark: bool = False,
     key_norms: Mapping[str, Any] | None = None,
 ) -> dict[str, Callable[[], object]]:
-    """What :func:`write_exports` does, by option.
+    """The write steps of :func:`write_exports`, by option.
 
     ``key_norms``, of :meth:`acutance.probing.QueryKeySample.key_norms`, goes into the JSON and onto
     the page.
@@ -97,7 +97,7 @@ def exports(
 
 
 def put_json(record: Any, path: Path) -> None:
-    """A record as JSON in a file, or on standard output."""
+    """Write a record as JSON to a file or to standard output."""
     text = as_json(record)
     if str(path) == STANDARD_OUTPUT:
         sys.stdout.write(text + "\n")
@@ -106,7 +106,7 @@ def put_json(record: Any, path: Path) -> None:
 
 
 def put_csv(table: Any, path: Path) -> None:
-    """A pyarrow table as CSV in a file, or on standard output."""
+    """Write a pyarrow table as CSV to a file or to standard output."""
     data = csv_bytes(table)
     if str(path) == STANDARD_OUTPUT:
         sys.stdout.write(data.decode("utf-8"))
@@ -115,7 +115,7 @@ def put_csv(table: Any, path: Path) -> None:
 
 
 def csv_bytes(table: Any) -> bytes:
-    r"""A pyarrow table as CSV in UTF-8: a line of names, then the rows; NaN is an empty field.
+    r"""Encode a pyarrow table as UTF-8 CSV with a header line; NaN becomes an empty field.
 
     Text is always in quotes, so that what a module is called cannot end a field or a line; one
     that a spreadsheet would take for a formula has an apostrophe before it.

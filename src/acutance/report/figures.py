@@ -1,4 +1,4 @@
-"""Pictures of a summary, drawn with matplotlib (the extra ``plots``)."""
+"""The heat map of a metric over layers and heads (needs the extra ``plots``)."""
 
 from __future__ import annotations
 
@@ -144,18 +144,18 @@ def draw_heads(
 
 
 def subject(summary: HeadSummary) -> str:
-    """The model's name as a title begins, with a colon; nothing where it is not known."""
+    """The model's name as the start of a title; empty if unknown."""
     model = textwrap.shorten(printable(str(summary.about.get("model", ""))), 44, placeholder="…")
     return f"{model}: " if model else ""
 
 
 def _alike(summary: HeadSummary, numbers: tuple[int, ...]) -> bool:
-    """Whether a column is the same head in every layer."""
+    """Whether every layer has the same head numbers."""
     return all(layer.numbers == numbers[: layer.heads] for layer in summary.layers)
 
 
 def _gap(layers: int, heads: int) -> float:
-    """Line width between cells, thinner the more there are."""
+    """Width of the line between cells; thinner for more cells."""
     return 1.5 if max(layers, heads) <= 24 else 0.6
 
 

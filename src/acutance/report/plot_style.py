@@ -1,4 +1,4 @@
-"""How every figure looks: one page, light or dark, and marks that also read in grey.
+"""The style of every figure: a light or dark page, and marks that also read in grey.
 
 A line is what is predicted, a mark what was measured. The curves of a figure take viridis in order,
 so their lightness alone tells them apart, and each has its own dash and mark besides. Where there
@@ -62,7 +62,7 @@ THEMES = {theme.name: theme for theme in (LIGHT, DARK)}
 
 @dataclass(frozen=True)
 class Curve:
-    """How one curve of a figure is drawn: colour, dash and mark."""
+    """The colour, dash and mark of one curve."""
 
     colour: str
     dash: Any
@@ -70,7 +70,7 @@ class Curve:
 
 
 def curves(count: int, theme: Theme = LIGHT) -> list[Curve]:
-    """Ways to draw ``count`` curves, from the one that stands out most to the least.
+    """``count`` curve styles, the most prominent first.
 
     Args:
         count: how many curves, at least 0; beyond seven, colours repeat every five, dashes and
@@ -171,7 +171,7 @@ def new_figure(
 
 
 def _lines(figure: Figure, text: str, room: float, font: dict[str, Any]) -> list[str]:
-    """Break a text before it is wider than ``room`` pixels."""
+    """Break a text into lines of at most ``room`` pixels."""
     lines: list[str] = []
     ruler = figure.text(0, 0, "", parse_math=False, **font)
     for word in text.split():

@@ -1,4 +1,4 @@
-"""Figures of theory: entropy and effective keys along the scale, information along a temperature.
+"""Figures of theory: entropy and effective keys against scale, information against temperature.
 
 A solid line is exact at this n, a dashed one the formula for many keys, a mark the row asked about.
 """
@@ -157,7 +157,7 @@ _WORDS = {
 
 
 def _rest(prediction: Prediction, name: str) -> str:
-    """The parameters that stay as they are."""
+    """The parameters other than the scale, as text."""
     parameters = prediction.parameters
     bars = [
         f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
@@ -168,7 +168,7 @@ def _rest(prediction: Prediction, name: str) -> str:
 
 
 def _places(prediction: Prediction, name: str, here: float) -> list[float]:
-    """Where to compute the curves, the row's own place among them."""
+    """Scales at which the curves are computed, the prediction's own among them."""
     n = float(prediction.parameters["n"])
     if name == "lam":
         return sorted({*np.linspace(0.02, 1.0, _POINTS - 1).tolist(), here})
@@ -188,7 +188,7 @@ def _places(prediction: Prediction, name: str, here: float) -> list[float]:
 
 
 def _within(limit: Any, exact: Any, metric: str, n: float) -> Any:
-    """The formula where it is in the picture, and one point beyond."""
+    """The formula's values inside the picture, and one point beyond."""
     lowest = 0.3 if metric == "effective_keys" else -0.2 * math.log(n)
     return np.where(np.isfinite(limit) & (limit > lowest), limit, np.nan)
 
@@ -196,7 +196,7 @@ def _within(limit: Any, exact: Any, metric: str, n: float) -> Any:
 def _critical(
     axes: Any, theme: Theme, prediction: Prediction, metric: str, name: str, far: float
 ) -> None:
-    """Where the formula for Gaussian logits breaks."""
+    """Mark where the formulas for Gaussian logits break down."""
     parameters = prediction.parameters
     if name != "logit_std" or parameters.get("family") != "gaussian" or parameters["n"] < 2:
         return

@@ -1,4 +1,4 @@
-"""A prediction in the terminal: every metric at n keys, the formula for many keys, and sentences.
+"""The terminal view of a prediction: a table of metrics, and remarks.
 
 The formula beside a value is ``Prediction.population``. It is said to hold where it is within 1 %
 of the exact value, and the sentences say why it does not.
@@ -29,7 +29,7 @@ _GAUSSIAN = ("softmax", "dot", "scaled_dot")
 
 
 def prediction_table(prediction: Prediction, measured: Any = None) -> ConsoleRenderable:
-    """A rich renderable: a line for each metric that theory has a value for.
+    """A rich renderable with a line for each metric that theory predicts.
 
     Args:
         prediction: from :func:`acutance.theory.predict`.
@@ -50,7 +50,7 @@ def prediction_table(prediction: Prediction, measured: Any = None) -> ConsoleRen
 
 
 class _PredictionTable:
-    """What :func:`prediction_table` returns; it is laid out when it is printed."""
+    """The renderable of :func:`prediction_table`; its columns depend on the width."""
 
     def __init__(self, prediction: Prediction, measured: Any) -> None:
         self.prediction, self.measured = prediction, measured
@@ -101,7 +101,7 @@ class _PredictionTable:
 
 
 def remarks(prediction: Prediction) -> list[str]:
-    r"""What stands out in a prediction, in sentences: which formulas hold, and why others do not.
+    r"""Sentences on a prediction: which formulas hold, and why others do not.
 
     Example:
         >>> from acutance import theory
@@ -135,7 +135,7 @@ def prediction_record(prediction: Prediction) -> dict[str, Any]:
 
 
 def logit_deviation(prediction: Prediction) -> float | None:
-    """Deviation of the logits where they are Gaussian under a softmax, else None."""
+    """Standard deviation of the logits of a Gaussian softmax row; None for other rows."""
     parameters = prediction.parameters
     if prediction.mechanism not in _GAUSSIAN or parameters.get("family", "gaussian") != "gaussian":
         return None
@@ -280,7 +280,7 @@ def _decay_remarks(row: Prediction, n: float) -> Iterator[str]:
 
 
 def _why(row: Prediction) -> Iterator[str]:
-    """The metrics without a value, those with the same reason together."""
+    """The metrics without a value, grouped by reason."""
     grouped: dict[str, list[str]] = {}
     for name, reason in row.why.items():
         grouped.setdefault(reason, []).append(name)
@@ -319,7 +319,7 @@ def _distance(mean: float, error: float, exact: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Six significant digits, plain where that is short."""
+    """Format with six significant digits, without an exponent where that is short."""
     if math.isnan(value):
         return "–"
     if math.isinf(value):

@@ -19,7 +19,7 @@ __all__ = ["NumberTable", "Screen", "note"]
 
 
 class Screen(Console):
-    r"""A rich console without markup, on which control characters are shown as escapes.
+    r"""A rich console without markup that shows control characters as escapes.
 
     Args:
         given: options of :class:`rich.console.Console`.
@@ -33,13 +33,13 @@ class Screen(Console):
         super().__init__(**{"markup": False, "emoji": False, "highlight": False} | options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Text of a string."""
+        """Convert a string to text without interpreting it."""
         return super().render_str(visible_lines(text), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Segments of anything that can be printed."""
+        """Escape control characters in text, then render as rich does."""
         if isinstance(renderable, Text):
             text = visible_lines(renderable.plain)
             if text != renderable.plain:  # its styles go: their places have moved
@@ -48,7 +48,7 @@ class Screen(Console):
 
 
 def note(*parts: str | tuple[str, str]) -> Text:
-    """A line for a console: pieces of text, or pairs of one and its style.
+    """A console line from texts and (text, style) pairs.
 
     Example:
         >>> note(("state written to", "dim"), " /tmp/[/]").plain
@@ -63,7 +63,7 @@ _WORDS = 12
 
 
 class NumberTable(Table):
-    """A rich table whose columns with ``no_wrap`` are shown whole at any width.
+    """A rich table that never cuts a number: columns that do not fit continue below.
 
     Other columns, of words, fold. Where that does not make room, the gaps narrow to one space, and
     then the columns are laid out in blocks, one below the other, each after the key columns. Only a
@@ -110,7 +110,7 @@ class NumberTable(Table):
 
     @staticmethod
     def _natural(console: Console, column: Column) -> int:
-        """The width at which nothing of a column folds."""
+        """The width of a column without folding."""
         unbounded = console.options.update(width=100_000)
         cells = [column.header, *column._cells]
         longest = max(Measurement.get(console, unbounded, cell).maximum for cell in cells)
@@ -126,7 +126,7 @@ class NumberTable(Table):
         return least + gap * (len(block) - (not self.pad_edge)) + lines + left
 
     def _blocks(self, widths: Sequence[int], gap: int, room: int) -> list[list[int]]:
-        """Columns of each block: the keys and as many more as have room, one at least."""
+        """Split the columns into blocks that fit; each repeats the key columns."""
         keys = list(range(self.keys))
         blocks, block = [], list(keys)
         for index in range(self.keys, len(self.columns)):
@@ -147,7 +147,7 @@ class NumberTable(Table):
         first: bool = True,
         last: bool = True,
     ) -> RenderResult:
-        """The table of some columns."""
+        """Render the table of some columns."""
         part = copy.copy(self)
         part.padding = (*self.padding[:1], gap, *self.padding[2:])
         crowded = self._needed(block, widths, gap) > room

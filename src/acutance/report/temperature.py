@@ -1,4 +1,4 @@
-"""Which temperature a softmax of cosines needs to say a share of log n, and what stands behind it.
+"""Recommend the temperature of a softmax over cosines, for a share of log n as information.
 
 The three arrangements of keys are those of :func:`acutance.theory.tau_for_information`: cosines
 chosen freely, aligned pairs with all other keys spread evenly, and one match among random keys.
@@ -31,7 +31,7 @@ _CHECKED_KEYS, _CHECKED_DIMENSION = 64, 8
 
 @dataclass(frozen=True)
 class Setting:
-    """One arrangement of keys.
+    """The temperature for one arrangement of keys.
 
     Attributes:
         key: as :func:`acutance.theory.tau_for_information` calls it.
@@ -52,7 +52,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommended temperature, and the sentences that explain it.
+    """A recommended temperature with an explanation.
 
     Attributes:
         n: keys in a row.

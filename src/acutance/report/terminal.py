@@ -1,4 +1,4 @@
-"""The terminal table: every head's mean normalized entropy, coloured, at any width."""
+"""The terminal table of a summary: a metric for every layer and head, coloured, at any width."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Line = list[tuple[str, Style | None]]
 
 
 def console_table(summary: HeadSummary, metric: str | None = None) -> ConsoleRenderable:
-    """A rich renderable: layer × head, each cell a mean over rows on its colour, and what was read.
+    """A rich renderable: mean of a metric for each layer and head, then notes.
 
     Heads that do not fit beside each other fold onto further lines; where that would take more than
     100 lines, each layer gets one line with its lowest, quartile, median and highest head instead.
@@ -61,7 +61,7 @@ def console_table(summary: HeadSummary, metric: str | None = None) -> ConsoleRen
 
 
 class _HeadTable:
-    """What :func:`console_table` returns; it is laid out when it is printed, for that width."""
+    """The renderable of :func:`console_table`; its layout depends on the width."""
 
     def __init__(self, summary: HeadSummary, metric: str | None) -> None:
         self.summary = summary
@@ -171,7 +171,7 @@ class _HeadTable:
                 yield line
 
     def _digest(self, cell: int, width: int) -> Iterator[_Line]:
-        """One line for each layer: its heads' spread, and which are at its ends.
+        """One line for each layer: the spread of its heads, and the extreme ones.
 
         Where that does not fit, quartiles, the median and the ends give way to the mean, in this
         order, and a sentence says so.
@@ -240,7 +240,7 @@ class _HeadTable:
 
 
 def headline(metrics: Sequence[str]) -> str:
-    """The metric that a table shows unless told otherwise; nothing where there is none.
+    """The metric that a table shows by default; empty if there is none.
 
     Example:
         >>> headline(("lse", "entropy")), headline(("lse",)), headline(())
@@ -251,7 +251,7 @@ def headline(metrics: Sequence[str]) -> str:
 
 
 def _below(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
-    """What was read and how far to trust it."""
+    """Notes on what was read and how far to trust it."""
     layers = summary.layers
     for sentence in row_sentences(layers):
         yield sentence, None
@@ -280,7 +280,7 @@ def _below(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
 
 
 def row_sentences(layers: tuple[Layer, ...]) -> list[str]:
-    """How many rows were read, how many were left out and why, and which may be padding.
+    """Sentences on rows read, rows left out, and possible padding.
 
     Example:
         >>> for said in row_sentences((Layer("a", 2, rows=9, padded=3, padded_by="key_mask"),)):
@@ -309,7 +309,7 @@ def row_sentences(layers: tuple[Layer, ...]) -> list[str]:
 
 
 def chosen_sentences(layers: tuple[Layer, ...]) -> list[str]:
-    """Which heads were read, in layers where not all were.
+    """The heads that were read, for layers that were read in part.
 
     Example:
         >>> chosen_sentences((Layer("a", 2, chosen=(1, 4)), Layer("b", 2, chosen=(1, 4))))
@@ -326,7 +326,7 @@ def chosen_sentences(layers: tuple[Layer, ...]) -> list[str]:
 
 
 def span(values: Iterable[int]) -> str:
-    """One number where all are alike, else the smallest and largest.
+    """One number if all are equal, else the smallest and largest.
 
     Example:
         >>> span([1752, 1752]), span([12, 1752]), span([])
@@ -337,7 +337,7 @@ def span(values: Iterable[int]) -> str:
 
 
 def status_sentences(layers: tuple[Layer, ...]) -> list[tuple[str, bool]]:
-    """For each status met, how many layers have it and what it means; True where it is a mismatch.
+    """For each status, how many layers have it and what it means; True for a mismatch.
 
     Example:
         >>> status_sentences((Layer("a", 1, "verified", error=1e-6), Layer("b", 1, "verified")))
@@ -366,7 +366,7 @@ def status_sentences(layers: tuple[Layer, ...]) -> list[tuple[str, bool]]:
 
 
 def module_sentences(layers: tuple[Layer, ...]) -> list[str]:
-    """Which modules the layers are, those named alike together.
+    """The modules of the layers, names of one pattern together.
 
     Example:
         >>> module_sentences((Layer("h.0.attn", 2), Layer("h.1.attn", 2), Layer("pool", 1)))
@@ -386,12 +386,12 @@ def module_sentences(layers: tuple[Layer, ...]) -> list[str]:
 
 
 def _short(low: str, high: str) -> tuple[str, str]:
-    """What the ends of a scale are called where there is little room."""
+    """Short names for the ends of a scale."""
     return low.split(",")[0], high.split(",")[0]
 
 
 def _chunk(heads: int, fit: int) -> int:
-    """Heads on one line of a fold: a divisor if one fills half the room, else lines alike."""
+    """Number of heads in a line of a folded row."""
     divisor = max(size for size in range(1, min(fit, heads) + 1) if heads % size == 0)
     return divisor if 2 * divisor > fit else math.ceil(heads / math.ceil(heads / fit))
 

@@ -1,4 +1,4 @@
-"""From visible keys to a factor on the query: the published laws of attention temperature.
+"""Scalings: factors on the query that depend on the number of visible keys of each row.
 
 A scaling is a small record. It is named (``scaling="ssmax"``) or, with parameters of its own, given
 (``scaling=LogN(train_length=512)``); the ``Learned`` ones are modules and train. Each has
@@ -92,7 +92,7 @@ _UNDECIDED = {
 
 
 def get(scaling: str | AnyScaling | None) -> AnyScaling:
-    """The scaling of a name, with its defaults, or the one that is given; None is no scaling.
+    """A scaling by name or as it is; None for no scaling.
 
     Raises:
         ValueError: if there is none of that name, naming the nearest, or it needs parameters.
@@ -119,7 +119,7 @@ def get(scaling: str | AnyScaling | None) -> AnyScaling:
 
 
 def from_dict(record: Mapping[str, Any]) -> Scaling:
-    """The scaling that :meth:`Scaling.to_dict` wrote, from a mapping such as read JSON.
+    """Inverse of :meth:`Scaling.to_dict`.
 
     Raises:
         ValueError: if the name or a parameter is unknown, or one is missing or out of range.

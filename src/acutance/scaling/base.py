@@ -1,4 +1,4 @@
-"""What every scaling is: visible keys in, a factor on the query out."""
+"""The base class of scalings: from the visible keys of a row to a factor on its query."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PerHead: TypeAlias = float | Sequence[float] | Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one call, as a law reads them.
+    """The rows of one call: what a scaling reads of them.
 
     Attributes:
         n: visible keys, at least 1, floating point.
@@ -41,7 +41,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Scaling(ABC):
-    """A law that says by how much the logits are multiplied where a row sees n keys.
+    """A factor on the logits of a row as a function of its number of visible keys n.
 
     The factor multiplies the query, after query-key normalisation and rotary embedding, and so the
     logits. Parameters that differ from head to head are tuples, whatever they were given as, so
@@ -65,7 +65,7 @@ class Scaling(ABC):
         entropy: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """What multiplies the query of each row.
+        """The factor on the query of each row.
 
         Args:
             n: visible keys of each row, (..., L), as :func:`visible_keys` counts them; a row that
@@ -88,10 +88,10 @@ class Scaling(ABC):
 
     @abstractmethod
     def law(self, rows: Rows) -> Tensor:
-        """The factor of rows that are already checked."""
+        """The factor, for checked rows."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Name and parameters as what JSON can hold; :func:`from_dict` reads them back.
+        """Name and parameters as JSON values; :func:`from_dict` is the inverse.
 
         Example:
             >>> from acutance import scaling
@@ -103,7 +103,7 @@ class Scaling(ABC):
         }
 
     def _set(self, **values: object) -> None:
-        """Keep arguments in the form the record holds; only for ``__post_init__``."""
+        """Set attributes of the frozen record; only for ``__post_init__``."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -131,7 +131,7 @@ def gather_rows(
 def check_per_head(
     name: str, value: PerHead, *, above: float = -math.inf
 ) -> float | tuple[float, ...]:
-    """A finite number, or one for each query head, as a float or a tuple of floats.
+    """Check a number, or one for each query head; return a float or a tuple of floats.
 
     Raises:
         TypeError: if it is neither, or a tensor that requires a gradient: a record is constant.
@@ -164,7 +164,7 @@ def check_per_head(
 
 
 def by_head(value: PerHead, like: Tensor) -> Tensor | float:
-    """A parameter as it broadcasts with rows (..., L): a number, or (Hq, 1)."""
+    """Reshape a parameter to broadcast with rows (..., L): a number, or (Hq, 1)."""
     if isinstance(value, Tensor | Sequence):
         return torch.as_tensor(value, dtype=like.dtype, device=like.device).unsqueeze(-1)
     return value

@@ -1,4 +1,4 @@
-"""The factor that gives rows a wanted entropy, found by measuring."""
+"""EntropyTarget: the factor that gives rows a target entropy, fitted to measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLAT = 1e-12
 
 @dataclass(frozen=True)
 class EntropyTarget(Scaling):
-    r"""The factor that gives rows a wanted entropy, fitted at a few lengths by measuring.
+    r"""The factor that gives rows a target entropy, fitted at a few lengths.
 
     :meth:`fit` measures; the record holds what it found and reads between lengths as
     :class:`HeadTable` does.
@@ -79,7 +79,7 @@ class EntropyTarget(Scaling):
         steps: int = 12,
         tolerance: float = 1e-3,
     ) -> EntropyTarget:
-        """Fit the factor at each length; the next length starts from what the last one found.
+        """Fit the factor at each length, starting from the result of the previous one.
 
         Args:
             measure: takes n and the factors, () or (Hq,), float64; gives mean entropy and mean
@@ -111,7 +111,7 @@ class EntropyTarget(Scaling):
 
 
 def newton_step(scale: Tensor, entropy: Tensor, varentropy: Tensor, target: Tensor) -> Tensor:
-    r"""The scale at which entropy should meet its target, from one measurement.
+    r"""One Newton step of the scale towards the target entropy.
 
     Entropy falls with the scale λ of the logits as :math:`dH/d\lambda^2 = -V/(2\lambda^2)`, V the
     varentropy, the variance of the scaled logits under the weights. The step is Newton's in λ²,

@@ -17,7 +17,7 @@ __all__ = ["LearnedASEntmax", "LearnedSSMax", "LearnedScaling", "LearnedTemperat
 
 
 class LearnedScaling(nn.Module):
-    """A scaling whose parameters are trained; used wherever a record is.
+    """A scaling with trained parameters; accepted wherever a constant scaling is.
 
     Attributes:
         num_heads: Hq, the query heads.
@@ -42,16 +42,16 @@ class LearnedScaling(nn.Module):
         return self.law(gather_rows(n, positions, entropy, dtype))
 
     def forward(self, n: Tensor | int, positions: Tensor | None = None) -> Tensor:
-        """The factor, so that a module is called as modules are."""
+        """Same as :meth:`factor`."""
         return self.factor(n, positions)
 
     @abstractmethod
     def law(self, rows: Rows) -> Tensor:
-        """The factor of rows that are already checked."""
+        """The factor, for checked rows."""
 
     @abstractmethod
     def record(self) -> Scaling:
-        """The present parameters as a constant record, to be saved or applied."""
+        """The current parameters as a constant scaling, to save or apply."""
 
     def extra_repr(self) -> str:
         """The number of heads, for ``print``."""
@@ -116,7 +116,7 @@ class LearnedSSMax(LearnedScaling):
         return scaled if self.bias is None else scaled + self._column(self.bias, rows)
 
     def record(self) -> SSMax:
-        """The present s and b."""
+        """The current s and b."""
         bias = 0.0 if self.bias is None else self.bias.detach()
         return SSMax(s=self.s.detach(), bias=bias)
 
@@ -168,7 +168,7 @@ class LearnedASEntmax(LearnedScaling):
         return self.delta + self._column(self.beta, rows) * grown
 
     def record(self) -> ASEntmax:
-        """The present δ, β and γ."""
+        """The current δ, β and γ."""
         return ASEntmax(self.delta, self.beta.detach(), self.gamma.detach())
 
 
@@ -202,5 +202,5 @@ class LearnedTemperature(LearnedScaling):
         return self._column(self.log_factor, rows).exp() * torch.ones_like(rows.n)
 
     def record(self) -> HeadTable:
-        """The present factors."""
+        """The current factors."""
         return HeadTable(self.log_factor.detach().exp())

@@ -1,4 +1,4 @@
-r"""How many keys each row can see, without ever forming the L×S mask.
+r"""Count the visible keys of each row without forming the L×S mask.
 
 Position alone is arithmetic; key padding is a difference of two prefix sums; documents are two
 searches in the keys sorted by document. Only a mask that is itself L×S is read, block by block.
@@ -18,7 +18,7 @@ BLOCK_ELEMENTS = 1 << 20
 
 
 def visible_keys(masking: Masking) -> Tensor:
-    """Number of visible keys of each row: n, as every metric and every scaling means it.
+    """Number of visible keys of each row, the n of every metric and scaling.
 
     Args:
         masking: all masks of a call, from :func:`acutance.shapes.check_masking`.
@@ -53,7 +53,7 @@ def visible_keys(masking: Masking) -> Tensor:
 
 
 def _reach(masking: Masking) -> tuple[Tensor, Tensor]:
-    """First key that each row's position lets it see, and one past the last, (L,)."""
+    """The range of keys that position alone allows each row: first, and one past the last, (L,)."""
     position = torch.arange(masking.queries, device=masking.device) + masking.offset
     start = torch.zeros_like(position)
     stop = torch.full_like(position, masking.keys)
@@ -66,7 +66,7 @@ def _reach(masking: Masking) -> tuple[Tensor, Tensor]:
 
 
 def _seen_keys(masking: Masking, masks: list[Tensor]) -> Tensor | None:
-    """Keys that masks without a row dimension leave, (B or 1, Hq or 1, S); None: all."""
+    """Keys that masks without a row dimension allow, (B or 1, Hq or 1, S); None for all."""
     seen = None
     if masking.key_mask is not None:
         seen = masking.key_mask[:, None]
@@ -82,7 +82,7 @@ def _seen_keys(masking: Masking, masks: list[Tensor]) -> Tensor | None:
 
 
 def _in_documents(masking: Masking, seen: Tensor | None, start: Tensor, stop: Tensor) -> Tensor:
-    """Keys of the row's own document between two columns.
+    """Number of allowed keys in each row's own document.
 
     Keys are sorted by (document, column), and the rank of a document's first key stands for the
     document, so that one number orders both.
@@ -111,7 +111,7 @@ def _in_documents(masking: Masking, seen: Tensor | None, start: Tensor, stop: Te
 
 
 def _read(masking: Masking, masks: list[Tensor]) -> Tensor:
-    """Count in a mask that has rows of its own, block by block."""
+    """Count the keys of a mask that differs by row, block by block."""
     by_head = any(mask.shape[1] * mask.shape[2] != 1 for mask in masks)
     heads = masking.heads * masking.group if by_head else 1
     result = torch.zeros(

@@ -1,4 +1,4 @@
-r"""Laws in log n: what keeps attention as focused when a row sees more keys.
+r"""Scalings that grow with log n, the logarithm of the number of visible keys.
 
 *Which law is right depends on the logits.* For one match above a narrow bulk, log n; for Gaussian
 logits, :math:`\sqrt{\log n}`; for logits with an exponential tail, none. ``acutance.theory.laws``
@@ -23,7 +23,7 @@ __all__ = ["ASEntmax", "ClipLogN", "CosineLogN", "Critical", "LogN", "NoScaling"
 
 @dataclass(frozen=True)
 class NoScaling(Scaling):
-    """Factor 1: what attention does without a law, and what a windowed layer should keep.
+    """The factor 1.
 
     Example:
         >>> NoScaling().factor(torch.tensor([1, 4096]))

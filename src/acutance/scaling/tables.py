@@ -1,4 +1,4 @@
-"""Factors by head, tabled over lengths: what calibration finds."""
+"""HeadTable: factors for each head, tabulated over lengths, as calibration fits them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class HeadTable(Scaling):
 
 
 def check_lengths(lengths: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Rising lengths, as a tuple; None stays None."""
+    """Check that lengths rise; return a tuple, or None for None."""
     if lengths is None:
         return None
     checked = tuple(check_count("lengths", n, 1) for n in lengths)
@@ -76,7 +76,7 @@ def check_lengths(lengths: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def check_table(factors: object) -> tuple[float, ...] | tuple[tuple[float, ...], ...]:
-    """Factors as nested tuples of positive floats."""
+    """Check a table of positive factors; return nested tuples."""
     if isinstance(factors, Tensor):
         if check_tensor("factors", factors).dim() not in (1, 2):
             raise ValueError(f"factors is (Hq,) or (Hq, P), got {tuple(factors.shape)}")
@@ -99,7 +99,7 @@ def check_widths(rows: Sequence[object], lengths: tuple[int, ...]) -> None:
 
 
 def interpolate(log_n: Tensor, lengths: Sequence[int], table: Tensor) -> Tensor:
-    """Piecewise linear in log n; (P,) or (Hq, P) to the shape of n, or (..., Hq, L)."""
+    """Interpolate linearly in log n; (P,) or (Hq, P) to the shape of n, or (..., Hq, L)."""
     knots = [math.log(n) for n in lengths]
     heads = table.dim() > 1
 

@@ -1,4 +1,4 @@
-"""From query and key to scores: dot products, cosines, bilinear, additive and by position.
+"""Scores of queries and keys: dot products, cosines, bilinear, additive, by position.
 
 A score is named (``score="cosine"``), given with its parameters (``score=General(weight)``, or a
 module such as :class:`GeneralScore` that trains them), or any function of a block of queries and a
@@ -76,7 +76,7 @@ _PARAMETERS = {
 def get(
     score: str | DotScore | TileScore | Callable[[Tensor, Tensor, int], Tensor],
 ) -> DotScore | TileScore:
-    """The score of a name, with its defaults, or the one that is given; a function becomes one.
+    """A score by name or as it is; a function becomes a :class:`FunctionScore`.
 
     Raises:
         ValueError: if there is none of that name, naming the nearest, or it needs parameters.

@@ -1,4 +1,4 @@
-"""What a score is: transformed vectors whose dot product it is, or tiles on demand."""
+"""The two kinds of scores: dot products of transformed vectors, and tiles on demand."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class DotScore(Protocol):
     """
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Query (B, Hq, L, E') and key (B, H, S, E') to take products of, and the scale c."""
+        """Transformed query (B, Hq, L, E') and key (B, H, S, E'), and the scale c."""
         ...
 
 
 @runtime_checkable
 class TileScore(Protocol):
-    """A score that is no dot product: it makes a tile of scores when asked.
+    """A score computed tile by tile, for functions that are not dot products.
 
     A tile's memory is a few times its own size; nothing of L×S×hidden is ever formed, forward or
     backward.
@@ -51,7 +51,7 @@ class TileScore(Protocol):
         ...
 
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        """Do once for the whole call what does not depend on the tile, such as projections.
+        """Compute once per call what no tile changes, such as projections.
 
         Returns a score with the query and key to cut into blocks for it; tiles of that score are
         those of this one. Calling :meth:`tile` without preparing is right too, and slower.
@@ -86,7 +86,7 @@ class FunctionScore:
             raise TypeError(f"function is callable, got {type(self.function).__name__}")
 
     def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
-        """What the function gives, its shape checked."""
+        """The function's scores, with their shape checked."""
         scores = self.function(query, key, key_start)
         want = (*query.shape[:3], key.shape[2])
         if not isinstance(scores, Tensor):
@@ -99,7 +99,7 @@ class FunctionScore:
         return scores
 
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        """Nothing to do ahead."""
+        """Returns query and key unchanged."""
         return self, query, key
 
 
@@ -120,12 +120,12 @@ def dot_tile(score: DotScore, query: Tensor, key: Tensor) -> Tensor:
 
 
 def precise(tensor: Tensor) -> Tensor:
-    """The tensor in the precision that norms and sums are taken in: float32 at least."""
+    """Convert to the precision of norms and sums: float32 at least."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
 def check_pair(query: Tensor, key: Tensor, *, same_width: bool = True) -> None:
-    """Check a query and a key, or blocks of them, that a score is given.
+    """Check the shapes and dtypes of a query and a key.
 
     Raises:
         TypeError: if one is no floating Tensor.
@@ -156,7 +156,7 @@ def check_pair(query: Tensor, key: Tensor, *, same_width: bool = True) -> None:
 
 
 def check_parameter(name: str, value: Tensor, what: str, shape: tuple[int, ...]) -> Tensor:
-    """A parameter shared by all heads, of the given shape, or one of each head before it.
+    """Check a parameter: of the given shape, or with one for each head in front.
 
     Args:
         name: of the parameter.

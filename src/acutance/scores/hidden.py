@@ -1,4 +1,4 @@
-r"""Additive scores, :math:`v^\top \tanh(W_q q + W_k k)`, made tile by tile.
+r"""Additive scores, :math:`v^\top \tanh(W_q q + W_k k)`, computed tile by tile.
 
 Written out, the tanh is L×S×hidden. Here it exists for a few hidden units of one tile at a time,
 and the backward pass computes it again instead of keeping it.
@@ -66,7 +66,7 @@ class Additive:
         return score.tile(query, key, key_start)
 
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        """Project once: (B, Hq, L, hidden) and (B, H, S, hidden), in float32 at least."""
+        """Project queries (B, Hq, L, hidden) and keys (B, H, S, hidden), in float32 at least."""
         check_pair(query, key, same_width=False)
         self._check(query, key)
         x, y = precise(query), precise(key)

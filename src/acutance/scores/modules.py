@@ -1,4 +1,4 @@
-"""The scores with parameters as modules, initialised as the field does.
+"""Trained scores as modules, with the usual initialisation.
 
 ``init="xavier"`` draws each weight from a Glorot uniform distribution, head by head;
 ``init="paper"`` does as the article that introduced the score.
@@ -59,7 +59,7 @@ class GeneralScore(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw W anew."""
+        """Initialise W."""
         _luong(self.weight) if self.init == "paper" else _xavier(self.weight)
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
@@ -131,7 +131,7 @@ class AdditiveScore(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
+        """Initialise the parameters."""
         with torch.no_grad():
             if self.bias is not None:
                 self.bias.zero_()
@@ -197,7 +197,7 @@ class LocationScore(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw W anew."""
+        """Initialise W."""
         _luong(self.weight) if self.init == "paper" else _xavier(self.weight)
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
@@ -209,7 +209,7 @@ class LocationScore(nn.Module):
         return Location(self.weight).tile(query, key, key_start)
 
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        """Nothing to do ahead."""
+        """Returns query and key unchanged."""
         return self, query, key
 
     def extra_repr(self) -> str:
@@ -218,7 +218,7 @@ class LocationScore(nn.Module):
 
 
 def _shape(heads: int | None, **sizes: int) -> tuple[int, ...]:
-    """The shape of a parameter, with one of each head first where there are heads."""
+    """The shape of a parameter, with the number of heads in front if there are heads."""
     checked = tuple(check_count(name, size, 1) for name, size in sizes.items())
     return checked if heads is None else (check_count("num_heads", heads, 1), *checked)
 
@@ -235,7 +235,7 @@ def _luong(weight: Tensor) -> None:
 
 
 def _xavier(weight: Tensor) -> None:
-    """Glorot uniform over the last two dimensions, whatever heads come before."""
+    """Glorot uniform initialisation over the last two dimensions."""
     bound = (6 / (weight.shape[-1] + weight.shape[-2])) ** 0.5
     with torch.no_grad():
         weight.uniform_(-bound, bound)

@@ -43,7 +43,7 @@ class Dot:
     name: ClassVar[str] = "dot"
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-        """The vectors as they are, and 1."""
+        """Query and key unchanged, and 1."""
         check_pair(query, key)
         return query, key, 1.0
 
@@ -64,14 +64,14 @@ class ScaledDot:
     name: ClassVar[str] = "scaled_dot"
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-        """The vectors as they are, and 1/√E."""
+        """Query and key unchanged, and 1/√E."""
         check_pair(query, key)
         return query, key, query.shape[3] ** -0.5
 
 
 @dataclass(frozen=True)
 class Cosine:
-    r"""The cosine between query and key over a temperature, content-based addressing.
+    r"""The cosine between query and key over a temperature.
 
     .. math:: s_{ij} = \frac{1}{\tau} \frac{q_i \cdot k_j}
               {\max(\lVert q_i\rVert, \epsilon) \max(\lVert k_j\rVert, \epsilon)}
@@ -143,7 +143,7 @@ class General:
         check_parameter("weight", self.weight, "(Eq, Ek)", (0, 0))
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-        """The query times W, the key as it is, and 1."""
+        """The query times W, the key unchanged, and 1."""
         check_pair(query, key, same_width=False)
         want = (query.shape[3], key.shape[3])
         heads = self.weight.shape[0] if self.weight.dim() == 3 else query.shape[1]
@@ -231,7 +231,7 @@ class Location:
         check_parameter("weight", self.weight, "(S_max, E)", (0, 0))
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-        """The query as it is, rows of W in place of the keys (B, H, S, E), and 1."""
+        """The query unchanged, rows of W in place of the keys (B, H, S, E), and 1."""
         check_pair(query, key, same_width=False)
         return query, self._rows(query, key, 0), 1.0
 
@@ -245,7 +245,7 @@ class Location:
         return scores
 
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        """Nothing to do ahead."""
+        """Returns query and key unchanged."""
         return self, query, key
 
     def _rows(self, query: Tensor, key: Tensor, start: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""Summary: what a probe knows of every head; it merges and is written to files."""
+"""The statistics that a probe records for every head: merging them, comparing them, files."""

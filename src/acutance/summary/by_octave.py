@@ -48,7 +48,7 @@ class Slope(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """How far the slope may be off, on either side, with a chance of one in a hundred each.
+        """Half the width of the slope's 98 % confidence interval.
 
         Student's t for one degree of freedom less than there are sequences: with two it is 32
         standard errors, with many 2.3.
@@ -63,7 +63,7 @@ class Slope(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """Metrics by octave of a count: arrays (heads, metrics, octaves), float64 and int64.
+    """A metric's moments by octave of a count, for some heads: (heads, metrics, octaves) arrays.
 
     Octave k holds the rows whose count is 2^k to 2^(k+1) − 1. There are as many octaves as rows
     need.
@@ -150,18 +150,18 @@ class Profile:
 
     @property
     def octaves(self) -> int:
-        """Octaves there are arrays for."""
+        """Number of octaves."""
         return self.rows.shape[-1]
 
     @property
     def std(self) -> Tensor:
-        """Standard deviation over rows, (heads, metrics, octaves); NaN where there is none."""
+        """Standard deviation over rows, (heads, metrics, octaves); NaN without rows."""
         count = self.count.double().masked_fill(self.count == 0, math.nan)
         return torch.sqrt(self.M2 / count)
 
     @property
     def error(self) -> Tensor:
-        """Standard error of the mean, from sequence to sequence; NaN with fewer than two."""
+        """Standard error of each mean, from differences between sequences; NaN for one sequence."""
         groups = self.groups.double().masked_fill(self.groups < 2, math.nan)
         return torch.sqrt(self.between / self.count.double() / (groups - 1))
 
@@ -226,7 +226,7 @@ class Profile:
     def slope_at_the_end(
         self, head: int, metric: int, *, octaves: int, least_n: float
     ) -> Slope | None:
-        """The slope over the largest octaves that have rows of two sequences.
+        """Slope over the largest octaves that have rows of at least two sequences.
 
         A last octave with less than a quarter of the rows of the one before is left out: the last
         row of a text of 1024 tokens is alone in its octave.
@@ -246,7 +246,7 @@ class Profile:
         return float(self.mean[head, metric, octave]), float(self.error[head, metric, octave])
 
     def to_dicts(self, metrics: tuple[str, ...]) -> list[dict[str, Any]]:
-        """For each head the octaves that have rows, as columns of plain numbers.
+        """For each head, its octaves with rows as columns of plain numbers.
 
         ``from`` is the lowest count of an octave and ``typical`` that of its rows; then for each
         metric ``count``, ``mean``, ``std``, ``error`` and ``groups``.
@@ -279,7 +279,7 @@ class Profile:
         return heads
 
     def padded(self, octaves: int) -> Profile:
-        """The same with at least so many octaves."""
+        """A copy with at least ``octaves`` octaves; the added ones are empty."""
         more = max(0, octaves - self.octaves)
         if not more:
             return self
@@ -314,23 +314,23 @@ class Profile:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def heads(self, start: int, stop: int) -> Profile:
-        """The profile of some of the heads."""
+        """The profile of heads ``start`` to ``stop``."""
         return Profile(**{name: part[start:stop] for name, part in self.tensors().items()})
 
     def select(self, order: list[int]) -> Profile:
-        """The profile of these heads, in this order."""
+        """The profile of the heads with these indices, in this order."""
         return Profile(**{name: part[order] for name, part in self.tensors().items()})
 
     @staticmethod
     def join(parts: list[Profile]) -> Profile:
-        """Profiles of different heads, one after the other."""
+        """Concatenate profiles of different heads."""
         octaves = max(part.octaves for part in parts)
         wide = [part.padded(octaves).tensors() for part in parts]
         return Profile(**{name: torch.cat([part[name] for part in wide]) for name in wide[0]})
 
     @staticmethod
     def checked(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> Profile:
-        """The profile that arrays hold, if they can be what a probe wrote.
+        """Build a profile from the arrays of a file, after checking shapes, dtypes and ranges.
 
         Raises:
             ValueError: naming the first array that does not fit.
@@ -356,7 +356,7 @@ class Profile:
 
 
 def _sums(x: Tensor, share: Tensor, counted: Tensor, whole: bool) -> dict[str, Tensor]:
-    """What a profile keeps of (metrics, heads, B, L) values, as float64 (metrics, heads, octaves).
+    """Sums that a profile holds, from (metrics, heads, B, L) values: (metrics, heads, octaves).
 
     Args:
         x: values, 0 on rows that do not count.

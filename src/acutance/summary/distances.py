@@ -47,7 +47,7 @@ class Distances:
 
     @staticmethod
     def from_rows(octaves: Tensor, even: Tensor, peak: Tensor, counted: Tensor) -> Distances:
-        """The record of one call's rows.
+        """Mean weights by distance over the rows of one call.
 
         Args:
             octaves: (B, heads, L, 2, K) weights.
@@ -72,7 +72,7 @@ class Distances:
         return Distances(rows.cpu(), mass.cpu(), alike.cpu(), peaks.cpu())
 
     def padded(self, octaves: int) -> Distances:
-        """The same with at least so many octaves."""
+        """A copy with at least ``octaves`` octaves; the added ones are 0."""
         more = (0, max(0, octaves - self.mass.shape[-1]))
         mass, even = (torch.nn.functional.pad(part, more) for part in (self.mass, self.even))
         return Distances(self.rows, mass, even, self.peaks)
@@ -91,7 +91,7 @@ class Distances:
         )
 
     def within(self, distance: int) -> tuple[Tensor, Tensor]:
-        """Weight on positions up to a distance of 2^k − 1, and what even weights would have there.
+        """Weight within a distance of 2^k − 1, and the weight that even attention would put there.
 
         Args:
             distance: 0, 1, 3, 7 and so on; anything between counts as the next lower of these.
@@ -123,23 +123,23 @@ class Distances:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def heads(self, start: int, stop: int) -> Distances:
-        """The record of some of the heads."""
+        """The record of heads ``start`` to ``stop``."""
         return Distances(**{name: part[start:stop] for name, part in self.tensors().items()})
 
     def select(self, order: list[int]) -> Distances:
-        """The record of these heads, in this order."""
+        """The record of the heads with these indices, in this order."""
         return Distances(**{name: part[order] for name, part in self.tensors().items()})
 
     @staticmethod
     def join(parts: list[Distances]) -> Distances:
-        """Records of different heads, one after the other."""
+        """Concatenate records of different heads."""
         octaves = max(part.mass.shape[-1] for part in parts)
         wide = [part.padded(octaves).tensors() for part in parts]
         return Distances(**{name: torch.cat([part[name] for part in wide]) for name in wide[0]})
 
     @staticmethod
     def checked(tensors: Mapping[str, Tensor], heads: int) -> Distances:
-        """The record that arrays hold, if they can be what a probe wrote.
+        """Build a record from the arrays of a file, after checking shapes, dtypes and ranges.
 
         Raises:
             ValueError: naming the first array that does not fit.

@@ -27,7 +27,7 @@ _FLOATS = ("information", "entropy", "weights", "context_weights")
 
 @dataclass(frozen=True)
 class Example:
-    """One row, in words.
+    """One row of attention with its tokens as text.
 
     Attributes:
         position: where its query stands among the keys; −1 where that is not known.
@@ -65,7 +65,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Row:
-    """One row as it is read.
+    """One row of attention before its tokens are decoded.
 
     Attributes:
         head: its head.
@@ -126,7 +126,7 @@ class Examples:
 
     @staticmethod
     def none(heads: int, rows: int) -> Examples:
-        """Room for ``rows`` rows of each head, and none there."""
+        """Empty records for heads, with room for ``rows`` rows each."""
         arrays: dict[str, Any] = {}
         for name in _arrays():
             shape = (heads, rows, *([_SIZES[name]] if name in _SIZES else []))
@@ -139,7 +139,7 @@ class Examples:
 
     @staticmethod
     def from_rows(rows: list[Row], heads: int, most: int) -> Examples:
-        """The record of some rows; each head keeps its ``most`` sharpest."""
+        """Select the ``most`` rows of each head with the largest information."""
         by_head: dict[int, list[Row]] = {}
         for row in rows:
             by_head.setdefault(row.head, []).append(row)
@@ -171,19 +171,19 @@ class Examples:
 
     @property
     def depth(self) -> int:
-        """Rows kept of each head, at most."""
+        """Most rows recorded for a head."""
         return self.information.shape[1]
 
     @property
     def least(self) -> Tensor:
-        """Information that a row needs to be among each head's, (heads,)."""
+        """Information above which a row enters the record, (heads,)."""
         lowest = self.information.nan_to_num(-math.inf)
         if not self.depth:
             return lowest.new_full((len(lowest),), math.inf)
         return lowest.amin(1)
 
     def text(self, token: int) -> str:
-        """What a token id reads as: its word, else its number; empty for none."""
+        """Text of a token id: the decoded token, else its number; empty for padding."""
         return self.words.get(token, f"#{token}") if token >= 0 else ""
 
     def rows(self, head: int) -> list[Example]:
@@ -225,7 +225,7 @@ class Examples:
         return rows
 
     def merge(self, other: Examples) -> Examples:
-        """The sharpest rows of both; as many as the one that keeps more."""
+        """The sharpest rows of both records; as many as the larger one holds."""
         depth = max(self.depth, other.depth)
         both = {
             name: torch.cat([getattr(self, name), getattr(other, name)], 1) for name in _arrays()
@@ -233,7 +233,7 @@ class Examples:
         return Examples(**both, words={**other.words, **self.words})._sharpest(depth)
 
     def _sharpest(self, most: int) -> Examples:
-        """The first rows by information; ties by place and token, so that order does not matter."""
+        """Sort rows by information; ties by position and token, so that merges commute."""
         order = torch.arange(self.depth).expand(self.information.shape)
         keys = (self.keys.select(-1, 0), self.n_keys, self.query, self.position)
         for part in (*keys, -self.information.nan_to_num(-math.inf)):
@@ -247,11 +247,11 @@ class Examples:
         return self._with({name: chosen(getattr(self, name)) for name in _arrays()})
 
     def _with(self, arrays: dict[str, Tensor]) -> Examples:
-        """The same words, other rows."""
+        """A copy with other rows and the same token texts."""
         return Examples(**arrays, words=self.words)
 
     def named(self, word: Callable[[int], str]) -> Examples:
-        """The same with words for all of its tokens."""
+        """A copy with the text of every token id, from ``word``."""
         parts = [self.query, self.tokens, self.context]
         ids = torch.cat([part.flatten() for part in parts]).unique().tolist()
         return replace(self, words={token: word(token) for token in ids if token >= 0})
@@ -261,20 +261,20 @@ class Examples:
         return {name: getattr(self, name) for name in _arrays()}
 
     def header(self) -> str:
-        """The words, as JSON."""
+        """The token texts as JSON, for a file's header."""
         return json.dumps({str(token): word for token, word in self.words.items()})
 
     def heads(self, start: int, stop: int) -> Examples:
-        """The record of some of the heads."""
+        """The record of heads ``start`` to ``stop``."""
         return self._with({name: part[start:stop] for name, part in self.tensors().items()})
 
     def select(self, order: list[int]) -> Examples:
-        """The record of these heads, in this order."""
+        """The record of the heads with these indices, in this order."""
         return self._with({name: part[order] for name, part in self.tensors().items()})
 
     @staticmethod
     def join(parts: list[Examples]) -> Examples:
-        """Records of different heads, one after the other."""
+        """Concatenate records of different heads."""
         depth = max(part.depth for part in parts)
         words: dict[int, str] = {}
         for part in parts:
@@ -285,7 +285,7 @@ class Examples:
 
     @staticmethod
     def checked(tensors: Mapping[str, Tensor], heads: int, words: Mapping[str, Any]) -> Examples:
-        """The record that arrays hold, if they can be what a probe wrote.
+        """Build a record from the arrays of a file, after checking shapes, dtypes and ranges.
 
         Raises:
             ValueError: naming the first thing that does not fit.

@@ -1,4 +1,4 @@
-"""State files: what a file must hold before anything in it is believed.
+"""Read and check state files: safetensors arrays with a JSON header.
 
 A state is a safetensors file: arrays, and a header of strings with a schema and JSON. Files come
 from other machines and from runs that were killed, so everything is checked when it is read, and
@@ -94,7 +94,7 @@ def read(
 
 
 def sealed(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The header with a digest of itself and the arrays: a bit that flips is noticed.
+    """Add a SHA-256 digest of header and arrays, by which :func:`read` detects damage.
 
     Example:
         >>> arrays = {"mean": torch.zeros(2)}
@@ -116,7 +116,7 @@ def sealed(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str
 
 
 def parse(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
-    """A JSON object of the header, or a list.
+    """Decode a JSON object or list of the header.
 
     Raises:
         ValueError: if it is missing, or anything else.
@@ -134,7 +134,7 @@ def parse(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
 
 
 def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
-    """The summary's record: layers, metrics, about, unread, each of the right kind.
+    """Check the types of the summary's record: layers, metrics, about, unread.
 
     Raises:
         ValueError: naming the first thing that does not fit.
@@ -167,7 +167,7 @@ def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
 
 
 def checked_words(header: Mapping[str, str]) -> dict[str, Any]:
-    """Texts by token id, as the header has them; none where it has none.
+    """Texts by token id from the header; empty where it has none.
 
     Raises:
         ValueError: if they are anything but a JSON object.
@@ -207,7 +207,7 @@ def _check_layer(layer: Any) -> None:
 
 
 def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> dict[str, Tensor]:
-    """The arrays of :class:`~acutance.probing.Moments`, if they can be what a probe wrote.
+    """Check shapes, dtypes and ranges of the arrays of :class:`~acutance.probing.Moments`.
 
     Args:
         tensors: arrays by name.

@@ -1,4 +1,4 @@
-"""HeadSummary: what a probe knows about every head; it merges, and is written whole."""
+"""HeadSummary: statistics of every head of a probed model; it merges, exports and saves."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class HeadSummary:
         )
 
     def __dir__(self) -> list[str]:
-        """What users call, without what files and tables are made with."""
+        """Public attributes without those that only exports and files use."""
         return [name for name in super().__dir__() if name not in _FOR_FILES]
 
     def _repr_html_(self) -> str:
-        """The frame, where a notebook shows its results."""
+        """The table as HTML, for notebooks."""
         frame = self.to_frame()
         to_html = getattr(frame, "_repr_html_", None)
         return str(to_html()) if to_html is not None else html.escape(repr(self))
@@ -152,7 +152,7 @@ class HeadSummary:
         return self.moments.std[:, self.column(name)]
 
     def sampling_error(self, name: str) -> Tensor:
-        """Standard error that drawing rows gives each head's mean; 0 where all were read."""
+        """Standard error of each head's mean from sampling rows; 0 where all rows were read."""
         return self.moments.sampling_error[:, self.column(name)]
 
     @property
@@ -162,12 +162,12 @@ class HeadSummary:
 
     @cached_property
     def judgements(self) -> list[dict[Kind, Judgement]]:
-        """Every rule that each head is beyond: judged once for all that is said of the heads."""
+        """The rules that each head breaks, computed once for classes, findings and alarms."""
         return judge_heads(self)
 
     @property
     def sampled(self) -> bool:
-        """Whether rows were drawn from more, anywhere."""
+        """Whether any layer's rows were sampled."""
         return any(layer.skipped for layer in self.layers)
 
     def grid(self, name: str) -> list[list[float]]:
@@ -179,7 +179,7 @@ class HeadSummary:
         return rows
 
     def layer(self, index: int) -> Moments:
-        """All heads of one layer pooled: (1, metrics) arrays."""
+        """Moments of all heads of one layer pooled, (1, metrics)."""
         start = sum(layer.heads for layer in self.layers[:index])
         total = Moments.none(1, len(self.metrics))
         for head in range(start, start + self.layers[index].heads):
@@ -187,7 +187,7 @@ class HeadSummary:
         return total
 
     def merge(self, other: HeadSummary) -> HeadSummary:
-        """Both summaries' rows, layer by layer; layers only one of them has are kept.
+        """Combine the rows of two summaries layer by layer; layers of only one are included.
 
         Raises:
             ValueError: if they recorded different metrics, or a layer's head counts differ.
@@ -242,7 +242,7 @@ class HeadSummary:
         return by_module
 
     def columns(self) -> dict[str, list[Any]]:
-        """One row per layer and head, in model order, as columns.
+        """A table with one row for each layer and head, as columns.
 
         ``layer`` (index in model order), ``head``, ``module``, ``status``, ``rows``, then how many
         rows of the layer were left out and why: ``padded`` (``padded_by`` names the masks that
@@ -363,7 +363,7 @@ class HeadSummary:
         write_text(path, as_json(self.to_dict()))
 
     def parts(self) -> tuple[dict[str, str], dict[str, Tensor]]:
-        """Header and arrays, as a file or a message holds them; :func:`from_parts` reads them."""
+        """Header and arrays for a file or a message; :func:`from_parts` is the inverse."""
         record = {
             "metrics": self.metrics,
             "layers": [asdict(layer) for layer in self.layers],
@@ -394,7 +394,7 @@ class HeadSummary:
 
 
 def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> HeadSummary:
-    """The summary whose :meth:`HeadSummary.parts` these are.
+    """Rebuild a summary from its :meth:`HeadSummary.parts`.
 
     Raises:
         ValueError: naming the first thing that does not fit.

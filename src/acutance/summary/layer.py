@@ -83,7 +83,7 @@ class Layer:
         return self.chosen or tuple(range(self.heads))
 
     def join_heads(self, other: Layer) -> Layer:
-        """The same calls, other heads of them: what ranks see that share out a layer's heads."""
+        """Combine different heads of the same calls, as ranks that share a layer see them."""
         numbers = tuple(sorted(self.numbers + other.numbers))
         counts = ("calls", "rows", *LEFT_OUT, "unseen", "provided")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in counts}
@@ -92,7 +92,7 @@ class Layer:
         return replace(joined, heads=len(numbers), chosen=() if whole else numbers)
 
     def merge(self, other: Layer) -> Layer:
-        """The same layer, seen in both."""
+        """Combine the counts of two records of the same layer and heads."""
         if (self.module, self.heads) != (other.module, other.heads):
             raise ValueError(
                 f"layers merge with themselves: {self.module} with {self.heads} heads is not "
@@ -123,7 +123,7 @@ class Layer:
 
 
 def _both(one: str, other: str) -> str:
-    """Names in either list, each once, in alphabetical order."""
+    """Sorted names that occur in either comma-separated list."""
     names = {*one.split(", "), *other.split(", ")} - {""}
     return ", ".join(sorted(names))
 
@@ -133,7 +133,7 @@ NOT_LOADED = "weights_not_loaded"
 
 
 def notices(about: Mapping[str, Any]) -> list[str]:
-    """Sentences for the top of a table or page; none where a run is whole and its model trained.
+    """Warnings for the top of a table or page; none for a complete run of a trained model.
 
     Args:
         about: the facts of a summary.
@@ -166,7 +166,7 @@ def notices(about: Mapping[str, Any]) -> list[str]:
 
 
 def not_loaded_sentence(text: str) -> str:
-    """Which weights did not load, as a sentence for a reader of numbers.
+    """A sentence that names the weights that did not load.
 
     Args:
         text: what :func:`acutance.corpus.checkpoint.not_loaded` gave.
@@ -175,7 +175,7 @@ def not_loaded_sentence(text: str) -> str:
 
 
 def coverage_line(modules: Sequence[str], unread: Sequence[str]) -> str:
-    """How many modules' attention was read, and in which it was not.
+    """A sentence on how many modules were read, and which were not.
 
     Args:
         modules: that were read.

@@ -73,7 +73,7 @@ def _edges(scale: Scale) -> list[float]:
 
 @functools.lru_cache
 def _boundaries(scale: Scale, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The inner edges in a dtype, rounded up: a value of that dtype is then in the right bin."""
+    """Bin edges in a dtype, rounded up, so that a value of that dtype falls into the right bin."""
     exact = torch.tensor(_edges(scale)[1:-1], dtype=torch.float64, device="cpu")
     near = exact.to(dtype)
     up = torch.nextafter(near, torch.full_like(near, torch.inf))
@@ -81,7 +81,7 @@ def _boundaries(scale: Scale, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def _find_bins(values: Tensor, scale: Scale, out: Tensor) -> None:
-    """Write the bin of each finite value; where bins are even, by a product that is exact."""
+    """Write the bin index of each finite value; evenly spaced bins need one multiplication."""
     if scale in ("unit", "nats"):
         per_bin = BINS if scale == "unit" else BINS / _MOST_NATS
         out.copy_((values * per_bin).clamp_(0, BINS - 1).nan_to_num_(0.0))
@@ -102,7 +102,7 @@ _SHIFT, _CELLS = 21, 1 << 11
 
 
 class _Cells(NamedTuple):
-    """For each cell the edges below it, and the one edge inside, if any: five times a search."""
+    """A lookup table from equal cells to unequal bins, five times as fast as a binary search."""
 
     base: Tensor
     edge: Tensor
@@ -110,7 +110,7 @@ class _Cells(NamedTuple):
 
 @functools.lru_cache
 def _cells(scale: Scale, device: torch.device) -> _Cells | None:
-    """The cells of a scale; None where two edges share one."""
+    """The lookup table for a scale; None where two edges fall into one cell."""
     edges = _boundaries(scale, torch.float32, torch.device("cpu"))
     first = torch.arange(_CELLS, dtype=torch.int64, device="cpu") << _SHIFT
     ends = torch.stack([first, first + (1 << _SHIFT) - 1])
@@ -127,7 +127,7 @@ def _cells(scale: Scale, device: torch.device) -> _Cells | None:
 
 @dataclass(frozen=True)
 class Moments:
-    """What is kept of the rows of some heads: (heads, metrics) arrays.
+    """Count, mean, spread, extremes and histogram over rows: (heads, metrics) arrays.
 
     Attributes:
         count: rows counted, int64; a metric that is NaN or infinite on a row does not count it.
@@ -168,7 +168,7 @@ class Moments:
 
     @staticmethod
     def of(values: Tensor, names: tuple[str, ...]) -> Moments:
-        """The record of rows given as (metrics, heads, rows); NaN and infinity are left out.
+        """Moments of rows given as (metrics, heads, rows); NaN and infinity are left out.
 
         Args:
             values: float64 or float32 (anything else is widened to float64).
@@ -238,7 +238,7 @@ class Moments:
         )
 
     def merge(self, other: Moments) -> Moments:
-        """The record of both sets of rows."""
+        """Moments of both sets of rows."""
         count, weight = self.count + other.count, self.weight + other.weight
         share = other.weight / torch.where(count == 0, 1.0, weight)
         step = torch.where(other.count == 0, 0.0, other.mean - self.mean)
@@ -256,7 +256,7 @@ class Moments:
         )
 
     def sampled(self, total: int, drawn: int) -> Moments:
-        r"""The same rows, as ``drawn`` rows drawn at random, without replacement, from ``total``.
+        r"""The same moments, marked as ``drawn`` rows sampled without replacement from ``total``.
 
         A mean over k of them that count has the variance :math:`(1 - t/T)\, s^2 / k`, with
         :math:`s^2 = M_2 / (k - 1)`.
@@ -285,12 +285,12 @@ class Moments:
 
     @property
     def sampling_error(self) -> Tensor:
-        """Standard error of each mean that comes of drawing rows; 0 where all were read."""
+        """Standard error of each mean from sampling rows; 0 where all rows were read."""
         return self.sampling.sqrt() / torch.where(self.count == 0, math.nan, self.weight)
 
     @property
     def std(self) -> Tensor:
-        """Standard deviation over rows; NaN where there is none."""
+        """Standard deviation over rows; NaN where there are none."""
         return torch.sqrt(self.M2 / self.weight.masked_fill(self.count == 0, math.nan))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -299,7 +299,7 @@ class Moments:
 
     @staticmethod
     def join(parts: list[Moments]) -> Moments:
-        """Records of different heads, one after the other."""
+        """Concatenate moments of different heads."""
         return Moments(
             **{
                 field.name: torch.cat([getattr(part, field.name) for part in parts])
@@ -308,11 +308,11 @@ class Moments:
         )
 
     def select(self, order: list[int]) -> Moments:
-        """The record of these heads, in this order."""
+        """The moments of the heads with these indices, in this order."""
         return Moments(**{name: tensor[order] for name, tensor in self.tensors().items()})
 
     def heads(self, start: int, stop: int) -> Moments:
-        """The record of some of the heads."""
+        """The moments of heads ``start`` to ``stop``."""
         return Moments(**{name: tensor[start:stop] for name, tensor in self.tensors().items()})
 
 
@@ -331,7 +331,7 @@ def stack(values: Mapping[str, Tensor], metrics: tuple[str, ...]) -> Tensor:
 
 
 def summarise(values: Mapping[str, Tensor], counted: Tensor, metrics: tuple[str, ...]) -> Moments:
-    """The record of one call's rows.
+    """Moments of the rows of one call.
 
     Args:
         values: each metric, (B, heads, L).
@@ -345,7 +345,7 @@ def summarise(values: Mapping[str, Tensor], counted: Tensor, metrics: tuple[str,
 
 
 def summarise_stacked(stacked: Tensor, counted: Tensor, metrics: tuple[str, ...]) -> Moments:
-    """The same of metrics that :func:`stack` put together."""
+    """Moments of metrics that :func:`stack` has put together."""
     rows = stacked.flatten(2)
     selected = counted.transpose(0, 1).flatten(1)
     if bool((selected == selected[:1]).all()):

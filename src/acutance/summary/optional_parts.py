@@ -1,4 +1,4 @@
-"""OptionalParts: what a summary keeps of its heads beside the moments of each metric."""
+"""OptionalParts: profiles, distances and examples of a summary; each may be absent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OptionalParts:
     examples: Examples | None = None
 
     def merge(self, other: OptionalParts) -> OptionalParts:
-        """The record of both sets of rows."""
+        """Merge each part that both records have."""
         merged: dict[str, Any] = {}
         for name, mine, theirs in self._pairs(other):
             both = mine is not None and theirs is not None
@@ -47,11 +47,11 @@ class OptionalParts:
         return [(name, getattr(self, name), getattr(other, name)) for name in names]
 
     def heads(self, start: int, stop: int) -> OptionalParts:
-        """The record of some of the heads."""
+        """The parts of heads ``start`` to ``stop``."""
         return OptionalParts(**{name: part.heads(start, stop) for name, part in self._present()})
 
     def select(self, order: list[int]) -> OptionalParts:
-        """The record of these heads, in this order."""
+        """The parts of the heads with these indices, in this order."""
         return OptionalParts(**{name: part.select(order) for name, part in self._present()})
 
     def _present(self) -> list[tuple[str, Any]]:
@@ -59,7 +59,7 @@ class OptionalParts:
 
     @staticmethod
     def join(parts: list[OptionalParts]) -> OptionalParts:
-        """Records of different heads, one after the other."""
+        """Concatenate the parts of different heads."""
         joined: dict[str, Any] = {}
         for field in fields(OptionalParts):
             each = [getattr(part, field.name) for part in parts]
@@ -68,7 +68,7 @@ class OptionalParts:
         return OptionalParts(**joined)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The arrays by name: that of the part, a dot, its own."""
+        """The arrays by name, ``<part>.<array>``."""
         return {
             f"{name}.{array}": tensor
             for name, part in self._present()
@@ -79,7 +79,7 @@ class OptionalParts:
     def checked(
         tensors: Mapping[str, Tensor], heads: int, metrics: int, words: Mapping[str, Any]
     ) -> OptionalParts:
-        """The parts that arrays hold, if they can be what a probe wrote.
+        """Build the parts from the arrays of a file, after checking them.
 
         Args:
             tensors: as :meth:`tensors` names them.

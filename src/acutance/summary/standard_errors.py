@@ -55,7 +55,7 @@ class Uncertainty:
 
 
 def worst(*ways: How) -> How:
-    """The least that is known of several."""
+    """The least reliable of several ways to a standard error."""
     return max(ways, key=_WORST.index)
 
 
@@ -111,7 +111,7 @@ def uncertainty(summary: HeadSummary, run: Run | None = None) -> Uncertainty:
 
 
 def between(profile: Profile, share: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The weighted sum of the octaves' errors, and degrees of freedom of the one that leads it.
+    """Weighted sum of the octaves' standard errors, and degrees of freedom of the largest term.
 
     An octave that a single sequence reaches says nothing of its error: it is given the spread of
     the sequences where that is largest.
@@ -145,7 +145,7 @@ def between(profile: Profile, share: Tensor | None = None) -> tuple[Tensor, Tens
 
 
 def _sequences(summary: HeadSummary, run: Run | None) -> Tensor | None:
-    """For each head how many sequences its rows are of, at least; None if nobody knows.
+    """At least how many sequences each head's rows come from; None if unknown.
 
     Windows of a run count by their tokens, so that a short last one is less than one. A summary
     without a run has one sequence in a call, at least.

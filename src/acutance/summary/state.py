@@ -1,4 +1,4 @@
-"""Shards: which windows of a corpus a state holds, and how states of one run are joined."""
+"""States: a summary with the run and windows it covers; shards of a run are merged by it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Shard:
 
     @staticmethod
     def parse(text: str) -> Shard:
-        """The shard that ``i/n`` names.
+        """Parse a shard written as ``i/n``.
 
         Raises:
             ValueError: unless 1 ≤ i ≤ n.
@@ -63,7 +63,7 @@ WHOLE = Shard()
 
 @dataclass(frozen=True)
 class Run:
-    """What a state is of, and how much of it is there.
+    """The settings of a run over a corpus, and the windows that are done.
 
     Attributes:
         settings: everything that decides a window's numbers: digests of model and text, length,
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def windows(self) -> int:
-        """Windows done."""
+        """Number of windows done."""
         return sum(stop - start for start, stop in self.done)
 
     @property
@@ -91,7 +91,7 @@ class Run:
         return self.windows == self.total
 
     def difference(self, other: Run, mine: str, theirs: str) -> str | None:
-        """The first setting in which two runs differ, as the end of a sentence; None if none."""
+        """The first setting in which two runs differ, as a clause of a sentence; None if none."""
         names = dict.fromkeys((*other.settings, *self.settings))
         for name in sorted(names, key="text".__eq__):  # which other settings change too: last
             left, right = self.settings.get(name), other.settings.get(name)
@@ -114,7 +114,7 @@ class Run:
         return None
 
     def to_json(self) -> str:
-        """The record as a header keeps it."""
+        """The record as JSON, for a file's header."""
         return json.dumps(
             {
                 "settings": dict(self.settings),
@@ -127,7 +127,7 @@ class Run:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Run:
-        """The run of a record that was read.
+        """Check and convert a record from a file's header.
 
         Raises:
             ValueError: naming the first thing that does not fit.
@@ -153,7 +153,7 @@ class Run:
 
 
 def ranges(parts: Iterable[tuple[int, int]]) -> Ranges:
-    """Half-open ranges in order, those that touch made one.
+    """Sort half-open ranges and join those that touch.
 
     Raises:
         ValueError: if two of them overlap.
@@ -174,7 +174,7 @@ def ranges(parts: Iterable[tuple[int, int]]) -> Ranges:
 
 @dataclass(frozen=True)
 class State:
-    """A summary and the run it is of: what a shard writes, and what is joined and resumed.
+    """A summary with the run it belongs to: what a shard saves, merges and resumes from.
 
     Attributes:
         summary: the statistics.
@@ -189,7 +189,7 @@ class State:
         self.summary.save(path, {"run": self.run.to_json()})
 
     def join(self, other: State) -> State:
-        """Both states' rows, of two parts of one run; settings are taken to be the same.
+        """Merge the states of two parts of one run; their settings are assumed to be equal.
 
         Raises:
             ValueError: if both hold a window.
@@ -203,7 +203,7 @@ class State:
         return State(self.summary.merge(other.summary), run).updated()
 
     def updated(self) -> State:
-        """The same, what the summary says about itself brought up to date with the run."""
+        """A copy whose summary states how much of the run is done."""
         run = self.run
         about = dict(self.summary.about) | {
             "windows": run.windows,
@@ -239,7 +239,7 @@ def load_state(path: str | os.PathLike[str]) -> State:
 
 
 def merge_states(paths: Sequence[str | os.PathLike[str]]) -> State:
-    """The state of all shards: of one model, with the same settings, no window twice.
+    """Load and merge the states of all shards of one run.
 
     Args:
         paths: at least one state file, in any order.

@@ -1,4 +1,4 @@
-"""Attention in bounds while a model trains: monitor, clip, regularise, reparametrise, scale."""
+"""Control attention during training: monitor, clip, regularise, reparametrise, scale."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def ranks(group: Any = None) -> tuple[int, int]:
 
 
 class ExactMaxima:
-    """The largest value of each head over all ranks, of layers that ranks may have seen or not.
+    """Largest value of each head over all ranks, for layers that only some ranks may have seen.
 
     One ``all_reduce`` of all heads of all layers. The ranks agree on a layout first, and again
     when one of them sees a layer that is not in it.
@@ -33,7 +33,7 @@ class ExactMaxima:
         self._layout: dict[str, int] = {}
 
     def __call__(self, maxima: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """Maxima (heads,) by layer, over all ranks; what they are where nothing is distributed.
+        """Maxima (heads,) by layer over all ranks; unchanged without torch.distributed.
 
         Raises:
             ValueError: if ranks disagree on the heads of a layer.
@@ -80,7 +80,7 @@ class ExactMaxima:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all ranks, one after the other; gradients are summed over ranks."""
+    """Concatenate the rows of all ranks; gradients are summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
@@ -160,7 +160,7 @@ def multiply(weight: Tensor, dim: int, start: int, size: int, factor: float) -> 
 
 
 def _mine(entries: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Entries are dealt as ``torch.chunk`` does."""
+    """This rank's entries of a dimension that is split as by ``torch.chunk``."""
     share = -(-entries // ranks)
     return min(rank * share, entries), min((rank + 1) * share, entries)
 
@@ -171,7 +171,7 @@ def _multiply(part: Tensor, factor: float) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let modules under ``fully_shard`` go back to the weights that the optimiser steps."""
+    """Make modules under ``fully_shard`` use the sharded weights that the optimiser updates."""
     for module in model.modules():
         if type(module).__name__.startswith("FSDP") and callable(
             again := getattr(module, "reshard", None)

@@ -1,4 +1,4 @@
-"""Whether a module's projections make the queries and keys that its scores were made of."""
+"""Check that a module's projections produced the queries and keys of its scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST = 8  # outputs that are kept of a projection whose scores were not seen
 
 
 class Outputs:
-    """Keeps what projections give until it is forgotten, the last few outputs of each.
+    """Records the last few outputs of projection modules.
 
     Args:
         projections: the modules.
@@ -43,22 +43,22 @@ class Outputs:
         return tuple(self._kept.get(module, ()))
 
     def left(self) -> set[nn.Module]:
-        """The modules of which something is kept."""
+        """Modules with recorded outputs."""
         return set(self._kept)
 
     def forget(self, modules: Sequence[nn.Module]) -> None:
-        """Let outputs go."""
+        """Discard the recorded outputs."""
         for module in modules:
             self._kept.pop(module, None)
 
     def remove(self) -> None:
-        """Keep nothing any more."""
+        """Stop recording."""
         self._context.close()
         self._kept = {}
 
 
 def rotary_width(module: nn.Module, width: int) -> int:
-    """How many entries of a head of a module are rotated, the first ones; 0 where all may be."""
+    """Number of leading entries of a head that rotary embedding rotates; 0 if all may be."""
     config: Any = getattr(module, "config", None)
     share = getattr(config, "partial_rotary_factor", None)
     if share is None and isinstance(parameters := getattr(config, "rope_parameters", None), dict):
@@ -73,7 +73,7 @@ def rotary_width(module: nn.Module, width: int) -> int:
 def agrees(
     projections: Projections, query: Tensor, key: Tensor, outputs: Outputs, rotary: int = 0
 ) -> bool | None:
-    """Whether the scored vectors are as long as those that the slices of the outputs hold.
+    """Whether scored vectors have the lengths of the projections' outputs, up to a scale.
 
     A rotation leaves lengths as they are, a scale by head and position multiplies them; slices of
     other heads, a normalisation, a clamp or something added do not. Only then does a factor on
@@ -132,7 +132,7 @@ def _proportional(
 def _fits(
     scored: Tensor, output: Tensor, slices: Sequence[HeadSlices], first: int, last: int
 ) -> bool | None:
-    """Whether the lengths of some entries of all heads differ by no more than a scale."""
+    """Whether the lengths of some entries of all heads agree up to one scale."""
     lengths = [_length(output, slices, head, first, last) for head in range(scored.shape[1])]
     expected_part = scored[..., first:last]
     expected = torch.linalg.vector_norm(expected_part, dim=-1, dtype=_wide(scored)).transpose(1, 2)
@@ -162,13 +162,13 @@ def _wide(part: Tensor) -> torch.dtype:
 
 
 def _clear(lengths: Tensor) -> Tensor:
-    """Which lengths are finite and long enough for a ratio to say something."""
+    """Which lengths are finite and large enough for a meaningful ratio."""
     finite = lengths.isfinite()
     return finite & (lengths > _FAINT * torch.where(finite, lengths, 0.0).amax())
 
 
 def _residuals(lengths: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """What is left of the logarithms of ratios after what a scale may explain.
+    """Logarithms of length ratios, less what a common scale explains.
 
     Args:
         lengths: (..., H), of as many tokens.

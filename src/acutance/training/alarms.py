@@ -1,4 +1,4 @@
-"""Alarms: which heads' attention has collapsed, grown too far, or is no number any more."""
+"""Alarms: heads whose attention has collapsed, has too large logits, or is not finite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMED = 3
 
 
 class AttentionWarning(UserWarning):
-    """Attention that has left its bounds, or that a monitor cannot read."""
+    """Warning: attention is beyond a threshold, or a monitor cannot read it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Alarm:
 
     @property
     def place(self) -> tuple[str, str, int]:
-        """What makes two alarms the same one."""
+        """The key by which repeated alarms are recognised."""
         return self.kind, self.module, self.head
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What a head is held against.
+    """The limits that raise an alarm.
 
     Attributes:
         collapse: lowest mean of H / log n over a head's rows; None holds no head against it.
@@ -108,7 +108,7 @@ class Thresholds:
 
 
 def summed_up(alarms: Sequence[Alarm]) -> str:
-    """One sentence for alarms of one step and kind, the worst heads named.
+    """One sentence for the alarms of one kind in a step; the worst heads are named.
 
     Example:
         >>> kind = "logit_growth"

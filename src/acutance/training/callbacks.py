@@ -1,4 +1,4 @@
-"""How a monitor hears of a trainer's steps: events of transformers' Trainer and of Lightning's.
+"""Callbacks that connect a monitor to transformers' Trainer and to Lightning.
 
 Both call their callbacks by the names of methods and ask for no base class, so neither library is
 imported here, and the two Lightning packages are served alike.
@@ -24,7 +24,7 @@ _FRAMES = 8
 
 
 class _Events:
-    """What both need of a monitor."""
+    """Base of the callbacks for both trainers."""
 
     steps: int
     last: MonitorRecord | None
@@ -50,25 +50,25 @@ class _Events:
         context.close()
 
     def __getattr__(self, name: str) -> Any:
-        """Every event that is none of ours, of any release: nothing happens."""
+        """Ignore every event that is not handled, in any release of the trainer."""
         if name.startswith("on_") or name == "setup":
             return _nothing
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Training is over, for either trainer."""
+        """Close the monitor."""
         self.close()
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """An event that concerns no monitor."""
+    """Ignore an event."""
 
 
 class TrainerEvents(_Events):
-    """The events of ``transformers.Trainer``."""
+    """Callback for ``transformers.Trainer``."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Find the Trainer, and go on from a checkpoint's state."""
+        """Find the Trainer, and restore the state of a checkpoint."""
         self.close()
         self._trainer = _calling_trainer(self)
         saved = (getattr(state, "stateful_callbacks", None) or {}).get(STATE_KEY)
@@ -78,7 +78,7 @@ class TrainerEvents(_Events):
             self.load_state_dict(saved)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Watch this step's forward passes, each from the Trainer's call of ``training_step``."""
+        """Watch this step's forward passes, from each call of ``training_step``."""
         self._release()
         self._forget()
         self.steps = state.global_step
@@ -108,7 +108,7 @@ class TrainerEvents(_Events):
         self._open.callback(restore)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Record the step, and log it as the Trainer logs its losses."""
+        """Record the step, and log it together with the Trainer's losses."""
         self._release()
         self.steps = state.global_step - 1
         record = self.step()
@@ -133,7 +133,7 @@ class TrainerEvents(_Events):
 
 
 def _calling_trainer(callback: object) -> Any:
-    """The Trainer that is calling this callback: the event itself does not say."""
+    """Find the Trainer that is calling this callback; the event does not pass it."""
     frame = sys._getframe(2)
     for _ in range(_FRAMES):
         owner = frame.f_locals.get("self")
@@ -148,20 +148,20 @@ def _calling_trainer(callback: object) -> Any:
 
 
 def _prints(callback: object) -> bool:
-    """Whether a callback writes logs to the terminal, where hundreds of numbers would bury it."""
+    """Whether a callback prints logs to the terminal."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     return isinstance(callback, PrinterCallback | ProgressCallback)
 
 
 class LightningEvents(_Events):
-    """The events of Lightning's ``Trainer``."""
+    """Callback for Lightning's ``Trainer``."""
 
     _batch: AbstractContextManager[None] | None = None
 
     @property
     def state_key(self) -> str:
-        """Under which name a checkpoint keeps this callback's state."""
+        """The key of this callback's state in a checkpoint."""
         return type(self).__qualname__
 
     @property
@@ -169,7 +169,7 @@ class LightningEvents(_Events):
         return type(self)
 
     def on_train_start(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """Begin anew, unless the run goes on from a checkpoint or from an earlier fit."""
+        """Reset, unless the run resumes a checkpoint or an earlier fit."""
         if not trainer.global_step:
             self._begin_anew()
 
@@ -183,7 +183,7 @@ class LightningEvents(_Events):
             self._open.enter_context(self.watch(pl_module))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        """Record the step once its optimiser has stepped, and log it."""
+        """Record the step after its optimiser step, and log it."""
         self._release()
         if trainer.global_step == self.steps:
             return  # gradients are accumulated
@@ -198,9 +198,9 @@ class LightningEvents(_Events):
                 self.write_histograms(writer, record)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self.close()
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self.close()

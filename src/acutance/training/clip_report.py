@@ -1,4 +1,4 @@
-"""What a step of QKClip did, layer by layer and head by head."""
+"""The report of one step of QKClip, by layer and head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ClipReport", "LayerClip"]
 
 @dataclass(frozen=True)
 class LayerClip:
-    """What one step did to one layer.
+    """The effect of one step on one layer.
 
     Attributes:
         module: qualified name of the module.
@@ -25,7 +25,7 @@ class LayerClip:
 
 @dataclass(frozen=True)
 class ClipReport:
-    """What one step of a :class:`acutance.training.QKClip` did.
+    """The effect of one step of a :class:`acutance.training.QKClip`.
 
     Attributes:
         layers: the layers seen since the last step.

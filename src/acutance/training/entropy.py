@@ -22,7 +22,7 @@ Unit = Literal["nats", "fraction"]
 
 
 class EntropyRegularizer(nn.Module):
-    r"""Squared distance of the rows' entropy from a target, or from a floor that they are under.
+    r"""Squared distance of the rows' entropy from a target, or from a floor if below it.
 
     .. math:: \ell = w \cdot \frac{1}{R} \sum_r \delta_r^2, \qquad
               \delta_r = H_r - \min(H^*, \log n_r)
@@ -119,13 +119,13 @@ class EntropyRegularizer(nn.Module):
         return (away - margin).clamp(min=0.0)
 
     def extra_repr(self) -> str:
-        """The aim and its weight, for ``print``."""
+        """The target and the weight, for ``print``."""
         kind = "floor" if self.is_floor else "target"
         return f"{kind}={self.aim:g} {self.unit}, weight={self.weight:g}, margin={self.margin:g}"
 
 
 def read_rows(rows: Rows) -> list[tuple[RowStatistics, Tensor]]:
-    """Statistics, each with a boolean (B, Hq, L) of the rows that count.
+    """Pairs of statistics and a boolean (B, Hq, L) mask of the rows to count.
 
     Raises:
         TypeError: if it is none of :data:`Rows`.

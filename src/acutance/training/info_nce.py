@@ -1,4 +1,4 @@
-"""InfoNCE: the contrastive loss that says how its negatives share the weight."""
+"""InfoNCE: the contrastive loss, with statistics of the weights on its negatives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LARGEST = 1000.0  # of 1/τ: cosines are sharper than anything there
 
 @dataclass(frozen=True)
 class ContrastiveReport:
-    """How the rows of one contrastive loss stood. Means over rows, both directions if symmetric.
+    """Means over the rows of one contrastive loss, over both directions if symmetric.
 
     Attributes:
         loss: the loss, in nats.
@@ -47,7 +47,7 @@ class ContrastiveReport:
 
 
 class InfoNCE(nn.Module):
-    r"""Each anchor shall be told from the other pairs' positives, by cosine over a temperature.
+    r"""Contrastive loss: each anchor is classified among all positives by cosine over temperature.
 
     .. math:: \ell = -\frac{1}{B} \sum_i \log
               \frac{e^{s_{ii}}}{\sum_j e^{s_{ij}} + \sum_m e^{s_{im}}}, \qquad
@@ -137,7 +137,7 @@ class InfoNCE(nn.Module):
             self.register_buffer("log_scale", torch.tensor(start))
 
     def scale(self, candidates: int) -> Tensor:
-        """1/τ for rows of so many candidates, a scalar; differentiable where it is learned."""
+        """1/τ for rows of a given number of candidates; differentiable if learned."""
         if self.temperature == "log_n":
             return (self.coefficient * torch.log(self.log_scale.new_tensor(candidates))).detach()
         if self.temperature == "learned":
@@ -197,7 +197,7 @@ class InfoNCE(nn.Module):
 
     @torch.no_grad()
     def _follow(self, sides: list[RowStatistics]) -> None:
-        """One Newton step of 1/τ, on means over directions and ranks, which stay together so."""
+        """One Newton step of 1/τ towards the target, on means over directions and ranks."""
         parts = [
             (
                 statistics.entropy,
@@ -238,7 +238,7 @@ class InfoNCE(nn.Module):
 
 
 def _others(query: Tensor, key: Tensor, offset: int) -> RowStatistics:
-    """Statistics of row i over all keys but number ``offset + i``, (1, 1, B).
+    """Statistics of row i over all keys except ``offset + i``, (1, 1, B).
 
     The keys before it are a causal row, and so are those behind it, read backwards: two halves that
     merge exactly. Taking the one key out of the sums of all would cancel where it has the most.
@@ -258,7 +258,7 @@ def _others(query: Tensor, key: Tensor, offset: int) -> RowStatistics:
 
 
 def _unit(rows: Tensor) -> Tensor:
-    """Rows over their lengths, whatever these are; a row of zeros stays, and has no gradient."""
+    """Normalise rows to length 1; a row of zeros stays zero, without gradient."""
     wide = rows if rows.dtype == torch.float64 else rows.float()
     largest = wide.detach().abs().amax(-1, keepdim=True)  # squares of 1e25 would overflow
     nonzero = largest > 0
@@ -266,7 +266,7 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 def _tie(match: Tensor, scale: Tensor) -> Tensor:
-    """Differences of logits that rounding may make of none."""
+    """Differences of logits that rounding alone may produce."""
     return 8 * torch.finfo(match.dtype).eps * scale
 
 

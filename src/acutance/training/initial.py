@@ -1,4 +1,4 @@
-"""The scale of the logits at initialisation that gives rows the entropy one asks for."""
+"""The logit scale that gives rows a target entropy at initialisation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NODES = 64
 def initial_scale(
     d: int, n: int, target: float, *, unit: Unit = "nats", score: Score = "dot"
 ) -> float:
-    r"""Factor λ on the scores at which rows of n keys have a mean entropy, at initialisation.
+    r"""Factor λ on the scores that gives rows of n keys a mean entropy at initialisation.
 
     .. math:: E\, H(\mathrm{softmax}(\lambda\, q \cdot k_j)) = H^*, \qquad q, k_j \sim N(0, I_d)
 
@@ -99,6 +99,6 @@ def initial_scale(
 
 @cache
 def _lengths(d: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Nodes and weights for the length of a vector of d standard normal components."""
+    """Quadrature nodes and weights for the length of a standard normal vector in d dimensions."""
     nodes, weights = np.polynomial.legendre.leggauss(_NODES)
     return np.sqrt(2 * gammaincinv(d / 2, (nodes + 1) / 2)), weights / 2

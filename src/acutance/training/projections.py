@@ -1,4 +1,4 @@
-"""Where a module keeps the weights that make the queries and keys of each head."""
+"""Locate the weights that produce the queries and keys of each head."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class HeadSlices:
     group: int = 1
 
     def offset(self, head: int) -> int:
-        """Where a head's slice starts."""
+        """Start of a head's slice."""
         return self.start + head // self.group * self.stride + head % self.group * self.size
 
     def __getitem__(self, head: int) -> Tensor:
@@ -82,7 +82,7 @@ class HeadSlices:
 
 @dataclass(frozen=True)
 class Projections:
-    """What makes the queries and keys of a module's heads.
+    """The weights that produce the queries and keys of a module's heads.
 
     Attributes:
         heads: Hq.
@@ -107,7 +107,7 @@ class Projections:
     def factors(
         self, head: int, factor: float, alpha: float = 0.5
     ) -> Iterator[tuple[HeadSlices, float]]:
-        r"""What multiplies the logits of one head, and of no other: its slices of each, by factors.
+        r"""Factors on a head's query and key weights that multiply its logits, and no other head's.
 
         Queries take :math:`\gamma^\alpha` and keys the rest; where a key is shared, the
         queries take all of it.
@@ -123,7 +123,7 @@ class Projections:
 
     @property
     def eps(self) -> float:
-        """Rounding of the narrowest dtype of the weights."""
+        """Machine epsilon of the narrowest dtype among the weights."""
         return max(torch.finfo(part.tensor.dtype).eps for part in (*self.query, *self.key))
 
 
@@ -133,7 +133,7 @@ def find_projections(module: nn.Module, heads: int, width: int) -> Projections:
 
 
 def find_layouts(module: nn.Module, heads: int, width: int) -> tuple[Projections, ...]:
-    """Locate the weights behind a module's queries and keys.
+    """All plausible locations of the weights behind a module's queries and keys.
 
     Args:
         module: an attention module.
@@ -184,7 +184,7 @@ def find_layouts(module: nn.Module, heads: int, width: int) -> tuple[Projections
 def _slices(
     name: str, module: Any, start: int, stride: int, size: int, group: int = 1
 ) -> Iterator[tuple[HeadSlices, int]]:
-    """Slices of weight and bias, each with the length of the dimension that is cut."""
+    """Slices of a weight and its bias along the output dimension."""
     if hasattr(module, "parametrizations"):
         raise ValueError(f"{name} is computed by a parametrization: remove it before clipping")
     # a weight that is no parameter is made from others at each forward (LoRA, weight_norm, FSDP)
@@ -233,7 +233,7 @@ def _pair(
 
 
 def _packed(name: str, packed: nn.Module, heads: int, width: int) -> tuple[Projections, ...]:
-    """All queries, then all keys, then all values; or each key head with its queries and value."""
+    """Layouts of a fused projection: all queries, keys, values; or interleaved by key head."""
     rows = next(_slices(name, packed, 0, width, width))[1]
     rest = rows - heads * width
     keys = rest // (2 * width)
@@ -266,7 +266,7 @@ def _packed(name: str, packed: nn.Module, heads: int, width: int) -> tuple[Proje
 
 
 def _latent(module: Any, heads: int, width: int) -> Projections:
-    """Latent attention: a head's own query and key, and a rotary part whose key all heads share."""
+    """Latent attention: queries and keys of each head, and a rotary key shared by all heads."""
     kind = type(module).__name__
     sizes = [getattr(module, f"{name}_head_dim", 0) for name in ("qk_nope", "qk_rope", "v")]
     if not all(isinstance(size, int) and size > 0 for size in sizes) or sum(sizes[:2]) != width:

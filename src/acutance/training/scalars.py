@@ -1,4 +1,4 @@
-"""What a monitor writes of a summary: scalars and histograms, named by layer and metric."""
+"""Scalars and histograms that a monitor logs, named by layer and metric."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXTREMES = ("max_logit",)
 
 @dataclass(frozen=True)
 class MonitorRecord:
-    """What was measured in one optimiser step.
+    """The measurements of one optimiser step.
 
     Attributes:
         step: number of the optimiser step, from 1.
@@ -40,7 +40,7 @@ class MonitorRecord:
 def scalars(
     summary: HeadSummary, metrics: Sequence[str], alarms: Sequence[Alarm]
 ) -> dict[str, float]:
-    """Numbers of each layer by name; a number that no row gives is left out.
+    """Scalars of each layer by name, without those that no row gives.
 
     ``attention/<layer>/<metric>`` is the mean over rows and heads; ``<metric>_min`` and
     ``<metric>_max`` are the lowest and the highest mean of a head, and for ``max_logit``, which has
@@ -88,7 +88,7 @@ def scalars(
 
 
 def write(writer: Any, summary: HeadSummary, metrics: Sequence[str], each: str, step: int) -> None:
-    """Histograms over rows, of each layer or each head, for TensorBoard.
+    """Write histograms of each layer or head to TensorBoard.
 
     Args:
         writer: a ``SummaryWriter`` of torch or of tensorboardX.
@@ -140,7 +140,7 @@ def _histogram(moments: Moments, column: int, name: str) -> dict[str, Any] | Non
 
 
 def _layers(summary: HeadSummary) -> list[tuple[Any, int]]:
-    """Each layer with the row of its first head."""
+    """Each layer with the index of its first head."""
     layers, start = [], 0
     for layer in summary.layers:
         layers.append((layer, start))

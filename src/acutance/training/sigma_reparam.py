@@ -76,7 +76,7 @@ class SigmaReparam(nn.Module):
         self.gamma = nn.Parameter(first.to(weight.dtype))
 
     def _blocks(self, weight: Tensor) -> Tensor:
-        """(parts, m, k), float32 at least."""
+        """The weight as (parts, m, k), in float32 at least."""
         wide = weight.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
         rows = wide if self.dim == 0 else wide.T
         blocks: Tensor = rows.unflatten(0, (self.parts, -1))

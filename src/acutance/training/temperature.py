@@ -1,4 +1,4 @@
-"""A trained factor for each head that stays between bounds and can leave them again."""
+"""A trained factor for each head with bounds that it can leave again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _ClampInward(torch.autograd.Function):
 
 
 def clamp_inward(x: Tensor, low: float, high: float) -> Tensor:
-    """Clamp whose gradient is cut only where a descent step would lead further out.
+    """Clamp whose gradient is zero only where a descent step would lead further out.
 
     Example:
         >>> x = torch.tensor([2.0, 2.0], requires_grad=True)
@@ -95,7 +95,7 @@ class ClampedTemperature(LearnedTemperature):
         return self._column(self._clamped(), rows).exp() * torch.ones_like(rows.n)
 
     def record(self) -> HeadTable:
-        """The present factors."""
+        """The current factors as a constant scaling."""
         return HeadTable(self._clamped().detach().exp())
 
     def _clamped(self) -> Tensor:

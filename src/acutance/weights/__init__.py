@@ -1,4 +1,4 @@
-"""From scores to weights: softmax and what is used in its place.
+"""Weightings: functions from a row of scores to weights, softmax and its alternatives.
 
 A weighting is a small record. It is named (``weights="relu2"``) or, with options of its own, given
 (``weights=ReLU2(normalize="sum")``).
@@ -45,7 +45,7 @@ WEIGHTS: dict[str, type[Weighting]] = {
 
 
 def get(weights: str | Weighting) -> Weighting:
-    """The weighting of a name, with its defaults, or the one that is given.
+    """A weighting by name or as it is.
 
     Raises:
         ValueError: if there is none of that name, naming the nearest, or it needs parameters.

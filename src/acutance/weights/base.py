@@ -1,4 +1,4 @@
-"""What every weighting is: scores of whole rows in, weights of whole rows out."""
+"""The base class of weightings: whole rows of scores in, whole rows of weights out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Normalization = Literal["n", "sum", "none"]
 
 
 class Jacobian(NamedTuple):
-    r"""How weights answer to scores: :math:`\partial w_i/\partial s_j = g_i \delta_{ij} - l_i r_j`.
+    r"""Derivative of weights: :math:`\partial w_i/\partial s_j = g_i \delta_{ij} - l_i r_j`.
 
     Attributes:
         diagonal: g, shaped as the scores.
@@ -31,7 +31,7 @@ class Jacobian(NamedTuple):
 
 @dataclass(frozen=True)
 class Weighting(ABC):
-    """How a row of scores becomes a row of weights.
+    """A function from a row of scores to a row of weights.
 
     Attributes:
         name: as in :data:`~acutance.weights.WEIGHTS`.
@@ -44,7 +44,7 @@ class Weighting(ABC):
     @property
     @abstractmethod
     def distribution(self) -> bool:
-        """Whether a row is a distribution: nothing below 0, sum 1. Only then it has an entropy."""
+        """Whether rows are distributions (non-negative, sum 1), which have an entropy."""
 
     @property
     def signed(self) -> bool:
@@ -70,7 +70,7 @@ class Weighting(ABC):
         return weights if visible is None else torch.where(visible, weights, 0.0)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian | None:
-        """The derivative of the weights, of which gradient health and noise gain are made.
+        """The derivative of the weights by the scores.
 
         Args:
             scores: finite, 0 where hidden.
@@ -85,11 +85,11 @@ class Weighting(ABC):
 
     @abstractmethod
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Weights of finite scores, 0 where hidden; what it returns there is discarded."""
+        """Weights of finite scores; values at hidden keys are discarded."""
 
 
 def masked(scores: Tensor, visible: Tensor | None, value: float = -torch.inf) -> Tensor:
-    """Scores with hidden ones set to ``value``; a row that sees nothing stays finite."""
+    """Set hidden scores to ``value``; rows without visible keys stay finite."""
     if visible is None:
         return scores
     some = visible.any(-1, keepdim=True)
@@ -119,7 +119,7 @@ def normalized(
 
 
 def inverse(total: Tensor) -> Tensor:
-    """1 / total, 0 where it is 0: a row without weight does not answer to its scores."""
+    """1 / total, and 0 where total is 0."""
     return torch.where(total > 0, 1.0 / torch.where(total > 0, total, 1.0), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Weightings by the exponential: softmax and its relatives."""
+"""Weightings by the exponential function: softmax and its relatives."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Softmax(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """It is one."""
+        """True."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -49,13 +49,13 @@ class Softmax(Weighting):
         return torch.softmax(masked(scores / self.temperature, visible), -1)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The matrix diag p − p pᵀ, by the scores over the temperature: as a smaller scale's."""
+        """The matrix diag p − p pᵀ, by the scores over the temperature."""
         return Jacobian(weights, weights, weights)
 
 
 @dataclass(frozen=True)
 class SoftmaxOne(Weighting):
-    r"""Softmax with one more outcome of score 0, :math:`e^{s_j} / (1 + \sum_k e^{s_k})`.
+    r"""Softmax with an additional outcome of score 0, :math:`e^{s_j} / (1 + \sum_k e^{s_k})`.
 
     A row can attend to nothing: its weights sum to less than one.
 
@@ -72,11 +72,11 @@ class SoftmaxOne(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """With the outcome that is no key."""
+        """True, counting the additional outcome."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Softmax beside a score of 0."""
+        """Softmax over the keys and a score of 0."""
         return _beside(masked(scores, visible), torch.zeros_like(scores[..., :1]))
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
@@ -86,7 +86,7 @@ class SoftmaxOne(Weighting):
 
 @dataclass(frozen=True)
 class Sink(Weighting):
-    r"""Softmax with one more outcome of a learned score b.
+    r"""Softmax with an additional outcome of learned score b.
 
     .. math:: p_j = e^{s_j} \big/ \left(e^b + \textstyle\sum_k e^{s_k}\right)
 
@@ -116,11 +116,11 @@ class Sink(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """With the outcome that is no key."""
+        """True, counting the additional outcome."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Softmax beside the sink."""
+        """Softmax over the keys and the sink."""
         if scores.dim() < 3 or self.sinks.shape[0] not in (1, scores.shape[-3]):
             raise ValueError(
                 f"sinks (Hq,) has one logit for each query head: it is {tuple(self.sinks.shape)},"
@@ -135,13 +135,13 @@ class Sink(Weighting):
 
 
 def _beside(scores: Tensor, sink: Tensor) -> Tensor:
-    """Softmax over the scores and one more, which is then left out."""
+    """Softmax over the scores and one more, whose weight is dropped."""
     return torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
 
 
 @dataclass(frozen=True)
 class Exp(Weighting):
-    r"""Exponentials as they are, or divided by their l2 norm.
+    r"""Exponentials, plain or divided by their l2 norm.
 
     .. math:: e^{s_j} \quad\text{or}\quad e^{s_j} \big/ \sqrt{\textstyle\sum_k e^{2 s_k}}
 
@@ -166,11 +166,11 @@ class Exp(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """Its weights do not sum to one."""
+        """False: weights do not sum to one."""
         return False
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Exponentials; with "l2" of the distance from the maximum, which cancels."""
+        """Exponentials; with "l2", of the distance from the maximum, which cancels."""
         hidden = masked(scores, visible)
         if self.normalize == "none":
             return torch.exp(hidden)
@@ -179,7 +179,7 @@ class Exp(Weighting):
         return weights / norm
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The matrix diag w, and under the l2 norm diag w − w (w²)ᵀ."""
+        """The matrix diag w, and with the l2 norm diag w − w (w²)ᵀ."""
         if self.normalize == "none":
             return Jacobian(weights)
         return Jacobian(weights, weights, weights.square())
@@ -187,7 +187,7 @@ class Exp(Weighting):
 
 @dataclass(frozen=True)
 class TopKSoftmax(Weighting):
-    r"""Softmax over the k largest scores of a row; of equal scores at the border the earlier stay.
+    r"""Softmax over the k largest scores of a row; of tied scores the earlier ones count.
 
     Args:
         k: keys that are kept, at least 1; a row with fewer visible keys keeps all.
@@ -212,11 +212,11 @@ class TopKSoftmax(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """It is one."""
+        """True."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Softmax of the k largest."""
+        """Softmax over the k largest."""
         hidden = masked(scores, visible)
         if self.k >= hidden.shape[-1]:
             return torch.softmax(hidden, -1)
@@ -230,5 +230,5 @@ class TopKSoftmax(Weighting):
         return torch.softmax(torch.where(selected, hidden, -torch.inf), -1)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The matrix diag p − p pᵀ of the keys that are kept."""
+        """The matrix diag p − p pᵀ over the k largest."""
         return Jacobian(weights, weights, weights)

@@ -1,4 +1,4 @@
-"""Weightings that take each score by itself, then divide by n, by their sum, or not at all."""
+"""Weightings of each score by itself, divided by n, by their sum, or not at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _check_normalization(by: str) -> None:
 
 @dataclass(frozen=True)
 class Sigmoid(Weighting):
-    r"""Each key by itself, :math:`\sigma(s_j + b)`.
+    r"""The sigmoid of each score, :math:`\sigma(s_j + b)`.
 
     Args:
         bias: b, a number or a tensor (Hq,); None is −log n, n the visible keys of the row, so that
@@ -49,7 +49,7 @@ class Sigmoid(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """Its weights sum to anything."""
+        """False: weights do not sum to one."""
         return False
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -67,13 +67,13 @@ class Sigmoid(Weighting):
         return torch.sigmoid(scores + self.bias)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """Each by w (1 − w)."""
+        """The diagonal w (1 − w)."""
         return Jacobian(weights * (1.0 - weights))
 
 
 @dataclass(frozen=True)
 class ReLU(Weighting):
-    r"""What is positive of a score, :math:`(s_j)_+`.
+    r"""The positive part of each score, :math:`(s_j)_+`.
 
     Args:
         normalize: divide by "n" (the visible keys), by the "sum", or by nothing ("none").
@@ -95,7 +95,7 @@ class ReLU(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """Only divided by its sum."""
+        """True if divided by the sum."""
         return self.normalize == "sum"
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -110,7 +110,7 @@ class ReLU(Weighting):
 
 @dataclass(frozen=True)
 class ReLU2(Weighting):
-    r"""The square of what is positive of a score, :math:`(s_j)_+^2`.
+    r"""The squared positive part of each score, :math:`(s_j)_+^2`.
 
     Args:
         normalize: divide by "n" (the visible keys), by the "sum", or by nothing ("none").
@@ -132,7 +132,7 @@ class ReLU2(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """Only divided by its sum."""
+        """True if divided by the sum."""
         return self.normalize == "sum"
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -147,7 +147,7 @@ class ReLU2(Weighting):
 
 @dataclass(frozen=True)
 class Power(Weighting):
-    r"""A power of a score's size, :math:`|s_j|^k`.
+    r"""A power of each score's absolute value, :math:`|s_j|^k`.
 
     Args:
         k: exponent, positive.
@@ -172,7 +172,7 @@ class Power(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """Only divided by its sum."""
+        """True if divided by the sum."""
         return self.normalize == "sum"
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -180,7 +180,7 @@ class Power(Weighting):
         return normalized(scores.abs().pow(self.k), scores, visible, self.normalize)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """Each by k times its size to the power k − 1, with the sign of s; 0 at 0."""
+        """The diagonal k |s|^(k − 1) with the sign of s; 0 at 0."""
         size = scores.abs()
         slope = self.k * torch.where(size > 0, size, 1.0).pow(self.k - 1) * scores.sign()
         return slopes(slope, size.pow(self.k), weights, visible, self.normalize)
@@ -213,12 +213,12 @@ class Identity(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """Its weights have both signs."""
+        """False: weights have both signs."""
         return False
 
     @property
     def signed(self) -> bool:
-        """Its weights have both signs."""
+        """True."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -226,7 +226,7 @@ class Identity(Weighting):
         return scores if self.normalize == "none" else scores / count(scores, visible)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """1 for each."""
+        """Constant: the weights are linear in the scores."""
         return slopes(torch.ones_like(scores), scores, weights, visible, self.normalize)
 
 
@@ -248,12 +248,12 @@ class L1(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """Its weights have both signs."""
+        """False: weights have both signs."""
         return False
 
     @property
     def signed(self) -> bool:
-        """Its weights have both signs."""
+        """True."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -262,7 +262,7 @@ class L1(Weighting):
         return scores / torch.where(norm > 0, norm, 1.0)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """1 / norm, less w times the norm's own slope."""
+        """1 / norm, less w times the derivative of the norm."""
         norm = torch.linalg.vector_norm(scores, self.order, dim=-1, keepdim=True)
         unit = inverse(norm)
         return Jacobian(

@@ -32,7 +32,7 @@ def _entmax() -> ModuleType:
 
 
 def _solve(name: str, scores: Tensor, visible: Tensor | None, **options: float) -> Tensor:
-    """Call a solver; half precision would not let its threshold settle."""
+    """Call a solver in float32 at least: half precision does not let the threshold converge."""
     precise = scores if scores.dtype == torch.float64 else scores.float()
     solver = getattr(_entmax(), name)
     weights: Tensor = solver(masked(precise, visible, _HIDDEN), dim=-1, **options)
@@ -48,7 +48,7 @@ def _entmax_jacobian(weights: Tensor, alpha: float) -> Jacobian:
 
 @dataclass(frozen=True)
 class Sparsemax(Weighting):
-    r"""The distribution nearest to the scores in Euclidean distance; most keys get exactly 0.
+    r"""The distribution nearest to the scores in Euclidean distance; most weights are exactly 0.
 
     Raises:
         ImportError: when called without the entmax library; it says what to install.
@@ -66,7 +66,7 @@ class Sparsemax(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """It is one."""
+        """True."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -74,7 +74,7 @@ class Sparsemax(Weighting):
         return _solve("sparsemax", scores, visible, k=_SORTED)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """Of entmax with α = 2."""
+        """As of entmax with α = 2."""
         return _entmax_jacobian(weights, 2.0)
 
 
@@ -98,7 +98,7 @@ class Entmax15(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """It is one."""
+        """True."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -106,7 +106,7 @@ class Entmax15(Weighting):
         return _solve("entmax15", scores, visible, k=_SORTED)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """Of entmax with α = 1.5."""
+        """As of entmax with α = 1.5."""
         return _entmax_jacobian(weights, 1.5)
 
 
@@ -138,7 +138,7 @@ class Entmax(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """It is one."""
+        """True."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -147,5 +147,5 @@ class Entmax(Weighting):
         return _solve("entmax_bisect", scores, visible, alpha=self.alpha, n_iter=steps)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """Of entmax."""
+        """As of entmax with this α."""
         return _entmax_jacobian(weights, self.alpha)

@@ -61,7 +61,7 @@ def packed(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> 
 
 
 def _least(summary: HeadSummary, level: Level) -> float:
-    """Characters below which a level hardly comes: spares packing what is far too much."""
+    """Fewest characters that a level can give, to skip levels that are far too large."""
     heads, metrics = summary.moments.count.shape
     histograms = metrics if level.bars is None else len(level.bars)
     extremes = metrics if level.extremes is None else len(level.extremes)
@@ -99,7 +99,7 @@ def _packed(
 
 
 def _record(summary: HeadSummary) -> dict[str, Any]:
-    """Everything but the numbers of single heads, as plain JSON values."""
+    """Everything but the numbers of single heads, as JSON values."""
     return {
         "about": [[visible(str(name)), _text(value)] for name, value in summary.about.items()],
         "layers": [
@@ -141,7 +141,7 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
 def _metric(
     summary: HeadSummary, column: int, parts: dict[str, Tensor], level: Level, packer: Packer
 ) -> dict[str, Any]:
-    """A metric's description; its numbers for every head go to the packer."""
+    """Add a metric's numbers to the packer; return its description."""
     name, moments = summary.metrics[column], summary.moments
     described, plain = describe(name), metric_words(name)
     kind = SCALES.get(name, "unit")
@@ -200,7 +200,7 @@ def _layer_means(summary: HeadSummary, column: int) -> list[float | int | None]:
 
 
 def _text(value: Any) -> str:
-    """A value of ``about`` as a reader would write it."""
+    """Format a value of ``about``."""
     if isinstance(value, (list, tuple)) and all(
         isinstance(part, (str, int, float)) for part in value
     ):
@@ -213,7 +213,7 @@ MOST_WITH_TEXT, MOST_ROWS = 512, 3
 
 
 def structure(summary: HeadSummary, level: Level, packer: Packer) -> dict[str, Any]:
-    """The record of all there is beyond moments; arrays go to the packer."""
+    """Add profiles, distances and examples to the packer; return their description."""
     parts: dict[str, Any] = {}
     for part, profile in (("profile", summary.profile), ("positions", summary.positions)):
         if profile is not None and profile.octaves:
@@ -228,7 +228,7 @@ def structure(summary: HeadSummary, level: Level, packer: Packer) -> dict[str, A
 def _profile(
     summary: HeadSummary, profile: Profile, part: str, level: Level, packer: Packer
 ) -> dict[str, Any]:
-    """Means by octave of a count, and errors where numbers are kept finely."""
+    """Means by octave of a count, with errors at finer levels."""
     metrics: dict[str, Any] = {}
     for column, name in enumerate(summary.metrics):
         if level.profiles is not None and name not in level.profiles:
@@ -258,7 +258,7 @@ def _profile(
 def _distances(
     summary: HeadSummary, distances: Distances, steps: int, packer: Packer
 ) -> dict[str, Any]:
-    """Shares of the weight by octave of distance, in that many steps."""
+    """Shares of the weight by octave of distance, quantised."""
     for part in ("mass", "even"):
         shares = getattr(distances, part).flatten(1).numpy()
         packer.add(f"distances.{part}", np.rint(shares.clip(0, 1) * steps).astype(np.uint8))
@@ -268,7 +268,7 @@ def _distances(
 
 
 def _examples(examples: Examples, heads: int) -> list[list[dict[str, Any]]]:
-    """The sharpest rows of each head as words; in a large report of the first heads only."""
+    """The sharpest rows of each head as text; in a large report only the first heads'."""
     rows_by_head = []
     for head in range(min(heads, MOST_WITH_TEXT)):
         rows = []
@@ -295,7 +295,7 @@ def _examples(examples: Examples, heads: int) -> list[list[dict[str, Any]]]:
 
 
 def classes(head_classes: Sequence[Sequence[HeadClass]], level: Level) -> dict[str, Any]:
-    """Classes of every head: indices, with the sentence that says why in a report of few heads."""
+    """Classes of every head as indices, with their sentences in a small report."""
     order = list(CLASSES)
     return {
         "classes": [
@@ -312,7 +312,7 @@ def classes(head_classes: Sequence[Sequence[HeadClass]], level: Level) -> dict[s
 
 
 def advice(recommended: Sequence[Recommendation], nothing: str) -> dict[str, Any]:
-    """Recommendations, most urgent first, and the sentence to show where there are none."""
+    """Recommendations, most urgent first, and the sentence to show if there are none."""
     return {
         "kinds": KINDS,
         "nothing": nothing,

@@ -1,4 +1,4 @@
-"""Numbers of many heads in few bytes: arrays on coarse scales, deflated, as one base64 text.
+"""Compress the numbers of many heads: quantised arrays, deflated, as one base64 text.
 
 A small summary keeps single precision and every histogram. A large one is packed more coarsely,
 level by level, until it is within :data:`BUDGET`; the page says how coarse. 80 layers of 64 heads
@@ -28,7 +28,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Level:
-    """How finely numbers are kept.
+    """The precision with which numbers are packed.
 
     Attributes:
         mean: bytes of a mean: 4 is single precision, 2 and 1 are codes on the metric's scale.
@@ -66,7 +66,7 @@ LEVELS = (
 
 
 class Packer:
-    """Collects arrays and writes them behind a JSON record that says where each lies."""
+    """Collects arrays, and writes them with a JSON record of their places."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -98,7 +98,7 @@ class Packer:
 
 
 def unpack(text: str) -> tuple[dict[str, Any], dict[str, Array]]:
-    """What :meth:`Packer.text` packed: the record and the arrays by name.
+    """Inverse of :meth:`Packer.text`: the record and the arrays by name.
 
     Example:
         >>> packer = Packer()
@@ -119,7 +119,7 @@ def unpack(text: str) -> tuple[dict[str, Any], dict[str, Array]]:
 
 @dataclass(frozen=True)
 class Codes:
-    """Numbers as codes on a scale: even steps near zero, even ratios far from it.
+    """A quantisation: even steps near zero, even ratios further out.
 
     Attributes:
         values: the codes (``uint8`` or ``uint16``; the largest of the type is "no number"), or the
@@ -134,7 +134,7 @@ class Codes:
 
 
 def encode(values: Array, width: int, soft: float) -> Codes:
-    """Numbers in ``width`` bytes each; what is not finite is "no number".
+    """Quantise numbers to ``width`` bytes each; one code stands for numbers that are not finite.
 
     Example:
         >>> codes = encode(np.array([0.0, 10.0, math.nan]), 1, 1.0)
@@ -158,7 +158,7 @@ def encode(values: Array, width: int, soft: float) -> Codes:
 
 
 def decode(codes: Codes, soft: float) -> Array:
-    """The numbers that codes stand for; NaN where there was none."""
+    """The numbers that codes stand for; NaN for "not finite"."""
     if codes.values.dtype.kind == "f":
         return codes.values.astype(np.float64)
     none = int(np.iinfo(codes.values.dtype).max)
@@ -167,7 +167,7 @@ def decode(codes: Codes, soft: float) -> Array:
 
 
 def bars(counts: Array, level: Level) -> tuple[Array, int]:
-    """Histograms with bins joined and heights rounded up, cut to the bins that any of them uses.
+    """Merge histogram bins, round heights up, and drop bins that no histogram uses.
 
     Args:
         counts: (heads, bins) of one metric.
@@ -196,7 +196,7 @@ def bars(counts: Array, level: Level) -> tuple[Array, int]:
 
 
 def rounded(value: float | None, digits: int) -> float | int | None:
-    """To significant digits; None for what JSON cannot say.
+    """Round to significant digits; None for a number that JSON cannot represent.
 
     Example:
         >>> rounded(1234.5678, 5), rounded(2.0, 5), rounded(math.nan, 5)

@@ -1,4 +1,4 @@
-"""The HTML report: one file with its data, style and script, which asks the network for nothing.
+"""The HTML report: one self-contained file that makes no network requests.
 
 The parts lie in ``assets``: ``page.html`` has places for style, script and data; ``plot.js`` is the
 chart library, bundled by ``tools/plot/bundle.mjs``. The data is deflated and written in base64, so
@@ -28,7 +28,7 @@ SCRIPTS = ("base", "state", "charts", "map", "head", "table", "facts", "main")
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """An HTML report: text that is also shown where a notebook shows its results.
+    """An HTML report, displayed inline by notebooks.
 
     Attributes:
         html: the page.
@@ -50,11 +50,11 @@ class Report:
         return Report(html(summary))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page to a file, which is replaced whole or not at all."""
+        """Write the page to a file, atomically."""
         write_text(path, self.html)
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own: its style reaches nothing else, nor can its script."""
+        """The page in a sandboxed frame, so that it cannot affect the notebook."""
         return (
             '<iframe sandbox="allow-scripts" title="Attention report" width="100%" height="900"'
             ' style="border:1px solid #8888;border-radius:8px;background:#fff"'
@@ -71,7 +71,7 @@ def write_html(
     path: str | os.PathLike[str],
     key_norms: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write :func:`html` of a summary to a file, which is replaced whole or not at all."""
+    """Write the report of a summary to a file, atomically."""
     text = html(summary, key_norms)
     write_text(path, text)
 
@@ -129,6 +129,6 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """How a policy names the content of an element."""
+    """The content-security-policy source of an element: a hash of its text."""
     digest = hashlib.sha256(text.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

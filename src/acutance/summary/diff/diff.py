@@ -113,7 +113,7 @@ def _welch(one: Uncertainty, other: Uncertainty) -> Tensor:
 
 
 def _quantile(dof: Tensor, heads: int) -> Tensor:
-    """How many standard errors wide an interval is to either side."""
+    """Half width of a confidence interval, in standard errors."""
     from scipy.special import stdtrit
 
     tail = (1 - CONFIDENCE) / (2 * max(1, heads))
@@ -121,7 +121,7 @@ def _quantile(dof: Tensor, heads: int) -> Tensor:
 
 
 def _distance(one: Aligned, other: Aligned) -> Tensor:
-    """Total variation distance of two histograms; NaN where one is empty or not known."""
+    """Total variation distance between two histograms; NaN where one is empty or unknown."""
     if one.histogram is None or other.histogram is None:
         return torch.full_like(one.mean, math.nan)
     shares = []
@@ -137,7 +137,7 @@ ALIKE = math.log(1.1)
 
 @dataclass(frozen=True)
 class Aligned:
-    """The shared heads and metrics of one side, (heads, metrics).
+    """Statistics of the shared heads and metrics of one side, in matching order.
 
     Attributes:
         mean: over rows; NaN where none counts.
@@ -155,7 +155,7 @@ class Aligned:
 
 
 def take(side: Side, rows: Tensor, metrics: tuple[str, ...]) -> Aligned:
-    """All rows of a side.
+    """Statistics of one side over all its rows.
 
     Args:
         side: the summary.
@@ -181,7 +181,7 @@ def take(side: Side, rows: Tensor, metrics: tuple[str, ...]) -> Aligned:
 def take_at_equal_n(
     sides: tuple[Side, Side], rows: tuple[Tensor, Tensor], metrics: tuple[str, ...]
 ) -> tuple[Aligned, Aligned, tuple[float, float]]:
-    """The rows of both sides in octaves of n that both have, each octave weighed alike on both.
+    """Statistics of both sides over their common octaves of n, each octave weighted equally.
 
     Returns:
         Both sides, and the smallest and largest mean number of keys of the octaves compared.
@@ -218,7 +218,7 @@ def take_at_equal_n(
 
 
 def _at(profile: Profile, share: Tensor, shared: Tensor) -> Aligned:
-    """A side's octaves, weighed."""
+    """Weighted mean of one side's octaves."""
     none = ~shared.any(-1)
     rows = profile.count.double()
     each = profile.M2 / rows.clamp(min=1) / (rows - 1).clamp(min=1)

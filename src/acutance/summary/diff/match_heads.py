@@ -17,7 +17,7 @@ __all__ = ["Matched", "Place", "Side", "match", "warnings"]
 
 @dataclass(frozen=True)
 class Place:
-    """A head that both summaries have.
+    """The position of one shared head in both summaries.
 
     Attributes:
         layer: index of its layer in the first.
@@ -34,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Matched:
-    """What two summaries share.
+    """The heads that two summaries share, and the layers and heads that only one of them has.
 
     Attributes:
         places: the shared heads, in the first's order.
@@ -50,7 +50,7 @@ class Matched:
 
 
 def match(one: HeadSummary, other: HeadSummary) -> Matched:
-    """Find the shared heads.
+    """Match the heads of two summaries by module name and head number, or by order.
 
     Raises:
         ValueError: if there is none.
@@ -83,7 +83,7 @@ def match(one: HeadSummary, other: HeadSummary) -> Matched:
 
 
 def _starts(layers: tuple[Layer, ...]) -> list[int]:
-    """Row of each layer's first head."""
+    """Index of each layer's first head."""
     starts, row = [], 0
     for layer in layers:
         starts.append(row)
@@ -96,7 +96,7 @@ def _alike(one: tuple[Layer, ...], other: tuple[Layer, ...]) -> bool:
 
 
 def _only(one: HeadSummary, other: HeadSummary, pairs: dict[int, int]) -> tuple[str, ...]:
-    """What the first has and the second has not."""
+    """Descriptions of the layers and heads that only the first summary has."""
     places = []
     for index, layer in enumerate(one.layers):
         if index not in pairs:
@@ -149,14 +149,14 @@ _ALIKE = 0.01
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison: a summary, and the run it is of where that is known."""
+    """One summary of a diff, with the run it belongs to where that is known."""
 
     summary: HeadSummary
     run: Run | None = None
 
     @staticmethod
     def from_summary(source: HeadSummary | State) -> Side:
-        """A side of what a caller gives.
+        """Wrap a summary or a state.
 
         Raises:
             TypeError: if that is neither a summary nor a state.
@@ -168,14 +168,14 @@ class Side:
         return Side(source)
 
     def fact(self, name: str, setting: str = "") -> Any:
-        """What the run's settings say, else what the summary says about itself; None if neither."""
+        """A fact about the run: from its settings, else from the summary; None if unknown."""
         if self.run is not None and setting in self.run.settings:
             return self.run.settings[setting]
         return self.summary.about.get(name)
 
 
 def warnings(one: Side, other: Side, matched: Matched, *, equal_n: bool = False) -> Iterator[str]:
-    """A sentence for everything that makes the two harder to compare."""
+    """Sentences on everything that makes the two summaries hard to compare."""
     about = (one.summary.about, other.summary.about)
     kinds = [side.get("architecture", side.get("model")) for side in about]
     if _differ(*kinds):
@@ -219,7 +219,7 @@ def warnings(one: Side, other: Side, matched: Matched, *, equal_n: bool = False)
 
 
 def _own(which: str, side: Side) -> Iterator[str]:
-    """What is wrong with one side alone."""
+    """Problems of one side."""
     layers = side.summary.layers
     wrong = [index for index, layer in enumerate(layers) if layer.status == "mismatch"]
     if wrong:
@@ -238,7 +238,7 @@ def _own(which: str, side: Side) -> Iterator[str]:
 
 
 def _texts(one: Side, other: Side) -> str | None:
-    """Whether they read different texts; None if not, or if nobody knows."""
+    """A sentence if the two sides read different texts; None if not, or if unknown."""
     names = (one.fact("text"), other.fact("text"))
     settings = [side.run.settings if side.run is not None else {} for side in (one, other)]
     same_cut = settings[0].get("length") == settings[1].get("length")
@@ -260,7 +260,7 @@ def _pair(one: Side, other: Side, name: str) -> tuple[Any, Any]:
 
 
 def _keys(one: HeadSummary, other: HeadSummary, matched: Matched) -> tuple[float, float] | None:
-    """The mean numbers of visible keys, if they differ by more than a hundredth."""
+    """Mean numbers of visible keys of the two sides, if they differ by more than 1 %."""
     if not all("n_keys" in summary.metrics for summary in (one, other)):
         return None
     means = [
@@ -272,7 +272,7 @@ def _keys(one: HeadSummary, other: HeadSummary, matched: Matched) -> tuple[float
 
 
 def _or_equal_n(one: Side, other: Side) -> str:
-    """What else helps, where rows of a window see different numbers of keys."""
+    """The hint to use ``equal_n`` where rows of a window see different numbers of keys."""
     octaves = [
         side.summary.profile is not None and int((side.summary.profile.rows > 0).any(0).sum())
         for side in (one, other)
@@ -281,7 +281,7 @@ def _or_equal_n(one: Side, other: Side) -> str:
 
 
 def _shared_windows(one: Side, other: Side) -> Iterator[str]:
-    """Two parts of one run that hold the same windows are not independent."""
+    """A warning where two parts of one run contain the same windows: they are not independent."""
     if one.run is None or other.run is None or one.run.difference(other.run, "", "") is not None:
         return
     both = sum(
@@ -297,7 +297,7 @@ def _shared_windows(one: Side, other: Side) -> Iterator[str]:
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether both are known and not the same."""
+    """Whether both values are known and differ."""
     return one is not None and other is not None and one != other
 
 

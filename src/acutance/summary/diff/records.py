@@ -36,7 +36,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class HeadChange:
-    """One metric of one head in both states.
+    """The change of one metric of one head.
 
     Attributes:
         metric: its name.
@@ -71,7 +71,7 @@ class HeadChange:
 
 @dataclass(frozen=True)
 class LayerChange:
-    """One metric of a layer's shared heads.
+    """The change of one metric over the shared heads of a layer.
 
     Attributes:
         metric: its name.
@@ -100,7 +100,7 @@ class LayerChange:
 
 @dataclass(frozen=True)
 class Diff:
-    """What :func:`diff` finds. Arrays are (heads, metrics), shared heads in the first's order.
+    """The result of :func:`diff`: (heads, metrics) arrays over the shared heads, in model order.
 
     The interval of a change, ``low`` to ``high``, is t-distributed with Welch's degrees of freedom
     and widened (Bonferroni) so that the intervals of all heads of a metric hold together with
@@ -152,7 +152,7 @@ class Diff:
 
     @property
     def assumes(self) -> str:
-        """What the standard errors rest on, in a sentence."""
+        """What the standard errors assume, in a sentence."""
         return HOW[self.how]
 
     def _column(self, metric: str) -> int:
@@ -197,7 +197,7 @@ class Diff:
         return changes
 
     def moved(self, metric: str, limit: int | None = None) -> list[HeadChange]:
-        """The heads by how much they changed: those that moved, then the others, largest first.
+        """The heads with a significant change first, then the others; each group by size of change.
 
         Args:
             metric: one that both states have.
@@ -208,7 +208,7 @@ class Diff:
         return judged[:limit]
 
     def count(self, metric: str, verdict: Verdict) -> int:
-        """How many heads have a verdict."""
+        """Number of heads with a given verdict."""
         return int((self.verdicts[:, self._column(metric)] == ORDER.index(verdict)).sum())
 
     def layers(self, metric: str) -> list[LayerChange]:
@@ -298,7 +298,7 @@ def _layer(metric: str, heads: list[HeadChange]) -> LayerChange:
 
 
 def plain(value: Any) -> Any:
-    """The same value with every number that is not finite replaced by None, as JSON has none."""
+    """Replace every number that is not finite by None, for JSON."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
