@@ -12,7 +12,7 @@ import torch
 
 import acutance
 from acutance.diagnose.findings import LABELS, MOST_NAMED
-from acutance.diagnose.recommendations import otherwise
+from acutance.diagnose.recommendations import no_recommendation
 from acutance.diagnose.rules import COLLAPSE, DEAD, LARGE_LOGIT, SINK
 from acutance.probing import HeadSummary, Moments
 from acutance.report import Finding, findings, in_words, recommendations
@@ -198,7 +198,7 @@ def test_an_untrained_model_is_said_once(summary_of: Make) -> None:
     summary = summary_of((8,) * 4, normalized_entropy=heads, about=about)
     assert kinds(summary) == ["sharpest", "most_diffuse"]
     assert recommendations(summary) == []
-    assert in_words([], otherwise(summary)) == [
+    assert in_words([], no_recommendation(summary)) == [
         "Load trained weights, or train the model, before judging its heads."
     ]
     (notice,) = summary.to_dict()["notices"]

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from acutance.diagnose.findings import KEY_NORMS, describe_key_norms, findings
-from acutance.diagnose.recommendations import in_words, otherwise, recommendations
+from acutance.diagnose.recommendations import in_words, no_recommendation, recommendations
 from acutance.escapes import printable
 from acutance.files import write_each
 from acutance.report.exports import Targets, exports, to_output
@@ -119,7 +119,7 @@ def bullets(sentences: Sequence[str], ascii_only: bool) -> Table:
 
 def _advice(summary: HeadSummary) -> list[str]:
     """Recommendations in words; the line that there are none where there are none."""
-    return in_words(recommendations(summary), otherwise(summary))
+    return in_words(recommendations(summary), no_recommendation(summary))
 
 
 def say_written(option: str, targets: Targets, console: Callable[..., Any]) -> None:

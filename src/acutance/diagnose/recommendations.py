@@ -17,7 +17,7 @@ from acutance.diagnose.rules import FEW_ROWS, Judged, Judgement
 from acutance.diagnose.rules import Kind as Rule
 from acutance.diagnose.sentences import SENTENCES, Certainty, crossing, ranges
 
-__all__ = ["KINDS", "NOTHING", "Recommendation", "in_words", "otherwise", "recommendations"]
+__all__ = ["KINDS", "NOTHING", "Recommendation", "in_words", "no_recommendation", "recommendations"]
 
 Kind = Literal[
     "mismatch",
@@ -143,7 +143,7 @@ def recommendations(summary: Judged) -> list[Recommendation]:
     return advice
 
 
-def otherwise(summary: Judged) -> str:
+def no_recommendation(summary: Judged) -> str:
     """The sentence to show if nothing is recommended."""
     return UNTRAINED if summary.about.get("untrained") is True else NOTHING
 
@@ -153,7 +153,7 @@ def in_words(recommended: Sequence[Recommendation], nothing: str = NOTHING) -> l
 
     Args:
         recommended: what :func:`recommendations` gave.
-        nothing: the sentence where there is nothing, see :func:`otherwise`.
+        nothing: the sentence where there is nothing, see :func:`no_recommendation`.
 
     Returns:
         At least one sentence.

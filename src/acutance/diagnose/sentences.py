@@ -28,7 +28,7 @@ _Beyond = Sequence[tuple[HeadFacts, Judgement]]
 
 
 def ranges(indices: list[int], noun: str) -> str:
-    """Ascending indices in words.
+    """Format ascending indices as ranges.
 
     Example:
         >>> ranges([3], "layer"), ranges([0, 1, 2, 5], "layer")

@@ -17,7 +17,7 @@ __all__ = ["OptionalParts"]
 
 @dataclass(frozen=True)
 class OptionalParts:
-    """Parts of a summary that may be absent; each has its heads first.
+    """Parts of a summary that may be absent; each has the heads as its first axis.
 
     A part that one of two records lacks, what is made of both lacks too: it would be of some rows
     only.

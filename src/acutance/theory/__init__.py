@@ -1,4 +1,4 @@
-"""What the statistics of an attention row should be, from a few parameters of its scores.
+"""Predicted statistics of an attention row, from a few parameters of its scores.
 
 NumPy and SciPy only: nothing here is shared with what measures. Names are those of the metrics.
 """

@@ -301,7 +301,7 @@ def certificate(p: ArrayLike, v: ArrayLike, oscillation: float) -> float:
 
 
 def _gain(mass: Array, rest: Array, omega: Array) -> Array:
-    """Gain of a set at ω, without overflow; 0 for an empty set, also at ω = inf."""
+    """Largest gain of weight of a set at oscillation ω, without overflow; 0 for an empty set."""
     fall = np.exp(-omega)
     below = mass + rest * fall
     gain: Array = np.where(mass > 0, mass * rest * -np.expm1(-omega) / np.where(below, below, 1), 0)
@@ -309,7 +309,7 @@ def _gain(mass: Array, rest: Array, omega: Array) -> Array:
 
 
 def _diameter(points: Array) -> float:
-    """Largest distance of two points, of which 0 is an average.
+    """Largest distance between two of the points, whose weighted mean is 0.
 
     Above _PAIRWISE_KEYS points an upper bound, at most twice as large.
     """

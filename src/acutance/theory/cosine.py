@@ -1,4 +1,4 @@
-r"""Softmax rows of cosine logits: how much a temperature lets one row say.
+r"""Information of softmax rows over cosine logits, as a function of the temperature.
 
 A row of n keys has logits :math:`\cos\theta_j / \tau` and weights :math:`p = \mathrm{softmax}`.
 Its information is :math:`\log n - H` nats, H the Shannon entropy of p. Only the span
@@ -249,7 +249,7 @@ def tau_for_information(
 
 
 def _best_count(keys: Array, span: Array) -> tuple[Array, NDArray[np.bool_]]:
-    """Best number of keys at the top, and where rounding leaves it unsure.
+    """Best number of keys at the top, and a mask of where rounding leaves it uncertain.
 
     H_{k+1} - H_k has the sign of m - n x* - c(m) at the midpoint m = k + 1/2, with a small c >= 0.
     """
@@ -268,7 +268,7 @@ def _best_count(keys: Array, span: Array) -> tuple[Array, NDArray[np.bool_]]:
 
 
 def _best_count_exactly(near: float, n: float, tau: float, width: float) -> float:
-    """The count next to ``near`` with the least entropy, in decimal arithmetic."""
+    """The count next to ``near`` with the least entropy, computed in decimal arithmetic."""
     digits = max(0, math.ceil(math.log10(tau) - math.log10(width)))
     with localcontext() as context:
         context.prec = 80 + 3 * digits
@@ -296,7 +296,7 @@ def _two_level(n: float, count: float, span: float) -> tuple[float, float]:
 
 
 def _bernoulli_information(share: float, lift: float) -> tuple[float, float]:
-    """Relative entropy to x = ``share`` of the mass P with odds e^lift times x's, and 1 - P.
+    """Relative entropy of two biased coins: P to x = ``share``, P with odds e^lift times x's.
 
     As x h(P/x - 1) + (1-x) h((1-P)/(1-x) - 1), h(u) = (1 + u) log(1 + u) - u: nothing cancels.
     """
@@ -309,7 +309,7 @@ def _bernoulli_information(share: float, lift: float) -> tuple[float, float]:
 
 
 def _match_among_random(n: float, d: float) -> Callable[[float], tuple[float, float]]:
-    """Information and entropy, as a function of kappa, of one match among random directions.
+    """A function of kappa: information and entropy of one match among random directions.
 
     The other keys' share of log Z is that of the random energy model: its average until their
     entropy log(n-1) - D is used up, from there linear in kappa.
@@ -334,7 +334,7 @@ def _match_among_random(n: float, d: float) -> Callable[[float], tuple[float, fl
 
 
 def _solve(row: Callable[[float], tuple[float, float]], n: float, fraction: float) -> float:
-    """Scale at which the row's information is a fraction of log n; by its entropy above 1/2."""
+    """Scale at which the row's information is ``fraction`` of log n."""
     log_n = math.log(n)
     if fraction <= 0.5:
         return _root(lambda scale: row(scale)[0] / (fraction * log_n) - 1)
@@ -342,7 +342,7 @@ def _solve(row: Callable[[float], tuple[float, float]], n: float, fraction: floa
 
 
 def _root(rising: Callable[[float], float]) -> float:
-    """Positive zero of a rising function, of any order of magnitude.
+    """Positive root of an increasing function.
 
     By bisection: SciPy's optimisers take longer to import than fifty evaluations.
     """

@@ -1,4 +1,4 @@
-r"""Entropy of one row of logits: exact, by mean field, and bounded from a few numbers.
+r"""Entropy of one row of logits, exact and by mean field, and the row's softmax Jacobian.
 
 A row has weights :math:`p = \mathrm{softmax}(\lambda s)`. The mean-field entropy replaces the
 normaliser by its Jensen bound and the mean attended logit by the maximum,
@@ -241,7 +241,7 @@ def onehot_entropy(n: ArrayLike, lam: ArrayLike) -> float | Array:
 
 
 def _gaps(logits: ArrayLike, scale: ArrayLike) -> Array:
-    """Check the domains, then lambda (s_max - s_j), shape (..., n), at most the largest float64."""
+    """Check arguments; return lambda (s_max - s_j), shape (..., n), at most float64's largest."""
     rows = checked("logits", logits, "logits are finite")
     factor = checked("scale", scale, "the scale of the logits is finite and at least 0", 0.0)
     if rows.ndim == 0 or rows.shape[-1] == 0:
@@ -253,7 +253,7 @@ def _gaps(logits: ArrayLike, scale: ArrayLike) -> Array:
 
 
 def _weights(gaps: Array) -> tuple[Array, Array]:
-    """Weights relative to that of one top key, with 0 in its place, and their sum."""
+    """Weights relative to the largest one, with 0 in its place, and their sum."""
     others = np.exp(-gaps)
     np.put_along_axis(others, gaps.argmin(axis=-1)[..., None], 0.0, axis=-1)
     return others, others.sum(axis=-1)
@@ -265,7 +265,7 @@ def _mean_gap(gaps: Array) -> Array:
 
 
 def _exp_rest(x: Array) -> Array:
-    """Give e^x - 1 - x >= 0."""
+    """Compute e^x - 1 - x >= 0 without cancellation."""
     near = np.clip(x, -0.5, 0.5)
     series = near * near * np.polynomial.polynomial.polyval(near, _EXP_REST)
     rest: Array = np.where(np.abs(x) < 0.5, series, np.expm1(x) - x)
@@ -273,7 +273,7 @@ def _exp_rest(x: Array) -> Array:
 
 
 def onehot_of_gap(n: Array, gap: Array) -> Array:
-    """``onehot_entropy`` of checked arrays: one key ``gap`` above n - 1 equal ones."""
+    """Entropy of one key ``gap`` above n - 1 equal ones, for checked arrays."""
     half = np.exp(-gap / 2)
     others = (n - 1) * half * half  # in two steps: the product may be normal where e^-gap is 0
     return np.asarray(np.log1p(others) + gap * (others / (1 + others)))

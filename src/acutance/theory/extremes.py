@@ -1,4 +1,4 @@
-r"""Where the largest of n independent scores lies, and the scale that its gaps ask for.
+r"""The largest of n independent scores: its expectation, and the scale set by the gaps below it.
 
 Let F be the distribution function of a score and :math:`b_n = F^{-1}(1 - 1/n)`, about where the
 largest of n lies. The gaps between the largest scores are about one over the hazard rate
@@ -39,7 +39,7 @@ def expected_max(
 
     Args:
         n: Number of scores, n >= 1. Values between the integers continue the formula.
-        family: Law of a score; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        family: Distribution of a score; see :func:`~acutance.theory.expected_entropy`.
         **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
@@ -110,7 +110,7 @@ def hazard_scale(
     rho: ArrayLike | None = None,
     a: ArrayLike | None = None,
 ) -> float | Array:
-    r"""Scale that keeps the number of effective keys, from the tail of the logits.
+    r"""Scale that keeps the number of effective keys as n grows, from the tail of the logits.
 
     .. math:: \lambda^* = c \, h(b_n), \qquad h = \frac{f}{1 - F}, \quad b_n = F^{-1}(1 - 1/n)
 
@@ -217,7 +217,7 @@ def _scipy_law(family: Any) -> Any:
 def _family_parameter(
     family: Any, table: Collection[str], parameters: dict[str, Any]
 ) -> tuple[str | None, Array]:
-    """Name of the family and the one parameter it needs, checked, or 0; no name for SciPy's."""
+    """Name of a family (None for SciPy's) and its checked parameter (0 if it has none)."""
     name = parameter = None
     if isinstance(family, str):
         if family not in table:

@@ -1,4 +1,4 @@
-r"""Laws of a single score, by name or from SciPy.
+r"""Distributions of a single score, by name or from SciPy.
 
 A family gives the density and the quantiles of one score at unit scale. Quantiles take the
 log-odds :math:`v = \log(F / (1 - F))`, which tell the two tails apart to the last bit: in v every
@@ -38,7 +38,7 @@ _LOG_2 = float(np.log(2.0))
 
 
 class FamilyParameter(TypedDict, total=False):
-    """The parameter of a family that has one.
+    """Keyword arguments: the one parameter of a family that has one.
 
     Attributes:
         d: Dimension of ``"cosine"``, d >= 2; not only integers.
@@ -53,39 +53,39 @@ class FamilyParameter(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """Law of one score; its subclasses are the families of this module."""
+    """Distribution of one score, at unit scale."""
 
     @abstractmethod
     def pdf(self, x: Array) -> Array:
-        """Give the density at x."""
+        """Density at x."""
 
     @abstractmethod
     def quantile(self, logit: Array) -> Array:
-        """Give the x below which lies a probability of log-odds ``logit``."""
+        """Quantile at a probability given by its log-odds."""
 
     def origin(self) -> float:
-        """Give what offsets are counted from: the median, or the upper end if that is known.
+        """The point from which offsets are counted: the upper end if known, else the median.
 
         The keys that matter are next to the upper end, with gaps that float64 must resolve.
         """
         return float(self.quantile(np.zeros(())))
 
     def offset(self, logit: Array) -> Array:
-        """Give the quantile less the origin."""
+        """Quantile minus the origin, without cancellation where the origin is an end."""
         return np.asarray(self.quantile(logit) - self.origin())
 
     def density(self, offset: Array) -> Array:
-        """Give the density at origin + offset."""
+        """Density at origin + offset."""
         return self.pdf(self.origin() + offset)
 
     def rounding(self) -> float:
-        """Give the error of offsets that comes from the origin."""
+        """Absolute rounding error of an offset, from subtracting the origin."""
         return abs(self.origin()) * float(np.finfo(np.float64).eps)
 
 
 @dataclass(frozen=True)
 class _Symmetric(Family):
-    """A law that is the same for -x: the lower half follows from the upper one."""
+    """A distribution symmetric about 0: the lower half follows from the upper one."""
 
     def quantile(self, logit: Array) -> Array:
         log_upper_tail = log_expit(-np.abs(logit))  # at most log(1/2)
@@ -93,7 +93,7 @@ class _Symmetric(Family):
 
     @abstractmethod
     def _upper(self, log_sf: Array) -> Array:
-        """Give the x above which lies a probability, by its logarithm."""
+        """The x exceeded with a probability given by its logarithm."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Gaussian(_Symmetric):
     """Standard normal."""
 
     def pdf(self, x: Array) -> Array:
-        """Give exp(-x²/2) / sqrt(2 pi)."""
+        """Density exp(-x²/2) / sqrt(2 pi)."""
         density: Array = np.exp(-0.5 * x * x) / np.sqrt(2 * np.pi)
         return density
 
@@ -110,7 +110,7 @@ class Gaussian(_Symmetric):
 
 
 class _Interval(Family):
-    """A law on [-1, 1] that is the same for -x, with distances to the ends known exactly."""
+    """A symmetric distribution on [-1, 1], with exact distances from the ends."""
 
     def origin(self) -> float:
         return 1.0
@@ -130,7 +130,7 @@ class _Interval(Family):
 
     @abstractmethod
     def _from_end(self, log_sf: Array) -> Array:
-        """Give the distance from the end above which lies a probability, by its logarithm."""
+        """Distance from the upper end that is exceeded with a given log probability."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Uniform(_Interval):
     """Uniform on [-1, 1]."""
 
     def density(self, offset: Array) -> Array:
-        """Give 1/2 on [-2, 0]."""
+        """Density 1/2 on [-2, 0]."""
         return np.where((offset <= 0) & (offset >= -2), 0.5, 0.0)
 
     def _from_end(self, log_sf: Array) -> Array:
@@ -152,7 +152,7 @@ class Cosine(_Interval):
     d: float
 
     def density(self, offset: Array) -> Array:
-        """Give a multiple of (1 - x²)^((d - 3)/2), x = 1 + offset."""
+        """Density, a multiple of (1 - x²)^((d - 3)/2) at x = 1 + offset."""
         a = (self.d - 1) / 2
         inside = np.maximum(-offset * (2 + offset), 1e-300)
         log_density = (a - 1) * np.log(inside) - (2 * a - 1) * _LOG_2 - betaln(a, a)
@@ -168,7 +168,7 @@ class Laplace(_Symmetric):
     """Density exp(-abs(x)) / 2."""
 
     def pdf(self, x: Array) -> Array:
-        """Give exp(-abs(x)) / 2."""
+        """Density exp(-abs(x)) / 2."""
         return np.asarray(0.5 * np.exp(-np.abs(x)))
 
     def _upper(self, log_sf: Array) -> Array:
@@ -180,11 +180,11 @@ class Logistic(Family):
     """Distribution function 1 / (1 + exp(-x))."""
 
     def pdf(self, x: Array) -> Array:
-        """Give F (1 - F)."""
+        """Density F (1 - F)."""
         return np.asarray(expit(x) * expit(-x))
 
     def quantile(self, logit: Array) -> Array:
-        """Give the log-odds themselves."""
+        """The log-odds themselves."""
         return np.asarray(logit, dtype=np.float64)
 
 
@@ -193,12 +193,12 @@ class Gumbel(Family):
     """Distribution function exp(-exp(-x))."""
 
     def pdf(self, x: Array) -> Array:
-        """Give exp(-x - exp(-x))."""
+        """Density exp(-x - exp(-x))."""
         height = np.exp(-np.maximum(x, -7.0))  # the density is 0 in float64 below -7
         return np.asarray(height * np.exp(-height))
 
     def quantile(self, logit: Array) -> Array:
-        """Give -log(-log F)."""
+        """Quantile -log(-log F)."""
         return np.asarray(-np.log(-log_expit(logit)))
 
 
@@ -207,11 +207,11 @@ class Exponential(Family):
     """Upper tail exp(-x) on x >= 0."""
 
     def pdf(self, x: Array) -> Array:
-        """Give exp(-x) for x >= 0."""
+        """Density exp(-x) for x >= 0."""
         return np.where(x >= 0, np.exp(-np.maximum(x, 0.0)), 0.0)
 
     def quantile(self, logit: Array) -> Array:
-        """Give -log(1 - F)."""
+        """Quantile -log(1 - F)."""
         return np.asarray(-log_expit(-logit))
 
 
@@ -222,13 +222,13 @@ class Stretched(Family):
     rho: float
 
     def pdf(self, x: Array) -> Array:
-        """Give rho x^(rho - 1) exp(-x^rho) for x >= 0."""
+        """Density rho x^(rho - 1) exp(-x^rho) for x >= 0."""
         inside = np.maximum(x, 1e-300)
         power = inside**self.rho
         return np.where(x >= 0, self.rho * power / inside * np.exp(-power), 0.0)
 
     def quantile(self, logit: Array) -> Array:
-        """Give (-log(1 - F))^(1/rho)."""
+        """Quantile (-log(1 - F))^(1/rho)."""
         return np.asarray((-log_expit(-logit)) ** (1 / self.rho))
 
 
@@ -239,11 +239,11 @@ class Pareto(Family):
     a: float
 
     def pdf(self, x: Array) -> Array:
-        """Give a x^(-a - 1) for x >= 1."""
+        """Density a x^(-a - 1) for x >= 1."""
         return np.where(x >= 1, self.a * np.maximum(x, 1.0) ** (-self.a - 1), 0.0)
 
     def quantile(self, logit: Array) -> Array:
-        """Give (1 - F)^(-1/a)."""
+        """Quantile (1 - F)^(-1/a)."""
         return np.asarray(np.exp(-log_expit(-logit) / self.a))
 
 
@@ -257,11 +257,11 @@ class Scipy(Family):
         return f"scipy.stats.{_distribution_name(self.law)}"
 
     def pdf(self, x: Array) -> Array:
-        """Give the distribution's own."""
+        """Density of the SciPy distribution."""
         return np.asarray(self.law.pdf(x), dtype=np.float64)
 
     def quantile(self, logit: Array) -> Array:
-        """Give the distribution's own, from whichever tail is the smaller."""
+        """Quantile of the SciPy distribution, computed from the smaller tail."""
         below, above = ("ppf", "isf") if hasattr(self.law, "isf") else ("icdf", "iccdf")
         tail = np.exp(log_expit(-np.abs(logit)))
         lower = np.asarray(logit) < 0
@@ -288,7 +288,7 @@ FAMILIES: dict[str, tuple[type[Family], str | None, float]] = {
 def as_family(
     family: Any, *, d: float | None = None, rho: float | None = None, a: float | None = None
 ) -> Family:
-    """Family of a name and its parameter, of a frozen SciPy distribution, or itself.
+    """Convert a name with its parameter, or a frozen SciPy distribution, to a ``Family``.
 
     Args:
         family: A name of ``FAMILIES``, a frozen continuous distribution of ``scipy.stats``, or a
@@ -367,7 +367,7 @@ def _distribution_name(law: Any) -> str:
 
 
 def name_and_parameter(family: Family) -> tuple[str, float] | None:
-    """Name of a family in ``FAMILIES`` and its parameter, 0 if it has none; None for SciPy's.
+    """Name and parameter of a family (0 if it has none); None for a SciPy distribution.
 
     Args:
         family: Any family.

@@ -1,4 +1,4 @@
-r"""Scales that give a row of independent logits the concentration one asks for.
+r"""Scales at which a row of independent logits has a given entropy or number of effective keys.
 
 With the scores of n keys independent and of a common law, the expected entropy of
 :math:`\mathrm{softmax}(\gamma s)` falls strictly with :math:`\gamma`, from log n to 0, and the
@@ -52,7 +52,7 @@ def scale_for_entropy(
     Args:
         n: Number of keys, n >= 2. Values between the integers continue the formula.
         entropy: The entropy H in nats, 0 < entropy < log n.
-        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
         **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
@@ -81,14 +81,14 @@ def scale_for_effective_keys(
     family: Any = "gaussian",
     **parameter: Unpack[FamilyParameter],
 ) -> float | Array:
-    r"""Scale of the logits at which a row of n keys shares its weight among a given number.
+    r"""Scale of the logits at which a row of n keys has a given number of effective keys.
 
     .. math:: \frac{1}{E \sum_j p_j^2} = N_{\mathrm{eff}}
 
     Args:
         n: Number of keys, n >= 2. Values between the integers continue the formula.
         effective_keys: One over the expected collision probability, 1 < effective_keys < n.
-        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
         **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
@@ -115,7 +115,7 @@ def scale_for_information(
     family: Any = "gaussian",
     **parameter: Unpack[FamilyParameter],
 ) -> float | Array:
-    r"""Scale of the logits at which a row of n keys says a given share of log n.
+    r"""Scale of the logits at which the information of a row is a given fraction of log n.
 
     .. math:: \log n - E H(n, \gamma) = f \log n
 
@@ -125,7 +125,7 @@ def scale_for_information(
     Args:
         n: Number of keys, n >= 2. Values between the integers continue the formula.
         fraction: The share f, 0 < fraction < 1.
-        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
         **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
@@ -180,7 +180,7 @@ def _information_scale(n: float, fraction: float, family: Family) -> float:
 
 
 def _root(ratio: Callable[[float], float], family: Family) -> float:
-    """Scale at which ``ratio`` is 1: it falls from above 1 at scale 0 to 0."""
+    """Scale at which ``ratio`` is 1; it decreases from above 1 to 0."""
 
     def value(log_scale: float) -> float:
         return math.log(max(ratio(math.exp(log_scale)), 1e-300))
@@ -209,7 +209,7 @@ def _solve(
     family: Any,
     parameter: FamilyParameter,
 ) -> float | Array:
-    """Check the number of keys, then solve point by point over the broadcast shape."""
+    """Check n, then solve at each pair of n and target."""
     law = as_family(family, **parameter)
     keys = checked("n", n, "the number of keys is finite and at least 2", 2.0)
     return pointwise(

@@ -1,4 +1,4 @@
-r"""Scale laws: what must multiply the logits, as n grows, for attention to stay as focused.
+r"""Growth laws: how the scale of the logits must grow with n for attention to stay as focused.
 
 *Which scale keeps a few keys in front?* Let F be the distribution function of independent logits
 and :math:`b_n = F^{-1}(1 - 1/n)`, about where the largest of n lies. The gaps between the largest
@@ -35,7 +35,7 @@ Target = Literal["effective_keys", "entropy_fraction"]
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """How the scale of the logits must grow with the number of keys n.
+    """Growth of the logit scale with the number of keys n.
 
     Attributes:
         law: The growth as text, such as ``"(log n)^{1/2}"``.
@@ -65,7 +65,7 @@ def scaling_exponent(
     effective_keys: float = 2.0,
     fraction: float = 0.5,
 ) -> ScalingLaw:
-    r"""Law of the scale that keeps attention as focused when the number of keys grows.
+    r"""Growth law of the scale that keeps attention as focused when n grows.
 
     ================== ============================== ==================================
     family             ``"effective_keys"``           ``"entropy_fraction"``, H = c log n
@@ -147,7 +147,7 @@ def scaling_exponent(
 
 @dataclass(frozen=True)
 class _Aim:
-    """What the scale is to keep, and of which row."""
+    """The target of a growth law."""
 
     few: bool  # a number of effective keys, rather than a fraction of log n
     value: float

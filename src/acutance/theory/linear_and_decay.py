@@ -188,13 +188,13 @@ def _spread_iid(q: ArrayLike, mu: ArrayLike, sigma: ArrayLike) -> Array:
 
 
 def _log_of_spread(ratio: Array) -> Array:
-    """Give -log(1 + ratio²)/2 for every ratio >= 0."""
+    """Compute -log(1 + ratio²)/2 for ratio >= 0 without overflow."""
     small, large = np.minimum(ratio, 1), np.maximum(ratio, 1)
     return np.where(ratio < 1, -np.log1p(small * small) / 2, -np.log(np.hypot(1, large)))
 
 
 def _largest(values: Array, axis: int | tuple[int, int]) -> Array:
-    """Largest size along the axis, or 1 if all are 0."""
+    """Largest absolute value along an axis; 1 if all are 0."""
     size = np.abs(values).max(axis=axis)
     return np.where(size > 0, size, 1.0)
 
@@ -303,7 +303,7 @@ def _decay_arguments(lam: ArrayLike, n: ArrayLike) -> tuple[Array, Array]:
 
 
 def _log_tanhc(y: Array) -> Array:
-    """Give log(tanh(y) / y) for y >= 0, 0 at y = 0."""
+    """Compute log(tanh(y) / y) for y >= 0; 0 at y = 0."""
     low, high = np.minimum(y, 0.3), np.maximum(y, 0.3)
     series = low * low * np.polynomial.polynomial.polyval(low * low, _LOG_TANHC)
     return np.where(y < 0.3, series, np.log(np.tanh(high) / high))

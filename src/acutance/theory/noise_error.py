@@ -59,14 +59,14 @@ _SUM_TOLERANCE = 1e-9  # how far from 1 the weights of a row may sum
 
 
 class NoisyRow(NamedTuple):
-    """A row's keys of positive weight."""
+    """Weights and centred values of a row's keys of positive weight."""
 
     p: Array  # weights, summing to 1
     u: Array  # values less the output
 
 
 def noisy_row(p: ArrayLike, v: ArrayLike) -> NoisyRow:
-    """Check a row, and take its values about its output.
+    """Check weights and values, and subtract the output from the values.
 
     Values are first taken about that of the largest weight: a near one-hot row's output differs
     from it by little, and that difference must not cancel.
@@ -91,7 +91,7 @@ def noisy_row(p: ArrayLike, v: ArrayLike) -> NoisyRow:
 
 
 def one_number(value: ArrayLike, name: str = "scale") -> Array:
-    """As a 0-d array, if it is one number."""
+    """Convert to a 0-d array; ValueError unless it is one number."""
     array = np.asarray(value, dtype=np.float64)
     if array.ndim:
         raise ValueError(f"{name}: one row takes one number, got shape {array.shape}")
@@ -99,7 +99,7 @@ def one_number(value: ArrayLike, name: str = "scale") -> Array:
 
 
 def finite(name: str, x: ArrayLike, ndim: int) -> Array:
-    """As float64, if it has the number of dimensions and no NaN or inf."""
+    """Convert to float64; ValueError for a wrong number of dimensions, NaN or infinity."""
     array = np.asarray(x, dtype=np.float64)
     if array.ndim != ndim:
         form = {1: "(n,)", 2: "(n, dim)"}[ndim]
@@ -335,7 +335,7 @@ def _integrate(row: NoisyRow, kind: NoiseKind, scale: float) -> float:
 
 
 def _onto_grid(log_p: Array, squares: Array, u: Array, size: int) -> tuple[Array, Array, Array]:
-    """Sum 1, ‖u_j‖² and u_j over the keys onto the grid points they are interpolated from.
+    """Coefficients of the grid values in interpolated sums over keys of 1, ‖u_j‖² and u_j.
 
     Interpolation is linear in the tabulated values, so a sum over keys of interpolated values is
     a sum over the grid with these coefficients, the same ones at every node.
@@ -360,7 +360,7 @@ def _onto_grid(log_p: Array, squares: Array, u: Array, size: int) -> tuple[Array
 
 
 def _lagrange(at: Array, offsets: NDArray[np.int64]) -> Array:
-    """Weights of the values at ``offsets`` in the interpolating polynomial's value, (n, points)."""
+    """Lagrange interpolation weights of the values at ``offsets``, (n, points)."""
     weights = np.ones((at.size, offsets.size))
     for column, offset in enumerate(offsets.tolist()):
         for other in offsets.tolist():

@@ -141,7 +141,7 @@ def quantization_noise(
     scale: float | None = None,
     per: Literal["row", "tensor"] = "row",
 ) -> QuantizationNoise:
-    r"""Logit noise of b-bit queries and keys, and the output error it should and does cause.
+    r"""Logit noise of b-bit queries and keys, and the output error predicted and measured.
 
     Each is rounded to multiples of a step, symmetrically about 0 and without a zero point:
 
@@ -235,7 +235,7 @@ def quantization_noise(
 
 
 def _quantized(x: Array, bits: int, per: str) -> tuple[Array, Array]:
-    """Round to the integers of a width; also the step of each row, as a column."""
+    """Round to multiples of a step; also return the step of each row, as a column."""
     largest = np.abs(x).max(axis=1 if per == "row" else None, keepdims=True)
     step = np.broadcast_to(largest / (2 ** (bits - 1) - 1), (x.shape[0], 1))
     return np.round(x / np.where(step > 0, step, 1.0)) * step, step
@@ -332,7 +332,7 @@ def asymptotic_noise_mse(n: ArrayLike, kind: NoiseKind, scale: float) -> float |
 
 
 def _border(keys: Array, kind: NoiseKind) -> Array:
-    """One over the mean collision probability at r = 1: log n and what follows it."""
+    """Inverse mean collision probability at r = 1: log n and the next terms."""
     start = 1.5 - np.euler_gamma - math.log(2) if kind == "laplace" else 1 - 2 * np.euler_gamma
     depth = np.log(keys) + start
     return np.asarray(depth + np.log(depth) - 1 + np.euler_gamma)

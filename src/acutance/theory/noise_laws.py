@@ -1,4 +1,4 @@
-r"""The laws of logit noise: their moments, samples and Laplace transforms.
+r"""Distributions of logit noise: moments, samples and Laplace transforms.
 
 Noise :math:`\varepsilon` added to a logit multiplies the key's weight by
 :math:`w = e^\varepsilon`. A law has a kind and a scale b: ``"gaussian"`` (standard deviation b),
@@ -41,7 +41,7 @@ _SERIES_BELOW = {"gaussian": 0.3, "laplace": 0.1, "gumbel": 0.1, "uniform": 0.3}
 
 
 def noise_variance_ratio(kind: NoiseKind, scale: ArrayLike) -> float | Array:
-    r"""Variance of the factor that logit noise puts on a weight, in units of its squared mean.
+    r"""Relative variance of the factor that logit noise multiplies a weight by.
 
     .. math::
 
@@ -91,7 +91,7 @@ def noise_variance_ratio(kind: NoiseKind, scale: ArrayLike) -> float | Array:
 
 
 def noise_central_moment(kind: NoiseKind, order: int, scale: ArrayLike) -> float | Array:
-    r"""Central moment of the normalised factor that logit noise puts on a weight.
+    r"""Central moment of the normalised factor that logit noise multiplies a weight by.
 
     .. math:: \mu_k = E \Big( \frac{e^\varepsilon}{E e^\varepsilon} - 1 \Big)^k
               = \sum_{j=2}^k \binom{k}{j} (-1)^{k-j} (R_j - 1), \qquad
@@ -161,7 +161,7 @@ def _log_moment_ratio(kind: NoiseKind, k: int, b: Array) -> Array:
 
 @lru_cache
 def _moment_series(kind: NoiseKind, order: int) -> list[float]:
-    """Coefficients in b of a central moment; those below b^order are 0 and set so."""
+    """Taylor coefficients in b of a central moment; exactly 0 below b^order."""
     cumulants = _log_moment_series(kind)
     total = np.zeros(_ORDERS + 1)
     for k in range(2, order + 1):
@@ -175,7 +175,7 @@ def _moment_series(kind: NoiseKind, order: int) -> list[float]:
 
 
 def _log_moment_series(kind: NoiseKind) -> list[float]:
-    """Coefficients in x of log E exp(x ε / b), from x² on: linear terms never count."""
+    """Taylor coefficients in x of log E exp(x ε / b), from x² on."""
     series = [0.0] * (_ORDERS + 1)
     for m in range(2, _ORDERS + 1):
         if kind == "gumbel":
@@ -190,7 +190,7 @@ def _log_moment_series(kind: NoiseKind) -> list[float]:
 
 
 def check_scale(kind: str, scale: ArrayLike, moment: int = 0) -> Array:
-    """Check the kind, the scale, and that the moment asked for (0: none) is finite."""
+    """Check kind and scale, and that the moment of this order (0 for none) is finite."""
     if kind not in _KINDS:
         near = get_close_matches(str(kind).lower(), _KINDS, n=1, cutoff=0.0)[0]
         names = ", ".join(_KINDS)
@@ -209,7 +209,7 @@ def check_scale(kind: str, scale: ArrayLike, moment: int = 0) -> Array:
 def sample_noise(
     kind: NoiseKind, scale: float, shape: tuple[int, ...], generator: np.random.Generator
 ) -> Array:
-    """Draw noise of the given law."""
+    """Draw noise of a given kind and scale."""
     if kind == "gaussian":
         return scale * generator.standard_normal(shape)
     if kind == "laplace":
@@ -220,7 +220,7 @@ def sample_noise(
 
 
 class TiltedTable(NamedTuple):
-    """What one key contributes at s = e^x on a grid of x, for x w = s w under density ~ e^-sw."""
+    """Log transform, mean and variance of s w under density ~ e^-sw, at s = e^x."""
 
     log_transform: Array  # log E e^-sw
     mean: Array  # E s w, less s for narrow laws, under the tilted law
@@ -236,7 +236,7 @@ _ROWS = 128  # values of s integrated at a time
 
 
 def tilted_table(kind: NoiseKind, scale: float, x: Array) -> TiltedTable:
-    """Integrate over the noise, panel by panel, at each s = e^x.
+    """Compute a :class:`TiltedTable` by quadrature over the noise.
 
     Every sum has terms of one sign, so all three columns keep their relative accuracy: as s tends
     to 0, where log L and the tilted moments vanish, and as the scale does.
@@ -282,7 +282,7 @@ def _tilted_rows(kind: NoiseKind, scale: float, x: Array) -> TiltedTable:
 
 
 def _bulk_edges(kind: NoiseKind, scale: float, lowest: float, highest: float) -> Array:
-    """Panels that resolve the density and its product with w², as far as e^-sw lets it reach.
+    """Edges of panels that resolve the density of the noise and its product with w².
 
     ``lowest`` and ``highest`` bound log s. To the left, noise counts until its density is
     negligible against E e^-sw, which is at least about P(s w < 1) / e and P(w < 1) e^-s; to the
@@ -309,7 +309,7 @@ def _bulk_edges(kind: NoiseKind, scale: float, lowest: float, highest: float) ->
 
 
 def noise_quantiles(kind: NoiseKind, scale: float, depth: float) -> tuple[float, float]:
-    """Noise beyond these has a density below e^-depth, relative to the mode."""
+    """Bounds beyond which the noise has a density below e^-depth times its maximum."""
     if kind == "uniform":
         return -scale, scale
     if kind == "gaussian":

@@ -352,7 +352,7 @@ def critical_scale(scores: ArrayLike) -> float | Array:
 
 
 def _sorted_gaps(rows: NDArray[Any]) -> Iterator[tuple[slice, Array]]:
-    """Blocks of rows, in the order of the flattened ones, as gaps to their maximum, rising.
+    """Yield blocks of rows as ascending gaps to their maximum, in flattened order.
 
     A masked key has gap infinity, and in a row without a visible key all have.
     """

@@ -254,7 +254,7 @@ def _log_exp(gamma: ArrayLike) -> Array:
 
 
 def _ratio(beta: ArrayLike, gamma: ArrayLike) -> Array:
-    """Check the domain, then u = beta / gamma, at most 1e200 in size, which is as good as inf."""
+    """Check the arguments; return u = beta / gamma, clipped to ±1e200."""
     mean = checked("beta", beta, "the mean of the scores is finite")
     deviation = _deviation(gamma)
     if ((mean == 0) & (deviation == 0)).any():
@@ -270,7 +270,7 @@ def _relu2_up_to_one(u: Array) -> Array:
 
 
 def _relu2_middle(u: Array) -> Array:
-    """S where the moments themselves are well conditioned, -1 <= u <= 1."""
+    """S for -1 <= u <= 1, directly from the moments."""
     u = np.clip(u, -1, 1)
     cdf, density, square = ndtr(u), _normal_density(u), u * u
     second = (square + 1) * cdf + u * density
@@ -279,7 +279,7 @@ def _relu2_middle(u: Array) -> Array:
 
 
 def _log_relu2_high(u: Array) -> Array:
-    """log(1 - V / M4) / 2 for u >= 1, with V = M4 - M2² reduced on paper; both over u⁴."""
+    """Logarithm of S for u >= 1, as log(1 - V / M4) / 2 with V = M4 - M2² simplified."""
     u = np.maximum(u, 1)
     cdf, tail, density = ndtr(u), ndtr(-u), _normal_density(u)
     w = (1 / u) ** 2
@@ -290,7 +290,7 @@ def _log_relu2_high(u: Array) -> Array:
 
 
 def _log_relu2_low(u: Array) -> Array:
-    """For t = -u >= 1, S² = phi(t) r0 r1 r2 / (6 r3 r4) with ratios r_m of repeated integrals.
+    """Logarithm of S for t = -u >= 1, from ratios r_m of repeated integrals.
 
     r_m = J_m / J_(m-1), where J_m = int_0^inf y^m e^(-ty - y²/2) dy / m!, J_(-1) = 1; they obey
     r_m = 1 / (t + (m+1) r_(m+1)), stable downwards.

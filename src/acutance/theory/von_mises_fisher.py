@@ -1,4 +1,4 @@
-r"""Entropy of a row of cosine logits over many random directions: the von Mises-Fisher law.
+r"""Information of cosine logits over many random directions: the von Mises-Fisher distribution.
 
 Uniform directions in :math:`R^d`, weighted by :math:`e^{\kappa \cos\theta}`, have that law, and
 the row's information tends to its relative entropy to the uniform one. Bessel functions are scaled
@@ -66,7 +66,7 @@ def vmf_entropy_drop(d: ArrayLike, kappa: ArrayLike) -> float | Array:
 
 
 def von_mises_fisher(d: float, kappa: float) -> tuple[float, float, float]:
-    """Three expressions in log F = log 0F1(; d/2; κ²/4): κ - log F, κ - κA and D = κA - log F.
+    """κ - log F, κ - κA and D = κA - log F, with log F = log 0F1(; d/2; κ²/4).
 
     Each cancels in one regime when made from Bessel functions, so each is kept by itself.
     """
@@ -88,7 +88,7 @@ def von_mises_fisher(d: float, kappa: float) -> tuple[float, float, float]:
 
 
 def _far_from_order(order: float, kappa: float) -> tuple[float, float, float]:
-    """The same for κ ≫ order², from Hankel's expansion of I_v(κ) e^-κ sqrt(2 π κ)."""
+    """The same for κ ≫ order², from Hankel's expansion."""
     term, total, moment = 1.0, 0.0, 0.0
     for k in range(200):
         total += term
@@ -106,7 +106,7 @@ def _far_from_order(order: float, kappa: float) -> tuple[float, float, float]:
 
 
 def _large_order(order: float, kappa: float) -> tuple[float, float, float]:
-    """The same for a large order, from Debye's expansion, uniform in κ."""
+    """The same for a large order, from Debye's expansion."""
     z = kappa / order
     s = math.hypot(1.0, z)
     p = 1 / s

@@ -39,7 +39,7 @@ class Outputs:
             self._kept.setdefault(module, deque(maxlen=_MOST)).append(output.detach())
 
     def take(self, module: nn.Module) -> tuple[Tensor, ...]:
-        """The outputs of a module since they were last forgotten."""
+        """Recorded outputs of a module since :meth:`forget`."""
         return tuple(self._kept.get(module, ()))
 
     def left(self) -> set[nn.Module]:

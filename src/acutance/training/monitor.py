@@ -1,4 +1,4 @@
-"""AttentionMonitor: the attention of a model, measured every so many steps of its training."""
+"""AttentionMonitor: measure a model's attention every so many steps of its training."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
 
     @property
     def due(self) -> bool:
-        """Whether the step under way is measured: the first, and each multiple of ``every``.
+        """Whether the current step is measured: the first, and each multiple of ``every``.
 
         Where a loop counts several steps at once, the one that passes a multiple's distance.
         """
@@ -147,7 +147,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         return number == 1 or number % self.every == 0 or number - self._measured >= self.every
 
     def watch(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Measure the forward passes in this context, if the step is due; else nothing happens.
+        """Measure the forward passes in this context if the step is due.
 
         Args:
             model: the model that trains, the same each time in one step.
@@ -224,7 +224,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         write(writer, record.summary, self.metrics, self.histograms, record.step)
 
     def _summary(self) -> HeadSummary | None:
-        """All ranks' rows of this step; None if there are none and that is no news."""
+        """The summary of this step over all ranks; None if there is none and that is known."""
         opened, problem = self._probe, self._problem
         self._forget()
         summary = None
@@ -249,7 +249,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         return None
 
     def _raise_alarms(self, alarms: Sequence[Alarm]) -> None:
-        """Warn of the heads that are beyond a threshold for the first time."""
+        """Warn about heads that cross a threshold for the first time."""
         new = [alarm for alarm in alarms if alarm.place not in self._told]
         self._told |= {alarm.place for alarm in new}
         if ranks(self.group)[0] == 0:
@@ -263,18 +263,18 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
     # -- beginning and ending ---------------------------------------------------------------------
 
     def _forget(self) -> None:
-        """Drop what the step under way has shown."""
+        """Discard the measurements of the current step."""
         self._model, self._probe, self._problem = None, None, ""
 
     def _begin_anew(self) -> None:
-        """Know nothing of an earlier run: its heads were those of another model."""
+        """Reset the state, for a new run with another model."""
         self._forget()
         self.steps = self._measured = 0
         self.last = None
         self._told.clear()
 
     def close(self) -> None:
-        """Let go of a model and a trainer, wherever a step was; needed only where one was left."""
+        """Release the model and the trainer; needed only if a step was left unfinished."""
         self._release()
         self._forget()
 
@@ -290,7 +290,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps, and the heads that were warned of: plain values, which JSON holds too."""
+        """Steps and the heads already warned about, as JSON-compatible values."""
         return {
             "steps": self.steps,
             "measured": self._measured,
@@ -298,7 +298,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave.
+        """Restore what :meth:`state_dict` returned.
 
         Raises:
             ValueError: if something is missing, or of the wrong kind.

@@ -1,4 +1,4 @@
-"""QKClip: the largest logit of each head, held under a threshold by its own weights."""
+"""QKClip: bound the largest logit of each head by scaling its query and key weights."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class QKClip:
         self._shapes[name] = (seen.width, eps)  # for ranks that do not see the layer
 
     def _note(self, name: str, query: Tensor, key: Tensor) -> None:
-        """Tell from a call how its module's projections are laid out, until that is known."""
+        """Determine the layout of a module's projections from its first calls."""
         if self._outputs is None:
             return
         if name in self._layouts:
@@ -186,7 +186,7 @@ class QKClip:
             self._makers[name] = makers
 
     def _untold(self) -> set[torch.nn.Module]:
-        """The projections of the chosen modules whose layout is not known."""
+        """The projections of the chosen modules whose layout is unknown."""
         modules = dict(named_modules(self._model))
         told = {self._holder(modules, name) for name in self._layouts}
         chosen = {self._holder(modules, name) for name in modules if self._watch.wants(name)}
@@ -199,7 +199,7 @@ class QKClip:
         } - self._aside
 
     def _holder(self, modules: Mapping[str, torch.nn.Module], name: str) -> torch.nn.Module | None:
-        """The module, or the nearest around it, that has something with a projection's name."""
+        """The nearest enclosing module that has an attribute of a projection's name."""
         module = modules.get(name)
         for _ in range(3):
             if module is None or any(part in NAMES for part, _ in module.named_children()):
@@ -211,7 +211,7 @@ class QKClip:
         return None
 
     def step(self) -> ClipReport:
-        """Scale the heads that exceeded τ since the last step, and start anew.
+        """Scale the heads that exceeded τ since the last step, and reset the maxima.
 
         Call it after ``optimizer.step()``, on every rank.
 
@@ -263,7 +263,7 @@ class QKClip:
         return ClipReport(tuple(layers), tuple(odd))
 
     def settle(self, run: Callable[[], object], *, rounds: int = 100) -> tuple[ClipReport, ...]:
-        """Run and clip until no head exceeds τ on what ``run`` runs.
+        """Run and clip repeatedly until no head exceeds τ on what ``run`` computes.
 
         Scaling one layer changes what the next one is given, so one step holds every head to τ
         only for unchanged inputs. In the order of the layers each is final after one more round.
@@ -288,7 +288,7 @@ class QKClip:
         raise RuntimeError(f"after {rounds} rounds {len(reports[-1].clipped)} heads exceeded tau")
 
     def after(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Take a :meth:`step` after every step of an optimiser, until the result's ``remove()``.
+        """Call :meth:`step` after every step of an optimiser, until the result's ``remove()``.
 
         Example:
             >>> layer = torch.nn.MultiheadAttention(8, 2)
@@ -302,7 +302,7 @@ class QKClip:
         self.step()
 
     def _laid_out(self, name: str, heads: int, width: int, layout: int) -> Projections:
-        """The weights of a module, laid out as a forward told."""
+        """The weights of a module, in the layout that a forward pass determined."""
         ways = self._weights(name, heads, width)
         if layout == _OTHERS:
             raise ValueError(
@@ -313,7 +313,7 @@ class QKClip:
         return next((w for w in ways if LAYOUTS.index(w.layout) == layout), ways[0])
 
     def _weights(self, name: str, heads: int, width: int) -> tuple[Projections, ...]:
-        """The weights of a module, or of the nearest module around it that has them."""
+        """The weights of a module, or of the nearest enclosing module that has them."""
         if not self._modules:
             self._modules = dict(named_modules(self._model))
         module, reason, place = self._modules[name], None, name
@@ -341,7 +341,7 @@ class QKClip:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave, with its τ and α.
+        """Restore what :meth:`state_dict` returned, with its τ and α.
 
         Raises:
             ValueError: if something is missing.
@@ -363,5 +363,5 @@ class QKClip:
 
 
 def _margin(eps: float) -> float:
-    """What rounding of the weights, and of the products made of them, may add to a logit."""
+    """Increase of a logit that rounding of weights and products may cause."""
     return 4 * eps if eps > 1e-5 else 64 * eps

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from acutance.diagnose.classes import CLASSES, HeadClass, classify
 from acutance.diagnose.findings import KEY_NORMS, LABELS, describe_key_norms, findings
-from acutance.diagnose.recommendations import KINDS, Recommendation, otherwise, recommendations
+from acutance.diagnose.recommendations import (
+    KINDS,
+    Recommendation,
+    no_recommendation,
+    recommendations,
+)
 from acutance.diagnose.sentences import GROUPS, crossing, metric_words
 from acutance.escapes import visible
 from acutance.report.colours import ANCHORS, as_hex, colour_scale
@@ -131,7 +136,7 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
             }
             for finding in findings(summary)
         ],
-        **advice(recommendations(summary), otherwise(summary)),
+        **advice(recommendations(summary), no_recommendation(summary)),
         "notices": [visible(notice) for notice in notices(summary.about)],
         "unread": [visible(reason) for reason in summary.unread],
         "not_provided": [visible(reason) for reason in summary.not_provided],

@@ -1,1 +1,1 @@
-"""Exact means over softmax rows of n keys whose scores are independent draws from one law."""
+"""Exact means over softmax rows of n keys with independent, identically distributed scores."""

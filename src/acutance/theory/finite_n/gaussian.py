@@ -209,7 +209,7 @@ def _expected_collision(n: float, gamma: float) -> float:
 
 
 class _Factors(NamedTuple):
-    """Factors of the integrands at points y of the real line, for the measure dy / scale."""
+    """Factors of the integrands at points y, for the measure dy / scale."""
 
     others: Array  # F^(n-1), no other key above y
     rest: Array  # F^(n-2), none of the keys but two
@@ -220,7 +220,7 @@ class _Factors(NamedTuple):
 
 
 def _over_rows(integrand: Callable[[_Factors], Array], n: float, gamma: float) -> float:
-    """Integrate over y, in the unit max(1, gamma) in which the integrands have width O(1)."""
+    """Integrate over y, in units of max(1, gamma), in which every integrand has a width near 1."""
     scale, log_n = max(1.0, gamma), float(np.log(n))
     lowest = -4.5 - 10 * gamma
     highest = log_n + 42 + gamma * min(gamma / 2, float(np.sqrt(2 * (log_n + 42))))
@@ -235,7 +235,7 @@ def _over_rows(integrand: Callable[[_Factors], Array], n: float, gamma: float) -
 def _factors(
     n: float, gamma: float, highest: float, first: float, last: float, points: int
 ) -> _Factors:
-    """The factors at evenly spaced y: what many integrals over the same row share."""
+    """The factors at evenly spaced y, cached: several integrals over a row share them."""
     scale = max(1.0, gamma)
     y = scale * np.linspace(first, last, points)[:, None]
     below, above, density, kernel, square = _single_key(highest, gamma)(y)
@@ -248,7 +248,7 @@ def _factors(
 
 
 def _single_key(highest: float, gamma: float) -> Callable[[Array], tuple[Array, ...]]:
-    """F, 1 - F, f, k and q at y, as sums over nodes fit for y up to ``highest``."""
+    """Function of y: F, 1 - F, f, k and q, as sums over nodes valid up to ``highest``."""
     if gamma < _SMALL_GAMMA:
         z = np.arange(-10.0, 12.0, _NORMAL_STEP)
         weight = _NORMAL_STEP * normal_density(z)
@@ -287,7 +287,7 @@ def normal_density(z: Array) -> Array:
 
 
 def _gumbel_tail_mean(g: Array) -> Array:
-    """K(g), the part of a Gumbel variable's centred mean that lies above g; K >= 0.
+    """K(g), the part of a centred Gumbel variable's mean that lies above g.
 
     K = e^-a (log a + c) + E1(a) at a = e^-g; below a = 1 as (e^-a - 1)(log a + c) + Ein(a),
     with the series of Ein, because there E1 is about -log a - c.
@@ -301,7 +301,7 @@ def _gumbel_tail_mean(g: Array) -> Array:
 
 
 def _integrate(integrand: Callable[[Array], Array], lowest: float, highest: float) -> float:
-    """Trapezoid rule over the part of [lowest, highest] where the positive integrand matters."""
+    """Trapezoid rule over the part of [lowest, highest] where the integrand is not negligible."""
     x = np.linspace(lowest, highest, _SCAN_POINTS)
     values = integrand(x)
     live = np.flatnonzero(values > _NEGLIGIBLE * values.max())

@@ -1,4 +1,4 @@
-r"""Cells of a law, on which any function of one score is averaged by Gauss sums.
+r"""Quadrature cells of a distribution, over which functions of one score are averaged.
 
 The cells cut the line of log-odds :math:`v = \log(F / (1 - F))` where the quantile function is a
 polynomial to rounding. Kinks, holes and singular edges of the law are found by bisection, so that
@@ -65,7 +65,7 @@ _LARGEST = 1e150  # quantiles beyond are cut off
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells of a law, from its lower to its upper tail; distances are from its origin.
+    """Cells of a distribution, ascending; scores are measured from its origin.
 
     Attributes:
         origin: The family's.
@@ -94,7 +94,7 @@ class Grid:
     name: str
 
     def require_mean(self, what: str) -> None:
-        """Raise ValueError where the scores have no mean that float64 could settle."""
+        """Raise ValueError if the scores have no mean within float64."""
         if not self.has_mean:
             raise ValueError(
                 f"family: the mean of {self.name} is infinite, or carried by scores beyond float64,"
@@ -102,7 +102,7 @@ class Grid:
             )
 
     def require_tail(self, n: float) -> None:
-        """Raise ValueError where the largest of n scores may lie beyond the cells."""
+        """Raise ValueError if the largest of n scores may lie beyond the cells."""
         if not n * expit(-self.end) < _MISSED:
             raise ValueError(
                 f"n: quantiles of {self.name} are known up to probability {expit(-self.end):.1g}"
@@ -125,7 +125,7 @@ def gauss(edges: Array) -> tuple[Array, Array]:
 
 @lru_cache(maxsize=64)
 def grid(family: Family) -> Grid:
-    """Cells of ``family``, computed once and kept.
+    """The cells of a family, cached.
 
     Args:
         family: Any continuous law.
@@ -189,7 +189,7 @@ def _grid(family: Family) -> Grid:
 
 
 def _ascending(scores: Array) -> Array:
-    """Undo the noise of quantiles that a distribution does not know so far out."""
+    """Make quantiles monotone where the distribution computes its tails with noise."""
     flat = scores.ravel()
     above = np.maximum.accumulate(np.maximum(flat, 0.0))
     below = np.minimum.accumulate(np.minimum(flat, 0.0)[::-1])[::-1]
@@ -197,7 +197,7 @@ def _ascending(scores: Array) -> Array:
 
 
 def _reach(family: Family, side: int, unit: float) -> tuple[float, bool]:
-    """Log-odds at which the cells end, and whether they hold the mean of that tail."""
+    """Log-odds at which the cells end, and whether they contain the mean of that tail."""
     end, step, beyond = 0.0, _REACH, 1.0
     middle = family.offset(np.zeros(()))
     while end < _FAR_REACH and beyond > 1e-20:
@@ -214,7 +214,7 @@ def _reach(family: Family, side: int, unit: float) -> tuple[float, bool]:
 
 
 def _unresolved(family: Family, unit: float, start: Array, stop: Array) -> NDArray[np.bool_]:
-    """Which cells to bisect: the quantile function is no polynomial there, or the law is uneven."""
+    """Mask of cells to bisect, where the quantile function is not yet polynomial to rounding."""
     half = 0.5 * (stop - start)
     nodes = 0.5 * (start + stop)[:, None] + half[:, None] * NODES
     values = family.offset(nodes)

@@ -1,4 +1,4 @@
-r"""Softmax rows with independent logits of any law: exact expectations at finite n.
+r"""Exact means at finite n for softmax rows of independent scores of any distribution.
 
 A row of n keys has logits :math:`\gamma s_j`, the scores s_j independent with a common continuous
 law, weights :math:`p = \mathrm{softmax}(\gamma s)` and normaliser
@@ -79,7 +79,7 @@ def expected_logsumexp(
     Args:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
-        family: Law of the scores s; see :func:`expected_entropy`.
+        family: Distribution of the scores s; see :func:`expected_entropy`.
         **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
@@ -108,7 +108,7 @@ def expected_entropy(
     .. math:: E H = -E \sum_{j=1}^n p_j \log p_j, \qquad p = \mathrm{softmax}(\gamma s)
 
     ======================== ==================================================
-    family                   law of a score s, at unit scale
+    family                   distribution of s at unit scale
     ======================== ==================================================
     ``"gaussian"``           standard normal
     ``"uniform"``            uniform on [-1, 1]
@@ -129,7 +129,7 @@ def expected_entropy(
     Args:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
-        family: Law of the scores s, from the table.
+        family: Distribution of the scores s, from the table.
         **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
@@ -171,7 +171,7 @@ def expected_power_sum(
     Args:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
-        family: Law of the scores s; see :func:`expected_entropy`.
+        family: Distribution of the scores s; see :func:`expected_entropy`.
         k: The power, 1 <= k <= 1000; not only integers.
         **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
@@ -209,7 +209,7 @@ def expected_collision(
     Args:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
-        family: Law of the scores s; see :func:`expected_entropy`.
+        family: Distribution of the scores s; see :func:`expected_entropy`.
         **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
@@ -244,7 +244,7 @@ def expected_weighted_mean(
     Args:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
-        family: Law of the scores s; see :func:`expected_entropy`.
+        family: Distribution of the scores s; see :func:`expected_entropy`.
         **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
@@ -335,7 +335,7 @@ def expected_power(n: float, gamma: float, family: Family, k: float) -> float:
 
 
 def _within(value: float, least: float, most: float, gamma: float, family: Family) -> float:
-    """Give the value, which only rounding may put outside its bounds."""
+    """Clip rounding errors at the bounds; ValueError for a value further outside."""
     if not least * (1 - 1e-8) <= value <= most * (1 + 1e-8):
         raise ValueError(
             f"gamma: at this scale the gaps that matter are below what float64 resolves of the"
@@ -345,7 +345,7 @@ def _within(value: float, least: float, most: float, gamma: float, family: Famil
 
 
 def _tail_mean(g: Array) -> Array:
-    """K(g), with the exponential integral only where it is needed."""
+    """K(g) as in the module's docstring; the exponential integral only where needed."""
     a = np.exp(-g)
     small = np.minimum(a, 1.0)
     values = np.zeros_like(a)  # Ein(small)

@@ -1,4 +1,4 @@
-r"""One softmax row of independent logits: averages over a score, and the integral over y.
+r"""Quadrature for softmax rows: averages over one score, and the integral over y.
 
 Every expectation of ``acutance.theory.finite_n`` is
 :math:`\int \Psi(F(y), E\,\kappa(y - \gamma s)) dy` with kernels κ that live near 0,
@@ -51,14 +51,14 @@ def expectation(
     family: Any,
     parameter: FamilyParameter,
 ) -> float | Array:
-    """Evaluate a row's expectation at each number of keys and scale, for one law of the scores."""
+    """Evaluate a row's expectation for each pair of n and gamma, for one family of scores."""
     law = as_family(family, **parameter)
     return pointwise_rows(lambda keys, scale: point(keys, scale, law), n, gamma)
 
 
 @dataclass(frozen=True)
 class Row:
-    """The averages over one score, and the integral over y, at one n, gamma and family.
+    """Quadrature for rows of n keys at one gamma and family.
 
     Scores are relative to the family's origin.
     """
@@ -78,7 +78,7 @@ class Row:
     def for_kernels(
         cls, n: float, gamma: float, family: Family, power: float = 1.0, moment: bool = False
     ) -> "Row":
-        """Lay out the row for kernels up to a^power e^-a, and with ``moment`` those times s."""
+        """Choose nodes for kernels up to a^power e^-a, with ``moment`` also for those times s."""
         cells = grid(family)
         cells.require_tail(n)
         keys = n * cells.mass  # expected number in a cell
@@ -109,7 +109,7 @@ class Row:
         return np.asarray(np.exp((self.n - chosen) * log_probability(below, above)))
 
     def average(self, y: Array, kernels: list[Kernel], moment: bool = False) -> Array:
-        """F, 1 - F and the means of the kernels at y, ascending; with ``moment`` those times s."""
+        """F, 1 - F and the mean of each kernel at ascending y; with ``moment``, times s."""
         sums = np.zeros((2 + len(kernels), y.size))
 
         def values(g: Array, scores: Array) -> list[Array]:
@@ -193,7 +193,7 @@ class Row:
         return self.family.density(logits / self.gamma) / self.gamma
 
     def integrate(self, integrand: Kernel) -> float:
-        """Gauss sums over panels, bisected until each is a polynomial to rounding."""
+        """Integrate over y on panels that are bisected until each is polynomial to rounding."""
         left, right = self.edges[:-1], self.edges[1:]
         total = size = 0.0
         count = 0
@@ -225,7 +225,7 @@ class Row:
 
 
 def kernel_panels(power: float, reach: float) -> Array:
-    """Panels of g = -log a: a^power e^-a peaks at a = power, and falls off as e^(-power g)."""
+    """Panels of g = -log a on which a^power e^-a is polynomial to rounding."""
     lowest = -math.log(power + 44 + 10 * math.sqrt(power))  # e^-a is 0 below it
     width = 1 / math.sqrt(power)
     near = -math.log(power) + width * np.arange(-1.5, 9.0, 2.5)
@@ -236,7 +236,7 @@ def kernel_panels(power: float, reach: float) -> Array:
 
 
 def _first_edges(logits: Array, panels: Array, power: float, step: float) -> Array:
-    """Panels of y to start from, fine where an end of the law or the kernel's peak may show."""
+    """Initial panels of y, finer near ends of the distribution and peaks of the kernels."""
     lowest, reach = float(panels[0]), float(panels[-1])
     start, stop = logits[0] + lowest, logits[-1] + min(reach, reach / power + 12)
     around = np.array([lowest, 0.5 * lowest, 0, 3, 6, 10, 15, 22, 30, 40, reach])
@@ -254,7 +254,7 @@ def _first_edges(logits: Array, panels: Array, power: float, step: float) -> Arr
 
 
 def _thinned(edges: Array, step: float) -> Array:
-    """Ascending edges at least ``step`` apart, the ends among them."""
+    """Drop edges closer than ``step`` to the one before; both ends stay."""
     chosen = [edges[0]]
     for edge in edges[1:-1]:
         if edge >= chosen[-1] + step:

@@ -1,4 +1,4 @@
-r"""Softmax rows with independent logits: exact means of what power sums do not give.
+r"""Exact means of effective keys, sparsity, varentropy and Jacobian norm, for independent logits.
 
 With :math:`a = e^{\gamma s - y}` and :math:`F = E e^{-a}` as in ``acutance.theory.finite_n.iid``,
 :math:`1/Z^k = \frac{1}{\Gamma(k)} \int t^{k-1} e^{-tZ} dt` at :math:`t = e^{-y}` makes every ratio
@@ -63,7 +63,7 @@ def expected_effective_keys(
     Args:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
-        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
         **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
@@ -96,7 +96,7 @@ def expected_sparsity(
     Args:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
-        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
         **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
@@ -126,7 +126,7 @@ def expected_varentropy(
     Args:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
-        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
         **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
@@ -160,7 +160,7 @@ def expected_jacobian_fro2(
     Args:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0; it is not a factor of the Jacobian.
-        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
         **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
@@ -182,7 +182,7 @@ def expected_jacobian_fro2(
 
 
 def _pairs(row: Row, product: Callable[..., Array], kernels: list[Kernel]) -> float:
-    """The integral of n (n - 1) F^(n-2) times a product of the kernels' means."""
+    """Integral of n (n - 1) F^(n-2) times a product of kernel means."""
 
     def integrand(y: Array) -> Array:
         below, above, *means = row.average(y, kernels)
@@ -192,7 +192,7 @@ def _pairs(row: Row, product: Callable[..., Array], kernels: list[Kernel]) -> fl
 
 
 def _doubled(n: float, gamma: float, family: Family) -> Row:
-    """The row of e^(2 gamma s), followed twice as far: sqrt(a) e^-a falls off half as fast."""
+    """Quadrature at twice the scale, over a range twice as long."""
     row = Row.for_kernels(n, 2 * gamma, family, power=0.5)
     reach = float(row.panels[-1])
     edges = np.concatenate([row.edges, row.edges[-1] + np.arange(4.0, reach + 4, 4.0)])

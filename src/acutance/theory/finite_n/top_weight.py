@@ -1,4 +1,4 @@
-r"""The weight that the largest of n independent logits takes, on average.
+r"""Mean of the largest weight of a softmax row of n independent logits.
 
 The top weight is :math:`1 / (1 + R)`, R the sum of :math:`e^{\gamma(s_j - m)}` over the other keys,
 which are independent given the maximum m:
@@ -69,7 +69,7 @@ def expected_top_weight(
     Args:
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
-        family: Law of the scores; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
         **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
@@ -128,13 +128,13 @@ def _top_weight(n: float, gamma: float, family: Family) -> float:
 
 
 class Scratch:
-    """Memory for a matrix that is filled again and again: new pages cost more than exponentials."""
+    """Reusable memory for a matrix; allocating new pages costs more than computing exponentials."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0)
 
     def matrix(self, rows: int, columns: int) -> Array:
-        """A matrix of any numbers; what it held before is lost."""
+        """An uninitialised matrix in the reused memory."""
         if self._memory.size < rows * columns:
             self._memory = np.empty(rows * columns)
         return self._memory[: rows * columns].reshape(rows, columns)
@@ -173,7 +173,7 @@ def laplace_power(
 
 
 def _nodes_below(at: float, gamma: float, family: Family, edges: Array) -> tuple[Array, Array]:
-    """Nodes in log-odds below ``at`` and their probabilities, dense where a logit is close."""
+    """Quadrature nodes in log-odds below ``at`` and their probabilities, denser near ``at``."""
     closest = family.offset(np.array([at - 1e-3, at]))
     slope = max(gamma * float(closest[1] - closest[0]) * 1e3, 1e-300)
     halvings = min(max(math.ceil(math.log2(slope)) + 1, 1), _GEOMETRIC.size)
@@ -185,7 +185,7 @@ def _nodes_below(at: float, gamma: float, family: Family, edges: Array) -> tuple
 
 
 def _edges(log_odds: Array) -> Array:
-    """Ends of cells whose Gauss nodes are given, so that kinks of the law stay between panels."""
+    """Edges of the cells with these Gauss nodes, so that no panel contains a kink."""
     middle = 0.5 * (log_odds[:, 0] + log_odds[:, -1])
     half = 0.5 * (log_odds[:, -1] - log_odds[:, 0]) / NODES[-1]
     return np.append(middle - half, middle[-1] + half[-1])

@@ -1,4 +1,4 @@
-"""Every metric of a row, predicted from a few parameters of its scores: one record, a mechanism."""
+"""Predictions of every metric of a row, from a few parameters of its scores."""
 
 from __future__ import annotations
 

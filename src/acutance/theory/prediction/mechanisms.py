@@ -2,7 +2,7 @@ r"""What every metric of an attention row should be, for a mechanism and a numbe
 
 The prediction has the shape of what is measured, one field for each metric of ``acutance.METRICS``,
 so that comparing is a subtraction. Softmax, cosine, relu² and identity rows are taken at finite n,
-by the exact means of ``iid``, ``row_means``, ``top_weight`` and ``prediction.weights``; the
+by the exact means of ``finite_n`` and ``prediction.weighted``; the
 formulas for infinitely many keys stand beside them in ``Prediction.population``.
 
 Sources: Su Jianlin, kexue.fm/archives/9889, 9593, 9034; Derrida (1981), Phys. Rev. B 24, 2613.
@@ -38,7 +38,7 @@ __all__ = ["PREDICTED_MECHANISMS", "predict"]
 
 
 class _Case(NamedTuple):
-    """What a mechanism makes of its parameters."""
+    """Formulas, many-key limits and parameters of one prediction."""
 
     formulas: Formulas
     population: MetricRecord
@@ -47,7 +47,7 @@ class _Case(NamedTuple):
 
 @dataclass(frozen=True)
 class _Mechanism:
-    """A mechanism's parameters, and how to read them."""
+    """Names of a mechanism's parameters, and the function that reads them."""
 
     takes: tuple[str, ...]
     build: Callable[..., _Case]
@@ -101,7 +101,7 @@ def predict(
         logit_std: Standard deviation of the logits.
         logit_mean: Their mean; 0 if left out, or what the family and scale make it.
         scale: Factor of the scores.
-        family: Law of a score; see :func:`~acutance.theory.finite_n.iid.expected_entropy`.
+        family: Distribution of a score; see :func:`~acutance.theory.expected_entropy`.
         d: Dimension of queries and keys.
         rho: Exponent of the family ``"stretched"``.
         a: Tail index of the family ``"pareto"``.
@@ -378,7 +378,7 @@ def _mean(value: Any) -> float:
 
 
 def _number(name: str, value: Any, least: float, rule: str, most: float = math.inf) -> float:
-    """As a float, if it is one finite number within [least, most]."""
+    """Convert to float; ValueError unless it is one finite number within [least, most]."""
     values = np.asarray(value, dtype=np.float64)
     if values.ndim or not (np.isfinite(values) and least <= values <= most):
         raise ValueError(f"{name}: {rule}, got {name}={value!r}")

@@ -1,4 +1,4 @@
-"""The record of a prediction: one field for each metric, so that comparing is subtracting.
+"""The record of a prediction: one field for each metric, with subtraction to compare records.
 
 Theory imports nothing of what measures, so the names stand here once more; a test holds them to
 ``acutance.METRICS``, name by name and in order.
@@ -88,7 +88,7 @@ NAMES: tuple[str, ...] = tuple(entry.name for entry in fields(MetricRecord))
 
 @dataclass(frozen=True, repr=False)
 class Prediction(MetricRecord):
-    """What theory expects of an attention row, metric by metric.
+    """Expected metrics of an attention row, with the kind of each number.
 
     Attributes:
         mechanism: name of the mechanism.
@@ -110,7 +110,7 @@ class Prediction(MetricRecord):
 
 
 def _values(other: Any) -> dict[str, Any] | None:
-    """Metrics of anything that has them, NaN for those it lacks; None for anything else."""
+    """Metrics of a record, statistics, summary or mapping, NaN if missing; None for other types."""
     if isinstance(other, MetricRecord):
         return other.as_dict()
     if isinstance(other, Mapping):

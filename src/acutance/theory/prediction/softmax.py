@@ -70,12 +70,12 @@ _ONE_KEY = "With one key both the entropy and log n are 0."
 def softmax_formulas(
     n: float, gamma: float, family: Family, shift: float, value_variance: float
 ) -> Formulas:
-    """How to compute each metric of a row with logits shift + gamma s, s independent.
+    """Formulas for each metric of a row with independent logits shift + gamma s.
 
     Args:
         n: Number of keys, n >= 1.
         gamma: Scale of the logits, gamma >= 0.
-        family: Law of a score s.
+        family: Distribution of a score s.
         shift: Added to every logit.
         value_variance: Variance of the values, summed over components.
 
@@ -186,7 +186,7 @@ def score_moments(family: Family) -> tuple[float, float]:
 
 
 def gaussian_deviation(n: float, gamma: float) -> float:
-    r"""Mean of the plain standard deviation of n normal logits (dividing by n, not n - 1).
+    r"""Mean of the standard deviation (dividing by n) of n normal logits.
 
     .. math:: E \sqrt{M_2 / n} = \gamma \sqrt{2/n}\, \Gamma(n/2) / \Gamma((n-1)/2)
 
@@ -204,7 +204,7 @@ def gaussian_deviation(n: float, gamma: float) -> float:
 
 
 def _mean_gaussian_entropy(n: float, gamma: float) -> float:
-    """The mean of E H(n, g) over the deviation g that n normal logits happen to have."""
+    """Mean of E H(n, g) over the sample deviation g of n normal logits."""
     if n == 1 or gamma == 0:
         return math.log(n)
     order = 60 if n < 8 else 24 if n < 64 else 8 if n < 1024 else 4
@@ -297,7 +297,7 @@ def softmax_population(
 
 
 def sparse_population(n: float, sparsity: float, **others: float) -> MetricRecord:
-    """The metrics that follow from a population's sparsity.
+    """The metrics of a row that follow from its sparsity in the limit of many keys.
 
     Example:
         >>> sparse_population(100, 0.5).effective_keys
@@ -318,7 +318,7 @@ def _bounded_exp(exponent: float) -> float:
 
 
 def _largest(n: float, family: Family) -> float:
-    """The score that one key in n exceeds; sqrt(2 log n) for Gaussian ones."""
+    """The quantile exceeded by one key in n; sqrt(2 log n) for Gaussian scores."""
     if isinstance(family, Gaussian):
         return math.sqrt(2 * math.log(n))
     odds = math.log(n - 1) if n > 1 else -math.inf
@@ -327,7 +327,7 @@ def _largest(n: float, family: Family) -> float:
 
 @lru_cache(maxsize=1024)
 def _tilted(family: Family, gamma: float) -> tuple[float, float, float]:
-    """K, K' and K'' at gamma, NaN where the tilted law reaches beyond float64's quantiles."""
+    """K, K' and K'' at gamma; NaN where they depend on quantiles beyond float64."""
     if isinstance(family, Gaussian):
         return gamma * gamma / 2, gamma, 1.0
     scores, log_weights = _scores(family)
@@ -346,7 +346,7 @@ def _tilted(family: Family, gamma: float) -> tuple[float, float, float]:
 
 @lru_cache(maxsize=64)
 def _scores(family: Family) -> tuple[Array, Array]:
-    """Scores less the origin, ascending, and the logarithms of their probabilities."""
+    """Scores minus the origin, ascending, and logarithms of their probabilities."""
     cells = grid(family)
     first, last = cells.log_odds[0], cells.log_odds[-1]  # which end short of their cells
     low = first[0] - np.ptp(first) * _MARGIN - np.arange(0.0, _FURTHER, 2.0)[::-1]

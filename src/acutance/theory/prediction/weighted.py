@@ -79,7 +79,7 @@ _NO_LAW = "Mean and covariance of the keys do not determine it."
 
 
 def decay_formulas(n: float, lam: float, value_variance: float) -> Formulas:
-    """Each metric of a row whose weights decay by the factor lam per key."""
+    """Formulas for a row whose weights decay by the factor lam per key."""
     theta = -math.log(lam)
     x, log_n = theta / 2, math.log(n)
     keys = float(effective_keys_decay(lam, n))
@@ -122,7 +122,7 @@ def decay_formulas(n: float, lam: float, value_variance: float) -> Formulas:
 
 
 def relu2_formulas(n: float, mean: float, deviation: float) -> Formulas:
-    """Each metric of a row with weights max(s, 0)², s normal; means are over rows with some."""
+    """Formulas for a row with weights max(s, 0)², s normal; means are over rows with weight."""
     row, log_n = WeightedRow.relu2(n, mean / deviation), math.log(n)
     entropy = cache(row.entropy)
     formulas = _score_formulas(n, mean, deviation)
@@ -144,7 +144,7 @@ def relu2_formulas(n: float, mean: float, deviation: float) -> Formulas:
 
 
 def size_formulas(n: float, mean: float, deviation: float) -> Formulas:
-    """Each metric of a row whose weights are the normal scores themselves, measured by size."""
+    """Formulas for a row whose weights are normal scores, by their absolute values."""
     row = WeightedRow.size(n, mean / deviation)
     names = ("entropy", "normalized_entropy", "information")
     return _score_formulas(n, mean, deviation) | {
@@ -158,7 +158,7 @@ def size_formulas(n: float, mean: float, deviation: float) -> Formulas:
 
 
 def linear_formulas(n: float, mean: float, sparsity: float) -> Formulas:
-    """Each metric of non-negative linear attention with this population mean and sparsity."""
+    """Formulas for non-negative linear attention, from the mean and sparsity of its weights."""
     keys = n * sparsity * sparsity
     spread = mean * math.sqrt(max(1 / sparsity**2 - 1, 0.0))
     names = ("entropy", "normalized_entropy", "information", "top_weight", "max_logit")
@@ -176,7 +176,7 @@ def linear_formulas(n: float, mean: float, sparsity: float) -> Formulas:
 
 
 def _score_formulas(n: float, mean: float, deviation: float) -> Formulas:
-    """What is of the normal scores alone."""
+    """Formulas for the metrics that depend on the scores alone."""
     return _without_softmax() | {
         "n_keys": ("fixed", lambda: n),
         "sink_mass": ("fixed", lambda: 0.0),
@@ -197,7 +197,7 @@ def _constant(value: float) -> Callable[[], float]:
 
 
 def _position(n: float, x: float) -> tuple[float, float]:
-    """Mean and variance of the attended position, each in the form that does not cancel."""
+    """Mean and variance of the attended position, without cancellation."""
     if n * x > _SERIES_TO:
         mean = _one_over_expm1(2 * x) - n * _one_over_expm1(2 * n * x)
         return mean, (_one_over_sinh2(x) - n * n * _one_over_sinh2(n * x)) / 4
@@ -239,7 +239,7 @@ _FEWEST = 1e-9  # expected active keys below which a mean over active rows says 
 
 @dataclass(frozen=True)
 class WeightedRow:
-    """The law of one weight, at unit gamma.
+    """Quadrature for a row of n keys with one distribution of weights.
 
     Attributes:
         n: Number of keys.
@@ -257,29 +257,29 @@ class WeightedRow:
 
     @classmethod
     def relu2(cls, n: float, u: float) -> "WeightedRow":
-        """Squares of the positive scores of mean u and deviation 1."""
+        """Weights max(s, 0)² of scores with mean u and deviation 1."""
         scores, mass = _positive(u)
         return cls(n, scores * scores, mass, float(ndtr(-u)), float(log_ndtr(-u)))
 
     @classmethod
     def size(cls, n: float, u: float) -> "WeightedRow":
-        """Sizes of scores of mean u and deviation 1."""
+        """Weights abs(s) of scores with mean u and deviation 1."""
         parts = [_positive(u), _positive(-u)]
         weights, mass = (np.concatenate(column) for column in zip(*parts, strict=True))
         return cls(n, weights, mass, 0.0, -math.inf)
 
     @property
     def active(self) -> float:
-        """Probability of a row with some weight."""
+        """Probability that a row has any weight."""
         return -math.expm1(self.n * self.log_idle)
 
     @property
     def has_rows(self) -> bool:
-        """Whether rows with some weight are common enough to have a mean."""
+        """Whether rows with weight are common enough for a mean over them."""
         return self.active > _FEWEST
 
     def effective_keys(self) -> float:
-        """E (Σa)²/Σa²."""
+        """Mean number of effective keys, E (Σa)²/Σa²."""
         if self.n == 1:
             return 1.0
         t, moment, rest = self._transforms(2.0, [self.weights])
@@ -287,19 +287,19 @@ class WeightedRow:
         return 1 + _STEP * float(pairs) / self.active
 
     def sparsity(self) -> float:
-        """E Σa / sqrt(n Σa²)."""
+        """Mean sparsity, E Σa / sqrt(n Σa²)."""
         t, moment, rest = self._transforms(2.0, [self.weights])
         total = (np.sqrt(t) * moment[0] * np.exp((self.n - 1) * rest)).sum()
         return math.sqrt(self.n / math.pi) * _STEP * float(total) / self.active
 
     def collision(self) -> float:
-        """E Σp²."""
+        """Mean collision probability, E Σp²."""
         t, moment, rest = self._transforms(1.0, [self.weights**2])
         total = (t * t * moment[0] * np.exp((self.n - 1) * rest)).sum()
         return self.n * _STEP * float(total) / self.active
 
     def entropy(self) -> float:
-        """E -Σ p log p."""
+        """Mean entropy, E -Σ p log p, in nats."""
         t, moment, rest = self._transforms(1.0, [self.weights * np.log(self.weights)])
         idle = math.exp(self.n * self.log_idle)
         log_sum = (self.active * np.exp(-t) - (np.exp(self.n * rest) - idle)).sum()
@@ -319,7 +319,7 @@ class WeightedRow:
 
 
 def relu2_top_weight(n: float, u: float) -> float:
-    """E max a / Σa of relu² weights, over rows that have some.
+    """Mean of the largest relu² weight, E max a / Σa, over rows with weight.
 
     Given the largest weight the others are independent, cut off there.
     """
@@ -356,7 +356,7 @@ def _largest(n: float, v: Array) -> Array:
 
 
 def size_top_weight(n: float, u: float) -> float:
-    """E max |s| / Σ|s| of scores of mean u and deviation 1."""
+    """Mean of the largest weight E max |s| / Σ|s|, for scores of mean u and deviation 1."""
     u = abs(u)
     edges = np.concatenate([[0.0], np.geomspace(1e-6, 0.5, 20), np.arange(1.0, u + 13.5, 0.5)])
     if n == 1:
@@ -380,20 +380,20 @@ def size_top_weight(n: float, u: float) -> float:
 
 
 def _score(v: Array, u: float) -> Array:
-    """The score u + z below which lies a probability of log-odds v."""
+    """Quantile of a score u + z at a probability given by its log-odds v."""
     z = np.copysign(ndtri_exp(-np.logaddexp(0, np.abs(v))), v)
     return np.asarray(np.maximum(u + z, 0.0))
 
 
 def _panels(low: float, high: float) -> tuple[Array, Array]:
-    """Gauss nodes and weights on [low, high], in panels of 1 and finer towards both ends."""
+    """Gauss nodes and weights on [low, high], on panels of width 1, finer towards both ends."""
     fine = 2.0 ** -np.arange(0.0, 12.0)
     inner = np.concatenate([np.arange(low, high, 1.0), low + fine, high - fine, [high]])
     return gauss(np.unique(np.clip(inner, low, high)))
 
 
 def _positive(u: float) -> tuple[Array, Array]:
-    """Nodes on the positive scores of mean u and deviation 1, and their probabilities."""
+    """Quadrature nodes and weights over the positive scores of mean u and deviation 1."""
     spread = 1 / max(1.0, -u)  # how far a score above 0 typically is, where 0 is in the tail
     top = max(u, 0.0) + 13.0
     edges = np.concatenate(
