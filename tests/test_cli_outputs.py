@@ -106,7 +106,7 @@ def test_a_state_is_replaced_on_demand_only(
     refuse: Callable[..., str], text: Path, state: Path, tmp_path: Path
 ) -> None:
     before = state.read_bytes()
-    said = "is there already: --resume goes on from it, --overwrite replaces it"
+    said = "exists already: --resume goes on from it, --overwrite replaces it"
     assert said in refuse("probe", "--save", state)
     assert said in refuse("calibrate", "--save", state)
     assert said in refuse("bench", "--json", state)
@@ -115,7 +115,7 @@ def test_a_state_is_replaced_on_demand_only(
     assert "begins anew" in refuse("probe", "--save", state, "--resume", "--overwrite")
     copy = tmp_path / "copy"
     copy.write_bytes(before)
-    assert "is there already: --overwrite replaces it" in refuse("merge", copy, "-o", state)
+    assert "exists already: --overwrite replaces it" in refuse("merge", copy, "-o", state)
     assert state.read_bytes() == before
     merged = CliRunner().invoke(app, ["merge", str(copy), "-o", str(state), "--overwrite"])
     assert merged.exit_code == 0, merged.output

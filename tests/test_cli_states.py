@@ -144,8 +144,8 @@ def test_failures_are_one_sentence_and_exit_1(
     HeadSummary((layer,), METRICS, Moments.none(1, 3)).save(other)
     cases = [
         (["report", tmp_path / "none"], "no file at"),
-        (["report", broken], "is not a whole safetensors file"),
-        (["diff", good, broken], "is not a whole safetensors file"),
+        (["report", broken], "is not a complete safetensors file"),
+        (["diff", good, broken], "is not a complete safetensors file"),
         (["diff", good, other], "share no head"),
         (["diff", good, good, "--metric", "lse"], "'lse' is not in both states"),
         (["report", good, "--chart", "lengths", "--figure", tmp_path / "x.png"], "older version"),

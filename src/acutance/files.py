@@ -235,13 +235,15 @@ def refuse_replacing(path: str | os.PathLike[str], *, resume: bool, overwrite: b
     Example:
         >>> refuse_replacing(__file__, resume=False, overwrite=False)
         Traceback (most recent call last):
-        FileExistsError: ... is there already: resume=True goes on, overwrite=True replaces it
+        FileExistsError: ... exists: resume=True continues it, overwrite=True replaces it
     """
     if resume and overwrite:
-        raise ValueError("a run goes on, resume=True, or begins anew, overwrite=True; got both")
+        raise ValueError(
+            "give resume=True to continue a run or overwrite=True to replace it, got both"
+        )
     if not (resume or overwrite) and os.path.isfile(path) and os.path.getsize(path):
         raise FileExistsError(
-            f"{os.fspath(path)} is there already: resume=True goes on, overwrite=True replaces it"
+            f"{os.fspath(path)} exists: resume=True continues it, overwrite=True replaces it"
         )
 
 

@@ -67,7 +67,7 @@ def read_json(path: str | os.PathLike[str], largest: int = _LARGEST) -> dict[str
     try:
         text = place.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
-        raise ValueError("it is no text in UTF-8") from None
+        raise ValueError("it is not UTF-8 text") from None
     return parse_json(text)
 
 
@@ -82,14 +82,14 @@ def parse_json(text: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is no JSON: {error}") from None
+        raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"it is a JSON object, got {type(record).__name__}")
     seal = record.pop(SEAL, None)
     if seal is not None and seal != _digest(record):
         raise ValueError(
-            f"it is damaged, or was changed by hand: its {SEAL} is not that of what it holds; "
-            "whoever means the change takes that line out"
+            f"it is damaged or was edited: its {SEAL} does not match its content; "
+            "to accept a deliberate edit, delete that line"
         )
     return record
 

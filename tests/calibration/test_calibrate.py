@@ -486,7 +486,7 @@ def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
         ({"reference": 24}, ValueError, r"reference is one of the lengths \[16, 32, 64\], got 24"),
         ({"passes": 1}, ValueError, "passes"),
         ({"limit": 1.0}, ValueError, "limit"),
-        ({"resume": True}, ValueError, "resume goes on from the file of save"),
+        ({"resume": True}, ValueError, "resume continues the file given by save"),
     ],
 )
 def test_bad_arguments(given: dict[str, Any], error: type[Exception], match: str) -> None:

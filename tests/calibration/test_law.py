@@ -135,7 +135,7 @@ def test_hostile_files(built: Built, tmp_path: Path, change: Any, match: str) ->
     ("text", "match"),
     [
         ("", "Expecting value"),
-        ("\x80", "no text in UTF-8"),
+        ("\x80", "not UTF-8 text"),
         ("[" * 100_000, "nested too deeply"),
         ('{"schema": NaN}', "numbers are finite, got NaN"),
         ('{"schema": 1e999}', "numbers are finite, got 1e999"),
@@ -156,7 +156,7 @@ def test_a_law_that_was_changed_is_refused_unless_its_digest_is_gone(
     Law.of(built("llama"), "ssmax").save(path)
     text = path.read_text()
     path.write_text(text.replace("0.43", "0.53"))
-    with pytest.raises(LawError, match=r"damaged, or was changed by hand: its sha256 is not"):
+    with pytest.raises(LawError, match=r"damaged or was edited: its sha256 does not"):
         Law.load(path)
     record = json.loads(text.replace("0.43", "0.53"))
     del record["sha256"]

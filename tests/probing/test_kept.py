@@ -130,7 +130,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     opened.queries_keys().save(tmp_path / "qk")
     half = (tmp_path / "qk").read_bytes()[:-100]
     (tmp_path / "qk").write_bytes(half)
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         load_queries_keys(tmp_path / "qk")
 
 

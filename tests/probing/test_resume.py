@@ -204,7 +204,7 @@ def test_other_settings_are_refused(
 def test_what_is_no_state_is_not_resumed(tmp_path: Path) -> None:
     path = tmp_path / "state"
     path.write_text("notes of mine")
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         run(windows(), options(save=path, resume=True))
     assert path.read_text() == "notes of mine"
 

@@ -125,9 +125,9 @@ def test_layers_that_do_not_fit_are_refused(three: list[Path], tmp_path: Path) -
 def test_ranges() -> None:
     assert ranges([]) == ()
     assert ranges([(5, 7), (0, 5), (8, 9)]) == ((0, 7), (8, 9))
-    with pytest.raises(ValueError, match="windows 2 to 3 are there twice"):
+    with pytest.raises(ValueError, match="windows 2 to 3 occur twice"):
         ranges([(0, 4), (2, 5)])
-    with pytest.raises(ValueError, match="windows 1 to 1 are there twice"):
+    with pytest.raises(ValueError, match="windows 1 to 1 occur twice"):
         ranges([(0, 4), (1, 2)])
 
 

@@ -73,9 +73,9 @@ def test_every_truncation_is_refused(path: Path) -> None:
     whole = path.read_bytes()
     for length in sorted({*range(12), *range(12, len(whole), 997), len(whole) - 1}):
         path.write_bytes(whole[:length])
-        refused(path, "is not a whole safetensors file")
+        refused(path, "is not a complete safetensors file")
     path.write_bytes(whole + b"more")
-    refused(path, "is not a whole safetensors file")
+    refused(path, "is not a complete safetensors file")
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_every_truncation_is_refused(path: Path) -> None:
 )
 def test_what_is_no_safetensors_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    refused(path, r"is not a whole safetensors file|its schema is None")
+    refused(path, r"is not a complete safetensors file|its schema is None")
 
 
 def test_arrays_larger_than_the_file(path: Path) -> None:
     header = {"mean": {"dtype": "F64", "shape": [1 << 40, 2], "data_offsets": [0, 1 << 44]}}
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text)
-    refused(path, "is not a whole safetensors file")
+    refused(path, "is not a complete safetensors file")
 
 
 def test_every_bit_that_flips_is_noticed(path: Path) -> None:
@@ -114,7 +114,7 @@ def test_every_bit_that_flips_is_noticed(path: Path) -> None:
         damaged = bytearray(whole)
         damaged[place] ^= 1 << chance.randrange(8)
         path.write_bytes(damaged)
-        refused(path, "is damaged|is not a whole safetensors file|its schema is|its run")
+        refused(path, "is damaged|is not a complete safetensors file|its schema is|its run")
 
 
 def test_states_of_earlier_versions_have_no_seal(path: Path) -> None:
@@ -143,7 +143,7 @@ def test_other_schemas(path: Path) -> None:
 def test_a_summary_saved_from_python_says_nothing_of_windows(path: Path) -> None:
     acutance.load(path).save(path)
     assert acutance.load(path).metrics == ("entropy", "top_weight")
-    refused(path, "does not say which windows it holds")
+    refused(path, "does not record which windows it holds")
 
 
 def set_at(name: str, index: Any, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -162,19 +162,19 @@ def set_at(name: str, index: Any, value: Any) -> Callable[[dict[str, Any]], None
         (lambda t: t.update(mean=t["mean"].float()), r"got \(4, 2\) of torch.float32"),
         (lambda t: t.update(count=t["count"].double() * torch.nan), "'count' is .* of torch.int64"),
         (lambda t: t.update(histogram=t["histogram"][..., 0].clone()), r"is \(4, 2, 64\) of"),
-        (set_at("count", (1, 0), -3), "'count' holds what no rows give, at head 1, metric 0"),
-        (set_at("count", (1, 0), 2**62), "'count' holds what no rows give"),
-        (set_at("histogram", (0, 1, 5), 2**61), "'histogram' holds what no rows give, at head 0"),
-        (set_at("count", (0, 0), 11), "'histogram' holds what no rows give"),
-        (set_at("mean", (2, 1), torch.nan), "'mean' holds what no rows give, at head 2, metric 1"),
-        (set_at("mean", (2, 1), torch.inf), "'mean' holds what no rows give"),
-        (set_at("mean", (0, 0), -1e300), "'mean' holds what no rows give"),
-        (set_at("M2", (0, 0), 1e300), "'M2' holds what no rows give"),
-        (set_at("M2", (0, 0), -1.0), "'M2' holds what no rows give"),
-        (set_at("M2", (0, 0), torch.nan), "'M2' holds what no rows give"),
-        (set_at("low", (0, 0), 1e9), "'high' holds what no rows give"),
-        (set_at("low", (0, 0), -torch.inf), "'low' holds what no rows give"),
-        (set_at("high", (3, 1), torch.nan), "'high' holds what no rows give"),
+        (set_at("count", (1, 0), -3), "'count' holds impossible values, at head 1, metric 0"),
+        (set_at("count", (1, 0), 2**62), "'count' holds impossible values"),
+        (set_at("histogram", (0, 1, 5), 2**61), "'histogram' holds impossible values, at head 0"),
+        (set_at("count", (0, 0), 11), "'histogram' holds impossible values"),
+        (set_at("mean", (2, 1), torch.nan), "'mean' holds impossible values, at head 2, metric 1"),
+        (set_at("mean", (2, 1), torch.inf), "'mean' holds impossible values"),
+        (set_at("mean", (0, 0), -1e300), "'mean' holds impossible values"),
+        (set_at("M2", (0, 0), 1e300), "'M2' holds impossible values"),
+        (set_at("M2", (0, 0), -1.0), "'M2' holds impossible values"),
+        (set_at("M2", (0, 0), torch.nan), "'M2' holds impossible values"),
+        (set_at("low", (0, 0), 1e9), "'high' holds impossible values"),
+        (set_at("low", (0, 0), -torch.inf), "'low' holds impossible values"),
+        (set_at("high", (3, 1), torch.nan), "'high' holds impossible values"),
     ],
 )  # fmt: skip
 def test_arrays_that_no_rows_give(
@@ -250,7 +250,7 @@ def test_runs_that_no_probe_writes(path: Path, fields: dict[str, Any], match: st
 def test_a_header_that_is_no_json(path: Path) -> None:
     for text in ("{", "[" * 100_000, '{"layers": ' + "9" * 5000 + "}"):
         save_file(load_file(path), path, metadata={"schema": SCHEMA, "summary": text, "run": "{}"})
-        refused(path, "'summary' is no JSON")
+        refused(path, "'summary' is not JSON")
 
 
 def test_a_huge_about_is_only_text(path: Path) -> None:

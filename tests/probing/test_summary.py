@@ -123,7 +123,7 @@ def test_summaries_that_do_not_fit_do_not_merge(found: HeadSummary, model: Model
         for layer, other in zip(swapped.layers, found.layers, strict=True)
     )
     with pytest.raises(
-        ValueError, match="layers merge with themselves: second with 2 heads is not"
+        ValueError, match="only records of one layer merge: second with 2 heads is not"
     ):
         found.merge(replace(swapped, layers=renamed))
 
@@ -307,7 +307,7 @@ def test_a_truncated_file(found: HeadSummary, tmp_path: Path, length: int) -> No
     path = tmp_path / "state.safetensors"
     found.save(path)
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(ValueError, match=r"state\.safetensors is not a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"state\.safetensors is not a complete safetensors file"):
         acutance.load(path)
 
 
@@ -322,7 +322,7 @@ def test_a_foreign_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"schema is 'acutance\.head_summary/9', expected"):
         acutance.load(path)
     path.write_text("not tensors at all, but long enough to hold a header's length")
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         acutance.load(path)
 
 

@@ -123,7 +123,7 @@ def calibrate(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
     if resume and save is None:
-        raise ValueError("resume goes on from the file of save, got save=None")
+        raise ValueError("resume continues the file given by save, got save=None")
     if save is not None:
         refuse_replacing(save, resume=resume, overwrite=overwrite)
     found = gather(batches)

@@ -102,7 +102,7 @@ def _check_state(option: str, path: Path, resume: bool | None, overwrite: bool) 
         return
     instead = "" if resume is None else "--resume goes on from it, "
     raise typer.BadParameter(
-        f"{path} is there already: {instead}--overwrite replaces it", param_hint=option
+        f"{path} exists already: {instead}--overwrite replaces it", param_hint=option
     )
 
 

@@ -116,7 +116,7 @@ def captured(
     """
     if n > sample.length:
         raise ValueError(
-            f"n is at most the {sample.length} tokens whose queries and keys were kept, got {n}"
+            f"n is at most the {sample.length} tokens whose queries and keys were recorded, got {n}"
         )
     chosen = sample.spread(heads)
     query = chosen.query[:, max(0, n - samples) : n]

@@ -195,8 +195,8 @@ def load(
     difference = not_loaded(model, report)
     if difference is not None and not allow_missing:
         raise ModelError(
-            f"{label} did not load: {difference}. What is missing would be random numbers; pass "
-            "--allow-missing to go on with them"
+            f"{label} did not load: {difference}. Missing weights would be random numbers; pass "
+            "--allow-missing to accept that"
         )
     return TextModel(label, model, words, _positions(config, words), difference)
 
@@ -287,7 +287,9 @@ def _located(name: str) -> str:
     if os.path.isdir(path):
         _check_files(str(path))
         if not os.path.exists(path / "config.json"):
-            raise ModelError(f"the directory {name} holds no config.json, so it is no saved model")
+            raise ModelError(
+                f"the directory {name} holds no config.json, so it is not a saved model"
+            )
         return str(path)
     if os.path.exists(path):
         raise ModelError(f"{name} is a file; MODEL is the directory of a saved model, or its name")

@@ -276,8 +276,8 @@ def _answered() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise LostRankError(
-            f"{_me()}another rank has ended or does not answer, and the run ends with it; what was "
-            "written goes on with --resume"
+            f"{_me()}another rank has ended or does not answer, so this run stops; continue "
+            "from the saved state with --resume"
         ) from error
 
 

@@ -114,7 +114,7 @@ def probe_dataset(
         if value < 1:
             raise ValueError(f"{name} is at least 1, got {value}")
     if resume and save is None:
-        raise ValueError("resume goes on from the file of save, and save is None")
+        raise ValueError("resume continues the file given by save, got save=None")
     if save is not None:
         refuse_replacing(save, resume=resume, overwrite=overwrite)
     loaded = _load(model, "cpu")

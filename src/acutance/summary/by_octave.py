@@ -351,7 +351,7 @@ class Profile:
             if name in ("log_n", "M2", "between"):
                 good = good & (part >= 0)
             if not bool(good.all()):
-                raise ValueError(f"the array {name!r} of a profile holds what no rows give")
+                raise ValueError(f"the array {name!r} of a profile holds impossible values")
         return Profile(**dict(tensors))
 
 

@@ -156,5 +156,5 @@ class Distances:
                 )
             limit = 1 << 53 if like.dtype == torch.int64 else 1 + 1e-3
             if not bool(((part >= 0) & (part <= limit)).all()):
-                raise ValueError(f"the array {name!r} of distances holds what no rows give")
+                raise ValueError(f"the array {name!r} of distances holds impossible values")
         return Distances(**dict(tensors))

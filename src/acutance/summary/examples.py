@@ -306,7 +306,7 @@ class Examples:
                 if "weights" in name:
                     good &= part <= 1 + 1e-3
             if not bool(good.all()):
-                raise ValueError(f"the array {name!r} of examples holds what no rows give")
+                raise ValueError(f"the array {name!r} of examples holds impossible values")
         known: dict[int, str] = {}
         for token, word in words.items():
             if not (token.isascii() and token.isdigit() and len(token) < 19):

@@ -76,11 +76,11 @@ def read(
             if header.get("schema") == schema:  # other files may be large: not read in vain
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (SafetensorError, AttributeError, ValueError) as error:  # torch lacks some dtypes
-        raise ValueError(f"{name} is not a whole safetensors file: {_line(error)}") from error
+        raise ValueError(f"{name} is not a complete safetensors file: {_line(error)}") from error
     except OSError as error:
         raise OSError(f"{name} cannot be read: {error.strerror or _line(error)}") from error
     except MemoryError as error:
-        raise OSError(f"{name} cannot be read: it is larger than the memory there is") from error
+        raise OSError(f"{name} cannot be read: it is larger than the available memory") from error
     if header.get("schema") != schema:
         schema_read = str(header.get("schema"))[:60] if "schema" in header else None
         raise ValueError(
@@ -126,7 +126,7 @@ def parse(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
     try:
         record = json.loads(header[field])
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{field!r} is no JSON: {_line(error)}") from None
+        raise ValueError(f"{field!r} is not JSON: {_line(error)}") from None
     if not isinstance(record, kind):
         what = "JSON object" if kind is dict else kind.__name__
         raise ValueError(f"{field!r} is a {what}, got {type(record).__name__}")
@@ -252,7 +252,7 @@ def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> 
         if not bool(good.all()):
             head, metric = (~good).nonzero()[0].tolist()
             raise ValueError(
-                f"the array {name!r} holds what no rows give, at head {head}, metric {metric}"
+                f"the array {name!r} holds impossible values, at head {head}, metric {metric}"
             )
     return {name: tensors[name] for name in (*_ARRAYS, *_ADDED)}
 

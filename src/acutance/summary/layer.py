@@ -95,7 +95,7 @@ class Layer:
         """Combine the counts of two records of the same layer and heads."""
         if (self.module, self.heads) != (other.module, other.heads):
             raise ValueError(
-                f"layers merge with themselves: {self.module} with {self.heads} heads is not "
+                f"only records of one layer merge: {self.module} with {self.heads} heads is not "
                 f"{other.module} with {other.heads}"
             )
         if self.numbers != other.numbers:

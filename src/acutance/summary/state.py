@@ -165,7 +165,7 @@ def ranges(parts: Iterable[tuple[int, int]]) -> Ranges:
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(parts):
         if joined and start < joined[-1][1]:
-            raise ValueError(f"windows {start} to {min(stop, joined[-1][1]) - 1} are there twice")
+            raise ValueError(f"windows {start} to {min(stop, joined[-1][1]) - 1} occur twice")
         if joined and start == joined[-1][1]:
             start = joined.pop()[0]
         joined.append((start, stop))
@@ -223,14 +223,14 @@ def load_state(path: str | os.PathLike[str]) -> State:
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if it is no such file, is cut short, is of another schema, holds what no probe
-            writes, or is a summary that does not say which windows it is of.
+            writes, or is a summary that does not record its windows.
     """
     name = os.fspath(path)
     header, tensors = read(path, SCHEMA)
     if "run" not in header:
         raise ValueError(
-            f"{name} does not say which windows it holds, as what acutance probe --save writes "
-            "does; summaries saved from Python are joined there, with HeadSummary.merge"
+            f"{name} does not record which windows it holds, as files of acutance probe --save "
+            "do; merge summaries saved from Python with HeadSummary.merge"
         )
     try:
         return State(from_parts(header, tensors), Run.from_record(parse(header, "run")))

@@ -78,8 +78,8 @@ def initial_scale(
             return float(theory.scale_for_entropy(n, entropy, "cosine", d=d))
         except ValueError:
             raise ValueError(
-                "target is one that a scale gives at which float64 still tells cosines apart, got "
-                f"{target!r} for n={n} and d={d}"
+                "target must be larger: at the scale it needs, float64 does not resolve cosines,"
+                f" got {target!r} for n={n} and d={d}"
             ) from None
     fixed = float(theory.scale_for_entropy(n, entropy)) / math.sqrt(d)
     keys = torch.full((_NODES,), float(n), dtype=torch.float64)
