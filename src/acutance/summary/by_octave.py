@@ -16,6 +16,8 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
+from acutance.summary.head_arrays import HeadArrays, check_arrays
+
 __all__ = ["MOST_OCTAVES", "Profile", "Slope"]
 
 #: Octaves of a count; the last takes all that lies beyond.
@@ -62,7 +64,7 @@ class Slope(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(HeadArrays):
     """A metric's moments by octave of a count, for some heads: (heads, metrics, octaves) arrays.
 
     Octave k holds the rows whose count is 2^k to 2^(k+1) − 1. There are as many octaves as rows
@@ -309,24 +311,11 @@ class Profile:
             between=left.between + right.between + gap,
         )
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The arrays by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def heads(self, start: int, stop: int) -> Profile:
-        """The profile of heads ``start`` to ``stop``."""
-        return Profile(**{name: part[start:stop] for name, part in self.tensors().items()})
-
-    def select(self, order: list[int]) -> Profile:
-        """The profile of the heads with these indices, in this order."""
-        return Profile(**{name: part[order] for name, part in self.tensors().items()})
-
-    @staticmethod
-    def join(parts: list[Profile]) -> Profile:
+    @classmethod
+    def join(cls, parts: list[Profile]) -> Profile:
         """Concatenate profiles of different heads."""
         octaves = max(part.octaves for part in parts)
-        wide = [part.padded(octaves).tensors() for part in parts]
-        return Profile(**{name: torch.cat([part[name] for part in wide]) for name in wide[0]})
+        return super().join([part.padded(octaves) for part in parts])
 
     @staticmethod
     def checked(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> Profile:
@@ -338,20 +327,14 @@ class Profile:
         octaves = tensors["rows"].shape[-1] if tensors["rows"].dim() else -1
         if not 0 <= octaves <= MOST_OCTAVES:
             raise ValueError(f"a profile has 0 to {MOST_OCTAVES} octaves, got {octaves}")
-        for name, like in Profile.none(heads, metrics, octaves).tensors().items():
-            part = tensors[name]
-            if part.shape != like.shape or part.dtype != like.dtype:
-                raise ValueError(
-                    f"the array {name!r} of a profile is {tuple(like.shape)} of {like.dtype}, got "
-                    f"{tuple(part.shape)} of {part.dtype}"
-                )
-            good = (
-                part.isfinite() if like.dtype == torch.float64 else (part >= 0) & (part < 1 << 53)
-            )
-            if name in ("log_n", "M2", "between"):
-                good = good & (part >= 0)
-            if not bool(good.all()):
-                raise ValueError(f"the array {name!r} of a profile holds impossible values")
+
+        def possible(name: str, part: Tensor) -> Tensor:
+            if name in _INTEGERS:
+                return (part >= 0) & (part < 1 << 53)
+            positive = name in ("log_n", "M2", "between")
+            return part.isfinite() & (part >= 0) if positive else part.isfinite()
+
+        check_arrays("a profile", tensors, Profile.none(heads, metrics, octaves), possible)
         return Profile(**dict(tensors))
 
 

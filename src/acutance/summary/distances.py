@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from acutance.structure.parts import PEAKS
+from acutance.summary.head_arrays import HeadArrays, check_arrays
 
 __all__ = ["MOST_DISTANCES", "Distances"]
 
@@ -18,7 +19,7 @@ MOST_DISTANCES = 64
 
 
 @dataclass(frozen=True)
-class Distances:
+class Distances(HeadArrays):
     """Mean weight by octave of distance, for each head.
 
     The third axis is 0 for keys behind the query, its own position included, and 1 for those
@@ -118,24 +119,11 @@ class Distances:
             "peaks": self.peaks[head].tolist(),
         }
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The arrays by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def heads(self, start: int, stop: int) -> Distances:
-        """The record of heads ``start`` to ``stop``."""
-        return Distances(**{name: part[start:stop] for name, part in self.tensors().items()})
-
-    def select(self, order: list[int]) -> Distances:
-        """The record of the heads with these indices, in this order."""
-        return Distances(**{name: part[order] for name, part in self.tensors().items()})
-
-    @staticmethod
-    def join(parts: list[Distances]) -> Distances:
+    @classmethod
+    def join(cls, parts: list[Distances]) -> Distances:
         """Concatenate records of different heads."""
         octaves = max(part.mass.shape[-1] for part in parts)
-        wide = [part.padded(octaves).tensors() for part in parts]
-        return Distances(**{name: torch.cat([part[name] for part in wide]) for name in wide[0]})
+        return super().join([part.padded(octaves) for part in parts])
 
     @staticmethod
     def checked(tensors: Mapping[str, Tensor], heads: int) -> Distances:
@@ -147,14 +135,9 @@ class Distances:
         octaves = tensors["mass"].shape[-1] if tensors["mass"].dim() else -1
         if not 0 <= octaves <= MOST_DISTANCES:
             raise ValueError(f"distances have 0 to {MOST_DISTANCES} octaves, got {octaves}")
-        for name, like in Distances.none(heads, octaves).tensors().items():
-            part = tensors[name]
-            if part.shape != like.shape or part.dtype != like.dtype:
-                raise ValueError(
-                    f"the array {name!r} of distances is {tuple(like.shape)} of {like.dtype}, got "
-                    f"{tuple(part.shape)} of {part.dtype}"
-                )
-            limit = 1 << 53 if like.dtype == torch.int64 else 1 + 1e-3
-            if not bool(((part >= 0) & (part <= limit)).all()):
-                raise ValueError(f"the array {name!r} of distances holds impossible values")
+
+        def possible(name: str, part: Tensor) -> Tensor:
+            return (part >= 0) & (part <= (1 << 53 if name in ("rows", "peaks") else 1 + 1e-3))
+
+        check_arrays("distances", tensors, Distances.none(heads, octaves), possible)
         return Distances(**dict(tensors))

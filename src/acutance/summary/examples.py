@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.summary.head_arrays import HeadArrays, check_arrays
+
 __all__ = ["CONTEXT", "MOST_ROWS", "TOP_KEYS", "Example", "Examples", "Row"]
 
 #: Attended keys kept of a row, positions of its text, and rows of a head at most.
@@ -91,7 +93,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Examples:
+class Examples(HeadArrays):
     """The sharpest rows of each head: those with the largest information log n − H, first.
 
     Arrays are float64 and int64, −1 where there is nothing, NaN where there is no row.
@@ -256,32 +258,19 @@ class Examples:
         ids = torch.cat([part.flatten() for part in parts]).unique().tolist()
         return replace(self, words={token: word(token) for token in ids if token >= 0})
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The arrays by name."""
-        return {name: getattr(self, name) for name in _arrays()}
-
     def header(self) -> str:
         """The token texts as JSON, for a file's header."""
         return json.dumps({str(token): word for token, word in self.words.items()})
 
-    def heads(self, start: int, stop: int) -> Examples:
-        """The record of heads ``start`` to ``stop``."""
-        return self._with({name: part[start:stop] for name, part in self.tensors().items()})
-
-    def select(self, order: list[int]) -> Examples:
-        """The record of the heads with these indices, in this order."""
-        return self._with({name: part[order] for name, part in self.tensors().items()})
-
-    @staticmethod
-    def join(parts: list[Examples]) -> Examples:
+    @classmethod
+    def join(cls, parts: list[Examples]) -> Examples:
         """Concatenate records of different heads."""
         depth = max(part.depth for part in parts)
         words: dict[int, str] = {}
         for part in parts:
             words.update(part.words)
         wide = [part.merge(Examples.none(len(part.query), depth)) for part in parts]
-        joined = {name: torch.cat([getattr(part, name) for part in wide]) for name in _arrays()}
-        return Examples(**joined, words=words)
+        return replace(super().join(wide), words=words)
 
     @staticmethod
     def checked(tensors: Mapping[str, Tensor], heads: int, words: Mapping[str, Any]) -> Examples:
@@ -293,20 +282,15 @@ class Examples:
         depth = tensors["query"].shape[1] if tensors["query"].dim() == 2 else -1
         if not 0 <= depth <= MOST_ROWS:
             raise ValueError(f"examples are 0 to {MOST_ROWS} rows of a head, got {depth}")
-        for name, like in Examples.none(heads, depth).tensors().items():
-            part = tensors[name]
-            if part.shape != like.shape or part.dtype != like.dtype:
-                raise ValueError(
-                    f"the array {name!r} of examples is {tuple(like.shape)} of {like.dtype}, got "
-                    f"{tuple(part.shape)} of {part.dtype}"
-                )
-            good = part >= NONE
-            if name in _FLOATS:
-                good = ~part.isinf() if name in ("information", "entropy") else part >= 0
-                if "weights" in name:
-                    good &= part <= 1 + 1e-3
-            if not bool(good.all()):
-                raise ValueError(f"the array {name!r} of examples holds impossible values")
+
+        def possible(name: str, part: Tensor) -> Tensor:
+            if name not in _FLOATS:
+                return part >= NONE
+            if name in ("information", "entropy"):
+                return ~part.isinf()
+            return (part >= 0) & (part <= 1 + 1e-3) if "weights" in name else part >= 0
+
+        check_arrays("examples", tensors, Examples.none(heads, depth), possible)
         known: dict[int, str] = {}
         for token, word in words.items():
             if not (token.isascii() and token.isdigit() and len(token) < 19):

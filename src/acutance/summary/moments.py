@@ -17,6 +17,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from acutance.summary.head_arrays import HeadArrays
+
 BINS = 64
 Scale = Literal["unit", "nats", "keys", "positive", "signed"]
 
@@ -126,7 +128,7 @@ def _cells(scale: Scale, device: torch.device) -> _Cells | None:
 
 
 @dataclass(frozen=True)
-class Moments:
+class Moments(HeadArrays):
     """Count, mean, spread, extremes and histogram over rows: (heads, metrics) arrays.
 
     Attributes:
@@ -292,28 +294,6 @@ class Moments:
     def std(self) -> Tensor:
         """Standard deviation over rows; NaN where there are none."""
         return torch.sqrt(self.M2 / self.weight.masked_fill(self.count == 0, math.nan))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The arrays by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @staticmethod
-    def join(parts: list[Moments]) -> Moments:
-        """Concatenate moments of different heads."""
-        return Moments(
-            **{
-                field.name: torch.cat([getattr(part, field.name) for part in parts])
-                for field in fields(Moments)
-            }
-        )
-
-    def select(self, order: list[int]) -> Moments:
-        """The moments of the heads with these indices, in this order."""
-        return Moments(**{name: tensor[order] for name, tensor in self.tensors().items()})
-
-    def heads(self, start: int, stop: int) -> Moments:
-        """The moments of heads ``start`` to ``stop``."""
-        return Moments(**{name: tensor[start:stop] for name, tensor in self.tensors().items()})
 
 
 def _scale(name: str) -> Scale:
