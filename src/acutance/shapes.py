@@ -6,8 +6,9 @@ order. Everything is checked at the door; past it, kernels assume.
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ __all__ = [
     "check_softcap",
     "check_tensor",
     "describe",
+    "did_you_mean",
 ]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -42,6 +44,17 @@ def describe(**tensors: Tensor | None) -> str:
     """
     given = [f"{name} {tuple(t.shape)}" for name, t in tensors.items() if t is not None]
     return ", ".join(given)
+
+
+def did_you_mean(name: object, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of an error about an unknown name: the nearest known one, else ``otherwise``.
+
+    Example:
+        >>> did_you_mean("entropi", ["entropy", "lse"]), did_you_mean("x", ["entropy"])
+        ("; did you mean 'entropy'?", '')
+    """
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.4)
+    return f"; did you mean {close[0]!r}?" if close else otherwise
 
 
 def check_inputs(

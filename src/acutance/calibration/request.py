@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,7 +13,7 @@ from acutance.calibration.identity import longest, positions_are_learned
 from acutance.calibration.laws import FITTED
 from acutance.calibration.passes import knots_of
 from acutance.calibration.windows import Turn
-from acutance.shapes import check_count, check_flag, check_number
+from acutance.shapes import check_count, check_flag, check_number, did_you_mean
 
 __all__ = [
     "Asked",
@@ -73,7 +71,7 @@ def check_asked(
     """
     kind = check_target(target)
     if law not in FITTED:
-        hint = _nearest(law, FITTED)
+        hint = did_you_mean(law, FITTED)
         raise ValueError(f"law={law!r:.40} is none of {', '.join(FITTED)}{hint}")
     at = check_reference(reference, lengths)
     if value is not None:
@@ -119,7 +117,7 @@ def check_target(target: str) -> Target:
     name = _ALIASES.get(target, target)
     if name not in TARGETS:
         raise ValueError(
-            f"target={target!r:.40} is none of {', '.join(TARGETS)}{_nearest(target, TARGETS)}"
+            f"target={target!r:.40} is none of {', '.join(TARGETS)}{did_you_mean(target, TARGETS)}"
         )
     return TARGETS[name]
 
@@ -175,8 +173,3 @@ def check_windows(turns: Sequence[Turn], lengths: Sequence[int]) -> dict[int, in
                 f"give more text, or shorter lengths"
             )
     return found
-
-
-def _nearest(name: Any, known: Any) -> str:
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.4)
-    return f"; did you mean {close[0]!r}?" if close else ""

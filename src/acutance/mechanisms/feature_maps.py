@@ -7,7 +7,6 @@ A map is a small record. It is named (``feature_map="elu1"``) or, with options o
 
 from __future__ import annotations
 
-import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from acutance.shapes import check_flag, check_number
+from acutance.shapes import check_flag, check_number, did_you_mean
 
 __all__ = ["FEATURE_MAPS", "AnyMap", "CallableMap", "CosFormer", "FeatureMap", "feature_map"]
 
@@ -257,10 +256,7 @@ def feature_map(given: AnyMap | object) -> FeatureMap:
         return CallableMap(given)
     if given not in FEATURE_MAPS:
         longer = [name for name in FEATURE_MAPS if given and name.startswith(given)]
-        close = longer or difflib.get_close_matches(given, FEATURE_MAPS, n=1, cutoff=0.4)
         known = f": choose from {', '.join(FEATURE_MAPS)}"
-        raise ValueError(
-            f"no feature map is named {given!r}"
-            + (f"; did you mean {close[0]!r}?" if close else known)
-        )
+        hint = did_you_mean(longer[0] if longer else given, FEATURE_MAPS, known)
+        raise ValueError(f"no feature map is named {given!r}{hint}")
     return FEATURE_MAPS[given]()

@@ -6,7 +6,6 @@ called and means stands in :mod:`acutance.rowstats.descriptions`, for whoever ne
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from acutance.rowstats.descriptions import DESCRIPTIONS
 from acutance.rowstats.gaussian import expected_entropy
 from acutance.rowstats.state import DEEPEST, RowState, has_noise, has_sink, ratio
+from acutance.shapes import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -332,8 +332,6 @@ def metric(name: str) -> Metric:
         'nat'
     """
     if name not in METRICS:
-        close = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.4)
-        known = f": choose from {', '.join(METRICS)}"
-        nearest = f"; did you mean {close[0]!r}?" if close else known
-        raise ValueError(f"no metric is named {name!r}{nearest}")
+        hint = did_you_mean(name, METRICS, f": choose from {', '.join(METRICS)}")
+        raise ValueError(f"no metric is named {name!r}{hint}")
     return METRICS[name]

@@ -11,7 +11,6 @@ window alone: their rows see no more keys in a longer text.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeAlias
@@ -40,7 +39,7 @@ from acutance.scaling.logarithmic import (
 )
 from acutance.scaling.released import AdaptivePoly, Llama4, Mistral3, Yarn
 from acutance.scaling.tables import HeadTable
-from acutance.shapes import check_tensor
+from acutance.shapes import check_tensor, did_you_mean
 
 __all__ = [
     "SCALINGS",
@@ -212,7 +211,6 @@ def _named(name: object) -> type[Scaling]:
     if not isinstance(name, str):
         raise TypeError(f"a scaling's name is text, got {type(name).__name__}")
     if name not in SCALINGS:
-        close = difflib.get_close_matches(name, SCALINGS, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(name, SCALINGS)
         raise ValueError(f"scaling={name!r} is none of {', '.join(SCALINGS)}{hint}")
     return SCALINGS[name]

@@ -8,7 +8,6 @@ what plain attention costs; anything else is a :class:`TileScore` and gives a ti
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +29,7 @@ from acutance.scores.products import (
     scaled_dot,
 )
 from acutance.scores.qk_norm import HenryGain, QKNorm, SwinGain, l2_norm, layer_norm, rms_norm
+from acutance.shapes import did_you_mean
 
 __all__ = [
     "SCORES",
@@ -88,8 +88,7 @@ def get(
     """
     if isinstance(score, str):
         if score not in SCORES:
-            close = difflib.get_close_matches(score, SCORES, n=1, cutoff=0.4)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(score, SCORES)
             raise ValueError(f"score={score!r} is none of {', '.join(SCORES)}{hint}")
         if score in _PARAMETERS:
             raise ValueError(f"score={score!r} has parameters: give scores.{_PARAMETERS[score]}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from acutance.rowstats import METRICS, Metric
+from acutance.shapes import did_you_mean
 
 __all__ = ["STRUCTURE", "StructureMetric", "describe", "structure_metric"]
 
@@ -109,8 +109,6 @@ def describe(name: str) -> Metric | StructureMetric:
         return METRICS[name]
     if name in STRUCTURE:
         return STRUCTURE[name]
-    close = difflib.get_close_matches(str(name), [*METRICS, *STRUCTURE], n=1, cutoff=0.4)
-    known = f": choose from {', '.join([*METRICS, *STRUCTURE])}"
-    raise ValueError(
-        f"no metric is named {name!r}{f'; did you mean {close[0]!r}?' if close else known}"
-    )
+    names = [*METRICS, *STRUCTURE]
+    hint = did_you_mean(name, names, f": choose from {', '.join(names)}")
+    raise ValueError(f"no metric is named {name!r}{hint}")

@@ -6,8 +6,7 @@ A weighting is a small record. It is named (``weights="relu2"``) or, with option
 
 from __future__ import annotations
 
-import difflib
-
+from acutance.shapes import did_you_mean
 from acutance.weights.base import Weighting
 from acutance.weights.exponential import Exp, Sink, Softmax, SoftmaxOne, TopKSoftmax
 from acutance.weights.pointwise import L1, L2, Identity, Power, ReLU, ReLU2, Sigmoid
@@ -62,7 +61,6 @@ def get(weights: str | Weighting) -> Weighting:
     if weights == Sink.name:
         raise ValueError("weights='sink' has a parameter: give weights.Sink(sinks), sinks (Hq,)")
     if weights not in WEIGHTS:
-        close = difflib.get_close_matches(weights, WEIGHTS, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(weights, WEIGHTS)
         raise ValueError(f"weights={weights!r} is none of {', '.join(WEIGHTS)}{hint}")
     return WEIGHTS[weights]()
