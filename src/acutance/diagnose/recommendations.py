@@ -31,8 +31,8 @@ Kind = Literal[
 ]
 #: Every kind, most urgent first, and what it is called.
 KINDS: dict[Kind, str] = {
-    "mismatch": "Not read rightly",
-    "not_finite": "Scores that are no numbers",
+    "mismatch": "Captured incorrectly",
+    "not_finite": "Scores that are not finite",
     "large_logits": "Large logits",
     "coarse_scores": "Scores too large for their precision",
     "entropy_collapse": "Hardly any entropy",
@@ -112,8 +112,8 @@ def recommendations(summary: Judged) -> list[Recommendation]:
 
     Returns:
         The recommendations; none where no head is beyond a threshold. The thresholds are the
-        table :data:`acutance.probing.THRESHOLDS`. Of an untrained model only what is measured
-        wrongly is told: thresholds on heads say nothing about an initialisation.
+        table :data:`acutance.probing.THRESHOLDS`. For an untrained model, only capture errors and
+        scores that are not finite are reported.
 
     Example:
         >>> import torch, acutance
@@ -121,8 +121,8 @@ def recommendations(summary: Judged) -> list[Recommendation]:
         >>> with acutance.probe(layer) as probe:
         ...     _ = layer(*[torch.zeros(1, 40, 8)] * 3)
         >>> print(recommendations(probe.summary())[0].sentence)
-        Layer 0 heads 0–1: entropy is 1.000 of the most it could be over 40 keys; look whether
-        they do anything: without them the model may be as good, or their training stalled.
+        Layer 0 heads 0–1: entropy is 1.000 of the most it could be over 40 keys; check whether
+        they contribute anything: the model may do as well without them, or training has stalled.
     """
     advice: list[Recommendation] = []
     judged: list[list[tuple[HeadFacts, Mapping[Rule, Judgement]]]] = [[] for _ in summary.layers]

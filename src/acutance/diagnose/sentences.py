@@ -55,8 +55,7 @@ def _describe_not_finite(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> 
     rows, lost = worst.numbers["rows"], worst.numbers["not_finite"]
     return (
         f"the scores of {lost:,.0f} of {rows:,.0f} rows are not finite",
-        "find where infinities or NaN enter: an overflow of narrow floats, or a mask that hides "
-        "whole rows",
+        "find the source of inf or NaN: an overflow of float16, or a mask that hides whole rows",
         "measured",
     )
 
@@ -98,7 +97,7 @@ def _describe_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Se
         f"to {high_n}",
         f"run acutance calibrate, which aims to give layer {head.layer} head {head.head} at n ≈ "
         f"{high_n} the {low:.2f} nats (± {off:.1g}) that it has at n ≈ {low_n}, in place of "
-        f"{high:.2f}; whether the model gains by it, held-out loss must tell",
+        f"{high:.2f}; then check the held-out loss",
         "fitted",
     )
 
@@ -106,8 +105,8 @@ def _describe_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Se
 def _describe_sink(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     return (
         f"{_range(beyond, 'first_weight', '.0%')} of the weight lies on the first visible key",
-        "keep that token if a cache is cut or a window slides; when training anew, a learned sink "
-        "or softmax_one can take its place, if a sink is what it is: weights do not tell",
+        "keep that token when truncating a cache or sliding a window; if it is a sink, which "
+        "weights alone do not show, a new run can use a learned sink or softmax_one instead",
         "measured",
     )
 
@@ -115,17 +114,16 @@ def _describe_sink(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Senten
 def _describe_dead(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     n = worst.numbers["n_keys"]
     over = f" over {n:,.0f} keys" if math.isfinite(n) else ""
-    they, their = ("it does", "its") if len(beyond) == 1 else ("they do", "their")
-    them = "it" if len(beyond) == 1 else "them"
+    they, them = ("it contributes", "it") if len(beyond) == 1 else ("they contribute", "them")
     return (
         f"entropy is {_range(beyond, 'normalized_entropy', '.3f')} of the most it could be{over}",
-        f"look whether {they} anything: without {them} the model may be as good, or {their} "
-        "training stalled",
+        f"check whether {they} anything: the model may do as well without {them}, or training has "
+        "stalled",
         "suspected",
     )
 
 
-#: What is said of one layer's heads, for each kind that is of heads.
+#: The sentence of each kind of recommendation about heads.
 SENTENCES: dict[str, Callable[[_Beyond, HeadFacts, Judgement], Sentence]] = {
     "not_finite": _describe_not_finite,
     "large_logits": _describe_large,
