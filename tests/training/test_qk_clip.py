@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from acutance import training
 from acutance.nn import MultiheadAttention
 from acutance.probing import ProbeError
-from acutance.training.projections import find_projections
+from acutance.training.projections import find_layouts
 
 VOCABULARY = 61
 
@@ -249,7 +249,7 @@ def test_heads_end_at_or_under_tau_and_the_others_are_bit_for_bit_the_same(name:
     while module is not model:
         try:
             width = 12 if "deepseek" in name else 8
-            weights = find_projections(module, 4, width)
+            weights = find_layouts(module, 4, width)[0]
             break
         except ValueError:
             first = first.rpartition(".")[0]

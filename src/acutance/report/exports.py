@@ -11,10 +11,10 @@ from typing import Any
 
 from acutance.diagnose.recommendations import recommendations
 from acutance.escapes import in_spreadsheet
-from acutance.files import as_json, write_bytes, write_each, write_text
+from acutance.files import as_json, write_bytes, write_text
 from acutance.summary.head_summary import HeadSummary
 
-__all__ = ["STANDARD_OUTPUT", "Targets", "csv_bytes", "put_csv", "put_json", "write_exports"]
+__all__ = ["STANDARD_OUTPUT", "Targets", "csv_bytes", "put_csv", "exports", "put_json"]
 
 #: Where each option's file goes; None where it was not asked for.
 Targets = Mapping[str, Path | None]
@@ -26,32 +26,6 @@ def to_output(targets: Targets) -> bool:
     return any(str(path) == STANDARD_OUTPUT for path in targets.values())
 
 
-def write_exports(
-    summary: HeadSummary,
-    targets: Targets,
-    *,
-    chart: str = "heads",
-    metric: str | None = None,
-    dark: bool = False,
-) -> None:
-    """Write the requested files; one that fails does not prevent the others.
-
-    Args:
-        summary: any head summary.
-        targets: paths by option: ``--json``, ``--csv``, ``--parquet``, ``--report``, ``--figure``;
-            others are left alone.
-        chart: which figure, a name of :data:`acutance.report.charts.CHARTS`.
-        metric: what the figure shows; None is what suits it.
-        dark: whether the figure has a dark page.
-
-    Raises:
-        ImportError: if a figure is wanted without matplotlib.
-        OSError: if a file cannot be written.
-        ValueError: if the summary lacks what the figure shows.
-    """
-    write_each(exports(summary, targets, chart=chart, metric=metric, dark=dark))
-
-
 def exports(
     summary: HeadSummary,
     targets: Targets,
@@ -61,10 +35,16 @@ def exports(
     dark: bool = False,
     key_norms: Mapping[str, Any] | None = None,
 ) -> dict[str, Callable[[], object]]:
-    """The write steps of :func:`write_exports`, by option.
+    """Functions that write the requested files, by option; for :func:`acutance.files.write_each`.
 
-    ``key_norms``, of :meth:`acutance.probing.QueryKeySample.key_norms`, goes into the JSON and onto
-    the page.
+    Args:
+        summary: any head summary.
+        targets: paths by option: ``--json``, ``--csv``, ``--parquet``, ``--report``, ``--figure``;
+            others are ignored.
+        chart: which figure, a name of :data:`acutance.report.charts.CHARTS`.
+        metric: what the figure shows; None is what suits it.
+        dark: whether the figure has a dark page.
+        key_norms: of :meth:`acutance.probing.QueryKeySample.key_norms`, for the JSON and the page.
     """
 
     def json_to(path: Path) -> None:

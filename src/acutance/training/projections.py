@@ -19,7 +19,6 @@ __all__ = [
     "HeadSlices",
     "Projections",
     "find_layouts",
-    "find_projections",
 ]
 
 #: How queries and keys lie: in two projections; in one, all queries, then keys, then values; in
@@ -125,11 +124,6 @@ class Projections:
     def eps(self) -> float:
         """Machine epsilon of the narrowest dtype among the weights."""
         return max(torch.finfo(part.tensor.dtype).eps for part in (*self.query, *self.key))
-
-
-def find_projections(module: nn.Module, heads: int, width: int) -> Projections:
-    """The first of :func:`find_layouts`."""
-    return find_layouts(module, heads, width)[0]
 
 
 def find_layouts(module: nn.Module, heads: int, width: int) -> tuple[Projections, ...]:
