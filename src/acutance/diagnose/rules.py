@@ -75,8 +75,8 @@ class Judged(Summary, Protocol):
 def judge(head: HeadFacts) -> dict[Kind, Judgement]:
     """The rules that one head breaks.
 
-    None where its layer's capture is known to be wrong; of rules about weights, none where rows
-    see fewer than eight keys on average, since of few keys every head looks sharp, local or even.
+    Empty if the layer's capture is known to be wrong. Rules about weights apply only to heads whose
+    rows see at least eight keys on average: with fewer, every head looks sharp, local or even.
     """
     if head.record.status == "mismatch":
         return {}

@@ -115,7 +115,7 @@ _COSFORMER = Mechanism(
     Theory(
         ("sparsity_linear",), "linear",
         'predict("linear", n, q=φ(q), mu=μ, Sigma=Σ) with mean μ and covariance Σ of the features'
-        " of all keys, whose places they hold: then exact, and no forecast.",
+        " of all keys, positions included: exact for that row, not a prediction.",
     ),
     _SUMS,
     "acutance.mechanisms.linear_attention(query, key, value,"

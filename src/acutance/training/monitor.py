@@ -224,7 +224,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         write(writer, record.summary, self.metrics, self.histograms, record.step)
 
     def _summary(self) -> HeadSummary | None:
-        """The summary of this step over all ranks; None if there is none and that is known."""
+        """The summary of this step over all ranks; None, with a warning, if it has no rows."""
         opened, problem = self._probe, self._problem
         self._forget()
         summary = None

@@ -99,7 +99,7 @@ class ReLU(Weighting):
         return self.normalize == "sum"
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Positive parts."""
+        """The positive parts of the scores, normalised."""
         return normalized(torch.relu(scores), scores, visible, self.normalize)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
@@ -136,7 +136,7 @@ class ReLU2(Weighting):
         return self.normalize == "sum"
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Squared positive parts."""
+        """The squared positive parts of the scores, normalised."""
         return normalized(torch.relu(scores).square(), scores, visible, self.normalize)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
@@ -176,7 +176,7 @@ class Power(Weighting):
         return self.normalize == "sum"
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Powers."""
+        """Powers of the absolute scores, normalised."""
         return normalized(scores.abs().pow(self.k), scores, visible, self.normalize)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
@@ -222,7 +222,7 @@ class Identity(Weighting):
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Scores."""
+        """The scores, divided by n if normalised."""
         return scores if self.normalize == "none" else scores / count(scores, visible)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:

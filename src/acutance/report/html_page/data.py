@@ -66,7 +66,7 @@ def packed(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> 
 
 
 def _least(summary: HeadSummary, level: Level) -> float:
-    """Fewest characters that a level can give, to skip levels that are far too large."""
+    """Lower bound on the page's size at a level, to skip levels that are far too large."""
     heads, metrics = summary.moments.count.shape
     histograms = metrics if level.bars is None else len(level.bars)
     extremes = metrics if level.extremes is None else len(level.extremes)
