@@ -130,7 +130,8 @@ def expected_entropy(
         n: Number of keys, n >= 1. Values between the integers continue the formula.
         gamma: Scale of the logits, gamma >= 0.
         family: Distribution of the scores s, from the table.
-        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
+        **parameter: What the family needs: ``d`` (at least 2; not only integers), ``rho`` or
+            ``a`` (at least 0.05).
 
     Returns:
         E H in nats, float64 of the broadcast shape; a float for scalars. It is 0 for n = 1.
