@@ -61,8 +61,8 @@ class Subset:
 
     def describe(self) -> dict[str, Any]:
         """The options that differ from reading everything."""
-        found = {name: part for name, part in asdict(self).items() if part != getattr(ALL, name)}
-        return found if self.max_rows else {n: part for n, part in found.items() if n != "seed"}
+        changed = {name: part for name, part in asdict(self).items() if part != getattr(ALL, name)}
+        return changed if self.max_rows else {n: part for n, part in changed.items() if n != "seed"}
 
 
 ALL = Subset()
@@ -268,13 +268,13 @@ class _Job:
         if world.size > 1:
             self._about["ranks"] = world.size
         # what was read and from which batches changes in one step: an interrupt cannot part them
-        self._found: tuple[Any, tuple[int, ...]] = (None, ())
+        self._progress: tuple[Any, tuple[int, ...]] = (None, ())
         self._unsaved = 0
 
     @property
     def windows(self) -> int:
         """Number of windows that all ranks have finished in this run."""
-        return sum(stop - start for start, stop in map(self._windows, self._found[1]))
+        return sum(stop - start for start, stop in map(self._windows, self._progress[1]))
 
     def go(self, todo: list[int], advance: Callable[[int], None]) -> bool:
         """Run the batches in rounds of one for each rank; False if a signal stopped the run."""
@@ -313,7 +313,7 @@ class _Job:
 
     def _step(self, turn: list[int]) -> None:
         """Run this rank's batch of one round."""
-        summary, done = self._found
+        summary, done = self._progress
         if self._world.rank < len(turn):
             number = turn[self._world.rank]
             start, stop = self._windows(number)
@@ -324,11 +324,11 @@ class _Job:
             self._probe.attention_mask = mask
             self._loaded.run(ids, mask)
             summary = self._probe.summary(dict(self._about))  # raises if it saw no attention
-        self._found = (summary, (*done, *turn))
+        self._progress = (summary, (*done, *turn))
         self._unsaved += sum(stop - start for start, stop in map(self._windows, turn))
 
     def _state(self) -> State | None:
-        summary, done = self._found
+        summary, done = self._progress
         joined = self._world.collect(summary)
         if self._world.rank != 0:
             return None

@@ -28,7 +28,7 @@ class Outputs:
     """
 
     def __init__(self, projections: Iterable[nn.Module]) -> None:
-        self._kept: dict[nn.Module, deque[Tensor]] = {}
+        self._recorded: dict[nn.Module, deque[Tensor]] = {}
         self._context = ExitStack()
         self._context.enter_context(follow_outputs(projections, self._keep))
 
@@ -36,25 +36,25 @@ class Outputs:
         if is_sharded(output):  # a hook of the module's own makes it local after this
             output = output.to_local()
         if isinstance(output, Tensor):
-            self._kept.setdefault(module, deque(maxlen=_MOST)).append(output.detach())
+            self._recorded.setdefault(module, deque(maxlen=_MOST)).append(output.detach())
 
     def take(self, module: nn.Module) -> tuple[Tensor, ...]:
         """Recorded outputs of a module since :meth:`forget`."""
-        return tuple(self._kept.get(module, ()))
+        return tuple(self._recorded.get(module, ()))
 
     def left(self) -> set[nn.Module]:
         """Modules with recorded outputs."""
-        return set(self._kept)
+        return set(self._recorded)
 
     def forget(self, modules: Sequence[nn.Module]) -> None:
         """Discard the recorded outputs."""
         for module in modules:
-            self._kept.pop(module, None)
+            self._recorded.pop(module, None)
 
     def remove(self) -> None:
         """Stop recording."""
         self._context.close()
-        self._kept = {}
+        self._recorded = {}
 
 
 def rotary_width(module: nn.Module, width: int) -> int:

@@ -85,9 +85,9 @@ class Thresholds:
 
     def alarms(self, summary: HeadSummary, step: int) -> tuple[Alarm, ...]:
         """The heads of a summary that are beyond a threshold, layer by layer."""
-        return tuple(self._found(summary, step))
+        return tuple(self._exceeding(summary, step))
 
-    def _found(self, summary: HeadSummary, step: int) -> Iterator[Alarm]:
+    def _exceeding(self, summary: HeadSummary, step: int) -> Iterator[Alarm]:
         columns = [summary.metrics.index(name) for name in NEEDED]
         counts, means, highs = (
             part[:, columns].tolist()

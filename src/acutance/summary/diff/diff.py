@@ -69,11 +69,11 @@ def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bo
         one, other, keys = take_at_equal_n((left, right), matched.rows, metrics)
     else:
         one, other = take(left, matched.rows[0], metrics), take(right, matched.rows[1], metrics)
-    error = (one.sure.error.square() + other.sure.error.square()).sqrt()
-    floor = (one.sure.floor.square() + other.sure.floor.square()).sqrt()
-    how = worst(one.sure.how, other.sure.how)
+    error = (one.errors.error.square() + other.errors.error.square()).sqrt()
+    floor = (one.errors.floor.square() + other.errors.floor.square()).sqrt()
+    how = worst(one.errors.how, other.errors.how)
     change = other.mean - one.mean
-    reach = _quantile(_welch(one.sure, other.sure), len(matched.places)) * error
+    reach = _quantile(_welch(one.errors, other.errors), len(matched.places)) * error
     rounding = ROUNDING * torch.maximum(one.mean.abs(), other.mean.abs())
     fewest = torch.minimum(one.count, other.count).to(torch.float64) - 1
     least = _quantile(fewest, len(matched.places)) * floor
@@ -143,14 +143,14 @@ class Aligned:
         mean: over rows; NaN where none counts.
         count: rows that count, int64.
         M2: sum of squared deviations of rows.
-        sure: standard errors of the mean.
+        errors: standard errors of the mean.
         histogram: (heads, metrics, bins); None where it is not known of the rows taken.
     """
 
     mean: Tensor
     count: Tensor
     M2: Tensor
-    sure: Uncertainty
+    errors: Uncertainty
     histogram: Tensor | None = None
 
 
@@ -173,7 +173,7 @@ def take(side: Side, rows: Tensor, metrics: tuple[str, ...]) -> Aligned:
         mean=part(moments.mean).masked_fill(count == 0, math.nan),
         count=count,
         M2=part(moments.M2),
-        sure=Uncertainty(part(errors.error), part(errors.floor), part(errors.dof), errors.how),
+        errors=Uncertainty(part(errors.error), part(errors.floor), part(errors.dof), errors.how),
         histogram=part(moments.histogram),
     )
 
@@ -228,7 +228,7 @@ def _at(profile: Profile, share: Tensor, shared: Tensor) -> Aligned:
         mean=(share * profile.mean).sum(-1).masked_fill(none, math.nan),
         count=torch.where(shared, profile.count, 0).sum(-1),
         M2=torch.where(shared, profile.M2, 0.0).sum(-1),
-        sure=Uncertainty(error, floor, dof, "sequences"),
+        errors=Uncertainty(error, floor, dof, "sequences"),
     )
 
 
