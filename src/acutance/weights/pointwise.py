@@ -180,7 +180,7 @@ class Power(Weighting):
         return normalized(scores.abs().pow(self.k), scores, visible, self.normalize)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The diagonal k |s|^(k − 1) with the sign of s; 0 at 0."""
+        """The diagonal k abs(s)^(k − 1) with the sign of s; 0 at 0."""
         size = scores.abs()
         slope = self.k * torch.where(size > 0, size, 1.0).pow(self.k - 1) * scores.sign()
         return slopes(slope, size.pow(self.k), weights, visible, self.normalize)
