@@ -265,10 +265,10 @@ class Moments(HeadArrays):
 
         Example:
             >>> values = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
-            >>> found = Moments.of(values, ("entropy",)).sampled(total=100, taken=4)
-            >>> found.weight.item(), found.mean.item()
+            >>> moments = Moments.of(values, ("entropy",)).sampled(total=100, drawn=4)
+            >>> moments.weight.item(), moments.mean.item()
             (100.0, 2.5)
-            >>> float(found.sampling_error)  # √(0.96 · 5/3 / 4)
+            >>> float(moments.sampling_error)  # √(0.96 · 5/3 / 4)
             0.6324...
 
         Source:
