@@ -431,7 +431,7 @@ def test_a_state_is_not_replaced_unasked(tmp_path: Path) -> None:
     given: dict[str, Any] = {"lengths": [16, 64], "passes": 2, "save": path}
     law = acutance.calibrate(model, text(1), **given)
     before = path.read_bytes()
-    with pytest.raises(FileExistsError, match="there already: resume=True goes on, ov"):
+    with pytest.raises(FileExistsError, match="exists: resume=True continues it, ov"):
         acutance.calibrate(model, text(2), **given)
     with pytest.raises(ValueError, match="got both"):
         acutance.calibrate(model, text(2), resume=True, overwrite=True, **given)

@@ -118,7 +118,9 @@ def test_layers_that_do_not_fit_are_refused(three: list[Path], tmp_path: Path) -
     )
     odd = tmp_path / "odd"
     replace(state, summary=replace(state.summary, layers=changed)).save(odd)
-    with pytest.raises(ValueError, match=r"odd does not fit .*1\.safetensors: layers merge with"):
+    with pytest.raises(
+        ValueError, match=r"odd does not fit .*1\.safetensors: only records of one layer merge"
+    ):
         merge_states([three[0], odd])
 
 
