@@ -76,7 +76,7 @@ def blocked_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the plain PyTorch kernel take every call, as ACUTANCE_BACKEND=blocked does."""
     from acutance.kernels import dispatch
 
-    monkeypatch.setattr(dispatch, "_forced", lambda: "blocked")
+    monkeypatch.setattr(dispatch, "forced", lambda: "blocked")
 
 
 @pytest.fixture(autouse=True)

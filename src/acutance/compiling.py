@@ -1,11 +1,19 @@
-"""Whether a compiler, tracer or mode watches, and marks for PyTorch's compiler."""
+"""What watches or transforms a call: compilers, tracers, modes, `torch.func`, forward mode.
+
+Where nothing does, kernels are called past PyTorch's dispatcher. Under one level of
+:func:`torch.func.grad` (vjp, jacrev) and under :func:`torch.func.vmap` the same kernels are called;
+what only PyTorch's operations can differentiate is computed by whole rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -21,7 +29,15 @@ try:
 except (ImportError, AttributeError):  # a torch that keeps its modes elsewhere
     _KNOWN = False
 
-__all__ = ["constant", "traceable_property", "undispatched", "unobserved"]
+__all__ = [
+    "by_operations",
+    "constant",
+    "ordinary",
+    "traceable_property",
+    "transformed",
+    "undispatched",
+    "unobserved",
+]
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -74,7 +90,15 @@ else:
 
 def unobserved() -> bool:
     """Whether no compiler, tracer, mode or transform sees what PyTorch does."""
-    return undispatched() and not _len_torch_function_stack()
+    return (
+        not is_compiling()
+        and _KNOWN
+        and not _len_torch_dispatch_stack()
+        and not _len_torch_function_stack()
+        and maybe_current_level() is None
+        and forward_ad._current_level < 0
+        and _get_tracing_state() is None
+    )
 
 
 def undispatched() -> bool:
@@ -87,3 +111,49 @@ def undispatched() -> bool:
         and forward_ad._current_level < 0
         and _get_tracing_state() is None
     )
+
+
+def ordinary(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether tensors are plain, dense and in memory, and nothing must see an operator on them.
+
+    Example:
+        >>> ordinary([torch.zeros(2), None]), ordinary([torch.zeros(2, device="meta")])
+        (True, False)
+    """
+    if not undispatched():
+        return False
+    for tensor in tensors:
+        if tensor is not None and (
+            type(tensor) not in (Tensor, torch.nn.Parameter)
+            or tensor.layout is not torch.strided
+            or tensor.is_meta
+        ):
+            return False
+    return True
+
+
+def transformed() -> bool:
+    """Whether a transform of :mod:`torch.func`, or forward mode, is running."""
+    return forward_ad._current_level >= 0 or bool(get_interpreter_stack())
+
+
+def by_operations() -> bool:
+    """Whether only PyTorch's own operations have the derivative that is being taken.
+
+    Those are forward mode, more than one level of :func:`torch.func.grad`, and all of
+    :mod:`torch.func` inside of a compiled function.
+    """
+    return _forward_or_nested() or (is_compiling() and transformed())
+
+
+def _forward_or_nested() -> bool:
+    levels = get_interpreter_stack()
+    if forward_ad._current_level >= 0 or not levels:
+        return forward_ad._current_level >= 0
+    kinds = [level.key() for level in levels]
+    return kinds.count(TransformType.Grad) > 1 or TransformType.Jvp in kinds
+
+
+# A compiler cannot look into these: what they answer while it traces holds for what it traces.
+for _each in (transformed, _forward_or_nested):
+    constant(_each)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -17,8 +18,11 @@ from acutance.masks import Masking
 
 __all__ = [
     "FLOATS",
+    "MaskOptions",
+    "cast_inputs",
     "check_count",
     "check_flag",
+    "check_flags",
     "check_inputs",
     "check_masking",
     "check_number",
@@ -57,20 +61,46 @@ def did_you_mean(name: object, known: Iterable[str], otherwise: str = "") -> str
     return f"; did you mean {close[0]!r}?" if close else otherwise
 
 
-def check_inputs(
-    query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: bool, *, same_width: bool = True
-) -> None:
-    """Check rank, sizes, dtype and device of query, key and value.
+class MaskOptions(TypedDict, total=False):
+    """Keywords of :func:`check_masking`, as :func:`acutance.attention` documents them."""
 
-    Some scores take queries and keys of unlike widths, ``same_width=False``.
+    query_offset: int
+    window: int | None
+    key_mask: Tensor | None
+    document_ids: Tensor | tuple[Tensor, Tensor] | None
+    cu_seqlens: Tensor | None
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+
+
+def check_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    enable_gqa: bool,
+    *,
+    same_width: bool = True,
+    autocast: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Query, key and value, their rank, sizes, dtype and device checked.
+
+    Args:
+        query: (B, Hq, L, E).
+        key: (B, H, S, E).
+        value: (B, H, S, Ev), or None.
+        enable_gqa: whether Hq may be a multiple of H.
+        same_width: whether queries and keys are of one width; some scores take others.
+        autocast: whether they are first cast as :func:`cast_inputs` does.
 
     Raises:
         TypeError: if one is no tensor, or dtypes are not floating, not supported or not alike.
         ValueError: if ranks, sizes, head counts or devices do not fit.
     """
+    query, key = check_tensor("query", query), check_tensor("key", key)
+    value = None if value is None else check_tensor("value", value)
+    if autocast:
+        query, key, value = cast_inputs(query, key, value)
     named = {"query": query, "key": key} | ({} if value is None else {"value": value})
-    for name, tensor in named.items():
-        check_tensor(name, tensor)
 
     def shapes() -> str:  # written only into an error: sizes may be symbols
         return describe(query=query, key=key, value=value)
@@ -117,12 +147,28 @@ def check_inputs(
             f"key and value share the number of heads H: key has H={key.shape[1]}, value has "
             f"H={value.shape[1]} ({shapes()})"
         )
-    _check_heads(query.shape[1], key.shape[1], enable_gqa, shapes)
+    if query.shape[1] != key.shape[1]:
+        _check_heads(query.shape[1], key.shape[1], enable_gqa, shapes)
+    return query, key, value
+
+
+def cast_inputs(
+    query: Tensor, key: Tensor, value: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cast as autocast casts the inputs of SDPA, where it is on: to its dtype, but for float64."""
+    kind = query.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(tensor: Tensor) -> Tensor:
+        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if eligible else tensor
+
+    return cast(query), cast(key), None if value is None else cast(value)
 
 
 def _check_heads(query_heads: int, heads: int, enable_gqa: bool, shapes: Callable[[], str]) -> None:
-    if query_heads == heads:
-        return
     if not enable_gqa:
         raise ValueError(
             f"query has {query_heads} heads and key {heads}: pass enable_gqa=True to share each "
@@ -168,6 +214,13 @@ def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is True or False, got {value!r} ({type(value).__name__})")
     return value
+
+
+def check_flags(**flags: object) -> None:
+    """:func:`check_flag` of several by name."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            check_flag(name, value)
 
 
 def check_number(
@@ -266,13 +319,13 @@ def _documents(
     queries: int,
     keys: int,
     offset: int,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
+    """Ids of queries and keys, (B or 1, length), from one of the two options."""
     if documents is not None and cu_seqlens is not None:
         raise ValueError("document_ids and cu_seqlens say the same thing: pass one of them")
     if cu_seqlens is not None:
         documents = _ids_from_lengths(cu_seqlens, keys)
-    if documents is None:
-        return None, None
+    assert documents is not None
     if isinstance(documents, tuple):
         if len(documents) != 2:
             raise ValueError(
@@ -324,16 +377,16 @@ def _ids_from_lengths(cu_seqlens: Tensor, keys: int) -> Tensor:
 def check_masking(
     query: Tensor,
     key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
     *,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    query_offset: int,
-    window: int | None,
-    key_mask: Tensor | None,
-    document_ids: Tensor | tuple[Tensor, Tensor] | None,
-    cu_seqlens: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
+    query_offset: int = 0,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Masking:
     """Check every mask of a call and gather them.
 
@@ -395,10 +448,11 @@ def check_masking(
                 "alibi_slopes are constants, got a tensor that requires a gradient: detach it, or "
                 "pass learned slopes as a bias"
             )
-    rows, columns = _documents(document_ids, cu_seqlens, batch, queries, keys, query_offset)
-    for name, ids in (("document_ids of queries", rows), ("document_ids of keys", columns)):
-        if ids is not None:
-            _check_device(name, ids, query, shapes)
+    rows = columns = None
+    if document_ids is not None or cu_seqlens is not None:
+        rows, columns = _documents(document_ids, cu_seqlens, batch, queries, keys, query_offset)
+        _check_device("document_ids of queries", rows, query, shapes)
+        _check_device("document_ids of keys", columns, query, shapes)
     return Masking(
         batch=batch,
         heads=heads,
@@ -418,15 +472,13 @@ def check_masking(
     )
 
 
-def check_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
+def check_sinks(sinks: Tensor, query: Tensor) -> Tensor:
     """Learned sink logits, one for each query head.
 
     Raises:
         TypeError: if they are no floating tensor.
         ValueError: if their shape is not (Hq,).
     """
-    if sinks is None:
-        return None
     sinks = check_tensor("sinks", sinks)
     if sinks.dtype not in FLOATS:
         raise TypeError(f"sinks is a floating Tensor, got {sinks.dtype}")

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from acutance.attend import attention, row_statistics
-from acutance.kernels.backward import SumGradients, backward
+from acutance.kernels.backward import backward
 from acutance.kernels.blocked import forward
-from acutance.kernels.tiles import Rule
+from acutance.kernels.call import KernelCall, Rule, SumGradients
 from acutance.masks import Masking
 from acutance.rowstats import METRICS, RowStatistics, dense_statistics
 
@@ -339,10 +339,11 @@ def largest_tensor(length: int) -> int:
     )
     rule = Rule(scale=0.25)
     with Largest() as seen:
-        sums = forward(query, query, query, masking, rule, True)
+        call = KernelCall(query, query, query, masking, rule, noise=True)
+        sums = forward(call)
         ones = torch.ones(1, 1, length)
         grad = SumGradients(torch.ones_like(query), *[ones] * (len(SumGradients._fields) - 1))
-        backward(grad, sums, query, query, query, masking, rule, (True, True, True) + (False,) * 3)
+        backward(grad, sums, call, (True, True, True) + (False,) * 3)
     return seen.storage
 
 

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from acutance import compiling, kernels
 from acutance.attend import attention, row_statistics
-from acutance.kernels import dispatch, fast_path, library
+from acutance.kernels import fast_path, library
 from acutance.rowstats import METRICS, RowState, RowStatistics, dense_statistics
 from acutance.testing import MASKS, assert_close_to_oracle, attention_case, score_error
 
@@ -256,7 +256,7 @@ def test_a_library_that_does_not_load_is_named(
 def test_info_says_what_runs_here() -> None:
     found = kernels.info()
     assert found.native
-    assert found.auto == dispatch.choose("auto", normal(1, 1, 1, 1), None, 0.0)
+    assert found.auto == row_statistics(*[normal(1, 1, 1, 1)] * 2).backend
     assert found.cpu in found.cpus
     assert found.threads == torch.get_num_threads()
     text = str(found)
@@ -335,9 +335,11 @@ def test_what_must_be_seen_goes_through_the_operator(counted: list[str]) -> None
     entropy(query)
     assert len(counted) == 1
     assert compiling.unobserved()
-    assert not fast_path.possible(query.clone().requires_grad_())
+    assert isinstance(row_statistics(query, query), fast_path.PackedStatistics) is HERE
+    wanting = query.clone().requires_grad_()
+    assert not isinstance(row_statistics(wanting, wanting), fast_path.PackedStatistics)
     with torch.no_grad():
-        assert fast_path.possible(query.clone().requires_grad_())
+        assert isinstance(row_statistics(wanting, wanting), fast_path.PackedStatistics) is HERE
     with torch.device("cpu"):  # a function mode
         assert not compiling.unobserved()
     with torch.utils._python_dispatch.TorchDispatchMode():

@@ -17,7 +17,7 @@ from torch import Tensor
 from acutance import attend
 from acutance.kernels import bindings, blocked, library, native
 from acutance.kernels.bindings import CALL, GRADIENTS, SUMS, Layout
-from acutance.kernels.tiles import Rule
+from acutance.kernels.call import KernelCall, Rule
 from acutance.masks import Masking
 from acutance.rowstats import dense_statistics
 from acutance.testing import (
@@ -351,8 +351,8 @@ def test_both_backends_have_the_same_fields() -> None:
     for dtype, wide, noise in itertools.product(FLOATS, (False, True), (False, True)):
         query, key = normal(2, 4, 5, 8, dtype=dtype), normal(2, 2, 7, 8, dtype=dtype)
         value = key[..., :3].contiguous() if wide else None
-        ours = native.forward(query, key, value, masking, rule, noise)
-        theirs = blocked.forward(query, key, value, masking, rule, noise)
+        ours = native.forward(KernelCall(query, key, value, masking, rule, noise))
+        theirs = blocked.forward(KernelCall(query, key, value, masking, rule, noise))
         for name, left, right in zip(ours._fields, ours, theirs, strict=True):
             assert (left.shape, left.dtype) == (right.shape, right.dtype), name
             assert left.is_contiguous(), name

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from acutance import attend
 from acutance.kernels import blocked, library, native
-from acutance.kernels.backward import Gradients, SumGradients
 from acutance.kernels.backward import backward as blocked_backward
-from acutance.kernels.blocked import Sums
-from acutance.kernels.tiles import Rule
+from acutance.kernels.call import Gradients, KernelCall, Rule, SumGradients, Sums
 from acutance.masks import Masking
 
 FOUND = library.load()
@@ -117,15 +115,15 @@ class Case:
         return SumGradients(**given)
 
     def native(self) -> Gradients:
-        inputs = self.query, self.key, self.value, self.masking, self.rule
-        sums = native.forward(*inputs, noise=False)
-        return native.backward(self.gradients(sums, sums.Z.dtype), sums, *inputs, self.wanted)
+        call = KernelCall(self.query, self.key, self.value, self.masking, self.rule)
+        sums = native.forward(call)
+        return native.backward(self.gradients(sums, sums.Z.dtype), sums, call, self.wanted)
 
     def exact(self) -> Gradients:
         value = None if self.value is None else self.value.double()
-        inputs = self.query.double(), self.key.double(), value, self.masking, self.rule
-        sums = blocked.forward(*inputs, noise=False)
-        return blocked_backward(self.gradients(sums, torch.float64), sums, *inputs, self.wanted)
+        call = KernelCall(self.query.double(), self.key.double(), value, self.masking, self.rule)
+        sums = blocked.forward(call)
+        return blocked_backward(self.gradients(sums, torch.float64), sums, call, self.wanted)
 
     @property
     def wanted(self) -> tuple[bool, ...]:
@@ -182,10 +180,10 @@ def test_one_gradient_alone(field: str, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0)])
 def test_only_what_is_asked_for(wanted: tuple[int, ...]) -> None:
     case = Case(torch.float32, {"causal": True})
-    inputs = case.query, case.key, case.value, case.masking, case.rule
-    sums = native.forward(*inputs, noise=False)
+    call = KernelCall(case.query, case.key, case.value, case.masking, case.rule)
+    sums = native.forward(call)
     asked = (*(bool(part) for part in wanted), False, False, False)
-    found = native.backward(case.gradients(sums, torch.float32), sums, *inputs, asked)
+    found = native.backward(case.gradients(sums, torch.float32), sums, call, asked)
     for ours, whole, want in zip(found[:3], case.native()[:3], wanted, strict=True):
         assert (ours is not None) == bool(want)
         if ours is not None and whole is not None:

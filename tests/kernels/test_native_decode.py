@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from acutance.kernels import bindings, blocked, library, native
-from acutance.kernels.blocked import Sums
-from acutance.kernels.tiles import Rule, accumulate_dtype
+from acutance.kernels.call import KernelCall, Rule, Sums, accumulate_dtype
 from acutance.masks import Masking
 from acutance.testing import score_error
 
@@ -100,10 +99,10 @@ def check(
     A score off by δ puts e = exp(s − m) off by a factor 1 ± 2δ, and so the sums of e and of
     products with it; t = s − m, of size T at most, by 2δ.
     """
-    got = native.forward(q, k, v, mask, rule, noise)
+    got = native.forward(KernelCall(q, k, v, mask, rule, noise))
     wide = None if v is None else v.double()
     exact = replace(mask, attn_mask=widened(mask.attn_mask), bias=widened(mask.bias))
-    want = blocked.forward(q.double(), k.double(), wide, exact, rule, noise)
+    want = blocked.forward(KernelCall(q.double(), k.double(), wide, exact, rule, noise))
     assert torch.equal(got.n, want.n)
     assert torch.equal(got.first_index, want.first_index)
     added = 400.0 if mask.alibi_slopes is not None else 8.0
@@ -191,13 +190,13 @@ def test_keys_and_values_are_read_where_they_lie(threads: int) -> None:
     """Heads beside each other in a row, and a cache of which a part is filled."""
     q, k, v = inputs(2, 600, 16, 16)
     rule, whole = Rule(0.25), masking(q, k)
-    want = native.forward(q, k, v, whole, rule, False)
+    want = native.forward(KernelCall(q, k, v, whole, rule, False))
     beside = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in (q, k, v)]
     cache = [torch.full((B, H, 4096, 16), torch.nan) for _ in range(2)]
     for room, part in zip(cache, (k, v), strict=True):
         room[:, :, :600] = part
     for given in (beside, [q, *(room[:, :, :600] for room in cache)]):
-        got = native.forward(*given, whole, rule, False)
+        got = native.forward(KernelCall(*given, whole, rule, False))
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
@@ -209,7 +208,9 @@ def test_runs_are_alike_and_splits_nearly() -> None:
     try:
         for count in (1, 2, 4):
             torch.set_num_threads(count)
-            first, again = (native.forward(q, k, v, mask, Rule(0.2), True) for _ in range(2))
+            first, again = (
+                native.forward(KernelCall(q, k, v, mask, Rule(0.2), True)) for _ in range(2)
+            )
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
             found.append(first)
     finally:
@@ -226,10 +227,10 @@ def test_runs_are_alike_and_splits_nearly() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_no_number_stays_in_its_row(bad: float, threads: int) -> None:
     q, k, v = inputs(3, 900, 8, 8)
-    clean = native.forward(q, k, v, masking(q, k), Rule(0.4), True)
+    clean = native.forward(KernelCall(q, k, v, masking(q, k), Rule(0.4), True))
     spoilt = q.clone()
     spoilt[1, 2, 1, 5] = bad
-    found = native.forward(spoilt, k, v, masking(q, k), Rule(0.4), True)
+    found = native.forward(KernelCall(spoilt, k, v, masking(q, k), Rule(0.4), True))
     keep = torch.ones(q.shape[:3], dtype=torch.bool)
     keep[1, 2, 1] = False
     for name in Sums._fields:
@@ -250,7 +251,7 @@ def test_logits_far_apart_in_different_stretches(threads: int) -> None:
         scores[place] = 1e4
         k, v = scores.view(1, 1, S, 1), torch.arange(float(S)).view(1, 1, S, 1)
         q = torch.ones(1, 1, 1, 1)
-        got = native.forward(q, k, v, masking(q, k), Rule(1.0), False)
+        got = native.forward(KernelCall(q, k, v, masking(q, k), Rule(1.0), False))
         assert got.out.item() == place
         assert got.Z.item() == 1.0
         assert abs(got.U.item()) < 1e-30

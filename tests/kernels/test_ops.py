@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from acutance.attend import attention, row_statistics
-from acutance.kernels.backward import SumGradients
-from acutance.kernels.blocked import Sums
+from acutance.kernels.call import SumGradients, Sums
 from acutance.kernels.ops import row_sums, row_sums_backward
 from acutance.rowstats import METRICS, dense_statistics
 

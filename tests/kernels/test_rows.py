@@ -10,6 +10,7 @@ from torch import Tensor
 
 from acutance import weights as w
 from acutance.kernels import whole_rows
+from acutance.kernels.call import KernelCall, Rule
 from acutance.masks import Masking
 from acutance.rowstats import RowStatistics, WeightStatistics, observe, observe_weights
 
@@ -81,13 +82,27 @@ def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(whole_rows, "BLOCK_ELEMENTS", request.param)
 
 
+def weigh(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masking: Masking,
+    weighting: w.Weighting,
+    scale: float = 0.7,
+    softcap: float | None = None,
+    score: whole_rows.ScoreTile | None = None,
+) -> whole_rows.WeighedRows:
+    call = KernelCall(q, k, v, masking, Rule(scale, softcap))
+    return whole_rows.weigh_rows(call, weighting, score=score)
+
+
 @pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.name)
 def test_blocks_equal_the_whole(weighting: w.Weighting, mask: str) -> None:
     q, k, v = inputs()
     masking = MASKS[mask]
-    got = whole_rows.weigh_rows(q, k, v, masking, weighting, scale=0.7)
+    got = weigh(q, k, v, masking, weighting)
     out, s, a, seen = dense(q, k, v, masking, weighting, None)
     assert got.out is not None
     torch.testing.assert_close(got.out, out, rtol=1e-10, atol=1e-10)
@@ -116,7 +131,7 @@ def test_gradients_equal_those_of_the_whole(weighting: w.Weighting) -> None:
             out, _, a, seen = dense(q, k, v, masking, weighting, 2.0)
             stats = WeightStatistics(observe_weights(a, seen))
         else:
-            result = whole_rows.weigh_rows(q, k, v, masking, weighting, scale=0.7, softcap=2.0)
+            result = weigh(q, k, v, masking, weighting, softcap=2.0)
             assert result.out is not None
             out, stats = result.out, WeightStatistics(result.weights)
         loss = out.sin().sum() + stats.effective_keys[:, :, 2:].nan_to_num().sum()
@@ -128,17 +143,13 @@ def test_gradients_equal_those_of_the_whole(weighting: w.Weighting) -> None:
 def test_parameters_of_a_weighting_get_gradients() -> None:
     q, k, v = inputs()
     bias = torch.zeros(H * G, dtype=torch.float64, requires_grad=True)
-    got = whole_rows.weigh_rows(q, k, v, PLAIN, w.Sigmoid(bias), scale=0.7)
+    got = weigh(q, k, v, PLAIN, w.Sigmoid(bias))
     assert got.out is not None
     (grad,) = torch.autograd.grad(got.out.square().sum(), bias)
     step = torch.zeros_like(bias)
     step[1] = 1e-5
     loss = [
-        float(
-            whole_rows.weigh_rows(q, k, v, PLAIN, w.Sigmoid(bias.detach() + move), scale=0.7)
-            .out.square()
-            .sum()
-        )  # type: ignore[union-attr]
+        float(weigh(q, k, v, PLAIN, w.Sigmoid(bias.detach() + move)).out.square().sum())  # type: ignore[union-attr]
         for move in (step, -step)
     ]
     assert float(grad[1]) == pytest.approx((loss[0] - loss[1]) / 2e-5, rel=1e-6)
@@ -147,7 +158,7 @@ def test_parameters_of_a_weighting_get_gradients() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_inputs_are_summed_in_float32(dtype: torch.dtype) -> None:
     q, k, v = inputs(dtype)
-    got = whole_rows.weigh_rows(q, k, v, PLAIN, w.ReLU2(), scale=0.7)
+    got = weigh(q, k, v, PLAIN, w.ReLU2())
     out, _, a, seen = dense(q.double(), k.double(), v.double(), PLAIN, w.ReLU2(), None)
     assert got.out is not None
     assert got.out.dtype == dtype
@@ -166,7 +177,7 @@ def test_scores_that_are_no_product() -> None:
     def distance(q: Tensor, k: Tensor, start: int) -> Tensor:
         return -torch.cdist(q, k.repeat_interleave(G, 1))
 
-    got = whole_rows.weigh_rows(q, k, v, MASKS["causal"], w.ReLU2(), scale=1.0, score=distance)
+    got = weigh(q, k, v, MASKS["causal"], w.ReLU2(), scale=1.0, score=distance)
     s = -torch.cdist(q, k.repeat_interleave(G, 1))
     seen, _ = visible(MASKS["causal"])
     torch.testing.assert_close(got.out, w.ReLU2()(s, seen) @ v.repeat_interleave(G, 1))
@@ -177,7 +188,7 @@ def test_nothing_to_do(size: dict[str, int]) -> None:
     b, length = size.get("B", B), size.get("L", L)
     masking = replace(PLAIN, batch=b, queries=length)
     q, k, v = inputs()
-    got = whole_rows.weigh_rows(q[:b, :, :length], k[:b], v[:b], masking, w.ReLU2(), scale=1.0)
+    got = weigh(q[:b, :, :length], k[:b], v[:b], masking, w.ReLU2(), scale=1.0)
     assert got.out is not None
     assert got.out.shape == (b, H * G, length, V)
     assert got.weights.n.shape == (b, H * G, length)

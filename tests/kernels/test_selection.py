@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from acutance import attention, kernels, row_statistics
-from acutance.kernels import bindings, dispatch, library, selection, selection_cache
+from acutance.kernels import bindings, library, selection, selection_cache
 from acutance.kernels.bindings import Library
 from acutance.kernels.selection import Selection, fastest, interleaved
 from acutance.kernels.selection_timing import DTYPE_CODES, PASSES, sample, seconds
@@ -153,11 +153,14 @@ def test_plain_pytorch_takes_over_where_it_is_faster(
 
 
 def test_the_number_of_queries_decides_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_most_queries", lambda: 20.0)
+    monkeypatch.setattr(library.load(), "most_queries", 20.0)
     few, many = torch.ones(1, 1, 20, 8), torch.ones(1, 1, 21, 8)
-    assert dispatch.takes_native("auto", few)
-    assert not dispatch.takes_native("auto", many)
-    assert dispatch.takes_native("native", many)
+    for value in (None, few):  # with noise a call takes the long way
+        noise = value is not None
+        assert row_statistics(few, few, value, noise=noise).backend == "native"
+    assert row_statistics(many, many).backend == "blocked"
+    assert row_statistics(many, many, many, noise=True).backend == "blocked"
+    assert row_statistics(many, many, backend="native").backend == "native"
 
 
 # -- the times on disk -------------------------------------------------------------------------

@@ -23,12 +23,9 @@ from torch import Tensor
 
 from acutance.attend import attention
 from acutance.kernels import blocked, gpu
-from acutance.kernels.backward import Gradients, SumGradients
 from acutance.kernels.backward import backward as blocked_backward
-from acutance.kernels.blocked import Sums
+from acutance.kernels.call import Gradients, KernelCall, Rule, SumGradients, Sums
 from acutance.kernels.gpu import language, supported, unsupported_gradient, why_not
-from acutance.kernels.tiles import Rule
-from acutance.masks import Masking
 from acutance.rowstats import METRICS, RowState, RowStatistics, dense_statistics
 from acutance.shapes import check_masking
 from acutance.testing import (
@@ -56,28 +53,28 @@ class Kernels:
         self, query: Tensor, key: Tensor, value: Tensor | None, noise: bool, **options: Any
     ) -> Sums:
         """The sums of a call given as users give it, checked to be the kernel's own."""
-        tensors, masking, rule = call(self.device, query, key, value, **options)
-        assert gpu.supported(*tensors, masking, rule, noise) is None
-        sums: Sums = gpu.forward(*tensors, masking, rule, noise)
+        given = call(self.device, query, key, value, **options)._replace(noise=noise)
+        assert gpu.supported(given) is None
+        sums: Sums = gpu.forward(given)
         return Sums(*(part.cpu() for part in sums))
 
     def backward(
         self, grad: SumGradients, query: Tensor, key: Tensor, value: Tensor, **options: Any
     ) -> Gradients:
         """Gradients of a forward call of these kernels."""
-        tensors, masking, rule = call(self.device, query, key, value, **options)
+        given = call(self.device, query, key, value, **options)
         wanted = wants(**options)
-        assert gpu.supported(*tensors, masking, rule, False) is None
-        assert gpu.unsupported_gradient(masking, wanted) is None
-        sums = gpu.forward(*tensors, masking, rule, False)
+        assert gpu.supported(given) is None
+        assert gpu.unsupported_gradient(given.masking, wanted) is None
+        sums = gpu.forward(given)
         grad = SumGradients(*(None if part is None else part.to(self.device) for part in grad))
-        found = gpu.backward(grad, sums, *tensors, masking, rule, wanted)
+        found = gpu.backward(grad, sums, given, wanted)
         return Gradients(*(None if part is None else part.cpu() for part in found))
 
 
 def call(
     device: str, query: Tensor, key: Tensor, value: Tensor | None, **options: Any
-) -> tuple[tuple[Tensor, Tensor, Tensor | None], Masking, Rule]:
+) -> KernelCall:
     """What :func:`acutance.attention` hands to a kernel."""
     options = {
         name: part.to(device)
@@ -90,16 +87,10 @@ def call(
     options.pop("enable_gqa", None)
     scale = options.pop("scale", query.shape[-1] ** -0.5)
     softcap, sinks = options.pop("softcap", None), options.pop("sinks", None)
-    names = {
-        **dict.fromkeys(("attn_mask", "window", "key_mask", "document_ids", "cu_seqlens")),
-        **dict.fromkeys(("bias", "alibi_slopes")),
-        "is_causal": False,
-        "query_offset": 0,
-    }
-    assert set(options) <= set(names)
-    tensors = query.to(device), key.to(device), None if value is None else value.to(device)
-    masking = check_masking(tensors[0], tensors[1], **(names | options))
-    return tensors, masking, Rule(scale=scale, softcap=softcap, sinks=sinks)
+    query, key = query.to(device), key.to(device)
+    value = None if value is None else value.to(device)
+    masking = check_masking(query, key, **options)
+    return KernelCall(query, key, value, masking, Rule(scale=scale, softcap=softcap, sinks=sinks))
 
 
 def wants(**options: Any) -> tuple[bool, ...]:
@@ -279,8 +270,8 @@ def test_rows_that_see_nothing_hold_nothing(kernels: Kernels) -> None:
     mask[4] = False
     for sinks in (None, torch.tensor([0.5, -200.0])):
         found = kernels.forward(query, key, value, True, attn_mask=mask, sinks=sinks)
-        tensors, masking, rule = call("cpu", query, key, value, attn_mask=mask, sinks=sinks)
-        want = blocked.forward(*tensors, masking, rule, True)
+        given = call("cpu", query, key, value, attn_mask=mask, sinks=sinks)
+        want = blocked.forward(given._replace(noise=True))
         for name, ours, theirs in zip(Sums._fields, found, want, strict=True):
             assert ours.shape == theirs.shape, name
             assert ours.dtype == theirs.dtype, name
@@ -338,14 +329,14 @@ def compare_gradients(
     query, key = normal(1, 2, 20, 20, dtype=dtype), normal(1, 1, 70, 20, seed=1, dtype=dtype)
     value = normal(1, 1, 70, 12, seed=2, dtype=dtype)
     found = kernels.backward(grad, query, key, value, **options)
-    inputs, masking, rule = call(
+    given = call(
         "cpu",
         *(query.double(), key.double(), value.double()),
         **{name: exact(part) for name, part in options.items()},
     )
-    sums = blocked.forward(*inputs, masking, rule, False)
+    sums = blocked.forward(given)
     wide = SumGradients(*(exact(part) for part in grad))
-    want = blocked_backward(wide, sums, *inputs, masking, rule, wants(**options))
+    want = blocked_backward(wide, sums, given, wants(**options))
     for name, ours, theirs in zip(Gradients._fields, found, want, strict=True):
         assert (ours is None) == (theirs is None), name
         if ours is not None and theirs is not None:
@@ -381,10 +372,10 @@ def test_small_float16_gradients_do_not_vanish(kernels: Kernels) -> None:
         torch.float32, ("Z", "U"))])._replace(out=None)  # fmt: skip
     query = normal(1, 2, 20, 20, dtype=torch.float16)
     key = normal(1, 1, 70, 20, seed=1, dtype=torch.float16) * 64
-    tensors, masking, rule = call("cpu", query, key, key, scale=0.01)
+    given = call("cpu", query, key, key, scale=0.01)
     found = kernels.backward(grad, query, key, key, scale=0.01).query
-    sums = blocked.forward(*tensors, masking, rule, False)
-    want = blocked_backward(grad, sums, *tensors, masking, rule, (True,) + (False,) * 5).query
+    sums = blocked.forward(given)
+    want = blocked_backward(grad, sums, given, (True,) + (False,) * 5).query
     assert found is not None
     assert want is not None
     assert want.abs().max() > 0
@@ -486,27 +477,26 @@ def test_every_kernel_compiles_within_its_budget_without_a_device(
 # -- what is refused --------------------------------------------------------------------------
 
 
-def plain(query: Tensor, **options: Any) -> tuple[Any, ...]:
-    inputs, masking, rule = call("cpu", query, query, query, **options)
-    return *inputs, masking, rule
+def plain(query: Tensor, **options: Any) -> KernelCall:
+    return call("cpu", query, query, query, **options)
 
 
 def test_without_triton_every_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language, "triton", None)
-    assert supported(*plain(normal(1, 1, 4, 8)), False) == "triton is not installed"
+    assert supported(plain(normal(1, 1, 4, 8))) == "triton is not installed"
 
 
 def test_an_old_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language, "triton", SimpleNamespace(__version__="3.3.1"))
-    assert supported(*plain(normal(1, 1, 4, 8)), False) == "triton 3.3.1 is older than 3.4"
+    assert supported(plain(normal(1, 1, 4, 8))) == "triton 3.3.1 is older than 3.4"
 
 
-REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
+REFUSED: dict[str, tuple[Callable[[], KernelCall], str]] = {
     "float64": (lambda: plain(normal(1, 1, 4, 8, dtype=torch.float64)), "float64 inputs"),
     "wide": (lambda: plain(normal(1, 1, 4, 300)), "heads wider than 256"),
     "empty": (lambda: plain(normal(1, 1, 0, 8)), "no queries, keys or widths"),
     "dropout": (
-        lambda: (*plain(normal(1, 1, 4, 8))[:-1], Rule(scale=1.0, dropout_p=0.5)),
+        lambda: plain(normal(1, 1, 4, 8))._replace(rule=Rule(scale=1.0, dropout_p=0.5)),
         "dropout",
     ),
 }
@@ -516,23 +506,24 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_and_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, reason = REFUSED[name]
-    arguments = make()
+    given = make()
     on_cpu = "inputs on cpu, not on cuda"
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert supported(*arguments, False) == on_cpu
-    assert why_not(arguments[0], arguments[2], 0.0) == on_cpu
+    assert supported(given) == on_cpu
+    assert why_not(given) == on_cpu
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert supported(*arguments, False) == reason
+    assert supported(given) == reason
 
 
 def test_refused_calls_are_the_blocked_path_s() -> None:
-    arguments = plain(normal(1, 1, 4, 8, dtype=torch.float64), is_causal=True)
-    found, want = gpu.forward(*arguments, True), blocked.forward(*arguments, True)
+    given = plain(normal(1, 1, 4, 8, dtype=torch.float64), is_causal=True)
+    noisy = given._replace(noise=True)
+    found, want = gpu.forward(noisy), blocked.forward(noisy)
     assert all(torch.equal(left, right) for left, right in zip(found, want, strict=True))
     grad = SumGradients(None, *[torch.ones(1, 1, 4, dtype=torch.float64)] * 9)
     wanted = (True,) * 3 + (False,) * 3
-    ours = gpu.backward(grad, found, *arguments, wanted)
-    theirs = blocked_backward(grad, want, *arguments, wanted)
+    ours = gpu.backward(grad, found, given, wanted)
+    theirs = blocked_backward(grad, want, given, wanted)
     assert torch.equal(ours.query, theirs.query)
     assert torch.equal(ours.key, theirs.key)
 
@@ -540,7 +531,7 @@ def test_refused_calls_are_the_blocked_path_s() -> None:
 def test_the_gradient_of_a_shared_bias_is_not_here() -> None:
     query = normal(1, 2, 4, 8)
     for shape, reason in (((4, 4), "the gradient of a broadcast bias"), ((1, 2, 4, 4), None)):
-        masking = call("cpu", query, query, None, bias=torch.zeros(shape))[1]
+        masking = call("cpu", query, query, None, bias=torch.zeros(shape)).masking
         wanted = (True, True, True, False, True, False)
         assert unsupported_gradient(masking, wanted) == reason
         assert unsupported_gradient(masking, (True, True, True, False, False, False)) is None

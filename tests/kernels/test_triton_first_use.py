@@ -15,8 +15,8 @@ from torch import Tensor
 
 from acutance.attend import attention
 from acutance.kernels import dispatch, gpu
+from acutance.kernels.call import KernelCall, Rule
 from acutance.kernels.gpu import first_use
-from acutance.kernels.tiles import Rule
 from acutance.masks import Masking
 
 pytest.importorskip("triton", reason="triton is not installed (pip install triton, on Linux)")
@@ -213,7 +213,7 @@ def test_threads_share_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str | None] = []
 
     def work() -> None:
-        found.append(gpu.refused(query, query, None, masking, Rule(scale=1.0), False))
+        found.append(gpu.refused(KernelCall(query, query, None, masking, Rule(scale=1.0))))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

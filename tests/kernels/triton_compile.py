@@ -22,10 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from acutance.kernels import gpu
-from acutance.kernels.backward import SumGradients
-from acutance.kernels.blocked import Sums
+from acutance.kernels.call import KernelCall, Rule, SumGradients, Sums
 from acutance.kernels.gpu import arguments, tuning
-from acutance.kernels.tiles import Rule
 from acutance.masks import Masking
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -144,25 +142,26 @@ def everything(dtype: torch.dtype) -> None:
         window=50,
     )
     rule = Rule(scale=0.3, softcap=5.0, sinks=torch.zeros(2))
-    sums: Sums = gpu.forward(query, key, value, masking, rule, True)
+    call = KernelCall(query, key, value, masking, rule)
+    sums: Sums = gpu.forward(call._replace(noise=True))
     rows = torch.zeros(1, 2, 40)
     grad = SumGradients(torch.zeros(1, 2, 40, 12, dtype=dtype), *[rows] * 9)
     wanted = (True, True, True, False, True, True)
-    gpu.backward(grad, sums, query, key, value, masking, rule, wanted)
+    gpu.backward(grad, sums, call, wanted)
     plain = Masking(batch=1, heads=1, group=2, queries=40, keys=70)
-    gpu.forward(query, key, None, plain, Rule(scale=0.3), False)
+    gpu.forward(KernelCall(query, key, None, plain, Rule(scale=0.3)))
 
 
 def plain() -> None:
     """Causal attention in bfloat16, and gradients of the output and of the entropy."""
     query = torch.zeros(1, 1, 256, WIDTH, dtype=torch.bfloat16)
     masking = Masking(batch=1, heads=1, group=1, queries=256, keys=256, causal=True)
-    rule = Rule(scale=0.125)
-    sums: Sums = gpu.forward(query, query, query, masking, rule, False)
+    call = KernelCall(query, query, query, masking, Rule(scale=0.125))
+    sums: Sums = gpu.forward(call)
     rows = torch.zeros(1, 1, 256)
     parts = dict.fromkeys(SumGradients._fields) | {"out": query, "Z": rows, "U": rows}
     wanted = (True, True, True, False, False, False)
-    gpu.backward(SumGradients(**parts), sums, query, query, query, masking, rule, wanted)
+    gpu.backward(SumGradients(**parts), sums, call, wanted)
 
 
 if __name__ == "__main__":

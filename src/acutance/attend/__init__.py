@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from acutance.attend.output import attention
-from acutance.attend.statistics import row_statistics
+from acutance.attend.functions import attention, row_statistics
 
 __all__ = ["attention", "row_statistics"]

@@ -44,19 +44,7 @@ def count(query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
         position = torch.arange(1, queries + 1, device=query.device)
         offset = int(given.get("query_offset", 0))
         return (position + offset).clamp(min=0, max=keys)[None, None]
-    masking = check_masking(
-        query,
-        key,
-        attn_mask=mask,
-        is_causal=bool(given.get("is_causal", False)),
-        query_offset=given.get("query_offset", 0),
-        window=given.get("window"),
-        key_mask=given.get("key_mask"),
-        document_ids=None,
-        cu_seqlens=given.get("cu_seqlens"),
-        bias=given.get("bias"),
-        alibi_slopes=None,
-    )
+    masking = check_masking(query, key, **given)
     return visible_keys(masking)
 
 

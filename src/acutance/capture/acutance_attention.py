@@ -60,8 +60,9 @@ def plain_call(given: Mapping[str, Any], name: str, source: str) -> AttentionCal
     if value is None:
         value = key[..., :0]
     check_inputs(query, key, value, True)
-    masks: dict[str, Any] = {option: given.get(option) for option in _MASKS}
-    check_masking(query, key, **masks)
+    check_masking(
+        query, key, **{name: given[name] for name in _MASKS if given.get(name) is not None}
+    )
     options = {option: given[option] for option in _PLAIN if given.get(option) is not None}
     cross = query.shape[-2] != key.shape[-2]
     return AttentionCall(name, source, query, key, value, **options, cross=cross)

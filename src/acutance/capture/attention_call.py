@@ -210,15 +210,13 @@ class AttentionCall:
         return check_masking(
             self.query,
             self.key,
-            attn_mask=self.attn_mask,
-            is_causal=self.is_causal,
+            self.attn_mask,
+            self.is_causal,
             query_offset=self.query_offset,
             window=self.window,
             key_mask=self.key_mask,
-            document_ids=None,
             cu_seqlens=self.cu_seqlens,
             bias=self.bias,
-            alibi_slopes=None,
         )
 
     def seen_keys(self) -> Tensor | None:

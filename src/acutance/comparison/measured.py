@@ -53,7 +53,10 @@ def measure(mechanism: Mechanism, inputs: Inputs, seed: int = 0) -> Rows:
         seed: of the direction in which the gradient is taken.
     """
     with torch.no_grad():
-        statistics = _statistics(mechanism, inputs)
+        statistics = mechanism.run(
+            inputs.query, inputs.key, inputs.value, is_causal=inputs.is_causal,
+            query_offset=inputs.offset, noise=True,
+        )[1]  # fmt: skip
     values, why = {}, {}
     for name in COMPARED:
         if name == "query_gradient":
@@ -67,21 +70,6 @@ def measure(mechanism: Mechanism, inputs: Inputs, seed: int = 0) -> Rows:
     else:
         values["query_gradient"] = query_gradient(mechanism, inputs, seed)
     return Rows(values, why, statistics)
-
-
-def _statistics(mechanism: Mechanism, inputs: Inputs) -> Statistics:
-    def run(*, noise: bool) -> Statistics:
-        return mechanism.run(
-            inputs.query, inputs.key, inputs.value, is_causal=inputs.is_causal,
-            query_offset=inputs.offset, noise=noise,
-        )[1]  # fmt: skip
-
-    try:
-        return run(noise=True)
-    except ValueError as error:
-        if "noise=True" not in str(error):
-            raise
-    return run(noise=False)
 
 
 def query_gradient(mechanism: Mechanism, inputs: Inputs, seed: int = 0) -> Tensor:

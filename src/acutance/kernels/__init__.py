@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from acutance.kernels.blocked import Sums
+from acutance.kernels.call import Sums, accumulate_dtype
 from acutance.kernels.dispatch import BACKENDS
 from acutance.kernels.info import KernelInfo, info
-from acutance.kernels.tiles import accumulate_dtype
 
 __all__ = ["BACKENDS", "KernelInfo", "Sums", "accumulate_dtype", "info"]

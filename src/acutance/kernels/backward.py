@@ -17,14 +17,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.kernels.blocked import Sums
+from acutance.kernels.call import (
+    ALL,
+    Gradients,
+    KernelCall,
+    Rule,
+    SumGradients,
+    Sums,
+    accumulate_dtype,
+)
 from acutance.kernels.hidden import all_finite, hides_keys, value_gradient, zeroed
 from acutance.kernels.tile_sums import FLOOR, LOG2E, finite, inverse_normaliser, ratio
 from acutance.kernels.tiles import (
     Buffers,
-    Rule,
     Work,
-    accumulate_dtype,
     draw_kept,
     dropout_generator,
     fold_rows,
@@ -36,60 +42,21 @@ from acutance.kernels.tiles import (
 )
 from acutance.masks import Masking, Tile
 
-__all__ = ["Coefficients", "Gradients", "SumGradients", "backward", "row_coefficients"]
-
-
-class SumGradients(NamedTuple):
-    """Gradient of the loss by each differentiable sum, (B, Hq, L) each, None where it has none."""
-
-    out: Tensor | None
-    m: Tensor | None
-    Z: Tensor | None
-    U: Tensor | None
-    W: Tensor | None
-    Q: Tensor | None
-    mean: Tensor | None
-    M2: Tensor | None
-    depth: Tensor | None
-    first: Tensor | None
-
-
-class Gradients(NamedTuple):
-    """Gradients of the inputs; None for those that were not asked for."""
-
-    query: Tensor | None
-    key: Tensor | None
-    value: Tensor | None
-    attn_mask: Tensor | None
-    bias: Tensor | None
-    sinks: Tensor | None
+__all__ = ["Coefficients", "backward", "row_coefficients"]
 
 
 def backward(
-    grad: SumGradients,
-    sums: Sums,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    masking: Masking,
-    rule: Rule,
-    wanted: tuple[bool, ...] = (True,) * 6,
+    grad: SumGradients, sums: Sums, call: KernelCall, wanted: tuple[bool, ...] = ALL
 ) -> Gradients:
     """Gradients of a forward call from those of its results.
 
     Args:
         grad: gradients of the results.
         sums: what the forward call returned.
-        query: what it was given, like the next four.
-        key: (B, H, S, E).
-        value: (B, H, S, Ev), or None.
-        masking: which keys each row sees.
-        rule: scale, softcap, sinks and dropout.
-        wanted: whether each field of :class:`Gradients` is asked for.
-
-    Returns:
-        Gradients in the inputs' dtypes; None for those not wanted.
+        call: what it was given.
+        wanted: whether each field of :class:`~acutance.kernels.call.Gradients` is asked for.
     """
+    query, key, value, masking, rule, _ = call
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
 
@@ -117,7 +84,7 @@ def backward(
     hides = hides_keys(masking)
     clean_key, clean_q5 = (zeroed(key), zeroed(q5)) if hides else (key, q5)
     finite_out = not hides or grad.out is None or all_finite(grad.out)
-    for work in tile_rows(key, value, masking, dtype):
+    for work in tile_rows(call):
         region = work.region
         q = fold_rows(q5, work).to(dtype) * rule.scale
         row = _RowGradients(

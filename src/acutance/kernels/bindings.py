@@ -47,7 +47,8 @@ class Layout:
         self._counts = [int(code[:-1] or 1) for _, code in split]
         self._codes = [code for _, code in split]
         self.words = sum(self._counts)
-        self._struct = struct.Struct("=" + self.code_until(self.names[-1]))
+        #: The structure of every word in order, which is faster than by name.
+        self.words_packed = struct.Struct("=" + self.code_until(self.names[-1])).pack
 
     def code_until(self, name: str) -> str:
         """The codes of the members up to one, itself included."""
@@ -69,7 +70,7 @@ class Layout:
                 flat.extend([value] * count if value == 0 else [value])
         if values:
             raise TypeError(f"no member of the structure: {', '.join(values)}")
-        return self._struct.pack(*flat)
+        return self.words_packed(*flat)
 
 
 def _additive(name: str) -> tuple[str, ...]:

@@ -13,11 +13,11 @@ an ulp of the score itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from acutance.kernels.call import KernelCall, Rule, Sums, accumulate_dtype
 from acutance.kernels.tile_sums import (
     LOG2E,
     MODERATE,
@@ -29,9 +29,7 @@ from acutance.kernels.tile_sums import (
 )
 from acutance.kernels.tiles import (
     Buffers,
-    Rule,
     Work,
-    accumulate_dtype,
     draw_kept,
     dropout_generator,
     fold_rows,
@@ -42,53 +40,16 @@ from acutance.kernels.tiles import (
 )
 from acutance.masks import Masking
 
-__all__ = ["Sums", "forward"]
+__all__ = ["forward"]
 
 
 #: Keys up to which float32 counts exactly.
 EXACT = 1 << 24
 
 
-class Sums(NamedTuple):
-    """What the kernel returns: the output and the sums of :class:`acutance.rowstats.RowState`.
-
-    Fields are (B, Hq, L), ``out`` and the values' moments (B, Hq, L, Ev); absent ones have no
-    element.
-    """
-
-    out: Tensor
-    n: Tensor
-    m: Tensor
-    Z: Tensor
-    U: Tensor
-    W: Tensor
-    Q: Tensor
-    mean: Tensor
-    M2: Tensor
-    depth: Tensor
-    first: Tensor
-    first_index: Tensor
-    O: Tensor
-    R1: Tensor
-    R2: Tensor
-
-
-def forward(
-    query: Tensor, key: Tensor, value: Tensor | None, masking: Masking, rule: Rule, noise: bool
-) -> Sums:
-    """The output and every row sum of softmax attention, for validated input.
-
-    Args:
-        query: (B, Hq, L, E).
-        key: (B, H, S, E).
-        value: (B, H, S, Ev), or None for the statistics alone.
-        masking: which keys each row sees.
-        rule: scale, softcap, sinks and dropout.
-        noise: also sum e² v and e² ‖v‖² (a third matrix product).
-
-    Returns:
-        The sums, in float32 or float64; ``out`` in the query's dtype.
-    """
+def forward(call: KernelCall) -> Sums:
+    """The output and every row sum of softmax attention, for validated input."""
+    query, _, value, masking, rule, noise = call
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
     width = 0 if value is None else value.shape[-1]
@@ -110,11 +71,11 @@ def forward(
     _, tile_width = tile_shape(masking)
     scratch = Buffers(query, dtype)
     generator = dropout_generator(rule, query.device)
-    small = _moderate(query, key, masking, rule)
+    small = _moderate(call)
     # small scores take log₂ e along from the query, others are multiplied about their maximum
     folds = small and rule.softcap is None
     scale, log2 = (rule.scale * LOG2E, 1.0) if folds else (rule.scale, LOG2E)
-    for work in tile_rows(key, value, masking, dtype):
+    for work in tile_rows(call):
         q = fold_rows(q5, work).to(dtype) * scale
         running = Running(q, small, log2)
         centre = work.value.mean(1, keepdim=True) if noise and work.value is not None else None
@@ -190,8 +151,9 @@ class _Found:
             put(self.out, running.O.mul_(inverse.unsqueeze(-1)))
 
 
-def _moderate(query: Tensor, key: Tensor, masking: Masking, rule: Rule) -> bool:
+def _moderate(call: KernelCall) -> bool:
     """Whether no score can be large, by ‖q‖ ‖k‖; only asked where it costs next to nothing."""
+    query, key, masking, rule = call.query, call.key, call.masking, call.rule
     if query.device.type != "cpu" or masking.additive or masking.alibi_slopes is not None:
         return False
     if rule.softcap is not None and rule.softcap < MODERATE:

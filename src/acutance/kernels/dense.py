@@ -8,37 +8,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from acutance.kernels.backward import Gradients, SumGradients, row_coefficients
-from acutance.kernels.blocked import Sums
+from acutance.kernels.backward import row_coefficients
+from acutance.kernels.call import ALL, Gradients, KernelCall, SumGradients, Sums, accumulate_dtype
 from acutance.kernels.hidden import all_finite, hides_keys, value_gradient, zeroed
 from acutance.kernels.tile_sums import finite
-from acutance.kernels.tiles import Rule, accumulate_dtype
 from acutance.masks import Masking, hides
 from acutance.rowstats.state import observe_visible
 
 __all__ = ["backward", "forward"]
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor | None, masking: Masking, rule: Rule, noise: bool
-) -> Sums:
-    """The output and every row sum (:func:`acutance.kernels.blocked.forward`), without dropout."""
-    sums = _sums(query, key, value, masking, rule, noise)
+def forward(call: KernelCall) -> Sums:
+    """The output and every row sum, without dropout."""
+    sums = _sums(call)
     # an operator's results share no memory
     return Sums(*(part.detach().clone() for part in sums))
 
 
 def backward(
-    grad: SumGradients,
-    sums: Sums,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    masking: Masking,
-    rule: Rule,
-    wanted: tuple[bool, ...],
+    grad: SumGradients, sums: Sums, call: KernelCall, wanted: tuple[bool, ...] = ALL
 ) -> Gradients:
     """Gradients of a forward call (:func:`acutance.kernels.backward.backward`)."""
+    query, key, value, masking, rule, _ = call
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
 
@@ -56,7 +47,7 @@ def backward(
     def each(part: Tensor | None) -> Tensor | float:
         return 0.0 if part is None else part.unsqueeze(-1)
 
-    s, bend, seen = _scores(query, key, masking, rule)
+    s, bend, seen = _scores(call)
     bend = None if bend is None else torch.where(seen, bend, 0.0)
     t = torch.where(seen, s - each(finite(given["m"])), 0.0)
     e = torch.where(seen, torch.exp(t), 0.0)
@@ -103,10 +94,9 @@ def backward(
     )
 
 
-def _scores(
-    query: Tensor, key: Tensor, masking: Masking, rule: Rule
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def _scores(call: KernelCall) -> tuple[Tensor, Tensor | None, Tensor]:
     """Scores (B, H, group, L, S), the slope a softcap leaves of them, and which are visible."""
+    query, key, _, masking, rule, _ = call
     dtype = accumulate_dtype(query.dtype)
     q = query.to(dtype).reshape(masking.batch, masking.heads, masking.group, *query.shape[2:])
     s = (q @ key.to(dtype).unsqueeze(2).mT) * rule.scale
@@ -118,12 +108,11 @@ def _scores(
     return s, bend, seen
 
 
-def _sums(
-    query: Tensor, key: Tensor, value: Tensor | None, masking: Masking, rule: Rule, noise: bool
-) -> Sums:
+def _sums(call: KernelCall) -> Sums:
+    query, _, value, masking, rule, noise = call
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
-    s, _, seen = _scores(query, key, masking, rule)
+    s, _, seen = _scores(call)
     state = observe_visible(s, seen, first_key=0)
     none = state.Z.detach().unsqueeze(-1)[..., :0]
     out, O, R1, R2 = (none,) * 4

@@ -22,18 +22,17 @@ from torch import (
     float64,
     get_num_threads,
     is_autocast_enabled,
-    is_grad_enabled,
 )
 
 from acutance.compiling import unobserved
-from acutance.kernels import library
+from acutance.kernels import dispatch, library
 from acutance.kernels.bindings import ABI, CALL, METRIC_BITS, SUMS, Layout
 from acutance.kernels.native import DTYPES, MOST_WIDTH, UNFINISHED, check
 from acutance.rowstats import RowState, RowStatistics
 from acutance.rowstats.gaussian import spline_table
 from acutance.shapes import MOST
 
-__all__ = ["PackedStatistics", "attend", "plain", "possible"]
+__all__ = ["PackedStatistics", "attend"]
 
 CPU = torch.device("cpu")
 
@@ -47,25 +46,6 @@ def _beginning(layout: Layout, last: str, after: str = "") -> struct.Struct:
 
 _CALL = _beginning(CALL, "window", "q").pack
 _SUMS = _beginning(SUMS, "first_index").pack
-
-
-def plain(tensor: Tensor) -> bool:
-    """Whether a tensor is no subclass, and dense."""
-    kind = type(tensor)
-    return (kind is Tensor or kind is torch.nn.Parameter) and tensor.layout is torch.strided
-
-
-def possible(*tensors: Tensor | None) -> bool:
-    """Whether a call of these tensors may go past the dispatcher."""
-    if not unobserved():
-        return False
-    recording = is_grad_enabled()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if not plain(tensor) or (recording and tensor.requires_grad):
-            return False
-    return True
 
 
 class PackedStatistics(RowStatistics):
@@ -84,30 +64,35 @@ class PackedStatistics(RowStatistics):
         return RowStatistics, (RowState(*(part.clone() for part in self.state)), self.backend)
 
     def __getitem__(self, name: str) -> Tensor:
-        found = self._native((name,))
-        return found[name] if found else super().__getitem__(name)
+        computed = self._native([name] if name in METRIC_BITS else [])
+        return computed[name] if computed else super().__getitem__(name)
 
     def as_dict(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """All available metrics by name, or those named, most of them by one native call."""
-        asked = self.available if names is None else tuple(names)
-        found, read = self._native(asked), super().__getitem__
-        return {name: found[name] if name in found else read(name) for name in asked}
+        names = self.available if names is None else tuple(names)
+        computed = self._native([name for name in METRIC_BITS if name in names])
+        read = super().__getitem__
+        return {name: computed[name] if name in computed else read(name) for name in names}
 
-    def _native(self, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """Those of some metrics that the library computes, all by one call of it."""
+    def _native(self, wanted: list[str]) -> dict[str, Tensor]:
+        """Metrics of :data:`~acutance.kernels.bindings.METRIC_BITS`, by one call of the library."""
         found = library.load()
-        wanted = [name for name in METRIC_BITS if name in names]
         if not wanted or isinstance(found, str) or not unobserved():
             return {}
         rows, dtype, B, H, L = self._rows
         at = rows.data_ptr() if isinstance(rows, Tensor) else addressof(rows)
-        bits = sum(METRIC_BITS[name] for name in wanted)
+        bits = 0
+        for name in wanted:
+            bits |= METRIC_BITS[name]
         values = torch.empty((len(wanted), B, H, L), dtype=dtype)
         knots = spline_table(float64, CPU).data_ptr() if "gaussian_entropy" in wanted else 0
-        check(found.metrics(bits, dtype is float64, B * H * L, at, knots, values.data_ptr()))
+        status = found.metrics(bits, dtype is float64, B * H * L, at, knots, values.data_ptr())
+        if status:
+            check(status)
+        if len(wanted) == 1:
+            return {wanted[0]: values[0]}
         # each its own memory: whoever keeps or saves one keeps no other
-        each = [values[0]] if len(wanted) == 1 else [part.clone() for part in values.unbind(0)]
-        return dict(zip(wanted, each, strict=True))
+        return {name: part.clone() for name, part in zip(wanted, values.unbind(0), strict=True)}
 
     @cached_property
     def state(self) -> RowState:
@@ -145,23 +130,22 @@ def attend(
     enable_gqa: Any,
     offset: Any,
     window: Any,
+    backend: Any,
 ) -> tuple[Any, PackedStatistics] | None:
     """The output, None without values, and the statistics; None where a call is not ordinary.
 
-    Nothing is raised here: what this does not take goes the long way, and is checked there.
+    The tensors are of no subclass, and want no gradient. Nothing is raised here: what this does not
+    take goes the long way, and is checked there.
     """
     if not unobserved():
         return None
     bare = value is None
-    if type(query) is not Tensor or type(key) is not Tensor or not (bare or type(value) is Tensor):
-        return None
     v: Any = key if bare else value
     dtype = query.dtype
     if (
         key.dtype is not dtype
         or v.dtype is not dtype
         or not (query.is_cpu and key.is_cpu and v.is_cpu)
-        or ((query.requires_grad or key.requires_grad or v.requires_grad) and is_grad_enabled())
         or is_autocast_enabled("cpu")
     ):
         return None
@@ -202,6 +186,10 @@ def attend(
         return None
     found = library.load()
     if isinstance(found, str):
+        return None
+    if backend == "auto":
+        backend = dispatch.forced()
+    if backend != "native" and (backend != "auto" or found.most_queries < L):
         return None
     count = B * Hq * L
     wide = dtype if dtype is float64 else float32
@@ -245,8 +233,8 @@ def attend(
     )
     # fmt: on
     status = found.forward(call, sums)
-    if status == UNFINISHED:
-        return None
     if status:
-        check(status)
+        if status != UNFINISHED:
+            check(status)
+        return None
     return out, PackedStatistics(rows, wide, B, Hq, L)

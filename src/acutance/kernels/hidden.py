@@ -12,9 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from acutance.kernels.blocked import Sums
-from acutance.kernels.tiles import Rule, accumulate_dtype
-from acutance.kernels.transforms import transformed
+from acutance.compiling import transformed
+from acutance.kernels.call import KernelCall, Sums, accumulate_dtype
 from acutance.masks import Masking
 
 __all__ = [
@@ -25,8 +24,6 @@ __all__ = [
     "value_gradient",
     "zeroed",
 ]
-
-Forward = Callable[[Tensor, Tensor, "Tensor | None", Masking, Rule, bool], Sums]
 
 
 def hides_keys(masking: Masking) -> bool:
@@ -83,37 +80,28 @@ def value_gradient(weights: Tensor, grad: Tensor, finite: bool) -> Tensor:
 
 
 def only_visible_values(
-    forward: Forward,
-    sums: Sums,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    masking: Masking,
-    rule: Rule,
-    noise: bool,
+    forward: Callable[[KernelCall], Sums], sums: Sums, call: KernelCall
 ) -> Sums:
     """The sums of a forward pass with an output that is not finite, right where values are hidden.
 
     Args:
         forward: the pass, called again with other values.
         sums: what it gave.
-        query: what it was given, like the rest.
-        key: (B, H, S, E).
-        value: (B, H, S, Ev).
-        masking: which keys each row sees.
-        rule: scale, softcap, sinks and dropout.
-        noise: whether it summed the values' moments.
+        call: what it was given, with values.
 
     Returns:
         The sums, with the output (and the moments) that finite values alone give in rows that no
         other value has a weight in.
     """
+    value, noise = call.value, call.noise
+    assert value is not None
     finite = value.isfinite()
     if bool(finite.all()):
         return sums
-    clean = forward(query, key, torch.where(finite, value, 0.0), masking, rule, noise)
-    wrong = forward(query, key, torch.logical_not(finite).to(value.dtype), masking, rule, False)
-    reached = (wrong.out != 0).any(-1, keepdim=True)
+    clean = forward(call._replace(value=torch.where(finite, value, 0.0)))
+    wrong = torch.logical_not(finite).to(value.dtype)
+    wrong = forward(call._replace(value=wrong, noise=False)).out
+    reached = (wrong != 0).any(-1, keepdim=True)
     return sums._replace(
         out=torch.where(reached, sums.out, clean.out),
         O=clean.O if not noise else torch.where(reached, sums.O, clean.O),

@@ -11,7 +11,9 @@ import torch
 
 from acutance.kernels import dispatch, library
 from acutance.kernels.bindings import Choice
+from acutance.kernels.call import KernelCall, Rule
 from acutance.kernels.selection_cache import cache_file
+from acutance.masks import Masking
 
 __all__ = ["KernelInfo", "info"]
 
@@ -118,6 +120,7 @@ def info() -> KernelInfo:
     found = library.load()
     here = not isinstance(found, str)
     query = torch.empty(1, 1, 1, 1)
+    masking = Masking(batch=1, heads=1, group=1, queries=1, keys=1)
     chosen = None if isinstance(found, str) else found.selection
     if chosen is not None:
         chosen.complete()
@@ -135,7 +138,7 @@ def info() -> KernelInfo:
         threads=torch.get_num_threads(),
         triton=_why_no_triton(),
         forced=dispatch.forced(),
-        auto=dispatch.choose("auto", query, query, 0.0),
+        auto=dispatch.choose("auto", KernelCall(query, query, query, masking, Rule(1.0))),
     )
 
 

@@ -1,4 +1,4 @@
-"""The native kernel behind the signature of :mod:`acutance.kernels.blocked`.
+"""The native kernel, compiled C++ for the CPU.
 
 Every mask goes to the kernel as it is, with its strides; only tensors whose last dimension is not
 contiguous are copied.
@@ -6,17 +6,18 @@ contiguous are copied.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
 from acutance.compiling import constant
 from acutance.kernels import blocked, library
-from acutance.kernels.backward import Gradients, SumGradients, row_coefficients
 from acutance.kernels.backward import backward as blocked_backward
+from acutance.kernels.backward import row_coefficients
 from acutance.kernels.bindings import ABI, CALL, GRADIENTS, PLACES, SUMS, Library
-from acutance.kernels.blocked import Sums
+from acutance.kernels.call import Gradients, KernelCall, SumGradients, Sums, accumulate_dtype
 from acutance.kernels.hidden import only_visible_values
-from acutance.kernels.tiles import Rule, accumulate_dtype
 from acutance.masks import Masking, mask_limit
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
 
 #: Numbers of the dtypes in the C interface.
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+#: Members of a structure, in order.
+_Words: TypeAlias = tuple[int | float, ...]
 #: The widest queries, keys and values.
 MOST_WIDTH = 256
 #: Status of a forward pass that ended well, with an output that is not finite.
@@ -47,13 +50,14 @@ def _why_no_library() -> str | None:
     return found if isinstance(found, str) else None
 
 
-def why_not(query: Tensor, value: Tensor | None, dropout_p: float) -> str | None:
+def why_not(call: KernelCall) -> str | None:
     """Why the native kernel cannot take a call, in a clause, or None if it can."""
+    query, value = call.query, call.value
     if query.device.type != "cpu":
         return f"inputs on {query.device.type}, not on the CPU"
     if max(query.shape[-1], 0 if value is None else value.shape[-1]) > MOST_WIDTH:
         return f"heads wider than {MOST_WIDTH}"
-    if dropout_p > 0.0:
+    if call.rule.dropout_p > 0.0:
         return "dropout"
     return _why_no_library()
 
@@ -86,51 +90,41 @@ def check(status: int) -> None:
         raise RuntimeError(f"the native kernel refuses this call (status {status})")
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor | None, masking: Masking, rule: Rule, noise: bool
-) -> Sums:
-    """The output and every row sum (:func:`acutance.kernels.blocked.forward`).
-
-    Args:
-        query: (B, Hq, L, E), on the CPU.
-        key: (B, H, S, E).
-        value: (B, H, S, Ev), or None for the statistics alone.
-        masking: which keys each row sees.
-        rule: scale, softcap and sinks; no dropout.
-        noise: also sum e² v and e² ‖v‖².
-
-    Returns:
-        The sums, in float32 or float64; ``out`` in the query's dtype.
-    """
-    if not _something(query, key, value):
-        return blocked.forward(query, key, value, masking, rule, noise)
+def forward(call: KernelCall) -> Sums:
+    """The output and every row sum, of tensors on the CPU and without dropout."""
+    if not _something(call):
+        return blocked.forward(call)
+    query, _, value, _, _, noise = call
     rows = query.shape[:3]
     width = 0 if value is None else value.shape[-1]
-    dtype = accumulate_dtype(query.dtype)
-
-    def new(*extra: int, dtype: torch.dtype = dtype) -> Tensor:
-        return query.new_empty(*rows, *extra, dtype=dtype)
-
-    wants_noise, noise = noise, noise and value is not None
-    kept = width if noise else 0
+    moments = width if noise else 0
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     # each its own memory: what an operator returns shares none
-    made = {name: new() for name in Sums._fields[2:11]} | {
-        "out": new(width, dtype=query.dtype),
-        "n": new(dtype=torch.int64),
-        "first_index": new(dtype=torch.int64),
-        "O": new(kept),
-        "R1": new(kept),
-        "R2": new() if noise else new(0),
-    }
-    if wants_noise and not noise:
-        made["R2"] = new().zero_()
-    sums = Sums(**made)
-    call, held = _call(query, key, value, masking, rule)
-    status = _library().forward(call, _sums(sums, noise))
-    check(0 if status == UNFINISHED else status)
-    del held
-    if value is not None and status == UNFINISHED:
-        return only_visible_values(forward, sums, query, key, value, masking, rule, noise)
+    floats = [query.new_empty(rows, dtype=dtype) for _ in range(9)]
+    sums = Sums._make(
+        [
+            query.new_empty((*rows, width)),
+            query.new_empty(rows, dtype=torch.int64),
+            *floats,
+            query.new_empty(rows, dtype=torch.int64),
+            query.new_empty((*rows, moments), dtype=dtype),
+            query.new_empty((*rows, moments), dtype=dtype),
+            query.new_empty(rows if noise else (*rows, 0), dtype=dtype),
+        ]
+    )
+    places = [*map(Tensor.data_ptr, sums)]
+    if noise and value is None:
+        sums.R2.zero_()
+    if not noise or value is None:
+        noise, places[-3:] = False, [0, 0, 0]
+    packed, _held = _pack(call)
+    status = _library().forward(
+        packed, SUMS.words_packed(places[0], *sums.out.stride()[:3], *places[1:], noise)
+    )
+    if status == UNFINISHED:
+        return sums if value is None else only_visible_values(forward, sums, call)
+    if status:
+        check(status)
     return sums
 
 
@@ -140,10 +134,7 @@ def is_loaded() -> bool:
 
 
 def structure(
-    query: Tensor,
-    key: Tensor,
-    masking: Masking,
-    rule: Rule,
+    call: KernelCall,
     asked: dict[str, Tensor | None],
     written: dict[str, Tensor | None],
     **numbers: int,
@@ -151,130 +142,108 @@ def structure(
     """Write where rows put their weight (``acutance_places`` in ``cpu/api.h``).
 
     Args:
-        query: (B, Hq, L, E), on the CPU.
-        key: (B, H, S, E).
-        masking: which keys each row sees.
-        rule: scale, softcap and sinks; no dropout.
+        call: tensors on the CPU, no dropout; values are not read.
         asked: ``position``, ``token``, ``asked`` int64 and ``special`` boolean, (1 or B, length).
         written: contiguous tensors by the names of the structure's members.
         numbers: ``octaves``, ``by_head`` and ``every``.
     """
     places: dict[str, int | float | tuple[int | float, ...]] = dict(numbers)
-    call, held = _call(query, key, None, masking, rule)
+    packed, held = _pack(call._replace(value=None))
     for name, tensor in asked.items():
         if tensor is not None:
-            whole = tensor.expand(masking.batch, -1)
+            whole = tensor.expand(call.masking.batch, -1)
             held.append(whole)
             member = f"{name}s" if name in ("position", "token") else name
             places[member], places[f"{name}_stride"] = whole.data_ptr(), whole.stride()
     places |= {name: tensor.data_ptr() for name, tensor in written.items() if tensor is not None}
-    check(_library().structure(call, PLACES.pack(**places)))
-    del held
+    check(_library().structure(packed, PLACES.pack(**places)))
 
 
-def _something(query: Tensor, key: Tensor, value: Tensor | None) -> bool:
+def _something(call: KernelCall) -> bool:
     """Whether there is anything to attend with and to."""
-    return bool(query.numel() and key.numel() and (value is None or value.numel()))
+    value = call.value
+    return bool(call.query.numel() and call.key.numel() and (value is None or value.numel()))
 
 
-def _sums(sums: Sums, noise: bool) -> bytes:
-    places: dict[str, int] = {
-        name: part.data_ptr()
-        for name, part in sums._asdict().items()
-        if part.numel() and (noise or name not in ("O", "R1", "R2"))
-    }
-    return SUMS.pack(**places, out_stride=sums.out.stride()[:3], noise=int(noise))
-
-
-def _rows_contiguous(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _call(
-    query: Tensor, key: Tensor, value: Tensor | None, masking: Masking, rule: Rule
-) -> tuple[bytes, list[Tensor]]:
-    """The packed call, and the tensors that must outlive it."""
-    held: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        held.append(tensor)
-        return tensor
-
-    B, H, g = masking.batch, masking.heads, masking.group
-    L, S = masking.queries, masking.keys
-    q, k = (keep(_rows_contiguous(part)) for part in (query, key))
-    v = None if value is None else keep(_rows_contiguous(value))
-    members: dict[str, int | float | tuple[int | float, ...]] = {}
-
-    def matrix(name: str, tensor: Tensor) -> None:
-        whole = keep(tensor.expand(B, H * g, L, S))
-        members[name] = whole.data_ptr()
-        members[f"{name}_stride"] = whole.stride()
-
-    mask = masking.attn_mask
-    if mask is not None and mask.dtype == torch.bool:
-        matrix("allowed", mask)
-    for name, added in (("mask", mask), ("bias", masking.bias)):
-        if added is not None and added.dtype != torch.bool:
-            matrix(name, added)
-            members[f"{name}_limit"] = mask_limit(added.dtype)
-            members[f"{name}_dtype"] = DTYPES[added.dtype]
+def _pack(call: KernelCall) -> tuple[bytes, list[Tensor]]:
+    """The structure ``acutance_call``, and the tensors that must outlive it."""
+    query, key, value, masking, rule, _ = call
+    B, H, g, L, S = masking.batch, masking.heads, masking.group, masking.queries, masking.keys
+    q = query if query.stride(3) == 1 else query.contiguous()
+    k = key if key.stride(3) == 1 else key.contiguous()
+    held = [q, k]
+    width, place = 0, 0
+    stride: _Words = (0, 0, 0)
+    if value is not None:
+        v = value if value.stride(3) == 1 else value.contiguous()
+        held.append(v)
+        width, place, stride = v.shape[3], v.data_ptr(), v.stride()[:3]
+    allowed: _Words = (0,) * 5
+    mask: _Words = (0,) * 7
+    bias: _Words = (0,) * 7
+    if masking.attn_mask is not None and masking.attn_mask.dtype == torch.bool:
+        allowed = _matrix(masking.attn_mask, masking, held)
+    elif masking.attn_mask is not None:
+        mask = _matrix(masking.attn_mask, masking, held)
+    if masking.bias is not None:
+        bias = _matrix(masking.bias, masking, held)
+    key_mask: _Words = (0, 0, 0)
+    rows: _Words = (0, 0, 0)
+    columns: _Words = (0, 0, 0)
     if masking.key_mask is not None:
-        seen = keep(masking.key_mask)
-        members["key_mask"], members["key_mask_stride"] = seen.data_ptr(), seen.stride()
+        key_mask = (masking.key_mask.data_ptr(), *masking.key_mask.stride())
     if masking.query_documents is not None and masking.key_documents is not None:
-        for name, ids, length in (
-            ("query_documents", masking.query_documents, L),
-            ("key_documents", masking.key_documents, S),
-        ):
-            each = keep(ids.to(torch.int64).expand(B, length))
-            members[name], members[f"{name}_stride"] = each.data_ptr(), each.stride()
-    for name, numbers in (("slopes", masking.alibi_slopes), ("sinks", rule.sinks)):
-        if numbers is not None:
-            members[name] = keep(numbers.detach().to(torch.float64).contiguous()).data_ptr()
-    packed = CALL.pack(
-        abi=ABI,
-        dtype=DTYPES[query.dtype],
-        batch=B,
-        heads=H,
-        group=g,
-        queries=L,
-        keys=S,
-        width=q.shape[-1],
-        value_width=0 if v is None else v.shape[-1],
-        query=q.data_ptr(),
-        key=k.data_ptr(),
-        value=0 if v is None else v.data_ptr(),
-        query_stride=q.stride()[:3],
-        key_stride=k.stride()[:3],
-        value_stride=0 if v is None else v.stride()[:3],
-        scale=rule.scale,
-        softcap=rule.softcap or 0.0,
-        causal=int(masking.causal),
-        offset=masking.offset,
-        window=masking.window or 0,
-        threads=torch.get_num_threads(),
-        **members,
+        rows = _documents(masking.query_documents, B, L, held)
+        columns = _documents(masking.key_documents, B, S, held)
+    slopes = 0 if masking.alibi_slopes is None else _numbers(masking.alibi_slopes, held)
+    sinks = 0 if rule.sinks is None else _numbers(rule.sinks, held)
+    # in the order of bindings.CALL
+    # fmt: off
+    packed = CALL.words_packed(
+        ABI, DTYPES[query.dtype], B, H, g, L, S, q.shape[3], width,
+        q.data_ptr(), k.data_ptr(), place, *q.stride()[:3], *k.stride()[:3], *stride,
+        rule.scale, rule.softcap or 0.0, masking.causal, masking.offset, masking.window or 0,
+        *allowed, *bias, *mask, *key_mask, rows[0], columns[0], *rows[1:], *columns[1:],
+        slopes, sinks, torch.get_num_threads(),
     )
+    # fmt: on
     return packed, held
+
+
+def _matrix(tensor: Tensor, masking: Masking, held: list[Tensor]) -> _Words:
+    """Address and strides of an L × S mask; of an additive one also its limit and dtype."""
+    size = (masking.batch, masking.heads * masking.group, masking.queries, masking.keys)
+    whole = tensor.expand(size)
+    held.append(whole)
+    kind = () if tensor.dtype == torch.bool else (mask_limit(tensor.dtype), DTYPES[tensor.dtype])
+    return (whole.data_ptr(), *whole.stride(), *kind)
+
+
+def _documents(ids: Tensor, batch: int, length: int, held: list[Tensor]) -> _Words:
+    whole = ids.to(torch.int64).expand(batch, length)
+    held.append(whole)
+    return (whole.data_ptr(), *whole.stride())
+
+
+def _numbers(numbers: Tensor, held: list[Tensor]) -> int:
+    wide = numbers.detach().to(torch.float64).contiguous()
+    held.append(wide)
+    return wide.data_ptr()
 
 
 def backward(
     grad: SumGradients,
     sums: Sums,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    masking: Masking,
-    rule: Rule,
+    call: KernelCall,
     wanted: tuple[bool, ...] = (True, True, True, False, False, True),
 ) -> Gradients:
     """Gradients of a forward call (:func:`acutance.kernels.backward.backward`).
 
     The state's sums may come from any backend. No gradient of ``attn_mask`` or ``bias``.
     """
-    if not _something(query, key, value):
-        return blocked_backward(grad, sums, query, key, value, masking, rule, wanted)
+    if not _something(call):
+        return blocked_backward(grad, sums, call, wanted)
+    query, key, value, _, rule, _ = call
     dtype = accumulate_dtype(query.dtype)
     want_q, want_k, want_v, _, _, want_sinks = wanted
     sink = None if rule.sinks is None else rule.sinks.to(dtype).view(1, -1, 1)
@@ -306,12 +275,12 @@ def backward(
     places = {name: part.data_ptr() for name, part in (held | made).items()}
     stride: tuple[int, ...] = (0, 0, 0)
     if grad.out is not None and grads["out"] is not None:
-        held["out"] = _rows_contiguous(grad.out.to(query.dtype))
+        out = grad.out.to(query.dtype)
+        held["out"] = out if out.stride(3) == 1 else out.contiguous()
         places["grad_out"], stride = held["out"].data_ptr(), held["out"].stride()[:3]
     if made:
-        call, kept = _call(query, key, value, masking, rule)
-        check(_library().backward(call, GRADIENTS.pack(**places, grad_out_stride=stride)))
-        del kept
+        packed, _held = _pack(call)
+        check(_library().backward(packed, GRADIENTS.pack(**places, grad_out_stride=stride)))
 
     def narrowed(name: str, like: Tensor | None, want: bool) -> Tensor | None:
         if like is None or not want:

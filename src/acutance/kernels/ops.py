@@ -9,26 +9,23 @@ O(L S).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from acutance.compiling import undispatched
+from acutance.compiling import ordinary, transformed
 from acutance.kernels import dispatch
-from acutance.kernels.backward import SumGradients
-from acutance.kernels.blocked import Sums
-from acutance.kernels.fast_path import plain
-from acutance.kernels.tiles import Rule, accumulate_dtype
-from acutance.kernels.transforms import transformed, vmapped
+from acutance.kernels.call import KernelCall, Rule, SumGradients, Sums, accumulate_dtype
 from acutance.kernels.whole_rows import weigh_rows
 from acutance.masks import Masking
 from acutance.weights import Sink, Softmax
 
 __all__ = ["attend_rows", "row_sums", "row_sums_backward"]
 
-#: Results that carry a gradient, as positions in :class:`~acutance.kernels.blocked.Sums`.
+#: Results that carry a gradient, as positions in :class:`~acutance.kernels.call.Sums`.
 _DIFFERENTIABLE = tuple(Sums._fields.index(name) for name in SumGradients._fields)
 
 _INPUTS = (
@@ -38,28 +35,62 @@ _INPUTS = (
     "float dropout_p, str backend"
 )
 _RESULTS = ", ".join(["Tensor"] * len(Sums._fields))
+#: How many of the operator's arguments are tensors; they come first.
+_TENSORS = _INPUTS.count("Tensor")
+#: Positions of the differentiable ones, in the order of :class:`~acutance.kernels.call.Gradients`.
+_GRADIENT_INPUTS = (0, 1, 2, 3, 4, 9)
+#: The results that carry none.
+_constant = itemgetter(*sorted({*range(len(Sums._fields))} - {*_DIFFERENTIABLE}))
+
+_Tensors: TypeAlias = Sequence[Tensor | None]
 
 
-def _arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    attn_mask: Tensor | None,
-    bias: Tensor | None,
-    key_mask: Tensor | None,
-    query_documents: Tensor | None,
-    key_documents: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    causal: bool,
-    offset: int,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    dropout_p: float,
-    backend: str,
-) -> tuple[str, tuple[Tensor, Tensor, Tensor | None, Masking, Rule]]:
+class _Settings(NamedTuple):
+    """What of a call is no tensor: the operator's last arguments."""
+
+    causal: bool
+    offset: int
+    window: int | None
+    scale: float
+    softcap: float | None
+    dropout_p: float
+    backend: str
+    noise: bool = False
+
+
+def _flat(call: KernelCall, backend: str) -> tuple[tuple[Tensor | None, ...], _Settings]:
+    """A call as the operator takes it: autograd and compilers look for tensors in no record."""
+    query, key, value, masking, rule, noise = call
+    tensors = (
+        query,
+        key,
+        value,
+        masking.attn_mask,
+        masking.bias,
+        masking.key_mask,
+        masking.query_documents,
+        masking.key_documents,
+        masking.alibi_slopes,
+        rule.sinks,
+        rule.seed,
+    )
+    settings = _Settings(
+        masking.causal,
+        masking.offset,
+        masking.window,
+        rule.scale,
+        rule.softcap,
+        rule.dropout_p,
+        backend,
+        noise,
+    )
+    return tensors, settings
+
+
+def _call(tensors: Sequence[Any], settings: _Settings) -> KernelCall:
+    """The record again."""
+    query, key, value, *masks, sinks, seed = tensors
+    attn_mask, bias, key_mask, query_documents, key_documents, alibi_slopes = masks
     batch, query_heads, queries, _ = query.shape
     heads, keys = key.shape[1], key.shape[2]
     masking = Masking(
@@ -74,19 +105,13 @@ def _arguments(
         query_documents=query_documents,
         key_documents=key_documents,
         alibi_slopes=alibi_slopes,
-        causal=causal,
-        offset=offset,
-        window=window,
+        causal=settings.causal,
+        offset=settings.offset,
+        window=settings.window,
         device=query.device,
     )
-    rule = Rule(
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        seed=0 if seed is None else int(seed),
-    )
-    return backend, (query, key, value, masking, rule)
+    rule = Rule(settings.scale, settings.softcap, sinks, settings.dropout_p, seed)
+    return KernelCall(query, key, value, masking, rule, settings.noise)
 
 
 @torch.library.custom_op(
@@ -94,15 +119,13 @@ def _arguments(
 )
 def row_sums(*inputs: Any) -> tuple[Tensor, ...]:
     """The output and the row sums (:func:`acutance.kernels.dispatch.forward`) as an operator."""
-    return _forward(*inputs)
+    settings = _Settings(*inputs[_TENSORS:])
+    return tuple(_forward(settings.backend, _call(inputs[:_TENSORS], settings)))
 
 
-def _forward(*inputs: Any) -> tuple[Tensor, ...]:
-    *call, noise = inputs
-    query = call[0]
-    backend, arguments = _arguments(*call)
-    with torch.autocast(query.device.type, enabled=False):
-        return tuple(dispatch.forward(backend, *arguments, noise))
+def _forward(backend: str, call: KernelCall) -> Sums:
+    with torch.autocast(call.query.device.type, enabled=False):
+        return dispatch.forward(backend, call)
 
 
 @row_sums.register_fake
@@ -133,205 +156,241 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     schema=f"(Tensor?[] grads, Tensor[] sums, bool[] wanted, {_INPUTS}) -> Tensor[]",
 )
 def row_sums_backward(
-    grads: Sequence[Tensor | None], sums: Sequence[Tensor], wanted: Sequence[bool], *call: Any
+    grads: _Tensors, sums: Sequence[Tensor], wanted: Sequence[bool], *inputs: Any
 ) -> list[Tensor]:
     """Gradients of the inputs of :func:`row_sums`; those not wanted are empty tensors."""
-    return _gradients(grads, sums, wanted, *call)
+    return _gradients(grads, sums, wanted, inputs[:_TENSORS], _Settings(*inputs[_TENSORS:]))
 
 
 def _gradients(
-    grads: Sequence[Tensor | None], sums: Sequence[Tensor], wanted: Sequence[bool], *call: Any
+    grads: _Tensors,
+    sums: Sequence[Tensor],
+    wanted: Sequence[bool],
+    tensors: _Tensors,
+    settings: _Settings,
 ) -> list[Tensor]:
-    query = call[0]
-    backend, arguments = _arguments(*call)
+    call = _call(tensors, settings)
+    query = call.query
     with torch.autocast(query.device.type, enabled=False):
-        found = dispatch.backward(
-            backend, SumGradients(*grads), Sums(*sums), *arguments, tuple(wanted)
+        gradients = dispatch.backward(
+            settings.backend, SumGradients(*grads), Sums(*sums), call, tuple(wanted)
         )
-    return [query.new_empty(0) if part is None else part for part in found]
+    return [query.new_empty(0) if part is None else part for part in gradients]
 
 
 @row_sums_backward.register_fake
 def _(
-    grads: Sequence[Tensor | None], sums: Sequence[Tensor], wanted: Sequence[bool], *call: Any
+    grads: _Tensors, sums: Sequence[Tensor], wanted: Sequence[bool], *inputs: Any
 ) -> list[Tensor]:
-    query, key, value, attn_mask, bias = call[:5]
-    sinks = call[9]
-    parts = (query, key, value, attn_mask, bias, sinks)
+    parts = [inputs[place] for place in _GRADIENT_INPUTS]
     return [
-        part.new_empty(part.shape) if want and part is not None else query.new_empty(0)
+        part.new_empty(part.shape) if want and part is not None else inputs[0].new_empty(0)
         for part, want in zip(parts, wanted, strict=True)
     ]
 
 
-#: Positions of the differentiable inputs in the operator's arguments.
-_GRADIENT_INPUTS = (0, 1, 2, 3, 4, 9)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _keep(ctx, inputs[:_TENSORS], _Settings(*inputs[_TENSORS:]), output)
+
+
+def _keep(ctx: Any, tensors: _Tensors, settings: _Settings, output: tuple[Tensor, ...]) -> None:
+    """Save what the backward pass needs."""
     ctx.set_materialize_grads(False)
-    *call, _ = inputs
-    tensors = [part for part in call if isinstance(part, Tensor)]
-    ctx.places = [index for index, part in enumerate(call) if isinstance(part, Tensor)]
-    ctx.rest = [None if isinstance(part, Tensor) else part for part in call]
+    ctx.settings = settings._replace(noise=False)
     ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    count = len(ctx.places)
-    saved = ctx.saved_tensors
-    call = list(ctx.rest)
-    for place, tensor in zip(ctx.places, saved[:count], strict=True):
-        call[place] = tensor
+    """Gradients of the tensors, and None for each setting."""
+    result = _tensor_gradients(ctx, ctx.needs_input_grad[:_TENSORS], grads)
+    return (*result, *[None] * len(ctx.settings))
+
+
+def _tensor_gradients(ctx: Any, needed: Sequence[bool], grads: _Tensors) -> list[Tensor | None]:
+    saved, settings = ctx.saved_tensors, ctx.settings
+    tensors, sums = saved[:_TENSORS], saved[_TENSORS:]
     wanted = [
-        ctx.needs_input_grad[place]
-        and isinstance(call[place], Tensor)
-        and call[place].is_floating_point()
+        needed[place] and tensors[place] is not None and tensors[place].is_floating_point()
         for place in _GRADIENT_INPUTS
     ]
     chosen = [grads[index] for index in _DIFFERENTIABLE]
-    result: list[Tensor | None] = [None] * (len(call) + 1)
+    result: list[Tensor | None] = [None] * _TENSORS
     if not any(wanted) or all(part is None for part in chosen):
-        return tuple(result)
-    sums = saved[count:]
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or transformed()):
-        run = row_sums_backward if _needs_operator(*chosen, *sums, *call) else _gradients
-        found: Sequence[Tensor] = run(chosen, list(sums), wanted, *call)
+        return result
+    gradients: Sequence[Tensor]
+    if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or transformed()):
+        gradients = _Gradients.apply(settings, wanted, *tensors, *chosen, *sums)  # type: ignore[no-untyped-call]
+    elif ordinary((*tensors, *chosen, *sums)):
+        gradients = _gradients(chosen, sums, wanted, tensors, settings)
     else:
-        found = _Gradients.apply(wanted, *call, *chosen, *sums)  # type: ignore[no-untyped-call]
-    for place, want, part in zip(_GRADIENT_INPUTS, wanted, found, strict=True):
+        gradients = row_sums_backward(chosen, list(sums), wanted, *tensors, *settings[:-1])
+    for place, want, part in zip(_GRADIENT_INPUTS, wanted, gradients, strict=True):
         result[place] = part if want else None
-    return tuple(result)
+    return result
 
 
 row_sums.register_autograd(_backward, setup_context=_setup)
 
 
-def attend_rows(*inputs: Any) -> tuple[Tensor, ...]:
-    """:func:`row_sums`, as an operator only where one is needed."""
-    if not transformed() and _needs_operator(*inputs):
-        found: tuple[Tensor, ...] = row_sums(*inputs)
-        return found
-    return _RowSums.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
+def attend_rows(call: KernelCall, backend: str) -> tuple[Sums, str]:
+    """The output and the row sums, with their gradients, and the backend that summed them.
+
+    Args:
+        call: a validated call.
+        backend: its name, or "auto".
+
+    Raises:
+        ValueError: if the backend named cannot take the call.
+    """
+    chosen = dispatch.choose(backend, call)
+    tensors, settings = _flat(call, backend)
+    if ordinary(tensors):
+        backend = backend if chosen == "triton" else chosen  # "auto" may still turn from Triton
+        if torch.is_grad_enabled() and _any_wants_gradient(tensors):
+            settings = settings._replace(backend=backend)
+            sums = Sums(*_RowSums.apply(settings, *tensors))  # type: ignore[no-untyped-call]
+        else:
+            sums = _forward(backend, call)
+    elif transformed():
+        sums = Sums(*_RowSums.apply(settings, *tensors))  # type: ignore[no-untyped-call]
+    else:
+        sums = Sums(*row_sums(*tensors, *settings))
+    return sums, dispatch.ran(chosen, call)
 
 
-def _needs_operator(*inputs: Any) -> bool:
-    """Whether something must see an operator: compilers, tracers, modes, subclasses, no memory."""
-    tensors = [part for part in inputs if isinstance(part, Tensor)]
-    return not undispatched() or any(part.is_meta or not plain(part) for part in tensors)
+def _any_wants_gradient(tensors: _Tensors) -> bool:
+    for place in _GRADIENT_INPUTS:
+        tensor = tensors[place]
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 class _RowSums(torch.autograd.Function):
     """:func:`row_sums` for autograd alone, and as :mod:`torch.func` wants it."""
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        return (row_sums if _needs_operator(*inputs) else _forward)(*inputs)
+    def forward(settings: _Settings, *tensors: Any) -> tuple[Tensor, ...]:
+        if ordinary(tensors):
+            return tuple(_forward(settings.backend, _call(tensors, settings)))
+        results: tuple[Tensor, ...] = row_sums(*tensors, *settings)
+        return results
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _setup(ctx, inputs, output)
-        ctx.mark_non_differentiable(
-            *(part for index, part in enumerate(output) if index not in _DIFFERENTIABLE)
-        )
+        settings, *tensors = inputs
+        _keep(ctx, tensors, settings, output)
+        ctx.mark_non_differentiable(*_constant(output))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, *grads)
+        return (None, *_tensor_gradients(ctx, ctx.needs_input_grad[1:], grads))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
-        return vmapped(_RowSums.apply, info.batch_size, in_dims, inputs)
+        return _mapped(_RowSums.apply, info.batch_size, in_dims, inputs)
 
 
 class _Gradients(torch.autograd.Function):
-    """:func:`row_sums_backward`, of ``wanted, *call, *grads, *sums``, with a derivative."""
+    """:func:`row_sums_backward`, of the gradients of its sums, with a derivative."""
 
     @staticmethod
-    def forward(wanted: Sequence[bool], *rest: Any) -> tuple[Tensor, ...]:
-        call, grads, sums = _split(rest)
-        run = row_sums_backward if _needs_operator(*rest) else _gradients
-        return tuple(run(grads, sums, wanted, *call))
+    def forward(settings: _Settings, wanted: Sequence[bool], *parts: Any) -> tuple[Tensor, ...]:
+        tensors, grads, sums = _split(parts)
+        if ordinary(parts):
+            return tuple(_gradients(grads, sums, wanted, tensors, settings))
+        return tuple(row_sums_backward(grads, list(sums), wanted, *tensors, *settings[:-1]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.wanted, *rest = inputs
-        call, grads, _ = _split(rest)
-        flat = [*call, *grads]
-        ctx.save_for_backward(*(part if isinstance(part, Tensor) else None for part in flat))
-        ctx.rest = [None if isinstance(part, Tensor) else part for part in flat]
+        ctx.settings, ctx.wanted, *parts = inputs
+        tensors, grads, _ = _split(parts)
+        ctx.save_for_backward(*tensors, *grads)
         unwanted = (part for part, want in zip(output, ctx.wanted, strict=True) if not want)
         ctx.mark_non_differentiable(*unwanted)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat = [
-            other if part is None else part
-            for part, other in zip(ctx.saved_tensors, ctx.rest, strict=True)
-        ]
-        call, cotangents, _ = _split(flat)
-        _, (_, _, _, _, rule) = _arguments(*call)
-        if rule.dropout_p > 0.0:
+        settings, (tensors, cotangents, _) = ctx.settings, _split(ctx.saved_tensors)
+        if settings.dropout_p > 0.0:
             raise RuntimeError(
                 "attention with dropout has first derivatives only, got a second one with "
-                f"dropout_p={rule.dropout_p:g}"
+                f"dropout_p={settings.dropout_p:g}"
             )
         inputs = [
             index
             for index in _GRADIENT_INPUTS
-            if isinstance(call[index], Tensor) and call[index].is_floating_point()
+            if tensors[index] is not None and tensors[index].is_floating_point()
         ]
         results = [index for index, part in enumerate(cotangents) if part is not None]
 
         def gradient(*variables: Tensor) -> tuple[Tensor, ...]:
-            def sums_of(*tensors: Tensor) -> tuple[Tensor, ...]:
-                again = list(call)
-                for index, tensor in zip(inputs, tensors, strict=True):
+            def sums_of(*changed: Tensor) -> tuple[Tensor, ...]:
+                again = list(tensors)
+                for index, tensor in zip(inputs, changed, strict=True):
                     again[index] = tensor
-                found = _whole(*_arguments(*again)[1])
-                return tuple(found[_DIFFERENTIABLE[index]] for index in results)
+                sums = _whole(_call(again, settings))
+                return tuple(sums[_DIFFERENTIABLE[index]] for index in results)
 
             pull = torch.func.vjp(sums_of, *variables[: len(inputs)])[1]
-            found = dict(zip(inputs, pull(variables[len(inputs) :]), strict=True))
+            pulled = dict(zip(inputs, pull(variables[len(inputs) :]), strict=True))
             return tuple(
-                found[index]
+                pulled[index]
                 for index, want in zip(_GRADIENT_INPUTS, ctx.wanted, strict=True)
                 if want
             )
 
-        variables = [*(call[index] for index in inputs), *(cotangents[index] for index in results)]
+        variables = [
+            *(tensors[index] for index in inputs),
+            *(cotangents[index] for index in results),
+        ]
         pull = torch.func.vjp(gradient, *variables)[1]
         chosen = tuple(part for part, want in zip(grads, ctx.wanted, strict=True) if want)
-        places = [*inputs, *(len(call) + index for index in results)]
-        found: list[Tensor | None] = [None] * (1 + len(flat) + len(Sums._fields))
+        places = [*inputs, *(_TENSORS + index for index in results)]
+        second: list[Tensor | None] = [None] * (_TENSORS + len(cotangents) + len(Sums._fields))
         for place, part in zip(places, pull(chosen), strict=True):
-            found[1 + place] = part
-        return tuple(found)
+            second[place] = part
+        return (None, None, *second)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
-        return vmapped(_Gradients.apply, info.batch_size, in_dims, inputs)
+        return _mapped(_Gradients.apply, info.batch_size, in_dims, inputs)
 
 
-def _split(flat: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """A call's arguments without ``noise``, the gradients of its results, its results."""
-    count = _INPUTS.count(",") + 1
-    middle = count + len(_DIFFERENTIABLE)
-    return list(flat[:count]), list(flat[count:middle]), list(flat[middle:])
+def _split(parts: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """A call's tensors, the gradients of its results, its results."""
+    middle = _TENSORS + len(_DIFFERENTIABLE)
+    return parts[:_TENSORS], parts[_TENSORS:middle], parts[middle:]
 
 
-def _whole(query: Tensor, key: Tensor, value: Tensor | None, masking: Masking, rule: Rule) -> Sums:
+def _mapped(
+    function: Callable[..., Sequence[Tensor]],
+    size: int,
+    in_dims: Sequence[Any],
+    arguments: Sequence[Any],
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """A function's results for each slice of the mapped dimension, stacked along a new first one.
+
+    Args:
+        function: of one slice.
+        size: of the mapped dimension.
+        in_dims: where it is in each argument; anything but an integer where it is not.
+        arguments: the function's.
+    """
+    each = [
+        part.unbind(dim) if isinstance(dim, int) else [part] * size
+        for part, dim in zip(arguments, in_dims, strict=True)
+    ]
+    slices = [function(*one) for one in zip(*each, strict=True)]
+    results = tuple(torch.stack(parts) for parts in zip(*slices, strict=True))
+    return results, (0,) * len(results)
+
+
+def _whole(call: KernelCall) -> Sums:
     """The sums without those of noise, made of operations that PyTorch differentiates itself."""
-    found = weigh_rows(
-        query,
-        key,
-        value,
-        masking,
-        Softmax() if rule.sinks is None else Sink(rule.sinks),
-        scale=rule.scale,
-        softcap=rule.softcap,
-    )
-    fields = found.scores._asdict()
+    sinks = call.rule.sinks
+    rows = weigh_rows(call._replace(noise=False), Softmax() if sinks is None else Sink(sinks))
+    fields = rows.scores._asdict()
     del fields["sink"]
-    none = query.new_empty(*query.shape[:3], 0)
-    return Sums(out=none if found.out is None else found.out, **fields)
+    none = call.query.new_empty(*call.query.shape[:3], 0)
+    return Sums(out=none if rows.out is None else rows.out, **fields)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from acutance.kernels import blocked
-from acutance.kernels.tiles import Rule
+from acutance.kernels.call import KernelCall, Rule
 from acutance.masks import Masking
 
 __all__ = ["blocked_seconds"]
@@ -25,12 +25,12 @@ def blocked_seconds(queries: int, keys: int) -> Callable[[], float]:
         for rows in (queries, keys)
     )
     masking = Masking(batch=1, heads=1, group=1, queries=queries, keys=keys, device=device)
-    rule = Rule(scale=_WIDTH**-0.5)
+    call = KernelCall(query, key, key, masking, Rule(scale=_WIDTH**-0.5))
 
     def once() -> float:
         start = time.process_time()
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            blocked.forward(query, key, key, masking, rule, noise=False)
+            blocked.forward(call)
         return time.process_time() - start
 
     return once

@@ -213,7 +213,10 @@ class Running:
         else:
             n = per_row(hidden.visible(tile.width, s.dtype), work)
             folded = unfold(s, work)
-            hidden.erase(folded) if bounded else hidden.blank(folded)
+            if bounded:
+                hidden.erase(folded)
+            else:
+                hidden.blank(folded)
             total = s.sum(-1)
             hidden.bury(folded, FLOOR if bounded and populated else -torch.inf)
         m = s.amax(-1)

@@ -7,13 +7,13 @@ rows of one matrix product, so grouped queries never repeat a key.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from acutance.kernels.call import KernelCall, Rule, accumulate_dtype
 from acutance.masks import Masking, Region, Tile
 
 __all__ = [
@@ -21,9 +21,7 @@ __all__ = [
     "TILE_ELEMENTS",
     "TILE_ROWS",
     "Buffers",
-    "Rule",
     "Work",
-    "accumulate_dtype",
     "columns",
     "draw_kept",
     "dropout_generator",
@@ -41,22 +39,6 @@ TILE_ELEMENTS = 1 << 19
 #: Query rows of a tile: at least, where position hides keys, and at most.
 TILE_ROWS = 128
 LEVEL_ROWS = 512
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How a call's scores become weights: scale, softcap, sinks, dropout."""
-
-    scale: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    dropout_p: float = 0.0
-    seed: int = 0
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays float64; everything else is accumulated in float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Buffers:
@@ -117,25 +99,24 @@ def _elements(masking: Masking) -> int:
     return TILE_ELEMENTS * threads
 
 
-def tile_rows(
-    key: Tensor, value: Tensor | None, masking: Masking, dtype: torch.dtype
-) -> Iterator[Work]:
+def tile_rows(call: KernelCall) -> Iterator[Work]:
     """The tile rows of a call, each of as many heads as fill a tile.
 
     Keys and values that need no copy are cut for every tile row anew: early causal rows, which
     see few keys, then take several heads together. Others are gathered once for all rows.
     """
+    masking, dtype = call.masking, accumulate_dtype(call.query.dtype)
     rows, width = tile_shape(masking)
     starts = range(0, masking.queries, rows)
-    if all(_mergeable(t, dtype) for t in (key, value) if t is not None):
+    if all(_mergeable(t, dtype) for t in (call.key, call.value) if t is not None):
         for i in starts:
             row = slice(i, min(i + rows, masking.queries))
             first, last, *_ = masking.band(row.start, row.stop - 1)
             for batch, head in _blocks(masking, rows, min(width, last - first)):
-                yield _work(key, value, masking, Region(batch, head, row), dtype)
+                yield _work(call, Region(batch, head, row), dtype)
         return
     for batch, head in _blocks(masking, rows, width):
-        whole = _work(key, value, masking, Region(batch, head, slice(0, rows)), dtype)
+        whole = _work(call, Region(batch, head, slice(0, rows)), dtype)
         for i in starts:
             row = slice(i, min(i + rows, masking.queries))
             fold = (*whole.fold[:3], row.stop - i)
@@ -162,17 +143,15 @@ def _blocks(masking: Masking, rows: int, width: int) -> Iterator[tuple[slice, sl
             )
 
 
-def _work(
-    key: Tensor, value: Tensor | None, masking: Masking, region: Region, dtype: torch.dtype
-) -> Work:
+def _work(call: KernelCall, region: Region, dtype: torch.dtype) -> Work:
     k, v = (
         None if tensor is None else tensor[region.batch, region.heads].to(dtype).flatten(0, 1)
-        for tensor in (key, value)
+        for tensor in (call.key, call.value)
     )
     fold = (
         region.batch.stop - region.batch.start,
         region.heads.stop - region.heads.start,
-        masking.group,
+        call.masking.group,
         region.rows.stop - region.rows.start,
     )
     assert k is not None
@@ -240,7 +219,7 @@ def dropout_generator(rule: Rule, device: torch.device) -> torch.Generator | Non
     if rule.dropout_p == 0.0:
         return None
     generator = torch.Generator(device=device)
-    generator.manual_seed(rule.seed)
+    generator.manual_seed(0 if rule.seed is None else int(rule.seed))
     return generator
 
 

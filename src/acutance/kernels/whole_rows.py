@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from acutance.compiling import transformed
+from acutance.kernels.call import KernelCall, accumulate_dtype
 from acutance.kernels.hidden import all_finite
-from acutance.kernels.tiles import accumulate_dtype
-from acutance.kernels.transforms import transformed
 from acutance.masks import Masking, Region, Tile
 from acutance.rowstats import RowState, WeightSums, observe, observe_weights
 from acutance.rowstats.state import NO_KEY, observe_visible
@@ -43,33 +43,19 @@ class WeighedRows(NamedTuple):
 
 
 def weigh_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    masking: Masking,
+    call: KernelCall,
     weighting: Weighting,
     *,
-    scale: float,
     row_scale: Tensor | None = None,
-    softcap: float | None = None,
-    dropout_p: float = 0.0,
     score: ScoreTile | None = None,
-    noise: bool = False,
 ) -> WeighedRows:
     """Weights of any kind over validated input, row block by row block.
 
     Args:
-        query: (B, Hq, L, E).
-        key: (B, H, S, E).
-        value: (B, H, S, Ev), or None for the statistics alone.
-        masking: which keys each row sees, and what is added to its scores.
+        call: the call; its rule's sinks are for ``weighting`` to take.
         weighting: how scores become weights.
-        scale: factor of the scores.
-        row_scale: another for each row, (B, Hq, L, 1).
-        softcap: bounds the scaled scores as c · tanh(s / c).
-        dropout_p: probability of dropping a weight, after the statistics are taken.
+        row_scale: another factor of the scores for each row, (B, Hq, L, 1).
         score: scores of a block, before the scale; None is the dot product.
-        noise: also take what noise on the scores does to the output.
 
     Returns:
         Output and sums, the latter in float32 or float64. The state of the scores is whole for
@@ -77,27 +63,13 @@ def weigh_rows(
         of exponentials, which no metric of theirs reads. ``slopes`` is None for softmax, and for
         weightings that do not know their derivative.
     """
-    dtype = accumulate_dtype(query.dtype)
+    value, masking = call.value, call.masking
     grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (query, key, value, *masking.additive)
+        t is not None and t.requires_grad for t in (call.query, call.key, value, *masking.additive)
     )
 
     def block(region: Region) -> _Found:
-        return _block(
-            query,
-            key,
-            value,
-            masking,
-            weighting,
-            scale,
-            row_scale,
-            softcap,
-            dropout_p,
-            score,
-            noise,
-            region,
-            dtype,
-        )
+        return _block(call, weighting, row_scale, score, region)
 
     grad = grad or (torch.is_grad_enabled() and (score is not None or _learned(weighting)))
     grad = grad and not transformed()  # torch.func knows no checkpoints
@@ -153,20 +125,14 @@ def _joined(blocks: Sequence[Sequence[tuple[Tensor, ...]]]) -> Iterator[Tensor]:
 
 
 def _block(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    masking: Masking,
+    call: KernelCall,
     weighting: Weighting,
-    scale: float,
     row_scale: Tensor | None,
-    softcap: float | None,
-    dropout_p: float,
     score: ScoreTile | None,
-    noise: bool,
     region: Region,
-    dtype: torch.dtype,
 ) -> _Found:
+    query, key, value, masking, rule, noise = call
+    dtype, softcap, dropout_p = accumulate_dtype(query.dtype), rule.softcap, rule.dropout_p
     q = query[region.batch, :, region.rows].to(dtype)
     k = key[region.batch].to(dtype)
     rows = region.rows.stop - region.rows.start
@@ -182,7 +148,7 @@ def _block(
         s = (q.reshape(*fold[:2], fold[2] * rows, q.shape[-1]) @ k.mT).view(*fold, stop - start)
     else:
         s = score(q, k, start).to(dtype).view(*fold, stop - start)
-    s = s * scale
+    s = s * rule.scale
     if row_scale is not None:
         part = row_scale[region.batch, :, region.rows].to(dtype)
         s = s * part.view(*fold, 1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from acutance.kernels.transforms import transformed
+from acutance.compiling import transformed
 from acutance.mechanisms.call import NO_ROWS, Call, Piece
 from acutance.mechanisms.relative import NOTHING, faded_from, log_faded, representable
 from acutance.rowstats.weighted import WeightSums, merge_weights, observe_weights

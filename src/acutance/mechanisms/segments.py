@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from acutance.kernels.transforms import transformed
+from acutance.compiling import transformed
 from acutance.mechanisms.call import cut
 from acutance.mechanisms.scan import Sums
 from acutance.mechanisms.state import LinearState, Rows
@@ -120,7 +120,7 @@ def _joined(
     *,
     random: bool,
 ) -> tuple[Rows | None, LinearState]:
-    """Every stretch as plain operations of autograd's, whose gradient has gradients in turn."""
+    """Every stretch by operations that autograd differentiates any number of times."""
     found: list[list[Tensor]] = []
     for index, pieces in enumerate(zip(*(part.cut() for part in parts), strict=True)):
         if torch.compiler.is_compiling() or transformed():
@@ -168,7 +168,7 @@ class _Stretched(torch.autograd.Function):
         parts = _parts(tensors[STATE:], cuts)
         rows, after = _in_place(step, parts, log_decay, LinearState(*tensors[:STATE]), ctx.states)
         found = [*after, *([] if rows is None else _fields(rows))]
-        inputs = {id(t) for t in tensors}  # a state that no key has changed is one still
+        inputs = {id(t) for t in tensors}  # without new keys the state is the input itself
         found = [t.clone() if id(t) in inputs or t.numel() == 0 else t for t in found]
         ctx.mark_non_differentiable(*(t for t in found if not t.is_floating_point()))
         return tuple(found)
@@ -208,7 +208,10 @@ class _Stretched(torch.autograd.Function):
             for part, target, grad in zip(sequences, targets, found[STATE:], strict=False):
                 if target is not None:
                     place = part._replace(tensor=target).piece(index)
-                    place.zero_() if grad is None else place.copy_(grad)
+                    if grad is None:
+                        place.zero_()
+                    else:
+                        place.copy_(grad)
             if decay is not None and found[-1] is not None:
                 by_decay = found[-1] if by_decay is None else by_decay + found[-1]
         return (None, None, by_decay, *by_state, *targets)
@@ -217,7 +220,7 @@ class _Stretched(torch.autograd.Function):
 def _twice(
     ctx: Any, log_decay: Tensor | None, tensors: list[Tensor], upstream: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradient as something that has a gradient."""
+    """Gradients of the inputs, with a graph of their own for a second derivative."""
     inputs = [log_decay, *tensors]
     parts = _parts(tensors[STATE:], ctx.cuts)
     rows, after = _joined(ctx.step, parts, log_decay, LinearState(*tensors[:STATE]), random=False)

@@ -106,17 +106,15 @@ class HeadCall:
 
     def _factor(self, dtype: torch.dtype) -> Tensor:
         """The scaling's factor of each row, (B, Hq or 1, L, 1), as :meth:`attend` takes it."""
+        masks = self.masks
         masking = check_masking(
             self.query,
             self.key,
-            attn_mask=self.masks.attn_mask,
-            is_causal=self.is_causal,
+            masks.attn_mask,
+            self.is_causal,
             query_offset=self.query_offset,
-            window=None,
-            key_mask=self.masks.key_mask,
-            document_ids=None,
-            cu_seqlens=None,
-            bias=self.masks.bias,
+            key_mask=masks.key_mask,
+            bias=masks.bias,
             alibi_slopes=self.alibi_slopes,
         )
         positions = entropy = None

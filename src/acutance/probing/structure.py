@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
+from acutance.kernels.call import KernelCall, Rule
 from acutance.masks import Masking, Region
 from acutance.probing.row_sampling import Sample
 from acutance.probing.tokens import Tokens, special_ids
 from acutance.rowstats import RowStatistics
 from acutance.structure import StructureStatistics
-from acutance.structure.blocks import Rows, blocks
-from acutance.structure.positions import last_visible
+from acutance.structure.blocks import blocks, exact, last_visible
+from acutance.structure.parts import Places
 from acutance.structure.statistics import observe_structure, tokens_at
 from acutance.summary.examples import MOST_ROWS, Examples, Row
 from acutance.summary.head_summary import Layer
@@ -81,7 +82,7 @@ class StructureReader:
 
     def read(
         self, call: AttentionCall, whole: AttentionCall, sample: Sample | None
-    ) -> tuple[Structured, Rows, Tensor | None]:
+    ) -> tuple[Structured, KernelCall, Tensor | None]:
         """The structure of a call's rows.
 
         Args:
@@ -105,13 +106,13 @@ class StructureReader:
             if self._special:
                 special = torch.isin(tokens, torch.tensor(self._special, device=tokens.device))
         every = max(1, -(-call.query.shape[2] // CRITICAL_ROWS))
-        found = observe_structure(rows, positions, tokens, asked, special, critical_every=every)
+        found = observe_structure(rows, Places(positions, tokens, asked, special, every))
         return Structured(found, positions), rows, tokens
 
     def keep(
         self,
         module: str,
-        rows: Rows,
+        rows: KernelCall,
         stats: RowStatistics,
         kept: Tensor,
         positions: Tensor | None,
@@ -178,9 +179,10 @@ def _word(tokenizer: Any, token: int) -> str:
     return name or decoded or f"#{token}"
 
 
-def _rows(call: AttentionCall) -> Rows:
+def _rows(call: AttentionCall) -> KernelCall:
     """A call as the structure pass takes it."""
-    return Rows(call.query, call.key, call.masking(), call.factor, call.softcap, call.sinks)
+    rule = Rule(call.factor, call.softcap, call.sinks)
+    return KernelCall(call.query, call.key, None, call.masking(), rule)
 
 
 def _positions(whole: AttentionCall, masking: Masking, sample: Sample | None) -> Tensor | None:
@@ -208,16 +210,15 @@ def _positions_of_last(whole: AttentionCall, positions: Tensor) -> Tensor:
     return positions.max()
 
 
-def _weights(rows: Rows, batch: int, head: int, row: int) -> tuple[Tensor, int]:
+def _weights(rows: KernelCall, batch: int, head: int, row: int) -> tuple[Tensor, int]:
     """The weights of one row over all keys, (S,) float64 on the CPU, and the last key it sees."""
-    rows = rows.cast()
     masking = rows.masking
     shared, member = divmod(head, masking.group)
     weights = torch.zeros(masking.keys, dtype=torch.float64, device="cpu")
     last = -1
     at = Region(slice(batch, batch + 1), slice(shared, shared + 1), slice(row, row + 1))
-    with rows.exactly():
-        for block in blocks(rows, at):
+    with exact(rows) as exactly:
+        for block in blocks(exactly, at):
             seen = (block.scores[0, 0, member, 0] > -torch.inf).nonzero()
             e, Z = block.exponentials(block.largest())
             width = e.shape[-1]

@@ -34,10 +34,9 @@ if TYPE_CHECKING:
         top_weight,
         varentropy,
     )
-    from acutance.rowstats.named import NamedMetrics
     from acutance.rowstats.sharded_keys import all_reduce_keys
     from acutance.rowstats.state import RowState, empty, merge, observe
-    from acutance.rowstats.statistics import RowStatistics
+    from acutance.rowstats.statistics import NamedMetrics, RowStatistics
     from acutance.rowstats.weighted import (
         WeightStatistics,
         WeightSums,
@@ -119,14 +118,13 @@ _FILES = {
         "top_weight",
         "varentropy",
     ),
-    "named": ("NamedMetrics",),
     "state": (
         "RowState",
         "empty",
         "merge",
         "observe",
     ),
-    "statistics": ("RowStatistics",),
+    "statistics": ("NamedMetrics", "RowStatistics"),
     "weighted": (
         "WeightStatistics",
         "WeightSums",

@@ -57,7 +57,7 @@ def _with_sink(state: RowState) -> RowState:
     Where either side has all the weight, the other's is 0 or about to be: means are taken before
     weights shrink, never as quotients of what has shrunk, and distances end at :data:`DEEPEST`.
     """
-    if not has_sink(state):
+    if state.sink.dim() != state.Z.dim():  # the sink is absent
         return state._replace(m=state.m.detach())
     m, sink = state.m.detach(), state.sink
     none = sink == -torch.inf

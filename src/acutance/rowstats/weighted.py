@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from acutance.rowstats.metrics import METRICS, metric
-from acutance.rowstats.named import NamedMetrics
 from acutance.rowstats.state import (
     NO_KEY,
     RowState,
@@ -26,6 +25,7 @@ from acutance.rowstats.state import (
     unplaced,
 )
 from acutance.rowstats.state import merge as merge_scores
+from acutance.rowstats.statistics import NamedMetrics
 from acutance.shapes import check_tensor
 
 __all__ = [

@@ -8,62 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from acutance.kernels.tiles import accumulate_dtype
+from acutance.kernels.call import KernelCall, accumulate_dtype
 from acutance.masks import Masking, Region, Tile
+from acutance.shapes import cast_inputs
 
-__all__ = ["Block", "Rows", "blocks"]
+__all__ = ["Block", "blocks", "exact", "last_visible"]
 
 #: Scores of a block: 2 MiB in float32, which stays in a shared cache.
 BLOCK_ELEMENTS = 1 << 19
 _FEW_ROWS = 64  # rows of a block below which fewer heads are taken at once
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A validated call: what decides the scores of its rows.
-
-    Attributes:
-        query: (B, Hq, L, E).
-        key: (B, H, S, E).
-        masking: which keys each row sees, and what is added to its scores.
-        scale: factor of the scores.
-        softcap: bounds the scaled scores as c · tanh(s / c).
-        sinks: (Hq,) logits in the normaliser.
-    """
-
-    query: Tensor
-    key: Tensor
-    masking: Masking
-    scale: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-    def cast(self) -> Rows:
-        """The same with the inputs in the dtype that autocast gives those of SDPA, if it is on."""
-        kind = self.query.device.type
-        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
-            return self
-        if self.query.dtype == torch.float64:
-            return self
-        dtype = torch.get_autocast_dtype(kind)
-        return replace(self, query=self.query.to(dtype), key=self.key.to(dtype))
-
-    @contextmanager
-    def exactly(self) -> Iterator[None]:
-        """Context in which products are made in the dtype they are given in, without gradients."""
-        with torch.no_grad(), torch.autocast(self.query.device.type, enabled=False):
-            yield
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What everything is summed in."""
-        return accumulate_dtype(self.query.dtype)
+@contextmanager
+def exact(call: KernelCall) -> Iterator[KernelCall]:
+    """The call with inputs as autocast casts them, in a context without autocast and gradients."""
+    query, key, _ = cast_inputs(call.query, call.key, None)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        yield call._replace(query=query.detach(), key=key.detach())
 
 
 class Block(NamedTuple):
@@ -107,17 +73,19 @@ class Block(NamedTuple):
         return e, Z
 
 
-def blocks(rows: Rows, at: Region | None = None) -> Iterator[Block]:
+def blocks(call: KernelCall, at: Region | None = None) -> Iterator[Block]:
     """The blocks of a call; rows that position alone hides every key from may be in none.
 
+    Inside of :func:`exact`.
+
     Args:
-        rows: the call.
+        call: the call; its values are not read.
         at: only this part of it, as one block.
     """
-    masking = rows.masking
+    masking = call.masking
     for region in _regions(masking) if at is None else (at,):
         for tile in masking.tiles(region, max(1, masking.keys)):
-            yield _block(rows, region, tile)
+            yield _block(call, region, tile)
 
 
 def _regions(masking: Masking) -> Iterator[Region]:
@@ -139,18 +107,18 @@ def _regions(masking: Masking) -> Iterator[Region]:
                 yield Region(batch, head, slice(i, min(i + rows, masking.queries)))
 
 
-def _block(rows: Rows, region: Region, tile: Tile) -> Block:
-    masking, dtype = rows.masking, rows.dtype
+def _block(call: KernelCall, region: Region, tile: Tile) -> Block:
+    masking, rule, dtype = call.masking, call.rule, accumulate_dtype(call.query.dtype)
     b, h, r = region.batch, region.heads, region.rows
     group = masking.group
     heads = slice(h.start * group, h.stop * group)
-    q = rows.query[b, heads, r].to(dtype) * rows.scale
-    k = rows.key[b, h, tile.start : tile.stop].to(dtype)
+    q = call.query[b, heads, r].to(dtype) * rule.scale
+    k = call.key[b, h, tile.start : tile.stop].to(dtype)
     count, length = q.shape[0], q.shape[2]
     fold = (count, h.stop - h.start, group, length)
     s = (q.reshape(*fold[:2], group * length, q.shape[-1]) @ k.mT).view(*fold, tile.width)
-    if rows.softcap is not None:
-        s.div_(rows.softcap).tanh_().mul_(rows.softcap)
+    if rule.softcap is not None:
+        s.div_(rule.softcap).tanh_().mul_(rule.softcap)
     if tile.alibi is not None:
         slopes, distance = tile.alibi
         s.addcmul_(slopes.to(dtype), distance.to(dtype), value=-1.0)
@@ -165,6 +133,40 @@ def _block(rows: Rows, region: Region, tile: Tile) -> Block:
         if left or right:
             seen = torch.nn.functional.pad(seen, (left, right), value=True)
     sink = None
-    if rows.sinks is not None:
-        sink = rows.sinks.to(dtype).view(1, masking.heads, group, 1)[:, h]
+    if rule.sinks is not None:
+        sink = rule.sinks.to(dtype).view(1, masking.heads, group, 1)[:, h]
     return Block(region, tile.start, s, seen, sink)
+
+
+def last_visible(masking: Masking) -> Tensor:
+    """The last key that each row sees, (B, L) int64; −1 for a row that sees none.
+
+    Where a causal row was given as a mask, or against a cache, this is where its query stands.
+    Heads that see different keys are joined.
+
+    Example:
+        >>> mask = torch.tensor([[True, True, True, False, False]])
+        >>> last_visible(Masking(batch=1, heads=2, group=1, queries=1, keys=5, attn_mask=mask))
+        tensor([[2]])
+    """
+    shape = (masking.batch, masking.queries)
+    found = torch.full(shape, -1, dtype=torch.int64, device=masking.device)
+    rows = max(1, (1 << 22) // max(1, masking.keys * masking.heads * masking.group))
+    whole = slice(0, masking.heads)
+    for b in range(masking.batch):
+        for start in range(0, masking.queries, rows):
+            row = slice(start, min(start + rows, masking.queries))
+            region = Region(slice(b, b + 1), whole, row)
+            for tile in masking.tiles(region, max(1, masking.keys)):
+                found[b, row] = tile.stop - 1
+                if tile.hidden is not None and tile.hidden.stop == tile.width:
+                    found[b, row] = _last(tile, tile.hidden.mask, tile.hidden.start)
+    return found
+
+
+def _last(tile: Tile, hidden: Tensor, start: int) -> Tensor:
+    """Last visible key of rows whose tile ends in hidden columns, (1, heads, group, rows, …)."""
+    seen = torch.logical_not(hidden).flatten(0, 2).any(0)
+    backwards = seen.flip(-1).to(torch.uint8).argmax(-1)
+    before = tile.start + start - 1 if start else -1  # columns left of the mask are all visible
+    return torch.where(seen.any(-1), tile.start + start + seen.shape[-1] - 1 - backwards, before)

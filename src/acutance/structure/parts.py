@@ -1,13 +1,15 @@
-"""Part: what one block of whole rows tells of where their weight lies."""
+"""Part: where the weight of one block of whole rows lies."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from acutance.structure.blocks import Block
 
-__all__ = ["NO_PEAK", "PEAKS", "Part", "critical_ratio"]
+__all__ = ["NO_PEAK", "PEAKS", "Part", "Places", "critical_ratio"]
 
 #: How far from its query the largest weight of a row is looked for.
 PEAKS = 8
@@ -15,23 +17,36 @@ PEAKS = 8
 NO_PEAK = -128
 
 
-class Part:
-    """What one block tells; tensors are (batch, heads, group, rows, …)."""
+class Places(NamedTuple):
+    """What places and tokens of a call's rows and keys are measured by.
 
-    def __init__(
-        self,
-        block: Block,
-        positions: Tensor | None,
-        tokens: Tensor | None,
-        asked: Tensor | None,
-        special: Tensor | None,
-        octaves: int,
-        critical_every: int,
-    ) -> None:
+    Attributes:
+        positions: (1 or B, L) where queries stand among the keys; None where they are of another
+            sequence, which leaves everything about distance NaN.
+        tokens: (1 or B, S) ids of the keys, or None.
+        asked: (1 or B, L) ids of the queries, or None.
+        special: boolean (1 or B, S), True on special tokens, or None.
+        critical_every: rows from one whose scores are sorted to the next; 0 is none.
+        octaves: of distance, of each side.
+    """
+
+    positions: Tensor | None = None
+    tokens: Tensor | None = None
+    asked: Tensor | None = None
+    special: Tensor | None = None
+    critical_every: int = 1
+    octaves: int = 1
+
+
+class Part:
+    """The structure of one block; tensors are (batch, heads, group, rows, …)."""
+
+    def __init__(self, block: Block, places: Places) -> None:
+        positions, tokens, asked, special, every, octaves = places
         batch, _, row = block.region.batch, block.region.heads, block.region.rows
         width = block.scores.shape[-1]
         columns = slice(block.start, block.start + width)
-        self._block, self._every, self._count = block, critical_every, octaves
+        self._block, self._every, self._count = block, every, octaves
         self._seen = block.seen
         at = None if positions is None else _cut(positions, batch)[:, row] - block.start
         #: column of each query, (batch or 1, 1, 1, rows); it may be outside the block

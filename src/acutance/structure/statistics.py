@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from acutance.masks import Masking
+from acutance.kernels.call import KernelCall, Rule, accumulate_dtype
 from acutance.shapes import (
     INTEGERS,
-    check_flag,
+    MaskOptions,
+    check_flags,
     check_inputs,
     check_masking,
     check_number,
@@ -21,9 +23,12 @@ from acutance.shapes import (
     describe,
 )
 from acutance.structure import compiled
-from acutance.structure.blocks import Rows, blocks
+from acutance.structure.blocks import blocks, exact
 from acutance.structure.metrics import STRUCTURE, structure_metric
-from acutance.structure.parts import NO_PEAK, Part
+from acutance.structure.parts import NO_PEAK, Part, Places
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["StructureStatistics", "observe_structure", "octaves_of", "statistics"]
 
@@ -87,15 +92,9 @@ def statistics(
     special: Iterable[int] = (),
     positions: Tensor | None = None,
     critical_every: int = 1,
-    query_offset: int = 0,
-    window: int | None = None,
-    key_mask: Tensor | None = None,
-    document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
-    cu_seqlens: Tensor | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    **masks: Unpack[MaskOptions],
 ) -> StructureStatistics:
     r"""Where the weight of each row of softmax attention lies, in memory of O(n).
 
@@ -115,15 +114,10 @@ def statistics(
         positions: where each query stands among the keys, (L,) or (B, L); by default query_offset
             onwards.
         critical_every: sort the scores of every such row for ``critical_ratio``; 0 is none.
-        query_offset: position of query 0 among the keys.
-        window: a row at position i sees keys with ``abs(i - j) < window``.
-        key_mask: boolean (B, S), True where a key takes part.
-        document_ids: a row sees only keys of its own document.
-        cu_seqlens: the same as cumulative lengths.
-        bias: added to the scores.
-        alibi_slopes: (Hq,); adds ``-slope * abs(position - j)``.
         softcap: bounds scaled scores.
         sinks: (Hq,) learned logits in the normaliser; they hold weight that is on no key.
+        masks: ``query_offset``, ``window``, ``key_mask``, ``document_ids``, ``cu_seqlens``,
+            ``bias`` and ``alibi_slopes``.
 
     Returns:
         The statistics, rows (B, Hq, L).
@@ -150,36 +144,20 @@ def statistics(
         Vig & Belinkov (2019), arXiv:1906.04284, for the distance; Clark et al. (2019),
         arXiv:1906.04341, for the weight on special, previous and next tokens.
     """
-    check_flag("is_causal", is_causal)
-    check_inputs(query, key, None, check_flag("enable_gqa", enable_gqa))
-    softcap = check_softcap(softcap, query.dtype)
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    query, key, _ = check_inputs(query, key, None, enable_gqa)
     if isinstance(critical_every, bool) or not isinstance(critical_every, int):
         raise TypeError(f"critical_every is an integer, got {critical_every!r}")
     if critical_every < 0:
         raise ValueError(f"critical_every is at least 0, got {critical_every}")
-    masking = check_masking(
-        query,
-        key,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        query_offset=query_offset,
-        window=window,
-        key_mask=key_mask,
-        document_ids=document_ids,
-        cu_seqlens=cu_seqlens,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-    )
-    rows = Rows(
-        query,
-        key,
-        masking,
-        query.shape[3] ** -0.5 if scale is None else check_number("scale", scale),
-        softcap,
-        check_sinks(sinks, query),
+    masking = check_masking(query, key, attn_mask, is_causal, **masks)
+    rule = Rule(
+        scale=query.shape[3] ** -0.5 if scale is None else check_number("scale", scale),
+        softcap=check_softcap(softcap, query.dtype),
+        sinks=None if sinks is None else check_sinks(sinks, query),
     )
     if positions is None:
-        start = query_offset
+        start = masking.offset
         positions = torch.arange(start, start + query.shape[2], device=query.device)[None]
     else:
         positions = _ids("positions", positions, masking.batch, masking.queries, query)
@@ -191,7 +169,8 @@ def statistics(
     elif marks:
         raise ValueError("special names token ids and so needs tokens, got None")
     asked = None if tokens is None else tokens_at(tokens, positions)
-    return observe_structure(rows, positions, tokens, asked, marked, critical_every=critical_every)
+    places = Places(positions, tokens, asked, marked, critical_every)
+    return observe_structure(KernelCall(query, key, None, masking, rule), places)
 
 
 def _ids(name: str, value: Tensor, batch: int, length: int, like: Tensor) -> Tensor:
@@ -220,68 +199,47 @@ def tokens_at(tokens: Tensor, positions: Tensor) -> Tensor:
     return torch.where(inside, found, -1)
 
 
-def observe_structure(
-    rows: Rows,
-    positions: Tensor | None,
-    tokens: Tensor | None,
-    asked: Tensor | None,
-    special: Tensor | None,
-    *,
-    critical_every: int,
-) -> StructureStatistics:
+def observe_structure(call: KernelCall, places: Places) -> StructureStatistics:
     """The statistics of a validated call.
 
     Args:
-        rows: the call.
-        positions: (1 or B, L) where queries stand among the keys; None where they are of another
-            sequence, which leaves everything about distance NaN.
-        tokens: (1 or B, S) ids of the keys, or None.
-        asked: (1 or B, L) ids of the queries, or None.
-        special: boolean (1 or B, S), True on special tokens, or None.
-        critical_every: rows from one whose scores are sorted to the next; 0 is none.
+        call: the call; values are not read.
+        places: what is asked of its rows; ``octaves`` follow from their positions.
     """
-    rows = rows.cast()
-    masking = rows.masking
+    masking, positions = call.masking, places.positions
+    by_head = any(
+        mask is not None and max(mask.shape[1:3]) > 1
+        for mask in (masking.boolean, *masking.additive)
+    )
     shape = (masking.batch, masking.heads, masking.group, masking.queries)
-    count = 1
     if positions is not None and positions.numel() and masking.keys:
         low, high = int(positions.min()), int(positions.max())
-        count = octaves_of(max(0, high, masking.keys - 1 - low))
-    if compiled.takes(rows, positions, tokens, count, critical_every):
-        with rows.exactly():
-            found, octaves, even, peak = compiled.read(
-                rows, positions, tokens, asked, special, count, critical_every, _by_head(masking)
-            )
-        return StructureStatistics(**found, octaves=octaves, even=even, peak=peak)
-    with rows.exactly():
-        found = {
-            name: rows.query.new_full(shape, torch.nan, dtype=rows.dtype) for name in STRUCTURE
-        }
-        octaves = rows.query.new_zeros(*shape, 2, count, dtype=rows.dtype)
-        alike = shape if _by_head(masking) else (shape[0], 1, 1, shape[3])
-        even = rows.query.new_zeros(*alike, 2, count, dtype=rows.dtype)
-        peak = torch.full(shape, NO_PEAK, device=rows.query.device)
-        for block in blocks(rows):
+        places = places._replace(octaves=octaves_of(max(0, high, masking.keys - 1 - low)))
+    with exact(call) as call:
+        if compiled.takes(call, places):
+            metrics, octaves, even, peak = compiled.read(call, places, by_head)
+            return StructureStatistics(**metrics, octaves=octaves, even=even, peak=peak)
+        query, dtype = call.query, accumulate_dtype(call.query.dtype)
+        metrics = {name: query.new_full(shape, torch.nan, dtype=dtype) for name in STRUCTURE}
+        octaves = query.new_zeros(*shape, 2, places.octaves, dtype=dtype)
+        alike = shape if by_head else (shape[0], 1, 1, shape[3])
+        even = query.new_zeros(*alike, 2, places.octaves, dtype=dtype)
+        peak = torch.full(shape, NO_PEAK, device=query.device)
+        for block in blocks(call):
             batch, heads, row = block.region.batch, block.region.heads, block.region.rows
-            part = Part(block, positions, tokens, asked, special, count, critical_every)
+            part = Part(block, places)
             for name, values in part.metrics().items():
-                found[name][batch, heads, :, row] = values
+                metrics[name][batch, heads, :, row] = values
             if positions is not None:
                 octaves[batch, heads, :, row] = part.octaves
                 peak[batch, heads, :, row] = part.peak
-                if even.shape[1] == 1:
-                    even[batch, :, :, row] = part.even[:, :1, :1]
-                else:
+                if by_head:
                     even[batch, heads, :, row] = part.even
+                else:
+                    even[batch, :, :, row] = part.even[:, :1, :1]
     return StructureStatistics(
-        **{name: values.flatten(1, 2) for name, values in found.items()},
+        **{name: values.flatten(1, 2) for name, values in metrics.items()},
         octaves=octaves.flatten(1, 2),
         even=even.flatten(1, 2),
         peak=peak.flatten(1, 2),
     )
-
-
-def _by_head(masking: Masking) -> bool:
-    """Whether heads may see different keys."""
-    masks = (masking.boolean, *masking.additive)
-    return any(mask is not None and max(mask.shape[1:3]) > 1 for mask in masks)

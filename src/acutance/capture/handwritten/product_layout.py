@@ -129,9 +129,9 @@ def summed(
     operands = list(tensors_in(given[1:]))
     if not isinstance(given[0], str):
         return operands
-    left, _, right = given[0].replace(" ", "").partition("->")
+    left, arrow, right = given[0].replace(" ", "").partition("->")
     terms = left.split(",")
-    if len(terms) != len(operands) or not _:
+    if len(terms) != len(operands) or not arrow:
         return operands
     return [
         operand

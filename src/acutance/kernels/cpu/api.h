@@ -56,7 +56,7 @@ typedef struct {
   int64_t threads;
 } acutance_call;
 
-// Where the forward pass writes. Fields are those of acutance.kernels.blocked.Sums; the sums are
+// Where the forward pass writes. Fields are those of acutance.kernels.call.Sums; the sums are
 // float, for float64 double. Every field of a row is given; what follows O only with noise.
 typedef struct {
   void* out;   // (batch, query heads, queries, Ev) in the call's dtype; null without values

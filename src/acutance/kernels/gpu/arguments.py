@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.kernels.call import KernelCall
 from acutance.kernels.gpu.language import interpreted, why_unavailable
 from acutance.kernels.gpu.scores import Flags
-from acutance.kernels.tiles import Rule
-from acutance.masks import Masking, mask_limit
+from acutance.masks import mask_limit
 
 __all__ = ["WIDEST", "dense_rows", "flags", "mask_arguments", "padded", "supported", "why_not"]
 
@@ -20,24 +20,8 @@ WIDEST = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def supported(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    masking: Masking,
-    rule: Rule,
-    noise: bool,
-) -> str | None:
+def supported(call: KernelCall) -> str | None:
     """Why a call cannot be run by these kernels, or None if it can.
-
-    Args:
-        query: (B, Hq, L, E), like the next five as :func:`acutance.kernels.blocked.forward` takes
-            them.
-        key: (B, H, S, E).
-        value: (B, H, S, Ev), or None.
-        masking: which keys each row sees.
-        rule: scale, softcap, sinks and dropout.
-        noise: whether the noise sums are asked for.
 
     Returns:
         One clause, such as ``"float64 inputs"``, or None.
@@ -45,13 +29,14 @@ def supported(
     Example:
         >>> query = torch.zeros(1, 1, 4, 8, dtype=torch.float64)
         >>> masking = Masking(batch=1, heads=1, group=1, queries=4, keys=4)
-        >>> supported(query, query, None, masking, Rule(scale=1.0), False) is None
+        >>> supported(KernelCall(query, query, None, masking, Rule(scale=1.0))) is None
         False
     """
-    reason = why_not(query, value, rule.dropout_p)
+    reason = why_not(call)
     if reason is not None:
         return reason
-    tensors = [key] if value is None else [key, value]
+    query, masking = call.query, call.masking
+    tensors = [call.key] if call.value is None else [call.key, call.value]
     if any(tensor.dtype != query.dtype or tensor.device != query.device for tensor in tensors):
         return "inputs of different dtypes or devices"
     if not query.numel() or not all(tensor.numel() for tensor in tensors):
@@ -61,18 +46,9 @@ def supported(
     return None
 
 
-def why_not(query: Tensor, value: Tensor | None, dropout_p: float) -> str | None:
-    """What :func:`supported` says, as far as it depends on a call's kind and not on its sizes.
-
-    Args:
-        query: (B, Hq, L, E).
-        value: (B, H, S, Ev), or None.
-        dropout_p: probability of dropping a weight.
-
-    Example:
-        >>> why_not(torch.zeros(1, 1, 4, 8, dtype=torch.float64), None, 0.0) is None
-        False
-    """
+def why_not(call: KernelCall) -> str | None:
+    """What :func:`supported` says, as far as it depends on a call's kind and not on its sizes."""
+    query, value = call.query, call.value
     reason = why_unavailable()
     if reason is not None:
         return reason
@@ -82,7 +58,7 @@ def why_not(query: Tensor, value: Tensor | None, dropout_p: float) -> str | None
         return "a device other than NVIDIA's of compute capability 8.0 and above"
     if query.dtype not in DTYPES:
         return f"{str(query.dtype).removeprefix('torch.')} inputs"
-    if dropout_p > 0.0:
+    if call.rule.dropout_p > 0.0:
         return "dropout"
     if max(tensor.shape[-1] for tensor in (query, value) if tensor is not None) > WIDEST:
         return f"heads wider than {WIDEST}"
@@ -105,8 +81,9 @@ def dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def flags(query: Tensor, masking: Masking, rule: Rule) -> Flags:
+def flags(call: KernelCall) -> Flags:
     """What a call's kernels are compiled for."""
+    query, masking, rule = call.query, call.masking, call.rule
     mask = masking.attn_mask
     kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
     documents = masking.query_documents is not None and masking.key_documents is not None
@@ -129,11 +106,12 @@ def flags(query: Tensor, masking: Masking, rule: Rule) -> Flags:
     )
 
 
-def mask_arguments(query: Tensor, masking: Masking, rule: Rule) -> dict[str, Any]:
+def mask_arguments(call: KernelCall) -> dict[str, Any]:
     """Masks, sizes and the rule by the kernels' names for them.
 
     What is absent is pointed at the query: it is there, and never read.
     """
+    query, masking, rule = call.query, call.masking, call.rule
     slopes, key_mask = masking.alibi_slopes, masking.key_mask
     rows, keys = masking.query_documents, masking.key_documents
     return {

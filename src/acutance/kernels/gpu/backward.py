@@ -12,13 +12,8 @@ import torch
 from torch import Tensor
 
 from acutance.kernels import backward as blocked
-from acutance.kernels.backward import (
-    Coefficients,
-    Gradients,
-    SumGradients,
-    row_coefficients,
-)
-from acutance.kernels.blocked import Sums
+from acutance.kernels.backward import Coefficients, row_coefficients
+from acutance.kernels.call import ALL, Gradients, KernelCall, Rule, SumGradients, Sums
 from acutance.kernels.gpu.arguments import dense_rows, flags, mask_arguments, padded, supported
 from acutance.kernels.gpu.gradients import COEFFICIENTS, Terms
 from acutance.kernels.gpu.keys_kernel import keys_kernel
@@ -26,7 +21,6 @@ from acutance.kernels.gpu.largest_kernel import largest_kernel
 from acutance.kernels.gpu.queries_kernel import queries_kernel
 from acutance.kernels.gpu.tuning import KEYS, QUERIES, Launcher, size_class
 from acutance.kernels.tile_sums import NO_KEY, finite
-from acutance.kernels.tiles import Rule
 from acutance.masks import Masking
 
 __all__ = ["backward", "unsupported_gradient"]
@@ -55,39 +49,17 @@ def unsupported_gradient(masking: Masking, wanted: tuple[bool, ...]) -> str | No
 
 
 def backward(
-    grad: SumGradients,
-    sums: Sums,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    masking: Masking,
-    rule: Rule,
-    wanted: tuple[bool, ...] = (True,) * 6,
+    grad: SumGradients, sums: Sums, call: KernelCall, wanted: tuple[bool, ...] = ALL
 ) -> Gradients:
     """Gradients of a forward call from those of its results.
 
     Means what :func:`acutance.kernels.backward.backward` means, and is that function for what these
     kernels do not take (:func:`unsupported_gradient`, dropout, float64). Sums are not added up
     across programs: with the same tile sizes, results are the same from run to run.
-
-    Args:
-        grad: gradients of the results.
-        sums: what the forward call returned.
-        query: what it was given, like the next four.
-        key: (B, H, S, E).
-        value: (B, H, S, Ev), or None.
-        masking: which keys each row sees.
-        rule: scale, softcap and sinks.
-        wanted: whether each field of :class:`~acutance.kernels.backward.Gradients` is asked for.
-
-    Returns:
-        Gradients in the inputs' dtypes; None for those not wanted.
     """
-    if (
-        supported(query, key, value, masking, rule, False) is not None
-        or unsupported_gradient(masking, wanted) is not None
-    ):
-        return blocked.backward(grad, sums, query, key, value, masking, rule, wanted)
+    query, key, value, masking, rule, _ = call
+    if supported(call) is not None or unsupported_gradient(masking, wanted) is not None:
+        return blocked.backward(grad, sums, call, wanted)
     B, Hq, L, E = query.shape
     H, S = key.shape[1:3]
     width = 0 if value is None else value.shape[-1]
@@ -112,12 +84,12 @@ def backward(
             for name, tensor in (("query", query), ("key", key))
             for place, axis in enumerate(("batch", "head", "row"))
         },
-        **mask_arguments(query, masking, rule),
+        **mask_arguments(call),
         "size": size_class(L),
         "E": E,
         "BLOCK_E": padded(E),
         "BLOCK_V": padded(max(1, width)),
-        "FLAGS": flags(query, masking, rule),
+        "FLAGS": flags(call),
     }
     del common["SINKS"]
     if terms.first:

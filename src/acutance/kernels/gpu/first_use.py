@@ -19,14 +19,12 @@ from torch import Tensor
 
 from acutance.kernels import backward as blocked_backward
 from acutance.kernels import blocked
-from acutance.kernels.backward import Gradients, SumGradients
-from acutance.kernels.blocked import Sums
+from acutance.kernels.call import Gradients, KernelCall, Rule, SumGradients, Sums
 from acutance.kernels.gpu.arguments import flags, supported
 from acutance.kernels.gpu.backward import backward
 from acutance.kernels.gpu.forward import forward
 from acutance.kernels.gpu.language import interpreted
 from acutance.kernels.gpu.tuning import one_size, tried
-from acutance.kernels.tiles import Rule
 from acutance.masks import Masking
 
 __all__ = ["forget", "refused", "refused_gradient"]
@@ -45,72 +43,40 @@ _warned: set[object] = set()
 _lock = threading.RLock()
 
 
-def refused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    masking: Masking,
-    rule: Rule,
-    noise: bool,
-    *,
-    warn: bool = True,
-) -> str | None:
+def refused(call: KernelCall, *, warn: bool = True) -> str | None:
     """Why the forward kernel may not take a call, or None if its configuration passed the check.
 
     Args:
-        query: (B, Hq, L, E), like the next five as :func:`acutance.kernels.gpu.forward` takes them.
-        key: (B, H, S, E).
-        value: (B, H, S, Ev), or None.
-        masking: which keys each row sees.
-        rule: scale, softcap and sinks.
-        noise: also the sums of e² v and e² ‖v‖².
+        call: as :func:`acutance.kernels.gpu.forward` takes it.
         warn: say so by a warning when the configuration is refused.
 
     Returns:
         One clause, such as ``"its n differs from the blocked path's by …"``, or None.
     """
-    if interpreted() or supported(query, key, value, masking, rule, noise) is not None:
+    if interpreted() or supported(call) is not None:
         return None  # the interpreter's results are the tests' to judge
-    kind = _kind(query, value, masking, rule, noise)
-
-    def check() -> str | None:
-        return _check_forward(query, value, masking, rule, noise)
-
-    return _verdict(kind, query, masking, check, "the forward pass", warn)
+    return _verdict(_kind(call), call, lambda: _check_forward(call), "the forward pass", warn)
 
 
 def refused_gradient(
-    grad: SumGradients,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    masking: Masking,
-    rule: Rule,
-    wanted: tuple[bool, ...],
-    *,
-    warn: bool = True,
+    grad: SumGradients, call: KernelCall, wanted: tuple[bool, ...], *, warn: bool = True
 ) -> str | None:
     """Why the backward kernels may not take a call: what :func:`refused` is for the forward pass.
 
     Args:
         grad: gradients of the sums.
-        query: (B, Hq, L, E), like the next four as the forward pass takes them.
-        key: (B, H, S, E).
-        value: (B, H, S, Ev), or None.
-        masking: which keys each row sees.
-        rule: scale, softcap and sinks.
+        call: as the forward pass takes it.
         wanted: which gradients are asked for.
         warn: say so by a warning when the configuration is refused.
     """
-    if interpreted() or supported(query, key, value, masking, rule, False) is not None:
+    call = call._replace(noise=False)
+    if interpreted() or supported(call) is not None:
         return None
     present = tuple(part is not None and part.numel() > 0 for part in grad)
-    kind = (*_kind(query, value, masking, rule, False), present, wanted)
-
-    def check() -> str | None:
-        return _check_backward(present, query, value, masking, rule, wanted)
-
-    return _verdict(kind, query, masking, check, "the backward pass", warn)
+    kind = (*_kind(call), present, wanted)
+    return _verdict(
+        kind, call, lambda: _check_backward(present, call, wanted), "the backward pass", warn
+    )
 
 
 def forget() -> None:
@@ -122,19 +88,18 @@ def forget() -> None:
 
 def _verdict(
     kind: tuple[Any, ...],
-    query: Tensor,
-    masking: Masking,
+    call: KernelCall,
     check: Callable[[], str | None],
     what: str,
     warn: bool,
 ) -> str | None:
     if kind not in _verdicts:
-        if _capturing(query):
+        if _capturing(call.query):
             return "its first call is inside a CUDA graph's capture: run it once before"
         with _lock:
             if kind not in _verdicts:  # no other thread was first
                 try:
-                    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+                    with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
                         reason = check()
                     _verdicts[kind] = reason, kind
                 except torch.OutOfMemoryError:
@@ -150,7 +115,7 @@ def _verdict(
             _warned.add(cause)
         if new:
             warnings.warn(
-                f"backend='triton' is not used for {_named(query, masking)}: {reason}; the blocked"
+                f"backend='triton' is not used for {_named(call)}: {reason}; the blocked"
                 f" path takes its calls. Please report this with the GPU's name and the versions"
                 f" of torch and triton.",
                 RuntimeWarning,
@@ -163,8 +128,9 @@ def _capturing(query: Tensor) -> bool:
     return query.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _named(query: Tensor, masking: Masking) -> str:
+def _named(call: KernelCall) -> str:
     """A configuration in a few words."""
+    query, masking = call.query, call.masking
     masks = {
         "causal": masking.causal,
         "a window": masking.window is not None,
@@ -179,10 +145,9 @@ def _named(query: Tensor, masking: Masking) -> str:
     return f"{', '.join([f'{dtype} of width {query.shape[-1]}', *kinds])} on {query.device}"
 
 
-def _kind(
-    query: Tensor, value: Tensor | None, masking: Masking, rule: Rule, noise: bool
-) -> tuple[Any, ...]:
+def _kind(call: KernelCall) -> tuple[Any, ...]:
     """What kernels are compiled for, and which tile sizes may be chosen."""
+    query, _, value, masking, rule, noise = call
     masks = (masking.attn_mask, masking.bias, masking.alibi_slopes)
     given = (*masks, masking.query_documents, masking.key_documents, rule.sinks)
     return (
@@ -194,34 +159,29 @@ def _kind(
         tuple(None if part is None else part.dtype for part in given),
         noise,
         masking.group > 1,
-        flags(query, masking, rule),
+        flags(call),
     )
 
 
-def _check_forward(
-    query: Tensor, value: Tensor | None, masking: Masking, rule: Rule, noise: bool
-) -> str | None:
-    inputs = _small_call(query, value, masking, rule)
-    want = blocked.forward(*_exact(*inputs), noise)
+def _check_forward(call: KernelCall) -> str | None:
+    small = _small_call(call)
+    want = blocked.forward(_exact(small))
     for index in range(tried()):
         with one_size(index):
-            found = forward(*inputs, noise)
-        if reason := _differing(found, want, query.dtype, _largest(inputs[2]), OUTPUT_STEPS):
+            found = forward(small)
+        largest = _largest(small.value)
+        if reason := _differing(found, want, call.query.dtype, largest, OUTPUT_STEPS):
             return reason
     return None
 
 
 def _check_backward(
-    present: tuple[bool, ...],
-    query: Tensor,
-    value: Tensor | None,
-    masking: Masking,
-    rule: Rule,
-    wanted: tuple[bool, ...],
+    present: tuple[bool, ...], call: KernelCall, wanted: tuple[bool, ...]
 ) -> str | None:
-    inputs = _small_call(query, value, masking, rule)
-    exact = _exact(*inputs)
-    sums = blocked.forward(*exact, False)
+    query = call.query
+    small = _small_call(call)
+    exact = _exact(small)
+    sums = blocked.forward(exact)
     draw = _Draw(query.device, 7)
     parts = (sums.out, *(sums.Z for _ in SumGradients._fields[1:]))
     grad = SumGradients(
@@ -231,14 +191,14 @@ def _check_backward(
         )
     )
     wide = SumGradients(*(None if part is None else part.double() for part in grad))
-    want = blocked_backward.backward(wide, sums, *exact, wanted)
+    want = blocked_backward.backward(wide, sums, exact, wanted)
     rounded = Sums(
         *(part.to(query.dtype) if index == 0 else part.float() if part.is_floating_point() else part
           for index, part in enumerate(sums))
     )  # fmt: skip
     for index in range(tried()):
         with one_size(index):
-            found = backward(grad, rounded, *inputs, wanted)
+            found = backward(grad, rounded, small, wanted)
         if reason := _differing(found, want, query.dtype, 0.0, GRADIENT_STEPS):
             return f"the backward pass: {reason}"
     return None
@@ -300,11 +260,9 @@ class _Draw:
         return (drawn < share).to(self._device)
 
 
-_Inputs = tuple[Tensor, Tensor, Tensor | None, Masking, Rule]
-
-
-def _small_call(query: Tensor, value: Tensor | None, masking: Masking, rule: Rule) -> _Inputs:
+def _small_call(call: KernelCall) -> KernelCall:
     """A call of the same kind, of normal queries, keys and values."""
+    query, _, value, masking, rule, noise = call
     rows, keys, window = SMALL_SIZES if query.device.type == "cpu" else SIZES
     rows = min(query.shape[2], rows)  # few rows take other tile sizes
     group = 2 if masking.group > 1 else 1
@@ -343,19 +301,19 @@ def _small_call(query: Tensor, value: Tensor | None, masking: Masking, rule: Rul
     )
     scale = width**-0.5 * (-1.0 if rule.scale < 0.0 else 1.0)
     sinks = None if rule.sinks is None else draw.normal((group,), rule.sinks.dtype)
-    return (
+    return KernelCall(
         draw.normal((1, group, rows, width), dtype),
         draw.normal((1, 1, keys, width), dtype),
         None if value is None else draw.normal((1, 1, keys, value.shape[-1]), dtype),
         small,
         Rule(scale=scale, softcap=None if rule.softcap is None else 3.0, sinks=sinks),
+        noise,
     )
 
 
-def _exact(
-    query: Tensor, key: Tensor, value: Tensor | None, masking: Masking, rule: Rule
-) -> _Inputs:
+def _exact(call: KernelCall) -> KernelCall:
     """The same call in float64."""
+    query, key, value, masking, rule, noise = call
 
     def wide(part: Tensor | None) -> Tensor | None:
         return part.double() if part is not None and part.is_floating_point() else part
@@ -367,4 +325,4 @@ def _exact(
         alibi_slopes=wide(masking.alibi_slopes),
     )
     rule = replace(rule, sinks=wide(rule.sinks))
-    return query.double(), key.double(), wide(value), masking, rule
+    return KernelCall(query.double(), key.double(), wide(value), masking, rule, noise)

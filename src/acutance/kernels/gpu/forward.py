@@ -6,41 +6,30 @@ import torch
 from torch import Tensor
 
 from acutance.kernels import blocked
-from acutance.kernels.blocked import Sums
+from acutance.kernels.call import KernelCall, Sums
 from acutance.kernels.gpu.arguments import dense_rows, flags, mask_arguments, padded, supported
 from acutance.kernels.gpu.forward_kernel import forward_kernel
 from acutance.kernels.gpu.tuning import FORWARD, Launcher, size_class
-from acutance.kernels.tiles import Rule
-from acutance.masks import Masking
 
 __all__ = ["forward"]
 
 _launch = Launcher(forward_kernel, FORWARD, ["size", "E", "EV", "NOISE", "FLAGS"])
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor | None, masking: Masking, rule: Rule, noise: bool
-) -> Sums:
+def forward(call: KernelCall) -> Sums:
     """The output and every row sum of softmax attention, for validated input on a CUDA device.
 
     Means what :func:`acutance.kernels.blocked.forward` means. Weights are rounded to the values'
     dtype before they multiply them, as fused attention kernels do, except where ``noise`` asks for
     the sums of the values themselves.
 
-    Args:
-        query: (B, Hq, L, E), float32, bfloat16 or float16.
-        key: (B, H, S, E).
-        value: (B, H, S, Ev), or None for the statistics alone.
-        masking: which keys each row sees.
-        rule: scale, softcap and sinks; no dropout.
-        noise: also sum e² v and e² ‖v‖².
-
     Returns:
         The sums in float32; ``out`` in the query's dtype. What these kernels do not take
         (:func:`~acutance.kernels.gpu.supported`) is the blocked path's.
     """
-    if supported(query, key, value, masking, rule, noise) is not None:
-        return blocked.forward(query, key, value, masking, rule, noise)
+    if supported(call) is not None:
+        return blocked.forward(call)
+    query, key, value, _, rule, noise = call
     B, Hq, L, E = query.shape
     width = 0 if value is None else value.shape[-1]
     query, key = dense_rows(query), dense_rows(key)
@@ -86,7 +75,7 @@ def forward(
             for name, tensor in (("query", query), ("key", key), ("value", values))
             for place, axis in enumerate(("batch", "head", "row"))
         },
-        **mask_arguments(query, masking, rule),
+        **mask_arguments(call),
         "size": size_class(L),
         "E": E,
         "EV": width,
@@ -94,7 +83,7 @@ def forward(
         "BLOCK_V": padded(max(1, width)),
         "HAS_SINKS": rule.sinks is not None,
         "NOISE": noise,
-        "FLAGS": flags(query, masking, rule),
+        "FLAGS": flags(call),
     }
     _launch(lambda sizes: B * Hq * -(-L // sizes["BLOCK_M"]), arguments)
     return sums

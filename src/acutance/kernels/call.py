@@ -1,0 +1,115 @@
+"""What every kernel is given and what it returns: a validated call, its row sums, their gradients.
+
+Rows are (B, Hq, L); a kernel's ``forward(call)`` gives :class:`Sums`, and its
+``backward(grad, sums, call, wanted)`` gives :class:`Gradients`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from acutance.masks import Masking
+
+__all__ = ["ALL", "Gradients", "KernelCall", "Rule", "SumGradients", "Sums", "accumulate_dtype"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a call's scores become weights.
+
+    Attributes:
+        scale: factor of the scores.
+        softcap: bounds the scaled scores as c · tanh(s / c).
+        sinks: (Hq,) logits in the normaliser.
+        dropout_p: probability of dropping a weight; the statistics are taken before.
+        seed: one integer, of the dropped weights.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+
+
+class KernelCall(NamedTuple):
+    """A validated call of attention.
+
+    Attributes:
+        query: (B, Hq, L, E).
+        key: (B, H, S, E), in the query's dtype.
+        value: (B, H, S, Ev), or None for the statistics alone.
+        masking: which keys each row sees, and what is added to its scores.
+        rule: scale, softcap, sinks and dropout.
+        noise: also sum e² v and e² ‖v‖² (a third matrix product).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    masking: Masking
+    rule: Rule
+    noise: bool = False
+
+
+class Sums(NamedTuple):
+    """The output and the sums of :class:`acutance.rowstats.RowState`.
+
+    Fields are (B, Hq, L), in float32 or float64; ``out``, in the query's dtype, and the values'
+    moments ``O`` and ``R1`` are (B, Hq, L, Ev). Absent ones have no element.
+    """
+
+    out: Tensor
+    n: Tensor
+    m: Tensor
+    Z: Tensor
+    U: Tensor
+    W: Tensor
+    Q: Tensor
+    mean: Tensor
+    M2: Tensor
+    depth: Tensor
+    first: Tensor
+    first_index: Tensor
+    O: Tensor
+    R1: Tensor
+    R2: Tensor
+
+
+class SumGradients(NamedTuple):
+    """Gradient of the loss by each differentiable sum, in its shape; None where it has none."""
+
+    out: Tensor | None
+    m: Tensor | None
+    Z: Tensor | None
+    U: Tensor | None
+    W: Tensor | None
+    Q: Tensor | None
+    mean: Tensor | None
+    M2: Tensor | None
+    depth: Tensor | None
+    first: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs, in their dtypes; None for those that are not wanted."""
+
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    attn_mask: Tensor | None
+    bias: Tensor | None
+    sinks: Tensor | None
+
+
+#: ``wanted`` of a backward pass: whether each field of :class:`Gradients` is to be computed.
+ALL = (True,) * len(Gradients._fields)
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays float64; everything else is accumulated in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
