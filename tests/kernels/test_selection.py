@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from acutance import attention, kernels, row_statistics
-from acutance.kernels import bindings, library, selection, selection_cache
+from acutance.kernels import bindings, library, selection
 from acutance.kernels.bindings import Library
-from acutance.kernels.selection import Selection, fastest, interleaved
-from acutance.kernels.selection_timing import DTYPE_CODES, PASSES, sample, seconds
+from acutance.kernels.selection import Selection, cache, fastest, interleaved
+from acutance.kernels.selection.timing import DTYPE_CODES, PASSES, sample, seconds
 
 FOUND = library.load()
 needs_native = pytest.mark.skipif(isinstance(FOUND, str), reason=str(FOUND))
@@ -171,13 +171,13 @@ def test_times_are_kept_for_the_next_process(fake: FakeLibrary) -> None:
     first.measure("bfloat16")
     again = FakeLibrary(fake.path.parent)
     os.utime(again.path, ns=(fake.path.stat().st_atime_ns, fake.path.stat().st_mtime_ns))
-    selection_cache.write(as_library(again), first.times)
-    kept = selection_cache.read(as_library(again))
+    cache.write(as_library(again), first.times)
+    kept = cache.read(as_library(again))
     assert kept == first.times
     next_one = Selection(as_library(again), kept)
     assert again.chosen["bfloat16", "forward"] == "avx512"
     next_one.measure("float32")
-    assert set(selection_cache.read(as_library(again)) or ()) == {"bfloat16", "float32"}
+    assert set(cache.read(as_library(again)) or ()) == {"bfloat16", "float32"}
 
 
 @pytest.mark.parametrize(
@@ -204,12 +204,12 @@ def test_a_damaged_or_foreign_file_is_ignored_and_written_anew(
 ) -> None:
     chosen = Selection(as_library(fake))
     chosen.measure("bfloat16")
-    path = selection_cache.cache_file(as_library(fake))
+    path = cache.cache_file(as_library(fake))
     assert path is not None
     path.write_text(damage(path.read_text()))
-    assert selection_cache.read(as_library(fake)) is None
-    selection_cache.write(as_library(fake), chosen.times)
-    assert selection_cache.read(as_library(fake)) == chosen.times
+    assert cache.read(as_library(fake)) is None
+    cache.write(as_library(fake), chosen.times)
+    assert cache.read(as_library(fake)) == chosen.times
 
 
 def test_times_of_other_kernels_are_left_out(fake: FakeLibrary) -> None:
@@ -229,7 +229,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nothing"):
         monkeypatch.setenv("ACUTANCE_CACHE", str(folder))
         Selection(as_library(fake)).measure("bfloat16")
-        assert selection_cache.read(as_library(fake)) is None
+        assert cache.read(as_library(fake)) is None
         assert fake.chosen["bfloat16", "forward"] == "avx512"
 
 
@@ -238,12 +238,12 @@ def test_processes_that_write_at_once_leave_a_whole_file(fake: FakeLibrary) -> N
     chosen.complete()
 
     def write(_: int) -> bool:
-        selection_cache.write(as_library(fake), chosen.times)
-        return selection_cache.read(as_library(fake)) == chosen.times
+        cache.write(as_library(fake), chosen.times)
+        return cache.read(as_library(fake)) == chosen.times
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert all(pool.map(write, range(80)))
-    path = selection_cache.cache_file(as_library(fake))
+    path = cache.cache_file(as_library(fake))
     assert path is not None
     assert list(path.parent.iterdir()) == [path]
 
@@ -252,12 +252,12 @@ def test_the_folder_of_caches(monkeypatch: pytest.MonkeyPatch, fake: FakeLibrary
     monkeypatch.delenv("ACUTANCE_CACHE")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    path = selection_cache.cache_file(as_library(fake))
+    path = cache.cache_file(as_library(fake))
     assert path is not None
     assert path.parent == Path("/somewhere/acutance")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/somebody")
-    path = selection_cache.cache_file(as_library(fake))
+    path = cache.cache_file(as_library(fake))
     assert path is not None
     assert path.parent == Path("/somebody/.cache/acutance")
 
@@ -304,7 +304,7 @@ def test_a_process_with_times_on_disk_counts_nothing(fake: FakeLibrary) -> None:
     selection.install(as_library(fake)).complete()
     again = FakeLibrary(fake.path.parent)
     os.utime(fake.path, ns=(1, 1))
-    selection_cache.write(as_library(again), Selection(as_library(fake)).times)
+    cache.write(as_library(again), Selection(as_library(fake)).times)
     selection.install(as_library(fake)).complete()
     chosen = selection.install(as_library(again))
     assert len(chosen.times) == 4

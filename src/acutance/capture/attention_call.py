@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,44 +97,30 @@ class AttentionCall:
     def statistics(self, noise: bool) -> RowStatistics:
         """Row statistics without the output."""
         value = self.value if noise else None
-        return row_statistics(
-            self.query,
-            self.key,
-            value,
-            self.attn_mask,
-            self.is_causal,
-            self.scale,
-            self._grouped,
-            noise=noise,
-            query_offset=self.query_offset,
-            window=self.window,
-            key_mask=self.key_mask,
-            cu_seqlens=self.cu_seqlens,
-            bias=self.bias,
-            softcap=self.softcap,
-            sinks=self.sinks,
-        )
+        return row_statistics(self.query, self.key, value, noise=noise, **self._options)
 
     def rebuilt(self, noise: bool) -> tuple[Tensor, RowStatistics]:
         """The output, without dropout, and the row statistics."""
         return attention(
-            self.query,
-            self.key,
-            self.value,
-            self.attn_mask,
-            self.is_causal,
-            self.scale,
-            self._grouped,
-            return_stats=True,
-            noise=noise,
-            query_offset=self.query_offset,
-            window=self.window,
-            key_mask=self.key_mask,
-            cu_seqlens=self.cu_seqlens,
-            bias=self.bias,
-            softcap=self.softcap,
-            sinks=self.sinks,
+            self.query, self.key, self.value, return_stats=True, noise=noise, **self._options
         )
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return self._masks | {
+            "scale": self.scale,
+            "enable_gqa": self.query.shape[1] != self.key.shape[1],
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+        }
+
+    @property
+    def _masks(self) -> dict[str, Any]:
+        names = (
+            *("attn_mask", "is_causal", "query_offset", "window", "key_mask"),
+            *("cu_seqlens", "bias"),
+        )
+        return {name: getattr(self, name) for name in names}
 
     def tolerance(self, dtype: torch.dtype, largest: Tensor) -> Tensor:
         """Largest error of each rebuilt row that roundings account for.
@@ -197,27 +184,13 @@ class AttentionCall:
         return self.source.startswith("transformers") and self.source != "transformers sdpa"
 
     @property
-    def _grouped(self) -> bool:
-        return self.query.shape[1] != self.key.shape[1]
-
-    @property
     def factor(self) -> float:
         """What the scores are multiplied by."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def masking(self) -> Masking:
         """Everything that hides a key or is added to its score."""
-        return check_masking(
-            self.query,
-            self.key,
-            self.attn_mask,
-            self.is_causal,
-            query_offset=self.query_offset,
-            window=self.window,
-            key_mask=self.key_mask,
-            cu_seqlens=self.cu_seqlens,
-            bias=self.bias,
-        )
+        return check_masking(self.query, self.key, **self._masks)
 
     def seen_keys(self) -> Tensor | None:
         """Boolean (B, S), False on keys that masks hide from every row; None without a mask.

@@ -15,7 +15,7 @@ from acutance.rowstats import RowStatistics, WeightStatistics
 from acutance.scaling import AnyScaling, NoScaling, visible_keys
 from acutance.scores import DotScore, dot_tile
 from acutance.scores import get as find_score
-from acutance.shapes import check_masking
+from acutance.shapes import MaskOptions, check_masking
 from acutance.weights import Weighting
 
 __all__ = ["HeadCall"]
@@ -43,18 +43,15 @@ class HeadCall:
             self.query,
             self.key,
             value,
-            attn_mask=self.masks.attn_mask,
-            is_causal=self.is_causal,
+            self.masks.attn_mask,
+            self.is_causal,
             enable_gqa=True,
             return_stats=True,
             dropout_p=dropout_p,
-            query_offset=self.query_offset,
-            key_mask=self.masks.key_mask,
-            bias=self.masks.bias,
-            alibi_slopes=self.alibi_slopes,
             score=self.score,
             weights=self.weights,
             scaling=self.scaling,
+            **self._options,
         )
         return found if statistics else (found[0], None)
 
@@ -63,17 +60,24 @@ class HeadCall:
         return row_statistics(
             self.query,
             self.key,
-            attn_mask=self.masks.attn_mask,
-            is_causal=self.is_causal,
+            None,
+            self.masks.attn_mask,
+            self.is_causal,
             enable_gqa=True,
-            query_offset=self.query_offset,
-            key_mask=self.masks.key_mask,
-            bias=self.masks.bias,
-            alibi_slopes=self.alibi_slopes,
             score=self.score,
             weights=self.weights,
             scaling=self.scaling if scaled else None,
+            **self._options,
         )
+
+    @property
+    def _options(self) -> MaskOptions:
+        return {
+            "query_offset": self.query_offset,
+            "key_mask": self.masks.key_mask,
+            "bias": self.masks.bias,
+            "alibi_slopes": self.alibi_slopes,
+        }
 
     def dense(self) -> Tensor:
         """The weights (B, Hq, L, S), float32 at least, all in memory at once."""
@@ -106,16 +110,8 @@ class HeadCall:
 
     def _factor(self, dtype: torch.dtype) -> Tensor:
         """The scaling's factor of each row, (B, Hq or 1, L, 1), as :meth:`attend` takes it."""
-        masks = self.masks
         masking = check_masking(
-            self.query,
-            self.key,
-            masks.attn_mask,
-            self.is_causal,
-            query_offset=self.query_offset,
-            key_mask=masks.key_mask,
-            bias=masks.bias,
-            alibi_slopes=self.alibi_slopes,
+            self.query, self.key, self.masks.attn_mask, self.is_causal, **self._options
         )
         positions = entropy = None
         if not self.is_causal:

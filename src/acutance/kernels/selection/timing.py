@@ -1,7 +1,7 @@
-"""Times one pass of one native kernel on a small call.
+"""Times one pass of one native kernel on a small call, and of the plain PyTorch kernel.
 
-The calls are made here, outside PyTorch, so that no mode, tracer or fake tensor sees them. They
-stay in a core's cache, and run on one thread.
+Native calls are made here outside of PyTorch, so that no mode, tracer or fake tensor sees them.
+They stay in a core's cache, and run on one thread.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from acutance.kernels import blocked
 from acutance.kernels.bindings import ABI, CALL, GRADIENTS, SUMS, Library
+from acutance.kernels.call import KernelCall, Rule
+from acutance.masks import Masking
 
-__all__ = ["DTYPE_CODES", "PASSES", "Sample", "sample", "seconds"]
+__all__ = ["DTYPE_CODES", "PASSES", "Sample", "blocked_seconds", "sample", "seconds"]
 
 #: The passes that are chosen for, in the order of their numbers in ``cpu/api.h``.
 PASSES = ("forward", "decode", "backward")
@@ -91,5 +95,25 @@ def seconds(library: Library, kernel: str, name: str, made: Sample) -> Callable[
         start = _clock()
         run(place, code, made.call, made.result)
         return _clock() - start
+
+    return once
+
+
+def blocked_seconds(queries: int, keys: int) -> Callable[[], float]:
+    """A function that runs one head in float32 and returns the CPU time that it took."""
+    device = torch.device("cpu")
+    generator = torch.Generator().manual_seed(0)
+    query, key = (
+        torch.randn(1, 1, rows, _WIDTH, generator=generator, dtype=torch.float32, device=device)
+        for rows in (queries, keys)
+    )
+    masking = Masking(batch=1, heads=1, group=1, queries=queries, keys=keys, device=device)
+    call = KernelCall(query, key, key, masking, Rule(scale=_WIDTH**-0.5))
+
+    def once() -> float:
+        start = time.process_time()
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            blocked.forward(call)
+        return time.process_time() - start
 
     return once

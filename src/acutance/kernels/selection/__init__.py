@@ -3,7 +3,7 @@
 An instruction set that a processor has need not be fast there: products of bfloat16 pairs run at
 twice the rate of float32 on some, at half on others. So the kernels are timed, once for each dtype
 and machine, when a process has given them work enough to repay it, and the times stay on disk
-(:mod:`acutance.kernels.selection_cache`). Until then the widest instruction set runs.
+(:mod:`acutance.kernels.selection.cache`). Until then the widest instruction set runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ import threading
 from collections.abc import Callable, Iterable
 
 from acutance.compiling import unobserved
-from acutance.kernels import selection_cache
 from acutance.kernels.bindings import Choice, Library
-from acutance.kernels.selection_cache import Times
-from acutance.kernels.selection_timing import DTYPE_CODES, PASSES, sample, seconds
+from acutance.kernels.selection import cache
+from acutance.kernels.selection.cache import Times
+from acutance.kernels.selection.timing import (
+    DTYPE_CODES,
+    PASSES,
+    blocked_seconds,
+    sample,
+    seconds,
+)
 
 __all__ = ["MEASURE_VARIABLE", "Selection", "fastest", "install", "interleaved"]
 
@@ -139,7 +145,7 @@ class Selection:
             times["blocked"] = _time_blocked()
         self.times[dtype] = times
         self.apply(dtype)
-        selection_cache.write(library, {**(selection_cache.read(library) or {}), **self.times})
+        cache.write(library, {**(cache.read(library) or {}), **self.times})
 
 
 def _most_queries(native: float, few: float, many: float) -> float:
@@ -158,8 +164,6 @@ def _most_queries(native: float, few: float, many: float) -> float:
 
 def _time_blocked() -> dict[str, float]:
     """Seconds of CPU of the plain PyTorch kernel, by number of queries; empty where it is seen."""
-    from acutance.kernels.selection_blocked import blocked_seconds
-
     if not unobserved():
         return {}
     keys = _SHAPES["forward"][1]
@@ -227,7 +231,7 @@ def mode() -> str:
 def install(library: Library) -> Selection:
     """Choose by the times on disk, and time what is missing when that will pay."""
     how = mode()
-    times = selection_cache.read(library) if how == "auto" else None
+    times = cache.read(library) if how == "auto" else None
     selection = Selection(library, times)
     if how != "never" and library.named is None and len(selection.times) < len(DTYPE_CODES):
         _Watch(selection)
