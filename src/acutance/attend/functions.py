@@ -193,7 +193,7 @@ def attention(
         )
     ):
         fast = fast_path.attend(
-            *(query, key, value, is_causal, scale, enable_gqa, query_offset, window, backend)
+            query, key, value, is_causal, scale, enable_gqa, query_offset, window, backend
         )
         if fast is not None:
             if return_stats is True:
@@ -349,7 +349,7 @@ def row_statistics(
         and not (query.requires_grad or key.requires_grad)
     ):
         fast = fast_path.attend(
-            *(query, key, None, is_causal, scale, enable_gqa, query_offset, window, backend)
+            query, key, None, is_causal, scale, enable_gqa, query_offset, window, backend
         )
         if fast is not None:
             return fast[1]

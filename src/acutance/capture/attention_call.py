@@ -97,7 +97,9 @@ class AttentionCall:
     def statistics(self, noise: bool) -> RowStatistics:
         """Row statistics without the output."""
         value = self.value if noise else None
-        return row_statistics(self.query, self.key, value, noise=noise, **self._options)
+        stats: RowStatistics
+        stats = row_statistics(self.query, self.key, value, noise=noise, **self._options)
+        return stats
 
     def rebuilt(self, noise: bool) -> tuple[Tensor, RowStatistics]:
         """The output, without dropout, and the row statistics."""

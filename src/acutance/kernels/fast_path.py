@@ -105,7 +105,7 @@ class PackedStatistics(RowStatistics):
         m, Z, U, W, Q, mean, M2, depth, first = rows[whole:].view(9, B, H, L).unbind(0)
         none = Z.unsqueeze(-1)[..., :0]
         return RowState(
-            *(n, m, Z, U, W, Q, mean, M2, depth, first, first_index, none, none, none, none)
+            n, m, Z, U, W, Q, mean, M2, depth, first, first_index, none, none, none, none
         )
 
 
