@@ -346,7 +346,7 @@ def row_statistics(
         and type(query) is Tensor
         and type(key) is Tensor
         and value is None
-        and not (query.requires_grad or key.requires_grad)
+        and not (is_grad_enabled() and (query.requires_grad or key.requires_grad))
     ):
         fast = fast_path.attend(
             query, key, None, is_causal, scale, enable_gqa, query_offset, window, backend
