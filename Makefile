@@ -3,6 +3,7 @@
 
 VENV := .venv
 CONSTRAINTS := constraints.txt
+EXTRA := dev
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable
 INSTALLED_FROM = pyproject.toml $(CONSTRAINTS) native/CMakeLists.txt $(wildcard src/acutance/kernels/cpu/*)
@@ -39,8 +40,9 @@ test: $(VENV)/.dev ## install the development tools, run the tests and every exa
 slow: $(VENV)/.dev ## the tests that take longer, which `test` leaves out
 	$(PYTEST) -m slow tests
 
+# Without Triton: PyTorch 2.6 compiles with none that the CUDA kernels accept.
 oldest: ## `test` with the oldest versions that pyproject.toml admits, in .venv-oldest
-	$(MAKE) VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt test
+	$(MAKE) VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt EXTRA=test test
 
 fuzz: $(VENV)/.dev ## random calls against the definitions: make fuzz SEED=1 COUNT=10000
 	$(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),1000)
@@ -98,5 +100,5 @@ $(VENV)/.demo: $(INSTALLED_FROM) | $(BIN)/pip
 
 # The development install holds the demo's, so it renews both stamps.
 $(VENV)/.dev: $(INSTALLED_FROM) | $(BIN)/pip
-	$(PIP_INSTALL) ".[dev]"
+	$(PIP_INSTALL) ".[$(EXTRA)]"
 	@touch $(VENV)/.demo $@

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-#: Development tools, of which any version will do, and Ray, which no oldest environment has.
-ANY_VERSION = {"ray[data]", "myst-parser", "furo", "latex2mathml", "hypothesis", "mypy", "ruff"} | {
+#: Development tools, of which any version will do; the oldest environment has no Ray and no Triton.
+ANY_VERSION = {
+    "ray[data]", "triton", "myst-parser", "furo", "latex2mathml", "hypothesis", "mypy", "ruff",
     "pytest", "pytest-xdist",
 }  # fmt: skip
 

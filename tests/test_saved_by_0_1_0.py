@@ -1,0 +1,57 @@
+"""Files that version 0.1.0 wrote still load, and say what they said.
+
+They are of the decoder that comes with the package: two heads on eight windows of 16 tokens for the
+state, its table and the queries and keys; lengths 8 to 32 for the law and its calibration.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import safetensors.torch
+
+from acutance import Law
+from acutance.calibration.progress import Progress
+from acutance.probing import load, load_queries_keys, load_state
+from acutance.report.exports import csv_bytes
+from acutance.reproduce import record
+
+SAVED = Path(__file__).parent / "saved_by_0_1_0"
+
+
+def test_a_state() -> None:
+    state = load_state(SAVED / "state.safetensors")
+    summary = load(SAVED / "state.safetensors")
+    assert state.run.tokens == 120
+    assert summary.about["acutance"] == "0.1.0"
+    assert csv_bytes(summary.to_arrow()) == (SAVED / "state.csv").read_bytes()
+
+
+def test_queries_and_keys(tmp_path: Path) -> None:
+    sample = load_queries_keys(SAVED / "queries_keys.safetensors")
+    sample.save(tmp_path / "again.safetensors")
+    assert tensors(tmp_path / "again.safetensors") == tensors(SAVED / "queries_keys.safetensors")
+
+
+def tensors(path: Path) -> dict[str, list[float]]:
+    return {name: tensor.tolist() for name, tensor in safetensors.torch.load_file(path).items()}
+
+
+def test_a_law(tmp_path: Path) -> None:
+    Law.load(SAVED / "law.json").save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (SAVED / "law.json").read_bytes()
+
+
+def test_a_calibration_under_way() -> None:
+    with safetensors.safe_open(SAVED / "calibration.safetensors", "pt") as file:
+        settings = json.loads(file.metadata()["settings"])
+    progress = Progress.resume(SAVED / "calibration.safetensors", settings)
+    assert len(progress.passes) == 2
+
+
+def test_a_record() -> None:
+    loaded = record.load(SAVED / "record.json")
+    written = json.loads((SAVED / "record.json").read_text(encoding="utf-8"))
+    assert loaded.name == written["name"]
+    assert len(loaded.rows) == len(written["rows"]) > 0
