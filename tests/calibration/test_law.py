@@ -82,7 +82,7 @@ def test_identity_of_plain_modules() -> None:
     assert Identity.of(one) == Identity.of(torch.compile(one, backend="eager"))
 
 
-def test_attention_layers_are_told_by_their_code(built: Built) -> None:
+def test_attention_layers_are_known_by_the_names_of_their_classes(built: Built) -> None:
     assert list(attention_layers(built("bert"))) == [
         "encoder.layer.0.attention.self",
         "encoder.layer.1.attention.self",

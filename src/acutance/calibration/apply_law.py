@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -21,15 +20,10 @@ from acutance.calibration.visible_counts import count, count_call
 from acutance.capture import huggingface
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.change_functions import FunctionChange
-from acutance.capture.find_layers import (
-    attention_layers,
-    is_softmax,
-    uses_interface,
-    windowed_layers,
-)
+from acutance.capture.find_layers import is_softmax, windowed_layers
 from acutance.capture.head_axis import heads_of, over_keys
-from acutance.capture.module_hooks import follow
-from acutance.capture.module_names import class_name, module_name
+from acutance.capture.module_names import class_name, named_modules
+from acutance.capture.module_stack import ModuleStack
 from acutance.capture.torch_functions import sdpa_call
 from acutance.capture.uncompiled import EAGER
 
@@ -98,16 +92,12 @@ class _Plan:
     laws: HeadLaws | None
     windowed: bool
     heads: int | None
-    holds: bool  # a part of it asks the interface: functions that seem its own are that part's,
-    # seen while a compiled graph runs, where no hook tells who is running
 
 
 class _Thread(threading.local):
-    """What one thread is doing inside the model."""
+    """How one thread is followed inside the model."""
 
     def __init__(self) -> None:
-        self.depth = 0
-        self.stack: list[_Plan] = []
         self.mode: FunctionChange | None = None
         self.graphs = 0  # compiled modules running, which are traced
 
@@ -127,21 +117,26 @@ class Applied:
         self.skipped: dict[str, str] = {}
         self._model, self._windowed = model, windowed
         self._thread = _Thread()
+        self._modules = ModuleStack(model, self._begin, self._end)
         everywhere, layers = by_layer(model, law)
         self._law = law
         elsewhere = None if everywhere is None else HeadLaws(everywhere)
-        self._plans: dict[int, _Plan] = {}
-        asking = [name for name, one in attention_layers(model).items() if uses_interface(one)]
-        windows, modules = windowed_layers(model), dict(model.named_modules())
-        model_itself = module_name(model, "")
+        self._plans: dict[str, _Plan] = {}
+        windows = windowed_layers(model)
+        modules = dict(named_modules(model))
         for full, module in modules.items():
             above = full.rpartition(".")[0]
-            name = module_name(model, above if is_softmax(module) else full)
-            laws = layers.get(name, elsewhere)
+            name = (above or class_name(model)) if is_softmax(module) else full
             heads = heads_of(module) or heads_of(modules.get(above))
-            start = "" if name == model_itself else f"{name}."
-            holds = any(one.startswith(start) and one != name for one in asking)
-            self._plans[id(module)] = _Plan(name, laws, windows[name], heads, holds)
+            laws = _of_layer(layers, name) or elsewhere
+            self._plans[full] = _Plan(name, laws, windows[name], heads)
+        self._unseen = {name for name, one in modules.items() if _may_attend(one)}
+        self._asking: set[str] = set()  # modules that asked transformers' interface
+        self._by_functions = False  # whether attention came in another way
+        # whether compiled modules run compiled, with the law in their graphs: once every module has
+        # run, and all attention asked the interface
+        self._traces = False
+        self._uncompiled = ExitStack()
         self._context: ExitStack | None = None
         self._install()
 
@@ -149,12 +144,10 @@ class Applied:
 
     def _install(self) -> None:
         with ExitStack() as context:
-            found = attention_layers(self._model).values()
             context.callback(_forget_compiled)
-            self._traces = bool(found) and all(uses_interface(module) for module in found)
-            if not self._traces:
-                context.enter_context(EAGER)
-            context.enter_context(follow(self._enter_module, self._leave_module))
+            context.enter_context(self._uncompiled)
+            self._uncompiled.enter_context(EAGER)
+            context.enter_context(self._modules.follow())
             context.enter_context(huggingface.change(self))
             _forget_compiled()
             self._context = context.pop_all()
@@ -208,8 +201,13 @@ class Applied:
 
     def changed_query(self, call: huggingface.InterfaceCall) -> Tensor | None:
         """The scaled query of an interface call, None for a call that is left alone."""
-        plan = self._plans.get(id(call["module"]))
-        if plan is None or plan.laws is None:
+        name = self._modules.name_of(call["module"])
+        if name is None:
+            return None
+        if not torch.compiler.is_compiling():
+            self._asking.add(name)
+        plan = self._plans[name]
+        if plan.laws is None:
             return None
         if not self._windowed and (plan.windowed or call["sliding_window"] is not None):
             self.skip(plan.name)
@@ -226,31 +224,45 @@ class Applied:
         self._count(plan.name)
         return query * factor.unsqueeze(-1)
 
-    @contextmanager
-    def mute(self) -> Iterator[None]:
+    def mute(self) -> AbstractContextManager[None]:
         """Leave alone what this thread calls in the context: it belongs to a call already seen."""
-        thread = self._thread
-        thread.depth += 1
-        try:
-            yield
-        finally:
-            thread.depth -= 1
+        return self._modules.thread.mute()
 
     # -- what plain functions ask -----------------------------------------------------------------
 
     def muted(self) -> bool:
         """Whether this thread is inside a call that is dealt with, or the law was taken off."""
-        return self._thread.depth > 0 or self._context is None
+        return self._modules.thread.depth > 0 or self._context is None
+
+    def noticed(self) -> None:
+        """A function was called that is attention, or may be."""
+        self._by_functions = True
+        if self._traces:
+            self._traces = False
+            self._uncompiled.enter_context(EAGER)
+
+    def _running(self) -> _Plan | None:
+        stack = self._modules.thread.stack
+        return self._plans[stack[-1]] if stack else None
 
     def here(self) -> str | None:
         """Name of the running module if it is to be scaled, None for any other."""
-        plan = self._thread.stack[-1] if self._thread.stack else None
-        if plan is None or plan.laws is None or plan.holds:
+        plan = self._running()
+        if plan is None or plan.laws is None or (self._traces and self._holds(plan.name)):
             return None
         if plan.windowed and not self._windowed:
             self.skip(plan.name)
             return None
         return plan.name
+
+    def _holds(self, name: str) -> bool:
+        """Whether a part of a module asks the interface.
+
+        While a compiled graph runs no hook tells which module does: functions that seem to be the
+        module's own are that part's.
+        """
+        start = "" if name == class_name(self._model) else f"{name}."
+        return any(one.startswith(start) and one != name for one in self._asking)
 
     def changed_arguments(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
         """SDPA's arguments with the query scaled."""
@@ -258,8 +270,10 @@ class Applied:
 
     def factor_of_arguments(self, name: str, given: dict[str, Any]) -> Tensor:
         """What multiplies the query of SDPA's arguments."""
-        laws = self._thread.stack[-1].laws
-        assert laws is not None
+        plan = self._running()
+        assert plan is not None
+        assert plan.laws is not None
+        laws = plan.laws
         query = given["query"]
         with self.mute():
             try:
@@ -274,14 +288,15 @@ class Applied:
 
     def over_keys(self, scores: Tensor, dim: int) -> bool:
         """Whether a softmax over this dimension, in the running module, may be one over keys."""
-        plan = self._thread.stack[-1] if self._thread.stack else None
+        plan = self._running()
         return plan is not None and over_keys(scores, dim, plan.heads)
 
     def changed_scores(
         self, name: str, scores: Tensor, bare: Tensor, dim: int, narrow: torch.dtype
     ) -> Tensor:
         """A softmax's scores with their products scaled."""
-        plan = self._thread.stack[-1]
+        plan = self._running()
+        assert plan is not None
         assert plan.laws is not None
         try:
             changed = scaled_scores(scores, bare, dim, plan.laws, plan.heads, narrow)
@@ -309,29 +324,22 @@ class Applied:
         """Note calls of a module that were left alone."""
         self.skipped.setdefault(name, why)
 
-    def _enter_module(self, module: torch.nn.Module) -> None:
-        if torch.compiler.is_compiling():
-            return
-        plan = self._plans.get(id(module))
-        if plan is None:
-            return
+    def _begin(self, module: torch.nn.Module, name: str) -> None:
         thread = self._thread
+        self._unseen.discard(name)
         if self._is_traced(module):  # with a mode around it the compiler would trace that too
             self._stop()
             thread.graphs += 1
-        elif not thread.stack:
+        elif not self._modules.thread.stack:
             self._start()
-        thread.stack.append(plan)
 
-    def _leave_module(self, module: torch.nn.Module) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def _end(self, module: torch.nn.Module, name: str) -> None:
         thread = self._thread
-        if not thread.stack or thread.stack[-1] is not self._plans.get(id(module)):
-            return
-        thread.stack.pop()
-        if not thread.stack:
+        if not self._modules.thread.stack:
             self._leave_model()
+            if self._asking and not (self._unseen or self._by_functions or self._traces):
+                self._traces = True
+                self._uncompiled.close()
         elif self._is_traced(module):
             thread.graphs -= 1
             if not thread.graphs:
@@ -339,7 +347,7 @@ class Applied:
 
     def _leave_model(self) -> None:
         """Follow what this thread calls no longer; an interrupt may have left modules running."""
-        self._thread.stack.clear()
+        self._modules.thread.stack.clear()
         self._thread.graphs = 0
         self._stop()
 
@@ -357,6 +365,22 @@ class Applied:
         mode, self._thread.mode = self._thread.mode, None
         if mode is not None:
             mode.__exit__(None, None, None)
+
+
+def _may_attend(module: torch.nn.Module) -> bool:
+    """Whether a module has code of its own that might attend: any but PyTorch's simple layers."""
+    kind = type(module)
+    if kind.forward is torch.nn.Module.forward:  # a list or a table of modules
+        return False
+    simple = kind.__module__.startswith("torch.nn.modules.") and not list(module.children())
+    return is_softmax(module) or not simple
+
+
+def _of_layer(layers: dict[str, HeadLaws], name: str) -> HeadLaws | None:
+    """The scalings of a module: its own, or those of the module around it that is named."""
+    while name and name not in layers:
+        name = name.rpartition(".")[0]
+    return layers.get(name)
 
 
 def _entropy(call: AttentionCall) -> Tensor:

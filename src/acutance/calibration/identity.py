@@ -93,9 +93,9 @@ class Identity:
         """What first differs, in words, None where nothing does.
 
         A configuration stands for one model with any head on it, or none: where it is the same,
-        the class does not count.
+        the class does not count, nor how many layers were known.
         """
-        if replace(self, architecture="") == replace(other, architecture=""):
+        if replace(self, architecture="", layers=0) == replace(other, architecture="", layers=0):
             return None
         for part in fields(self):
             mine, theirs = getattr(self, part.name), getattr(other, part.name)

@@ -18,7 +18,7 @@ from acutance.calibration.request import (
     check_windows,
 )
 from acutance.calibration.windows import AnyBatches, check_lengths, cut, gather
-from acutance.capture.find_layers import attention_layers
+from acutance.capture.find_layers import layer_numbers
 
 __all__ = ["Measured", "measure"]
 
@@ -110,8 +110,8 @@ def measure(
     check_windows(turns, places)
     knots = knots_of(places, check_reference(reference, places))
     sums = run_pass(model, turns, kind, knots, law, so_far=PassSums(), windowed=windowed)
-    order = {name: index for index, name in enumerate(attention_layers(model))}
-    names = sorted(sums.layers, key=lambda name: order.get(name, len(order)))
+    numbers = layer_numbers(model, sums.layers)
+    names = sorted(sums.layers, key=lambda name: numbers.get(name, len(numbers)))
     layers = {name: LayerValues.of(sums.layers[name]) for name in names}
     bins = tuple(sorted({k for one in layers.values() for k in one.bins}))
     return Measured(kind.name, tuple(knots[k] for k in bins), layers, bins)

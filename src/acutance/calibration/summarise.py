@@ -17,7 +17,7 @@ from acutance.calibration.laws import extended_table
 from acutance.calibration.next_factors import Aim, LayerState, status_of
 from acutance.calibration.request import Asked
 from acutance.calibration.result import Calibration, HeadCalibration
-from acutance.capture.find_layers import attention_layers
+from acutance.capture.find_layers import layer_numbers
 from acutance.scaling import Scaling
 
 __all__ = ["FittedLayer", "summarise"]
@@ -57,8 +57,8 @@ def summarise(
     skipped: Mapping[str, str],
 ) -> Calibration:
     """The record of a calibration."""
-    order = {name: index for index, name in enumerate(attention_layers(model))}
-    ordered = sorted(layers, key=lambda one: order.get(one.name, len(order)))
+    numbers = layer_numbers(model, [one.name for one in layers])
+    ordered = sorted(layers, key=lambda one: numbers.get(one.name, len(numbers)))
     law: dict[Any, Scaling] = {}
     heads: list[HeadCalibration] = []
     for index, layer in enumerate(ordered):
@@ -71,7 +71,7 @@ def summarise(
             law.update({(layer.name, head): one for head, one in layer.scaling.items()})
         else:
             law[layer.name] = layer.scaling
-        heads += _heads(order.get(layer.name, index), layer, errors, like)
+        heads += _heads(numbers.get(layer.name, index), layer, errors, like)
     target = asked.target.name if asked.value is None else f"{asked.target.name}={asked.value:g}"
     plain = Law.of(model, law)
     bins = {k for layer in layers for k in layer.first.values.bins}

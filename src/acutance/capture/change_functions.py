@@ -28,6 +28,7 @@ from acutance.masks import hides
 __all__ = ["FunctionChange"]
 
 _SDPA = F.scaled_dot_product_attention
+_ATTENTION = {_SDPA, F.multi_head_attention_forward, *SOFTMAX, *LOG_SOFTMAX}
 _HINT = "; give the law by layer to leave it alone"
 _UNTAKEN = ", and no matrix product takes its softmax over keys"
 
@@ -54,6 +55,9 @@ class FunctionChanger(Protocol):
 
     def over_keys(self, scores: Tensor, dim: int) -> bool:
         """Whether a softmax over this dimension, in the running module, may be one over keys."""
+
+    def noticed(self) -> None:
+        """A function was called that is attention, or may be."""
 
     def skip(self, name: str, why: str) -> None:
         """Note calls of a module that may be attention and were left alone."""
@@ -89,6 +93,8 @@ class FunctionChange(TorchFunctionMode):
         given = dict(kwargs or {})
         if torch.compiler.is_compiling() or self._changer.muted():
             return func(*args, **given)
+        if func in _ATTENTION:
+            self._changer.noticed()
         if func is _SDPA:
             name = self._changer.here()
             if name is None:
@@ -99,6 +105,7 @@ class FunctionChange(TorchFunctionMode):
         if func in SOFTMAX or func in LOG_SOFTMAX:
             return self._softmax(func, args, given)
         if getattr(func, "__name__", "") == "flex_attention":
+            self._changer.noticed()
             name = self._changer.here()
             if name is not None:
                 raise self._changer.unreachable(name, "it calls flex_attention itself")

@@ -1,39 +1,36 @@
-"""The attention layers of a model, found before it runs: their names, order and windows."""
+"""The attention layers of a model before it runs: their names, order, heads and windows.
+
+Which modules attend shows when they run, and whoever listens goes by that. Before, to number layers
+and to say how many heads there are, a layer is known by the name of its class.
+"""
 
 from __future__ import annotations
 
-import dis
-import types
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 
+from acutance.capture.coverage import looks_like_attention
 from acutance.capture.head_axis import heads_of
-from acutance.capture.module_names import module_name
+from acutance.capture.module_names import module_name, named_modules
 
 __all__ = [
     "attention_layers",
     "is_softmax",
     "is_windowed",
+    "layer_numbers",
     "most_heads",
-    "uses_interface",
     "windowed_layers",
 ]
 
-#: Names whose presence in a module's code says that it computes attention.
-_INTERFACE = "get_interface"
-_FUNCTIONS = {"scaled_dot_product_attention", "multi_head_attention_forward"}
-_SOFTMAX = {"softmax", "Softmax"}
-_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "@"}
 _LOCAL = {"sliding_attention", "chunked_attention", "local", "local_attention"}
 
 
 def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Modules that compute attention by what they call, under their names, in model order.
+    """Modules whose class is called attention, under their names, in model order.
 
-    They are told by the code of their class: it asks transformers for an attention function, names
-    ``scaled_dot_product_attention`` or ``multi_head_attention_forward``, or takes a softmax and
-    matrix products and holds no other attention layer.
+    Of modules inside each other only the innermost: transformers' ``BertAttention`` holds the
+    ``BertSelfAttention`` that attends.
 
     Args:
         model: any module.
@@ -43,19 +40,29 @@ def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         ['self_attn', 'multihead_attn']
     """
     modules = dict(model.named_modules())
-    found, holding = set(), set()
-    for name, module in modules.items():
-        names = _names_of(type(module))
-        if _INTERFACE in names or names & _FUNCTIONS:
-            found.add(name)
-            holding |= _around(name)
-    hands = set()
-    for name in reversed(modules):  # innermost first: what holds attention is none itself
-        around = _around(name)
-        if name not in holding and not found & {name, *around} and _by_hand(modules[name]):
-            hands.add(name)
-            holding |= around
-    return {module_name(model, name): modules[name] for name in modules if name in found | hands}
+    named = [name for name, one in modules.items() if looks_like_attention(type(one).__name__)]
+    holding = {outer for name in named for outer in _around(name)}
+    return {module_name(model, name): modules[name] for name in named if name not in holding}
+
+
+def layer_numbers(model: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:
+    """Layers that attended by the number that each has among the model's attention layers.
+
+    Where one of them is not known by the name of its class, they are numbered among themselves.
+
+    Args:
+        model: any module.
+        names: of modules that attended.
+
+    Example:
+        >>> layer_numbers(torch.nn.TransformerDecoderLayer(8, 2), ["multihead_attn"])
+        {'multihead_attn': 1}
+    """
+    attended = set(names)
+    known = list(attention_layers(model))
+    if not attended <= set(known):
+        known = [name for name in dict(named_modules(model)) if name in attended]
+    return {name: place for place, name in enumerate(known) if name in attended}
 
 
 def most_heads(model: torch.nn.Module) -> int | None:
@@ -76,20 +83,9 @@ def _around(name: str) -> set[str]:
     return {".".join(parts[:end]) for end in range(len(parts))} - {name}
 
 
-def _by_hand(module: torch.nn.Module) -> bool:
-    names = _names_of(type(module))
-    softmax = any(is_softmax(part) for part in module.children())
-    return bool(names & _PRODUCTS) and (softmax or bool(names & _SOFTMAX))
-
-
 def is_softmax(module: torch.nn.Module) -> bool:
     """Whether a module is a softmax alone: the attention is the module around it."""
     return "softmax" in type(module).__name__.lower()
-
-
-def uses_interface(module: torch.nn.Module) -> bool:
-    """Whether a module asks transformers for its attention function."""
-    return _INTERFACE in _names_of(type(module))
 
 
 def is_windowed(module: torch.nn.Module) -> bool:
@@ -112,10 +108,6 @@ def is_windowed(module: torch.nn.Module) -> bool:
     return False
 
 
-_MATMUL = {"@", "@=", "BINARY_MATRIX_MULTIPLY", "INPLACE_MATRIX_MULTIPLY"}
-_KNOWN: dict[type, frozenset[str]] = {}
-
-
 def windowed_layers(model: torch.nn.Module) -> dict[str, bool]:
     """Whether each module's rows see a window only, by its name: it says so, or its attention.
 
@@ -130,46 +122,3 @@ def windowed_layers(model: torch.nn.Module) -> dict[str, bool]:
         outer = above is not None and "att" in type(above).__name__.lower() and is_windowed(above)
         found[module_name(model, name)] = outer or is_windowed(module)
     return found
-
-
-def _names_of(kind: type) -> frozenset[str]:
-    """Global and attribute names in the code of a class, without those of ``nn.Module``."""
-    if kind not in _KNOWN:
-        names: set[str] = set()
-        for base in kind.__mro__:
-            if base is torch.nn.Module:
-                break
-            for member in vars(base).values():
-                function = getattr(member, "__wrapped__", member)
-                code = getattr(function, "__code__", None)
-                if isinstance(code, types.CodeType):
-                    names.update(_names_in(code))
-                    called = getattr(function, "__globals__", {})
-                    for name in code.co_names:  # a function beside the class, as many write it
-                        beside = called.get(name)
-                        if (
-                            isinstance(beside, types.FunctionType)
-                            and beside.__module__ == base.__module__
-                        ):
-                            names.update(_names_in(beside.__code__) & (_SOFTMAX | _PRODUCTS))
-        _KNOWN[kind] = frozenset(names)
-    return _KNOWN[kind]
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """Global and attribute names in code, and ``@`` for that operator."""
-    names: set[str] = set()
-    for part in _codes(code):
-        names.update(part.co_names)
-        if any(
-            one.argrepr in _MATMUL or one.opname in _MATMUL for one in dis.get_instructions(part)
-        ):
-            names.add("@")
-    return names
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)

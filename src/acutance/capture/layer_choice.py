@@ -150,7 +150,8 @@ class LayerChoice:
 def choose_layers(model: torch.nn.Module, given: Chosen, argument: str = "layers") -> list[str]:
     """Names of the attention layers that are meant, in model order.
 
-    Text that is the name of a module in which no attention layer is known is that module.
+    Text that is the name of a module in which no attention layer is known is that module. In a
+    model of which none is known before it runs, what is meant are the outermost modules chosen.
 
     Raises:
         TypeError: if ``given`` holds anything but numbers, ranges and text.
@@ -168,8 +169,12 @@ def choose_layers(model: torch.nn.Module, given: Chosen, argument: str = "layers
     chosen = [name for name in attention if name in choice]
     if chosen:
         return chosen
-    if isinstance(given, str) and any(given == name for name, _ in named_modules(model)):
+    names = list(dict(named_modules(model)))
+    if isinstance(given, str) and given in names:
         return [given]
+    if not attention:
+        chosen = [name for name in names if name in choice]
+        return [name for name in chosen if not any(name.startswith(f"{one}.") for one in chosen)]
     raise ValueError(f"{argument}={given!r} is no layer of the model: it holds no attention")
 
 

@@ -140,6 +140,8 @@ class ModuleStack:
         return self._order.get(base, 0), int(call or 0)
 
     def _enter(self, module: torch.nn.Module) -> None:
+        if torch.compiler.is_compiling():
+            return
         name = self._names.get(id(module))
         if name is not None:
             if self._begin is not None:
@@ -147,6 +149,8 @@ class ModuleStack:
             self.thread.stack.append(name)
 
     def _leave(self, module: torch.nn.Module) -> None:
+        if torch.compiler.is_compiling():
+            return
         stack = self.thread.stack
         if stack and stack[-1] == self._names.get(id(module)):
             name = stack.pop()
