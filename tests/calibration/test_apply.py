@@ -433,7 +433,6 @@ def test_a_compiled_model_is_traced_without_what_follows_functions(
     model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
     for target in (model, torch.compile(model, backend="eager")):
         with acutance.apply(target, LAW) as applied:
-            logits(target, input_ids=ids)  # runs uncompiled: it shows that all ask the interface
             handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
             logits(target, input_ids=ids)
             handle.remove()

@@ -20,16 +20,24 @@ from acutance.calibration.visible_counts import count, count_call
 from acutance.capture import huggingface
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.change_functions import FunctionChange
-from acutance.capture.find_layers import is_softmax, windowed_layers
+from acutance.capture.entry_points import Doors, is_library_code, kinds_are_library
+from acutance.capture.find_layers import (
+    attention_layers,
+    is_softmax,
+    uses_interface,
+    windowed_layers,
+)
 from acutance.capture.head_axis import heads_of, over_keys
 from acutance.capture.module_names import class_name, named_modules
 from acutance.capture.module_stack import ModuleStack
 from acutance.capture.torch_functions import sdpa_call
 from acutance.capture.uncompiled import EAGER
+from acutance.scaling import Scaling
 
 __all__ = ["Applied", "ApplyError", "apply"]
 
 
+_MOST_FACTORS = 8  # that a thread remembers
 _WINDOWED = "its rows see a window only (windowed=True scales it)"
 _SHALLOW = (
     "{} hides keys with a number above -1e9: the law takes them for keys that rows see, and n for "
@@ -100,6 +108,9 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.mode: FunctionChange | None = None
         self.graphs = 0  # compiled modules running, which are traced
+        #: by situation, the factor and the mask, which this keeps so that its identity is its alone
+        self.factors: dict[tuple[Any, ...], tuple[Tensor, Tensor | None]] = {}
+        self.late = False  # whether following began in the middle of a pass
 
 
 class Applied:
@@ -118,6 +129,7 @@ class Applied:
         self._model, self._windowed = model, windowed
         self._thread = _Thread()
         self._modules = ModuleStack(model, self._begin, self._end)
+        self._modules.read_names()
         everywhere, layers = by_layer(model, law)
         self._law = law
         elsewhere = None if everywhere is None else HeadLaws(everywhere)
@@ -131,12 +143,21 @@ class Applied:
             laws = _of_layer(layers, name) or elsewhere
             self._plans[full] = _Plan(name, laws, windows[name], heads)
         self._unseen = {name for name, one in modules.items() if _may_attend(one)}
-        self._asking: set[str] = set()  # modules that asked transformers' interface
+        self._asked: set[str] = set()  # modules that asked transformers' interface in a pass
         self._by_functions = False  # whether attention came in another way
-        # whether compiled modules run compiled, with the law in their graphs: once every module has
-        # run, and all attention asked the interface
-        self._traces = False
+        known = attention_layers(model)
+        self._asking = {name for name, module in known.items() if uses_interface(module)}
+        # whether compiled modules run compiled, with the law in their graphs: all attention asks
+        # the interface, by the code of libraries or as a pass of all modules showed
+        self._traces = bool(known) and set(known) == self._asking and kinds_are_library(model)
+        self._compiled = any(type(one).__name__ == "OptimizedModule" for one in model.modules())
         self._uncompiled = ExitStack()
+        self._roots: set[torch.nn.Module] = set()
+        self._library: bool | None = None  # whether passes may be watched at doors; None: not asked
+        self._doors: Doors | None = None  # watched instead of following passes
+        self._following, self._watching = ExitStack(), ExitStack()
+        self._running_passes = 0
+        self._lock = threading.RLock()
         self._context: ExitStack | None = None
         self._install()
 
@@ -146,8 +167,11 @@ class Applied:
         with ExitStack() as context:
             context.callback(_forget_compiled)
             context.enter_context(self._uncompiled)
-            self._uncompiled.enter_context(EAGER)
-            context.enter_context(self._modules.follow())
+            if not self._traces:
+                self._uncompiled.enter_context(EAGER)
+            context.enter_context(self._watching)
+            context.enter_context(self._following)
+            self._following.enter_context(self._modules.follow())
             context.enter_context(huggingface.change(self))
             _forget_compiled()
             self._context = context.pop_all()
@@ -205,7 +229,7 @@ class Applied:
         if name is None:
             return None
         if not torch.compiler.is_compiling():
-            self._asking.add(name)
+            self._asked.add(name)
         plan = self._plans[name]
         if plan.laws is None:
             return None
@@ -213,6 +237,11 @@ class Applied:
             self.skip(plan.name)
             return None
         query: Tensor = call["query"]
+        situation = None if torch.compiler.is_compiling() else _situation(plan.laws, call)
+        factors = self._thread.factors
+        if situation is not None and situation in factors:
+            self._count(plan.name)
+            return query * factors[situation][0]
         entropy = None
         try:
             n = count(query, call["key"], call.masks())
@@ -222,7 +251,12 @@ class Applied:
         except ValueError as error:
             raise self.unreachable(plan.name, str(error)) from error
         self._count(plan.name)
-        return query * factor.unsqueeze(-1)
+        factor = factor.unsqueeze(-1)
+        if situation is not None:
+            if len(factors) >= _MOST_FACTORS:
+                factors.clear()
+            factors[situation] = factor, call["attention_mask"]
+        return query * factor
 
     def mute(self) -> AbstractContextManager[None]:
         """Leave alone what this thread calls in the context: it belongs to a call already seen."""
@@ -234,21 +268,24 @@ class Applied:
         """Whether this thread is inside a call that is dealt with, or the law was taken off."""
         return self._modules.thread.depth > 0 or self._context is None
 
-    def noticed(self) -> None:
-        """A function was called that is attention, or may be."""
-        self._by_functions = True
-        if self._traces:
+    def noticed(self, *, attention: bool = True) -> None:
+        """A function was called that is attention or may be, or ``exp``, of which it is written."""
+        self._library = False
+        self._by_functions |= attention
+        if attention and self._traces:
             self._traces = False
             self._uncompiled.enter_context(EAGER)
 
     def _running(self) -> _Plan | None:
         stack = self._modules.thread.stack
+        if self._thread.late:
+            return self._plans.get(self._modules.running_by_frames() or "")
         return self._plans[stack[-1]] if stack else None
 
     def here(self) -> str | None:
         """Name of the running module if it is to be scaled, None for any other."""
         plan = self._running()
-        if plan is None or plan.laws is None or (self._traces and self._holds(plan.name)):
+        if plan is None or plan.laws is None or self._holds(plan.name):
             return None
         if plan.windowed and not self._windowed:
             self.skip(plan.name)
@@ -256,11 +293,13 @@ class Applied:
         return plan.name
 
     def _holds(self, name: str) -> bool:
-        """Whether a part of a module asks the interface.
+        """Whether a part of a module asks the interface, and it does not itself.
 
         While a compiled graph runs no hook tells which module does: functions that seem to be the
         module's own are that part's.
         """
+        if not self._traces:
+            return False
         start = "" if name == class_name(self._model) else f"{name}."
         return any(one.startswith(start) and one != name for one in self._asking)
 
@@ -332,18 +371,77 @@ class Applied:
             thread.graphs += 1
         elif not self._modules.thread.stack:
             self._start()
+        if not self._modules.thread.stack:
+            with self._lock:
+                self._roots.add(module)
+                self._running_passes += 1
 
     def _end(self, module: torch.nn.Module, name: str) -> None:
         thread = self._thread
         if not self._modules.thread.stack:
             self._leave_model()
-            if self._asking and not (self._unseen or self._by_functions or self._traces):
-                self._traces = True
-                self._uncompiled.close()
+            with self._lock:
+                self._running_passes -= 1
+                if self._asked and not (self._unseen or self._by_functions):
+                    if self._compiled and not self._traces:
+                        self._traces = True
+                        self._uncompiled.close()
+                    self._watch_doors()
         elif self._is_traced(module):
             thread.graphs -= 1
             if not thread.graphs:
                 self._start()
+
+    def _watch_doors(self) -> None:
+        """Follow passes no longer, where what else they could do would be seen."""
+        if self._library is None:
+            self._library = is_library_code(self._model)
+        if not self._library or self._running_passes or self._doors or self._context is None:
+            return
+        asking = [one for name in self._asked if (one := self._modules.module_of(name))]
+        doors = Doors(
+            self._model,
+            self._roots,
+            asking,
+            begun=self._begun,
+            ended=self._ended,
+            passed=self._passed,
+        )
+        self._following.close()
+        if not doors.unchanged():  # someone else listens
+            self._following.enter_context(self._modules.follow())
+            return
+        self._watching.enter_context(doors.watch())
+        self._doors = doors
+
+    def _follow_again(self) -> None:
+        with self._lock:
+            if self._doors is not None:
+                self._doors = None
+                self._watching.close()
+                self._following.enter_context(self._modules.follow())
+
+    def _begun(self, module: torch.nn.Module, unchanged: bool) -> None:
+        """A pass begins that is watched at its doors."""
+        if not unchanged:
+            self._follow_again()
+
+    def _passed(self) -> None:
+        """A function of attention, or that may be, is about to be called in such a pass."""
+        if self.muted():
+            return
+        self._library = False
+        self._follow_again()
+        if self._thread.mode is None:
+            self._thread.late = True
+            self._modules.thread.stack.append(class_name(self._model))
+            self._start()
+
+    def _ended(self, module: torch.nn.Module) -> None:
+        """Such a pass has ended."""
+        if self._thread.late:
+            self._thread.late = False
+            self._leave_model()
 
     def _leave_model(self) -> None:
         """Follow what this thread calls no longer; an interrupt may have left modules running."""
@@ -365,6 +463,35 @@ class Applied:
         mode, self._thread.mode = self._thread.mode, None
         if mode is not None:
             mode.__exit__(None, None, None)
+
+
+def _situation(laws: HeadLaws, call: huggingface.InterfaceCall) -> tuple[Any, ...] | None:
+    """All that a factor depends on: layers under the same have the same; None if that is not known.
+
+    An inference tensor does not count what is written to it, so a mask that is one may be another.
+    """
+    query, key, mask = call["query"], call["key"], call["attention_mask"]
+    if laws.needs_entropy or not all(isinstance(one, Scaling) for one in laws.scalings()):
+        return None
+    if mask is not None and (type(mask) is not Tensor or mask.is_inference()):
+        return None
+    if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
+        return None
+    if call["cache"] is not None or call["cu_seq_lens_k"] is not None:
+        return None
+    return (
+        id(laws),
+        call.implementation,
+        query.shape,
+        key.shape[2],
+        query.dtype,
+        query.device,
+        None if mask is None else (id(mask), mask._version),
+        call["is_causal"],
+        getattr(call["module"], "is_causal", None),
+        call["sliding_window"],
+        torch.is_inference_mode_enabled(),
+    )
 
 
 def _may_attend(module: torch.nn.Module) -> bool:

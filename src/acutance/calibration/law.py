@@ -50,8 +50,11 @@ class HeadLaws:
     @property
     def needs_entropy(self) -> bool:
         """Whether a scaling reads the measured entropy of each row."""
-        every = [self.whole] if self.whole is not None else [part for _, part in self.heads]
-        return any(part.needs_entropy for part in every)
+        return any(part.needs_entropy for part in self.scalings())
+
+    def scalings(self) -> list[AnyScaling]:
+        """Those of the layer or of its heads."""
+        return [self.whole] if self.whole is not None else [part for _, part in self.heads]
 
 
 @dataclass(frozen=True)

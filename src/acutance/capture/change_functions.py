@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from acutance.capture.entry_points import ATTENTION_DOORS, EXP
 from acutance.capture.function_modes import leave
 from acutance.capture.handwritten.products import Lineage, LineageError
 from acutance.capture.handwritten.softmax import (
@@ -56,8 +57,8 @@ class FunctionChanger(Protocol):
     def over_keys(self, scores: Tensor, dim: int) -> bool:
         """Whether a softmax over this dimension, in the running module, may be one over keys."""
 
-    def noticed(self) -> None:
-        """A function was called that is attention, or may be."""
+    def noticed(self, *, attention: bool = True) -> None:
+        """A function was called that is attention or may be, or ``exp``, of which it is written."""
 
     def skip(self, name: str, why: str) -> None:
         """Note calls of a module that may be attention and were left alone."""
@@ -93,8 +94,11 @@ class FunctionChange(TorchFunctionMode):
         given = dict(kwargs or {})
         if torch.compiler.is_compiling() or self._changer.muted():
             return func(*args, **given)
+        func = ATTENTION_DOORS.get(func, func)
         if func in _ATTENTION:
             self._changer.noticed()
+        elif func in EXP:
+            self._changer.noticed(attention=False)
         if func is _SDPA:
             name = self._changer.here()
             if name is None:

@@ -20,6 +20,7 @@ __all__ = [
     "is_windowed",
     "layer_numbers",
     "most_heads",
+    "uses_interface",
     "windowed_layers",
 ]
 
@@ -86,6 +87,16 @@ def _around(name: str) -> set[str]:
 def is_softmax(module: torch.nn.Module) -> bool:
     """Whether a module is a softmax alone: the attention is the module around it."""
     return "softmax" in type(module).__name__.lower()
+
+
+def uses_interface(module: torch.nn.Module) -> bool:
+    """Whether the class of a module says that it asks transformers for its attention function."""
+    for base in type(module).__mro__:
+        for member in vars(base).values():
+            code = getattr(getattr(member, "__wrapped__", member), "__code__", None)
+            if "get_interface" in getattr(code, "co_names", ()):
+                return True
+    return False
 
 
 def is_windowed(module: torch.nn.Module) -> bool:

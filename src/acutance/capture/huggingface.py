@@ -11,10 +11,10 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,22 @@ from acutance.capture.attention_call import AttentionCall
 
 
 class Observer(Protocol):
-    """What a capture reports to."""
+    """What a capture reports to.
+
+    Attributes:
+        provides: whether it may compute calls itself.
+    """
+
+    provides: bool
+
+    def provide(
+        self,
+        make: Callable[[], AttentionCall],
+        module: str,
+        own: Callable[[], Tensor],
+        refuse: str | None = None,
+    ) -> Tensor | None:
+        """Compute and record a call, (B, Hq, L, Ev), in the model's stead; None leaves it alone."""
 
     def place_of(self, module: torch.nn.Module) -> str | None:
         """Name for an attention call of a probed module, None for any other."""
@@ -41,20 +56,6 @@ class Observer(Protocol):
 
     def mute(self) -> Any:
         """Context in which captures inside are ignored."""
-
-
-@runtime_checkable
-class Substitute(Protocol):
-    """An observer that may compute calls itself."""
-
-    def provide(
-        self,
-        make: Callable[[], AttentionCall],
-        module: str,
-        own: Callable[[], Tensor],
-        refuse: str | None = None,
-    ) -> Tensor | None:
-        """Compute and record a call, (B, Hq, L, Ev), in the model's stead; None leaves it alone."""
 
 
 class Changer(Protocol):
@@ -178,8 +179,16 @@ def _wrap(interface: Any) -> None:
 
     @functools.wraps(original)
     def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Any:
-        return _wrapped(original(self, attn_implementation, default), attn_implementation)
+        function = original(self, attn_implementation, default)
+        if torch.compiler.is_compiling():
+            return _wrapped(function, attn_implementation)
+        place = id(function), attn_implementation
+        known = wrapped.get(place)  # holds the function: its identity is its alone
+        if known is None or known[0] is not function:
+            known = wrapped[place] = function, _wrapped(function, attn_implementation)
+        return known[1]
 
+    wrapped: dict[tuple[int, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
     interface.get_interface = get_interface
 
 
@@ -194,6 +203,8 @@ def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[...,
                 args, kwargs = call.args, call.kwargs
         if torch.compiler.is_compiling():  # a probe runs nothing compiled: no one is listening
             return function(*args, **kwargs)
+        if not _observers:
+            return _quietly(tuple(_changers), function, args, kwargs)
         module = args[0] if args else kwargs.get("module")
         listening: list[tuple[Observer, str]] = []
         for observer in tuple(_observers):
@@ -202,14 +213,10 @@ def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[...,
             name = observer.place_of(module)
             if name is not None:
                 listening.append((observer, name))
+        members = (*_changers, *(observer for observer, _ in listening))
 
         def run() -> Any:
-            with ExitStack() as quiet:
-                for changer in tuple(_changers):
-                    quiet.enter_context(changer.mute())
-                for observer, _ in listening:
-                    quiet.enter_context(observer.mute())
-                return function(*args, **kwargs)
+            return _quietly(members, function, args, kwargs)
 
         def own() -> Tensor:
             return _of(run()).transpose(1, 2)  # the interface returns (B, L, Hq, Ev)
@@ -219,7 +226,7 @@ def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[...,
 
         provider, result = None, None
         for observer, name in listening:
-            if not isinstance(observer, Substitute):
+            if not observer.provides:
                 continue
             provided = observer.provide(make(name), name, own, _keeps(implementation, kwargs))
             if provided is not None:
@@ -233,6 +240,22 @@ def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[...,
         return result
 
     return attend
+
+
+def _quietly(
+    members: Sequence[Observer | Changer],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a function while these ignore what it calls."""
+    if len(members) == 1:
+        with members[0].mute():
+            return function(*args, **kwargs)
+    with ExitStack() as quiet:
+        for member in members:
+            quiet.enter_context(member.mute())
+        return function(*args, **kwargs)
 
 
 def _of(result: Any) -> Tensor:

@@ -150,7 +150,7 @@ class Listener:
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
-        self.model, self.products = model, products
+        self.model, self.products, self.provides = model, products, provides
         self.modules = ModuleStack(model, self._enter_module, self._leave_module)
         self.passes = Passes(every)
         self.rows = RowReader(self.modules.thread, attention_mask, rows)
@@ -162,7 +162,7 @@ class Listener:
         self.calls = 0
         self.skipped: frozenset[str] = frozenset()
         self._receiver: Any = receiver
-        self._gradients, self._provides = gradients, provides
+        self._gradients = gradients
         self._lists, self._all_rows, self._around = lists, all_rows, around
         self._started = False
         self._lock = threading.Lock()
@@ -175,6 +175,7 @@ class Listener:
             raise ProbeError("this probe is already open; open another for a nested one")
         self.calls, self._started = 0, False
         self.heard.clear()
+        self.modules.read_names()
         with ExitStack() as context:
             context.enter_context(EAGER)
             context.enter_context(self.modules.follow())
@@ -249,7 +250,7 @@ class Listener:
             own: runs the model's own function, which gives (B, Hq, L, Ev).
             refuse: why calls of this kind cannot be provided, if they cannot.
         """
-        if not self._provides or not self.wants(module):
+        if not self.provides or not self.wants(module):
             return None
         try:
             if refuse is not None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import FrameType
 
 import torch
@@ -19,6 +19,19 @@ from acutance.capture.module_names import named_modules
 from acutance.capture.padding import RealRows, TokenMasks
 
 __all__ = ["ModuleStack", "Passes", "Running", "module_of_method", "rerun"]
+
+
+class _Mute:
+    """The context of :meth:`Running.mute`: one for all, since it only counts."""
+
+    def __init__(self, thread: Running) -> None:
+        self._thread = thread
+
+    def __enter__(self) -> None:
+        self._thread.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.depth -= 1
 
 
 class Running(threading.local):
@@ -37,6 +50,7 @@ class Running(threading.local):
 
     def __init__(self) -> None:
         self.masks = TokenMasks()
+        self._mute = _Mute(self)
         self.reset()
 
     def reset(self) -> None:
@@ -49,14 +63,9 @@ class Running(threading.local):
         self.calls: dict[str, int] = {}
         self.masks.clear()
 
-    @contextmanager
-    def mute(self) -> Iterator[None]:
+    def mute(self) -> AbstractContextManager[None]:
         """Ignore captures of this thread in the context: a call counts once."""
-        self.depth += 1
-        try:
-            yield
-        finally:
-            self.depth -= 1
+        return self._mute
 
     def call_number(self, module: str) -> int:
         """How many calls of a module this forward pass had before."""
@@ -79,6 +88,7 @@ class ModuleStack:
     Example:
         >>> model, seen = torch.nn.Sequential(torch.nn.Identity()), []
         >>> stack = ModuleStack(model, begin=lambda module, name: seen.append(name))
+        >>> stack.read_names()
         >>> with stack.follow():
         ...     _ = model(torch.zeros(1))
         >>> seen
@@ -97,17 +107,18 @@ class ModuleStack:
         self._modules: dict[str, torch.nn.Module] = {}
         self._order: dict[str, int] = {}
 
-    @contextmanager
-    def follow(self) -> Iterator[None]:
-        """Name the model's modules, and follow them for the length of the context."""
+    def read_names(self) -> None:
+        """Name the modules that the model has now."""
         self._names.clear()
         self._modules.clear()
         for index, (name, module) in enumerate(named_modules(self.model)):
             self._names[id(module)] = name
             self._modules[name] = module
             self._order.setdefault(name, index)
-        with follow(self._enter, self._leave):
-            yield
+
+    def follow(self) -> AbstractContextManager[None]:
+        """Follow the modules that have names, for the length of the context."""
+        return follow(self._enter, self._leave)
 
     def name_of(self, module: torch.nn.Module | None) -> str | None:
         """Name of a module of the model without wrappers, None for any other."""
@@ -121,6 +132,10 @@ class ModuleStack:
         """Name of the module now running, None outside the model."""
         stack = self.thread.stack
         return stack[-1] if stack else module_of_method(self._names)
+
+    def running_by_frames(self) -> str | None:
+        """The same where modules were not followed as they began."""
+        return module_of_method(self._names)
 
     def place(self) -> str | None:
         """Name for an attention call of the running module; its second in one pass gets ``#1``."""

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from acutance.capture.acutance_attention import OWN, own_call
 from acutance.capture.attention_call import AttentionCall
+from acutance.capture.entry_points import ATTENTION_DOORS
 from acutance.capture.function_modes import leave
 from acutance.capture.handwritten.operands import stand_for
 from acutance.capture.handwritten.products import Lineage
@@ -34,7 +35,7 @@ from acutance.capture.handwritten.softmax import (
     version_of,
 )
 from acutance.capture.head_axis import HeadPlaces, folded, heads_at_once, heads_of, over_keys
-from acutance.capture.huggingface import Observer, Substitute, is_cross
+from acutance.capture.huggingface import Observer, is_cross
 from acutance.capture.torch_flex import FLEX, flex_call
 from acutance.capture.torch_multihead import (
     agree,
@@ -124,6 +125,7 @@ class FunctionCapture(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if self.observer.muted():
             return func(*args, **kwargs)
+        func = ATTENTION_DOORS.get(func, func)
         if func is _SDPA:
             return self._sdpa(func, args, kwargs)
         if func is F.multi_head_attention_forward:
@@ -164,7 +166,7 @@ class FunctionCapture(TorchFunctionMode):
                 return four(run())
 
         provided = None
-        if isinstance(self.observer, Substitute):
+        if self.observer.provides:
             provided = self.observer.provide(make, name, own, refusal(given))
         if provided is not None:
             output = as_given(provided, given)
@@ -197,7 +199,7 @@ class FunctionCapture(TorchFunctionMode):
             return func(*args, **kwargs)
         given = inspect.signature(func).bind(*args, **kwargs).arguments
         provided, observer = False, self.observer
-        substitute = observer if isinstance(observer, Substitute) else None
+        substitute = observer if observer.provides else None
 
         def attention(call: dict[str, Any]) -> AttentionCall:
             cross = not same(given["query"], given["key"])
