@@ -82,12 +82,15 @@ def test_identity_of_plain_modules() -> None:
     assert Identity.of(one) == Identity.of(torch.compile(one, backend="eager"))
 
 
-def test_attention_layers_are_known_by_the_names_of_their_classes(built: Built) -> None:
+def test_attention_layers_are_known_by_class_or_heads(built: Built) -> None:
     assert list(attention_layers(built("bert"))) == [
         "encoder.layer.0.attention.self",
         "encoder.layer.1.attention.self",
     ]
     assert list(attention_layers(nn.Linear(2, 2))) == []
+    mixer = nn.Sequential(nn.Linear(2, 2), nn.Identity())
+    mixer[1].num_heads = 2  # says that it has heads
+    assert list(attention_layers(mixer)) == ["1"]
 
 
 def test_lengths_beyond_the_positions(built: Built) -> None:

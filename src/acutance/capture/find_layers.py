@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from acutance.capture.coverage import looks_like_attention
-from acutance.capture.head_axis import heads_of
+from acutance.capture.head_axis import HEADS, heads_of
 from acutance.capture.module_names import module_name, named_modules
 
 __all__ = [
@@ -28,10 +28,11 @@ _LOCAL = {"sliding_attention", "chunked_attention", "local", "local_attention"}
 
 
 def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Modules whose class is called attention, under their names, in model order.
+    """Modules whose class is called attention, or that say how many heads they have, by name.
 
-    Of modules inside each other only the innermost: transformers' ``BertAttention`` holds the
-    ``BertSelfAttention`` that attends.
+    They are in model order. Of modules inside each other only the innermost: transformers'
+    ``BertAttention`` holds the ``BertSelfAttention`` that attends. What has heads in or around a
+    module that is called attention is none itself.
 
     Args:
         model: any module.
@@ -41,9 +42,17 @@ def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         ['self_attn', 'multihead_attn']
     """
     modules = dict(model.named_modules())
-    named = [name for name, one in modules.items() if looks_like_attention(type(one).__name__)]
-    holding = {outer for name in named for outer in _around(name)}
-    return {module_name(model, name): modules[name] for name in named if name not in holding}
+    called = [name for name, one in modules.items() if looks_like_attention(type(one).__name__)]
+    found = set(called) - {outer for name in called for outer in _around(name)}
+    holding = {outer for name in found for outer in _around(name)}
+    for name in reversed(modules):  # innermost first
+        around = _around(name)
+        if name in found | holding or found & around:
+            continue
+        if any(type(getattr(modules[name], heads, None)) is int for heads in HEADS):
+            found.add(name)
+            holding |= around
+    return {module_name(model, name): modules[name] for name in modules if name in found}
 
 
 def layer_numbers(model: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:

@@ -213,7 +213,7 @@ def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[...,
             name = observer.place_of(module)
             if name is not None:
                 listening.append((observer, name))
-        members = (*_changers, *(observer for observer, _ in listening))
+        members: list[Observer | Changer] = [*_changers, *(each for each, _ in listening)]
 
         def run() -> Any:
             return _quietly(members, function, args, kwargs)
