@@ -286,6 +286,10 @@ class Probe:
         what = f"{count} layer{'s' * (count != 1)} read" if count else "nothing read yet"
         return f"Probe of {type(self._model).__name__}: {what}; summary(), findings(), report()"
 
+    def __dir__(self) -> list[str]:
+        """What users call, without what runs of a corpus call."""
+        return [name for name in super().__dir__() if name != "number_passes"]
+
     def findings(self) -> Any:
         """The heads worth a look first, a list of :class:`~acutance.report.Finding`.
 
