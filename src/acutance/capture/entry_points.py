@@ -282,6 +282,6 @@ def _leave_calls(kind: type) -> None:
     if count > 1:
         _watched_kinds[kind] = count - 1, own
     elif own is None:
-        del kind.__call__  # type: ignore[misc]
+        del kind.__call__
     else:
         kind.__call__ = own  # type: ignore[method-assign]

@@ -129,7 +129,7 @@ class TokenMasks:
 
     def enter(self, module: torch.nn.Module) -> None:
         """A module begins to run; called by a hook of its own or of PyTorch's."""
-        parameters, masks, begins = _signature(inspect.getattr_static(type(module), "forward"))
+        parameters, masks, begins = _signature(type(module).forward)
         if not masks and not begins:
             return
         args, kwargs = _arguments(module)

@@ -58,6 +58,18 @@ __all__ = [
 ]
 
 _SDPA = F.scaled_dot_product_attention
+#: What each function is that is not simply run.
+_KINDS: dict[Any, str] = {
+    _SDPA: "sdpa",
+    F.multi_head_attention_forward: "multihead",
+    FLEX: "flex",
+    OWN: "acutance",
+    F.softmin: "softmax",
+    **dict.fromkeys((*SOFTMAX, *NOISY), "softmax"),
+    **dict.fromkeys(LOG_SOFTMAX, "log softmax"),
+}
+_KINDS |= {door: _KINDS[function] for door, function in ATTENTION_DOORS.items()}
+_OPERATORS = {OpOverload, OpOverloadPacket}
 #: Begins the reason of a softmax that is listed as not read.
 NO_PRODUCT = "no matrix product takes a softmax over the last dimension of"
 
@@ -122,29 +134,32 @@ class FunctionCapture(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the function unchanged, then record it."""
+        kind = _KINDS.get(func)
+        if kind is None and type(func) in _OPERATORS:
+            kind = "operator"
+        if kind is None and not self._softmaxes and self._lineage is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = dict(kwargs or {})
         if self.observer.muted():
             return func(*args, **kwargs)
+        if kind is None:
+            follow = func if self._lineage is None else functools.partial(self._followed, func)
+            result = follow(*args, **kwargs)
+            if self._softmaxes:
+                self._softmaxes.called(func, args, kwargs, result)
+            return result
         func = ATTENTION_DOORS.get(func, func)
-        if func is _SDPA:
+        if kind == "sdpa":
             return self._sdpa(func, args, kwargs)
-        if func is F.multi_head_attention_forward:
+        if kind == "multihead":
             return self._multi_head(func, args, kwargs)
-        if func is FLEX:
+        if kind == "flex":
             return self._flex(func, args, kwargs)
-        if func is OWN:
+        if kind == "acutance":
             return self._own(func, args, kwargs)
-        if func in SOFTMAX or func in LOG_SOFTMAX:
-            return self._softmax(func, args, kwargs, log=func in LOG_SOFTMAX)
-        if func is F.softmin or func in NOISY:
-            return self._softmax(func, args, kwargs, log=False)
-        if isinstance(func, OpOverload | OpOverloadPacket):
+        if kind == "operator":
             return self._operator(func, args, kwargs)
-        follow = func if self._lineage is None else functools.partial(self._followed, func)
-        result = follow(*args, **kwargs)
-        if self._softmaxes:
-            self._softmaxes.called(func, args, kwargs, result)
-        return result
+        return self._softmax(func, args, kwargs, log=kind == "log softmax")
 
     def _sdpa(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = self.observer.here()
@@ -236,7 +251,7 @@ class FunctionCapture(TorchFunctionMode):
         return result
 
     def _operator(
-        self, func: OpOverload | OpOverloadPacket, args: Sequence[Any], kwargs: dict[str, Any]
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """An operator called by its own name: SDPA's is read, kernels of attention are listed."""
         space, _, name = str(func).partition(".")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from ctypes import addressof
 from functools import cached_property
 from typing import Any
@@ -94,12 +94,22 @@ class PackedStatistics(RowStatistics):
         # each its own memory: whoever keeps or saves one keeps no other
         return {name: part.clone() for name, part in zip(wanted, values.unbind(0), strict=True)}
 
+    @property
+    def n(self) -> Tensor:
+        """Visible keys of each row, (B, Hq, L): what of the sums is read most, by itself."""
+        rows, (_, B, H, L) = self._values(), self._rows[1:]
+        whole = 8 // rows.element_size() * B * H * L
+        return rows[:whole].view(torch.int64).clone().view(B, H, L)
+
+    def _values(self) -> Tensor:
+        rows, dtype = self._rows[:2]
+        return rows if isinstance(rows, Tensor) else torch.frombuffer(rows, dtype=dtype)
+
     @cached_property
     def state(self) -> RowState:
         """The mergeable sums, fields (B, Hq, L)."""
-        rows, dtype, B, H, L = self._rows
-        if not isinstance(rows, Tensor):
-            rows = torch.frombuffer(rows, dtype=dtype)
+        B, H, L = self._rows[2:]
+        rows = self._values()
         whole = 2 * 8 // rows.element_size() * B * H * L
         n, first_index = rows[:whole].view(torch.int64).clone().view(2, B, H, L).unbind(0)
         m, Z, U, W, Q, mean, M2, depth, first = rows[whole:].view(9, B, H, L).unbind(0)
@@ -107,6 +117,33 @@ class PackedStatistics(RowStatistics):
         return RowState(
             n, m, Z, U, W, Q, mean, M2, depth, first, first_index, none, none, none, none
         )
+
+
+def packed_alike(left: RowStatistics, right: RowStatistics) -> bool:
+    """Whether both lie in one piece of memory each, of as many rows."""
+    packed = isinstance(left, PackedStatistics) and isinstance(right, PackedStatistics)
+    return packed and left._rows[1:] == right._rows[1:]
+
+
+def joined_state(parts: Sequence[RowStatistics]) -> RowState:
+    """The sums of the rows of many calls, one after the other: fields (calls · B, Hq, L).
+
+    Args:
+        parts: of the same heads and rows.
+    """
+    first = parts[0]
+    if not all(packed_alike(first, part) for part in parts):
+        return RowState(*map(torch.cat, zip(*(part.state for part in parts), strict=True)))
+    packed = [part for part in parts if isinstance(part, PackedStatistics)]
+    dtype, B, H, L = packed[0]._rows[1:]
+    rows, calls = torch.stack([part._values() for part in packed]), len(packed)
+    whole = 2 * 8 // rows.element_size() * B * H * L
+    counts = rows[:, :whole].contiguous().view(torch.int64).view(calls, 2, B, H, L)
+    fields = rows[:, whole:].reshape(calls, 9, B, H, L)
+    n, first_index = counts.transpose(0, 1).reshape(2, calls * B, H, L).unbind(0)
+    *sums, first_logit = fields.transpose(0, 1).reshape(9, calls * B, H, L).unbind(0)
+    none = n.new_empty(calls * B, H, L, 0, dtype=dtype)
+    return RowState(n, *sums, first_logit, first_index, none, none, none, none)
 
 
 #: Rows of calls so small that Python's own memory is had faster than a tensor, by size in bytes.

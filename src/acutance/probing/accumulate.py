@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from acutance.kernels.fast_path import joined_state, packed_alike
 from acutance.probing.row_sampling import Sample
 from acutance.probing.structure import Structured
-from acutance.rowstats import RowState, RowStatistics
+from acutance.rowstats import RowStatistics
 from acutance.structure import STRUCTURE
 from acutance.summary.by_octave import Profile
 from acutance.summary.distances import Distances
@@ -46,6 +48,7 @@ class _Record:
 
     def __init__(self, layer: Layer, metrics: int, structure: bool, profile: bool) -> None:
         self.layer = layer
+        self.alike: Counter[Layer] = Counter()  # of further calls, which merge into the layer
         self.moments = Moments.none(layer.heads, metrics)
         nothing = Profile.none(layer.heads, metrics)
         self.beside = OptionalParts(
@@ -55,6 +58,19 @@ class _Record:
         )
         self.waiting: list[Rows] = []
         self.size = 0
+
+    def add(self, layer: Layer) -> None:
+        """Add what is known of another call."""
+        if (layer.heads, layer.chosen) != (self.layer.heads, self.layer.chosen):
+            self.layer = self.layer.merge(layer)  # says what does not fit
+        else:
+            self.alike[layer] += 1
+
+    def settle(self) -> None:
+        """Merge what is known of further calls: those that are alike by one step."""
+        for layer, calls in self.alike.items():
+            self.layer = self.layer.merge(layer.times(calls))
+        self.alike.clear()
 
     def take(self, moments: Moments, beside: OptionalParts) -> None:
         """Add rows that are summarised."""
@@ -93,7 +109,7 @@ class Records:
                 record = _Record(layer, len(self._metrics), self._structure, self._profile)
                 self._records[layer.module] = record
             else:
-                record.layer = record.layer.merge(layer)
+                record.add(layer)
             if found is not None:
                 record.take(*found)
                 return
@@ -113,6 +129,7 @@ class Records:
         """Every layer with the summary of all its rows."""
         with self._lock, torch.no_grad():
             for record in self._records.values():
+                record.settle()
                 self._finish(record)
             return {
                 name: (each.layer, each.moments, each.beside)
@@ -158,6 +175,8 @@ class Records:
 
 def _alike(left: Rows, right: Rows) -> bool:
     """Whether two calls' rows can be laid one after the other."""
+    if packed_alike(left.stats, right.stats):
+        return True
 
     def form(rows: Rows) -> list[Any]:
         return [(part.shape[1:], part.dtype, part.device) for part in rows.stats.state]
@@ -168,6 +187,5 @@ def _alike(left: Rows, right: Rows) -> bool:
 def _joined(parts: list[Rows]) -> Rows:
     if len(parts) == 1:
         return parts[0]
-    fields = zip(*(part.stats.state for part in parts), strict=True)
-    state = RowState(*(torch.cat(field) for field in fields))
+    state = joined_state([part.stats for part in parts])
     return Rows(RowStatistics(state), torch.cat([part.kept for part in parts]))

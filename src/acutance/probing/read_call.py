@@ -14,6 +14,7 @@ from acutance.capture.counted_rows import CountedRows, RowReader
 from acutance.capture.layer_choice import Chosen, HeadChoice
 from acutance.capture.module_stack import Running
 from acutance.capture.tensor_parallel import first_head
+from acutance.kernels.fast_path import PackedStatistics
 from acutance.probing.causes import likely_cause
 from acutance.probing.query_key_sample import Keeper
 from acutance.probing.replace_attention import Provided, Provider
@@ -79,7 +80,8 @@ class _Part:
     def kept(self, stats: RowStatistics) -> Tensor:
         """Rows that count: they see a key, and are neither padding nor left out otherwise."""
         real = self.rows.counted if self.sample is None else self.sample.real
-        kept = stats.state.n > 0
+        n = stats.n if isinstance(stats, PackedStatistics) else stats.state.n
+        kept = n > 0
         return kept if real is None else kept & real[:, None, :]
 
     def read(

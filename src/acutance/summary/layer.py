@@ -121,6 +121,16 @@ class Layer:
             provided=self.provided + other.provided,
         )
 
+    def times(self, count: int) -> Layer:
+        """The same, of so many calls that are alike.
+
+        Example:
+            >>> Layer("attn", 4, calls=1, rows=3).times(5).rows
+            15
+        """
+        counts = ("calls", "rows", *LEFT_OUT, "unseen", "provided")
+        return replace(self, **{name: count * getattr(self, name) for name in counts})
+
 
 def _both(one: str, other: str) -> str:
     """Sorted names that occur in either comma-separated list."""

@@ -1,0 +1,41 @@
+"""Rows of many small calls are summarised together, as if each had been by itself."""
+
+from __future__ import annotations
+
+import torch
+
+import acutance
+from acutance.kernels.fast_path import PackedStatistics, joined_state, packed_alike
+from acutance.summary.layer import Layer
+
+
+def packed(seed: int, keys: int) -> PackedStatistics:
+    torch.manual_seed(seed)
+    q, k = torch.randn(2, 3, 1, 8), torch.randn(2, 3, keys, 8)
+    stats = acutance.row_statistics(q, k, backend="native")
+    assert isinstance(stats, PackedStatistics)
+    return stats
+
+
+def test_packed_rows_are_joined_field_by_field() -> None:
+    parts = [packed(seed, keys) for seed, keys in enumerate((5, 6, 7))]
+    assert packed_alike(parts[0], parts[1])
+    joined = joined_state(parts)
+    for name, field in joined._asdict().items():
+        assert torch.equal(field, torch.cat([getattr(part.state, name) for part in parts])), name
+    assert torch.equal(parts[0].n, parts[0].state.n)
+    assert parts[0].n.tolist() == [[[5]] * 3] * 2
+
+
+def test_rows_of_other_kinds_are_joined_too() -> None:
+    parts = [packed(0, 5), acutance.row_statistics(*torch.randn(2, 2, 3, 1, 8), backend="blocked")]
+    assert not packed_alike(parts[0], parts[1])
+    assert torch.equal(joined_state(parts).n, torch.cat([part.state.n for part in parts]))
+
+
+def test_layers_of_calls_that_are_alike_merge_in_one_step() -> None:
+    one = Layer("attn", 4, calls=1, rows=3, padded=2, padded_by="masks", error=0.5, source="tap")
+    merged = one
+    for _ in range(4):
+        merged = merged.merge(one)
+    assert one.times(5) == merged
