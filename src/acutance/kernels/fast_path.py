@@ -121,8 +121,9 @@ class PackedStatistics(RowStatistics):
 
 def packed_alike(left: RowStatistics, right: RowStatistics) -> bool:
     """Whether both lie in one piece of memory each, of as many rows."""
-    packed = isinstance(left, PackedStatistics) and isinstance(right, PackedStatistics)
-    return packed and left._rows[1:] == right._rows[1:]
+    if not (isinstance(left, PackedStatistics) and isinstance(right, PackedStatistics)):
+        return False
+    return left._rows[1:] == right._rows[1:]
 
 
 def joined_state(parts: Sequence[RowStatistics]) -> RowState:
@@ -143,7 +144,7 @@ def joined_state(parts: Sequence[RowStatistics]) -> RowState:
     n, first_index = counts.transpose(0, 1).reshape(2, calls * B, H, L).unbind(0)
     *sums, first_logit = fields.transpose(0, 1).reshape(9, calls * B, H, L).unbind(0)
     none = n.new_empty(calls * B, H, L, 0, dtype=dtype)
-    return RowState(n, *sums, first_logit, first_index, none, none, none, none)
+    return RowState(*(n, *sums, first_logit, first_index, none, none, none, none))
 
 
 #: Rows of calls so small that Python's own memory is had faster than a tensor, by size in bytes.
