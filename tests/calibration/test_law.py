@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,29 @@ def test_attention_layers_are_known_by_class_or_heads(built: Built) -> None:
     mixer = nn.Sequential(nn.Linear(2, 2), nn.Identity())
     mixer[1].num_heads = 2  # says that it has heads
     assert list(attention_layers(mixer)) == ["1"]
+
+
+class Mix(nn.Module):
+    """Attention by a name that does not say so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
+def test_a_law_by_number_where_no_layer_is_known_before() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), Mix()) for _ in range(3)))
+    assert list(attention_layers(model)) == []
+    law = Law.of(model, {-1: "ssmax", "0": "ssmax"})
+    assert [name for name, _ in law.layers] == ["2", "0"]
+    with torch.no_grad(), acutance.apply(model, law) as applied:
+        model(torch.randn(1, 5, 4))
+    assert applied.calls == {"0.1": 1, "2.1": 1}
+
+
+def test_a_law_of_the_same_configuration_fits_however_many_layers_are_known() -> None:
+    one = Identity.of(nn.TransformerEncoderLayer(16, 4))
+    assert dataclasses.replace(one, layers=7).difference(one) is None
+    assert "layers 7" in str(dataclasses.replace(one, layers=7, digest="x").difference(one))
 
 
 def test_lengths_beyond_the_positions(built: Built) -> None:

@@ -241,6 +241,12 @@ def test_layers_are_chosen_alike(given: Any, want: list[int], tmp_path: Path) ->
     with clip:
         model(ids)
     assert [layer.module for layer in clip.step().layers] == names
+    monitor = training.AttentionMonitor(layers=given, metrics=["entropy"])
+    with torch.no_grad(), monitor.watch(model):
+        model(ids)
+    record = monitor.step()
+    assert record is not None
+    assert [layer.module for layer in record.summary.layers] == names
     if isinstance(given, str):  # a file that was written by hand
         path = tmp_path / "law.json"
         record = acutance.calibration.Law.of(model, {0: LAW}).record()
