@@ -20,7 +20,12 @@ from acutance.calibration.visible_counts import count, count_call
 from acutance.capture import huggingface
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.change_functions import FunctionChange
-from acutance.capture.entry_points import Doors, is_library_code, kinds_are_library
+from acutance.capture.entry_points import (
+    Doors,
+    is_library_code,
+    kinds_are_library,
+    others_listen,
+)
 from acutance.capture.find_layers import (
     attention_layers,
     is_softmax,
@@ -398,6 +403,8 @@ class Applied:
             self._library = is_library_code(self._model)
         if not self._library or self._running_passes or self._doors or self._context is None:
             return
+        if others_listen(hooks=1):
+            return
         asking = [one for name in self._asked if (one := self._modules.module_of(name))]
         doors = Doors(
             self._model,
@@ -408,9 +415,6 @@ class Applied:
             passed=self._passed,
         )
         self._following.close()
-        if not doors.unchanged():  # someone else listens
-            self._following.enter_context(self._modules.follow())
-            return
         self._watching.enter_context(doors.watch())
         self._doors = doors
 
@@ -439,14 +443,22 @@ class Applied:
 
     def _ended(self, module: torch.nn.Module) -> None:
         """Such a pass has ended."""
+        self._forget_masks()
         if self._thread.late:
             self._thread.late = False
             self._leave_model()
+
+    def _forget_masks(self) -> None:
+        """Keep no mask of a pass alive."""
+        factors = self._thread.factors
+        for situation in [each for each, (_, mask) in factors.items() if mask is not None]:
+            del factors[situation]
 
     def _leave_model(self) -> None:
         """Follow what this thread calls no longer; an interrupt may have left modules running."""
         self._modules.thread.stack.clear()
         self._thread.graphs = 0
+        self._forget_masks()
         self._stop()
 
     def _is_traced(self, module: torch.nn.Module) -> bool:

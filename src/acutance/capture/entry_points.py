@@ -29,7 +29,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-__all__ = ["ATTENTION_DOORS", "EXP", "Doors", "is_library_code", "kinds_are_library"]
+__all__ = [
+    "ATTENTION_DOORS",
+    "EXP",
+    "Doors",
+    "is_library_code",
+    "kinds_are_library",
+    "others_listen",
+]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -142,6 +149,12 @@ def _aliases() -> bool:
     return False
 
 
+def others_listen(hooks: int = 0) -> bool:
+    """Whether a function mode is on in this thread, or modules have more hooks than so many."""
+    held = max(len(_global_forward_hooks), len(_global_forward_pre_hooks))
+    return bool(torch._C._len_torch_function_stack()) or held > hooks
+
+
 class Doors:
     """Passes of one model that are watched at its doors.
 
@@ -183,8 +196,7 @@ class Doors:
     def unchanged(self) -> bool:
         """Whether the model is as it was when this was made, and no one else is listening."""
         return (
-            not torch._C._len_torch_function_stack()
-            and not (_global_forward_hooks or _global_forward_pre_hooks)
+            not others_listen()
             and all(tuple(held.values()) == known for held, known in self._children)
             and not any(self._empty)
             and all(
