@@ -264,3 +264,16 @@ def test_settings_are_looked_at() -> None:
     assert doors.unchanged()
     model.h[0].attn.scale_attn_weights = False
     assert not doors.unchanged()
+
+
+def test_a_scripted_child_keeps_passes_followed() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Once())
+    with pytest.warns(DeprecationWarning, match="script"):
+        model[0] = torch.jit.script(model[0])
+    x = torch.randn(1, 5, 8)
+    with acutance.apply(model, LAW) as applied:
+        for _ in range(2):
+            model(x)
+        assert torch_module._global_forward_pre_hooks
+    assert applied.calls == {"1": 2}
+    assert not is_library_code(nn.Sequential(model[0]))

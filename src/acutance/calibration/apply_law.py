@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import warnings
@@ -509,7 +510,8 @@ def _situation(laws: HeadLaws, call: huggingface.InterfaceCall) -> tuple[Any, ..
 def _may_attend(module: torch.nn.Module) -> bool:
     """Whether a module has code of its own that might attend: any but PyTorch's simple layers."""
     kind = type(module)
-    if kind.forward is torch.nn.Module.forward:  # a list or a table of modules
+    # a list or a table of modules has none, and a scripted class one that cannot be asked for
+    if inspect.getattr_static(kind, "forward", None) is torch.nn.Module.forward:
         return False
     simple = kind.__module__.startswith("torch.nn.modules.") and not list(module.children())
     return is_softmax(module) or not simple

@@ -132,9 +132,9 @@ def kinds_are_library(model: torch.nn.Module) -> bool:
 def is_library_code(model: torch.nn.Module) -> bool:
     """Whether all code of a model is that of PyTorch and transformers, and calls by known names."""
     for module in model.modules():
-        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-            return False
         if isinstance(module, torch.jit.ScriptModule):
+            return False
+        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
             return False
     return kinds_are_library(model) and not _aliases()
 

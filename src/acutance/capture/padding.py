@@ -129,7 +129,11 @@ class TokenMasks:
 
     def enter(self, module: torch.nn.Module) -> None:
         """A module begins to run; called by a hook of its own or of PyTorch's."""
-        parameters, masks, begins = _signature(type(module).forward)
+        kind = type(module)
+        forward = vars(kind).get("forward")  # what a scripted class has in its place raises errors
+        if forward is None:
+            forward = inspect.getattr_static(kind, "forward")
+        parameters, masks, begins = _signature(forward)
         if not masks and not begins:
             return
         args, kwargs = _arguments(module)
