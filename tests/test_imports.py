@@ -20,6 +20,9 @@ SLOW = (
 )
 COMMAND = "from acutance.cli import app; app({arguments!r}.split(), standalone_mode=False)"
 
+# each costs the start of a process
+BACKENDS = ("auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("blocked", "dense")))
+
 
 def loaded(code: str) -> set[str]:
     """Which slow modules a program has loaded at its end."""
@@ -38,12 +41,14 @@ def loaded(code: str) -> set[str]:
 @pytest.mark.parametrize(
     "code",
     [
-        "import acutance.theory",
+        pytest.param("import acutance.theory", marks=pytest.mark.slow),
         "import acutance; acutance.theory.predict('softmax', 64, logit_std=1.0)",
-        COMMAND.format(arguments="predict --n 64 --logit-std 1"),
+        pytest.param(
+            COMMAND.format(arguments="predict --n 64 --logit-std 1"), marks=pytest.mark.slow
+        ),
         COMMAND.format(arguments="predict --mechanism relu2 --n 64 --logit-std 1 --json -"),
         COMMAND.format(arguments="temperature --n 1000"),
-        "import acutance.cli",
+        pytest.param("import acutance.cli", marks=pytest.mark.slow),
     ],
 )
 def test_theory_needs_no_torch(code: str) -> None:
@@ -85,6 +90,7 @@ def test_help_is_quick_and_loads_nothing() -> None:
     assert help_ < 1.75 * of_typer  # NumPy alone, half as much again, would take it beyond
 
 
+@pytest.mark.slow
 def test_theory_is_quick() -> None:
     base = "import scipy.special; " + HELP_OF_TYPER.replace('"--help"', '"one", "--number", "2"')
     commands = ("predict --n 4096 --logit-std 2", "predict --mechanism relu2 --n 64 --logit-std 1")
@@ -93,7 +99,7 @@ def test_theory_is_quick() -> None:
     assert max(predicting) < 2.5 * parsing
 
 
-@pytest.mark.parametrize("backend", ["auto", "blocked", "dense"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_first_call_does_not_load_the_compiler(backend: str) -> None:
     code = f"""
 import torch, acutance
@@ -105,7 +111,7 @@ acutance.row_statistics(query, query, backend={backend!r}).as_dict()
     assert loaded(code) == {"torch"}
 
 
-@pytest.mark.parametrize("backend", ["auto", "blocked", "dense"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_first_gradient_does_not_load_the_compiler(backend: str) -> None:
     code = f"""
 import torch, acutance
@@ -133,6 +139,7 @@ def test_a_probe_of_plain_modules_loads_neither_transformers_nor_the_compiler() 
     assert loaded(PROBED) == {"torch"}
 
 
+@pytest.mark.slow
 def test_a_probe_reads_what_is_compiled_while_it_is_open() -> None:
     code = """
 calls = []

@@ -69,6 +69,7 @@ MASKS: dict[str, tuple[dict[str, Any], Tensor]] = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("score", SCORES)

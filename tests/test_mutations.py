@@ -194,14 +194,17 @@ def _one_line(error: Exception) -> str:
 NAMES = ("_state", "_sample", "_calibration", "_law", "_bench", "_reproduced")
 
 
+@pytest.mark.parametrize("count", [COUNT // 5, pytest.param(COUNT, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
-def test_damaged_and_forged_files(kinds: dict[str, Kind], name: str, tmp_path: Path) -> None:
+def test_damaged_and_forged_files(
+    kinds: dict[str, Kind], name: str, count: int, tmp_path: Path
+) -> None:
     kind, chance, path = kinds[name], random.Random(name), tmp_path / "file"
     good = kind.path.read_bytes()
     before = repr(kind.numbers(kind.read(kind.path)))
     kind.show(kind.read(kind.path))
     refused = 0
-    for number in range(COUNT // len(NAMES) + 1):
+    for number in range(count // len(NAMES) + 1):
         forged = number % 2
         if not forged:
             data = damaged(good, chance)
@@ -221,7 +224,7 @@ def test_damaged_and_forged_files(kinds: dict[str, Kind], name: str, tmp_path: P
                 kind.show(found)
         else:
             assert repr(kind.numbers(found)) == before
-    assert refused > COUNT // len(NAMES) // 2
+    assert refused > count // len(NAMES) // 2
 
 
 def test_files_of_the_first_version_have_no_digest(kinds: dict[str, Kind], tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("number", LOWEST)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_mask_hides_with_every_dtypes_lowest_numbers(
@@ -103,6 +104,7 @@ HIDE = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("holds", "number"), [("key", torch.nan), ("key and value", torch.inf)])
 @pytest.mark.parametrize("hide", HIDE)
 def test_padding_that_is_no_number_reaches_nothing(

@@ -61,6 +61,7 @@ def attention(*tensors: Any, **options: Any) -> Any:
 # -- against the oracle ------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("mask", MASKS)

@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from torch import Tensor
 import acutance
 from acutance.probing import all_reduce_summary
 
-SIZE = 2
+#: Ranks that share a model, and which of them a case is about.
+RANKS = ((1, 0), *(pytest.param((2, rank), marks=pytest.mark.slow) for rank in range(2)))
 WAYS = ("ddp", "fsdp", "fsdp2", "tensor", "tensor-gqa", "tp_plan", "fsdp2+heads")
 
 
@@ -70,7 +73,7 @@ def planned(folder: Path) -> Any:
     if dist.get_rank() == 0:
         built().save_pretrained(folder)
     dist.barrier()
-    config = DistributedConfig(tp_size=SIZE, tp_plan="auto")
+    config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
     return LlamaForCausalLM.from_pretrained(folder, distributed_config=config).eval()
 
 
@@ -78,13 +81,13 @@ def work(folder: Path) -> None:
     """One rank: every way in turn, each summary in a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank, size = dist.get_rank(), dist.get_world_size()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    mesh = init_device_mesh("cpu", (SIZE,))
-    mine = windows()[2 * rank : 2 * rank + 2]
+    mesh = init_device_mesh("cpu", (size,))
+    mine = windows().chunk(size)[rank]
     met: dict[str, Any] = {}
 
     def probed(way: str, model: Any, ids: Tensor, training: bool, **options: Any) -> None:
@@ -120,7 +123,12 @@ def work(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The folder that a number of ranks wrote to."""
+    return cache(lambda size: run(size, tmp_path_factory))
+
+
+def run(size: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parallel")
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -132,7 +140,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
             | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(SIZE),
+                "WORLD_SIZE": str(size),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
@@ -140,10 +148,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(SIZE)
+        for rank in range(size)
     ]
     errors = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(errors)[-4000:]
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(errors)[-4000:]
     return folder
 
 
@@ -160,13 +168,15 @@ def entropy_of_each_head() -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("rank", range(SIZE))
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("way", WAYS)
 def test_all_ranks_together_read_the_whole_model(
-    found: Path, entropy_of_each_head: Tensor, way: str, rank: int
+    found: Callable[[int], Path], entropy_of_each_head: Tensor, way: str, ranks: tuple[int, int]
 ) -> None:
-    summary = acutance.load(found / f"{way}-{rank}")
-    expected = {"tensor-gqa": (1, 3), "fsdp2+heads": (1, 2)}.get(way, (0, 1, 2, 3))
+    size, rank = ranks
+    summary = acutance.load(found(size) / f"{way}-{rank}")
+    last = tuple(range(4 // size - 1, 4, 4 // size))  # of each rank
+    expected = {"tensor-gqa": last, "fsdp2+heads": (1, 2)}.get(way, (0, 1, 2, 3))
     assert [layer.numbers for layer in summary.layers] == [expected] * 2
     assert [head for _, head in summary.places] == list(expected) * 2
     measured = summary.mean("entropy").view(2, -1)
@@ -175,17 +185,18 @@ def test_all_ranks_together_read_the_whole_model(
     assert {layer.rows for layer in summary.layers} == {36}
 
 
-@pytest.mark.parametrize("rank", range(SIZE))
-def test_each_rank_read_its_own_part(found: Path, rank: int) -> None:
-    met = torch.load(found / f"met{rank}")
+@pytest.mark.parametrize("ranks", RANKS)
+def test_each_rank_read_its_own_part(found: Callable[[int], Path], ranks: tuple[int, int]) -> None:
+    size, rank = ranks
+    met = torch.load(found(size) / f"met{rank}")
     assert set(met) == set(WAYS)
     for way, (layers, unread) in met.items():
         assert unread == []
         assert [name.split(".")[-3:] for name, *_ in layers] == [
             ["layers", str(index), "self_attn"] for index in range(2)
         ], way
-        half = (2 * rank, 2 * rank + 1)
-        own = {"tensor": half, "tp_plan": half, "tensor-gqa": (2 * rank + 1,)}
+        share = tuple(range(4))[rank * 4 // size : (rank + 1) * 4 // size]
+        own = {"tensor": share, "tp_plan": share, "tensor-gqa": share[-1:]}
         heads = own.get(way, (1, 2) if "heads" in way else (0, 1, 2, 3))
         assert {tuple(numbers) for *_, numbers in layers} == {heads}
         assert {(calls, status) for _, calls, status, _ in layers} == {(1, "verified")}

@@ -247,6 +247,7 @@ def test_one_process_is_a_world_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         assert type(here) is SingleProcess
 
 
+@pytest.mark.slow
 def test_torchrun_says_an_error_once(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",

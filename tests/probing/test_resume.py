@@ -90,6 +90,7 @@ def killer(path: str, out: str) -> None:
     Path(out).write_text(json.dumps(life))
 
 
+@pytest.mark.slow
 def test_a_run_killed_again_and_again_counts_every_window_once(tmp_path: Path) -> None:
     path, out = tmp_path / "state.safetensors", tmp_path / "life.json"
     done = subprocess.run([sys.executable, __file__, str(path), str(out)], check=False, timeout=240)

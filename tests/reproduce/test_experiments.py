@@ -29,13 +29,22 @@ FROM_ARTICLES = {
 }  # fmt: skip
 BEYOND = {"finite_n", "gap_law", "simplex", "entropy_floor", "ssmax", "freezing"}
 TRAINED = {"real_heads", "first", "max_retrieval", "mlm_table", "calibrated_length"}
+#: Measured for seconds: those that train, and sums over many samples.
+LONG = TRAINED | {
+    "noise", "information", "invariance", "mean_field", "scores", "gap_law", "freezing",
+    "sparsity_linear",
+}  # fmt: skip
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in EXPERIMENTS
+]
 
 
 def test_every_experiment_is_there() -> None:
     assert set(EXPERIMENTS) == FROM_ARTICLES | BEYOND | TRAINED
+    assert set(EXPERIMENTS) > LONG
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_verdicts_are_those_stated_beforehand(name: str, quick_record: Quick) -> None:
     record = quick_record(name)
     unexpected = {
@@ -51,7 +60,7 @@ def test_verdicts_are_those_stated_beforehand(name: str, quick_record: Quick) ->
         assert math.isfinite(row.measured), row
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_prediction_changes_every_verdict(name: str, quick_record: Quick) -> None:
     record = quick_record(name)
     assert record.judgements
@@ -59,7 +68,7 @@ def test_a_wrong_prediction_changes_every_verdict(name: str, quick_record: Quick
         assert decided(judgement.claim, record.rows), judgement.claim.key
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_error_of_every_mean_can_be_judged(name: str, quick_record: Quick) -> None:
     random = [row for row in quick_record(name).rows if row.claim and row.samples and row.error]
     for row in random:
@@ -91,6 +100,7 @@ def test_a_collision_that_few_rows_carry_agrees_with_its_integral_whatever_the_s
         assert abs(found.skewness) < 0.2
 
 
+@pytest.mark.slow
 def test_a_scale_is_measured_well_enough_to_tell_5_per_cent(quick_record: Quick) -> None:
     # not only by luck of the seed: the tolerance itself, 4 standard errors, is below 5 per cent
     rows = quick_record("invariance").of("scale", n=512)
@@ -98,6 +108,7 @@ def test_a_scale_is_measured_well_enough_to_tell_5_per_cent(quick_record: Quick)
     assert all(row.allowed < 0.05 * row.predicted for row in rows)
 
 
+@pytest.mark.slow
 def test_a_growth_that_is_wrong_is_told_whatever_the_seed(quick_record: Quick) -> None:
     # 4 standard errors and the share left open are well below what √log n is off by
     (row,) = quick_record("gap_law").of("growth", logits="normal", n=256)
@@ -105,6 +116,7 @@ def test_a_growth_that_is_wrong_is_told_whatever_the_seed(quick_record: Quick) -
     assert row.error < 0.0045
 
 
+@pytest.mark.slow
 def test_what_little_training_cannot_decide_is_tested_at_full_size_only(
     quick_record: Quick,
 ) -> None:
@@ -145,6 +157,7 @@ def test_at_full_size_every_claim_has_its_rows() -> None:
             assert row.error == pytest.approx(abs(of[0] - of[1]) / 2)
 
 
+@pytest.mark.slow
 def test_both_laws_answer_the_same_strings(quick_record: Quick) -> None:
     rows = quick_record("first").of("order")
     for row in rows:
@@ -153,7 +166,7 @@ def test_both_laws_answer_the_same_strings(quick_record: Quick) -> None:
         assert row.error > 0 or abs(row.measured) in (0, 1)
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_figures_are_whole_and_titled(name: str, quick_record: Quick, tmp_path: Path) -> None:
     record, experiment = quick_record(name), EXPERIMENTS[name]
     for theme in (plot_style.LIGHT, plot_style.DARK):

@@ -46,6 +46,7 @@ def test_the_simplex_meets_at_0_8() -> None:
     assert closed_form(10**9, 0.5, 4.0) == pytest.approx(0.5, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_gap_counts_are_those_of_a_plain_loop(quick_record: Quick) -> None:
     record, generator = quick_record("gap_law"), np.random.default_rng(11)
     draws = {"normal": generator.standard_normal, "uniform": lambda n: generator.uniform(-1, 1, n)}
@@ -97,6 +98,7 @@ def test_temperature_finds_the_published_range(quick_record: Quick) -> None:
     assert share.measured == pytest.approx(0.2055, abs=2e-4)
 
 
+@pytest.mark.slow
 def test_entropy_under_log_n_drifts_as_computed_elsewhere(quick_record: Quick) -> None:
     record = quick_record("invariance")
     value, error = measured(record, "drift", n=512, γ=1.0)
