@@ -13,7 +13,7 @@ SANITIZED := build/sanitize
 # Less one: at -O1 products are not fused, and exp is less exact than its test asks for.
 SANITIZED_TESTS = $(addprefix tests/kernels/test_native,.py _decode.py _backward.py _metrics.py) tests/structure/test_compiled.py
 # Python is not built with the sanitizers, so their runtime and the C++ one it hooks into are loaded before it.
-SANITIZE = env ACUTANCE_TEST_LIBRARY=$(SANITIZED) PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+SANITIZE = env ACUTANCE_LIBRARY=$(SANITIZED) PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"
 
 # What `make wheel` built, installed where no compiler and no source is seen.

@@ -6,8 +6,8 @@ import os
 import shutil
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from itertools import combinations
-from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported: before anything
 # A compiled graph kept from another version of the operators would be run in place of this one.
@@ -24,11 +24,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels run on the CPU
 
-if folder := os.environ.get("ACUTANCE_TEST_LIBRARY"):  # where another build of the kernel is
-    from acutance.kernels import library
-
-    library._FOLDER = Path(folder)
-
 # sums are split the same way on a laptop and on a large machine
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -40,15 +35,25 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of each grid as slow but for enough to see every value of its parameters."""
-    grids: dict[str, list[pytest.Function]] = defaultdict(list)
+    """Mark as slow what a grid repeats, and all but a few cases where a few are enough."""
+    chosen: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("grid") and not item.get_closest_marker("slow"):
-            assert isinstance(item, pytest.Function)
-            grids[item.nodeid.partition("[")[0]].append(item)
-    for cases in grids.values():
-        for case in repeats(cases):
+        for name in ("grid", "few"):
+            if item.get_closest_marker(name) and not item.get_closest_marker("slow"):
+                assert isinstance(item, pytest.Function)
+                chosen[name, item.nodeid.partition("[")[0]].append(item)
+    for (name, _), cases in chosen.items():
+        for case in repeats(cases) if name == "grid" else others(cases):
             case.add_marker("slow")
+
+
+def others(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """All cases but a few, from the first on evenly spread."""
+    marker = cases[0].get_closest_marker("few")
+    assert marker is not None
+    count = min(marker.args[0], len(cases))
+    run = {index * len(cases) // count for index in range(count)}
+    return [case for index, case in enumerate(cases) if index not in run]
 
 
 def repeats(cases: list[pytest.Function]) -> list[pytest.Function]:
@@ -72,11 +77,34 @@ def repeats(cases: list[pytest.Function]) -> list[pytest.Function]:
 
 
 @pytest.fixture
-def blocked_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the plain PyTorch kernel take every call, as ACUTANCE_BACKEND=blocked does."""
+def use_backend() -> Iterator[Callable[[str], None]]:
+    """Set ACUTANCE_BACKEND, which a process reads once, for the rest of a test."""
     from acutance.kernels import dispatch
 
-    monkeypatch.setattr(dispatch, "forced", lambda: "blocked")
+    def use(name: str) -> None:
+        patch.setenv(dispatch.BACKEND_VARIABLE, name)
+        dispatch.forced.cache_clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        yield use
+    dispatch.forced.cache_clear()
+
+
+@pytest.fixture
+def blocked_only(use_backend: Callable[[str], None]) -> None:
+    """Have the plain PyTorch kernel take every call."""
+    use_backend("blocked")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch, blocked_only: None) -> None:
+    """Tiles of 256 keys, the fewest there are, by at most four rows, of the blocked kernel."""
+    from acutance.kernels import tiles
+
+    # of the usual size, a tile would hold all that the float64 definition can be computed for
+    monkeypatch.setattr(tiles, "TILE_ROWS", 4)
+    monkeypatch.setattr(tiles, "LEVEL_ROWS", 4)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 512)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acutance.attend import attention, row_statistics
-from acutance.kernels import tiles
 from acutance.rowstats import METRICS, RowStatistics, dense_statistics, merge
 from acutance.testing import (
     MASKS,
@@ -34,14 +33,6 @@ def poison() -> Iterator[None]:
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch, blocked_only: None) -> None:
-    """Tiles of 256 keys, the fewest there are, by at most four rows, of the blocked kernel."""
-    monkeypatch.setattr(tiles, "TILE_ROWS", 4)
-    monkeypatch.setattr(tiles, "LEVEL_ROWS", 4)
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 512)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -33,6 +33,12 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.fixture
+def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves of 6 points; each takes up to 0.1 s."""
+    monkeypatch.setattr(prediction_figures, "_POINTS", 6)
+
+
 def flat(text: str) -> str:
     """Sentences without the line breaks that the width put in."""
     return " ".join(text.split())
@@ -143,9 +149,8 @@ def test_the_json_record_is_the_prediction(run: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("name", ["row.png", "row.SVG"])
 def test_predict_draws(
-    run: Callable[..., Any], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Any], tmp_path: Path, name: str, few_points: None
 ) -> None:
-    monkeypatch.setattr(prediction_figures, "_POINTS", 6)
     written = {}
     for page in ("light", "dark"):
         path = tmp_path / f"{page}-{name}"
@@ -158,6 +163,7 @@ def test_predict_draws(
     assert written["light"] != written["dark"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -170,9 +176,8 @@ def test_predict_draws(
     ],
 )
 def test_every_mechanism_with_a_scale_has_a_figure(
-    run: Callable[..., Any], tmp_path: Path, arguments: str, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Any], tmp_path: Path, arguments: str, few_points: None
 ) -> None:
-    monkeypatch.setattr(prediction_figures, "_POINTS", 6)
     path = tmp_path / "row.png"
     result = run("predict", "--n", 32, *arguments.split(), "--plot", path)
     assert result.exit_code == 0, result.output

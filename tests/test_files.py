@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from acutance import files
 from acutance.calibration import Law
 from acutance.cli import app
 from acutance.files import check_regular, write_text, write_whole
@@ -196,10 +195,7 @@ def test_states_and_records_that_are_pipes_are_not_waited_for(tmp_path: Path) ->
     assert (code, text) == (1, f"acutance: {pipe} is a pipe or a device, not a file")
 
 
-def test_what_killed_writes_left_goes_with_the_next_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "_TIDIED", set())
+def test_what_killed_writes_left_goes_with_the_next_write(tmp_path: Path) -> None:
     for name in (".out.json.abc.part", ".out.json.0123.part", ".other.abc.part"):
         (tmp_path / name).write_text("half")
     write_text(tmp_path / "out.json", "whole")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ def cases(*sizes: int, together: int = 1) -> list[Any]:
     indices: list[dict[str, int]] = [{}]
     for name, size in zip("abc", sizes, strict=False):
         indices = [each | {name: value} for each in indices for value in range(size)]
-    mark = SimpleNamespace(args=(together,))
+    mark = SimpleNamespace(args=(together,))  # of grid or few
     return [
         type(
             "Case",
@@ -48,3 +49,12 @@ def test_a_grid_runs_every_value_and_no_more_than_it_needs(
     for name, size in zip("abc", sizes, strict=False):
         run = {case.callspec.indices[name] for case in product if case not in left}
         assert run == set(range(size))
+
+
+@pytest.mark.parametrize(("count", "run"), [(1, [0]), (2, [0, 3]), (3, [0, 2, 4]), (9, range(7))])
+def test_a_few_cases_are_evenly_spread(
+    conftest: ModuleType, count: int, run: Sequence[int]
+) -> None:
+    all_cases = cases(7, together=count)
+    left = conftest.others(all_cases)
+    assert [case.callspec.indices["a"] for case in all_cases if case not in left] == list(run)

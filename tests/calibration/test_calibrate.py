@@ -127,6 +127,7 @@ def test_the_largest_logit_is_bounded_and_other_heads_left_alone() -> None:
             assert after == pytest.approx(tau, rel=1e-3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
 def test_causal_rows_count_by_the_keys_they_see(built: Built, name: str) -> None:
     """One window length gives rows of every n; grouped queries and query-key norms included."""

@@ -55,6 +55,7 @@ def test_linear_attention_has_the_value_of_its_population(usual: Comparison, nam
         assert usual[name, n]["sparsity"].deviation == pytest.approx(0, abs=1 / n + 0.002)
 
 
+@pytest.mark.slow
 def test_exp_concentrates_without_limit_and_ratios_do_not_move() -> None:
     keys, fixed = [], []
     for scale in (1.0, 4.0, 16.0, 256.0):

@@ -25,6 +25,7 @@ def inputs(n: int = 64, d: int = 16, **changed: Any) -> Inputs:
     return gaussian(n, d, law, **given)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_every_mechanism_is_read_in_full(name: str) -> None:
     found = compare(name, n=16, d=8, heads=3, batch=2, samples=4, is_causal=True, costs=False)
@@ -61,6 +62,7 @@ def test_mechanisms_see_the_same_rows() -> None:
     assert others == pytest.approx([first, first], rel=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("law", "name"),
     [

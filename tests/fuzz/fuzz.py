@@ -14,7 +14,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from oracle import METRICS, oracle
 from torch import Tensor
 
 import acutance
-from acutance.kernels import library
 
 Spec = dict[str, Any]
 Found = tuple[Tensor, Any]
@@ -318,8 +316,6 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--backends", default="native,blocked,dense")
     given = parser.parse_args()
-    if folder := os.environ.get("ACUTANCE_TEST_LIBRARY"):  # where another build of the kernel is
-        library._FOLDER = Path(folder)
     if "triton" in given.backends and not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported; it computes with NumPy
         warnings.simplefilter("ignore", RuntimeWarning)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from acutance.kernels import library, tiles
+from acutance.kernels import library
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +21,6 @@ def poison() -> Iterator[None]:
     assert torch.zeros(1).new_empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch, blocked_only: None) -> None:
-    """Tiles of 256 keys, the fewest there are, by at most four rows, of the blocked kernel."""
-    monkeypatch.setattr(tiles, "TILE_ROWS", 4)
-    monkeypatch.setattr(tiles, "LEVEL_ROWS", 4)
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 512)
 
 
 def _absent(name: str) -> str | None:

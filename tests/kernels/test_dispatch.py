@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -189,37 +190,42 @@ def test_states_that_no_kernel_made_name_none() -> None:
     assert RowStatistics(stats.state).backend is None
 
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-ONE_CALL = """
-import acutance, torch
-q = torch.ones(1, 1, 2, 300)
-k = q[..., :3]
-print(acutance.row_statistics(k, k).backend, acutance.row_statistics(q, q).backend)
-"""
-
-
-def test_the_environment_names_a_backend_for_the_calls_it_can_take() -> None:
-    assert run(ONE_CALL, ACUTANCE_BACKEND="dense").stdout == "dense dense\n"
-    assert run(ONE_CALL, ACUTANCE_BACKEND="blocked").stdout == "blocked blocked\n"
+def test_the_environment_names_a_backend_for_the_calls_it_can_take(
+    use_backend: Callable[[str], None],
+) -> None:
+    wide = torch.ones(1, 1, 2, 300)
+    narrow = wide[..., :3]
     fastest = "native" if HERE else "blocked"
-    assert run(ONE_CALL, ACUTANCE_BACKEND="native").stdout == f"{fastest} blocked\n"
-    wrong = run(ONE_CALL, ACUTANCE_BACKEND="fast")
-    assert wrong.returncode == 1
-    assert "ValueError: ACUTANCE_BACKEND is one of 'auto'" in wrong.stderr
+    for name, backends in {
+        "dense": ["dense", "dense"],
+        "blocked": ["blocked", "blocked"],
+        "native": [fastest, "blocked"],
+    }.items():
+        use_backend(name)
+        assert [row_statistics(query, query).backend for query in (narrow, wide)] == backends
+    use_backend("fast")
+    with pytest.raises(ValueError, match="ACUTANCE_BACKEND is one of 'auto'"):
+        row_statistics(narrow, narrow)
 
 
-def test_without_the_library_everything_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_the_environment_is_read_by_a_new_process() -> None:
+    code = """
+import acutance, torch
+query = torch.ones(1, 1, 2, 3)
+print(acutance.row_statistics(query, query).backend)
+"""
+    environment = os.environ | {"ACUTANCE_BACKEND": "dense"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "dense\n"
+
+
+def test_without_the_library_everything_still_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """As after an install without a compiler."""
-    monkeypatch.setattr(library, "_NAMES", ("nothing.so",))
+    monkeypatch.setenv(library.FOLDER_VARIABLE, str(tmp_path))
     library.load.cache_clear()
     try:
         query = normal(1, 2, 5, 8)
@@ -243,7 +249,7 @@ def test_a_library_that_does_not_load_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "libacutance.so").write_text("no library")
-    monkeypatch.setattr(library, "_FOLDER", tmp_path)
+    monkeypatch.setenv(library.FOLDER_VARIABLE, str(tmp_path))
     library.load.cache_clear()
     try:
         assert str(library.load()).startswith("the native kernels cannot be loaded: ")

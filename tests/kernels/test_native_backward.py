@@ -145,6 +145,7 @@ class Case:
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 1e-4, torch.float16: 1e-4}
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mask", MASKS)

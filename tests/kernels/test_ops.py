@@ -76,6 +76,7 @@ def same(left: list[Tensor], right: list[Tensor], tolerance: float) -> None:
         )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", OPTIONS)
 def test_a_whole_graph_without_a_break(case: str) -> None:
     options = OPTIONS[case]
@@ -90,6 +91,7 @@ def requires_grad(part: object) -> bool:
     return isinstance(part, Tensor) and part.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the default backend's own, about itself
 def test_the_default_backend() -> None:
     def loss(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -109,7 +111,10 @@ def test_the_default_backend() -> None:
     )
 
 
-def test_lengths_offsets_and_windows_that_change_are_one_graph() -> None:
+@pytest.mark.parametrize(
+    "lengths", [(7, 8), pytest.param((7, 8, 13, 40), marks=pytest.mark.slow)], ids=len
+)
+def test_lengths_offsets_and_windows_that_change_are_one_graph(lengths: tuple[int, ...]) -> None:
     def decode(query: Tensor, key: Tensor, offset: int, window: int) -> Tensor:
         stats = row_statistics(query, key, is_causal=True, query_offset=offset, window=window)
         return stats.entropy + stats.gaussian_entropy
@@ -117,12 +122,12 @@ def test_lengths_offsets_and_windows_that_change_are_one_graph() -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(decode, fullgraph=True, backend=counter, dynamic=True)
     graphs = []
-    for length in (7, 8, 13, 40):
+    for length in lengths:
         query, key = normal(2, 3, 5, 8), normal(2, 3, length, 8, seed=length)
         arguments = (query, key, length - 5, length // 2)
         torch.testing.assert_close(compiled(*arguments), decode(*arguments), equal_nan=True)
         graphs.append(counter.frame_count)
-    assert graphs == graphs[:1] * 4
+    assert graphs == graphs[:1] * len(lengths)
 
 
 @pytest.mark.usefixtures("blocked_only")  # which takes dropout whatever takes the rest
@@ -197,6 +202,7 @@ CALLS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("call", CALLS)
 def test_the_operator_keeps_its_promises(call: str, dtype: torch.dtype) -> None:
@@ -204,6 +210,7 @@ def test_the_operator_keeps_its_promises(call: str, dtype: torch.dtype) -> None:
     torch.library.opcheck(row_sums, (*arguments(dtype, **changed), noise))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("call", CALLS)
 def test_the_backward_operator_keeps_its_promises(call: str) -> None:
     changed, noise = CALLS[call]

@@ -96,6 +96,7 @@ def weigh(
     return whole_rows.weigh_rows(call, weighting, score=score)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.name)

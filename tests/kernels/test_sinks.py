@@ -37,6 +37,7 @@ def test_no_sink_beside_no_key_gives_an_output_of_zero(backend: str, queries: in
     assert not any(part.any() for part in found)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("sink", [-torch.inf, -1e30, 80.0, 90.0, 100.0, 1e30])
 def test_every_metric_and_its_gradient_are_finite_and_right(backend: str, sink: float) -> None:
     """A sink that holds all of a row's weight, or none of it: never 0 by 0, forward or backward."""

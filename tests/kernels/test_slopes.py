@@ -64,6 +64,7 @@ def jacobians(weighting: Weighting, seen: Tensor) -> tuple[Tensor, Tensor]:
     return trace, gain
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", CASES)
 def test_both_are_read_from_the_jacobian(name: str, mask: str) -> None:

@@ -189,6 +189,7 @@ LONG: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LONG)
 def test_rows_of_several_tiles_are_the_oracle(
@@ -215,6 +216,7 @@ ROWS = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("window", [None, 90])
 @pytest.mark.parametrize("row", ROWS)
 def test_exact_logits_of_size_1e4(kernels: Kernels, row: str, window: int | None) -> None:
@@ -351,12 +353,14 @@ def test_every_gradient_is_the_blocked_path_s_in_float64(kernels: Kernels, name:
     compare_gradients(kernels, torch.float32, grad, FULL[name], 16.0)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("part", SumGradients._fields[1:])
 def test_one_gradient_alone(kernels: Kernels, part: str) -> None:
     grad = gradients(torch.float32, (part,))._replace(out=None)
     compare_gradients(kernels, torch.float32, grad, {"is_causal": True, "query_offset": 50}, 16.0)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["causal", "bias", "softcap, sinks"])
 def test_half_precision_gradients(kernels: Kernels, name: str, dtype: torch.dtype) -> None:
@@ -441,6 +445,7 @@ BUDGETS = {
 }
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles for CUDA on Linux")
 @pytest.mark.parametrize(
@@ -481,14 +486,18 @@ def plain(query: Tensor, **options: Any) -> KernelCall:
     return call("cpu", query, query, query, **options)
 
 
-def test_without_triton_every_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(language, "triton", None)
-    assert supported(plain(normal(1, 1, 4, 8))) == "triton is not installed"
-
-
-def test_an_old_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(language, "triton", SimpleNamespace(__version__="3.3.1"))
-    assert supported(plain(normal(1, 1, 4, 8))) == "triton 3.3.1 is older than 3.4"
+@pytest.mark.parametrize(
+    ("installed", "reason"),
+    [
+        (None, "triton is not installed"),
+        (SimpleNamespace(__version__="3.3.1"), "triton 3.3.1 is older than 3.4"),
+    ],
+)
+def test_without_a_triton_that_is_new_enough_every_call_is_refused(
+    installed: object, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(language, "triton", installed)  # another cannot be installed here
+    assert supported(plain(normal(1, 1, 4, 8))) == reason
 
 
 REFUSED: dict[str, tuple[Callable[[], KernelCall], str]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from acutance.attend import attention
-from acutance.kernels import dispatch, gpu
+from acutance.kernels import gpu
 from acutance.kernels.call import KernelCall, Rule
 from acutance.kernels.gpu import first_use
 from acutance.masks import Masking
@@ -25,10 +25,10 @@ backward_module = importlib.import_module("acutance.kernels.gpu.backward")
 
 
 @pytest.fixture(autouse=True)
-def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def checked(monkeypatch: pytest.MonkeyPatch, use_backend: Callable[[str], None]) -> Iterator[None]:
     """Checks run in the interpreter too, from none made; ``auto`` is Triton."""
     monkeypatch.setattr(first_use, "interpreted", lambda: False)
-    monkeypatch.setattr(dispatch, "_forced", lambda: "triton")
+    use_backend("triton")
     first_use.forget()
     with np.errstate(all="ignore"):
         yield

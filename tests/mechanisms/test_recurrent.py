@@ -16,6 +16,7 @@ from acutance.mechanisms import (
     lru_parameters,
     recurrence_statistics,
 )
+from acutance.mechanisms.recurrent import CHUNK
 from acutance.rowstats import WeightStatistics, observe_weights
 
 
@@ -61,17 +62,14 @@ def test_pieces_and_steps_go_on_where_they_were() -> None:
 
 
 @pytest.mark.parametrize("kind", ["real", "complex"])
-def test_gradients_agree_with_finite_differences_twice(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("acutance.mechanisms.recurrent.CHUNK", 4)
+def test_gradients_agree_with_finite_differences_twice(kind: str) -> None:
     dtype = torch.complex128 if kind == "complex" else torch.float64
-    x = torch.randn(2, 11, 2, dtype=dtype, requires_grad=True)
-    state = torch.randn(2, 2, dtype=dtype, requires_grad=True)
+    x = torch.randn(1, 2 * CHUNK + 3, 2, dtype=dtype, requires_grad=True)
+    state = torch.randn(1, 2, dtype=dtype, requires_grad=True)
     decay = 0.8 * ring(2) if kind == "complex" else torch.tensor([0.9, 0.2], dtype=dtype)
     decay = decay.detach().requires_grad_()
     assert torch.autograd.gradcheck(diagonal_recurrence, (x, decay, state))
-    assert torch.autograd.gradgradcheck(diagonal_recurrence, (x, decay, state))
+    assert torch.autograd.gradgradcheck(diagonal_recurrence, (x, decay, state), fast_mode=True)
 
 
 @pytest.mark.parametrize("outputs", [None, 6])

@@ -56,6 +56,7 @@ def masks(kind: str, dtype: torch.dtype) -> Tensor | None:
     return hidden
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("kind", ["none", "bool 2d", "bool 3d", "float 2d", "float 3d"])
 @pytest.mark.parametrize("padded", ["none", "bool", "float"])
 @pytest.mark.parametrize("bias", [True, False])
@@ -93,6 +94,7 @@ def test_output_and_gradients_are_pytorchs(
             )  # fmt: skip
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("extra", [
     {}, {"add_bias_kv": True}, {"add_zero_attn": True},
     {"add_bias_kv": True, "add_zero_attn": True},

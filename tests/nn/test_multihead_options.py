@@ -135,6 +135,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "defaults")
 @pytest.mark.parametrize("call", ["full", "causal", "padded", "masked"])
 def test_statistics_and_needed_weights_are_those_of_the_projections(

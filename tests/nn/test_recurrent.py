@@ -108,6 +108,7 @@ def dense(module: Any, x: Tensor, hidden: Tensor | None, causal: bool) -> tuple[
     return torch.where(seen, a, torch.nan), joined @ module.out_proj.weight.T + bias
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
@@ -142,6 +143,7 @@ def test_the_parallel_form_is_the_formula(name: str, causal: bool, padded: bool)
         )
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])

@@ -16,7 +16,7 @@ from acutance.calibration.render import show
 from acutance.calibration.result import Calibration, HeadCalibration
 from acutance.cli import app
 from acutance.cli import bench_actions as bench_command
-from acutance.comparison import compare, render
+from acutance.comparison import Comparison, compare, render
 from acutance.probing import HeadSummary, diff
 from acutance.report import console_table
 from acutance.report.diff_console import print_diff
@@ -118,10 +118,14 @@ def test_numbers_of_a_calibration_are_whole(width: int) -> None:
         assert set(numbers(printed, width)) == set(numbers(printed, 200))
 
 
+@pytest.fixture(scope="module")
+def comparison() -> Comparison:
+    return compare(["decay", "cosine", "softmax_one"], n=[64, 256], d=16, heads=2, samples=4)
+
+
 @pytest.mark.parametrize("width", WIDTHS)
-def test_numbers_of_a_comparison_are_whole(width: int) -> None:
-    found = compare(["decay", "cosine", "softmax_one"], n=[64, 256], d=16, heads=2, samples=4)
-    printed = shows(render.table(found))
+def test_numbers_of_a_comparison_are_whole(comparison: Comparison, width: int) -> None:
+    printed = shows(render.table(comparison))
     assert set(numbers(printed, width)) <= set(numbers(printed, 200))
     assert len(numbers(printed, width)) >= len(numbers(printed, 100))
 

@@ -46,6 +46,7 @@ def both(row: list[float], sink: float | None) -> tuple[RowStatistics, dict[str,
     return RowStatistics(state), {name: part.reshape(-1)[0] for name, part in oracle.items()}
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("name", METRICS)

@@ -114,6 +114,7 @@ def trapezoid(scores, masses, n, gamma, k=2):
     return logsumexp - gamma * mean, logsumexp, power
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("n", "gamma"), [(3, 4.0), (100, 0.05), (100, 1.0), (1e7, 2.0)])
 @pytest.mark.parametrize("family", ["logistic", "gumbel", "cosine2", "cosine8"])
 def test_other_integrals_by_the_trapezoid_rule(family, n, gamma):
@@ -166,6 +167,7 @@ def test_exponential_tails_freeze(gamma):
         assert expected_entropy(1e12, gamma, family) == pytest.approx(frozen, rel=2e-5)
 
 
+@pytest.mark.few(4)
 @by_family
 def test_scipy_laws_give_the_same(family, parameter, law):
     """SciPy's own quantiles are right to 1e-9."""
@@ -209,6 +211,7 @@ def test_monte_carlo(family, parameter, law):
         assert (np.abs(z) < 4).all(), (n, gamma, z)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "law",
     [
@@ -297,6 +300,7 @@ def test_powers(family, parameter, law):
     assert extrapolated == pytest.approx(entropy, rel=1e-6)
 
 
+@pytest.mark.few(4)
 @by_family
 def test_monotone_and_bounded(family, parameter, law):
     gamma = np.array([0.0, 1e-12, 1e-3, 0.1, 1.0, 5.0, 40.0])

@@ -27,6 +27,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("family", "parameter"),
     FAMILIES,

@@ -63,6 +63,7 @@ CASES: list[tuple[int, int, Callable[[int, int], Tensor], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("rows", "n", "draw", "given"), CASES)
 def test_every_expectation_is_within_four_standard_errors(
     rows: int, n: int, draw: Callable[[int, int], Tensor], given: dict[str, Any]
@@ -117,6 +118,7 @@ def of_two(gamma: float, f: Callable[[float, float], float]) -> float:
     return float(value)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("gamma", [1e-3, 1.0, 8.0])
 def test_two_keys_are_one_integral(gamma: float) -> None:
     row = theory.predict("softmax", 2, logit_std=gamma)
@@ -224,6 +226,7 @@ def test_the_population_is_what_many_keys_tend_to() -> None:
     assert 0 < heavy.entropy < math.log(100)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["gaussian", "laplace", "uniform", "exponential"])
 def test_known_orders_and_limits(family: str) -> None:
     n = 500

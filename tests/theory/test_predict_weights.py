@@ -28,6 +28,7 @@ def agrees(row: theory.Prediction, measured: WeightStatistics) -> None:
     assert float(found.std()) / len(found) ** 0.5 < 0.0125 * row.sparsity  # 5 % off is found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("rows", "n", "mean", "deviation"),
     [(20000, 64, 0.5, 2.0), (60000, 4, -1.0, 0.7), (8000, 512, -2.0, 1.0)],

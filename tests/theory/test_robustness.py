@@ -10,10 +10,11 @@ import pytest
 from numpy.polynomial.hermite_e import hermegauss
 from numpy.polynomial.legendre import leggauss
 from scipy.integrate import quad
+from scipy.spatial.distance import pdist
 from scipy.special import softmax
 
 from acutance import theory
-from acutance.theory import bounds, noise_error, noise_estimates, noise_laws
+from acutance.theory import noise_error, noise_estimates, noise_laws
 from acutance.theory.bounds import certificate, set_bound, tv_bound
 from acutance.theory.noise_error import (
     exact_noise_mse,
@@ -177,6 +178,7 @@ def two_key_mse(p, kind, scale):
     return total * (first * second * min(scale, 1.0)) ** 2
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1e-8, 0.05, 0.3, 0.49, 0.5, 1.0, 3.0])
 @pytest.mark.parametrize("small", [0.5, 0.2, 1e-3, 1e-9])
@@ -407,17 +409,18 @@ def test_certificate_is_attained_by_two_keys(small, omega):
     assert certificate(p, TWO_VALUES, omega) <= tv_bound(omega) * (1 + 1e-12)
 
 
-def test_certificate_of_many_keys_bounds_the_diameter(monkeypatch):
+def test_certificate_of_many_keys_bounds_the_diameter():
     p, v = softmax_row(2, 50, 1.0, 3)
-    exact = certificate(p, v, 1.0)
     pairs = np.linalg.norm(v[:, None] - v[None], axis=-1).max()
-    assert exact == pytest.approx(tv_bound(1.0) * pairs, rel=1e-12)
+    assert certificate(p, v, 1.0) == pytest.approx(tv_bound(1.0) * pairs, rel=1e-12)
     simplex = certificate(np.full(300, 1 / 300), np.eye(300), 1.0)
     assert simplex == pytest.approx(tv_bound(1.0) * math.sqrt(2), rel=1e-12)
     assert certificate(p, np.ones((50, 3)), 1.0) == pytest.approx(0, abs=1e-15)
-    monkeypatch.setattr(bounds, "_PAIRWISE_KEYS", 10)
-    assert exact <= certificate(p, v, 1.0) <= 2 * exact
-    assert simplex <= certificate(np.full(300, 1 / 300), np.eye(300), 1.0) <= 2 * simplex
+    p, v = softmax_row(2, 4097, 1.0, 3)  # from here on it is a bound
+    exact = tv_bound(1.0) * pdist(v).max()
+    assert exact < certificate(p, v, 1.0) <= 2 * exact
+    basis = np.tile(np.eye(300), (14, 1))
+    assert simplex <= certificate(np.full(4200, 1 / 4200), basis, 1.0) <= 2 * simplex
 
 
 # Sampling and quantisation
@@ -434,6 +437,7 @@ def test_samples_are_reproducible_and_chunked(monkeypatch):
     assert blocks.estimate == pytest.approx(one.estimate, rel=1e-12)  # the same stream of noise
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("per", ["row", "tensor"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantisation_noise_is_predicted(bits, per):

@@ -266,6 +266,7 @@ os._exit(0)  # an object that holds gloo's threads past shutdown would abort it
 """
 
 
+@pytest.mark.slow
 def test_ranks_with_unlike_numbers_of_negatives_keep_one_temperature(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     command = [sys.executable, "-W", "ignore", "-c", RANKS]

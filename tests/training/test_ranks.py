@@ -60,6 +60,7 @@ os._exit(0)  # an object that holds gloo's threads past shutdown would abort it
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_take_the_maximum_over_both(tmp_path: Any) -> None:
     where = tmp_path / "meet"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -102,7 +102,13 @@ def probed(model: nn.Module, ids: Tensor, **options: Any) -> acutance.HeadSummar
     return probe.summary()
 
 
-@pytest.mark.parametrize("how", WRAPPERS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=pytest.mark.slow) if how in ("compile", "several") else how
+        for how in WRAPPERS
+    ],
+)
 def test_a_wrapped_model_is_the_model(how: str, tmp_path: Path) -> None:
     plain, model, ids = llama(), WRAPPERS[how](llama()), torch.randint(20, (2, 7))
     whole, summary = probed(plain, ids), probed(model, ids)

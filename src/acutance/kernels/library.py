@@ -10,9 +10,10 @@ from pathlib import Path
 from acutance.kernels import selection
 from acutance.kernels.bindings import CPU_VARIABLE, Library
 
-__all__ = ["load"]
+__all__ = ["FOLDER_VARIABLE", "load"]
 
-_FOLDER = Path(__file__).parent
+#: Environment variable: the folder in which the library is, if not this one.
+FOLDER_VARIABLE = "ACUTANCE_LIBRARY"
 _NAMES = ("libacutance.so", "libacutance.dll")
 
 
@@ -25,7 +26,8 @@ def load() -> Library | str:
     """
     if struct.calcsize("P") != 8:
         return "the native kernels are for 64-bit machines"
-    found = [_FOLDER / name for name in _NAMES if (_FOLDER / name).is_file()]
+    folder = Path(os.environ.get(FOLDER_VARIABLE) or Path(__file__).parent)
+    found = [folder / name for name in _NAMES if (folder / name).is_file()]
     if not found:
         return "acutance was installed without its native kernels: no compiler built them then"
     try:
