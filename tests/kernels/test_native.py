@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
-import os
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from acutance import attend
+from acutance import attend, kernels, row_statistics
 from acutance.kernels import bindings, blocked, library, native
 from acutance.kernels.bindings import CALL, GRADIENTS, SUMS, Layout
 from acutance.kernels.call import KernelCall, Rule
@@ -35,8 +33,9 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def the_library() -> bindings.Library:
-    assert not isinstance(FOUND, str)
-    return FOUND
+    found = library.load()
+    assert not isinstance(found, str)
+    return found
 
 
 @pytest.fixture(params=CPUS or ("none",))
@@ -287,42 +286,44 @@ def test_the_caller_keeps_its_denormals() -> None:
 # -- choice and absence ------------------------------------------------------------------------
 
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.fixture
+def use_cpu() -> Iterator[Callable[[str], None]]:
+    """Set ACUTANCE_CPU, which is read when the library is loaded, for the rest of a test."""
+
+    def use(name: str) -> None:
+        patch.setenv(bindings.CPU_VARIABLE, name)
+        library.load.cache_clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        yield use
+    library.load.cache_clear()
+    the_library().use_cpu(None)
 
 
-def test_the_environment_chooses_an_instruction_set() -> None:
-    code = "from acutance.kernels import info; print(info().cpu)"
-    name = CPUS[-1]
-    assert run(code, ACUTANCE_CPU=name).stdout == f"{name}\n"
+def test_the_environment_chooses_an_instruction_set(use_cpu: Callable[[str], None]) -> None:
+    use_cpu(CPUS[-1])
+    assert kernels.info().cpu == CPUS[-1]
 
 
-def test_without_wide_vectors_many_queries_are_left_to_plain_torch() -> None:
-    code = """import acutance, torch
-for length in (64, 65):
-    q = torch.ones(1, 1, length, 3)
-    bare, named = acutance.row_statistics(q, q), acutance.row_statistics(q, q, backend="native")
-    _, full = acutance.attention(q, q, q, return_stats=True)
-    print(bare.backend, full.backend, named.backend)
-print("more than 64 queries" in str(acutance.kernels.info()))
-"""
-    found = run(code, ACUTANCE_CPU="baseline")
-    assert found.stdout.splitlines() == ["native native native", "blocked blocked native", "True"]
+def test_without_wide_vectors_many_queries_are_left_to_plain_torch(
+    use_cpu: Callable[[str], None],
+) -> None:
+    use_cpu("baseline")
+    for length, backend in ((64, "native"), (65, "blocked")):
+        q = torch.ones(1, 1, length, 3)
+        assert row_statistics(q, q).backend == backend
+        assert attend.attention(q, q, q, return_stats=True)[1].backend == backend
+        assert row_statistics(q, q, backend="native").backend == "native"
+    assert "more than 64 queries" in str(kernels.info())
 
 
-def test_an_instruction_set_that_is_not_there_is_refused() -> None:
+def test_an_instruction_set_that_is_not_there_is_refused(use_cpu: Callable[[str], None]) -> None:
     with pytest.raises(ValueError, match="ACUTANCE_CPU names an instruction set of this machine"):
         the_library().use_cpu("mmx")
-    code = "import acutance, torch; q = torch.ones(1, 1, 2, 3); acutance.row_statistics(q, q)"
-    found = run(code, ACUTANCE_CPU="mmx")
-    assert found.returncode == 1
-    assert found.stderr.splitlines()[-1].endswith(f"one of {', '.join(CPUS)}, got 'mmx'")
+    use_cpu("mmx")
+    q = torch.ones(1, 1, 2, 3)
+    with pytest.raises(ValueError, match=rf"one of {', '.join(CPUS)}, got 'mmx'$"):
+        row_statistics(q, q)
 
 
 def test_a_library_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

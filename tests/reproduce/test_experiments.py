@@ -37,6 +37,8 @@ LONG = TRAINED | {
 NAMES = [
     pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in EXPERIMENTS
 ]
+#: What belongs to one experiment runs in a row, so that one process measures it once.
+by_name = pytest.mark.parametrize("name", NAMES, scope="session")
 
 
 def test_every_experiment_is_there() -> None:
@@ -44,7 +46,7 @@ def test_every_experiment_is_there() -> None:
     assert set(EXPERIMENTS) > LONG
 
 
-@pytest.mark.parametrize("name", NAMES)
+@by_name
 def test_verdicts_are_those_stated_beforehand(name: str, quick_record: Quick) -> None:
     record = quick_record(name)
     unexpected = {
@@ -60,7 +62,7 @@ def test_verdicts_are_those_stated_beforehand(name: str, quick_record: Quick) ->
         assert math.isfinite(row.measured), row
 
 
-@pytest.mark.parametrize("name", NAMES)
+@by_name
 def test_a_wrong_prediction_changes_every_verdict(name: str, quick_record: Quick) -> None:
     record = quick_record(name)
     assert record.judgements
@@ -68,7 +70,7 @@ def test_a_wrong_prediction_changes_every_verdict(name: str, quick_record: Quick
         assert decided(judgement.claim, record.rows), judgement.claim.key
 
 
-@pytest.mark.parametrize("name", NAMES)
+@by_name
 def test_the_error_of_every_mean_can_be_judged(name: str, quick_record: Quick) -> None:
     random = [row for row in quick_record(name).rows if row.claim and row.samples and row.error]
     for row in random:
@@ -166,7 +168,7 @@ def test_both_laws_answer_the_same_strings(quick_record: Quick) -> None:
         assert row.error > 0 or abs(row.measured) in (0, 1)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@by_name
 def test_figures_are_whole_and_titled(name: str, quick_record: Quick, tmp_path: Path) -> None:
     record, experiment = quick_record(name), EXPERIMENTS[name]
     for theme in (plot_style.LIGHT, plot_style.DARK):
