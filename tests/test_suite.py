@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -58,3 +61,69 @@ def test_a_few_cases_are_evenly_spread(
     all_cases = cases(7, together=count)
     left = conftest.others(all_cases)
     assert [case.callspec.indices["a"] for case in all_cases if case not in left] == list(run)
+
+
+TESTS = Path(__file__).parent
+#: Replaced insides of the project, at most: lower it with each that goes.
+MOST_PATCHES = 83
+OTHERS = {"torch", "os", "sys", "importlib", "pathlib", "transformers", "rich", "numpy"}
+
+
+def imported(tree: ast.AST) -> dict[str, str]:
+    """The package that each imported name comes from."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                found[name.asname or name.name.partition(".")[0]] = name.name.partition(".")[0]
+        elif isinstance(node, ast.ImportFrom):
+            for name in node.names:
+                found[name.asname or name.name] = (node.module or "").partition(".")[0]
+    return found
+
+
+def patches(source: str) -> list[int]:
+    """Lines that replace an attribute of the project's modules, classes or objects."""
+    tree = ast.parse(source)
+    names, found = imported(tree), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr != "setattr" or not node.args:
+                continue
+            target = node.args[0]
+            parts = re.findall(r"\w+", ast.unparse(target))
+            if OTHERS.isdisjoint({*parts, names.get(parts[0], "")}) and "config" not in parts:
+                found.append(node.lineno)
+        elif isinstance(node, ast.Assign):
+            found += [
+                node.lineno
+                for target in node.targets
+                if isinstance(target, ast.Attribute)
+                and names.get(ast.unparse(target.value)) == "acutance"
+            ]
+    return found
+
+
+def test_few_insides_are_replaced() -> None:
+    found = [
+        f"{path.relative_to(TESTS)}:{line}"
+        for path in sorted(TESTS.rglob("*.py"))
+        for line in patches(path.read_text(encoding="utf-8"))
+    ]
+    assert len(found) <= MOST_PATCHES, "\n".join(found)
+
+
+def test_a_replaced_inside_is_counted_and_the_rest_is_not() -> None:
+    source = """
+import torch
+from pathlib import Path
+from acutance.kernels import tiles
+monkeypatch.setattr(tiles, "TILE_ROWS", 4)
+monkeypatch.setattr("acutance.files._LOCK", None)
+tiles.TILE_ROWS = 4
+monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+monkeypatch.setattr(Path, "write_bytes", None)
+monkeypatch.setattr(model.config, "name", "x")
+monkeypatch.setenv("ACUTANCE_BACKEND", "blocked")
+"""
+    assert patches(source) == [5, 6, 7]

@@ -16,7 +16,7 @@ from acutance.mechanisms import (
     lru_parameters,
     recurrence_statistics,
 )
-from acutance.mechanisms.recurrent import CHUNK
+from acutance.mechanisms.recurrent import CHUNK, STRETCH
 from acutance.rowstats import WeightStatistics, observe_weights
 
 
@@ -73,11 +73,10 @@ def test_gradients_agree_with_finite_differences_twice(kind: str) -> None:
 
 
 @pytest.mark.parametrize("outputs", [None, 6])
-def test_the_unit_is_its_published_form_forward_and_gradient(
-    outputs: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("acutance.mechanisms.recurrent.STRETCH", 256)  # several stretches
-    p = lru_parameters(7, 3, outputs, r_min=0.4, r_max=0.99, dtype=torch.float64)
+def test_the_unit_is_its_published_form_forward_and_gradient(outputs: int | None) -> None:
+    states = 512
+    assert 2 * states * 300 > 4 * STRETCH  # several stretches
+    p = lru_parameters(states, 3, outputs, r_min=0.4, r_max=0.99, dtype=torch.float64)
     leaves = [part.requires_grad_() for part in p]
     u = torch.randn(2, 300, 3, dtype=torch.float64, requires_grad=True)
     y, state = linear_recurrent_unit(u, p)

@@ -265,21 +265,28 @@ def test_keys_without_weight_and_order_and_place_do_not_count():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_interpolation_and_quadrature_do_not_depend_on_the_grid(kind, monkeypatch):
+def test_interpolation_and_quadrature_do_not_depend_on_the_grid(kind):
+    """The grid starts at the least weight: a key that counts for nothing moves it."""
     p, v = softmax_row(7, 30, 3.0, 2)
     before = [exact_noise_mse(p, v, kind, scale) for scale in (0.02, 0.5, 2.0)]
-    monkeypatch.setattr(noise_error, "_STEPS", 5)
-    monkeypatch.setattr(noise_error, "_GRID", 1 / 25)
-    monkeypatch.setattr(noise_error, "_NODES_PER_UNIT", 5)
-    after = [exact_noise_mse(p, v, kind, scale) for scale in (0.02, 0.5, 2.0)]
-    assert after == pytest.approx(before, rel=1e-12, abs=0)
+    for least in (1e-26, 0.97e-26, 0.5e-26):
+        one_more = np.append(p, least), np.vstack([v, p @ v])
+        after = [exact_noise_mse(*one_more, kind, scale) for scale in (0.02, 0.5, 2.0)]
+        assert after == pytest.approx(before, rel=1e-12, abs=0)
 
 
-def test_blocks_of_keys_and_of_nodes_add_up(monkeypatch):
+def test_blocks_of_keys_add_up():
+    p, v = softmax_row(7, 100_000, 3.0, 2)
+    assert p.size > noise_error._KEY_BLOCK
+    value = exact_noise_mse(p, v, "laplace", 0.7)
+    there = exact_noise_mse(p[::-1], v[::-1], "laplace", 0.7)
+    assert there == pytest.approx(value, rel=1e-13, abs=0)
+
+
+def test_blocks_of_nodes_add_up(monkeypatch):
     p, v = softmax_row(7, 300, 3.0, 2)
     value = exact_noise_mse(p, v, "laplace", 0.7)
-    monkeypatch.setattr(noise_error, "_KEY_BLOCK", 64)
-    monkeypatch.setattr(noise_error, "_WINDOW", 1_000)
+    monkeypatch.setattr(noise_error, "_WINDOW", 1_000)  # the usual one holds all nodes of this row
     assert exact_noise_mse(p, v, "laplace", 0.7) == pytest.approx(value, rel=1e-13, abs=0)
 
 
