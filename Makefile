@@ -52,7 +52,7 @@ sanitize: $(VENV)/.dev ## random calls and the kernel's tests under address and 
 	cmake -S native -B $(SANITIZED) -D CMAKE_BUILD_TYPE=Debug -D CMAKE_CXX_COMPILER=g++ -D ACUTANCE_SANITIZE=ON
 	cmake --build $(SANITIZED) --parallel
 	$(SANITIZE) $(BIN)/python tests/fuzz/fuzz.py --seed $(or $(SEED),0) --count $(or $(COUNT),300) --backends native
-	$(SANITIZE) $(BIN)/python -m pytest -p no:cacheprovider -k "not the_exponential" $(SANITIZED_TESTS)
+	$(SANITIZE) $(BIN)/python -m pytest -m "" -p no:cacheprovider -k "not the_exponential" $(SANITIZED_TESTS)
 
 check: format lint types test slow docs ## all that a change must pass
 
