@@ -101,7 +101,7 @@ def patches(source: str) -> list[int]:
                 if isinstance(target, ast.Attribute)
                 and names.get(ast.unparse(target.value)) == "acutance"
             ]
-    return found
+    return sorted(found)
 
 
 def test_few_insides_are_replaced() -> None:
