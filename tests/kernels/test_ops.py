@@ -115,11 +115,13 @@ def test_the_default_backend() -> None:
     "lengths", [(7, 8), pytest.param((7, 8, 13, 40), marks=pytest.mark.slow)], ids=len
 )
 def test_lengths_offsets_and_windows_that_change_are_one_graph(lengths: tuple[int, ...]) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend  # loads the whole compiler
+
     def decode(query: Tensor, key: Tensor, offset: int, window: int) -> Tensor:
         stats = row_statistics(query, key, is_causal=True, query_offset=offset, window=window)
         return stats.entropy + stats.gaussian_entropy
 
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(decode, fullgraph=True, backend=counter, dynamic=True)
     graphs = []
     for length in lengths:
