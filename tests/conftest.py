@@ -60,7 +60,10 @@ def repeats(cases: list[pytest.Function]) -> list[pytest.Function]:
     """Cases whose values occur in the others: the one with the most new values is chosen next."""
     marker = cases[0].get_closest_marker("grid")
     assert marker is not None
-    values = [sorted(case.callspec.indices.items()) for case in cases]
+    # cases of a product share the objects of their parameters; pytest counts its indices case by case
+    values = [
+        sorted((name, id(value)) for name, value in case.callspec.params.items()) for case in cases
+    ]
     together = min(marker.args[0] if marker.args else 1, len(values[0]))
     shows = {
         case: set(combinations(value, together)) for case, value in zip(cases, values, strict=True)

@@ -33,7 +33,7 @@ def cases(*sizes: int, together: int = 1) -> list[Any]:
         type(
             "Case",
             (),
-            {"callspec": SimpleNamespace(indices=each), "get_closest_marker": lambda *_: mark},
+            {"callspec": SimpleNamespace(params=each), "get_closest_marker": lambda *_: mark},
         )()
         for each in indices
     ]
@@ -50,8 +50,17 @@ def test_a_grid_runs_every_value_and_no_more_than_it_needs(
     left = conftest.repeats(product)
     assert len(product) - len(left) == count
     for name, size in zip("abc", sizes, strict=False):
-        run = {case.callspec.indices[name] for case in product if case not in left}
+        run = {case.callspec.params[name] for case in product if case not in left}
         assert run == set(range(size))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("second", ["a", "b"])
+@pytest.mark.parametrize("first", ["a", "b", "c"])
+def test_a_grid_of_pytest_is_one(request: pytest.FixtureRequest, first: str, second: str) -> None:
+    shown = [("a", "a"), ("b", "b"), ("c", "a")]
+    slow = request.node.get_closest_marker("slow") is not None
+    assert slow == ((first, second) not in shown)
 
 
 @pytest.mark.parametrize(("count", "run"), [(1, [0]), (2, [0, 3]), (3, [0, 2, 4]), (9, range(7))])
@@ -60,7 +69,7 @@ def test_a_few_cases_are_evenly_spread(
 ) -> None:
     all_cases = cases(7, together=count)
     left = conftest.others(all_cases)
-    assert [case.callspec.indices["a"] for case in all_cases if case not in left] == list(run)
+    assert [case.callspec.params["a"] for case in all_cases if case not in left] == list(run)
 
 
 TESTS = Path(__file__).parent
