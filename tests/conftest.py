@@ -60,7 +60,7 @@ def repeats(cases: list[pytest.Function]) -> list[pytest.Function]:
     """Cases whose values occur in the others: the one with the most new values is chosen next."""
     marker = cases[0].get_closest_marker("grid")
     assert marker is not None
-    # cases of a product share the objects of their parameters; pytest counts its indices case by case
+    # the cases of a product share the objects of their parameters
     values = [
         sorted((name, id(value)) for name, value in case.callspec.params.items()) for case in cases
     ]
