@@ -62,14 +62,14 @@ format: $(VENV)/.dev ## is every file formatted? (ruff format . does it)
 lint: $(VENV)/.dev ## ruff's rules
 	$(BIN)/ruff check .
 
-types: $(VENV)/.dev ## mypy, strict, on src
+types: $(VENV)/.dev ## mypy, strict, on src and the benchmark
 	$(BIN)/mypy
 
 docs: $(VENV)/.dev ## build the site into docs/_build/html; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --write-all --builder html $(SPHINXOPTS) docs docs/_build/html
 
 bench: $(VENV)/.dev ## check, then time, the benchmark cases
-	$(BIN)/acutance bench --quick
+	$(BIN)/python -m benchmarks --quick
 
 wheel: | $(BIN)/pip ## build dist/*.tar.gz and dist/*.whl; run the demo from the wheel in an empty environment without a compiler
 	rm -rf dist $(INSTALLED)
@@ -78,7 +78,7 @@ wheel: | $(BIN)/pip ## build dist/*.tar.gz and dist/*.whl; run the demo from the
 	$(BIN)/python -m venv $(INSTALLED)
 	$(WITHOUT_COMPILER) python -m pip install --constraint constraints.txt --only-binary :all: "$$(echo dist/*.whl)[demo]"
 	cd $(INSTALLED) && $(WITHOUT_COMPILER) acutance probe --report report.html --figure heads.svg
-	cd $(INSTALLED) && $(WITHOUT_COMPILER) acutance bench --info
+	cd $(INSTALLED) && $(WITHOUT_COMPILER) acutance info
 
 versions: $(VENV)/.dev ## what is installed
 	@$(BIN)/python --version

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +268,38 @@ def test_an_encoder_decoder_is_read_on_both_sides(
     layers = json.loads(out.read_text())["layers"]
     assert [layer["module"].split(".")[0] for layer in layers] == ["encoder", "decoder", "decoder"]
     assert {layer["status"] for layer in layers} == {"verified"}
+
+
+def test_info_says_which_kernels_run(run: Callable[..., Any], tmp_path: Path) -> None:
+    shown = run("info")
+    assert shown.exit_code == 0
+    assert shown.stdout == f"{acutance.kernels.info()}\n"
+    written = run("info", "--json", "-")
+    assert written.exit_code == 0
+    record = json.loads(written.stdout)
+    assert record["auto"] == acutance.kernels.info().auto
+    assert record["threads"] == torch.get_num_threads()
+    run("info", "--json", tmp_path / "info.json")
+    assert json.loads((tmp_path / "info.json").read_text()) == record
+
+
+@pytest.mark.parametrize("given", ["bench", "bench --quick causal-4096", "bench --info"])
+def test_bench_says_where_it_went(run: Callable[..., Any], given: str) -> None:
+    done = run(*given.split())
+    assert done.exit_code == 2
+    assert done.stderr.count("\n") == 1
+    assert "run 'python -m benchmarks' in a checkout" in done.stderr
+    assert " bench" not in run("--help").stdout
+
+
+def test_every_command_is_one_file_and_one_record() -> None:
+    folder = Path(acutance.__file__).parent / "cli"
+    shared = {"__init__", "options", "outputs", "shared"}
+    commands = typer.main.get_command(app).commands
+    shown = {name for name, command in commands.items() if not command.hidden}
+    assert shown == {path.stem for path in folder.glob("*.py")} - shared
+    for name in shown:
+        module = importlib.import_module(f"acutance.cli.{name}")
+        record = getattr(module, f"{name.capitalize()}Options")
+        options = {parameter.name for parameter in commands[name].params} - {"help"}
+        assert options == {field.name for field in fields(record)}

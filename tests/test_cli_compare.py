@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from acutance.cli import app, compare_actions
+from acutance.cli import app
 from acutance.comparison import Comparison, Step, compare, figures, render, runner
 from acutance.mechanisms import MECHANISMS
 from acutance.probing import QueryKeySample
@@ -162,13 +162,16 @@ def test_the_mechanisms_are_listed(run: Callable[..., Any]) -> None:
     assert [line.split()[0] for line in lines] == list(MECHANISMS)
 
 
+compare_runner = runner.compare
+
+
 def interrupted(after: int) -> Callable[..., Comparison]:
     def run(*arguments: Any, progress: Any, **options: Any) -> Comparison:
         def stop(step: Step) -> None:
             if step.done == after:
                 raise KeyboardInterrupt
 
-        return runner.compare(*arguments, progress=stop, **options)
+        return compare_runner(*arguments, progress=stop, **options)
 
     return run
 
@@ -177,7 +180,7 @@ def test_an_interrupt_leaves_nothing_half_written(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, figure = tmp_path / "c.json", tmp_path / "f.png"
-    monkeypatch.setattr(compare_actions, "compare", interrupted(1))
+    monkeypatch.setattr(runner, "compare", interrupted(1))
     result = run(*SMALL, *TWO, "--json", record, "--figure", figure)
     assert result.exit_code == 130
     assert "interrupted" in result.stderr
@@ -185,7 +188,7 @@ def test_an_interrupt_leaves_nothing_half_written(
     assert written["complete"] is False
     assert len(written["results"]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
-    monkeypatch.setattr(compare_actions, "compare", interrupted(0))
+    monkeypatch.setattr(runner, "compare", interrupted(0))
     record.unlink()
     result = run(*SMALL, *TWO, "--json", record)
     assert result.exit_code == 130

@@ -34,7 +34,6 @@ def run() -> Callable[..., Any]:
         ("predict --n 16 --logit-std 1", "--figure"),
         ("temperature --n 16", "--plot"),
         ("compare", "--figure"),
-        ("bench --quick", "--figure"),
     ],
 )
 def test_a_figure_without_matplotlib_is_refused_before_any_work(

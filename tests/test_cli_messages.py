@@ -12,8 +12,8 @@ import torch
 from transformers import GPT2Config, GPT2Model, ViTConfig, ViTModel
 from typer.testing import CliRunner
 
+from acutance.calibration.named_law import named_law
 from acutance.cli import app
-from acutance.cli.calibrate_actions import named_law
 from acutance.corpus import load_model
 
 

@@ -81,7 +81,6 @@ def test_no_output_is_an_input_under_any_name(
     assert "that of SHARD" in refuse("merge", state, "-o", state, "--overwrite")
     assert "that of B" in refuse("diff", text, state, "--csv", state)
     assert "that of --from" in refuse("compare", "--from", text, "--json", text)
-    assert "that of --from" in refuse("bench", "--from", text, "--markdown", text)
     assert {path.read_text() for path in (text, soft, hard, *model.iterdir())} == {BEFORE}
     assert acutance.load(state).layers
 
@@ -94,7 +93,6 @@ def test_no_two_outputs_are_one_file(refuse: Callable[..., str], tmp_path: Path)
         assert "same file as that of" in refuse("probe", "--save", new, "--csv", other)
     figure = tmp_path / "a.svg"
     assert "same file" in refuse("predict", "--n", 8, "--json", figure, "--plot", figure)
-    assert "same file" in refuse("bench", "--figure", figure, "--json", tmp_path / "a-time.svg")
     out = tmp_path / "out"
     out.mkdir()
     said = refuse("reproduce", "noise", "--out", out, "--json", out / "noise.json", "--no-figures")
@@ -109,7 +107,6 @@ def test_a_state_is_replaced_on_demand_only(
     said = "exists already: --resume goes on from it, --overwrite replaces it"
     assert said in refuse("probe", "--save", state)
     assert said in refuse("calibrate", "--save", state)
-    assert said in refuse("bench", "--json", state)
     assert "holds a saved state" in refuse("probe", "--text", text, "--keep-qk", state)
     assert "holds a saved state" in refuse("report", tmp_path / "x", "--json", state)
     assert "begins anew" in refuse("probe", "--save", state, "--resume", "--overwrite")

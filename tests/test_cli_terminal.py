@@ -6,7 +6,6 @@ import io
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from acutance import cli
-from acutance.cli import calibrate_actions as calibrate_command
 from acutance.cli import shared
 from acutance.corpus import load_model, ranks
-from acutance.escapes import in_markdown, in_spreadsheet, visible
+from acutance.escapes import in_spreadsheet, visible
 from acutance.report.exports import csv_bytes
 from acutance.report.screen import Screen, note
 
@@ -73,7 +71,7 @@ def test_a_path_is_shown_as_it_is(
 def test_errors_and_refusals_show_what_is_hidden(run: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / HOSTILE.replace("/", ".").replace(":", "")
     for arguments in (("report", path), ("probe", "--text", path), ("probe", path),
-                      ("bench", "--from", path), ("probe", "--law", path),
+                      ("probe", "--law", path),
                       ("predict", "--n", 8, "--json", path / "x"), ("--\x1b[31m",),):  # fmt: skip
         done = run(*arguments)
         assert done.exit_code in (1, 2), done.output
@@ -93,22 +91,6 @@ def test_text_in_csv_is_no_formula_and_numbers_stay_numbers() -> None:
     assert in_spreadsheet(" =1") == "' =1"
 
 
-def test_a_bench_record_leaves_no_markup_in_a_page(run: Callable[..., Any], tmp_path: Path) -> None:
-    from acutance.bench.page import markdown
-    from acutance.cli.bench_actions import read
-
-    report = read(Path(__file__).parents[1] / "docs" / "_static" / "bench.json")
-    wild = "<script>x</script> ![a](http://b) | `\x1b"
-    rows = tuple(replace(row, reason=wild) for row in report.results[0].rows)
-    results = (replace(report.results[0], rows=rows), *report.results[1:])
-    place = replace(report.environment, processor=wild)
-    page = markdown(replace(report, environment=place, results=results))
-    assert "<script" not in page
-    assert "![a]" not in page
-    assert "\x1b" not in page
-    assert in_markdown(wild) in page
-
-
 @pytest.fixture
 def handled() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
@@ -124,7 +106,7 @@ def handled() -> Iterator[None]:
 def test_a_signal_ends_a_calibration_with_one_line(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int
 ) -> None:
-    monkeypatch.setattr(calibrate_command, "run", lambda *_, **__: os.kill(os.getpid(), kind))
+    monkeypatch.setattr(load_model, "load", lambda *_, **__: os.kill(os.getpid(), kind))
     done = run("calibrate", "--save", tmp_path / "state")
     assert done.exit_code == 130
     told = f"interrupted before the law was found; --resume goes on from {tmp_path / 'state'}"

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from acutance import METRICS, theory
 from acutance.cli import app
-from acutance.cli.predict_measured import sample
 from acutance.report import prediction_figures
+from acutance.report.prediction_sample import sample_rows
 from acutance.report.prediction_table import prediction_table, remarks
 from acutance.report.temperature import advise
 from acutance.rowstats import RowStatistics, observe
@@ -47,7 +47,7 @@ def flat(text: str) -> str:
 @pytest.mark.parametrize("width", [80, 120])
 def test_predict_prints_every_metric_within_the_width(width: int) -> None:
     row = theory.predict("softmax", 4096, logit_std=2.0)
-    for measured in (None, sample(row, 20)):
+    for measured in (None, sample_rows(row, 20)):
         console = Console(width=width, record=True, no_color=True, file=io.StringIO())
         console.print(prediction_table(row, measured))
         lines = console.export_text().splitlines()
@@ -123,12 +123,14 @@ def test_sampled_rows_agree_with_the_prediction(run: Callable[..., Any], tmp_pat
 )
 def test_rows_are_drawn_from_the_law_of_the_prediction(given: dict[str, Any]) -> None:
     row = theory.predict("softmax", 64, **given)
-    found = sample(row, 3000)
+    found = sample_rows(row, 3000)
     for name in ("logit_mean", "entropy", "lse", "top_weight"):
         mean, error = found[name]
         assert abs(mean - row[name]) < 4 * error, name
         assert 0 < error < 0.05 * abs(row[name]) + 0.1
-    assert sample(row, 10, seed=1) == sample(row, 10, seed=1) != sample(row, 10, seed=2)
+    assert (
+        sample_rows(row, 10, seed=1) == sample_rows(row, 10, seed=1) != sample_rows(row, 10, seed=2)
+    )
 
 
 def test_the_json_record_is_the_prediction(run: Callable[..., Any]) -> None:

@@ -18,7 +18,7 @@ from acutance.files import check_regular, write_text, write_whole
 
 NOBODY = 65534
 NOWHERE = (
-    "probe --text /no/text", "report /no/state", "merge /no/state", "bench --from /no/record",
+    "probe --text /no/text", "report /no/state", "merge /no/state",
     "probe --law /no/law", "compare --from /no/state", "calibrate -o /no/where", "probe /no/model",
 )  # fmt: skip
 
@@ -151,7 +151,7 @@ def test_a_file_that_may_not_be_read_takes_one_sentence(nobody: Path) -> None:
     path.chmod(0)
     with pytest.raises(PermissionError, match=r"model.safetensors cannot be read: Permission"):
         check_regular(path)
-    for arguments in (("probe", "--text", path), ("report", path), ("bench", "--from", path),
+    for arguments in (("probe", "--text", path), ("report", path),
                       ("probe", "--law", path), ("compare", "--from", path)):  # fmt: skip
         code, text = said(*arguments)
         assert code == 1
@@ -168,7 +168,7 @@ def test_pipes_devices_and_directories_are_not_waited_for(tmp_path: Path) -> Non
     for path in (pipe, Path("/dev/zero"), folder):
         what = "directory" if path == folder else "pipe or a device"
         for arguments in (
-            ("probe", "--text", path), ("report", path), ("bench", "--from", path),
+            ("probe", "--text", path), ("report", path),
             ("probe", "--law", path), ("compare", "--from", path), ("merge", path),
             ("diff", path, path), ("calibrate", "--text", path),
         ):  # fmt: skip
@@ -184,15 +184,13 @@ def test_pipes_devices_and_directories_are_not_waited_for(tmp_path: Path) -> Non
 
 def test_states_and_records_that_are_pipes_are_not_waited_for(tmp_path: Path) -> None:
     from acutance.calibration.progress import Progress
-    from acutance.reproduce.record import load
+    from acutance.experiments.harness.record import load
 
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for read in (load, Law.load, lambda path: Progress.resume(path, {})):
         with pytest.raises(OSError, match=r"pipe is a pipe or a device, not a file"):
             read(pipe)
-    code, text = said("bench", "--json", pipe, "--resume")
-    assert (code, text) == (1, f"acutance: {pipe} is a pipe or a device, not a file")
 
 
 def test_what_killed_writes_left_goes_with_the_next_write(tmp_path: Path) -> None:

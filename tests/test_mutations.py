@@ -16,17 +16,14 @@ import torch
 from rich.console import Console
 
 import acutance
-from acutance.bench import page, render
-from acutance.bench.records import BenchReport
 from acutance.calibration import ApplyError, Law
 from acutance.calibration.progress import PassState, Progress
-from acutance.cli import bench_actions as bench_command
-from acutance.cli.report_actions import _show
 from acutance.comparison import compare
+from acutance.experiments.harness.record import Claim, Estimate, Record, judge, load, seen
+from acutance.experiments.harness.render import summary as shown_records
 from acutance.from_json import SEAL
 from acutance.probing import QueryKeySample, load_queries_keys, load_state
-from acutance.reproduce.record import Claim, Estimate, Record, judge, load, seen
-from acutance.reproduce.render import summary as shown_records
+from acutance.report.print_summary import print_summary
 from acutance.summary.state import Run, State
 
 COUNT = 2000
@@ -65,7 +62,7 @@ def _state(folder: Path, model: torch.nn.Module) -> Kind:
         path,
         load_state,
         lambda state: (state.run, state.summary.to_dict()),
-        lambda state: (_show(state.summary, None, _console()), state.summary.to_dict()),
+        lambda state: (print_summary(state.summary, _console()), state.summary.to_dict()),
         tensors=True,
     )
 
@@ -132,26 +129,6 @@ def _law(folder: Path, model: torch.nn.Module) -> Kind:
     return Kind(path, Law.load, Law.record, show)
 
 
-def _bench(folder: Path) -> Kind:
-    path = folder / "bench.json"
-    old = Path(__file__).parents[1] / "docs" / "_static" / "bench.json"
-    whole = BenchReport.from_json(old.read_text(encoding="utf-8"))
-    few = [each for each in whole.results if each.case.goals][:2]
-    path.write_text(BenchReport(*_parts(whole), tuple(few), True).to_json(), encoding="utf-8")
-
-    def show(report: BenchReport) -> None:
-        console = _console()
-        console.print(render.table(report))
-        console.print(render.goals(report))
-        page.markdown(report)
-
-    return Kind(path, bench_command.read, lambda report: report, show)
-
-
-def _parts(report: BenchReport) -> tuple[Any, Any, Any]:
-    return report.settings, report.environment, report.peaks
-
-
 def _reproduced(folder: Path) -> Kind:
     path = folder / "record.json"
     claims = (
@@ -180,7 +157,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
     model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
     made = (_state, _sample, _calibration, _law)
     found = {make.__name__: make(folder, model) for make in made}
-    return found | {"_bench": _bench(folder), "_reproduced": _reproduced(folder)}
+    return found | {"_reproduced": _reproduced(folder)}
 
 
 def _one_line(error: Exception) -> str:
@@ -191,7 +168,7 @@ def _one_line(error: Exception) -> str:
     return text
 
 
-NAMES = ("_state", "_sample", "_calibration", "_law", "_bench", "_reproduced")
+NAMES = ("_state", "_sample", "_calibration", "_law", "_reproduced")
 
 
 @pytest.mark.parametrize("count", [COUNT // 5, pytest.param(COUNT, marks=pytest.mark.slow)])
@@ -228,7 +205,7 @@ def test_damaged_and_forged_files(
 
 
 def test_files_of_the_first_version_have_no_digest(kinds: dict[str, Kind], tmp_path: Path) -> None:
-    for name in ("_law", "_bench", "_reproduced"):
+    for name in ("_law", "_reproduced"):
         kind, path = kinds[name], tmp_path / name
         record = json.loads(kind.path.read_text())
         del record[SEAL]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from acutance import (
-        bench,
         calibration,
         comparison,
         kernels,
@@ -55,7 +54,6 @@ __all__ = [
     "__version__",
     "apply",
     "attention",
-    "bench",
     "calibrate",
     "calibration",
     "classify",
@@ -108,7 +106,6 @@ _HOMES = {
     "tap": "acutance.probing",
 }
 _MODULES = (
-    "bench",
     "calibration",
     "comparison",
     "kernels",

@@ -1,15 +1,14 @@
 """Text from outside made safe to show: file names, names in models, records of other machines.
 
-Whatever is printed or written for people to read goes through :func:`visible`; spreadsheets,
-Markdown and terminals without Unicode have functions for their special characters.
+Whatever is printed or written for people to read goes through :func:`visible`; spreadsheets and
+terminals without Unicode have functions for their special characters.
 """
 
 from __future__ import annotations
 
-import html
 import re
 
-__all__ = ["in_markdown", "in_spreadsheet", "printable", "visible", "visible_lines"]
+__all__ = ["in_spreadsheet", "printable", "visible", "visible_lines"]
 
 #: Control characters, marks that change a line's direction, line and paragraph separators,
 #: zero-width characters, tags and lone surrogates.
@@ -51,17 +50,6 @@ def in_spreadsheet(text: str) -> str:
     """
     escaped = visible(text)
     return f"'{escaped}" if escaped.lstrip()[:1] in ("=", "+", "-", "@") else escaped
-
-
-def in_markdown(text: str) -> str:
-    r"""Make a text safe for one cell or line of Markdown: no links, no HTML.
-
-    Example:
-        >>> print(in_markdown("<script> a|b [x](y) `c`"))
-        &lt;script&gt; a\|b \[x\](y) `c`
-    """
-    escaped = re.sub(r"([\\|\[\]])", r"\\\1", visible(text))
-    return html.escape(escaped, quote=False)
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import stat
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ __all__ = [
     "finite",
     "holds_state",
     "may_write",
+    "put_text",
     "refuse_replacing",
     "tidy",
     "write_bytes",
@@ -245,6 +247,14 @@ def refuse_replacing(path: str | os.PathLike[str], *, resume: bool, overwrite: b
         raise FileExistsError(
             f"{os.fspath(path)} exists: resume=True continues it, overwrite=True replaces it"
         )
+
+
+def put_text(text: str, path: Path) -> None:
+    """Write a text to a file, or to standard output where the path is "-"."""
+    if str(path) == "-":
+        sys.stdout.write(text)
+    else:
+        write_text(path, text)
 
 
 def write_each(

@@ -13,9 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 import acutance
+from acutance.calibration.named_law import named_law
 from acutance.calibration.sample import draw, spread
 from acutance.cli import app
-from acutance.cli.calibrate_actions import named_law
 from acutance.corpus import load_model
 from acutance.corpus.texts import Text, windows
 from acutance.scaling import LogN, SSMax

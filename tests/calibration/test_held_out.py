@@ -12,7 +12,7 @@ from torch import Tensor
 
 import acutance
 from acutance.calibration import Law, Measured, measure
-from acutance.reproduce import texts
+from acutance.experiments.models import texts
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from acutance.bench.cases import CASES
-from acutance.bench.records import BenchReport, CaseResult
+from benchmarks.cpu.cases import CASES
+from benchmarks.cpu.records import BenchReport, CaseResult
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

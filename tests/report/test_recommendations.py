@@ -15,7 +15,6 @@ import torch
 import acutance
 from acutance.diagnose.recommendations import KINDS
 from acutance.diagnose.rules import COLLAPSE, DEAD, DIFFUSE, LARGE_LOGIT, RULES, SINK
-from acutance.files import write_each
 from acutance.probing import HeadSummary, Moments, Profile
 from acutance.report import NOTHING, Recommendation, in_words, recommendations
 from acutance.report.exports import exports
@@ -267,7 +266,7 @@ def test_of_heads_without_growth_hardly_one_in_a_hundred_is_named() -> None:
 def test_everything_is_plain_json(summary_of: Make, tmp_path: Path) -> None:
     summary = summary_of((2,), first_weight={(0, 0): 0.9}, max_logit={(0, 1): 300.0})
     path = tmp_path / "out.json"
-    write_each(exports(summary, {"--json": path}))
+    exports(summary)["--json"](path)
     record = json.loads(path.read_text())
     assert [each["kind"] for each in record["recommendations"]] == ["large_logits", "sink"]
     first = record["recommendations"][0]

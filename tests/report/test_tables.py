@@ -15,15 +15,16 @@ from typer.testing import CliRunner
 from acutance.calibration.render import show
 from acutance.calibration.result import Calibration, HeadCalibration
 from acutance.cli import app
-from acutance.cli import bench_actions as bench_command
 from acutance.comparison import Comparison, compare, render
+from acutance.experiments.harness.render import listing, summary
+from acutance.experiments.harness.runner import run_one
 from acutance.probing import HeadSummary, diff
 from acutance.report import console_table
 from acutance.report.diff_console import print_diff
 from acutance.report.screen import NumberTable
 from acutance.reproduce import EXPERIMENTS
-from acutance.reproduce.render import listing, summary
-from acutance.reproduce.runner import run_one
+from benchmarks.cpu import render as bench_render
+from benchmarks.cpu.records import BenchReport
 
 Make = Callable[..., HeadSummary]
 Printer = Callable[[Console], None]
@@ -132,12 +133,11 @@ def test_numbers_of_a_comparison_are_whole(comparison: Comparison, width: int) -
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_numbers_of_a_benchmark_are_whole(width: int) -> None:
+    report = BenchReport.from_json(RECORD.read_text(encoding="utf-8"))
+
     def printed(console: Console) -> None:
-        bench_command.bench(
-            [], threads="1", quick=False, rounds=None, memory=True, to_json=None, resume=False,
-            to_markdown=None, to_figure=None, record=RECORD, listing=False,
-            console=lambda **_: console,
-        )  # fmt: skip
+        console.print(bench_render.table(report))
+        console.print(bench_render.goals(report))
 
     def decimals(width: int) -> set[str]:  # names of cases may fold, and hold whole numbers
         return {number for number in numbers(printed, width) if "." in number}

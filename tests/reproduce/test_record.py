@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from acutance.experiments.harness.record import Estimate, decided, seen
+from acutance.experiments.harness.render import verdict
 from acutance.reproduce import Claim, Record, Row, judge, load
-from acutance.reproduce.record import Estimate, decided, seen
-from acutance.reproduce.render import verdict
 
 
 def rows_at(claim: Claim, misses: dict[float, float]) -> list[Row]:

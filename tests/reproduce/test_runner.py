@@ -15,10 +15,9 @@ import torch
 from typer.testing import CliRunner
 
 from acutance.cli import INTERRUPTED, app
-from acutance.cli import reproduce_actions as command_module
+from acutance.experiments.models.fitting import Plan, fit
+from acutance.experiments.models.small import seeded
 from acutance.reproduce import EXPERIMENTS, Experiment, Row, Run, load, pick, run
-from acutance.reproduce.fitting import Plan, fit
-from acutance.reproduce.small import seeded
 
 QUICKEST = ("sparsity_decay", "ssmax")
 
@@ -136,7 +135,7 @@ def test_an_interrupt_keeps_what_finished(
     with monkeypatch.context() as patch:
         patch.setitem(EXPERIMENTS, "ssmax", one)
         result = call(*QUICKEST, "--json", tmp_path / "all.json", "--no-figures")
-    assert result.exit_code == INTERRUPTED == command_module.INTERRUPTED
+    assert result.exit_code == INTERRUPTED
     assert "interrupted after 1 of 2 experiments" in result.output
     assert load(tmp_path / "sparsity_decay.json").as_expected
     assert not (tmp_path / "ssmax.json").exists()

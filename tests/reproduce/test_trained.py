@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import acutance
-from acutance.reproduce import decoder, first, texts, trained
-from acutance.reproduce.fitting import Plan, fit
-from acutance.reproduce.small import Encoder, seeded
+from acutance.experiments import first
+from acutance.experiments.models import texts, trained
+from acutance.experiments.models.fitting import Plan, fit
+from acutance.experiments.models.small import Encoder, seeded
+from acutance.reproduce import decoder
 from acutance.scaling import LogN
 
 Loss = Callable[[nn.Module, torch.Generator], Tensor]

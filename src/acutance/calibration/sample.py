@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from acutance.corpus import texts as corpus
+import torch
 
-__all__ = ["Sample", "draw", "spread", "told"]
+from acutance.corpus import texts as corpus
+from acutance.corpus.load_model import TextModel
+
+__all__ = ["Sample", "batches", "default_lengths", "draw", "spread", "told"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,34 @@ def draw(
         chosen = spread(len(whole), most or len(whole), seed)
         found[length] = Sample([whole[place] for place in chosen], len(whole), tokens)
     return found
+
+
+def default_lengths(loaded: TextModel) -> tuple[int, ...]:
+    """An eighth of the model's longest window, and its doubles."""
+    longest = loaded.window(None)
+    return tuple(sorted({max(2, longest >> step) for step in (3, 2, 1, 0)}))
+
+
+def batches(
+    loaded: TextModel, samples: Mapping[int, Sample], size: int
+) -> dict[int, list[dict[str, Any]]]:
+    """The windows of every length, as many tokens at once as ``size`` of the longest have."""
+    windows, longest = {}, max(samples)
+    for length, sample in samples.items():
+        together = max(1, size * longest // length)
+        windows[length] = [
+            _batch(loaded, sample.pieces[start : start + together])
+            for start in range(0, len(sample.pieces), together)
+        ]
+    return windows
+
+
+def _batch(loaded: TextModel, pieces: Sequence[Sequence[int]]) -> dict[str, Any]:
+    ids = torch.tensor(pieces, dtype=torch.int64)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False):
+        batch |= {"decoder_input_ids": ids, "decoder_attention_mask": torch.ones_like(ids)}
+    return batch
 
 
 def told(samples: Mapping[int, Sample]) -> str:

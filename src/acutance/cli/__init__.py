@@ -8,9 +8,20 @@ from typing import Annotated
 
 import typer
 
-from acutance.cli import bench, calibration, comparison, probing, reproduce, states, theory
+from acutance.cli import (
+    calibrate,
+    compare,
+    diff,
+    info,
+    merge,
+    predict,
+    probe,
+    report,
+    reproduce,
+    temperature,
+)
 from acutance.cli.options import NO_TYPE, Command, Group
-from acutance.cli.shared import INTERRUPTED, ended_as_interrupted
+from acutance.cli.shared import INTERRUPTED, ended_as_interrupted, fail
 
 __all__ = ["INTERRUPTED", "app", "main"]
 
@@ -48,16 +59,30 @@ def _root(
     """How sharply does attention focus? Measure it on any model, for every head and row."""
 
 
-app.command("probe", cls=Command)(probing.probe_command)
-app.command("merge", cls=Command)(states.merge_command)
-app.command("report", cls=Command)(states.report_command)
-app.command("diff", cls=Command)(states.diff_command)
-app.command("predict", cls=Command)(theory.predict_command)
-app.command("temperature", cls=Command)(theory.temperature_command)
-app.command("calibrate", cls=Command)(calibration.calibrate_command)
-app.command("compare", cls=Command)(comparison.compare_command)
-app.command("reproduce", cls=Command)(reproduce.reproduce_command)
-app.command("bench", cls=Command)(bench.bench_command)
+app.command("probe", cls=Command)(probe.probe)
+app.command("merge", cls=Command)(merge.merge)
+app.command("report", cls=Command)(report.report)
+app.command("diff", cls=Command)(diff.diff)
+app.command("predict", cls=Command)(predict.predict)
+app.command("temperature", cls=Command)(temperature.temperature)
+app.command("calibrate", cls=Command)(calibrate.calibrate)
+app.command("compare", cls=Command)(compare.compare)
+app.command("reproduce", cls=Command)(reproduce.reproduce)
+app.command("info", cls=Command)(info.info)
+
+
+@app.command(
+    "bench",
+    hidden=True,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def _bench() -> None:
+    """Say where the benchmark went."""
+    fail(
+        "bench is no command any more: run 'python -m benchmarks' in a checkout of acutance, or "
+        "'acutance info' for which kernels run here"
+    )
+    raise typer.Exit(2)
 
 
 def main() -> None:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from inspect import get_annotations
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 from typer.core import TyperCommand
 
 from acutance.cli.shared import Commands
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from acutance.corpus.load_model import TextModel
+
+Given = TypeVar("Given", bound="DataclassInstance")
 #: What help shows in place of the type of a switch.
 NO_TYPE = " "
 #: Headings of a help page with many options.
@@ -104,6 +111,14 @@ Metric = Annotated[
 Dark = Annotated[bool, typer.Option("--dark", help="Draw on a dark page.")]
 
 
+def load_model(options: Any, device: str) -> TextModel:
+    """The model that a record of options names, on a device."""
+    from acutance.corpus.load_model import load
+
+    names = ("tokenizer", "attention", "trust_remote_code", "allow_pickle", "allow_missing")
+    return load(options.model, device=device, **{name: getattr(options, name) for name in names})
+
+
 def check_resume(resume: bool, save: Path | None) -> None:
     """Refuse to go on from nothing."""
     if resume and save is None:
@@ -131,21 +146,25 @@ def check_metrics(names: Iterable[str]) -> None:
             raise typer.BadParameter(str(error), param_hint="--metric") from error
 
 
-def grouped(command: Callable[..., None], sections: Mapping[str, str]) -> Callable[..., None]:
-    """The same command, its options under headings in its help, and switches without a type.
+def command(
+    options: type[Given], sections: Mapping[str, str]
+) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
+    """Make a function of one record of options a command: the fields are its options.
+
+    Modules of commands do not postpone annotations: to evaluate a hundred of them from text takes
+    milliseconds of every start.
 
     Args:
-        command: a command whose options are annotated.
-        sections: under each heading, the names of its parameters, separated by spaces.
+        options: a frozen dataclass whose fields are annotated with what typer needs.
+        sections: headings of the help page, each with names of fields, separated by spaces.
     """
     panels = {name: heading for heading, names in sections.items() for name in names.split()}
     # not get_type_hints: Python 3.10 hides an annotation in Optional where the default is None
-    hints = get_annotations(command, eval_str=True)
-    unknown = panels.keys() - hints.keys()
-    if unknown:
-        raise ValueError(f"{command.__name__} has no parameter {', '.join(sorted(unknown))}")
+    hints = inspect.get_annotations(options, eval_str=True)
+    if unknown := panels.keys() - hints.keys():
+        raise ValueError(f"{options.__name__} has no field {', '.join(sorted(unknown))}")
     for name, hint in hints.items():
-        kind, *more = get_args(hint) or (hint,)
+        kind, *more = get_args(hint)
         for info in more:
             if not isinstance(info, typer.models.OptionInfo):
                 continue
@@ -154,8 +173,27 @@ def grouped(command: Callable[..., None], sections: Mapping[str, str]) -> Callab
             if kind in (bool, bool | None) and not shown.metavar:
                 shown.metavar = NO_TYPE
             hints[name] = Annotated[kind, shown]
-    command.__annotations__ = hints
-    return command
+
+    def wrap(action: Callable[[Given], None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            action(options(**given))
+
+        run.__doc__ = action.__doc__
+        run.__annotations__ = hints
+        vars(run)["__signature__"] = inspect.Signature(
+            [
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                    annotation=hints[field.name],
+                )
+                for field in fields(options)
+            ]
+        )
+        return run
+
+    return wrap
 
 
 class Command(TyperCommand):

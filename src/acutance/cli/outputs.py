@@ -1,18 +1,23 @@
-"""Where the files of a command may go: nothing that is read, nothing twice, no saved state lost."""
+"""Where the files of a command may go, and how they are written.
+
+Nothing that is read is replaced, nothing is written twice, no saved state is lost.
+"""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from acutance.files import holds_state, may_write
+from acutance.cli.shared import console
+from acutance.files import holds_state, may_write, write_each
 
-__all__ = ["Overwrite", "check_outputs"]
+__all__ = ["Overwrite", "check_outputs", "write_and_show"]
 
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the state that the file holds, if any.")
@@ -78,6 +83,41 @@ def check_outputs(
             raise typer.BadParameter(
                 f"{path} holds a saved state, which it would replace", param_hint=option
             )
+
+
+def write_and_show(
+    writers: Mapping[str, Callable[[Path], object]],
+    targets: Mapping[str, Path | None],
+    show: Callable[[Any], object],
+) -> None:
+    """Write what was asked for and say where; then show the table, unless a file takes its place.
+
+    Args:
+        writers: what writes each file.
+        targets: where each goes, by the same names; None and "-" (standard output) are said nothing
+            of, others that have no writer are left alone.
+        show: prints the table on a console.
+
+    Raises:
+        Exception: what a writer raised, once all have been tried.
+    """
+    from acutance.report.screen import note
+
+    steps: dict[str, Callable[[], object]] = {
+        name: partial(write, path)
+        for name, write in writers.items()
+        if (path := targets.get(name)) is not None
+    }
+    if not any(str(path) == "-" for path in targets.values()):
+        steps["the table"] = lambda: show(console(stderr=False))
+
+    def written(name: str) -> None:
+        path = targets.get(name)
+        if path is not None and str(path) != "-":
+            what = name.removeprefix("--")
+            console().print(note((f"{what} written to", "dim"), f" {path}"))
+
+    write_each(steps, written)
 
 
 def _unwritable(path: Path) -> str:

@@ -1,84 +1,185 @@
-"""The command that tests published claims."""
+"""``acutance reproduce``: test published claims."""
 
-from __future__ import annotations
-
+import json as json_format
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acutance.cli.options import WRITE, grouped
+from acutance.cli.options import WRITE, command
 from acutance.cli.outputs import check_outputs
-from acutance.cli.shared import console, need, plain_errors
+from acutance.cli.shared import INTERRUPTED, console, need, plain_errors
+
+if TYPE_CHECKING:
+    from acutance.experiments.harness.experiment import Experiment
+    from acutance.experiments.harness.record import Record
+
+AS_EXPECTED, OTHERWISE = 0, 1
 
 
-def reproduce_command(
+@dataclass(frozen=True, repr=False, eq=False)
+class ReproduceOptions:
+    """The options of ``acutance reproduce``."""
+
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help="Experiments. Default: all of them."),
-    ] = None,
+    ] = None
     quick: Annotated[
         bool, typer.Option("--quick", help="Run at small sizes: a minute or two in all.")
-    ] = False,
+    ] = False
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where records and figures go.")
-    ] = Path("acutance-reproduce"),
+    ] = Path("acutance-reproduce")
     seed: Annotated[
         int, typer.Option("--seed", min=0, max=2**32 - 1, help="Of all random numbers.")
-    ] = 0,
+    ] = 0
     force: Annotated[
         bool, typer.Option("--force", help="Measure again, and replace records of other runs.")
-    ] = False,
+    ] = False
     figures: Annotated[
         bool, typer.Option("--figures/--no-figures", help="Draw (needs acutance\\[plots]).")
-    ] = True,
+    ] = True
     json: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write all records, '-' for standard output."),
-    ] = None,
-    listing: Annotated[bool, typer.Option("--list", help="Show the experiments and end.")] = False,
-) -> None:
+    ] = None
+    listing: Annotated[bool, typer.Option("--list", help="Show the experiments and end.")] = False
+
+
+@command(ReproduceOptions, {WRITE: "out force figures json"})
+def reproduce(options: ReproduceOptions) -> None:
     """Test published claims about attention: predicted, measured, verdict, figure."""
-    check_outputs({"--json": json})
+    out = options.out
+    check_outputs({"--json": options.json})
     with plain_errors():
         for part in (out, *out.parents):  # before a long run, not after its first experiment
             if os.path.exists(part) and not os.path.isdir(part):
                 raise typer.BadParameter(f"{part} is not a directory", param_hint="--out")
-        from acutance.cli import reproduce_actions
-        from acutance.reproduce import EXPERIMENTS, pick, render, runner
+        from acutance.experiments import EXPERIMENTS
+        from acutance.experiments.harness import render, runner
 
         try:
-            chosen = pick(names or [], EXPERIMENTS)
+            chosen = runner.pick(options.names or [], EXPERIMENTS)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="NAME") from error
         records = {f"the record of {one.name}": out / f"{one.name}.json" for one in chosen}
-        check_outputs({**records, "--json": json} if os.path.isdir(out) else {"--json": json})
-        if listing:
+        check_outputs({**(records if os.path.isdir(out) else {}), "--json": options.json})
+        if options.listing:
             console(stderr=False).print(render.listing(chosen))
             return
-        if not force:
+        if not options.force:
             try:
-                runner.check_others(chosen, out, quick=quick, seed=seed)
+                runner.check_others(chosen, out, quick=options.quick, seed=options.seed)
             except ValueError as error:
                 raise typer.BadParameter(str(error), param_hint="--out") from error
-        if figures:
+        if options.figures:
             need("matplotlib", "plots", "drawing", ", or leave figures out: --no-figures")
         try:
-            status = reproduce_actions.reproduce(
-                chosen,
-                out,
-                quick=quick,
-                seed=seed,
-                force=force,
-                figures=figures,
-                to_json=json,
-                console=console,
-            )
+            status = _run(chosen, options)
         except FloatingPointError as error:  # a training whose loss is no longer finite
             raise RuntimeError(str(error)) from error
     if status:
         raise typer.Exit(status)
 
 
-grouped(reproduce_command, {WRITE: "out force figures json"})
+def _run(chosen: "Sequence[Experiment]", options: ReproduceOptions) -> int:
+    """Run experiments and print what they find; each prediction is printed before it begins.
+
+    Experiments that need a package which is not installed are left out, unless all do.
+
+    Returns:
+        The exit status: 0 if every verdict is of the kind expected, 1 if one is not, 130 after ^C,
+        which keeps what has finished.
+    """
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from acutance.experiments.harness import render
+    from acutance.experiments.harness.runner import missing, run
+    from acutance.report.screen import note
+
+    notes = console()
+    left_out = [experiment for experiment in chosen if missing(experiment)]
+    if len(left_out) < len(chosen):  # otherwise the run says what to install
+        for experiment in left_out:
+            said = f"{experiment.name}: left out, it needs {experiment.needs}"
+            notes.print(Text(said, style="yellow"))
+        chosen = [experiment for experiment in chosen if experiment not in left_out]
+    records: list[Record] = []
+    complete, failure = True, None
+    status: Any = None
+
+    def progress(line: str) -> None:
+        status.update(Text(line))
+
+    try:
+        outcomes = run(
+            chosen,
+            options.out,
+            quick=options.quick,
+            seed=options.seed,
+            force=options.force,
+            figures=options.figures,
+            note=progress,
+        )
+        for index, experiment in enumerate(chosen, 1):
+            notes.print(Text(f"{experiment.name}: {experiment.title}", style="bold"))
+            notes.print(Padding(Text(f"predicted: {experiment.prediction}"), (0, 0, 0, 2)))
+            tested = experiment.tested(quick=options.quick)
+            left = "; ".join(claim.text for claim in experiment.claims if claim not in tested)
+            if left:
+                notes.print(Padding(Text(f"tested at full size only: {left}"), (0, 0, 0, 2)))
+            with notes.status(note(f"{index}/{len(chosen)} {experiment.name}")) as status:
+                outcome = next(outcomes)
+            records.append(outcome.record)
+            how = (
+                "read from an earlier run" if outcome.resumed else f"{outcome.record.seconds:.1f} s"
+            )
+            line = Text("found: ").append_text(
+                render.verdict(outcome.record.judgements[0], outcome.record.rows)
+            )
+            notes.print(Padding(line.append(f"  ({how})", style="dim"), (0, 0, 1, 2)))
+    except KeyboardInterrupt:
+        complete = False
+        notes.print(
+            note(
+                ("interrupted", "yellow"),
+                f" after {len(records)} of {len(chosen)} experiments; "
+                "the same command goes on from there",
+            )
+        )
+    except Exception as error:  # what has finished is written first
+        complete, failure = False, error
+    if options.json is not None:
+        _write(records, chosen, complete, options.json)
+    if records and str(options.json) != "-":
+        output = console(stderr=False)
+        output.print(render.summary(records, output.width))
+        what = "records and figures" if options.figures else "records"
+        notes.print(note((f"{what} in", "dim"), f" {options.out}"))
+    if failure is not None:
+        raise failure
+    if not complete:
+        return INTERRUPTED
+    return AS_EXPECTED if all(record.as_expected for record in records) else OTHERWISE
+
+
+def _write(
+    records: "Sequence[Record]", chosen: "Sequence[Experiment]", complete: bool, path: Path
+) -> None:
+    """All records in one JSON file, or on standard output."""
+    from acutance.experiments.harness.record import SCHEMA
+    from acutance.files import put_text
+
+    whole = {
+        "schema": SCHEMA,
+        "complete": complete,
+        "asked_for": [experiment.name for experiment in chosen],
+        "records": [record.to_dict() for record in records],
+    }
+    text = json_format.dumps(whole, ensure_ascii=False, allow_nan=False, indent=1)
+    put_text(text + "\n", path)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.bench.measure import MIB, Taken, high_water, timed
+from acutance.comparison.cost import MIB, Seconds, high_water, timed
 from acutance.comparison.inputs import Inputs
 from acutance.comparison.record import COMPARED
 from acutance.mechanisms import Mechanism
@@ -162,7 +162,7 @@ def cost(mechanism: Mechanism, inputs: Inputs) -> Cost:
             inputs.query, inputs.key, inputs.value, is_causal=inputs.is_causal, rows="sums"
         )
 
-    timings: list[Taken] = []
+    timings: list[Seconds] = []
     with torch.no_grad():
         few = min(64, inputs.n)
         parts = (part[:, :, :few] for part in (inputs.query, inputs.key, inputs.value))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from acutance.diagnose.recommendations import recommendations
 from acutance.escapes import in_spreadsheet
-from acutance.files import as_json, write_bytes, write_text
+from acutance.files import as_json, put_text, write_bytes
 from acutance.summary.head_summary import HeadSummary
 
 __all__ = ["STANDARD_OUTPUT", "Targets", "csv_bytes", "put_csv", "exports", "put_json"]
@@ -21,26 +20,18 @@ Targets = Mapping[str, Path | None]
 STANDARD_OUTPUT = "-"
 
 
-def to_output(targets: Targets) -> bool:
-    """Whether an export replaces the table on standard output."""
-    return any(str(path) == STANDARD_OUTPUT for path in targets.values())
-
-
 def exports(
     summary: HeadSummary,
-    targets: Targets,
     *,
     chart: str = "heads",
     metric: str | None = None,
     dark: bool = False,
     key_norms: Mapping[str, Any] | None = None,
-) -> dict[str, Callable[[], object]]:
-    """Functions that write the requested files, by option; for :func:`acutance.files.write_each`.
+) -> dict[str, Callable[[Path], object]]:
+    """Functions that write each file, by its option.
 
     Args:
         summary: any head summary.
-        targets: paths by option: ``--json``, ``--csv``, ``--parquet``, ``--report``, ``--figure``;
-            others are ignored.
         chart: which figure, a name of :data:`acutance.report.charts.CHARTS`.
         metric: what the figure shows; None is what suits it.
         dark: whether the figure has a dark page.
@@ -62,27 +53,19 @@ def exports(
 
         draw(summary, path, chart=chart, metric=metric, dark=dark)
 
-    steps: dict[str, Callable[[Path], object]] = {
+    return {
         "--json": json_to,
         "--csv": lambda path: put_csv(summary.to_arrow(), path),
         "--parquet": summary.to_parquet,
         "--report": page_to,
         "--figure": figure_to,
     }
-    return {
-        option: partial(step, path)
-        for option, step in steps.items()
-        if (path := targets.get(option)) is not None
-    }
 
 
 def put_json(record: Any, path: Path) -> None:
     """Write a record as JSON to a file or to standard output."""
     text = as_json(record)
-    if str(path) == STANDARD_OUTPUT:
-        sys.stdout.write(text + "\n")
-    else:
-        write_text(path, text)
+    put_text(text + "\n" if str(path) == STANDARD_OUTPUT else text, path)
 
 
 def put_csv(table: Any, path: Path) -> None:

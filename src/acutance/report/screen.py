@@ -9,13 +9,14 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
-from acutance.escapes import visible, visible_lines
+from acutance.escapes import printable, visible, visible_lines
 
-__all__ = ["NumberTable", "Screen", "note"]
+__all__ = ["NumberTable", "Screen", "note", "print_sentences"]
 
 
 class Screen(Console):
@@ -169,3 +170,11 @@ class NumberTable(Table):
         part.caption = self.caption if last else None
         part.show_header = self.show_header or not (first and last)
         yield from Table.__rich_console__(part, console, options)
+
+
+def print_sentences(console: Console, title: str, sentences: Iterable[str]) -> None:
+    """Print a heading, and a bullet for each sentence."""
+    console.print(f"\n{title}", style="bold")
+    ascii_only = console.options.ascii_only
+    for sentence in sentences:
+        console.print(Padding(Text(printable(f"• {sentence}", ascii_only)), (0, 0, 0, 1)))

@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks`` is that of the CPU; the other files are programs."""

@@ -1,0 +1,214 @@
+"""``acutance compare``: mechanisms side by side."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from acutance.cli.options import MEASURE, WRITE, Dark, JsonTo, command
+from acutance.cli.outputs import check_outputs, write_and_show
+from acutance.cli.shared import (
+    INTERRUPTED,
+    check_figure,
+    console,
+    misuse,
+    plain_errors,
+)
+
+if TYPE_CHECKING:
+    from acutance.comparison.record import Comparison
+    from acutance.comparison.runner import Step
+    from acutance.probing.query_key_sample import QueryKeySample
+    from acutance.report.screen import NumberTable
+
+#: What ``predict`` calls a mechanism, where that is another name.
+_ALSO = {"softmax": "scaled_dot"}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class CompareOptions:
+    """The options of ``acutance compare``."""
+
+    n: Annotated[
+        str | None,
+        typer.Option("--n", metavar="NUMBERS", help="Keys a row sees. Default: 256,1024,4096."),
+    ] = None
+    d: Annotated[int, typer.Option("--d", min=2, help="Width of queries and keys.")] = 64
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--mechanism", metavar="NAME", help="Repeat it for more; 'all'. Default: twelve."
+        ),
+    ] = None
+    heads: Annotated[int, typer.Option("--heads", min=1, help="Heads, each with own keys.")] = 16
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 1
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Rows of each head.")] = 16
+    mean: Annotated[
+        str, typer.Option("--mean", metavar="Q[,K]", help="Mean of queries and keys.")
+    ] = "0"
+    std: Annotated[
+        str, typer.Option("--std", metavar="Q[,K]", help="Their standard deviation.")
+    ] = "1"
+    causal: Annotated[
+        bool, typer.Option("--causal", help="Rows see the keys up to their own place only.")
+    ] = False
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of all random numbers.")] = 0
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="STATE", help="Queries and keys that 'probe --keep-qk' wrote."
+        ),
+    ] = None
+    costs: Annotated[
+        bool, typer.Option("--costs/--no-costs", help="Measure time and peak memory.")
+    ] = True
+    json: JsonTo = None
+    figure: Annotated[
+        Path | None,
+        typer.Option("--figure", metavar="FILE", help="Draw effective keys by n: .png or .svg."),
+    ] = None
+    dark: Dark = False
+    listing: Annotated[bool, typer.Option("--list", help="Show the mechanisms and end.")] = False
+
+
+@command(
+    CompareOptions,
+    {
+        MEASURE: "n d mechanism heads batch samples mean std causal seed state costs",
+        WRITE: "json figure dark",
+    },
+)
+def compare(options: CompareOptions) -> None:
+    """Compare attention mechanisms: concentration measured and predicted, time, memory."""
+    check_outputs({"--json": options.json, "--figure": options.figure}, {"--from": options.state})
+    check_figure("--figure", options.figure)
+    if options.listing:
+        with plain_errors():
+            console(stderr=False).print(_listing())
+        return
+    with plain_errors():
+        from acutance.comparison import runner
+        from acutance.probing.query_key_sample import load_queries_keys
+
+        source = None if options.state is None else load_queries_keys(options.state)
+    with misuse():
+        arguments = _arguments(options, source)
+    with plain_errors():
+        with _bar(console()) as progress:
+            comparison = runner.compare(**arguments, progress=progress)
+        _show(comparison, options)
+    if not comparison.complete:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _show(comparison: "Comparison", options: CompareOptions) -> None:
+    """Print a comparison and write its files; of an interrupted one the record, and no figure."""
+    from acutance.files import put_text
+    from acutance.report.screen import note
+
+    if not comparison.complete:
+        said = ": what follows is what was done by then"
+        console().print(note(("interrupted", "yellow"), said))
+
+    def draw(path: Path) -> None:
+        from acutance.comparison.figures import draw
+        from acutance.report.plot_style import DARK, LIGHT
+
+        draw(comparison, path, theme=DARK if options.dark else LIGHT)
+
+    write_and_show(
+        {"json": lambda path: put_text(comparison.to_json(), path), "figure": draw},
+        {"json": options.json, "figure": options.figure if comparison.complete else None},
+        lambda screen: _print(comparison, screen),
+    )
+
+
+def _print(comparison: "Comparison", screen: Any) -> None:
+    from rich.text import Text
+
+    from acutance.comparison import render
+    from acutance.escapes import printable
+    from acutance.report.screen import print_sentences
+
+    screen.print(render.table(comparison))
+    screen.print()
+    for line in render.legend(comparison, screen.width >= render.WIDE):
+        screen.print(Text(printable(line, screen.options.ascii_only), style="dim"))
+    print_sentences(screen, f"What it shows: {render.QUESTION}", render.sentences(comparison))
+
+
+def _listing() -> "NumberTable":
+    """Every mechanism with its title."""
+    from acutance.mechanisms import MECHANISMS
+    from acutance.report.screen import NumberTable
+
+    body = NumberTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    body.add_column("mechanism", no_wrap=True)
+    body.add_column("what it is")
+    for name, entry in MECHANISMS.items():
+        body.add_row(name, entry.title)
+    return body
+
+
+def _arguments(options: CompareOptions, source: "QueryKeySample | None") -> dict[str, Any]:
+    """Arguments of :func:`acutance.comparison.compare`, from options.
+
+    Raises:
+        ValueError: if a mechanism is unknown (the nearest is named), or a text holds no numbers.
+    """
+    from acutance.comparison.runner import DEFAULT_LENGTHS, pick
+
+    n = options.n
+    names = [_ALSO.get(name, name) for name in options.mechanism or []]
+    arguments: dict[str, Any] = {"mechanisms": pick(names or None)}
+    arguments["n"] = tuple(_numbers("n", n, int)) if n is not None else DEFAULT_LENGTHS
+    if min(arguments["n"]) < 2:
+        raise ValueError(f"n: a row sees at least 2 keys, got {n!r}")
+    for name, text in (("mean", options.mean), ("std", options.std)):
+        values = tuple(_numbers(name, text, float))
+        if len(values) > 2:
+            raise ValueError(f"{name}: one number, or two for queries and keys, got {text!r}")
+        if not all(math.isfinite(value) and (name == "mean" or value > 0) for value in values):
+            raise ValueError(
+                f"{name}: finite{' and above 0' if name == 'std' else ''}, got {text!r}"
+            )
+        arguments[name] = values[0] if len(values) == 1 else values
+    if source is not None:
+        arguments["source"] = source
+        if n is None:
+            arguments["n"] = tuple(sorted({max(2, source.length // part) for part in (4, 2, 1)}))
+    for name in ("d", "heads", "batch", "samples", "seed", "costs"):
+        arguments[name] = getattr(options, name)
+    return arguments | {"is_causal": options.causal}
+
+
+def _numbers(name: str, text: str, kind: type[int] | type[float]) -> Iterator[int | float]:
+    """Numbers between commas."""
+    word = "whole numbers" if kind is int else "numbers"
+    for part in text.split(","):
+        try:
+            yield kind(part)
+        except ValueError:
+            raise ValueError(f"{name}: {word} between commas, got {text!r}") from None
+
+
+@contextmanager
+def _bar(screen: Any) -> "Iterator[Callable[[Step], None]]":
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("comparing"), BarColumn(), TextColumn("{task.completed} of {task.total}"),
+        TextColumn("{task.fields[now]}"), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("comparing", total=None, now="")
+
+        def advance(step: "Step") -> None:
+            now = f"{step.mechanism}, n = {step.n}"
+            bar.update(task, completed=step.done, total=step.total, now=now)
+
+        yield advance

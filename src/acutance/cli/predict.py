@@ -1,0 +1,140 @@
+"""``acutance predict``: every metric of an attention row from theory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from acutance.cli.options import WRITE, Dark, JsonTo, command
+from acutance.cli.outputs import check_outputs, write_and_show
+from acutance.cli.shared import check_figure, misuse, plain_errors
+
+#: Options that are arguments of :func:`acutance.theory.predict`.
+ARGUMENTS = (
+    "logit_std", "logit_mean", "scale", "family", "d", "rho", "a", "query_norm", "tau", "lam",
+    "sigma", "value_variance",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class PredictOptions:
+    """The options of ``acutance predict``."""
+
+    n: Annotated[int, typer.Option("--n", min=1, help="Keys that a row sees.")]
+    mechanism: Annotated[
+        str,
+        typer.Option(
+            "--mechanism",
+            help="softmax, scaled_dot, dot, cosine, relu2, identity, linear or decay.",
+        ),
+    ] = "softmax"
+    logit_std: Annotated[
+        float | None, typer.Option("--logit-std", help="Standard deviation of the logits.")
+    ] = None
+    logit_mean: Annotated[
+        float | None, typer.Option("--logit-mean", help="Mean of the logits.")
+    ] = None
+    scale: Annotated[float | None, typer.Option("--scale", help="Factor of the scores.")] = None
+    family: Annotated[
+        str | None,
+        typer.Option(
+            "--family",
+            help="Law of a score: gaussian, uniform, exponential, laplace, gumbel, logistic, "
+            "cosine (--d), stretched (--rho) or pareto (--a).",
+        ),
+    ] = None
+    d: Annotated[float | None, typer.Option("--d", help="Dimension of queries and keys.")] = None
+    rho: Annotated[float | None, typer.Option("--rho", help="Exponent of a stretched law.")] = None
+    a: Annotated[float | None, typer.Option("--a", help="Tail index of a Pareto law.")] = None
+    query_norm: Annotated[
+        float | None, typer.Option("--query-norm", help="Length of the query; √d if left out.")
+    ] = None
+    tau: Annotated[float | None, typer.Option("--tau", help="Temperature of cosines.")] = None
+    lam: Annotated[float | None, typer.Option("--lam", help="Decay per key.")] = None
+    q: Annotated[
+        str | None, typer.Option("--q", metavar="NUMBERS", help="Query features: 1,2,0.5.")
+    ] = None
+    mu: Annotated[
+        str | None, typer.Option("--mu", metavar="NUMBERS", help="Mean of the key features.")
+    ] = None
+    sigma: Annotated[
+        float | None, typer.Option("--sigma", help="Deviation of each key feature.")
+    ] = None
+    value_variance: Annotated[
+        float | None, typer.Option("--value-variance", help="Variance of the values; 1.")
+    ] = None
+    sample: Annotated[
+        int, typer.Option("--sample", metavar="ROWS", min=0, help="Measure random rows too.")
+    ] = 0
+    json: JsonTo = None
+    figure: Annotated[
+        Path | None,
+        typer.Option(
+            "--figure", metavar="FILE", help="Draw entropy and effective keys: a .png or .svg."
+        ),
+    ] = None
+    plot: Annotated[Path | None, typer.Option("--plot", hidden=True)] = None
+    dark: Dark = False
+
+
+@command(PredictOptions, {WRITE: "json figure dark"})
+def predict(options: PredictOptions) -> None:
+    """Predict every metric of an attention row from theory."""
+    if options.sample == 1:
+        raise typer.BadParameter("a standard error takes 2 rows or more", param_hint="--sample")
+    check_outputs({"--json": options.json, "--figure": options.figure, "--plot": options.plot})
+    check_figure("--figure", options.figure)
+    check_figure("--plot", options.plot)
+    with plain_errors():
+        from acutance import theory
+        from acutance.files import as_json, put_text
+        from acutance.report.prediction_table import prediction_record, prediction_table
+        from acutance.report.screen import print_sentences
+    with misuse():
+        given: dict[str, Any] = {
+            name: value for name in ARGUMENTS if (value := getattr(options, name)) is not None
+        }
+        for name, text in (("q", options.q), ("mu", options.mu)):
+            if text is not None:
+                given[name] = _vector(name, text)
+        prediction = theory.predict(options.mechanism, options.n, **given)
+    with plain_errors():
+        measured = None
+        record = prediction_record(prediction)
+        if options.sample:
+            from acutance.report.prediction_sample import sample_rows
+
+            measured = sample_rows(prediction, options.sample)
+            record["measured"] = {
+                "rows": options.sample,
+                "metrics": {
+                    name: {"mean": mean, "error": error} for name, (mean, error) in measured.items()
+                },
+            }
+
+        def show(screen: Any) -> None:
+            screen.print(prediction_table(prediction, measured))
+            print_sentences(screen, "What it means", record["remarks"])
+
+        def draw(path: Path) -> None:
+            from acutance.report.plot_style import DARK, LIGHT
+            from acutance.report.prediction_figures import draw_prediction
+
+            draw_prediction(prediction, path, theme=DARK if options.dark else LIGHT)
+
+        text = as_json(record, indent=1, ascii_only=False) + "\n"
+        write_and_show(
+            {"--json": lambda path: put_text(text, path), "--figure": draw},
+            {"--json": options.json, "--figure": options.figure or options.plot},
+            show,
+        )
+
+
+def _vector(name: str, text: str) -> float | list[float]:
+    """Numbers between commas; one number alone stays a number, but for ``q``."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name}: numbers between commas, such as 1,2,0.5, got {text!r}") from None
+    return values if len(values) > 1 or name == "q" else values[0]

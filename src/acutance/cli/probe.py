@@ -1,0 +1,353 @@
+"""``acutance probe``: how sharply every head of a model focuses on a text."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from acutance.cli.options import (
+    LESS,
+    MANY,
+    READ,
+    WRITE,
+    AllowMissing,
+    AllowPickle,
+    AttentionName,
+    Chart,
+    CsvTo,
+    Dark,
+    Device,
+    FigureTo,
+    JsonTo,
+    Model,
+    ParquetTo,
+    ReportTo,
+    Resume,
+    SaveEvery,
+    Tokenizer,
+    TrustRemoteCode,
+    check_chart,
+    check_resume,
+    command,
+    load_model,
+)
+from acutance.cli.outputs import Overwrite, check_outputs
+from acutance.cli.report import show_summary
+from acutance.cli.shared import (
+    INTERRUPTED,
+    check_figure,
+    console,
+    misuse,
+    plain_errors,
+)
+
+if TYPE_CHECKING:
+    from acutance.corpus.probe_corpus import Outcome, Subset
+    from acutance.corpus.ranks import SingleProcess
+
+    #: A law in words, and what applies it to a model.
+    Law = tuple[str, Callable[[Any], AbstractContextManager[None]]]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ProbeOptions:
+    """The options of ``acutance probe``."""
+
+    model: Model = None
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="Text to read, '-' for standard input; repeat it for more.",
+        ),
+    ] = None
+    length: Annotated[
+        int | None,
+        typer.Option(
+            "--length", min=2, help="Tokens in a window. Default: the model's longest, at most 512."
+        ),
+    ] = None
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Windows run at once.")] = 8
+    report: ReportTo = None
+    json: JsonTo = None
+    csv: CsvTo = None
+    parquet: ParquetTo = None
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save", metavar="FILE", help="Keep the state, as it grows: to merge, resume, reload."
+        ),
+    ] = None
+    resume: Resume = False
+    overwrite: Overwrite = False
+    save_every: SaveEvery = 1
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            "--shard", metavar="I/N", help="Probe the I-th of N parts of the text; then 'merge'."
+        ),
+    ] = None
+    figure: FigureTo = None
+    chart: Chart = "heads"
+    dark: Dark = False
+    keep_qk: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep-qk",
+            metavar="FILE",
+            help="Write some queries and keys, for 'compare --from'; say what key lengths do.",
+        ),
+    ] = None
+    verify: Annotated[
+        bool | None,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Rebuild each output and compare. Default: yes, but with --provide the first.",
+        ),
+    ] = None
+    every: Annotated[
+        int, typer.Option("--every", metavar="K", min=1, help="Run one window of every K only.")
+    ] = 1
+    layers: Annotated[
+        str | None,
+        typer.Option("--layers", metavar="LIST", help="Layers to read: 0-3,-1,decoder.*"),
+    ] = None
+    heads: Annotated[
+        str | None,
+        typer.Option("--heads", metavar="LIST", help="Heads of each layer to read: 0,4-7"),
+    ] = None
+    max_rows: Annotated[
+        int | None,
+        typer.Option(
+            "--max-rows", metavar="ROWS", min=2, help="Rows to read of a call, drawn at random."
+        ),
+    ] = None
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Which rows --max-rows draws.")] = 0
+    provide: Annotated[
+        bool,
+        typer.Option(
+            "--provide", help="Let acutance compute the attention it measures, in one pass."
+        ),
+    ] = False
+    noise: Annotated[bool, typer.Option("--noise", help="Also measure noise_gain.")] = False
+    structure: Annotated[
+        bool, typer.Option("--structure", help="Also measure where weight lies, and name classes.")
+    ] = False
+    examples: Annotated[
+        int,
+        typer.Option(
+            "--examples",
+            metavar="ROWS",
+            min=0,
+            max=64,
+            help="Keep so many of each head's sharpest rows, with what they attend to.",
+        ),
+    ] = 0
+    law: Annotated[
+        str | None,
+        typer.Option(
+            "--law",
+            metavar="LAW",
+            help="Scale attention meanwhile: a file of 'calibrate -o', or a name as "
+            "ssmax or log_n:train_length=512.",
+        ),
+    ] = None
+    tokenizer: Tokenizer = None
+    attention: AttentionName = None
+    device: Device = "cpu"
+    trust_remote_code: TrustRemoteCode = False
+    allow_pickle: AllowPickle = False
+    allow_missing: AllowMissing = False
+
+    @property
+    def targets(self) -> dict[str, Path | None]:
+        """Where each option's file goes."""
+        return {
+            "--report": self.report,
+            "--json": self.json,
+            "--csv": self.csv,
+            "--parquet": self.parquet,
+            "--save": self.save,
+            "--figure": self.figure,
+            "--keep-qk": self.keep_qk,
+        }
+
+
+@command(
+    ProbeOptions,
+    {
+        READ: "text length tokenizer law attention device trust_remote_code allow_pickle "
+        "allow_missing",
+        WRITE: "report json csv parquet save figure chart dark keep_qk noise structure examples "
+        "verify overwrite",
+        LESS: "every layers heads max_rows seed provide batch_size",
+        MANY: "shard resume save_every",
+    },
+)
+def probe(options: ProbeOptions) -> None:
+    """Show how sharply every head of a model focuses on a text."""
+    check_outputs(
+        options.targets,
+        {"MODEL": options.model, "--text": options.text, "--law": options.law},
+        state="--save",
+        resume=options.resume,
+        overwrite=options.overwrite,
+    )
+    check_figure("--figure", options.figure)
+    check_chart(options.chart)
+    check_resume(options.resume, options.save)
+    if options.resume and options.keep_qk is not None:
+        raise typer.BadParameter(
+            "it may skip the first windows, which --keep-qk reads", param_hint="--resume"
+        )
+    with plain_errors():
+        from acutance.corpus import ranks as distributed
+        from acutance.corpus.probe_corpus import Subset
+        from acutance.summary.state import Shard
+
+        if options.shard is not None:
+            with misuse():
+                Shard.parse(options.shard)
+        subset = Subset(
+            options.every,
+            options.layers,
+            options.heads,
+            options.max_rows,
+            options.seed,
+            options.provide,
+        )
+        law = None
+        if options.law is not None:
+            from acutance.calibration.named_law import applying
+
+            with nullcontext() if os.path.exists(options.law) else misuse():
+                law = applying(options.law)
+        ranks = ExitStack()
+        world = ranks.enter_context(distributed.world())
+    with ranks, plain_errors():  # what went wrong is said before the other ranks are let go
+        finished = _run(options, subset, law, world)
+    if not finished:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _run(
+    options: ProbeOptions, subset: "Subset", law: "Law | None", world: "SingleProcess"
+) -> bool:
+    """Load, run, show and write; whether all windows are done, which ^C prevents.
+
+    Only the first rank reads texts, shows and writes.
+    """
+    from importlib.metadata import version
+
+    from acutance.corpus import texts as corpus
+    from acutance.corpus.probe_corpus import Options, run_windows
+    from acutance.summary.state import WHOLE, Shard
+
+    first = world.rank == 0
+    with world.together():
+        part = WHOLE if options.shard is None else Shard.parse(options.shard)
+        texts = []
+        if first:
+            texts = corpus.read(options.text) if options.text else [corpus.bundled()]
+    texts = world.first(texts)
+    device = world.device(options.device)
+    with world.together(), console().status("loading the model") if first else nullcontext():
+        loaded = load_model(options, device)
+        window = loaded.window(options.length)
+        pieces = corpus.windows(texts, loaded.tokenizer, window)[:: subset.every]
+        loaded.check_tokens(pieces)
+        loaded.check_heads(subset.heads)
+    about: dict[str, Any] = {"text": [text.name for text in texts]}
+    about |= {name: version(name) for name in ("acutance", "transformers")}
+    if law is not None:
+        about["law"] = law[0]
+    size = options.batch_size
+    tokens = sum(
+        len(piece)
+        for start in part.of(-(-len(pieces) // size))
+        for piece in pieces[start * size : (start + 1) * size]
+    )
+    how = Options(
+        length=window,
+        batch_size=size,
+        device=device,
+        verify=not options.provide if options.verify is None else options.verify,
+        noise=options.noise,
+        structure=options.structure or options.examples > 0,
+        examples=options.examples,
+        subset=subset,
+        keep=first and options.keep_qk is not None,
+        shard=part,
+        save=options.save,
+        save_every=options.save_every,
+        resume=options.resume,
+        law=None if law is None else law[0],
+    )
+    with world.together():
+        scaled = nullcontext() if law is None else law[1](loaded.model)
+    with scaled, _progress(tokens, console()) as advance:
+        outcome = run_windows(loaded, pieces, how, about, world, advance)
+    with world.together():
+        if first:
+            _show(outcome, options)
+    return outcome.finished
+
+
+def _show(outcome: "Outcome", options: ProbeOptions) -> None:
+    """Show and write what a run found."""
+    from acutance.probing.open_probe import ProbeError
+    from acutance.report.screen import note
+
+    if outcome.state is None:
+        raise KeyboardInterrupt
+    run = outcome.state.run
+    if outcome.resumed:
+        console().print(f"resumed after {outcome.resumed} windows")
+    if not outcome.finished:
+        done = f" after {run.windows} of {run.total} windows"
+        console().print(note(("interrupted", "yellow"), done))
+    first: dict[str, Callable[[Path], object]] = {"state": lambda _: None}  # written meanwhile
+    targets = options.targets
+    targets["state"], targets["queries and keys"] = options.save, None
+    key_norms = None
+    if options.keep_qk is not None and (opened := outcome.probe) is not None:
+        targets["queries and keys"] = options.keep_qk
+        first["queries and keys"] = lambda path: opened.queries_keys().save(path)
+        with suppress(ProbeError):  # which writing the sample reports
+            key_norms = opened.queries_keys().key_norms()
+    show_summary(
+        outcome.state.summary,
+        targets,
+        first=first,
+        chart=options.chart,
+        dark=options.dark,
+        key_norms=key_norms,
+    )
+
+
+@contextmanager
+def _progress(tokens: int, screen: Any) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error with rate and remaining time; silent where that is no terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("probing"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("probing", total=tokens, rate="")
+
+        def advance(count: int) -> None:
+            bar.advance(task, count)
+            speed = bar.tasks[0].speed
+            bar.update(task, rate=f"{speed:,.0f} tokens/s" if speed else "")
+
+        yield advance

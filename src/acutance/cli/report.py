@@ -1,0 +1,107 @@
+"""``acutance report``: show a saved state again; probe and merge show theirs in the same way."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from acutance.cli.options import (
+    READ,
+    WRITE,
+    Chart,
+    CsvTo,
+    Dark,
+    FigureTo,
+    JsonTo,
+    Metric,
+    ParquetTo,
+    check_chart,
+    check_metrics,
+    command,
+)
+from acutance.cli.outputs import check_outputs, write_and_show
+from acutance.cli.shared import check_figure, plain_errors
+
+if TYPE_CHECKING:
+    from acutance.summary.head_summary import HeadSummary
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ReportOptions:
+    """The options of ``acutance report``."""
+
+    state: Annotated[
+        Path, typer.Argument(metavar="STATE", help="What 'probe --save' or 'merge -o' wrote.")
+    ]
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", "--report", "-o", metavar="HTML", help="Write a page with the heat map."
+        ),
+    ] = None
+    json: JsonTo = None
+    csv: CsvTo = None
+    parquet: ParquetTo = None
+    figure: FigureTo = None
+    chart: Chart = "heads"
+    metric: Metric = None
+    dark: Dark = False
+
+
+@command(ReportOptions, {READ: "metric", WRITE: "html json csv parquet figure chart dark"})
+def report(options: ReportOptions) -> None:
+    """Show a saved state again, as a table, page, figure or file. No model is run."""
+    targets = {
+        "--report": options.html,
+        "--json": options.json,
+        "--csv": options.csv,
+        "--parquet": options.parquet,
+        "--figure": options.figure,
+    }
+    check_outputs(targets, {"STATE": options.state})
+    check_figure("--figure", options.figure)
+    check_chart(options.chart, options.metric)
+    check_metrics([] if options.metric is None else [options.metric])
+    with plain_errors():
+        from acutance.summary.head_summary import load
+
+        summary = load(options.state)
+        if options.metric is not None:
+            summary.mean(options.metric)  # names what is near an unknown one
+        show_summary(
+            summary, targets, chart=options.chart, metric=options.metric, dark=options.dark
+        )
+
+
+def show_summary(
+    summary: "HeadSummary",
+    targets: Mapping[str, Path | None],
+    *,
+    first: Mapping[str, Callable[[Path], object]] | None = None,
+    chart: str = "heads",
+    metric: str | None = None,
+    dark: bool = False,
+    key_norms: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the files of a summary and print its table, findings and advice.
+
+    Args:
+        summary: any head summary.
+        targets: where each file goes.
+        first: what writes further files, before these.
+        chart: what the figure shows.
+        metric: what the table and the figure show; None is what suits them.
+        dark: whether the figure has a dark page.
+        key_norms: what the lengths of keys do in a sample of queries and keys, where there is one.
+    """
+    from acutance.report.exports import exports
+    from acutance.report.print_summary import print_summary
+
+    more = exports(summary, chart=chart, metric=metric, dark=dark, key_norms=key_norms)
+    write_and_show(
+        {**(first or {}), **more},
+        targets,
+        lambda screen: print_summary(summary, screen, metric, key_norms),
+    )

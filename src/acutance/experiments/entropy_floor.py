@@ -1,0 +1,110 @@
+"""The lowest entropy that logits of a given norm allow, and the row that reaches it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from acutance import theory
+from acutance.experiments.harness.experiment import Experiment, Run, statistics
+from acutance.experiments.harness.record import Claim, Record, Row, Where
+from acutance.report import plot_style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SOURCE = "Zhai et al. (2023), arXiv:2303.06296"
+NORMS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0)
+
+ATTAINED = Claim(
+    "attained", "one logit above all others, alike, has exactly the least entropy", SOURCE,
+    within=1e-9,
+)  # fmt: skip
+FLOOR = Claim("floor", "no row of logits of norm s has less", SOURCE, relation=">=", rounding=1e-9)
+REACHED = Claim("reached", "gradient descent on the measured entropy ends there", within=0.01)
+
+
+def one_above_rest(n: int, norm: float) -> Tensor:
+    """Logits of a norm, with mean 0, of which all but the first are alike."""
+    logits = torch.full((1, n), -norm / math.sqrt(n * (n - 1)), dtype=torch.float64)
+    logits[0, 0] = norm * math.sqrt((n - 1) / n)
+    return logits
+
+
+def descend(logits: Tensor, norm: float, steps: int) -> Tensor:
+    """Entropies after following the negative gradient on the sphere of a norm."""
+    place = logits / logits.norm(dim=1, keepdim=True) * norm
+    for step in range(steps):
+        place.requires_grad_()
+        (slope,) = torch.autograd.grad(statistics(place).entropy.sum(), place)
+        place = place.detach()
+        radial = (slope * place).sum(1, keepdim=True) / norm**2
+        along = slope - radial * place
+        pace = 0.3 * norm * (1 - step / steps)
+        place = place - pace * along / along.norm(dim=1, keepdim=True).clamp(min=1e-300)
+        place = place / place.norm(dim=1, keepdim=True) * norm
+    entropy: Tensor = statistics(place).entropy
+    return entropy
+
+
+def measure(run: Run) -> Sequence[Row]:
+    """The extreme row, random rows, and rows that descend."""
+    rows = []
+    starts, steps = run.size(64, 256), run.size(200, 1000)
+    for n in (16, 256, 4096):
+        for norm in NORMS:
+            least = float(theory.entropy_lower_bound(n, norm))
+            where: Where = {"n": n, "s": norm}
+            found = float(statistics(one_above_rest(n, norm)).entropy)
+            rows.append(ATTAINED.row("H of one above rest, nat", least, found, where))
+            z = run.normal(starts, n)
+            z = z - z.mean(1, keepdim=True)
+            H = float(statistics(z / z.norm(dim=1, keepdim=True) * norm).entropy.min())
+            rows.append(FLOOR.row("least H of random rows, nat", least, H, where))
+            if n == 16:
+                H = float(descend(z, norm, steps).min())
+                rows.append(FLOOR.row("least H of descended rows, nat", least, H, where))
+                rows.append(REACHED.row("least H of descended rows, nat", least, H, where))
+    return rows
+
+
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
+    """The floor against the norm, with what was found."""
+    figure, [axes] = plot_style.new_figure(
+        "Small logits cannot collapse: the entropy floor at logit norm s",
+        "Lines: the closed form. Filled marks: one logit above the rest. Hollow marks: the least "
+        "of random rows of that norm; none lies below its line.",
+        theme=theme,
+    )
+    line = np.linspace(0.05, 10.4, 200)
+    for n, curve in zip((16, 256, 4096), plot_style.curves(3, theme), strict=True):
+        own = record.of("attained", n=n)
+        plot_style.both(
+            axes, line, np.asarray(theory.entropy_lower_bound(n, line)),
+            [row.condition["s"] for row in own], [row.measured for row in own], curve, f"n = {n:,}",
+        )  # fmt: skip
+        others = [row for row in record.of("floor", n=n) if "random" in row.quantity]
+        plot_style.measured(
+            axes, [row.condition["s"] for row in others], [row.measured for row in others],
+            curve, hollow=True,
+        )  # fmt: skip
+    axes.set_ylim(-0.1, 10.2)
+    plot_style.label(axes, x="norm s of the row's centred logits, nat", y="entropy H, nat")
+    plot_style.legend(axes, theme, where="upper center", columns=3)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="entropy_floor",
+    title="the entropy floor of bounded logits",
+    prediction="H ≥ log(1 + (n−1)b) + s√(n(n−1))·b/(1 + (n−1)b), b = exp(−s√(n/(n−1))), attained "
+    "by one key above the rest: 2.7168, 1.7675, 0.2137, 0.0056 at n = 16, s = 1, 3, 6, 10",
+    claims=(ATTAINED, FLOOR, REACHED),
+    measure=measure,
+    draw=draw,
+)

@@ -1,0 +1,1 @@
+"""What every experiment needs: claims and rows, the run and its record, tables, random rows."""

@@ -1,0 +1,248 @@
+"""Run experiments one after another, keep each as it finishes, and pick up where a run ended."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import inspect
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from acutance.experiments.harness.experiment import Experiment, Run
+from acutance.experiments.harness.record import Record, judge, load
+from acutance.experiments.models.fitting import Note
+from acutance.files import tidy
+from acutance.report import plot_style
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One experiment of a run.
+
+    Attributes:
+        record: what it found.
+        resumed: whether it was read from an earlier run's file, not measured now.
+        files: what was written.
+    """
+
+    record: Record
+    resumed: bool
+    files: tuple[Path, ...]
+
+
+def pick(names: Sequence[str], experiments: Mapping[str, Experiment]) -> list[Experiment]:
+    """The experiments of these names, each once, in their own order; all if there is no name.
+
+    Raises:
+        ValueError: if there is none of a name; it says which is nearest.
+    """
+    for name in names:
+        if name not in experiments:
+            near = difflib.get_close_matches(name, experiments, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(experiments)}"
+            raise ValueError(f"there is no experiment {name!r}; {hint}")
+    return [one for name, one in experiments.items() if not names or name in names]
+
+
+def missing(experiment: Experiment) -> bool:
+    """Whether an experiment needs a package that is not installed."""
+    return bool(experiment.needs) and importlib.util.find_spec(experiment.needs) is None
+
+
+def run_one(
+    experiment: Experiment,
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    keep: Path | None = None,
+    note: Note | None = None,
+) -> Record:
+    """Measure an experiment and judge its claims; no record is written.
+
+    Args:
+        experiment: which.
+        quick: run at the small size.
+        seed: of its random numbers.
+        keep: directory of the models it trains, so that a training that was stopped goes on; None
+            keeps none.
+        note: takes lines of progress from experiments that train.
+
+    Returns:
+        The record. With the same seed and size it is the same on the same versions.
+    """
+    with _one_thread():
+        start = time.perf_counter()
+        measured = experiment.measure(Run(experiment.name, quick, seed, keep, note))
+        seconds = time.perf_counter() - start
+    claims = experiment.tested(quick=quick)
+    tested = {"", *(claim.key for claim in claims)}
+    # what this size cannot decide is recorded, and not judged
+    rows = tuple(row if row.claim in tested else row.unjudged() for row in measured)
+    return Record(
+        name=experiment.name,
+        title=experiment.title,
+        prediction=experiment.prediction,
+        judgements=tuple(judge(claim, rows) for claim in claims),
+        rows=rows,
+        seed=seed,
+        quick=quick,
+        seconds=round(seconds, 3),
+        about=_about(experiment),
+    )
+
+
+def run(
+    experiments: Iterable[Experiment],
+    out: str | os.PathLike[str],
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    force: bool = False,
+    figures: bool = True,
+    note: Note | None = None,
+) -> Iterator[Outcome]:
+    """Run experiments, writing each one's record and figures before the next begins.
+
+    An experiment whose record in ``out`` has the same seed, size, code and versions is not run
+    again; what is missing of its figures is drawn from the record.
+
+    Args:
+        experiments: which.
+        out: directory, made if it is not there.
+        quick: run at the small size, seconds each.
+        seed: of all random numbers.
+        force: measure again whatever is there, and replace records of other runs.
+        figures: draw; needs matplotlib.
+        note: takes lines of progress from experiments that train models. Those models stay in
+            ``out/models``: a training that was stopped goes on, a finished one is only read.
+
+    Yields:
+        The outcome of each experiment as it finishes.
+
+    Raises:
+        ImportError: before anything runs, if figures are asked for without matplotlib, or an
+            experiment needs a package that is not installed.
+        ValueError: before anything runs, if ``out`` holds a record of another seed, or of full size
+            where this run is quick.
+    """
+    if figures:
+        try:
+            plot_style.new_figure("")  # fails here rather than after a measurement
+        except ImportError as error:
+            raise ImportError(
+                'figures need matplotlib; install it with: pip install "acutance[plots]", '
+                "or leave them out: --no-figures, in Python figures=False"
+            ) from error
+    experiments = list(experiments)
+    for experiment in experiments:
+        if missing(experiment):
+            raise ImportError(
+                f"the experiment {experiment.name} needs {experiment.needs}; "
+                f'install it with: pip install "acutance[hf]"'
+            )
+    directory = Path(out)
+    if not force:
+        check_others(experiments, directory, quick=quick, seed=seed)
+    directory.mkdir(parents=True, exist_ok=True)
+    for experiment in experiments:
+        path = directory / f"{experiment.name}.json"
+        for file in (path, *_pictures(directory, experiment.name)):
+            tidy(file)
+        record = None if force else _earlier(experiment, path, quick=quick, seed=seed)
+        resumed = record is not None
+        if record is None:
+            record = run_one(
+                experiment, quick=quick, seed=seed, keep=directory / "models", note=note
+            )
+            for old in _pictures(directory, experiment.name):
+                old.unlink(missing_ok=True)  # never a figure of other numbers beside a record
+            record.save(path)
+        files = [path]
+        if figures:
+            files += draw(experiment, record, directory)
+        yield Outcome(record, resumed, tuple(files))
+
+
+def check_others(
+    experiments: Iterable[Experiment], directory: Path, *, quick: bool, seed: int
+) -> None:
+    """Refuse to replace what another run measured.
+
+    Raises:
+        ValueError: naming the first record of another seed, or of full size where this run is
+            quick, and what replaces it. Full size replaces quick.
+    """
+
+    def named(quick: bool, seed: int) -> str:
+        return f"seed {seed} at {'quick' if quick else 'full'} size"
+
+    for experiment in experiments:
+        path = directory / f"{experiment.name}.json"
+        try:
+            record = load(path)
+        except (OSError, ValueError):
+            continue
+        if record.seed != seed or (quick and not record.quick):
+            raise ValueError(
+                f"{path} is a record of {named(record.quick, record.seed)}, and this run is of "
+                f"{named(quick, seed)}: write to another directory, or replace it with --force, in "
+                "Python force=True"
+            )
+
+
+def draw(experiment: Experiment, record: Record, directory: Path) -> list[Path]:
+    """Draw the figures of a record that are not there yet, and say where all of them are."""
+    paths = _pictures(directory, experiment.name)
+    for theme, pair in ((plot_style.LIGHT, paths[:2]), (plot_style.DARK, paths[2:])):
+        if not all(path.exists() for path in pair):
+            figure = experiment.draw(record, theme)
+            for path in pair:
+                plot_style.save(figure, path)
+    return paths
+
+
+def _pictures(directory: Path, name: str) -> list[Path]:
+    return [directory / f"{name}{ending}" for ending in (".png", ".svg", "-dark.png", "-dark.svg")]
+
+
+def _earlier(experiment: Experiment, path: Path, *, quick: bool, seed: int) -> Record | None:
+    """The record of an earlier run, if it is one of the very same measurement."""
+    try:
+        record = load(path)
+    except (OSError, ValueError):
+        return None
+    same = (
+        record.name == experiment.name
+        and record.quick == quick
+        and record.seed == seed
+        and dict(record.about) == _about(experiment)
+        and tuple(judgement.claim for judgement in record.judgements)
+        == experiment.tested(quick=quick)
+    )
+    return record if same else None
+
+
+def _about(experiment: Experiment) -> dict[str, str]:
+    """Versions, and the digest of the experiment's own file."""
+    source = Path(inspect.getsourcefile(experiment.measure) or "").read_bytes()
+    versions = {name: version(name) for name in ("acutance", "torch", "numpy", "scipy")}
+    return versions | {"code": hashlib.sha256(source).hexdigest()[:16]}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Rows are cut to fit the cache; threads would only wait for one another on such blocks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,223 @@
+"""Max retrieval: name the class of the largest item, taught on 16 items at most, asked of 1024."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from acutance.experiments.harness.experiment import Experiment, Run, mean, statistics
+from acutance.experiments.harness.record import Claim, Record, Row, Where, seen
+from acutance.experiments.models.fitting import Plan, fit
+from acutance.experiments.models.small import seeded
+from acutance.report import plot_style
+from acutance.scaling import AdaptivePoly, LearnedSSMax, LogN, NoScaling
+from acutance.scaling import Scaling as Law
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SOURCE = "Veličković et al. (2024), arXiv:2410.01104"
+CLASSES, TAUGHT, WIDTH = 10, 16, 64
+TESTS = (16, 64, 256, 1024)
+#: What is trained, and under which law each is tested.
+KINDS = {
+    "none": "none",
+    "adaptive": "none",
+    "log n after training": "none",
+    "log n": "log n",
+    "SSMax": "SSMax",
+}
+
+FALLS = Claim(
+    "falls", "accuracy without scaling falls from 16 items to 1024", SOURCE, relation=">="
+)
+ADAPTS = Claim(
+    "adapts", "adaptive temperature, on the same weights, is at least as accurate as none", SOURCE,
+    relation=">=",
+)  # fmt: skip
+ORDER = Claim(
+    "order", "trained with log n or SSMax is at least as accurate as adaptive temperature",
+    relation=">=",
+)  # fmt: skip
+ALIKE = Claim(
+    "alike", "SSMax and log n differ by no more than 0.05", relation="<=",
+)  # fmt: skip
+SPREADS = Claim(
+    "spreads", "scores are bounded, so H without scaling grows as log n: by log 4 from 256 to 1024",
+    SOURCE, within=0.005,
+)  # fmt: skip
+
+
+class Retriever(nn.Module):
+    """Items through a network each, one head of attention over them, a network on what it reads.
+
+    Args:
+        law: what multiplies the scores.
+    """
+
+    def __init__(self, law: Law | LearnedSSMax) -> None:
+        super().__init__()
+        self.law = law
+        self.items = nn.Sequential(
+            nn.Linear(1 + CLASSES, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)
+        )
+        self.query = nn.Parameter(torch.randn(WIDTH))
+        self.key, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.answer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, CLASSES))
+
+    def read(self, items: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores (B, n) and values (B, n, width)."""
+        x = self.items(items)
+        return self.key(x) @ self.query / math.sqrt(WIDTH), self.value(x)
+
+    def scaled(self, scores: Tensor, law: Law | LearnedSSMax) -> Tensor:
+        """The scores times a law's factor."""
+        n = torch.tensor([scores.shape[-1]])
+        if isinstance(law, AdaptivePoly):
+            entropy = statistics(scores).entropy
+            return scores * law.factor(n.expand(len(scores)), entropy=entropy).unsqueeze(-1)
+        return scores * law.factor(n).reshape(-1, 1)
+
+    def forward(self, items: Tensor, law: Law | LearnedSSMax | None = None) -> Tensor:
+        """Logits of the classes, (B, n, 1 + classes) to (B, classes)."""
+        scores, values = self.read(items)
+        weights = self.scaled(scores, self.law if law is None else law).softmax(-1)
+        return self.answer((weights.unsqueeze(1) @ values).squeeze(1))  # type: ignore[no-any-return]
+
+
+def sample(count: int, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Items with a uniform size and a random class, (count, n, 11), and the largest one's class."""
+    sizes = torch.rand(count, n, 1, generator=generator)
+    classes = torch.randint(CLASSES, (count, n), generator=generator)
+    items = torch.cat([sizes, F.one_hot(classes, CLASSES).to(sizes.dtype)], -1)
+    return items, classes.gather(1, sizes[..., 0].argmax(1, keepdim=True))[:, 0]
+
+
+def train(run: Run, kind: str, seed: int) -> Retriever:
+    """A model taught lengths from 1 to 16."""
+    with seeded(seed):
+        law = {"none": NoScaling(), "log n": LogN(base=math.e, n_min=2)}.get(kind)
+        model = Retriever(LearnedSSMax(1) if law is None else law)
+    plan = Plan(
+        f"max_retrieval-{kind}", run.size(800, 3000), 2e-3, seed=seed, warm=50, fall=0.5, clip=1.0
+    )
+
+    def loss(model: nn.Module, generator: torch.Generator) -> Tensor:
+        n = int(torch.randint(1, TAUGHT + 1, (1,), generator=generator))
+        items, classes = sample(64, n, generator)
+        return F.cross_entropy(model(items), classes)
+
+    keep = run.kept(f"{plan.name.replace(' ', '')}-{seed}")
+    fit(model, loss, plan, keep=keep, note=run.note)
+    return model
+
+
+def tested_law(kind: str, model: Retriever) -> Law | LearnedSSMax:
+    """The law a model is tested under."""
+    if kind == "adaptive":
+        return AdaptivePoly()
+    if kind == "log n after training":
+        return LogN(train_length=TAUGHT, n_min=TAUGHT)
+    return model.law
+
+
+@torch.no_grad()
+def measure(run: Run) -> Sequence[Row]:
+    """Train with each law, test at up to 64 times the length."""
+    rows: list[Row] = []
+    seeds = [run.seed * 100 + step for step in range(run.size(1, 3))]
+    answers: dict[tuple[str, int, int], Tensor] = {}  # 1 where right
+    for seed in seeds:
+        with torch.enable_grad():
+            models = {kind: train(run, kind, seed) for kind in dict.fromkeys(KINDS.values())}
+        entropies = {}
+        for n in TESTS:
+            count = run.size(768, 8192)  # of 8192, 4 standard errors of "alike" are 0.02
+            items, classes = sample(count, n, run.generator)
+            for kind, trained in KINDS.items():
+                model, right, H = models[trained], [], []
+                law = tested_law(kind, model)
+                for part, truth in zip(items.split(64), classes.split(64), strict=True):
+                    scores, values = model.read(part)
+                    scaled = model.scaled(scores, law)
+                    H.append(statistics(scaled.double()).entropy)
+                    read = (scaled.softmax(-1).unsqueeze(1) @ values).squeeze(1)
+                    right.append((model.answer(read).argmax(-1) == truth).double())
+                answers[kind, seed, n] = torch.cat(right)
+                where: Where = {"law": kind, "seed": seed, "n": n}
+                entropies[kind, n] = mean(H)
+                rows += [
+                    seen("accuracy", mean(right), where),
+                    seen("mean H, nat", mean(H), where),
+                ]
+        small, large = entropies["none", 256], entropies["none", 1024]
+        error = math.hypot(small.error, large.error)
+        grown = type(large)(large.value - small.value, error)
+        rows.append(SPREADS.row("H at 1024 − H at 256, nat", math.log(4), grown, {"seed": seed}))
+        lost = float((answers["none", seed, 16] - answers["none", seed, 1024]).mean())
+        rows.append(FALLS.row("accuracy at 16 − accuracy at 1024", 0.1, lost, {"seed": seed}))
+        for n in (256, 1024):
+            by_kind = {kind: answers[kind, seed, n] for kind in KINDS}
+            where = {"seed": seed, "n": n}
+            gain = mean(by_kind["adaptive"] - by_kind["none"])
+            rows.append(ADAPTS.row("accuracy, adaptive − none", 0.0, gain, where))
+            for kind in ("log n", "SSMax"):
+                gain = mean(by_kind[kind] - by_kind["adaptive"])
+                rows.append(
+                    ORDER.row("accuracy − that of adaptive", 0.0, gain, where | {"law": kind})
+                )
+            apart = mean(by_kind["SSMax"] - by_kind["log n"])
+            apart = apart._replace(value=abs(apart.value))
+            rows.append(ALIKE.row("accuracy, |SSMax − log n|", 0.05, apart, where))
+    return rows
+
+
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
+    """Accuracy and entropy against n for every law."""
+    figure, [left, right] = plot_style.new_figure(
+        "Taught on 16 items at most, the largest of many is found with a scale that grows",
+        "Means over seeds. Adaptive temperature and 'log n after training' are put on the model "
+        "trained without scaling.",
+        panels=2,
+        theme=theme,
+    )
+    for kind, curve in zip(KINDS, plot_style.curves(len(KINDS), theme), strict=True):
+        for axes, quantity in ((left, "accuracy"), (right, "mean H, nat")):
+            own = [r for r in record.rows if not r.claim and r.quantity == quantity]
+            y = []
+            for n in TESTS:
+                at = [r for r in own if (r.condition["law"], r.condition["n"]) == (kind, n)]
+                y.append(sum(r.measured for r in at) / len(at))
+            plot_style.predicted(axes, TESTS, y, curve)
+            plot_style.measured(axes, TESTS, y, curve, kind)
+    right.plot(TESTS, [math.log(n) for n in TESTS], color=theme.muted, linewidth=1.1)
+    right.annotate(
+        "log n, even weights", (TESTS[1], math.log(TESTS[1])), xytext=(-6, 6), ha="right",
+        textcoords="offset points", size=9.5, color=theme.muted,
+    )  # fmt: skip
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(TESTS, [str(n) for n in TESTS])
+    left.set_ylim(0.0, 1.04)
+    plot_style.label(left, x="items n", y="accuracy", title="accuracy")
+    plot_style.label(right, x="items n", y="entropy H, nat", title="entropy")
+    plot_style.legend(left, theme, where="lower left")
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="max_retrieval",
+    title="the largest of many items",
+    prediction="scores of bounded items spread over n: without scaling H grows by log 4 from 256 "
+    "items to 1024 and accuracy falls; adaptive temperature helps some, training with a factor of "
+    "log n or with SSMax more, both alike",
+    claims=(ORDER, ADAPTS, ALIKE, FALLS, SPREADS),
+    measure=measure,
+    draw=draw,
+    full_only=("alike",),
+)

@@ -1,0 +1,1 @@
+"""The small models of experiments that train: layers, texts, training, and the decoder inside."""

@@ -1,0 +1,171 @@
+"""A small trained decoder, inside the package: a byte-level language model.
+
+It is a directory that transformers reads. It reads and writes bytes, knows Python source and its
+documentation a little, and was trained on windows of 128 bytes. Its rotary base is so small that
+the slowest of the rotations has gone round once within 128 positions: in a longer text no angle is
+new, so what changes with length is the number of keys. (With the usual base of 10000 a model
+trained as briefly meets angles it has never seen, and no temperature helps it.)
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from acutance.experiments.models import texts
+from acutance.experiments.models.fitting import Note, Plan, fit
+from acutance.experiments.models.small import seeded
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+#: The decoders that come with acutance; :func:`train` makes others.
+SEEDS = (0,)
+#: Bytes of context in training.
+TRAIN_LENGTH = 128
+#: What its configuration allows; it is evaluated up to 8 times the training length.
+POSITIONS = 4096
+
+_BATCH = 32
+_STEPS = 3000
+
+
+def directory(seed: int = 0) -> Path:
+    """Where a decoder is, for whatever takes a model's directory: ``acutance probe``, transformers.
+
+    Raises:
+        ValueError: if none of that seed comes with acutance.
+
+    Example:
+        >>> sorted(path.name for path in directory().iterdir())
+        ['config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json', \
+'training.json']
+    """
+    if seed not in SEEDS:
+        raise ValueError(
+            f"the decoder that comes with acutance has seed {', '.join(map(str, SEEDS))}, "
+            f"got {seed!r}: tools/train_decoder.py trains others"
+        )
+    return Path(str(importlib.resources.files("acutance.data"))) / "decoder" / f"seed{seed}"
+
+
+def decoder(seed: int = 0) -> LlamaForCausalLM:
+    """A trained decoder of 315,552 parameters: 3 layers, 4 query heads on 2 key heads, width 96.
+
+    Args:
+        seed: of its initial weights and batches: 0.
+
+    Returns:
+        The model, float32, in evaluation mode. Its tokens are the bytes of a text, its training
+        length is 128, and it takes up to 4096.
+
+    Raises:
+        ValueError: if none of that seed comes with acutance.
+        ImportError: without transformers.
+
+    Example:
+        >>> import torch
+        >>> model = decoder()
+        >>> ids = torch.tensor([list(b"for index in ran")])
+        >>> bytes(model(input_ids=ids).logits[0, -1:].argmax(-1).tolist())
+        b'g'
+    """
+    transformers, folder = _transformers(), directory(seed)
+    with seeded(0):  # initial weights that are then replaced; the caller's random numbers stay
+        model: LlamaForCausalLM = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig.from_pretrained(folder)
+        )
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]  # tied, stored once
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+def record(seed: int = 0) -> dict[str, Any]:
+    """How a decoder was trained: text, versions, steps, and its held-out loss."""
+    path = directory(seed) / "training.json"
+    read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return read
+
+
+def train(
+    seed: int,
+    text: Tensor,
+    *,
+    steps: int = _STEPS,
+    keep: Path | None = None,
+    note: Note | None = None,
+) -> LlamaForCausalLM:
+    """Train a decoder from nothing; with the same text, seed and versions it is the same.
+
+    Args:
+        seed: of initial weights and batches.
+        text: bytes, (length,), longer than 128.
+        steps: of 32 windows each.
+        keep: file of checkpoints, see :func:`acutance.experiments.models.fitting.fit`.
+        note: takes lines of progress.
+    """
+    with seeded(seed):
+        model: LlamaForCausalLM = _transformers().LlamaForCausalLM(configuration())
+
+    def loss(model: torch.nn.Module, generator: torch.Generator) -> Tensor:
+        batch = texts.windows(text, TRAIN_LENGTH + 1, _BATCH, generator)
+        return next_byte_losses(model, batch).mean()
+
+    plan = Plan(
+        "decoder", steps, 4e-3, seed=seed, warm=min(50, steps), fall=0.6, decay=0.1, clip=1.0
+    )
+    fit(model, loss, plan, keep=keep, note=note)
+    return model
+
+
+def next_byte_losses(model: torch.nn.Module, ids: Tensor) -> Tensor:
+    """Negative log probability of every byte after the first, in nats.
+
+    Args:
+        model: a causal language model.
+        ids: (B, L + 1) int64.
+
+    Returns:
+        (B, L); place i is predicted from i + 1 bytes.
+    """
+    logits = model(input_ids=ids[:, :-1]).logits.float()
+    return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+
+
+def configuration() -> LlamaConfig:
+    """The decoder's make."""
+    config: LlamaConfig = _transformers().LlamaConfig(
+        vocab_size=256,
+        hidden_size=96,
+        intermediate_size=240,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        # the slowest rotation, base^(-11/12) a position, goes round once in the training length
+        rope_parameters={"rope_type": "default", "rope_theta": 27.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return config
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "acutance.reproduce.decoder() is a transformers model; "
+            'install it with: pip install "acutance[hf]"'
+        ) from error
+    return transformers

@@ -1,0 +1,192 @@
+"""Heads of trained models: their entropy from two or three numbers of their logits."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from acutance.corpus import load_model
+from acutance.corpus import texts as corpus
+from acutance.experiments.harness.experiment import Experiment, Run
+from acutance.experiments.harness.record import Claim, Record, Row, Where, seen
+from acutance.experiments.models import texts
+from acutance.experiments.models.trained import decoder
+from acutance.probing.open_probe import probe
+from acutance.report import plot_style
+from acutance.summary.head_summary import HeadSummary
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SOURCE = "Su Jianlin, kexue.fm/archives/9034"
+METRICS = (
+    "entropy", "gaussian_entropy", "mean_field_entropy", "jensen_gap", "max_gap", "logit_std",
+    "n_keys", "information",
+)  # fmt: skip
+BOUND = "logit_std"
+EDGE = -10.0  # nat: where the figure ends
+
+GAUSS = Claim(
+    "gauss", "a head's entropy is that of Gaussian logits with its n and standard deviation",
+    expected="holds only where", within=0.03, bound=BOUND,
+)  # fmt: skip
+FLOOR = Claim("floor", "H ≥ log n − (s_max − s̄)", SOURCE, relation=">=", rounding=1e-4)
+IDENTITY = Claim("identity", "H = log n − (s_max − s̄) + J + G", within=1e-3)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with texts to read."""
+
+    name: str
+    model: torch.nn.Module
+    batches: Sequence[dict[str, Tensor]]
+
+
+def subjects(run: Run) -> Iterable[Subject]:
+    """The decoder of this package and, where it is installed, the demo's sentence encoder."""
+    text = texts.read(texts.files("held out"))
+    ids = texts.windows(text, run.size(128, 512), run.size(4, 16), run.generator)
+    yield Subject("decoder", decoder(), [{"input_ids": part} for part in ids.split(4)])
+    if importlib.util.find_spec(load_model.DEFAULT_PACKAGE) is None:
+        return
+    encoder = load_model.load(None)
+    pieces = corpus.windows([corpus.bundled()], encoder.tokenizer, run.size(128, 256))
+    pieces = pieces[: run.size(2, 8)]
+    batches = corpus.batches(pieces, 4, encoder.pad)
+    inputs = [{"input_ids": one.input_ids, "attention_mask": one.attention_mask} for one in batches]
+    yield Subject("MiniLM-L6", encoder.model, inputs)
+
+
+@torch.no_grad()
+def summary(subject: Subject) -> HeadSummary:
+    """Every head's means over the rows of all texts."""
+    with probe(subject.model, metrics=METRICS) as opened:
+        for batch in subject.batches:
+            subject.model(**batch)
+    return opened.summary()
+
+
+def r_squared(predicted: Tensor, measured: Tensor) -> float:
+    """Share of the variance over heads that a prediction explains.
+
+    1 at best, below 0 if it is worse than the mean.
+
+    Example:
+        >>> r_squared(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+        0.5
+    """
+    miss = (measured - predicted).square().sum()
+    return float(1 - miss / (measured - measured.mean()).square().sum())
+
+
+def measure(run: Run) -> Sequence[Row]:
+    """Every head of every model, its entropy beside what is predicted from its logits."""
+    rows: list[Row] = []
+    for subject in subjects(run):
+        found = summary(subject)
+        means = {name: found.mean(name) for name in METRICS}
+        H, gauss, floor = (
+            means[name] for name in ("entropy", "gaussian_entropy", "mean_field_entropy")
+        )
+        for at, (layer, head) in enumerate(found.places):
+            where: Where = {
+                "model": subject.name,
+                "head": f"{layer}.{head}",
+                BOUND: float(means["logit_std"][at]),
+                "n": float(means["n_keys"][at]),
+            }
+            whole = float(floor[at] + means["jensen_gap"][at] + means["max_gap"][at])
+            rows += [
+                GAUSS.row("mean H, nat", float(gauss[at]), float(H[at]), where),
+                FLOOR.row("mean H, nat", float(floor[at]), float(H[at]), where),
+                IDENTITY.row("mean H, nat", whole, float(H[at]), where),
+            ]
+        model: Where = {"model": subject.name, "heads": len(H)}
+        rows += [
+            seen("R² over heads, Gaussian", r_squared(gauss, H), model),
+            seen("R² over heads, of log n − (s_max − s̄)", r_squared(floor, H), model),
+        ]
+    return rows
+
+
+def deviating(record: Record, least: float = 0.25) -> list[tuple[str, str, float]]:
+    """Heads whose entropy is at least so many nats from the Gaussian prediction.
+
+    Returns:
+        (model, "layer.head", measured − predicted), furthest first.
+    """
+    off = [
+        (str(row.condition["model"]), str(row.condition["head"]), row.measured - row.predicted)
+        for row in record.of("gauss")
+    ]
+    return sorted((one for one in off if abs(one[2]) >= least), key=lambda one: -abs(one[2]))
+
+
+def _predicted(row: Row) -> float:
+    return row.predicted
+
+
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
+    """Measured against predicted, from two numbers and from three."""
+    figure, panels = plot_style.new_figure(
+        "Entropy of trained heads from two numbers of their logits, and from three",
+        "Each mark is a head: mean over rows. On the line prediction and measurement agree. Named: "
+        "those furthest off; arrow: off the panel.",
+        panels=2,
+        theme=theme,
+    )
+    names = list(dict.fromkeys(str(row.condition["model"]) for row in record.of("gauss")))
+    parts = (
+        ("gauss", "from n and standard deviation, Gaussian"),
+        ("floor", "from n, mean and maximum: a lower bound"),
+    )
+    options: dict[str, Any] = {"size": 9.5, "color": theme.ink, "textcoords": "axes fraction"}
+    options["arrowprops"] = {"arrowstyle": "-", "color": theme.muted, "shrinkB": 3.0}
+    for axes, (claim, title) in zip(panels, parts, strict=True):
+        every: list[float] = []
+        for name, curve in zip(names, plot_style.curves(len(names), theme), strict=True):
+            own = record.of(claim, model=name)
+            x, y = [row.predicted for row in own], [row.measured for row in own]
+            every += x + y
+            plot_style.measured(axes, x, y, curve, name)
+        # one head that is very far off would press all others into a corner
+        near = [value for value in every if value >= EDGE]
+        low, high = min(near) - 0.3, max(every) + 0.3
+        axes.plot([low, high], [low, high], color=theme.muted, linewidth=1.1, label="equal")
+        axes.set_xlim(low, high)
+        beyond = sorted((row for row in record.of(claim) if row.predicted < EDGE), key=_predicted)
+        if beyond:
+            head = f"{beyond[0].condition['head']} of {beyond[0].condition['model']}"
+            more = f", {len(beyond) - 1} more" if len(beyond) > 1 else ""
+            axes.annotate(
+                f"{head}: −{-beyond[0].predicted:.0f}{more}",
+                (low, beyond[0].measured), (0.05, 0.5), size=9.5, color=theme.ink,
+                textcoords="axes fraction", arrowprops={"arrowstyle": "->", "color": theme.ink},
+            )  # fmt: skip
+        plot_style.label(axes, x="predicted H, nat", y="measured H, nat", title=title)
+    places = {(row.condition["model"], row.condition["head"]): row for row in record.of("gauss")}
+    named = [(places[one[:2]], one[1]) for one in deviating(record)[:3]]
+    for at, (row, head) in enumerate(sorted(named, key=lambda one: -one[0].measured)):
+        point = (row.predicted, row.measured)
+        panels[0].annotate(head, point, (0.92, 0.42 - 0.09 * at), **options)
+    plot_style.legend(panels[0], theme, where="upper left")
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="real_heads",
+    title="heads of trained models",
+    prediction="H of a head is E H of Gaussian logits with its n and standard deviation while "
+    "that is small, and farther from it the larger it is; log n − (s_max − s̄) is a lower bound, "
+    "too low by exactly J + G",
+    claims=(GAUSS, FLOOR, IDENTITY),
+    measure=measure,
+    draw=draw,
+    needs="transformers",
+)

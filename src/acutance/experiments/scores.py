@@ -1,0 +1,154 @@
+"""Dot, scaled dot and cosine scores of random queries and keys: what each norm factor does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from scipy.special import roots_genlaguerre
+
+import acutance.attend
+from acutance import theory
+from acutance.experiments.harness.experiment import Experiment, Run, mean
+from acutance.experiments.harness.record import Claim, Estimate, Record, Row, Where
+from acutance.report import plot_style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+VASWANI = "Vaswani et al. (2017), arXiv:1706.03762, footnote 4"
+KINDS = ("dot", "scaled dot", "cosine")
+WIDTHS = (4, 8, 16, 32, 64, 128, 256)
+
+VARIANCE = Claim("variance", "q·k has variance d", VASWANI)
+KURTOSIS = Claim("kurtosis", "and fourth moment (3 + 6/d)·d²: excess kurtosis 6/d")
+HALF = Claim(
+    "half", "scaled dot products start at H = log n − ½", "",
+    "holds only where", within=0.005, bound="n", sense="from",
+)  # fmt: skip
+ALMOST_NONE = Claim(
+    "almost none", "cosines start with log n − H = 1/(2d), almost no information",
+    expected="holds only where", within=0.03, bound="d", sense="from",
+)  # fmt: skip
+ENTROPY = Claim("entropy", "E H is the exact integral over logits and ‖q‖")
+SHARP = Claim(
+    "sharp", "dot products start with H below a fifth of log n", expected="holds only where",
+    relation="<=", bound="d/(2 log n)", sense="from",
+)  # fmt: skip
+QUERY = Claim("query norm", "dividing by ‖q‖ is a temperature of the row: its top key stays")
+KEY = Claim(
+    "key norm", "dividing by ‖k‖ is no more than that: the top key stays as well",
+    "cosine read as a normalised dot product", "does not hold",
+)  # fmt: skip
+
+
+def expected(kind: str, n: int, d: int) -> float:
+    """E H at initialisation: one query's logits are N(0, ‖q‖²), and ‖q‖² is chi-squared."""
+    if kind == "cosine":
+        return float(theory.expected_entropy(n, 1.0, "cosine", d=d))
+    nodes, weights = roots_genlaguerre(12, d / 2 - 1)
+    norms = np.sqrt(2 * nodes) * (1.0 if kind == "dot" else d**-0.5)
+    share = weights / weights.sum()
+    keep = share > 1e-14
+    return float((np.asarray(theory.expected_entropy_gauss(n, norms[keep])) * share[keep]).sum())
+
+
+def entropy(run: Run, kind: str, n: int, d: int, sets: int) -> Estimate:
+    """Mean entropy of queries over random keys, by acutance; sets of keys are independent."""
+    heads = []
+    for count in run.blocks(sets, n * max(1, d // 16)):
+        query, key = run.normal(count, 1, 8, d), run.normal(count, 1, n, d)
+        if kind == "cosine":
+            query, key = (torch.nn.functional.normalize(x, dim=-1) for x in (query, key))
+        scale = d**-0.5 if kind == "scaled dot" else 1.0
+        found = acutance.attend.row_statistics(query, key, scale=scale)
+        heads.append(found.entropy.mean((1, 2)))
+    return mean(heads)
+
+
+def measure(run: Run) -> Sequence[Row]:
+    """Moments of scores, and entropies at initialisation by width."""
+    rows = []
+    n = run.size(512, 4096)
+    for d in WIDTHS:
+        count = run.size(1 << 22, 1 << 26) // d
+        products = torch.cat(
+            [(run.normal(size, d) * run.normal(size, d)).sum(1) for size in run.blocks(count, d)]
+        )
+        fourth = mean(products.pow(4) / d**2)
+        rows += [
+            VARIANCE.row("variance of q·k", d, mean(products.square()), {"d": d}),
+            KURTOSIS.row("E (q·k)⁴ / d²", 3 + 6 / d, fourth, {"d": d}),
+        ]
+        for kind in KINDS:
+            found = entropy(run, kind, n, d, run.size(60, 200))
+            where: Where = {"scores": kind, "d": d, "n": n}
+            rows.append(ENTROPY.row("mean H, nat", expected(kind, n, d), found, where))
+            if kind == "cosine":
+                said = found._replace(value=math.log(n) - found.value)
+                rows.append(ALMOST_NONE.row("log n − H, nat", 1 / (2 * d), said, where))
+            if kind == "dot":
+                where[SHARP.bound] = d / (2 * math.log(n))
+                rows.append(SHARP.row("mean H, nat", math.log(n) / 5, found, where))
+    for keys in (16, 64, 256, n):
+        d = WIDTHS[-1]
+        found = entropy(run, "scaled dot", keys, d, run.size(200, 1000))
+        rows += [
+            HALF.row("mean H, nat", math.log(keys) - 0.5, found, {"n": keys, "d": d}),
+            ENTROPY.row("mean H, nat", expected("scaled dot", keys, d), found, {"n": keys, "d": d}),
+        ]
+    d = 64
+    for keys in (16, 64, 256):
+        for kind in ("dot", "cosine"):
+            found = entropy(run, kind, keys, d, run.size(60, 200))
+            by_n: Where = {"kind": kind, "n": keys, "d": d}
+            rows.append(ENTROPY.row("mean H, nat", expected(kind, keys, d), found, by_n))
+    for d in (4, 64, 256):
+        query, key = run.normal(500, d), run.normal(256, d)
+        products = query @ key.T
+        top = products.argmax(1)
+        for claim, norm in ((QUERY, query.norm(dim=1)[:, None]), (KEY, key.norm(dim=1))):
+            stays = float(((products / norm).argmax(1) == top).double().mean())
+            rows.append(
+                claim.row("share of rows whose top key stays", 1.0, stays, {"d": d, "n": 256})
+            )
+    return rows
+
+
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
+    """Entropy at initialisation against d."""
+    n = int(record.of("entropy")[0].condition["n"])
+    figure, [axes] = plot_style.new_figure(
+        "At the start dot products are frozen and cosines say nothing",
+        f"Queries and keys N(0, I), n = {n:,} keys. Lines: exact integrals over logits and ‖q‖. "
+        "Marks: mean over sampled queries and keys.",
+        theme=theme,
+    )
+    for kind, curve in zip(KINDS, plot_style.curves(3, theme), strict=True):
+        own = record.of("entropy", scores=kind)
+        d = [row.condition["d"] for row in own]
+        plot_style.both(
+            axes, d, [row.predicted for row in own], d, [row.measured for row in own], curve,
+            {"dot": "q·k", "scaled dot": "q·k / √d", "cosine": "q·k / ‖q‖‖k‖"}[kind],
+        )  # fmt: skip
+    plot_style.reference(axes, theme, y=math.log(n), x=2 * math.log(n), name="log n; d = 2 log n")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(WIDTHS, [str(d) for d in WIDTHS])
+    axes.set_ylim(0.0, math.log(n) * 1.08)
+    plot_style.label(axes, x="width d", y="entropy H, nat")
+    plot_style.legend(axes, theme, where="center right")
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="scores",
+    title="dot, scaled dot and cosine scores at initialisation",
+    prediction="Var q·k = d, so q·k is frozen for d > 2 log n; q·k/√d starts at log n − ½, cosines "
+    "at log n − 1/(2d); 1/‖q‖ keeps the order of the keys, 1/‖k‖ does not",
+    claims=(VARIANCE, KURTOSIS, HALF, ALMOST_NONE, ENTROPY, SHARP, QUERY, KEY),
+    measure=measure,
+    draw=draw,
+)

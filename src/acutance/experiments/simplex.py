@@ -1,0 +1,112 @@
+"""Tokens at equal angles under attention scaled by log n: what they become has two phases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+import acutance.attend
+from acutance.experiments.harness.experiment import Experiment, Run
+from acutance.experiments.harness.record import Claim, Record, Row, Where
+from acutance.report import plot_style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SOURCE = "Chen, Lin, Polyanskiy & Rigollet (2025), arXiv:2510.05554"
+COSINES = (0.25, 0.5, 0.75)
+FACTORS = (0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0, 3.0)  # γ(1 − ρ)
+BOUND = "|γ(1 − ρ) − 1|·log n"
+
+PHASES = Claim(
+    "phases", "away from γ(1 − ρ) = 1: outputs' cosine → 1 below, ρ above", SOURCE,
+    "holds only where", within=0.02, bound=BOUND, sense="from",
+)  # fmt: skip
+CRITICAL = Claim(
+    "critical", "at γ(1 − ρ) = 1 the cosine of two outputs is 4ρ/(1 + 3ρ)", SOURCE,
+    "holds only where", within=0.01, bound="n", sense="from",
+)  # fmt: skip
+EXACT = Claim("exact", "the cosine at finite n is the closed form", within=1e-9)
+
+
+def closed_form(n: float, rho: float, gamma: float) -> float:
+    """Cosine of two outputs of n tokens of unit norm and pairwise cosine ρ at scale γ log n."""
+    odds = (n - 1) * float(n) ** (-gamma * (1 - rho))
+    own, other = 1 / (1 + odds), odds / (1 + odds) / (n - 1)
+    # an output is (own − other) x_i + other Σ x_j
+    c = own - other
+    total = n * (1 + (n - 1) * rho)  # ‖Σ x_j‖²
+    share = 1 + (n - 1) * rho  # x_i · Σ x_j
+    common = 2 * c * other * share + other**2 * total
+    cosine: float = (c**2 * rho + common) / (c**2 + common)
+    return cosine
+
+
+def outputs_cosine(n: int, rho: float, gamma: float) -> float:
+    """The same by running attention on such tokens."""
+    tokens = math.sqrt(1 - rho) * torch.eye(n, n + 1, dtype=torch.float64)
+    tokens[:, n] = math.sqrt(rho)
+    x = tokens[None, None]
+    two = acutance.attend.attention(x[:, :, :2], x, x, scale=gamma * math.log(n))
+    assert isinstance(two, torch.Tensor)
+    return float(torch.nn.functional.cosine_similarity(two[0, 0, 0], two[0, 0, 1], dim=0))
+
+
+def measure(run: Run) -> Sequence[Row]:
+    """Run attention on simplices of 16 tokens and more."""
+    rows = []
+    for n in (16, 128, 1024) if run.quick else (16, 128, 1024, 4096):
+        for rho in COSINES:
+            for factor in FACTORS:
+                gamma = factor / (1 - rho)
+                found = outputs_cosine(n, rho, gamma)
+                where: Where = {"n": n, "ρ": rho, "γ(1 − ρ)": factor}
+                rows.append(EXACT.row("cosine", closed_form(n, rho, gamma), found, where))
+                if factor != 1:
+                    limit = 1.0 if factor < 1 else rho
+                    far = abs(factor - 1) * math.log(n)
+                    rows.append(PHASES.row("cosine", limit, found, where | {BOUND: far}))
+                else:
+                    limit = 4 * rho / (1 + 3 * rho)
+                    rows.append(CRITICAL.row("cosine", limit, found, where))
+    return rows
+
+
+def draw(record: Record, theme: plot_style.Theme) -> Figure:
+    """Cosine against γ(1 − ρ) for each n at ρ = 1/2."""
+    rho = 0.5
+    figure, [axes] = plot_style.new_figure(
+        "Logits scaled by γ log n: tokens merge below a critical γ",
+        f"Tokens of pairwise cosine ρ = {rho}. Lines: closed form. Marks: attention run on such "
+        "tokens. At the critical γ the cosine of two outputs is 4ρ/(1 + 3ρ) = 0.8 for n ≫ 1.",
+        theme=theme,
+    )
+    line = np.linspace(0.05, 3.1, 300)
+    ns = list(dict.fromkeys(int(row.condition["n"]) for row in record.of("exact")))
+    for n, curve in zip(ns, plot_style.curves(len(ns), theme), strict=True):
+        own = record.of("exact", n=n, ρ=rho)
+        plot_style.both(
+            axes, line, [closed_form(n, rho, at / (1 - rho)) for at in line],
+            [row.condition["γ(1 − ρ)"] for row in own], [row.measured for row in own],
+            curve, f"n = {n:,}",
+        )  # fmt: skip
+    plot_style.reference(axes, theme, x=1.0, y=4 * rho / (1 + 3 * rho), name="critical point")
+    axes.set_ylim(0.48, 1.02)
+    plot_style.label(axes, x="scale over its critical value, γ(1 − ρ)", y="cosine of two outputs")
+    plot_style.legend(axes, theme, where="upper right")
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="simplex",
+    title="tokens at equal angles, logits scaled by γ log n",
+    prediction="outputs' cosine → 1, 4ρ/(1 + 3ρ), ρ for γ below, at, above 1/(1 − ρ), for "
+    "n ≫ 1; 0.800 at ρ = ½, γ = 2",
+    claims=(CRITICAL, PHASES, EXACT),
+    measure=measure,
+    draw=draw,
+)

@@ -1,0 +1,31 @@
+"""Published claims about attention, tested: predicted beside measured, with a verdict on each.
+
+One experiment is one file of ``acutance.experiments``. It states its prediction and the verdict it
+expects before it runs, measures with what measures everything else in acutance, compares with
+:mod:`acutance.theory`, and leaves a record (JSON) and a figure (PNG and SVG, light and dark).
+"""
+
+from acutance.experiments import EXPERIMENTS
+from acutance.experiments.harness.experiment import Experiment, Run
+from acutance.experiments.harness.record import Claim, Judgement, Record, Row, judge, load
+from acutance.experiments.harness.runner import Outcome, pick, run, run_one
+from acutance.experiments.models import trained
+from acutance.experiments.models.trained import decoder
+
+__all__ = [
+    "Claim",
+    "EXPERIMENTS",
+    "Experiment",
+    "Judgement",
+    "Outcome",
+    "Record",
+    "Row",
+    "Run",
+    "decoder",
+    "judge",
+    "load",
+    "pick",
+    "run",
+    "run_one",
+    "trained",
+]

@@ -1,0 +1,58 @@
+"""Seconds of a call, and the memory at its peak."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import acutance
+from acutance.comparison import cost
+from acutance.comparison.cost import MIB, high_water, memory_method, timed
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the mark is reset on Linux only")
+
+
+def allocate(mib: int) -> torch.Tensor:
+    return torch.ones(mib * MIB // 4)
+
+
+@linux
+def test_a_deliberate_allocation_is_seen_and_a_former_one_is_not() -> None:
+    allocate(256)
+    assert high_water(lambda: allocate(64)) / MIB == pytest.approx(64, abs=4)
+    assert high_water(lambda: allocate(64).sum()) / MIB == pytest.approx(64, abs=4)
+    assert high_water(lambda: None) / MIB == pytest.approx(0, abs=4)
+
+
+def test_without_a_resettable_mark_the_largest_size_stands_in(monkeypatch) -> None:
+    sizes = itertools.chain([100 * MIB, 164 * MIB])
+    monkeypatch.setattr(cost, "_resettable", lambda: False)
+    monkeypatch.setattr(cost, "_largest_so_far", lambda: next(sizes))
+    assert high_water(lambda: None) == 64 * MIB
+    assert "a lower bound" in memory_method()
+
+
+@linux
+def test_the_largest_size_so_far_is_in_bytes() -> None:
+    assert 50 * MIB < cost._largest_so_far() < 2**50
+
+
+def test_wall_and_cpu_time_are_told_apart() -> None:
+    seconds = timed(lambda: time.sleep(0.05))
+    assert 0.05 <= seconds.wall < 0.5
+    assert seconds.cpu < 0.04
+
+
+def test_the_package_starts_no_process() -> None:
+    package = Path(acutance.__file__).parent
+    starts = re.compile(r"subprocess|multiprocessing|os\.(exec|spawn|popen|system|posix_spawn)")
+    there = [
+        path for path in package.rglob("*.py") if starts.search(path.read_text(encoding="utf-8"))
+    ]
+    assert there == []
