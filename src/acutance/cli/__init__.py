@@ -73,6 +73,7 @@ app.command("info", cls=Command)(info.info)
 
 @app.command(
     "bench",
+    cls=Command,
     hidden=True,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
