@@ -38,8 +38,7 @@ LONG = TRAINED | {
 NAMES = [
     pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in EXPERIMENTS
 ]
-#: What belongs to one experiment runs in a row, so that one process measures it once.
-by_name = pytest.mark.parametrize("name", NAMES, scope="session")
+by_name = pytest.mark.parametrize("name", NAMES)
 
 
 def test_every_experiment_is_there() -> None:
