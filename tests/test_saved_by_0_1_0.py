@@ -13,9 +13,9 @@ import safetensors.torch
 
 from acutance import Law
 from acutance.calibration.progress import Progress
+from acutance.experiments.harness import record
 from acutance.probing import load, load_queries_keys, load_state
 from acutance.report.exports import csv_bytes
-from acutance.reproduce import record
 
 SAVED = Path(__file__).parent / "saved_by_0_1_0"
 

@@ -139,7 +139,11 @@ def test_the_policy_lets_nothing_but_the_pages_own_style_and_script_work(summary
 
 
 def own_script(name: str) -> str:
-    return files("acutance.report").joinpath("assets", f"{name}.js").read_text(encoding="utf-8")
+    return (
+        files("acutance.report.html_page")
+        .joinpath("assets", f"{name}.js")
+        .read_text(encoding="utf-8")
+    )
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -149,7 +153,7 @@ def test_a_script_never_makes_markup_of_text(name: str) -> None:
 
 
 def test_the_library_comes_with_its_licences() -> None:
-    folder = files("acutance.report").joinpath("assets")
+    folder = files("acutance.report.html_page").joinpath("assets")
     code = folder.joinpath("plot.js").read_text(encoding="utf-8")
     licences = folder.joinpath("plot.txt").read_text(encoding="utf-8")
     comment, _, library = code.partition("*/\n")

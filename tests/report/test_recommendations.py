@@ -61,7 +61,7 @@ def test_a_kind_is_found_beyond_its_threshold_only(
 def test_what_may_be_by_design_is_not_named_as_a_fault(summary_of: Make) -> None:
     found = only(summary_of((2,), first_weight={(0, 1): 0.4}))
     assert "sink" not in KINDS[found.kind].lower()  # weight was measured, no purpose
-    assert "weights do not tell" in found.advice
+    assert "which weights alone do not show" in found.advice
     assert "collapse" not in KINDS["entropy_collapse"].lower()
 
 

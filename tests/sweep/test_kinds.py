@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import acutance
+from acutance.capture.listener import Listener
 
 #: Kind of attention, model type, verdict, and whether the model gives maps to compare with.
 KINDS = [
@@ -76,17 +76,17 @@ def test_every_verdict_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:  # the second layer is not seen
 
         def blind(self: Any, module: torch.nn.Module) -> str | None:
-            name = self.name_of(module)
+            name = self.modules.name_of(module)
             return None if name is None or ".1." in name else str(name)
 
-        patch.setattr(acutance.Probe, "place_of", blind)
-        patch.setattr(acutance.Probe, "here", lambda self: None)
+        patch.setattr(Listener, "place_of", blind)
+        patch.setattr(Listener, "here", lambda self: None)
         kind, reason = verdict()
         assert kind == "in part"
         assert ".1." in reason
     with monkeypatch.context() as patch:
-        patch.setattr(acutance.Probe, "place_of", lambda self, module: None)
-        patch.setattr(acutance.Probe, "here", lambda self: None)
+        patch.setattr(Listener, "place_of", lambda self, module: None)
+        patch.setattr(Listener, "here", lambda self: None)
         assert verdict()[0] == "not read"
     with monkeypatch.context() as patch:
         patch.setattr(small, "LARGEST", 10)

@@ -222,7 +222,7 @@ def test_the_usual_scale_is_found_again() -> None:
         ((0, 16, 0.5), {}, "d is at least 1"),
         ((64, 16, 0.5), {"score": "additive"}, "score is one of dot, cosine"),
         ((64, 16, 0.5), {"unit": "bits"}, "unit is one of nats, fraction"),
-        ((2, 100, 1e-6), {"score": "cosine"}, "target is one that a scale gives .* got 1e-06"),
+        ((2, 100, 1e-6), {"score": "cosine"}, "target must be larger: .* got 1e-06"),
     ],
 )
 def test_bad_scales(arguments: Any, options: dict[str, Any], message: str) -> None:

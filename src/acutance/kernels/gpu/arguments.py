@@ -27,6 +27,8 @@ def supported(call: KernelCall) -> str | None:
         One clause, such as ``"float64 inputs"``, or None.
 
     Example:
+        >>> from acutance.kernels.call import Rule
+        >>> from acutance.masks import Masking
         >>> query = torch.zeros(1, 1, 4, 8, dtype=torch.float64)
         >>> masking = Masking(batch=1, heads=1, group=1, queries=4, keys=4)
         >>> supported(KernelCall(query, query, None, masking, Rule(scale=1.0))) is None
