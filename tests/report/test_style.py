@@ -30,7 +30,7 @@ def contrast(one: str, other: str) -> float:
 def a_figure(theme: plot_style.Theme, panels: int = 1) -> Figure:
     figure, axes = plot_style.new_figure("A title", "A note.", panels=panels, theme=theme)
     for one in axes:
-        plot_style.both(
+        plot_style.draw_line_and_marks(
             one, [0, 1], [0, 1], [0.5], [0.4], plot_style.curves(2, theme)[0], "curve", error=[0.1]
         )
         plot_style.reference(one, theme, x=0.5, y=0.5, name="limit")

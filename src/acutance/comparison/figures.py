@@ -10,11 +10,11 @@ from acutance.comparison.render import heading
 from acutance.report.plot_style import (
     LIGHT,
     Theme,
-    both,
     curves,
+    draw_line_and_marks,
+    draw_marks,
     label,
     legend,
-    measured,
     new_figure,
     reference,
     save,
@@ -60,9 +60,9 @@ def draw(comparison: Comparison, path: str | os.PathLike[str], *, theme: Theme =
         line = [(n, r.predicted) for n, r in readings if not math.isnan(r.predicted)]
         if line:
             places, values = zip(*line, strict=True)
-            both(axes, places, values, at, marks, curve, name, error=error)
+            draw_line_and_marks(axes, places, values, at, marks, curve, name, error=error)
         else:
-            measured(axes, at, marks, curve, error=error, hollow=True)
+            draw_marks(axes, at, marks, curve, error=error, hollow=True)
             axes.plot(
                 [], [], color=curve.colour, linestyle="None", marker=curve.mark, markersize=6.0,
                 markerfacecolor=theme.page, markeredgewidth=1.3, label=name,

@@ -258,8 +258,8 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
         loss = [average("loss, nat", law, f) - average("loss, nat", "none", f) for f in x]
         H = [average("mean H, nat", law, f) for f in x]
         for axes, y in ((left, loss), (right, H)):
-            plot_style.predicted(axes, x, y, curve)
-            plot_style.measured(axes, x, y, curve, law)
+            plot_style.draw_line(axes, x, y, curve)
+            plot_style.draw_marks(axes, x, y, curve, law)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks(x, [f"{factor}×" for factor in x])

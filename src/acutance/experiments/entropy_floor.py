@@ -84,12 +84,12 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
     line = np.linspace(0.05, 10.4, 200)
     for n, curve in zip((16, 256, 4096), plot_style.curves(3, theme), strict=True):
         own = record.of("attained", n=n)
-        plot_style.both(
+        plot_style.draw_line_and_marks(
             axes, line, np.asarray(theory.entropy_lower_bound(n, line)),
             [row.condition["s"] for row in own], [row.measured for row in own], curve, f"n = {n:,}",
         )  # fmt: skip
         others = [row for row in record.of("floor", n=n) if "random" in row.quantity]
-        plot_style.measured(
+        plot_style.draw_marks(
             axes, [row.condition["s"] for row in others], [row.measured for row in others],
             curve, hollow=True,
         )  # fmt: skip

@@ -73,7 +73,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
             (right, "collision", theory.expected_collision_gauss),
         ):
             own = record.of(claim, n=n)
-            plot_style.both(
+            plot_style.draw_line_and_marks(
                 axes, line, curve_of(form, n, at=tuple(line)), [row.condition["γ"] for row in own],
                 [row.measured for row in own], curve, f"n = {n:,.0f}",
             )  # fmt: skip

@@ -137,7 +137,7 @@ def measure(run: Run) -> Sequence[Row]:
                 found[law, seed] = answers(model, tests[seed])
                 curves.append([accuracy_by_counts(model, n, drawn[seed]) for n in reach])
                 where: Where = {"law": law, "trained at": length, "seed": seed}
-                rows += _weights(model, generator, where)
+                rows += _first_symbol_weight(model, generator, where)
                 if law == "none":
                     far = where | {"n": FAR}
                     rows.append(FALLS.row("accuracy", 0.5, curves[-1][reach.index(FAR)], far))
@@ -156,8 +156,8 @@ def measure(run: Run) -> Sequence[Row]:
     return rows
 
 
-def _weights(model: Encoder, generator: torch.Generator, where: Where) -> list[Row]:
-    """The first symbol's weight in a long string, from the scores of a short one."""
+def _first_symbol_weight(model: Encoder, generator: torch.Generator, where: Where) -> list[Row]:
+    """Compare the first symbol's weight in a long string with one predicted from a short string."""
     rows = []
     short, long = (strings(32, n, generator) for n in (32, TEST))
     _, scores = weight_of_first(model, short)
@@ -191,8 +191,8 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
             line = [r for r in own if r.condition["trained at"] == length]
             line = [r for r in line if r.condition["law"] == law]
             x, y = [r.condition["n"] for r in line], [r.measured for r in line]
-            plot_style.predicted(axes, x, y, curve)
-            plot_style.measured(axes, x, y, curve, f"{law}, trained at {length}", hollow=hollow)
+            plot_style.draw_line(axes, x, y, curve)
+            plot_style.draw_marks(axes, x, y, curve, f"{law}, trained at {length}", hollow=hollow)
     plot_style.reference(axes, theme, y=0.5, name="chance")
     axes.set_xscale("log")
     axes.set_ylim(0.42, 1.04)

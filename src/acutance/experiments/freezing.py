@@ -87,7 +87,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
             (right, "exact entropy", theory.expected_entropy_gauss),
         ):
             own = [row for row in record.of(claim, n=n) if float(row.condition[BOUND]) <= 6]
-            plot_style.both(
+            plot_style.draw_line_and_marks(
                 axes, line, curve_of(form, n, at=tuple(line * top)),
                 [row.condition[BOUND] for row in own],
                 [row.measured for row in own], curve, f"n = {n:,.0f}",

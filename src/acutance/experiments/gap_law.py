@@ -53,7 +53,7 @@ def limit_constant(kind: str, samples: int, seed: int) -> Estimate:
 
 
 def scores(run: Run, family: str, rows: int, n: int) -> torch.Tensor:
-    """Rows of a family of logits."""
+    """Rows of n logits: drawn from a family, or all 0 but the first for "one gap"."""
     if family == "one gap":
         found = torch.zeros(rows, n, dtype=torch.float64)
         found[:, 0] = GAP
@@ -125,7 +125,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Λ against n for every family."""
+    """Plot the critical scale Λ against n for every family of logits."""
     figure, [axes] = plot_style.new_figure(
         "The length law that attention needs depends on the logits",
         "Marks: median of Λ = max_j log j / g_(j) over sampled rows, g_(j) the gaps to the "
@@ -136,7 +136,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
         claim = "one gap" if family == "one gap" else "limit"
         own = record.of(claim, **{GROWTH.bound: family})
         n = [float(row.condition["n"]) for row in own]
-        plot_style.both(
+        plot_style.draw_line_and_marks(
             axes, n, [row.predicted for row in own], n, [row.measured for row in own], curve,
             f"{family}: {GROWS[family]}",
             error=[row.error for row in own],

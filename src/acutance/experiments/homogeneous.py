@@ -94,7 +94,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
             if kind == "exp"
             else [power_entropy(N, *POWERS[kind])] * len(line)
         )
-        plot_style.both(
+        plot_style.draw_line_and_marks(
             axes, line, curve_of, [row.condition["λ"] for row in own],
             [row.measured for row in own], curve, kind,
         )  # fmt: skip

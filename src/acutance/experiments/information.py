@@ -47,7 +47,7 @@ TRACE = Claim("trace", "1 − Σp² ≤ H in every row: low entropy, small Jacob
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Entropy and gradient of sampled rows of 512 Gaussian logits over the scale."""
+    """Measure entropy and softmax Jacobian of rows of 512 Gaussian logits at each scale."""
     thrice = tuple(3 * lam for lam in LAMBDAS)  # log Σp³ = log Z(3λ) − 3 log Z(λ)
     found = over_scales(
         run,
@@ -112,23 +112,23 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
     line = np.geomspace(0.2, 42, 61)
     one, two, three = plot_style.curves(3, theme)
     at = [row.condition["λ"] for row in record.of("entropy")]
-    plot_style.both(
+    plot_style.draw_line_and_marks(
         left, line, curve(theory.expected_entropy_gauss, N, at=tuple(line)), at,
         [row.measured for row in record.of("entropy")], one, "mean H",
     )  # fmt: skip
     plot_style.reference(left, theme, y=math.log(N), name="log n")
-    plot_style.both(
+    plot_style.draw_line_and_marks(
         right, line, line * (1 - curve(theory.expected_collision_gauss, N, at=tuple(line))), at,
         [row.measured for row in record.of("exact")], one, "mean",
     )  # fmt: skip
     medians = record.of("")
-    plot_style.measured(right, at, [row.measured for row in medians], two, "median", hollow=True)
+    plot_style.draw_marks(right, at, [row.measured for row in medians], two, "median", hollow=True)
     short = line[line < 2.49]
-    plot_style.predicted(
+    plot_style.draw_line(
         right, short, short * (1 - np.exp(short**2) / N), three, "λ(1 − exp(λ²)/n), article 9812"
     )
     plot_style.reference(right, theme, y=float(theory.expected_max_gauss(N)), name="M_n")
-    plot_style.both(
+    plot_style.draw_line_and_marks(
         last, line, curve(theory.expected_jacobian_fro2, N, at=tuple(line)), at,
         [row.measured for row in record.of("frobenius")], one, "mean",
     )  # fmt: skip

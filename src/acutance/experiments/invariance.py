@@ -54,7 +54,7 @@ MATCH = Claim(
 
 
 def measured_scale(scores: Sequence[torch.Tensor], start: float) -> Estimate:
-    """The scale at which the mean Σp² of rows is 1/2, and its standard error, by secants."""
+    """Find the scale at which rows have a mean Σp² of 1/2, by the secant method from ``start``."""
 
     def collision(scale: float) -> Estimate:
         return mean([statistics(scale * part).collision for part in scores])
@@ -187,10 +187,10 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
             kept = kept / first
             marks = [row.measured / first for row in record.of("scale", logits=name)]
         found = [own[0].predicted / row.measured for row in own]
-        plot_style.both(left, line, left_line / left_line[0], at, found, curve, name)
-        plot_style.predicted(right, line, kept, curve)
+        plot_style.draw_line_and_marks(left, line, left_line / left_line[0], at, found, curve, name)
+        plot_style.draw_line(right, line, kept, curve)
         if marks:
-            plot_style.measured(right, at, marks, curve)
+            plot_style.draw_marks(right, at, marks, curve)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         ticks = (512, 2048, 8192, 65536)

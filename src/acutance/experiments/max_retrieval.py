@@ -193,8 +193,8 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
             for n in TESTS:
                 at = [r for r in own if (r.condition["law"], r.condition["n"]) == (kind, n)]
                 y.append(sum(r.measured for r in at) / len(at))
-            plot_style.predicted(axes, TESTS, y, curve)
-            plot_style.measured(axes, TESTS, y, curve, kind)
+            plot_style.draw_line(axes, TESTS, y, curve)
+            plot_style.draw_marks(axes, TESTS, y, curve, kind)
     right.plot(TESTS, [math.log(n) for n in TESTS], color=theme.muted, linewidth=1.1)
     right.annotate(
         "log n, even weights", (TESTS[1], math.log(TESTS[1])), xytext=(-6, 6), ha="right",

@@ -133,7 +133,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
             own = record.of(claim, n=n, logits=family)
             marks = [row.predicted if name == "H_mf" else row.measured for row in own]
             at = [row.condition["λ"] for row in own]
-            plot_style.both(axes, line, lines[name], at, marks, curve, text)
+            plot_style.draw_line_and_marks(axes, line, lines[name], at, marks, curve, text)
         axes.set_xlim(-0.15, 8.3)
         axes.set_ylim(-4.0, math.log(n) * 1.05)  # the legend lies where only H_mf goes
         plot_style.label(axes, x="scale λ", y="nat", title=f"{family} logits")

@@ -167,7 +167,7 @@ def _applied(model: Encoder, data: tuple[Tensor, Tensor, Tensor], n: int, seed: 
 
 
 def _over_seeds(values: list[float]) -> Estimate:
-    """Mean and standard error over seeds; no error with one."""
+    """Mean over seeds and its standard error, which is 0 for a single seed."""
     return mean(torch.tensor(values)) if len(values) > 1 else Estimate(values[0], 0.0)
 
 
@@ -185,8 +185,8 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
             own = [r for r in record.rows if r.quantity == quantity and "law" in r.condition]
             own = [r for r in own if r.condition["law"] == kind]
             y, error = [r.measured for r in own], [r.error for r in own]
-            plot_style.predicted(axes, LENGTHS, y, curve)
-            plot_style.measured(axes, LENGTHS, y, curve, f"Attention-{kind}", error=error)
+            plot_style.draw_line(axes, LENGTHS, y, curve)
+            plot_style.draw_marks(axes, LENGTHS, y, curve, f"Attention-{kind}", error=error)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks(LENGTHS, [str(n) for n in LENGTHS])

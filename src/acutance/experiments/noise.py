@@ -200,7 +200,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
         at = [row.condition["b"] for row in own]
         keys = float(own[0].condition["N_eff"])
         left.plot(at, [row.predicted for row in first], color=theme.muted, lw=1.0, zorder=1.5)
-        plot_style.both(
+        plot_style.draw_line_and_marks(
             left, at, [row.predicted for row in own], at, [row.measured for row in own], curve,
             f"{keys:.3g}", error=[row.error for row in own],
         )  # fmt: skip
@@ -208,7 +208,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
         own = [row for row in record.of("exact", noise=kind, b=b) if "n" in row.condition]
         at = [row.condition["n"] for row in own]
         tail = "r = ∞" if math.isinf(rate) else f"r = {rate:g}"
-        plot_style.both(
+        plot_style.draw_line_and_marks(
             right, at, [row.predicted for row in own], at, [row.measured for row in own], curve,
             f"{kind.capitalize()}, b = {b:.2g}, {tail}",
             error=[row.error for row in own],

@@ -154,7 +154,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
             own = record.of(claim, model=name)
             x, y = [row.predicted for row in own], [row.measured for row in own]
             every += x + y
-            plot_style.measured(axes, x, y, curve, name)
+            plot_style.draw_marks(axes, x, y, curve, name)
         # one head that is very far off would press all others into a corner
         near = [value for value in every if value >= EDGE]
         low, high = min(near) - 0.3, max(every) + 0.3

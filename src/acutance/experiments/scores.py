@@ -130,7 +130,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
     for kind, curve in zip(KINDS, plot_style.curves(3, theme), strict=True):
         own = record.of("entropy", scores=kind)
         d = [row.condition["d"] for row in own]
-        plot_style.both(
+        plot_style.draw_line_and_marks(
             axes, d, [row.predicted for row in own], d, [row.measured for row in own], curve,
             {"dot": "q·k", "scaled dot": "q·k / √d", "cosine": "q·k / ‖q‖‖k‖"}[kind],
         )  # fmt: skip

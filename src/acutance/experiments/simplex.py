@@ -89,7 +89,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
     ns = list(dict.fromkeys(int(row.condition["n"]) for row in record.of("exact")))
     for n, curve in zip(ns, plot_style.curves(len(ns), theme), strict=True):
         own = record.of("exact", n=n, ρ=rho)
-        plot_style.both(
+        plot_style.draw_line_and_marks(
             axes, line, [closed_form(n, rho, at / (1 - rho)) for at in line],
             [row.condition["γ(1 − ρ)"] for row in own], [row.measured for row in own],
             curve, f"n = {n:,}",

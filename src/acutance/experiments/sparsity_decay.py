@@ -72,7 +72,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
             (right, "limit", theory.effective_keys_decay),
         ):
             own = record.of(claim, λ=lam)
-            plot_style.both(
+            plot_style.draw_line_and_marks(
                 axes, line, np.asarray(form(lam, line)), [row.condition["n"] for row in own],
                 [row.measured for row in own], curve, f"λ = {lam:g}",
             )  # fmt: skip

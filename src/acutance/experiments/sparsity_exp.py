@@ -59,11 +59,11 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
     line = np.linspace(0.0, 5.0, 200)
     ns = list(dict.fromkeys(row.condition["n"] for row in rows))
     first, *others = plot_style.curves(len(ns) + 1, theme)
-    plot_style.predicted(axes, line, np.asarray(theory.sparsity_exp(line)), first, "exp(−γ²/2)")
+    plot_style.draw_line(axes, line, np.asarray(theory.sparsity_exp(line)), first, "exp(−γ²/2)")
     for n, curve in zip(ns, others, strict=True):
         own = [row for row in rows if row.condition["n"] == n]
         at = [row.condition["γ"] for row in own]
-        plot_style.measured(axes, at, [row.measured for row in own], curve, f"n = {n}")
+        plot_style.draw_marks(axes, at, [row.measured for row in own], curve, f"n = {n}")
         plot_style.reference(axes, theme, y=float(n) ** -0.5)
     axes.set_yscale("log")
     axes.set_ylim(2e-3, 1.4)

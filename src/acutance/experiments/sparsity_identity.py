@@ -66,7 +66,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
     line = np.geomspace(0.2, 11.0, 200)
     for beta, curve in zip(BETAS, plot_style.curves(len(BETAS), theme), strict=True):
         own = record.of("formula", β=beta)
-        plot_style.both(
+        plot_style.draw_line_and_marks(
             axes, line, np.asarray(theory.sparsity_identity(beta, line)),
             [row.condition["γ"] for row in own], [row.measured for row in own],
             curve, f"β = {beta:g}",

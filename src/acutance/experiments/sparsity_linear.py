@@ -86,7 +86,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
     for shape, curve in zip(SHAPES, plot_style.curves(len(SHAPES), theme), strict=True):
         ratio = 1 / math.sqrt(shape)
         own = record.of("iid", **{"σ'/μ'": ratio})
-        plot_style.both(
+        plot_style.draw_line_and_marks(
             axes, line, (1 + ratio**2 / line) ** -0.5, [row.condition["d"] for row in own],
             [row.measured for row in own], curve, f"σ'/μ' = {ratio:g}",
         )  # fmt: skip

@@ -85,7 +85,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
     ]
     for (claim, where, odds, name), curve in zip(cases, plot_style.curves(4, theme), strict=True):
         own = record.of(claim, **where)
-        plot_style.both(
+        plot_style.draw_line_and_marks(
             axes, line, 1 / (1 + odds), [row.condition["n"] for row in own],
             [row.measured for row in own], curve, name,
         )  # fmt: skip

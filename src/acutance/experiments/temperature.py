@@ -131,7 +131,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
     ns = list(dict.fromkeys(int(row.condition["n"]) for row in record.of("exact")))
     for n, curve in zip(ns, plot_style.curves(len(ns), theme), strict=True):
         own = record.of("exact", n=n)
-        plot_style.both(
+        plot_style.draw_line_and_marks(
             left, line, math.log(n) - np.asarray(theory.cosine_entropy_lower_bound(n, line)),
             [row.condition["τ"] for row in own], [row.measured for row in own], curve, f"n = {n:,}",
         )  # fmt: skip
@@ -143,7 +143,7 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
     wide = np.geomspace(16, 65536, 40)
     for fraction, curve in zip(FRACTIONS, plot_style.curves(3, theme), strict=True):
         own = record.of("widens", f=fraction)
-        plot_style.both(
+        plot_style.draw_line_and_marks(
             right, wide, [float(theory.tau_for_information(int(n), fraction)) for n in wide],
             [row.condition["n"] for row in own], [row.condition["τ"] for row in own], curve,
             f"{fraction:.0%} of log n",

@@ -193,14 +193,14 @@ def label(axes: Axes, *, x: str, y: str, title: str = "") -> None:
         axes.set_title(title, size=_LABEL + 0.5, loc="left", pad=8, color=ink)
 
 
-def predicted(axes: Axes, x: Any, y: Any, curve: Curve, name: str = "_nolegend_") -> None:
-    """Draw what theory says: a line."""
+def draw_line(axes: Axes, x: Any, y: Any, curve: Curve, name: str = "_nolegend_") -> None:
+    """Draw predicted values as a line."""
     axes.plot(
         x, y, color=curve.colour, linestyle=curve.dash, linewidth=1.8, label=name, marker="None"
     )
 
 
-def measured(
+def draw_marks(
     axes: Axes,
     x: Any,
     y: Any,
@@ -210,7 +210,7 @@ def measured(
     error: Any = None,
     hollow: bool = False,
 ) -> None:
-    """Draw what was measured: marks, with bars of ± ``error`` where it is given."""
+    """Draw measured values as marks, with bars of ± ``error`` if given."""
     face = axes.get_facecolor() if hollow else curve.colour
     axes.errorbar(
         x, y, yerr=error, label=name, linestyle="None", marker=curve.mark, markersize=6.0,
@@ -219,7 +219,7 @@ def measured(
     )  # fmt: skip
 
 
-def both(
+def draw_line_and_marks(
     axes: Axes,
     x: Any,
     line: Any,
@@ -230,20 +230,20 @@ def both(
     *,
     error: Any = None,
 ) -> None:
-    """Draw a curve's prediction and measurement under one entry of the legend.
+    """Draw a predicted line and measured points under a single legend entry.
 
     Args:
         axes: the panel.
-        x: where the line's points lie.
-        line: what is predicted there.
-        at: where the marks lie.
-        marks: what was measured there.
-        curve: how to draw both.
-        name: what the legend calls it.
-        error: standard errors of the marks.
+        x: x of the predicted values.
+        line: predicted values.
+        at: x of the measured values.
+        marks: measured values.
+        curve: style of both.
+        name: text of the legend entry.
+        error: standard errors of the measured values.
     """
-    predicted(axes, x, line, curve)
-    measured(axes, at, marks, curve, error=error)
+    draw_line(axes, x, line, curve)
+    draw_marks(axes, at, marks, curve, error=error)
     axes.plot(
         [], [], color=curve.colour, linestyle=curve.dash, marker=curve.mark, markersize=6.0,
         linewidth=1.8, label=name,

@@ -15,11 +15,11 @@ from acutance.report.plot_style import (
     LIGHT,
     Theme,
     curves,
+    draw_line,
+    draw_marks,
     label,
     legend,
-    measured,
     new_figure,
-    predicted,
     reference,
     save,
 )
@@ -66,7 +66,7 @@ def draw_prediction(
     if name not in parameters:  # softmax scores of another family
         name, title = "scale", "scale of the logits γ"
     here = parameters.pop(name)
-    places = _places(prediction, name, here)
+    places = _curve_scales(prediction, name, here)
     metrics = ["entropy", "effective_keys"]
     rows = [predict(prediction.mechanism, n, **{name: at}, **parameters, metrics=metrics)
             for at in places]  # fmt: skip
@@ -83,13 +83,13 @@ def draw_prediction(
     for axes, metric in zip(grid, panels, strict=True):
         exact = np.array([row[metric] for row in rows])
         limit = np.array([row.population[metric] for row in rows])
-        predicted(axes, across, exact, exact_curve, f"exact, n = {n:,.0f}")
+        draw_line(axes, across, exact, exact_curve, f"exact, n = {n:,.0f}")
         limits = _within(limit, exact, metric, n)
         if np.isfinite(limits).any():
-            predicted(axes, across, limits, limit_curve, "formula for n → ∞")
+            draw_line(axes, across, limits, limit_curve, "formula for n → ∞")
         where = 1 / here if inverse else here
         text = f"{metric.replace('_', ' ')} {prediction[metric]:.4g}"
-        measured(axes, [where], [prediction[metric]], exact_curve, text)
+        draw_marks(axes, [where], [prediction[metric]], exact_curve, text)
         _critical(axes, theme, prediction, metric, name, across[-1])
         if metric == "effective_keys":
             axes.set_yscale("log")
@@ -128,10 +128,10 @@ def draw_temperatures(advice: Any, path: str | os.PathLike[str], *, theme: Theme
     for setting, curve in zip(settings, curves(len(settings), theme), strict=True):
         extra = {"d": advice.d} if setting.key == "random_keys" else {}
         tau = tau_for_information(advice.n, fractions, setting=setting.key, **extra)
-        predicted(axes, tau, 100 * fractions, curve, setting.name)
+        draw_line(axes, tau, 100 * fractions, curve, setting.name)
         chosen = setting is advice.chosen
         name = f"τ = {setting.tau:.4g}" if chosen else "_nolegend_"
-        measured(axes, [setting.tau], [100 * advice.fraction], curve, name, hollow=not chosen)
+        draw_marks(axes, [setting.tau], [100 * advice.fraction], curve, name, hollow=not chosen)
     reference(axes, theme, x=1.0, name="τ = 1")
     lowest = 0.6 * min(setting.tau for setting in settings)
     ticks = [tau for tau in _TICKS if lowest <= tau <= _HOTTEST]
@@ -167,8 +167,8 @@ def _rest(prediction: Prediction, name: str) -> str:
     return f" Held fixed: {', '.join(bars)}." if bars else ""
 
 
-def _places(prediction: Prediction, name: str, here: float) -> list[float]:
-    """Scales at which the curves are computed, the prediction's own among them."""
+def _curve_scales(prediction: Prediction, name: str, here: float) -> list[float]:
+    """Scales at which the curves are computed, including the prediction's own, ``here``."""
     n = float(prediction.parameters["n"])
     if name == "lam":
         return sorted({*np.linspace(0.02, 1.0, _POINTS - 1).tolist(), here})
