@@ -141,8 +141,8 @@ class Row:
     samples: int = 0
     skewness: float = 0.0
 
-    def unjudged(self) -> Row:
-        """The measurement alone, which tests no claim."""
+    def without_verdict(self) -> Row:
+        """A copy with the measurement only: no claim, no verdict."""
         estimate = Estimate(self.measured, self.error, self.samples, self.skewness)
         return seen(self.quantity, estimate, self.condition)
 

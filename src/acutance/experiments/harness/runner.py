@@ -85,7 +85,7 @@ def run_one(
     claims = experiment.tested(quick=quick)
     tested = {"", *(claim.key for claim in claims)}
     # what this size cannot decide is recorded, and not judged
-    rows = tuple(row if row.claim in tested else row.unjudged() for row in measured)
+    rows = tuple(row if row.claim in tested else row.without_verdict() for row in measured)
     return Record(
         name=experiment.name,
         title=experiment.title,

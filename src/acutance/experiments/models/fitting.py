@@ -97,7 +97,7 @@ def fit(
         model.parameters(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=plan.decay
     )
     identity = asdict(plan) | {
-        "shapes": _shapes(model), "code": _code(loss), "torch": str(torch.__version__),
+        "shapes": _shapes_hash(model), "code": _code(loss), "torch": str(torch.__version__),
     }  # fmt: skip
     start = _resume(model, optimizer, keep, identity)
     saved, seconds = time.perf_counter(), 0.0
@@ -127,8 +127,8 @@ def fit(
     return model.eval()
 
 
-def _shapes(model: torch.nn.Module) -> str:
-    """What tells models of different make apart."""
+def _shapes_hash(model: torch.nn.Module) -> str:
+    """A hash of the names and shapes of a model's state, to tell architectures apart."""
     shapes = [(name, tuple(value.shape)) for name, value in model.state_dict().items()]
     return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
 

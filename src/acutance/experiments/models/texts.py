@@ -78,7 +78,7 @@ def read(paths: Sequence[Path]) -> Tensor:
 
 
 def windows(text: Tensor, length: int, count: int, generator: torch.Generator) -> Tensor:
-    """Windows at random places of a text, (count, length) int64.
+    """Sample windows that start at random bytes of a text, (count, length) int64.
 
     Raises:
         ValueError: if the text is shorter than a window.
