@@ -213,7 +213,7 @@ def test_threads_share_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str | None] = []
 
     def work() -> None:
-        found.append(gpu.refused(KernelCall(query, query, None, masking, Rule(scale=1.0))))
+        found.append(gpu.refusal_reason(KernelCall(query, query, None, masking, Rule(scale=1.0))))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

@@ -31,6 +31,7 @@ from acutance.kernels.tile_sums import FLOOR, LOG2E, finite, inverse_normaliser,
 from acutance.kernels.tiles import (
     Buffers,
     Work,
+    as_mask_shape,
     draw_kept,
     dropout_generator,
     fold_rows,
@@ -38,7 +39,6 @@ from acutance.kernels.tiles import (
     tile_rows,
     tile_scores,
     tile_shape,
-    unfold,
 )
 from acutance.masks import Masking, Tile
 
@@ -103,7 +103,7 @@ def backward(
         for tile in masking.tiles(region, width):
             columns = slice(tile.start, tile.stop)
             s = tile_scores(q, work, tile, rule.softcap, scratch)
-            t, folded = s.sub_(row.shift.unsqueeze(-1)), unfold(s, work)
+            t, folded = s.sub_(row.shift.unsqueeze(-1)), as_mask_shape(s, work)
             if tile.hidden is not None:
                 tile.hidden.blank(folded)
                 tile.hidden.bury(folded, FLOOR)
@@ -122,7 +122,7 @@ def backward(
                 ds.zero_()
             row.scores(ds, t, e)
             if tile.hidden is not None:
-                tile.hidden.blank(unfold(ds, work))
+                tile.hidden.blank(as_mask_shape(ds, work))
             _put_single(ds, row.first_index, row.gfirst, tile)
             _put_single(ds, largest, row.gm, tile)
             for shared in (added_mask, added_bias):
@@ -131,7 +131,7 @@ def backward(
             if rule.softcap is not None:
                 ds.mul_(scratch("slope", *ds.shape))
                 if tile.hidden is not None and not (clean_key is key and clean_q5 is q5):
-                    tile.hidden.blank(unfold(ds, work))  # the slope of a NaN score is NaN
+                    tile.hidden.blank(as_mask_shape(ds, work))  # the slope of a NaN score is NaN
             if want_q:
                 row_dq.baddbmm_(ds, clean_keys[:, columns])
             if want_k:
@@ -265,8 +265,8 @@ def _largest(
     for tile in masking.tiles(work.region, width):
         s = tile_scores(q, work, tile, rule.softcap, scratch)
         if tile.hidden is not None:
-            tile.hidden.blank(unfold(s, work))
-            tile.hidden.bury(unfold(s, work), -torch.inf)
+            tile.hidden.blank(as_mask_shape(s, work))
+            tile.hidden.bury(as_mask_shape(s, work), -torch.inf)
         top, column = s.max(-1)
         index = torch.where(top > best, column + tile.start, index)
         best = torch.maximum(best, top)
@@ -284,7 +284,7 @@ class _SharedGradient:
 
     def add(self, ds: Tensor, work: Work, tile: Tile) -> None:
         """Add a tile's gradient."""
-        folded = unfold(ds, work)
+        folded = as_mask_shape(ds, work)
         region = work.region
         cuts = (region.batch, region.heads, slice(None), region.rows, slice(tile.start, tile.stop))
         sizes = self._sum.shape

@@ -209,7 +209,7 @@ class Library:
 
     @property
     def cpus(self) -> tuple[str, ...]:
-        """Names of those that this machine and this build have, best first."""
+        """Names of the instruction sets that both the machine and the build support, best first."""
         return tuple(self._loaded.acutance_cpus().decode().split())
 
     @property

@@ -122,7 +122,7 @@ def ran(chosen: str, call: KernelCall) -> str:
     """
     if chosen != "triton" or is_compiling():
         return chosen
-    return "blocked" if _gpu().refused(call, warn=False) is not None else chosen
+    return "blocked" if _gpu().refusal_reason(call, warn=False) is not None else chosen
 
 
 def forward(backend: str, call: KernelCall) -> Sums:
@@ -131,7 +131,7 @@ def forward(backend: str, call: KernelCall) -> Sums:
     if chosen == "native":
         return native.forward(call)
     if chosen == "triton":
-        reason = _gpu().refused(call, warn=backend != "triton")
+        reason = _gpu().refusal_reason(call, warn=backend != "triton")
         if reason is None:
             return cast(Sums, _gpu().forward(call))
         chosen = _instead(backend, reason)
@@ -153,7 +153,7 @@ def backward(
     if chosen == "native" and native.why_no_gradient(wanted) is None:
         return native.backward(grad, sums, call, wanted)
     if chosen == "triton" and _gpu().unsupported_gradient(call.masking, wanted) is None:
-        reason = _gpu().refused_gradient(grad, call, wanted, warn=backend != "triton")
+        reason = _gpu().gradient_refusal_reason(grad, call, wanted, warn=backend != "triton")
         if reason is None:
             return cast(Gradients, _gpu().backward(grad, sums, call, wanted))
         chosen = _instead(backend, reason)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.kernels.tiles import Buffers, Work, columns, per_row, unfold
+from acutance.kernels.tiles import Buffers, Work, as_mask_shape, columns, expand_rows
 from acutance.masks import Hidden, Tile
 
 __all__ = [
@@ -77,7 +77,7 @@ def moderate(largest: Tensor) -> bool:
 def _erase(values: Tensor, hidden: Hidden | None, work: Work) -> None:
     """Zero what a tile hides."""
     if hidden is not None:
-        hidden.erase(unfold(values, work))
+        hidden.erase(as_mask_shape(values, work))
 
 
 class Part(NamedTuple):
@@ -186,7 +186,7 @@ class Running:
         return Part(*[zero] * len(Part._fields))._replace(m=torch.full_like(zero, -torch.inf))
 
     def count(self) -> Tensor:
-        """Visible keys of each row so far, (blocks, rows), exact where ``part().n`` is rounded."""
+        """Number of keys each row has seen so far, (blocks, rows); exact, unlike ``part().n``."""
         if not self._parts:
             return torch.zeros(self._like.shape[:2], dtype=torch.int64, device=self._like.device)
         counts = torch.stack([part.n for part in self._parts])
@@ -211,8 +211,8 @@ class Running:
             n = scratch.full(tile.width, *s.shape[:2])
             total = s.sum(-1)
         else:
-            n = per_row(hidden.visible(tile.width, s.dtype), work)
-            folded = unfold(s, work)
+            n = expand_rows(hidden.visible(tile.width, s.dtype), work)
+            folded = as_mask_shape(s, work)
             if bounded:
                 hidden.erase(folded)
             else:
@@ -229,7 +229,7 @@ class Running:
         if hidden is not None and not (bounded and populated):
             folded[..., hidden.start : hidden.stop].clamp_(min=FLOOR)
         e = torch.exp2(t, out=scratch("weights", *t.shape))
-        self._values(e, shift, work, tile, keep, centre)
+        self._add_values(e, shift, work, tile, keep, centre)
         Z, norm = e.sum(-1), torch.linalg.vector_norm(e, dim=-1)
         # moments about the tile's own means, in units of log 2
         average = ratio(row_dot(e, t), Z)
@@ -278,7 +278,7 @@ class Running:
         if first is None:
             score, index = s[..., 0], torch.full(s.shape[:2], tile.start, device=s.device)
         else:
-            column, seen = (per_row(part, work) for part in first)
+            column, seen = (expand_rows(part, work) for part in first)
             score = torch.where(seen, s.gather(-1, column.unsqueeze(-1)).squeeze(-1), 0.0)
             index = torch.where(seen, column + tile.start, NO_KEY)
         if self.first is not None and isinstance(self.first_index, Tensor):
@@ -287,7 +287,7 @@ class Running:
         self.first, self.first_index = score, index
         self._found = first is None or bool((index != NO_KEY).all())
 
-    def _values(
+    def _add_values(
         self,
         e: Tensor,
         shift: Tensor,
@@ -296,7 +296,10 @@ class Running:
         keep: Tensor | None,
         centre: Tensor | None,
     ) -> None:
-        """Add Σ e v (with dropout where given) and, about ``centre``, the sums of e² v."""
+        """Add a tile's Σ e v, with dropout if ``keep`` is given.
+
+        If ``centre`` is given, also add Σ e² (v - centre) and Σ e² ‖v - centre‖².
+        """
         if work.value is None:
             return
         decay = None

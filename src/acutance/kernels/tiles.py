@@ -26,12 +26,12 @@ __all__ = [
     "draw_kept",
     "dropout_generator",
     "fold_rows",
-    "per_row",
+    "expand_rows",
     "sink_rows",
     "tile_rows",
     "tile_scores",
     "tile_shape",
-    "unfold",
+    "as_mask_shape",
 ]
 
 #: Elements of one tile: a buffer of 2 MiB in float32, which stays in a shared cache.
@@ -100,10 +100,10 @@ def _elements(masking: Masking) -> int:
 
 
 def tile_rows(call: KernelCall) -> Iterator[Work]:
-    """The tile rows of a call, each of as many heads as fill a tile.
+    """The tile rows of a call, each with enough heads together to fill a tile.
 
-    Keys and values that need no copy are cut for every tile row anew: early causal rows, which
-    see few keys, then take several heads together. Others are gathered once for all rows.
+    Keys and values that need no copy are sliced separately for every tile row, so that early
+    causal rows, which see few keys, combine more heads. Others are copied once for all rows.
     """
     masking, dtype = call.masking, accumulate_dtype(call.query.dtype)
     rows, width = tile_shape(masking)
@@ -180,7 +180,7 @@ def tile_scores(
         slope = scratch("slope", *shape)
         torch.mul(s, s, out=slope).neg_().add_(1.0)
         s.mul_(softcap)
-    folded = unfold(s, work) if tile.alibi is not None or tile.biases else s
+    folded = as_mask_shape(s, work) if tile.alibi is not None or tile.biases else s
     if tile.alibi is not None:
         slopes, distance = tile.alibi
         folded.addcmul_(slopes.to(s.dtype), distance.to(s.dtype), value=-1.0)
@@ -194,13 +194,13 @@ def columns(rows: Tensor, tile: Tile) -> Tensor:
     return rows if tile.width == rows.shape[1] else rows[:, tile.start : tile.stop]
 
 
-def unfold(s: Tensor, work: Work) -> Tensor:
-    """View a tile (blocks, group × rows, keys) as masks are: (batch, heads, group, rows, keys)."""
+def as_mask_shape(s: Tensor, work: Work) -> Tensor:
+    """View a tile (blocks, group × rows, keys) as (batch, heads, group, rows, keys), like masks."""
     return s.view(*work.fold, s.shape[-1])
 
 
-def per_row(values: Tensor, work: Work) -> Tensor:
-    """Broadcast (…, rows) of a tile's masks to (blocks, group × rows)."""
+def expand_rows(values: Tensor, work: Work) -> Tensor:
+    """Broadcast a value per row, (…, rows) as in a tile's masks, to (blocks, group × rows)."""
     return values.expand(work.fold).reshape(work.blocks, -1)
 
 
@@ -228,4 +228,4 @@ def sink_rows(rule: Rule, work: Work, masking: Masking, like: Tensor) -> Tensor 
     if rule.sinks is None:
         return None
     sinks = rule.sinks.to(like.dtype).view(masking.heads, masking.group)[work.region.heads]
-    return per_row(sinks[None, :, :, None], work)
+    return expand_rows(sinks[None, :, :, None], work)

@@ -34,7 +34,14 @@ ScoreTile = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class WeighedRows(NamedTuple):
-    """What a call gives: the output (B, Hq, L, Ev), absent without values, and each row's sums."""
+    """Result of :func:`weigh_rows`.
+
+    Attributes:
+        out: (B, Hq, L, Ev); None if the call has no values.
+        weights: sums of each row's weights.
+        scores: sums of each row's scores.
+        slopes: how each row responds to its scores; None if not computed.
+    """
 
     out: Tensor | None
     weights: WeightSums
@@ -248,7 +255,7 @@ def _plain(s: Tensor, seen: Tensor | None, first_key: int) -> RowState:
 
 
 def _with_values(state: RowState, s: Tensor, seen: Tensor | None, v: Tensor) -> RowState:
-    """The state of a softmax with the moments of its values, as products of matrices."""
+    """Fill in the output and value moments of a softmax's row state, by matrix products."""
     with torch.no_grad():
         e = torch.exp(s - torch.where(state.n == 0, 0.0, state.m).unsqueeze(-1))
         e = e if seen is None else torch.where(seen, e, 0.0)

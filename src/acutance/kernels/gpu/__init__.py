@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from acutance.kernels.gpu.arguments import supported, why_not
 from acutance.kernels.gpu.backward import backward, unsupported_gradient
-from acutance.kernels.gpu.first_use import refused, refused_gradient
+from acutance.kernels.gpu.first_use import gradient_refusal_reason, refusal_reason
 from acutance.kernels.gpu.forward import forward
 
 __all__ = [
     "backward",
     "forward",
-    "refused",
-    "refused_gradient",
+    "refusal_reason",
+    "gradient_refusal_reason",
     "supported",
     "unsupported_gradient",
     "why_not",

@@ -27,7 +27,7 @@ from acutance.kernels.gpu.language import interpreted
 from acutance.kernels.gpu.tuning import one_size, tried
 from acutance.masks import Masking
 
-__all__ = ["forget", "refused", "refused_gradient"]
+__all__ = ["forget", "refusal_reason", "gradient_refusal_reason"]
 
 #: Rows, keys and window of the small call: for tiles of 128 × 128 two blocks of rows, and whole
 #: tiles between two edges; and for the interpreter's tiles of 16 × 32.
@@ -43,12 +43,14 @@ _warned: set[object] = set()
 _lock = threading.RLock()
 
 
-def refused(call: KernelCall, *, warn: bool = True) -> str | None:
-    """Why the forward kernel may not take a call, or None if its configuration passed the check.
+def refusal_reason(call: KernelCall, *, warn: bool = True) -> str | None:
+    """Why the first-use check refuses the forward kernel for a call; None if it does not.
+
+    The first call of each configuration is checked against the blocked path. The outcome is kept.
 
     Args:
         call: as :func:`acutance.kernels.gpu.forward` takes it.
-        warn: say so by a warning when the configuration is refused.
+        warn: issue a warning if the configuration is refused.
 
     Returns:
         One clause, such as ``"its n differs from the blocked path's by …"``, or None.
@@ -58,16 +60,16 @@ def refused(call: KernelCall, *, warn: bool = True) -> str | None:
     return _verdict(_kind(call), call, lambda: _check_forward(call), "the forward pass", warn)
 
 
-def refused_gradient(
+def gradient_refusal_reason(
     grad: SumGradients, call: KernelCall, wanted: tuple[bool, ...], *, warn: bool = True
 ) -> str | None:
-    """Why the backward kernels may not take a call: what :func:`refused` is for the forward pass.
+    """Why the first-use check refuses the backward kernels for a call; None if it does not.
 
     Args:
         grad: gradients of the sums.
         call: as the forward pass takes it.
         wanted: which gradients are asked for.
-        warn: say so by a warning when the configuration is refused.
+        warn: issue a warning if the configuration is refused.
     """
     call = call._replace(noise=False)
     if interpreted() or supported(call) is not None:

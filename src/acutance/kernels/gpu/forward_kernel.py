@@ -20,9 +20,9 @@ from acutance.kernels.gpu.scores import (
     at_head,
     band,
     natural,
-    reach,
     same_documents,
     visible,
+    visible_range,
 )
 
 __all__ = ["forward_kernel"]
@@ -312,7 +312,7 @@ def forward_kernel(
         zero,
         zero,
     )
-    since, upto = reach(rows, masks, FLAGS)
+    since, upto = visible_range(rows, masks, FLAGS)
     last_row = tl.minimum(first_row + BLOCK_M, queries) - 1
     start, all_start, all_stop, stop = band(first_row, last_row, masks, BLOCK_N, 1, FLAGS)
     left = (all_start - start + BLOCK_N - 1) // BLOCK_N

@@ -58,7 +58,10 @@ def largest_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Position of the largest visible score of ``BLOCK_M`` rows, the first of equals."""
+    """Store, for each of ``BLOCK_M`` rows, the key with the largest visible score.
+
+    Of equal scores it is the first.
+    """
     blocks = tl.cdiv(queries, BLOCK_M)
     block = tl.program_id(0) % blocks
     whole_head = tl.program_id(0) // blocks

@@ -22,7 +22,7 @@ __all__ = [
     "band",
     "in_place",
     "natural",
-    "reach",
+    "visible_range",
     "rows_band",
     "same_documents",
     "tanh",
@@ -177,8 +177,8 @@ def in_place(i, j, masks, FLAGS: tl.constexpr):
 
 
 @jit
-def reach(rows, masks, FLAGS: tl.constexpr):
-    """The first key that each row sees by position, and the one after its last."""
+def visible_range(rows, masks, FLAGS: tl.constexpr):
+    """The range of keys, [first, end), that causality and window let each row see."""
     queries, keys, offset, window, softcap, slope = masks[0]
     since = tl.zeros(rows.shape, tl.int32)
     upto = since + keys

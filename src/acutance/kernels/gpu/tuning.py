@@ -130,7 +130,7 @@ def candidates(
 
 
 class Launcher:
-    """A kernel that is launched with tile sizes which suit the call."""
+    """Launches a kernel with tile sizes for the call, by Triton's autotuner over the candidates."""
 
     def __init__(
         self, kernel: Kernel, tiles: tuple[tuple[int, int, int, int], ...], key: list[str]

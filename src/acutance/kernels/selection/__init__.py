@@ -21,7 +21,7 @@ from acutance.kernels.selection.cache import Times
 from acutance.kernels.selection.timing import (
     DTYPE_CODES,
     PASSES,
-    blocked_seconds,
+    blocked_timer,
     sample,
     seconds,
 )
@@ -111,7 +111,7 @@ class Selection:
                     self.measure(dtype)
 
     def apply(self, dtype: str) -> None:
-        """Have the library run what was the fastest for a dtype."""
+        """Make the library use the kernels that were timed fastest for a dtype."""
         times, cpus = self.times[dtype], self.library.cpus
         chosen = {name: fastest(times[name], cpus) for name in PASSES}
         for code, name in enumerate(PASSES):
@@ -167,7 +167,7 @@ def _time_blocked() -> dict[str, float]:
     if not unobserved():
         return {}
     keys = _SHAPES["forward"][1]
-    runs = {str(size): blocked_seconds(size, keys) for size in _BLOCKED_QUERIES}
+    runs = {str(size): blocked_timer(size, keys) for size in _BLOCKED_QUERIES}
     return {name: min(once() for _ in range(3)) for name, once in runs.items()}
 
 

@@ -36,8 +36,8 @@ Times = dict[str, dict[str, dict[str, float]]]
 
 
 @cache
-def processor() -> str:
-    """What tells one kind of processor from another, its microcode left out."""
+def processor_id() -> str:
+    """A string that identifies the CPU model, ignoring its microcode version."""
     lines = [platform.machine(), platform.version(), os.environ.get("PROCESSOR_IDENTIFIER", "")]
     with suppress(OSError, UnicodeError), open("/proc/cpuinfo", encoding="utf-8") as stream:
         first = stream.read(8192).partition("\n\n")[0].splitlines()
@@ -49,7 +49,7 @@ def processor() -> str:
 def _identity(library: Library) -> dict[str, str]:
     built = library.path.stat()
     return {
-        "processor": hashlib.sha256(processor().encode()).hexdigest(),
+        "processor": hashlib.sha256(processor_id().encode()).hexdigest(),
         "library": f"{library.compiler}, {' '.join(library.cpus)}, {built.st_size} bytes,"
         f" {built.st_mtime_ns}",
         "torch": torch.__version__,

@@ -20,7 +20,7 @@ from acutance.kernels.bindings import ABI, CALL, GRADIENTS, SUMS, Library
 from acutance.kernels.call import KernelCall, Rule
 from acutance.masks import Masking
 
-__all__ = ["DTYPE_CODES", "PASSES", "Sample", "blocked_seconds", "sample", "seconds"]
+__all__ = ["DTYPE_CODES", "PASSES", "Sample", "blocked_timer", "sample", "seconds"]
 
 #: The passes that are chosen for, in the order of their numbers in ``cpu/api.h``.
 PASSES = ("forward", "decode", "backward")
@@ -99,8 +99,8 @@ def seconds(library: Library, kernel: str, name: str, made: Sample) -> Callable[
     return once
 
 
-def blocked_seconds(queries: int, keys: int) -> Callable[[], float]:
-    """A function that runs one head in float32 and returns the CPU time that it took."""
+def blocked_timer(queries: int, keys: int) -> Callable[[], float]:
+    """A function that runs the blocked path on one float32 head and returns its CPU seconds."""
     device = torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     query, key = (
