@@ -25,7 +25,7 @@ from transformers.utils.generic import TransformersKwargs
 
 import acutance
 from acutance.capture import huggingface
-from acutance.capture.huggingface import InterfaceCall, is_flash
+from acutance.capture.huggingface import InterfaceCall, uses_flash_masks
 
 BUILT_IN = [name for name in AttentionInterface._global_mapping if "flash" in name]
 KERNELS = sorted({*FLASH_ATTN_KERNEL_FALLBACK.values(), *FLASH_ATTN_KERNEL_VERSIONS})
@@ -63,8 +63,8 @@ def test_a_kernel_with_the_masks_of_sdpa_is_none(monkeypatch: pytest.MonkeyPatch
     name = "kernels-community/metal-flash-sdpa"  # named flash, given 4-d masks
     register(monkeypatch, name, sdpa_mask)
     assert name in ALL_MASK_ATTENTION_FUNCTIONS
-    assert not is_flash(name)
-    assert not is_flash("paged|eager")
+    assert not uses_flash_masks(name)
+    assert not uses_flash_masks("paged|eager")
 
 
 @pytest.mark.parametrize("name", [*KERNELS, *OTHERS])

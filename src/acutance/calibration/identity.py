@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from acutance.capture.find_layers import attention_layers
-from acutance.capture.module_names import class_name, module_name, unwrapped
+from acutance.capture.module_names import class_name, module_name, unwrap
 
 __all__ = ["Identity", "longest", "positions_are_learned"]
 
@@ -66,7 +66,7 @@ class Identity:
             >>> one.architecture, one.layers, one.heads, one.width
             ('MultiheadAttention', 1, 2, 8)
         """
-        name, model = class_name(model), unwrapped(model)
+        name, model = class_name(model), unwrap(model)
         layers = attention_layers(model)
         config: Any = getattr(model, "config", None)
         if hasattr(config, "to_dict"):
@@ -130,7 +130,7 @@ _KIND = {str: "text", int: "a whole number, not negative"}
 
 def longest(model: torch.nn.Module) -> int | None:
     """Positions the model is configured for, None where nothing says."""
-    config: Any = getattr(unwrapped(model), "config", None)
+    config: Any = getattr(unwrap(model), "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     found = _number(config, _LONGEST)

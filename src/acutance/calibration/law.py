@@ -12,7 +12,7 @@ import torch
 
 from acutance.calibration.identity import Identity, longest, positions_are_learned
 from acutance.capture.layer_choice import choose_layers
-from acutance.capture.module_names import named_modules, unwrapped
+from acutance.capture.module_names import named_modules, unwrap
 from acutance.files import as_json, write_text
 from acutance.from_json import read_json, sealed_json
 from acutance.scaling import AnyScaling, NoScaling, Scaling, from_dict, get
@@ -32,7 +32,7 @@ AnyLaw: TypeAlias = "str | AnyScaling | Law | Mapping[Any, str | AnyScaling]"
 
 
 class LawError(ValueError):
-    """A law cannot be read, or is not for this model."""
+    """A law file cannot be read, or does not fit the model."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Law:
             LawError: if a layer is no module of the model.
         """
         known = {name for name, _ in named_modules(model)}
-        prefix = getattr(unwrapped(model), "base_model_prefix", None)
+        prefix = getattr(unwrap(model), "base_model_prefix", None)
         found = {}
         for name, laws in self.layers:
             names = [name]
@@ -190,11 +190,11 @@ class Law:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Law:
-        """Read what :meth:`save` wrote.
+        """Load a law from a file that :meth:`save` wrote.
 
         Raises:
-            LawError: if the file is no law, of another schema, or a part of it is wrong; the
-                message names the file and the part.
+            LawError: if the file is not a law, has another schema version, or has an invalid
+                field; the message names the file and the field.
             OSError: if it cannot be opened.
         """
         try:

@@ -95,7 +95,7 @@ class AttentionCall:
         )
 
     def statistics(self, noise: bool) -> RowStatistics:
-        """Row statistics without the output."""
+        """Row statistics of this call, without its output; with ``noise_gain`` if ``noise``."""
         value = self.value if noise else None
         stats: RowStatistics
         stats = row_statistics(self.query, self.key, value, noise=noise, **self._options)
@@ -125,10 +125,10 @@ class AttentionCall:
         return {name: getattr(self, name) for name in names}
 
     def tolerance(self, dtype: torch.dtype, largest: Tensor) -> Tensor:
-        """Largest error of each rebuilt row that roundings account for.
+        """Largest error of each rebuilt output row that rounding can explain.
 
-        A score is off by some roundings of itself, and its weight relatively by as much. A
-        hundredth is the most that this may add: what a capture misses weighs more.
+        A score has an absolute error of a few roundings, and its weight a relative error of the
+        same size. This adds at most 0.01: an incomplete capture causes larger errors.
 
         Args:
             dtype: of the model's output. transformers' eager functions form their weights in
@@ -136,7 +136,7 @@ class AttentionCall:
             largest: of a row's scores, (B, Hq, L).
 
         Returns:
-            Of the same shape, relative to the largest entry of the output.
+            (B, Hq, L), relative to the largest entry of the output.
 
         Example:
             >>> x, m = torch.zeros(1, 1, 2, 4), torch.tensor([0.0, 1e3])
@@ -213,10 +213,12 @@ class AttentionCall:
         return None if seen is None else seen.expand(batch, keys)
 
     def seen_by_position(self, positions: Tensor) -> Tensor | None:
-        """Boolean (B, 1, r, S): keys that rows at these positions may see; None where all.
+        """Mask (B, 1, r, S) of the keys that causality, window and documents let some rows see.
+
+        None if these hide no key.
 
         Args:
-            positions: (B, r), places among the queries.
+            positions: of the rows, (B, r), indices along the dimension of queries.
         """
         keys = torch.arange(self.key.shape[2], device=positions.device)
         seen = None

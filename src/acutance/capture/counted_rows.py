@@ -18,10 +18,10 @@ from acutance.capture.padding import (
     RealRows,
     by_counts,
     by_key_masks,
-    call_sees,
+    call_sees_padding,
     checked_mask,
     checked_rows,
-    scores_see,
+    scores_see_padding,
 )
 
 __all__ = ["CountedRows", "RowReader"]
@@ -110,12 +110,12 @@ class RowReader:
         if real is None:
 
             def sees(rows: Tensor, among: Tensor) -> bool:
-                return call_sees(call, rows, among)
+                return call_sees_padding(call, rows, among)
 
             real = self._around(batch, queries, keys, device, None if call.cross else sees)
             if real is None or real.source == NO_MASK:
                 real = by_key_masks(call) or real
-        return self._noted(call.module, call.cross, real, batch, queries)
+        return self._record_rows(call.module, call.cross, real, batch, queries)
 
     def real_of_scores(self, scores: Tensor, module: str, n: Tensor, seen: Tensor) -> RealRows:
         """Which rows of scores are no padding; arguments are those of :meth:`of_scores`."""
@@ -125,12 +125,12 @@ class RowReader:
         if real is None:
 
             def sees(rows: Tensor, among: Tensor) -> bool:
-                return scores_see(scores, rows, among)
+                return scores_see_padding(scores, rows, among)
 
             real = self._around(batch, queries, keys, scores.device, None if cross else sees)
             if (real is None or real.source == NO_MASK) and queries == keys and not cross:
                 real = by_counts(n, seen) or real
-        return self._noted(module, cross, real, batch, queries)
+        return self._record_rows(module, cross, real, batch, queries)
 
     def _counted(
         self, real: RealRows, seen: Tensor | None, batch: int, queries: int, device: torch.device
@@ -186,22 +186,26 @@ class RowReader:
             return None
         return RealRows(rows, mask.source)
 
-    def _noted(
+    def _record_rows(
         self, module: str, cross: bool, real: RealRows | None, batch: int, queries: int
     ) -> RealRows:
-        """The rows; of cross-attention of which nothing is known those of what ran before it."""
+        """Return the real rows, and remember those of self-attention.
+
+        Cross-attention with unknown rows takes those of the attention that ran before it in its
+        block.
+        """
         if not cross:
             real = RealRows(None, "") if real is None else real
             self._thread.rows = (module, real)
         elif real is None and self._thread.rows is not None:
             before, rows = self._thread.rows
             fits = rows.rows is not None and tuple(rows.rows.shape) == (batch, queries)
-            real = rows if fits and _one_block(before, module) else None
+            real = rows if fits and _same_block(before, module) else None
         return RealRows(None, "") if real is None else real
 
 
-def _one_block(left: str, right: str) -> bool:
-    """Whether two modules lie in the same numbered block, as ``decoder.layers.3`` is one."""
+def _same_block(left: str, right: str) -> bool:
+    """Whether two modules lie in the same numbered block, such as ``decoder.layers.3``."""
     for mine, theirs in zip(left.split("."), right.split("."), strict=False):
         if mine != theirs:
             return False

@@ -35,10 +35,10 @@ HEADS = (
 
 
 def over_keys(scores: Tensor, dim: int, heads: int | None) -> bool:
-    """Whether a softmax over this dimension may be one over keys.
+    """Whether a softmax over this dimension could be attention's softmax over keys.
 
-    It is the last, or before that of heads, which then has their number. Other softmaxes are over
-    the channels of a picture, the taps of a kernel, or the positions of each feature.
+    Keys are the last dimension or, with heads last (then of size ``heads``), an inner one. Other
+    softmaxes are over image channels, the taps of a kernel, or the positions of each feature.
 
     Example:
         >>> scores = torch.zeros(2, 5, 5, 3)
@@ -228,7 +228,10 @@ class HeadPlaces:
         return place
 
     def undecided(self) -> list[tuple[str, str]]:
-        """Modules whose calls decided nothing, or not what was assumed, and why; once each."""
+        """Modules whose head axis no call determined, or a later call contradicted, and why.
+
+        Each is returned once: the list is cleared.
+        """
         found = [(name, why) for name, (_, why) in self._undecided.items()]
         self._undecided.clear()
         return found

@@ -103,8 +103,8 @@ class InterfaceCall:
         query, key, mask, module = (
             self[part] for part in ("query", "key", "attention_mask", "module")
         )
-        kind = _kind(self.implementation)
-        if is_flash(self.implementation):
+        kind = _base_name(self.implementation)
+        if uses_flash_masks(self.implementation):
             masks = _flash(self.kwargs, query, key, mask, module)
             return {part: masks[part] for part in masks if part not in ("softcap", "sinks")}
         return _mask(kind, self["is_causal"], query, key, mask, module)
@@ -266,8 +266,8 @@ def _of(result: Any) -> Tensor:
 
 def _keeps(implementation: str, kwargs: dict[str, Any]) -> str | None:
     """Why a function's own result is needed, None if its output is all there is to it."""
-    kind = _kind(implementation)
-    if kind != "sdpa" and not is_flash(implementation):
+    kind = _base_name(implementation)
+    if kind != "sdpa" and not uses_flash_masks(implementation):
         return f"{kind} attention may return its weights, which only it forms"
     if kwargs.get("output_attentions"):
         return "its weights are asked for"
@@ -301,8 +301,8 @@ def _call(
         "cross": is_cross(name, module),
         "unknown": tuple(sorted(set(given) - _KNOWN)),
     }
-    kind = _kind(implementation)
-    if is_flash(implementation):
+    kind = _base_name(implementation)
+    if uses_flash_masks(implementation):
         return AttentionCall(**call, **_flash(given, query, key, mask, module))
     bias = given.get("position_bias") if _takes(kind, accepts, "position_bias") else None
     if isinstance(bias, Tensor):
@@ -356,27 +356,30 @@ def _block_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
     return result
 
 
-def _kind(implementation: str | None) -> str:
-    """The name of an implementation, without what says where its keys are."""
+def _base_name(implementation: str | None) -> str:
+    """The name of an attention implementation, without a cache prefix such as ``"paged|"``."""
     return (implementation or "eager").removeprefix("paged|")
 
 
-def is_flash(implementation: str | None) -> bool:
-    """Whether an implementation takes its masks as flash attention does.
+def uses_flash_masks(implementation: str | None) -> bool:
+    """Whether an attention implementation follows the mask conventions of flash attention.
 
-    It then gets no mask but a 2-d one of padding, aligns its causal mask bottom-right, and applies
-    the sliding window itself. transformers says so by the mask function it registers under the
-    name; a name without one is judged by itself.
+    It then receives only a 2-d padding mask, aligns its causal mask bottom-right, and applies the
+    sliding window itself. This is read from the mask function that transformers registers under
+    the name or, if there is none, from the name itself.
 
     Args:
         implementation: a name registered with ``AttentionInterface``, such as
             ``"kernels-community/flash-attn2"``; ``"paged|"`` in front of it does not count.
 
     Example:
-        >>> [is_flash(name) for name in ("flash_attention_2", "paged|my_flash", "sdpa", None)]
+        >>> [
+        ...     uses_flash_masks(name)
+        ...     for name in ("flash_attention_2", "paged|my_flash", "sdpa", None)
+        ... ]
         [True, True, False, False]
     """
-    name = _kind(implementation)
+    name = _base_name(implementation)
     masking = sys.modules.get("transformers.masking_utils")
     registered = getattr(masking, "ALL_MASK_ATTENTION_FUNCTIONS", {}).get(name)
     if registered is not None:

@@ -22,10 +22,10 @@ from torch.nn.modules.module import (
 __all__ = ["follow", "follow_inputs", "follow_outputs"]
 
 
-class _Quiet:
-    """Silences PyTorch's warning that a compiled module and the one inside it both have hooks.
+class _HookWarningFilter:
+    """Silences PyTorch's warning about compiling a module while global hooks are registered.
 
-    Whoever follows modules takes the two for one.
+    Our global hooks treat a compiled module and the one inside it as one module.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class _Quiet:
                 cast("list[Any]", warnings.filters).remove(self._filter)
 
 
-_QUIET = _Quiet()
+_QUIET = _HookWarningFilter()
 _React = Callable[[torch.nn.Module], None]
 
 

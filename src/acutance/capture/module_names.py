@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["class_name", "module_name", "named_modules", "unwrapped"]
+__all__ = ["class_name", "module_name", "named_modules", "unwrap"]
 
 #: Under which name a wrapper, told by its class, holds the module that it wraps.
 _WRAPPERS = {
@@ -53,11 +53,11 @@ def named_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     return [(module_name(model, name), module) for name, module in model.named_modules()]
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside its wrappers; itself where it is none.
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside wrappers such as ``DataParallel``, or the module itself.
 
     Example:
-        >>> unwrapped(torch.nn.DataParallel(torch.nn.Linear(2, 2)))
+        >>> unwrap(torch.nn.DataParallel(torch.nn.Linear(2, 2)))
         Linear(in_features=2, out_features=2, bias=True)
     """
     while (held := _holds(module)) is not None:
@@ -69,7 +69,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 def class_name(module: torch.nn.Module) -> str:
     """Name of the class of the module inside its wrappers, as it was before it was sharded."""
-    kind = type(unwrapped(module))
+    kind = type(unwrap(module))
     bases = kind.__bases__
     sharded = len(bases) > 1 and bases[0].__name__ in _ADDED
     return bases[1].__name__ if sharded else kind.__name__

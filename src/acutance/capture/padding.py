@@ -27,10 +27,10 @@ __all__ = [
     "TokenMasks",
     "by_counts",
     "by_key_masks",
-    "call_sees",
+    "call_sees_padding",
     "checked_mask",
     "checked_rows",
-    "scores_see",
+    "scores_see_padding",
 ]
 
 #: In the place of a mask's name: the model was called without one.
@@ -325,13 +325,15 @@ def by_counts(n: Tensor, seen: Tensor) -> RealRows | None:
     return RealRows(seen, "masks") if alike else None
 
 
-def call_sees(call: AttentionCall, rows: Tensor, keys: Tensor) -> bool:
-    """Whether a real row of a call sees padding: then it is none, for this call.
+def call_sees_padding(call: AttentionCall, rows: Tensor, keys: Tensor) -> bool:
+    """Whether a real row of a call sees a padded key.
+
+    If so, those tokens are no padding as far as this call is concerned.
 
     Args:
-        call: any.
-        rows: boolean (B, L), True on real tokens.
-        keys: boolean (B, S), the same of the keys.
+        call: the captured call.
+        rows: boolean (B, L), True for queries of real tokens.
+        keys: boolean (B, S), True for keys of real tokens.
     """
     padding = torch.logical_not(keys)
     seen = call.seen_keys()
@@ -359,8 +361,11 @@ def call_sees(call: AttentionCall, rows: Tensor, keys: Tensor) -> bool:
     return False
 
 
-def scores_see(scores: Tensor, rows: Tensor, keys: Tensor) -> bool:
-    """Whether a real row of scores (B, H, L, S) sees padding."""
+def scores_see_padding(scores: Tensor, rows: Tensor, keys: Tensor) -> bool:
+    """Whether a real row of masked scores (B, H, L, S) sees a padded key.
+
+    ``rows`` and ``keys`` are as for :func:`call_sees_padding`.
+    """
     padding = torch.logical_not(keys)
     batch, heads, queries, width = scores.shape
     step = max(1, _ROWS_AT_ONCE // max(1, batch * heads * width))

@@ -33,19 +33,20 @@ def tap(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tap:
-    """Tell every open probe about attention that the code inside computes.
+    """Report the attention computed inside this context to every open probe.
 
-    For attention that a probe cannot see, as a kernel called directly, or sees only by its softmax.
-    Inside the context nothing else is read. Where no probe is open it costs next to nothing.
+    Use it for attention that a probe cannot see, such as a kernel called directly, or of which it
+    sees only the softmax. Probes read nothing else inside the context. With no probe open it costs
+    almost nothing.
 
     Args:
         query: (B, Hq, L, E).
         key: (B, H, S, E).
-        value: (B, H, S, Ev); without it neither ``verify`` nor ``noise`` has anything to go by.
-        attn_mask: all options are those of :func:`acutance.attention`.
+        value: (B, H, S, Ev); ``verify`` and ``noise`` need it.
+        attn_mask: this and the options below are those of :func:`acutance.attention`.
         is_causal: row i sees keys j ≤ i + query_offset.
         scale: factor of the scores; None is 1/√E.
-        dropout_p: above 0 the output is not compared.
+        dropout_p: if above 0, the output is not compared.
         query_offset: position of query 0 among the keys.
         window: sliding window.
         key_mask: boolean (B, S).
@@ -56,7 +57,8 @@ def tap(
 
     Returns:
         A context manager. Set its ``output``, (B, Hq, L, Ev), so that ``verify`` can compare.
-        What does not fit is listed in :attr:`acutance.HeadSummary.unread`; the model goes on.
+        Inputs that do not fit together are listed in :attr:`acutance.HeadSummary.unread`, and the
+        model runs on.
 
     Example:
         >>> import torch, acutance

@@ -176,7 +176,7 @@ class FunctionCapture(TorchFunctionMode):
 
         def own() -> Tensor:  # once more, to compare: it concerns no outer capture
             with ExitStack() as quiet:
-                for capture in _other_captures():
+                for capture in _enclosing_captures():
                     quiet.enter_context(capture.observer.mute())
                 return four(run())
 
@@ -185,7 +185,7 @@ class FunctionCapture(TorchFunctionMode):
             provided = self.observer.provide(make, name, own, refusal(given))
         if provided is not None:
             output = as_given(provided, given)
-            for capture in _other_captures():
+            for capture in _enclosing_captures():
                 capture.saw(given, output)
             return output
         output = run()
@@ -392,7 +392,10 @@ def _refused() -> Any:
     raise AssertionError("a call that is refused is not read")
 
 
-def _other_captures() -> list[FunctionCapture]:
-    """Captures around the one whose handler runs, which is off the stack; the innermost first."""
+def _enclosing_captures() -> list[FunctionCapture]:
+    """The enclosing captures, innermost first.
+
+    The capture whose handler is running is off the mode stack, and so not among them.
+    """
     stack = torch.overrides._get_current_function_mode_stack()
     return [mode for mode in reversed(stack) if isinstance(mode, FunctionCapture)]

@@ -24,9 +24,9 @@ class _Eager:
     """Runs compiled models uncompiled while any probe is open.
 
     A graph compiled earlier would run without ever calling what is captured here. The compiler's
-    stance is one for the process, so the first probe to open sets it and the last restores it.
-    Where ``torch._dynamo`` is not imported nothing is compiled yet: importing it for the stance
-    alone would cost more than a second of CPU, so the stance is set if and when it is imported.
+    stance is global to the process, so the first probe to open sets it and the last to close
+    restores it. While ``torch._dynamo`` is not imported nothing is compiled, and importing it just
+    to set the stance would cost over a second of CPU time: the stance is set when it is imported.
     """
 
     def __init__(self) -> None:

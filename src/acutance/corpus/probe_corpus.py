@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from acutance.capture.module_names import module_name, unwrapped
+from acutance.capture.module_names import module_name, unwrap
 from acutance.corpus import texts
 from acutance.corpus.load_model import TextModel
 from acutance.corpus.ranks import SingleProcess
@@ -37,15 +37,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Subset:
-    """What a run skips to cost less: windows, layers, heads, rows.
+    """The windows, layers, heads and rows that a run reads, fewer of which make it cheaper.
 
     Attributes:
-        every: run the first of every so many windows.
-        layers: layers that are read.
-        heads: heads that are read.
-        max_rows: rows read of a call, drawn at random.
-        seed: which rows.
-        provide: compute the attention in the model's stead.
+        every: run one window in ``every``, the first of each group.
+        layers: layers to read; None is all.
+        heads: heads to read; None is all.
+        max_rows: maximum number of rows read per call, drawn at random; None is all.
+        seed: of the random choice of rows.
+        provide: compute the model's attention with acutance's kernel, so that it is not computed
+            twice.
     """
 
     every: int = 1
@@ -364,7 +365,7 @@ def model_digest(model: torch.nn.Module) -> str:
         False
     """
     digest = hashlib.sha256()
-    config: Any = getattr(unwrapped(model), "config", None)
+    config: Any = getattr(unwrap(model), "config", None)
     if hasattr(config, "to_dict"):
         attributes = {
             name: value

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.module_hooks import follow_inputs
-from acutance.capture.module_names import unwrapped
+from acutance.capture.module_names import unwrap
 from acutance.capture.module_stack import rerun
 
 __all__ = ["Tokens", "special_ids"]
@@ -82,7 +82,7 @@ class Tokens:
 def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
     tables = [each for each in model.modules() if isinstance(each, torch.nn.Embedding)]
     try:
-        named = unwrapped(model).get_input_embeddings()  # type: ignore[operator]
+        named = unwrap(model).get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError, TypeError):
         named = None
     if isinstance(named, torch.nn.Module) and not isinstance(named, torch.nn.Embedding):
@@ -97,7 +97,7 @@ def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
 def special_ids(model: torch.nn.Module) -> tuple[int, ...]:
     """Ids that a Hugging Face configuration calls special; none for other models."""
     found: set[int] = set()
-    model = unwrapped(model)
+    model = unwrap(model)
     for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
         for name in _NAMES:
             value = getattr(config, f"{name}_token_id", None)

@@ -17,7 +17,7 @@ __all__ = [
     "Version",
     "after",
     "again",
-    "memory_of",
+    "storage_address",
     "shares_memory",
     "viewing",
     "written_through",
@@ -136,8 +136,8 @@ def written_through(view: View, base: Tensor, value: Tensor) -> None:
     view(base).copy_(value)
 
 
-def memory_of(tensor: Tensor) -> int:
-    """Where a tensor's memory begins; 0 for one that has none to speak of."""
+def storage_address(tensor: Tensor) -> int:
+    """Address of a tensor's storage, which its views share; 0 if it has no accessible storage."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -146,4 +146,4 @@ def memory_of(tensor: Tensor) -> int:
 
 def shares_memory(view: Any, base: Tensor) -> bool:
     """Whether two tensors lie in one piece of memory."""
-    return isinstance(view, Tensor) and memory_of(view) == memory_of(base) != 0
+    return isinstance(view, Tensor) and storage_address(view) == storage_address(base) != 0

@@ -79,7 +79,7 @@ def plain_name(name: str) -> str:
 
 
 def writes(name: str) -> bool:
-    """Whether a function of this name writes to its first argument."""
+    """Whether a function of this name writes to its first argument, as ``add_`` does."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
     return name.endswith("_")
@@ -177,7 +177,7 @@ def owner_of_keys(name: str, args: Sequence[Any]) -> Tensor | None:
 
 
 def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Tensors among the arguments of a call, and in lists of them."""
+    """The tensors among a call's arguments, including those inside lists and tuples."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             yield value

@@ -24,8 +24,8 @@ from acutance.capture.handwritten.graph import (
     Version,
     after,
     again,
-    memory_of,
     shares_memory,
+    storage_address,
     viewing,
     written_through,
 )
@@ -59,11 +59,13 @@ _LOG = "are divided by their logsumexp"
 
 
 class Lineage:
-    """Follows the matrix products of one thread.
+    """Tracks which tensors of one thread were computed from matrix products.
+
+    By this the scores of hand-written attention are recognised.
 
     Args:
-        operands: also keep what each product was made of.
-        by_hand: called when a product takes weights that were formed without a softmax.
+        operands: also keep the operands of each product.
+        by_hand: callback for a product that takes weights formed without a softmax.
 
     Example:
         >>> lineage = Lineage()
@@ -161,7 +163,7 @@ class Lineage:
     # -- following --------------------------------------------------------------------------------
 
     def _version(self, tensor: Tensor) -> Version:
-        return version_of(tensor), self._written[memory_of(tensor)] if self._written else 0
+        return version_of(tensor), self._written[storage_address(tensor)] if self._written else 0
 
     def _of(self, tensor: Tensor) -> Made | None:
         known = self._known.get(id(tensor))
@@ -173,7 +175,7 @@ class Lineage:
         return made
 
     def _wrote(self, target: Tensor) -> None:
-        self._written[memory_of(target)] += 1
+        self._written[storage_address(target)] += 1
 
     def _multiply(
         self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]

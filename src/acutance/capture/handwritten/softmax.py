@@ -105,7 +105,7 @@ class Softmax:
         self.dim = dim
         self.base, self.version, self.dtype = scores, version, result.dtype
         self.last = dim == scores.dim() - 1
-        self.step, self.place = result.stride(dim), _order(result).index(dim)
+        self.step, self.place = result.stride(dim), _dims_by_stride(result).index(dim)
         self.aliases: set[int] = set()
         self.dropped = False
         self.places = Places()
@@ -140,8 +140,8 @@ def _by_step(layout: Layout) -> list[int]:
     return sorted(range(len(layout)), key=lambda dim: layout[dim])
 
 
-def _order(tensor: Tensor) -> list[int]:
-    """Dimensions of a tensor from the widest step in memory to the smallest."""
+def _dims_by_stride(tensor: Tensor) -> list[int]:
+    """The dimensions of a tensor, sorted by stride, largest first."""
     steps = tensor.stride()
     return sorted(range(len(steps)), key=lambda dim: (-steps[dim], dim))
 
@@ -296,7 +296,7 @@ def _doubt(softmax: Softmax, weights: Tensor) -> str | None:
     expected = torch.softmax(wide, -1)
     theirs = weights.detach()
     if not softmax.last:  # their dimensions as they lie in memory, turned as those of the scores
-        theirs = theirs.permute(_order(theirs)).movedim(softmax.place, -1)
+        theirs = theirs.permute(_dims_by_stride(theirs)).movedim(softmax.place, -1)
         if theirs.shape != expected.shape:
             return None
     elif not softmax.relaid and sorted(layout_of(theirs)) == sorted(softmax.layout):
