@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.factors import factor_of
+from acutance.calibration.factors import query_factor
 from acutance.calibration.handwritten import has_shallow_mask, scaled_scores
 from acutance.calibration.law import AnyLaw, HeadLaws, Law, by_layer
 from acutance.calibration.visible_counts import count, count_call
@@ -253,7 +253,7 @@ class Applied:
             n = count(query, call["key"], call.masks())
             if plan.laws.needs_entropy:
                 entropy = _entropy(call.read(plan.name))
-            factor = factor_of(plan.laws, n, query.shape[1], query.dtype, entropy)
+            factor = query_factor(plan.laws, n, query.shape[1], query.dtype, entropy)
         except ValueError as error:
             raise self.unreachable(plan.name, str(error)) from error
         self._count(plan.name)
@@ -289,7 +289,7 @@ class Applied:
         return self._plans[stack[-1]] if stack else None
 
     def here(self) -> str | None:
-        """Name of the running module if it is to be scaled, None for any other."""
+        """Name of the module now running if its logits are to be scaled, else None."""
         plan = self._running()
         if plan is None or plan.laws is None or self._holds(plan.name):
             return None
@@ -314,7 +314,7 @@ class Applied:
         return {**given, "query": given["query"] * self.factor_of_arguments(name, given)}
 
     def factor_of_arguments(self, name: str, given: dict[str, Any]) -> Tensor:
-        """What multiplies the query of SDPA's arguments."""
+        """Factor of the query, for a call of SDPA with these arguments in module ``name``."""
         plan = self._running()
         assert plan is not None
         assert plan.laws is not None
@@ -325,14 +325,14 @@ class Applied:
                 call = sdpa_call(given, name)
                 entropy = _entropy(call) if laws.needs_entropy else None
                 heads = call.query.shape[1]
-                factor = factor_of(laws, count_call(call), heads, query.dtype, entropy)
+                factor = query_factor(laws, count_call(call), heads, query.dtype, entropy)
             except ValueError as error:
                 raise self.unreachable(name, str(error)) from error
             self._count(name)
             return _shaped(factor, query, call.query)
 
     def over_keys(self, scores: Tensor, dim: int) -> bool:
-        """Whether a softmax over this dimension, in the running module, may be one over keys."""
+        """Whether a softmax over ``dim`` in the running module could be attention's over keys."""
         plan = self._running()
         return plan is not None and over_keys(scores, dim, plan.heads)
 

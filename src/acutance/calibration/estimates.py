@@ -31,16 +31,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class LayerValues:
-    """What one pass measured in one layer.
+    """The calibrated quantity of one layer at each knot n, as measured in one pass.
 
     Attributes:
-        knots: n at which values are told, rising; the largest that a row of the bin has.
-        bins: which bins of the sums these are.
-        value: the wanted value at n = knot, (knots, heads).
-        slope: its derivative by log λ, (knots, heads).
-        left: :attr:`value` without one group at a time, (groups, knots, heads).
-        present: whether a group has rows, (groups, knots).
-        top: largest logit, (knots, heads).
+        knots: the n of each value, ascending: the largest n among the rows of its bin.
+        bins: index of each knot's bin in the sums.
+        value: the calibrated quantity at n = knot, (knots, heads).
+        slope: its derivative with respect to log λ, (knots, heads).
+        left: :attr:`value` recomputed with each group left out in turn, (groups, knots, heads).
+        present: whether a group has rows in a bin, (groups, knots).
+        top: largest logit in each bin, (knots, heads).
     """
 
     knots: tuple[int, ...]
@@ -104,7 +104,7 @@ class LayerValues:
 
 
 def quantile(degrees: int, level: float = 0.975) -> float:
-    """Student's t quantile; infinite without degrees of freedom.
+    """Quantile of Student's t distribution; infinite for 0 degrees of freedom.
 
     Example:
         >>> quantile(7)

@@ -8,28 +8,29 @@ from torch import Tensor
 from acutance.calibration.law import HeadLaws
 from acutance.scaling import AnyScaling
 
-__all__ = ["factor_of"]
+__all__ = ["query_factor"]
 
 
-def factor_of(
+def query_factor(
     laws: HeadLaws, n: Tensor, heads: int, dtype: torch.dtype, entropy: Tensor | None = None
 ) -> Tensor:
-    """What multiplies the query of each row, (B or 1, Hq or 1, L), rounded to the query's dtype.
+    """Factor that multiplies the query of each row, (B or 1, Hq or 1, L).
 
     Args:
-        laws: of the layer.
-        n: visible keys, (B or 1, Hq or 1, L).
-        heads: query heads of the call.
-        dtype: of the query; the factor is computed in float32, for float64 in float64.
-        entropy: of the unscaled rows, (B, Hq, L), where a law needs it.
+        laws: calibrated laws of the layer's heads.
+        n: number of visible keys, (B or 1, Hq or 1, L).
+        heads: number of query heads of the call.
+        dtype: of the query and the result; the factor is computed in float32, or in float64 for
+            float64.
+        entropy: of the unscaled rows, (B, Hq, L), if a law needs it.
 
     Raises:
-        ValueError: if a law has parameters or entries for other heads than the call has.
+        ValueError: if a law has parameters or entries for heads that the call does not have.
 
     Example:
         >>> from acutance import scaling
         >>> laws = HeadLaws(heads=((1, scaling.SSMax(s=1.0)),))
-        >>> factor_of(laws, torch.tensor([[[8]]]), 2, torch.float32)[0]
+        >>> query_factor(laws, torch.tensor([[[8]]]), 2, torch.float32)[0]
         tensor([[1.0000],
                 [2.0794]])
     """

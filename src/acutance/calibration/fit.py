@@ -17,7 +17,14 @@ from acutance.calibration.progress import PassState, Progress
 from acutance.calibration.request import Asked, check_asked, check_positions, check_windows
 from acutance.calibration.result import Calibration
 from acutance.calibration.summarise import FittedLayer, summarise
-from acutance.calibration.windows import AnyBatches, Turn, check_lengths, cut, digest, gather
+from acutance.calibration.windows import (
+    AnyBatches,
+    Turn,
+    batches_by_length,
+    check_lengths,
+    cut,
+    digest,
+)
 from acutance.corpus.probe_corpus import model_digest
 from acutance.files import refuse_replacing
 from acutance.scaling import Scaling
@@ -126,7 +133,7 @@ def calibrate(
         raise ValueError("resume continues the file given by save, got save=None")
     if save is not None:
         refuse_replacing(save, resume=resume, overwrite=overwrite)
-    found = gather(batches)
+    found = batches_by_length(batches)
     places = check_lengths(lengths, found)
     asked = check_asked(target, value, places, reference, law, passes, limit, windowed)
     check_positions(model, places)

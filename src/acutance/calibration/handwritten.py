@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from acutance.calibration.factors import factor_of
+from acutance.calibration.factors import query_factor
 from acutance.calibration.law import HeadLaws
 from acutance.capture.head_axis import folded
 from acutance.masks import hidden_scores
@@ -95,7 +95,7 @@ def _factor(
             entropy = folded(rows, dim, heads).squeeze(-1)
         places = torch.arange(count.numel(), device=scores.device)
         order = folded(places.view(count.shape), dim, heads).flatten()
-    factor = factor_of(laws, n, n.shape[1], wide, entropy).expand(n.shape)
+    factor = query_factor(laws, n, n.shape[1], wide, entropy).expand(n.shape)
     row = torch.empty_like(order)
     row[order] = places  # where each row of the scores lies among the folded ones
     return factor.flatten()[row].view(count.shape), hidden

@@ -27,10 +27,11 @@ def plain_table(knots: Sequence[int], factors: Tensor) -> Scaling:
 def extended_table(
     knots: Sequence[int], factors: Tensor, like: Sequence[Resemblance], limit: float
 ) -> Scaling:
-    """The same with further lengths, up to 64 times the last, where each head's family goes on.
+    """The factors (knots, heads) as a table that each head's growth family extends to longer n.
 
-    A family is scaled to go through the last factor. A head whose family is undecided goes on as
-    the best of those that grow no faster than log n.
+    The table goes up to 64 times the last knot, with factors between 1/``limit`` and ``limit``. A
+    family is rescaled to pass through the last factor. An undecided head is extended by the best
+    fit among the families that grow no faster than log n.
     """
     last = knots[-1]
     lengths = (*knots, *(last << step for step in range(1, _BEYOND + 1)))
@@ -59,7 +60,14 @@ def _going_on(found: Resemblance) -> FamilyFit:
 def family_scalings(
     law: str, knots: Sequence[int], factors: Tensor, errors: Tensor, reference: int
 ) -> Scaling | dict[int, Scaling]:
-    """One layer's factors (knots, heads) as a named law: for the layer, or one for each head."""
+    """Fit the law of a given name to one layer's factors, (knots, heads).
+
+    The law is one of :data:`FITTED` but "table". ``errors`` are the factors' standard errors, and
+    ``reference`` is the length at which "sqrt_log_n" and "clip_log_n" have the factor 1.
+
+    Returns:
+        One scaling for the layer or, for "log_n", one for each head.
+    """
     n = torch.tensor(knots, dtype=torch.float64)
     x = n.log().unsqueeze(1)
     sigma = torch.hypot(torch.nan_to_num(errors, nan=0.0), 0.005 * factors)

@@ -17,7 +17,7 @@ from acutance.calibration.request import (
     check_target,
     check_windows,
 )
-from acutance.calibration.windows import AnyBatches, check_lengths, cut, gather
+from acutance.calibration.windows import AnyBatches, batches_by_length, check_lengths, cut
 from acutance.capture.find_layers import layer_numbers
 
 __all__ = ["Measured", "measure"]
@@ -103,7 +103,7 @@ def measure(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
-    kind, found = check_target(target), gather(batches)
+    kind, found = check_target(target), batches_by_length(batches)
     places = check_lengths(lengths, found)
     check_positions(model, places)
     turns = cut(found, places)

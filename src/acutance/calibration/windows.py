@@ -13,7 +13,7 @@ from torch import Tensor
 
 from acutance.shapes import check_count
 
-__all__ = ["AnyBatch", "AnyBatches", "Turn", "check_lengths", "cut", "digest", "gather"]
+__all__ = ["AnyBatch", "AnyBatches", "Turn", "check_lengths", "cut", "digest", "batches_by_length"]
 
 #: What a model is called with: one tensor, or keywords. Windows first, tokens second.
 AnyBatch: TypeAlias = "Tensor | Mapping[str, Any]"
@@ -53,7 +53,7 @@ def check_lengths(
 
     Args:
         lengths: as they were given.
-        batches: from :func:`gather`.
+        batches: from :func:`batches_by_length`.
 
     Raises:
         TypeError: if they are no list of whole numbers.
@@ -76,15 +76,18 @@ def check_lengths(
     return places
 
 
-def gather(batches: AnyBatches) -> dict[int, list[AnyBatch]]:
-    """All batches, checked: by length where windows are ready, else under 0, to be cut.
+def batches_by_length(batches: AnyBatches) -> dict[int, list[AnyBatch]]:
+    """Check all batches and group them by window length, or under 0 if they are yet to be cut.
 
     Raises:
-        TypeError: if they are not batches.
-        ValueError: if there is none, one has no tokens, or windows are not as long as said.
+        TypeError: if ``batches`` holds anything but batches.
+        ValueError: if there are no batches, a batch has no tokens, or windows differ from the
+            stated length.
     """
     if isinstance(batches, Mapping) and batches and all(isinstance(n, int) for n in batches):
-        ready = {check_count("lengths", n, 2): gather(part)[0] for n, part in batches.items()}
+        ready = {
+            check_count("lengths", n, 2): batches_by_length(part)[0] for n, part in batches.items()
+        }
         for length, part in ready.items():
             for batch in part:
                 if _length(batch) != length:
@@ -112,11 +115,11 @@ def cut(batches: Mapping[int, Sequence[AnyBatch]], lengths: Sequence[int]) -> li
     measured at two lengths can be compared part by part.
 
     Args:
-        batches: from :func:`gather`.
+        batches: from :func:`batches_by_length`.
         lengths: rising.
 
     Example:
-        >>> turns = cut(gather([torch.arange(24).view(2, 12)]), [4, 8])
+        >>> turns = cut(batches_by_length([torch.arange(24).view(2, 12)]), [4, 8])
         >>> [(turn.length, tuple(turn.batch.shape), turn.groups.tolist()) for turn in turns]
         [(4, (6, 4), [0, 0, 0, 1, 1, 1]), (8, (2, 8), [0, 1])]
     """
