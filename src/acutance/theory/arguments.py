@@ -25,7 +25,9 @@ Array = NDArray[np.float64]
 
 
 def require(name: str, values: Array, valid: NDArray[np.bool_], rule: str, what: str = "") -> None:
-    """Raise ValueError with the rule and the first value that is not valid, called ``what``.
+    """Raise ValueError unless all values are valid.
+
+    The message has the rule and the first invalid value, labelled ``what``, by default ``name``.
 
     Example:
         >>> require("tau", np.array([1.0, -2.0]), np.array([True, False]), "it is positive")

@@ -269,14 +269,15 @@ def frozen_collision(m: ArrayLike) -> float | Array:
 
 
 def frozen_jacobian_fro2(m: ArrayLike) -> float | Array:
-    r"""Mean squared norm of the Jacobian of frozen rows (asymptotic: infinitely many logits).
+    r"""Mean squared norm of the softmax Jacobian in the frozen phase, for infinitely many logits.
 
     .. math:: E \lVert \operatorname{diag} p - p p^\top \rVert_F^2 = \frac{m (1 - m)}{3}
 
     Largest, 1/12, at m = 1/2: logits twice as wide as where freezing sets in. The mean trace is m.
 
     Args:
-        m: Freezing parameter, critical over actual deviation of the logits, 0 <= m < 1.
+        m: Freezing parameter, 0 <= m < 1: the critical standard deviation of the logits divided
+            by the actual one.
 
     Returns:
         The mean squared Frobenius norm, shape of ``m``; a float for a scalar.

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from scipy.special import xlog1py, xlogy
 
 from acutance.theory.arguments import Array, checked, require, result
-from acutance.theory.entropy import onehot_of_gap
+from acutance.theory.entropy import onehot_entropy_of_gap
 from acutance.theory.noise_error import noisy_row, one_number
 
 __all__ = [
@@ -34,11 +34,11 @@ _TOLERANCE = 1e-6  # of what is given, relative: room for float32
 
 @dataclass(frozen=True)
 class EntropyBounds:
-    """Entropies between which a row must lie, in nats.
+    """Bounds on a row's entropy, in nats; see :func:`entropy_bounds`.
 
     Attributes:
-        lower: No row with the given numbers has a smaller entropy.
-        upper: No row with the given numbers has a larger entropy.
+        lower: Smallest entropy consistent with what is known of the row.
+        upper: Largest entropy consistent with what is known of the row.
     """
 
     lower: float | Array
@@ -150,7 +150,7 @@ def entropy_lower_bound(n: ArrayLike, logit_norm: ArrayLike) -> float | Array:
     """
     keys = checked("n", n, "the number of keys is finite and at least 2", 2.0)
     norm = checked("logit_norm", logit_norm, "the norm of the logits is finite and at least 0", 0)
-    return result(onehot_of_gap(keys, norm * np.sqrt(keys / (keys - 1))))
+    return result(onehot_entropy_of_gap(keys, norm * np.sqrt(keys / (keys - 1))))
 
 
 def entropy_floor_from_spectral_norm(

@@ -237,7 +237,7 @@ def onehot_entropy(n: ArrayLike, lam: ArrayLike) -> float | Array:
     """
     keys = checked("n", n, "the number of keys is finite and at least 1", 1.0)
     gap = checked("lam", lam, "the distance of the top logit is finite and at least 0", 0.0)
-    return result(onehot_of_gap(keys, gap))
+    return result(onehot_entropy_of_gap(keys, gap))
 
 
 def _gaps(logits: ArrayLike, scale: ArrayLike) -> Array:
@@ -272,8 +272,8 @@ def _exp_rest(x: Array) -> Array:
     return rest
 
 
-def onehot_of_gap(n: Array, gap: Array) -> Array:
-    """Entropy of one key ``gap`` above n - 1 equal ones, for checked arrays."""
+def onehot_entropy_of_gap(n: Array, gap: Array) -> Array:
+    """Entropy of a softmax row with one logit ``gap`` above n - 1 equal ones; checks nothing."""
     half = np.exp(-gap / 2)
     others = (n - 1) * half * half  # in two steps: the product may be normal where e^-gap is 0
     return np.asarray(np.log1p(others) + gap * (others / (1 + others)))

@@ -64,14 +64,17 @@ class Family(ABC):
         """Quantile at a probability given by its log-odds."""
 
     def origin(self) -> float:
-        """The point from which offsets are counted: the upper end if known, else the median.
+        """The point that offsets are measured from: the upper endpoint if known, else the median.
 
         The keys that matter are next to the upper end, with gaps that float64 must resolve.
         """
         return float(self.quantile(np.zeros(())))
 
     def offset(self, logit: Array) -> Array:
-        """Quantile minus the origin, without cancellation where the origin is an end."""
+        """Quantile at the probability with these log-odds, relative to the origin.
+
+        Free of cancellation where the origin is an endpoint of the support.
+        """
         return np.asarray(self.quantile(logit) - self.origin())
 
     def density(self, offset: Array) -> Array:
@@ -152,7 +155,7 @@ class Cosine(_Interval):
     d: float
 
     def density(self, offset: Array) -> Array:
-        """Density, a multiple of (1 - x²)^((d - 3)/2) at x = 1 + offset."""
+        """Normalised density at x = 1 + offset, proportional to (1 - x²)^((d - 3)/2)."""
         a = (self.d - 1) / 2
         inside = np.maximum(-offset * (2 + offset), 1e-300)
         log_density = (a - 1) * np.log(inside) - (2 * a - 1) * _LOG_2 - betaln(a, a)

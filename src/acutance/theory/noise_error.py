@@ -318,7 +318,7 @@ def _integrate(row: NoisyRow, kind: NoiseKind, scale: float) -> float:
     origin = start + float(log_p.min()) - before * _GRID
     grid = origin + _GRID * np.arange(_STEPS * (nodes - 1) + spread)
     table = tilted_table(kind, scale, grid)
-    count, square, vector = _onto_grid(log_p, squares, row.u, spread)
+    count, square, vector = _grid_coefficients(log_p, squares, row.u, spread)
 
     total = 0.0
     rows = max(1, _WINDOW // spread)
@@ -334,11 +334,14 @@ def _integrate(row: NoisyRow, kind: NoiseKind, scale: float) -> float:
     return total / _NODES_PER_UNIT
 
 
-def _onto_grid(log_p: Array, squares: Array, u: Array, size: int) -> tuple[Array, Array, Array]:
-    """Coefficients of the grid values in interpolated sums over keys of 1, ‖u_j‖² and u_j.
+def _grid_coefficients(
+    log_p: Array, squares: Array, u: Array, size: int
+) -> tuple[Array, Array, Array]:
+    """Coefficients that turn sums over keys into sums over an interpolation grid.
 
-    Interpolation is linear in the tabulated values, so a sum over keys of interpolated values is
-    a sum over the grid with these coefficients, the same ones at every node.
+    For each w_j = 1, ‖u_j‖² and u_j they are the c_i in Σ_j w_j f(log p_j) ≈ Σ_i c_i f_i, with f_i
+    the values of f on the grid. Interpolation is linear in the f_i, so the coefficients do not
+    depend on f and serve all quadrature nodes.
     """
     from scipy.sparse import csr_array  # takes its time to load
 

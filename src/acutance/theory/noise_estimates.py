@@ -38,12 +38,12 @@ _DRAWS = 1_000_000  # noise values drawn at a time
 
 @dataclass(frozen=True)
 class NoiseSample:
-    """Mean square error of a row's output, estimated from sampled noise.
+    """Monte Carlo estimate of the mean squared error of a row's output under noise.
 
     Attributes:
-        estimate: Mean over the samples, in squared units of v.
-        standard_error: Of the estimate, by the samples' standard deviation.
-        samples: How many noisy rows were drawn.
+        estimate: Mean over the samples, in the units of v squared.
+        standard_error: Of the estimate, from the standard deviation of the samples.
+        samples: Number of noisy rows drawn.
     """
 
     estimate: float

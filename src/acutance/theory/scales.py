@@ -309,17 +309,17 @@ def gap_count(scores: ArrayLike, t: ArrayLike) -> float | Array:
 
 
 def critical_scale(scores: ArrayLike) -> float | Array:
-    r"""Scale above which a row's maximum stands out from all its competitors.
+    r"""Smallest scale λ at which at most exp(λt) keys lie within any gap t of the row's maximum.
 
     .. math:: \Lambda = \sup_{t > 0} \frac{\log N(t)}{t} = \max_{j \ge 2} \frac{\log j}{g_{(j)}}
 
     with N the ``gap_count`` and :math:`g_{(1)} = 0 \le g_{(2)} \le \dots` the gaps to the maximum,
-    sorted. Between gaps N stays and t grows, so one of the gaps attains the supremum. At a scale
+    sorted. Between gaps N is constant and t grows, so the supremum is attained at a gap. At a scale
     λ of at least Λ every count is bounded, :math:`N(t) \le e^{\lambda t}`; below Λ some N(t) keys
     outweigh the maximum even if each had only the least weight among them, exp(-λt) times its.
 
     Args:
-        scores: Rows of scores, shape (..., n); -inf where a key is masked, which never counts.
+        scores: Rows of scores, shape (..., n); -inf for masked keys, which are ignored.
 
     Returns:
         Λ in one over the unit of the scores, shape (...); a float for one row. It is infinity if
@@ -330,7 +330,7 @@ def critical_scale(scores: ArrayLike) -> float | Array:
         ValueError: If some score is NaN or +inf, or rows have no keys.
 
     Example:
-        One key 2 above seven equal ones needs log 8 / 2; a nearby second one needs more:
+        One key 2 above seven equal ones needs log 8 / 2; a second key close to it needs more:
 
         >>> critical_scale([2.0, 0, 0, 0, 0, 0, 0, 0])
         1.03972077

@@ -72,7 +72,7 @@ def von_mises_fisher(d: float, kappa: float) -> tuple[float, float, float]:
     """
     order = d / 2 - 1
     if kappa >= 20 + order * order / 2:
-        return _far_from_order(order, kappa)
+        return _large_kappa(order, kappa)
     if order >= _DEBYE_FROM and kappa >= _DEBYE_FROM:
         return _large_order(order, kappa)
     term = tail = slope = 0.0
@@ -87,8 +87,8 @@ def von_mises_fisher(d: float, kappa: float) -> tuple[float, float, float]:
     return kappa - log_f, kappa - product, product - log_f
 
 
-def _far_from_order(order: float, kappa: float) -> tuple[float, float, float]:
-    """The same for κ ≫ order², from Hankel's expansion."""
+def _large_kappa(order: float, kappa: float) -> tuple[float, float, float]:
+    """The result of :func:`von_mises_fisher` for κ ≫ order², from Hankel's expansion."""
     term, total, moment = 1.0, 0.0, 0.0
     for k in range(200):
         total += term

@@ -346,7 +346,10 @@ def _within(value: float, least: float, most: float, gamma: float, family: Famil
 
 
 def _tail_mean(g: Array) -> Array:
-    """K(g) as in the module's docstring; the exponential integral only where needed."""
+    """K(g), the part of a centred Gumbel variable's mean that lies above g.
+
+    By a power series for g >= 0 and with the exponential integral below.
+    """
     a = np.exp(-g)
     small = np.minimum(a, 1.0)
     values = np.zeros_like(a)  # Ein(small)

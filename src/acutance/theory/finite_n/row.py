@@ -58,9 +58,9 @@ def expectation(
 
 @dataclass(frozen=True)
 class Row:
-    """Quadrature for rows of n keys at one gamma and family.
+    """Quadrature rule for means over softmax rows of n independent scores of one family.
 
-    Scores are relative to the family's origin.
+    Logits are gamma times the scores. Scores are measured from ``family.origin()``.
     """
 
     n: float

@@ -73,8 +73,8 @@ def expected_top_weight(
         **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
 
     Returns:
-        The mean, between 1/n and 1, float64 of the broadcast shape; a float for scalars. Right to
-        1e-9, or 1e-7 where a heavy tail puts logits beyond 1e4.
+        The mean, between 1/n and 1, float64 of the broadcast shape; a float for scalars.
+        Accurate to 1e-9, or to 1e-7 for heavy-tailed families whose logits exceed 1e4.
 
     Raises:
         TypeError: If ``family`` is neither a name nor a continuous distribution.

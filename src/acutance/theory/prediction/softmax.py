@@ -80,7 +80,8 @@ def softmax_formulas(
         value_variance: Variance of the values, summed over components.
 
     Returns:
-        For each metric its kind and a function of no arguments, or a sentence.
+        For each metric its kind and a function without arguments that evaluates it, or a sentence
+        that says why there is no formula.
     """
     log_n, normal = math.log(n), isinstance(family, Gaussian)
     mean, variance = score_moments(family)
@@ -252,9 +253,9 @@ def gaussian_break_points(n: float) -> tuple[float, float]:
 def softmax_population(
     n: float, gamma: float, family: Family, shift: float, value_variance: float
 ) -> MetricRecord:
-    """Every metric of a softmax row of independent logits shift + gamma s, for many keys.
+    """Large-n value of every metric of a softmax row with independent logits shift + gamma s.
 
-    NaN throughout the weights where the mean of exp(gamma s) is infinite, or not within reach.
+    Metrics of the weights are NaN where the mean of exp(gamma s) is infinite or not computable.
 
     Example:
         >>> row = softmax_population(4096, 2.0, Gaussian(), 0.0, 1.0)

@@ -258,13 +258,13 @@ class WeightedRow:
     @classmethod
     def relu2(cls, n: float, u: float) -> "WeightedRow":
         """Weights max(s, 0)² of scores with mean u and deviation 1."""
-        scores, mass = _positive(u)
+        scores, mass = _positive_nodes(u)
         return cls(n, scores * scores, mass, float(ndtr(-u)), float(log_ndtr(-u)))
 
     @classmethod
     def size(cls, n: float, u: float) -> "WeightedRow":
         """Weights abs(s) of scores with mean u and deviation 1."""
-        parts = [_positive(u), _positive(-u)]
+        parts = [_positive_nodes(u), _positive_nodes(-u)]
         weights, mass = (np.concatenate(column) for column in zip(*parts, strict=True))
         return cls(n, weights, mass, 0.0, -math.inf)
 
@@ -392,8 +392,11 @@ def _panels(low: float, high: float) -> tuple[Array, Array]:
     return gauss(np.unique(np.clip(inner, low, high)))
 
 
-def _positive(u: float) -> tuple[Array, Array]:
-    """Quadrature nodes and weights over the positive scores of mean u and deviation 1."""
+def _positive_nodes(u: float) -> tuple[Array, Array]:
+    """Quadrature over the part above 0 of a normal score of mean u and standard deviation 1.
+
+    The weights include the density: they sum to the probability of that part.
+    """
     spread = 1 / max(1.0, -u)  # how far a score above 0 typically is, where 0 is in the tail
     top = max(u, 0.0) + 13.0
     edges = np.concatenate(
