@@ -35,13 +35,13 @@ class HeadClass:
 
 @dataclass(frozen=True)
 class Class:
-    """A kind of head.
+    """A category of attention heads and the rule that defines it.
 
     Attributes:
-        name: what it is called.
-        threshold: the number that decides.
+        name: of the category.
+        threshold: value at which the rule applies.
         rule: the rule, in words.
-        source: where threshold or name are from.
+        source: reference for the threshold or the name.
     """
 
     name: str

@@ -99,7 +99,7 @@ class HeadFacts:
         column = self._columns.get("entropy")
         if column is None or self._profile is None:
             return None
-        return self._profile.slope_at_the_end(self.index, column, octaves=octaves, least_n=least_n)
+        return self._profile.final_slope(self.index, column, octaves=octaves, least_n=least_n)
 
     def entropy_at(self, n: float) -> tuple[float, float]:
         """Measured entropy and its standard error in the octave whose typical count is n."""

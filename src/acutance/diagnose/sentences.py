@@ -44,8 +44,8 @@ def ranges(indices: list[int], noun: str) -> str:
     return f"{noun}{'s' * (len(indices) > 1)} {', '.join(spans)}"
 
 
-def _range(beyond: _Beyond, name: str, form: str) -> str:
-    """The range of a number over heads; one number where both ends round to the same."""
+def _from_to(beyond: _Beyond, name: str, form: str) -> str:
+    """Format the range of a number over the heads; one number if both ends print alike."""
     values = [judgement.numbers[name] for _, judgement in beyond]
     low, high = format(min(values), form), format(max(values), form)
     return low if low == high else f"{low} to {high}"
@@ -62,7 +62,7 @@ def _describe_not_finite(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> 
 
 def _describe_large(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     return (
-        f"the largest logit is {_range(beyond, 'max_logit', ',.0f')}, above {LARGE_LOGIT:g}",
+        f"the largest logit is {_from_to(beyond, 'max_logit', ',.0f')}, above {LARGE_LOGIT:g}",
         f"if the model is still trained, clip with acutance.training.QKClip at {LARGE_LOGIT:g}, "
         "since growth of this size comes before instability",
         "measured",
@@ -71,7 +71,7 @@ def _describe_large(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sente
 
 def _describe_coarse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     return (
-        f"logits reach {_range(beyond, 'max_logit', ',.0f')}, where {head.dtype} has steps of "
+        f"logits reach {_from_to(beyond, 'max_logit', ',.0f')}, where {head.dtype} has steps of "
         f"{worst.numbers['step']:g}",
         "keep the scores and their softmax in float32 (fused kernels do), or clip the logits",
         "suspected",
@@ -80,8 +80,8 @@ def _describe_coarse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sent
 
 def _describe_collapse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     return (
-        f"entropy is {_range(beyond, 'normalized_entropy', '.3f')} of what it could be, "
-        f"{_range(beyond, 'effective_keys', '.2f')} effective keys in a row",
+        f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of what it could be, "
+        f"{_from_to(beyond, 'effective_keys', '.2f')} effective keys in a row",
         "if they are not meant to pick one token, train with acutance.training's "
         "EntropyRegularizer or SigmaReparam, or lower their scale with acutance calibrate",
         "suspected",
@@ -93,8 +93,8 @@ def _describe_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Se
     low, off, high = (worst.numbers[name] for name in ("low_entropy", "low_error", "high_entropy"))
     error = max(judgement.numbers["error"] for _, judgement in beyond)
     return (
-        f"entropy grows as {_range(beyond, 'value', '.2f')} log n (± {error:.2f}) from n ≈ {low_n} "
-        f"to {high_n}",
+        f"entropy grows as {_from_to(beyond, 'value', '.2f')} log n (± {error:.2f}) from n ≈ "
+        f"{low_n} to {high_n}",
         f"run acutance calibrate, which aims to give layer {head.layer} head {head.head} at n ≈ "
         f"{high_n} the {low:.2f} nats (± {off:.1g}) that it has at n ≈ {low_n}, in place of "
         f"{high:.2f}; then check the held-out loss",
@@ -104,7 +104,7 @@ def _describe_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Se
 
 def _describe_sink(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     return (
-        f"{_range(beyond, 'first_weight', '.0%')} of the weight lies on the first visible key",
+        f"{_from_to(beyond, 'first_weight', '.0%')} of the weight lies on the first visible key",
         "keep that token when truncating a cache or sliding a window; if it is a sink, which "
         "weights alone do not show, a new run can use a learned sink or softmax_one instead",
         "measured",
@@ -116,7 +116,7 @@ def _describe_dead(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Senten
     over = f" over {n:,.0f} keys" if math.isfinite(n) else ""
     they, them = ("it contributes", "it") if len(beyond) == 1 else ("they contribute", "them")
     return (
-        f"entropy is {_range(beyond, 'normalized_entropy', '.3f')} of the most it could be{over}",
+        f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of the most it could be{over}",
         f"check whether {they} anything: the model may do as well without {them}, or training has "
         "stalled",
         "suspected",

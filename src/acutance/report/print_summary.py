@@ -48,5 +48,5 @@ def bullets(sentences: Sequence[str], ascii_only: bool) -> Table:
 
 
 def _advice(summary: HeadSummary) -> list[str]:
-    """Recommendations in words; the line that there are none where there are none."""
+    """Recommendations as lines of text, or a single line that says there are none."""
     return in_words(recommendations(summary), no_recommendation(summary))

@@ -225,13 +225,12 @@ class Profile(HeadArrays):
             int(groups[use].min()),
         )
 
-    def slope_at_the_end(
-        self, head: int, metric: int, *, octaves: int, least_n: float
-    ) -> Slope | None:
-        """Slope over the largest octaves that have rows of at least two sequences.
+    def final_slope(self, head: int, metric: int, *, octaves: int, least_n: float) -> Slope | None:
+        """Slope of a metric over log n in its last ``octaves`` octaves of n.
 
-        A last octave with less than a quarter of the rows of the one before is left out: the last
-        row of a text of 1024 tokens is alone in its octave.
+        Only octaves with rows of at least two sequences count; None if there is none. A last octave
+        with less than a quarter of the rows of the one before is left out: the last row of a text
+        of 1024 tokens is alone in its octave. No n below ``least_n`` is used.
         """
         used = (self.groups[head, metric] > 1).nonzero().flatten().tolist()
         count = self.count[head, metric].tolist()

@@ -48,11 +48,11 @@ class Distances(HeadArrays):
 
     @staticmethod
     def from_rows(octaves: Tensor, even: Tensor, peak: Tensor, counted: Tensor) -> Distances:
-        """Mean weights by distance over the rows of one call.
+        """Average the weight in each octave of query-key distance over the rows of one call.
 
         Args:
-            octaves: (B, heads, L, 2, K) weights.
-            even: (B, heads or 1, L, 2, K).
+            octaves: (B, heads, L, 2, K), weight behind and ahead of the query, by octave.
+            even: (B, heads or 1, L, 2, K), the same for uniform attention.
             peak: (B, heads, L) relative positions of the largest weights.
             counted: boolean (B, heads, L), True for rows that count.
         """

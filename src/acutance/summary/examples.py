@@ -178,7 +178,7 @@ class Examples(HeadArrays):
 
     @property
     def least(self) -> Tensor:
-        """Information above which a row enters the record, (heads,)."""
+        """Information log n − H that a row must exceed to enter the record, (heads,)."""
         lowest = self.information.nan_to_num(-math.inf)
         if not self.depth:
             return lowest.new_full((len(lowest),), math.inf)

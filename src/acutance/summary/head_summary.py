@@ -124,7 +124,7 @@ class HeadSummary:
             )
 
     def column(self, name: str) -> int:
-        """Column of a metric in ``moments``.
+        """Index of a metric's column in ``moments``.
 
         Raises:
             ValueError: if it was not recorded.

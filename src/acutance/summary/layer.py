@@ -111,7 +111,7 @@ class Layer:
             calls=self.calls + other.calls,
             rows=self.rows + other.rows,
             padded=self.padded + other.padded,
-            padded_by=_both(self.padded_by, other.padded_by),
+            padded_by=_union_of_names(self.padded_by, other.padded_by),
             empty=self.empty + other.empty,
             excluded=self.excluded + other.excluded,
             unseen=self.unseen + other.unseen,
@@ -122,7 +122,7 @@ class Layer:
         )
 
     def times(self, count: int) -> Layer:
-        """The same, of so many calls that are alike.
+        """This layer with its counts multiplied, as if ``count`` identical calls had been made.
 
         Example:
             >>> Layer("attn", 4, calls=1, rows=3).times(5).rows
@@ -132,8 +132,8 @@ class Layer:
         return replace(self, **{name: count * getattr(self, name) for name in counts})
 
 
-def _both(one: str, other: str) -> str:
-    """Sorted names that occur in either comma-separated list."""
+def _union_of_names(one: str, other: str) -> str:
+    """Union of two comma-separated lists of names, sorted and comma-separated."""
     names = {*one.split(", "), *other.split(", ")} - {""}
     return ", ".join(sorted(names))
 

@@ -174,11 +174,11 @@ def ranges(parts: Iterable[tuple[int, int]]) -> Ranges:
 
 @dataclass(frozen=True)
 class State:
-    """A summary with the run it belongs to: what a shard saves, merges and resumes from.
+    """A summary and the run it belongs to: the unit in which shards are saved and merged.
 
     Attributes:
         summary: the statistics.
-        run: settings, and the windows whose rows the statistics are of.
+        run: settings of the run, and the windows that the statistics cover.
     """
 
     summary: HeadSummary
@@ -218,12 +218,12 @@ class State:
 
 
 def load_state(path: str | os.PathLike[str]) -> State:
-    """Read a state that ``acutance probe --save`` or :meth:`State.save` wrote.
+    """Load a state saved by ``acutance probe --save`` or :meth:`State.save`.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is no such file, is cut short, is of another schema, holds what no probe
-            writes, or is a summary that does not record its windows.
+        ValueError: if the file is not a saved state, is truncated or damaged, has another schema
+            version, or holds a summary without its windows.
     """
     name = os.fspath(path)
     header, tensors = read(path, SCHEMA)

@@ -50,10 +50,10 @@ class Matched:
 
 
 def match(one: HeadSummary, other: HeadSummary) -> Matched:
-    """Match the heads of two summaries by module name and head number, or by order.
+    """Match the heads of two summaries by module name and head number, else by layer order.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if no heads can be matched.
     """
     names = [{layer.module: index for index, layer in enumerate(s.layers)} for s in (one, other)]
     pairs = [(index, names[1][name]) for name, index in names[0].items() if name in names[1]]
