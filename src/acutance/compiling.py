@@ -43,10 +43,10 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def constant(function: _Function) -> _Function:
-    """Mark a function whose result a compiled graph may hold as a constant.
+    """Mark a function whose result a compiled graph may treat as a constant.
 
-    The mark is the one that :func:`torch.compiler.assume_constant_result` sets, which imports
-    ``torch._dynamo`` for it: more than a second of CPU for a program that compiles nothing.
+    Sets the same mark as :func:`torch.compiler.assume_constant_result`, without importing
+    ``torch._dynamo``, which would cost a program that compiles nothing over a second of CPU time.
 
     Example:
         >>> @constant

@@ -290,10 +290,12 @@ def test_a_layer_is_checked_whenever_it_first_runs() -> None:
         model(x, 0)
     clip.step()
     last = {model.layers[2].q_proj, model.layers[2].k_proj}
-    assert clip._untold() == last | {model.layers[1].qkv}  # in_proj ran without any attention
+    assert clip._with_unknown_layout() == last | {
+        model.layers[1].qkv
+    }  # in_proj ran without any attention
     with clip:
         model(x, 0, 1)
-    assert clip._untold() == last
+    assert clip._with_unknown_layout() == last
     assert clip.state_dict()["layouts"]["layers.1"] == INTERLEAVED
     clip.step()
     with clip:
@@ -301,10 +303,10 @@ def test_a_layer_is_checked_whenever_it_first_runs() -> None:
     with pytest.raises(ValueError, match=r"layers\.2 cannot be clipped"):
         clip.step()
     chosen = training.QKClip(model, 1e9, layers=[1])
-    assert chosen._untold() == {model.layers[1].qkv}
+    assert chosen._with_unknown_layout() == {model.layers[1].qkv}
     with chosen:
         model(x, 0, 1)
-    assert chosen._untold() == set()
+    assert chosen._with_unknown_layout() == set()
 
 
 class Twice(Plain):

@@ -97,7 +97,7 @@ def predict(options: PredictOptions) -> None:
         }
         for name, text in (("q", options.q), ("mu", options.mu)):
             if text is not None:
-                given[name] = _vector(name, text)
+                given[name] = _numbers(name, text)
         prediction = theory.predict(options.mechanism, options.n, **given)
     with plain_errors():
         measured = None
@@ -131,8 +131,8 @@ def predict(options: PredictOptions) -> None:
         )
 
 
-def _vector(name: str, text: str) -> float | list[float]:
-    """Numbers between commas; one number alone stays a number, but for ``q``."""
+def _numbers(name: str, text: str) -> float | list[float]:
+    """Parse comma-separated numbers: a list, or a float if there is one and it is not for ``q``."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:

@@ -29,18 +29,18 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Some query rows of every head, and all keys and values.
+    """A few query rows of every head, with all keys and values.
 
-    The queries are the last rows of their sequence, so that each sees (nearly) all n keys of a
-    causal mechanism too.
+    The queries are the last rows of their sequence, so that even under a causal mask each sees
+    (nearly) all n keys.
 
     Attributes:
         query: (B, H, rows, E).
         key: (B, H, n, E).
         value: (B, H, n, Ev).
-        is_causal: whether a row sees the keys up to its own place only.
-        law: what queries and keys were drawn from; None for those of a model.
-        names: of the heads, or none.
+        is_causal: whether a row sees only the keys up to its own position.
+        law: distribution that queries and keys were drawn from; None if a model computed them.
+        names: of the heads; may be empty.
     """
 
     query: Tensor

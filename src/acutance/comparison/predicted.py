@@ -276,7 +276,7 @@ def feature_moments(form: Linear, inputs: Inputs) -> tuple[Tensor, Tensor, Tenso
         count = q.shape[0]
         return q, mean.expand(count, -1), covariance.expand(count, -1, -1), False
     key = inputs.key.double().repeat_interleave(group, 1).flatten(0, 1)
-    mean, covariance = _of_keys(chosen(key, places))
+    mean, covariance = _key_moments(chosen(key, places))
     return q, mean, covariance, True
 
 
@@ -291,10 +291,10 @@ def _of_law(chosen: FeatureMap, law: Gaussian, width: int) -> tuple[Tensor, Tens
         return mean.expand(width), variance * torch.eye(width, dtype=torch.float64)
     draw = torch.Generator().manual_seed(0)
     z = torch.randn(_DRAWS, width, generator=draw, dtype=torch.float64)
-    return _of_keys(chosen(law.key_mean + law.key_std * z, nowhere))
+    return _key_moments(chosen(law.key_mean + law.key_std * z, nowhere))
 
 
-def _of_keys(features: Tensor) -> tuple[Tensor, Tensor]:
+def _key_moments(features: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and covariance (divided by the number of keys) of features (..., keys, F)."""
     mean = features.mean(-2)
     away = features - mean.unsqueeze(-2)

@@ -80,22 +80,22 @@ def probe_dataset(
 
     Args:
         dataset: rows with a column of text; empty texts are skipped.
-        model: directory or name as for ``acutance probe``, to be had on every node; a function that
+        model: directory or name as for ``acutance probe``, available on every node; a function that
             returns a model, run on every node and on the driver; None is the embedded model.
         column: where the text is.
         length: tokens in a window; None is the model's longest, at most 512.
         batch_size: windows run at once.
         verify: rebuild each output and compare.
         noise: also measure ``noise_gain``.
-        structure: also measure where weight lies.
+        structure: also measure which positions and kinds of token the weight falls on.
         examples: sharpest rows of each head to keep.
-        actors: copies of the model.
-        cpus: CPUs of each, which are also its threads.
-        gpus: GPUs of each; with any, the model runs on ``cuda``.
-        batches_per_task: batches whose state travels and is retried as one.
-        save: where the state is kept as the run goes on; it is that of ``acutance probe --save``.
-        resume: go on from what ``save`` holds.
-        overwrite: replace what ``save`` holds.
+        actors: number of actors, each with its own copy of the model.
+        cpus: CPUs of each actor, also its number of threads.
+        gpus: GPUs of each actor; if above 0, the model runs on ``cuda``.
+        batches_per_task: batches whose state is sent, and on failure retried, as a unit.
+        save: file that the state is saved to during the run, as by ``acutance probe --save``.
+        resume: continue from the state saved in ``save``.
+        overwrite: replace the file of ``save``.
         about: facts to keep with the summary.
 
     Returns:
@@ -103,9 +103,9 @@ def probe_dataset(
 
     Raises:
         ImportError: without ray.
-        FileExistsError: if the file of ``save`` is there, and is neither resumed nor overwritten.
-        ValueError: if the dataset has no such column or no text, or the file to resume is of
-            another run.
+        FileExistsError: if the file of ``save`` exists, and is neither resumed nor overwritten.
+        ValueError: if the dataset has no such column or no text, or the file to resume belongs
+            to a different run.
         RuntimeError: if a node loads another model than the driver, or a task fails.
     """
     ray_data = _ray_data()

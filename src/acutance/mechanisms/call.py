@@ -131,8 +131,8 @@ class Call:
             self.key_places[keys],
         )
 
-    def nothing(self) -> Features:
-        """Features of no query and no key: their widths and dtypes."""
+    def empty_features(self) -> Features:
+        """Features of zero queries and zero keys: empty tensors of the right widths and dtypes."""
         return self.features(self.placed(NO_ROWS, NO_ROWS), self.log_decay)
 
     def features(self, piece: Piece, log_decay: Tensor | None, missing: int = 0) -> Features:

@@ -160,7 +160,7 @@ def _geometric(theta: Tensor, n: Tensor) -> Tensor:
 
 
 def _mean_position(theta: Tensor, n: Tensor) -> Tensor:
-    r""":math:`\langle k \rangle` under :math:`e^{-k\theta}`, k < n: in the form that is exact."""
+    r"""Mean of k under :math:`e^{-k\theta}`, 0 ≤ k < n; by a series where n θ is small."""
     width = n * theta
     near = width < 0.2
     x = torch.where(near, theta / 2, 0.0)

@@ -209,7 +209,7 @@ class Recurrence(Form):
         return type(drawn)(*(part.to(like.device) for part in drawn))
 
     def run(self, call: Call) -> tuple[Tensor, Statistics]:
-        """Run the unit over the whole sequence; return the requested rows."""
+        """Run over the whole sequence; return outputs and statistics of the requested rows."""
         query, _, value, _, offset, _, _ = call
         parameters = self._parameters(value.shape[3], value)
         inputs = value.to(parameters.D.dtype)

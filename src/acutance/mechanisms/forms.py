@@ -29,7 +29,7 @@ def remembered(call: Call, state: LinearState, keys: int, length: int) -> Linear
         cuts = [Part(call.key, 2, parts), Part(call.value, 2, parts)]
         state = in_stretches(absorbed, cuts, call.log_decay, state, closed=call.closed)[1]
     if length > keys:
-        state = past(state, call.nothing(), length - keys)
+        state = past(state, call.empty_features(), length - keys)
     return state
 
 
@@ -57,7 +57,7 @@ def onwards(
         return _finished(call, rows) if finish else rows, state
 
     if not parts:
-        return follow(state, call.nothing(), chunk=call.chunk)
+        return follow(state, call.empty_features(), chunk=call.chunk)
     cuts = [Part(call.query, 2, parts), Part(call.key, 2, keys), Part(call.value, 2, keys)]
     rows, state = in_stretches(followed, cuts, call.log_decay, state, closed=call.closed)
     assert rows is not None
@@ -69,7 +69,7 @@ def causal(
 ) -> Rows:
     """Rows that see keys up to their own position, i + offset."""
     before, skip = max(offset, 0), min(max(-offset, 0), call.rows)
-    state = begin(call.nothing(), squares, in_units=call.in_units)
+    state = begin(call.empty_features(), squares, in_units=call.in_units)
     state = remembered(call, state, min(before, call.keys), before)
     rows, _ = onwards(call, state, row=skip, key=before, strict=strict, finish=finish)
     return _stacked(_blank(rows, skip, squares, call.in_units), rows) if skip else rows
@@ -77,7 +77,7 @@ def causal(
 
 def full(call: Call, offset: int, *, squares: bool) -> Rows:
     """Rows that see every key, from one sum over keys or, with a decay, one from each side."""
-    state = begin(call.nothing(), squares)
+    state = begin(call.empty_features(), squares)
     state = remembered(call, state, call.keys, call.keys)
     sums = None
     if call.log_decay is not None:

@@ -178,7 +178,7 @@ class _Stretched(torch.autograd.Function):
         log_decay, *tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():
-            grads = _twice(ctx, log_decay, tensors, upstream)
+            grads = _differentiable_backward(ctx, log_decay, tensors, upstream)
             return (None, None, *grads)
         sequences = _parts(tensors[STATE:], ctx.cuts)
         targets = [
@@ -190,9 +190,9 @@ class _Stretched(torch.autograd.Function):
         end = _rows_in(sequences[0])
         for index in reversed(range(len(ctx.states))):
             with torch.enable_grad():
-                decay = None if log_decay is None else _leaf(log_decay)
-                state = LinearState(*(_leaf(t) for t in ctx.states[index]))
-                pieces = [_leaf(part.piece(index)) for part in sequences]
+                decay = None if log_decay is None else _detached_leaf(log_decay)
+                state = LinearState(*(_detached_leaf(t) for t in ctx.states[index]))
+                pieces = [_detached_leaf(part.piece(index)) for part in sequences]
                 rows, after = ctx.step(index, decay, state, *pieces)
             outs, grads = list(after), list(by_state)
             if rows is not None:
@@ -217,10 +217,10 @@ class _Stretched(torch.autograd.Function):
         return (None, None, by_decay, *by_state, *targets)
 
 
-def _twice(
+def _differentiable_backward(
     ctx: Any, log_decay: Tensor | None, tensors: list[Tensor], upstream: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Gradients of the inputs, with a graph of their own for a second derivative."""
+    """Gradients of the inputs by a differentiable recomputation, for second derivatives."""
     inputs = [log_decay, *tensors]
     parts = _parts(tensors[STATE:], ctx.cuts)
     rows, after = _joined(ctx.step, parts, log_decay, LinearState(*tensors[:STATE]), random=False)
@@ -262,8 +262,8 @@ def _gradients(
 STATE = len(LinearState._fields)
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    """The tensor as a variable of its own."""
+def _detached_leaf(tensor: Tensor) -> Tensor:
+    """A new autograd leaf that shares the tensor's memory and, if floating, requires grad."""
     return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 

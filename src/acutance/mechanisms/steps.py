@@ -71,7 +71,9 @@ def linear_state(
         row_start=0,
         key_start=0,
     )
-    state = begin(call.nothing(), check_flag("statistics", statistics), in_units=call.in_units)
+    state = begin(
+        call.empty_features(), check_flag("statistics", statistics), in_units=call.in_units
+    )
     return remembered(call, state, call.keys, call.keys)
 
 
@@ -191,7 +193,7 @@ def linear_step(
         row_start=place,
         key_start=place,
     )
-    fresh = begin(call.nothing(), keeps_squares(state))
+    fresh = begin(call.empty_features(), keeps_squares(state))
     for name in ("values", "keys", "squares", "n"):
         had, needed = getattr(state, name), getattr(fresh, name)
         if had.shape != needed.shape or had.dtype != needed.dtype:

@@ -23,7 +23,7 @@ __all__ = ["HeadCall"]
 
 @dataclass(frozen=True)
 class HeadCall:
-    """Queries (B, Hq, L, E), keys (B, H, S, E) and everything that makes weights of them."""
+    """Queries (B, Hq, L, E), keys (B, H, S, E) and all else that determines their weights."""
 
     query: Tensor
     key: Tensor

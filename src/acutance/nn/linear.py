@@ -85,7 +85,7 @@ class LinearHeads(Recorded):
         self.out_proj = layer(value_dim, embed_dim)
 
     def decay(self) -> Tensor | None:
-        """λ of each head, (Hq,); None where nothing decays."""
+        """Decay factor λ per position of each head, (Hq,); None if the mechanism has no decay."""
         return None
 
     def step(

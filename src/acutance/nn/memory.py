@@ -183,7 +183,10 @@ class Remembering(Projected):
         query_offset: int,
         need_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output and rows are (B, L, embed_dim), the weights, if needed, (B, Hq, L, S)."""
+        """Attend from new rows (B, L, embed_dim) to the remembered keys and values.
+
+        Returns the output (B, L, embed_dim) and, if ``need_weights``, the weights (B, Hq, L, S).
+        """
         check_flag("need_weights", need_weights)
         self._check_width("query", rows, self.embed_dim)
         keys, (k, v) = memory.key.shape[2], self._with_extra(memory)

@@ -66,7 +66,7 @@ class HeldWeights(nn.Module):
     Args:
         weights: a name or a weighting. ``"sink"`` trains a sink for each head, from 0.
         num_heads: Hq.
-        device, dtype: of parameters that are made here.
+        device, dtype: of the parameters that are created.
     """
 
     def __init__(

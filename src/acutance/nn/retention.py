@@ -135,7 +135,7 @@ class DecayAttention(LinearHeads):
             self.register_parameter("nu", None)
 
     def decay(self) -> Tensor:
-        """λ of each head, (Hq,), in float32 at least."""
+        """Decay factor λ per position of each head, (Hq,), in float32 at least."""
         weight = self.q_proj.weight
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         if self.nu is None:

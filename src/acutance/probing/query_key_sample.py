@@ -218,10 +218,12 @@ class Keeper:
         self._layers[call.module] = _Layer(kept[0], kept[1], kept[2], heads, causal)
 
     def sample(self, order: list[str]) -> QueryKeySample:
-        """Everything that was kept and fits together, layers in the model's order.
+        """Combine the kept queries and keys into one sample, layers in the model's order.
+
+        Layers whose shapes differ from those of the first are left out.
 
         Args:
-            order: names of modules, as the summary has them.
+            order: names of modules, in the order of the summary.
 
         Raises:
             ValueError: if nothing was kept.

@@ -93,7 +93,7 @@ class StructureReader:
         Returns:
             The structure, and what :meth:`keep` needs: the rows, and the tokens of the keys.
         """
-        rows = _rows(call)
+        rows = _kernel_call(call)
         positions = _positions(whole, rows.masking, sample)
         tokens = asked = special = None
         batch, _, queries, _ = whole.query.shape
@@ -179,8 +179,8 @@ def _word(tokenizer: Any, token: int) -> str:
     return name or decoded or f"#{token}"
 
 
-def _rows(call: AttentionCall) -> KernelCall:
-    """A call as the structure pass takes it."""
+def _kernel_call(call: AttentionCall) -> KernelCall:
+    """Convert a captured call to the kernel call that the structure pass runs on."""
     rule = Rule(call.factor, call.softcap, call.sinks)
     return KernelCall(call.query, call.key, None, call.masking(), rule)
 

@@ -85,8 +85,8 @@ class RowStatistics(NamedMetrics):
     carries its gradient.
 
     Attributes:
-        state: the mergeable sums, fields (B, Hq, L).
-        backend: name of the kernel that summed them; None where none did.
+        state: the mergeable sums; each field has one entry per row, (B, Hq, L) for attention.
+        backend: name of the kernel that computed them; None if no kernel did.
 
     Example:
         >>> from acutance.rowstats import observe

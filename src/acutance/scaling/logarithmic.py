@@ -264,7 +264,7 @@ class ASEntmax(Scaling):
                      ("delta", "beta", "gamma")})  # fmt: skip
 
     def law(self, rows: Rows) -> Tensor:
-        """A power of log n."""
+        """The factor of each row's scores: delta + beta (log n)^gamma."""
         delta, beta, gamma = (by_head(x, rows.n) for x in (self.delta, self.beta, self.gamma))
         return delta + beta * power(rows.log_n, gamma)
 

@@ -178,7 +178,9 @@ def scaled_dot(query: Tensor, key: Tensor) -> Tensor:
 
 
 def cosine(query: Tensor, key: Tensor, temperature: float = 1.0, eps: float = 1e-6) -> Tensor:
-    """Cosines over a temperature, (B, Hq, L, S); see :class:`Cosine`.
+    """Cosine similarity of every query and key, divided by ``temperature``: (B, Hq, L, S).
+
+    See :class:`Cosine`.
 
     Example:
         >>> import torch

@@ -103,7 +103,7 @@ class HenryGain(nn.Module):
         self.gain = nn.Parameter(torch.full((1,), start, device=device, dtype=dtype))
 
     def forward(self) -> Tensor:
-        """The scale, (1,)."""
+        """The learned factor of the normalised scores, (1,)."""
         return self.gain
 
 
@@ -140,7 +140,7 @@ class SwinGain(nn.Module):
         self.log_gain = nn.Parameter(torch.full((num_heads,), log, device=device, dtype=dtype))
 
     def forward(self) -> Tensor:
-        """The scales, (Hq,)."""
+        """Factor of each head's cosines, (Hq,): the exponential of the clamped parameter."""
         return self.log_gain.clamp(max=self.log_maximum).exp()
 
 

@@ -84,7 +84,7 @@ class Part:
             found["mass_self"] = self._one(e, self._at) * inverse
             found["mass_previous"] = self._one(e, self._at - 1) * inverse
             share = torch.where(none, 0.0, inverse)
-            self.octaves = self._by_octave(e.cumsum(-1)) * share[..., None, None]
+            self.octaves = self._octave_sums(e.cumsum(-1)) * share[..., None, None]
             self.even = self._alike(e)
             width = e.shape[-1]
             away = (torch.arange(width, device=e.device) - self._at.unsqueeze(-1)).abs()
@@ -110,8 +110,11 @@ class Part:
         value = e.gather(-1, place.expand(*e.shape[:-1], 1)).squeeze(-1)
         return torch.where(inside, value, torch.nan)
 
-    def _by_octave(self, running: Tensor) -> Tensor:
-        """Sums over octaves of distance from sums up to each column: (…, 2, K)."""
+    def _octave_sums(self, running: Tensor) -> Tensor:
+        """Sums over each octave of query-key distance, from cumulative sums over the columns.
+
+        Returns (…, 2, K): keys behind the query, itself included, and ahead of it; K octaves.
+        """
         assert self._at is not None
         step = 1 << torch.arange(self._count, device=running.device)
         behind = self._at.unsqueeze(-1) + 1 - step  # the first column of each octave
@@ -137,8 +140,8 @@ class Part:
         lead = torch.broadcast_shapes(running.shape[:-1], self._at.shape)
         running = running.expand(*lead, -1)
         if running.shape[-1] == 0:
-            return self._by_octave(running)
-        return self._by_octave(running) / running[..., -1:].unsqueeze(-1).clamp(min=1.0)
+            return self._octave_sums(running)
+        return self._octave_sums(running) / running[..., -1:].unsqueeze(-1).clamp(min=1.0)
 
     def _peak(self, s: Tensor, top: Tensor) -> Tensor:
         """Relative position of the one largest score of each row, if it is near."""

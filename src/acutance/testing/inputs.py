@@ -39,8 +39,8 @@ class AttentionCase:
         return self.query, self.key, self.value
 
 
-class _Draw:
-    """Sizes and numbers from one seed, whatever the global random state is."""
+class _SeededDraws:
+    """Draws random sizes and numbers from its own seed, independent of the global state."""
 
     def __init__(self, seed: int) -> None:
         self.sizes = random.Random(seed)
@@ -61,55 +61,55 @@ class _Sizes:
     keys: int
     dtype: torch.dtype
 
-    def some(self, draw: _Draw) -> tuple[int, ...]:
+    def some(self, draw: _SeededDraws) -> tuple[int, ...]:
         """A shape that broadcasts to (B, Hq, L, S)."""
         full = (self.batch, self.query_heads, self.queries, self.keys)
         shape = [size if draw.sizes.random() < 0.6 else 1 for size in full[:3]] + [self.keys]
         return tuple(shape[draw.sizes.randrange(3) :])
 
 
-def _offset(draw: _Draw, size: _Sizes) -> int:
+def _offset(draw: _SeededDraws, size: _Sizes) -> int:
     return draw.sizes.choice([0, size.keys - size.queries, draw.sizes.randint(-2, 5)])
 
 
-def _causal(draw: _Draw, size: _Sizes) -> dict[str, Any]:
+def _causal(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
     return {"is_causal": True}
 
 
-def _decode(draw: _Draw, size: _Sizes) -> dict[str, Any]:
+def _decode(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
     return {"is_causal": True, "query_offset": _offset(draw, size)}
 
 
-def _window(draw: _Draw, size: _Sizes) -> dict[str, Any]:
+def _window(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
     width = draw.sizes.randint(1, size.keys + 1)
     causal = draw.sizes.random() < 0.5
     return {"window": width, "is_causal": causal, "query_offset": _offset(draw, size)}
 
 
-def _padding(draw: _Draw, size: _Sizes) -> dict[str, Any]:
+def _padding(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
     return {"key_mask": draw.coin(0.7, size.batch, size.keys)}
 
 
-def _boolean(draw: _Draw, size: _Sizes) -> dict[str, Any]:
+def _boolean(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
     mask = draw.coin(0.6, *size.some(draw))
     mask[..., -1, :] &= draw.sizes.random() < 0.5  # half the time a row that sees nothing
     return {"attn_mask": mask}
 
 
-def _additive(draw: _Draw, size: _Sizes) -> dict[str, Any]:
+def _additive(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
     shape = size.some(draw)
     low = draw.sizes.choice([-torch.inf, torch.finfo(size.dtype).min])
     mask = draw.normal(*shape).masked_fill(draw.coin(0.3, *shape), low)
     return {"attn_mask": mask.to(size.dtype)}
 
 
-def _documents(draw: _Draw, size: _Sizes) -> dict[str, Any]:
+def _documents(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
     rows = torch.randint(3, (size.batch, size.queries), generator=draw.numbers)
     columns = torch.randint(3, (size.batch, size.keys), generator=draw.numbers)
     return {"document_ids": (rows, columns), "is_causal": draw.sizes.random() < 0.5}
 
 
-def _packed(draw: _Draw, size: _Sizes) -> dict[str, Any]:
+def _packed(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
     if size.queries > size.keys:
         return _documents(draw, size)
     cuts = sorted(draw.sizes.randint(0, size.keys) for _ in range(3))
@@ -117,30 +117,30 @@ def _packed(draw: _Draw, size: _Sizes) -> dict[str, Any]:
     return {"cu_seqlens": lengths, "is_causal": True, "query_offset": size.keys - size.queries}
 
 
-def _bias(draw: _Draw, size: _Sizes) -> dict[str, Any]:
+def _bias(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
     return {"bias": draw.normal(*size.some(draw)).to(size.dtype)}
 
 
-def _alibi(draw: _Draw, size: _Sizes) -> dict[str, Any]:
+def _alibi(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
     slopes = 2.0 ** -torch.arange(1, size.query_heads + 1, dtype=torch.float64)
     return {"alibi_slopes": slopes.to(size.dtype), "query_offset": _offset(draw, size)}
 
 
-def _softcap(draw: _Draw, size: _Sizes) -> dict[str, Any]:
+def _softcap(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
     return {"softcap": draw.sizes.choice([0.5, 5.0, 50.0])}
 
 
-def _sinks(draw: _Draw, size: _Sizes) -> dict[str, Any]:
+def _sinks(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
     return {"sinks": draw.normal(size.query_heads).to(size.dtype)}
 
 
-def _everything(draw: _Draw, size: _Sizes) -> dict[str, Any]:
+def _everything(draw: _SeededDraws, size: _Sizes) -> dict[str, Any]:
     parts = (_padding, _bias, _alibi, _window, _softcap, _sinks)
     return {name: given for part in parts for name, given in part(draw, size).items()}
 
 
 #: How keys are hidden or scores changed, by name; each draws the options for it.
-MASKS: dict[str, Callable[[_Draw, _Sizes], dict[str, Any]]] = {
+MASKS: dict[str, Callable[[_SeededDraws, _Sizes], dict[str, Any]]] = {
     "none": lambda draw, size: {},
     "causal": _causal,
     "decode": _decode,
@@ -194,7 +194,7 @@ def attention_case(
         >>> torch.allclose(stats.entropy, oracle["entropy"], equal_nan=True)
         True
     """
-    draw = _Draw(seed)
+    draw = _SeededDraws(seed)
     sizes = draw.sizes
     mask = sizes.choice(list(MASKS)) if mask is None else mask
     if mask not in MASKS:

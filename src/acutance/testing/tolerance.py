@@ -183,11 +183,13 @@ def assert_close_to_oracle(
     value_norm: float = 1.0,
     name: str = "",
 ) -> Comparison:
-    """Fail, naming the worst metric and row, where a measurement is beyond its tolerance.
+    """Raise if a statistic differs from the oracle by more than its tolerance.
+
+    The message names the worst metric and row.
 
     Args:
-        measured: as in :func:`compare`, like the next three.
-        oracle: what it is held against.
+        measured: the first four arguments are those of :func:`compare`.
+        oracle: the reference statistics.
         score_error: how far the scores may be off.
         value_norm: length of the longest value.
         name: what was measured, for the message.

@@ -12,7 +12,7 @@ __all__ = ["ExactMaxima", "gather_rows", "is_sharded", "multiply", "ranks", "res
 
 
 def ranks(group: Any = None) -> tuple[int, int]:
-    """This rank and the number of ranks; (0, 1) where nothing is distributed."""
+    """This process's rank and the world size; (0, 1) if torch.distributed is not initialised."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)

@@ -140,7 +140,9 @@ def _fits(
     tolerance = max(1e-3, 4 * eps)
     worst = [
         float(left.abs().max())
-        for left, residual in _residuals(torch.stack(lengths, -1).double(), expected.double())
+        for left, residual in _centred_log_ratios(
+            torch.stack(lengths, -1).double(), expected.double()
+        )
         if residual.numel()
         and bool(residual.abs().max() > tolerance)  # else any lengths would agree
     ]
@@ -167,15 +169,16 @@ def _clear(lengths: Tensor) -> Tensor:
     return finite & (lengths > _FAINT * torch.where(finite, lengths, 0.0).amax())
 
 
-def _residuals(lengths: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logarithms of length ratios, less what a common scale explains.
+def _centred_log_ratios(lengths: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Compare lengths with expected ones up to a common scale, in each order tokens may have.
 
     Args:
-        lengths: (..., H), of as many tokens.
+        lengths: vector norms, (..., H), of B·L tokens.
         expected: (B, L, H).
 
     Yields:
-        That, and what the same subtraction leaves of the logarithms of ``lengths`` alone.
+        log(expected / lengths), centred so that a common scale cancels, and log(lengths)
+        centred in the same way. Zeros in the first mean agreement up to scale.
     """
     batch, rows, heads = expected.shape
     orders = [lengths.reshape(batch, rows, heads)]

@@ -183,7 +183,7 @@ class LightningEvents(_Events):
             self._open.enter_context(self.watch(pl_module))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        """Record the step after its optimiser step, and log it."""
+        """Record and log the training step, once the optimiser has updated the weights."""
         self._release()
         if trainer.global_step == self.steps:
             return  # gradients are accumulated

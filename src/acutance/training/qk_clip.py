@@ -119,7 +119,7 @@ class QKClip:
 
     def __enter__(self) -> QKClip:
         self._watch.__enter__()
-        if untold := self._untold():
+        if untold := self._with_unknown_layout():
             self._outputs = Outputs(untold)
         return self
 
@@ -185,8 +185,8 @@ class QKClip:
         if name in self._layouts:
             self._makers[name] = makers
 
-    def _untold(self) -> set[torch.nn.Module]:
-        """The projections of the chosen modules whose layout is unknown."""
+    def _with_unknown_layout(self) -> set[torch.nn.Module]:
+        """Projections, in the chosen modules, whose weight layout is unknown."""
         modules = dict(named_modules(self._model))
         told = {self._holder(modules, name) for name in self._layouts}
         chosen = {self._holder(modules, name) for name in modules if self._watch.wants(name)}
@@ -241,7 +241,7 @@ class QKClip:
                 for h, value in enumerate(largest)
                 if math.isnan(value) or value == math.inf
             ]
-            weights = self._laid_out(name, len(largest), int(width), int(layout))
+            weights = self._split_projections(name, len(largest), int(width), int(layout))
             for head in over:
                 factors[head] = self.tau / largest[head] * (1 - _margin(max(eps, weights.eps)))
                 for part, factor in weights.factors(head, factors[head], self.alpha):
@@ -301,8 +301,8 @@ class QKClip:
     def _hooked(self) -> None:
         self.step()
 
-    def _laid_out(self, name: str, heads: int, width: int, layout: int) -> Projections:
-        """The weights of a module, in the layout that a forward pass determined."""
+    def _split_projections(self, name: str, heads: int, width: int, layout: int) -> Projections:
+        """The query and key weights of a module, split in the layout seen in a forward pass."""
         ways = self._weights(name, heads, width)
         if layout == _OTHERS:
             raise ValueError(

@@ -186,7 +186,7 @@ class AttentionWatch:
         self.rows.append(WatchedRows(name, stats, counted, width, dtype))
 
     def _on_recorded(self, module: Recorded, stats: Any) -> None:
-        """Keep what a module of :mod:`acutance.nn` recorded, with its graph or cut from it."""
+        """Collect the statistics that a module of :mod:`acutance.nn` recorded."""
         name = self._listener.modules.name_of(module)
         if name is None or stats is None:
             return

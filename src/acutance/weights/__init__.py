@@ -44,10 +44,11 @@ WEIGHTS: dict[str, type[Weighting]] = {
 
 
 def get(weights: str | Weighting) -> Weighting:
-    """A weighting by name or as it is.
+    """Return the weighting of a given name; a weighting is returned unchanged.
 
     Raises:
-        ValueError: if there is none of that name, naming the nearest, or it needs parameters.
+        ValueError: if no weighting has that name (the message suggests the closest), or it needs
+            parameters.
         TypeError: if it is neither a name nor a weighting.
 
     Example:

@@ -77,7 +77,7 @@ class SoftmaxOne(Weighting):
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
         """Softmax over the keys and a score of 0."""
-        return _beside(masked(scores, visible), torch.zeros_like(scores[..., :1]))
+        return _softmax_with_sink(masked(scores, visible), torch.zeros_like(scores[..., :1]))
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
         """The matrix diag p − p pᵀ."""
@@ -127,15 +127,15 @@ class Sink(Weighting):
                 f" scores are {tuple(scores.shape)}"
             )
         sinks = self.sinks.to(scores.dtype).view(-1, 1, 1)
-        return _beside(masked(scores, visible), sinks.expand_as(scores[..., :1]))
+        return _softmax_with_sink(masked(scores, visible), sinks.expand_as(scores[..., :1]))
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
         """The matrix diag p − p pᵀ."""
         return Jacobian(weights, weights, weights)
 
 
-def _beside(scores: Tensor, sink: Tensor) -> Tensor:
-    """Softmax over the scores and one more, whose weight is dropped."""
+def _softmax_with_sink(scores: Tensor, sink: Tensor) -> Tensor:
+    """Softmax over the scores and a sink's score, with the sink's weight dropped."""
     return torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
 
 
