@@ -9,11 +9,11 @@ from pathlib import Path
 from acutance.report.plot_style import (
     THEMES,
     Theme,
-    both,
     curves,
+    draw_line_and_marks,
+    draw_marks,
     label,
     legend,
-    measured,
     new_figure,
     reference,
     save,
@@ -98,7 +98,7 @@ def draw_ratios(report: BenchReport, path: str | os.PathLike[str], *, theme: The
                 continue
             curve = one if threads == 1 else more
             axes.plot([spread.q1, spread.q3], [y, y], color=curve.colour, linewidth=1.4)
-            measured(axes, [spread.median], [y], curve, hollow=threads > 1)
+            draw_marks(axes, [spread.median], [y], curve, hollow=threads > 1)
         axes.set_yticks(list(place.values()), list(place))
         axes.tick_params(axis="y", labelsize=7.5)
         axes.set_ylim(0.3, len(part) + 0.7)
@@ -154,7 +154,7 @@ def draw_times(report: BenchReport, path: str | os.PathLike[str], *, theme: Them
         for name, words in _DRAWN.items():
             if name in found:
                 lengths, times = zip(*sorted(found[name].items()), strict=True)
-                both(axes, lengths, times, lengths, times, looks[name], words)
+                draw_line_and_marks(axes, lengths, times, lengths, times, looks[name], words)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         seen = sorted({length for times_of in found.values() for length in times_of})
