@@ -102,7 +102,7 @@ def unobserved() -> bool:
 
 
 def undispatched() -> bool:
-    """The same but for modes of functions, which see what Python calls, not operators."""
+    """:func:`unobserved`, except that function modes are allowed: they see no operators."""
     return (
         not is_compiling()
         and _KNOWN

@@ -326,7 +326,7 @@ class Masking:
         return seen.expand(*seen.shape[:-1], columns.stop - columns.start)
 
     def _band(self, region: Region, columns: slice, start: int) -> Hidden:
-        """What position hides in a block, as columns of the tile that begins at ``start``."""
+        """Keys hidden by position in a block, as columns of the tile that begins at ``start``."""
         diagonal = region.rows.start + self.offset - columns.start
         place = (diagonal, region.rows.stop - region.rows.start, columns.stop - columns.start)
         masks = self._masks

@@ -151,7 +151,7 @@ class _Call:
         return self
 
     def _softmax(self, **changes: Tensor | float | None) -> _Call:
-        """The same as a softmax whose rule is changed."""
+        """Replace the weighting by softmax, and fields of the rule by ``changes``."""
         rule = replace(self.inputs.rule, **changes)  # type: ignore[arg-type]
         return replace(self, inputs=self.inputs._replace(rule=rule), weighting=_SOFTMAX)
 

@@ -82,7 +82,7 @@ def has_shallow_mask(bare: Tensor, dim: int, narrow: torch.dtype) -> bool:
 def _factor(
     scores: Tensor, dim: int, laws: HeadLaws, heads: int | None, narrow: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What multiplies each row of scores, keys having a single place, and which keys are hidden."""
+    """Factor of each row of scores, of size 1 along the keys, and the mask of hidden keys."""
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     hidden = hidden_scores(scores, narrow)
     with torch.no_grad():

@@ -77,7 +77,7 @@ class AttentionCall:
         return f"; keywords that the probe does not know: {', '.join(self.unknown)}"
 
     def kind(self) -> tuple[object, ...]:
-        """What calls have in common that are read in the same way: if one is right, so are all."""
+        """A key shared by calls that are read in the same way: if one is right, all are."""
         tensors = (self.attn_mask, self.key_mask, self.cu_seqlens, self.bias, self.sinks)
         kinds = tuple(None if part is None else (part.dtype, part.dim()) for part in tensors)
         queries, keys = self.query.shape[2], self.key.shape[2]
@@ -187,7 +187,7 @@ class AttentionCall:
 
     @property
     def factor(self) -> float:
-        """What the scores are multiplied by."""
+        """The factor of the scores."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def masking(self) -> Masking:

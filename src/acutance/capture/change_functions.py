@@ -35,27 +35,27 @@ _UNTAKEN = ", and no matrix product takes its softmax over keys"
 
 
 class FunctionChanger(Protocol):
-    """What a :class:`FunctionChange` asks."""
+    """Decides what a :class:`FunctionChange` changes."""
 
     def muted(self) -> bool:
         """Whether the present code is inside a call that is already dealt with."""
 
     def here(self) -> str | None:
-        """Name of the running module if it is to be scaled, None for any other."""
+        """Name of the module now running if its logits are to be scaled, else None."""
 
     def changed_arguments(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
         """SDPA's arguments with the query scaled."""
 
     def factor_of_arguments(self, name: str, given: dict[str, Any]) -> Tensor:
-        """What multiplies the query of SDPA's arguments."""
+        """Factor of the query, for a call of SDPA with these arguments in module ``name``."""
 
     def changed_scores(
         self, name: str, scores: Tensor, bare: Tensor, dim: int, narrow: torch.dtype
     ) -> Tensor:
-        """What a softmax takes over a dimension, with its products scaled; ``bare`` has none."""
+        """A softmax's scores with their products scaled; ``bare`` is the scores less products."""
 
     def over_keys(self, scores: Tensor, dim: int) -> bool:
-        """Whether a softmax over this dimension, in the running module, may be one over keys."""
+        """Whether a softmax over ``dim`` in the running module could be attention's over keys."""
 
     def noticed(self, *, attention: bool = True) -> None:
         """A function was called that is attention or may be, or ``exp``, of which it is written."""

@@ -153,7 +153,7 @@ class RowReader:
         return CountedRows(rows, padded, excluded, real.source, unseen)
 
     def _given(self, batch: int, queries: int, keys: int, device: torch.device) -> RealRows | None:
-        """What the user says; None where nothing that fits."""
+        """The real rows given by the user; None if there are none that fit."""
         mask, around = self.mask, self._thread.masks.innermost
         if mask is None:
             return None
@@ -165,7 +165,7 @@ class RowReader:
     def _around(
         self, batch: int, queries: int, keys: int, device: torch.device, sees: _Sees | None
     ) -> RealRows | None:
-        """What the innermost module was called with; None where nothing that fits.
+        """The real rows that the innermost module's mask gives; None if there are none that fit.
 
         Args:
             batch: B.

@@ -59,7 +59,7 @@ class Observer(Protocol):
 
 
 class Changer(Protocol):
-    """What may change the query of a call before it runs, and before any observer sees it."""
+    """May change the query of a call before it runs, and before any observer sees it."""
 
     def changed_query(self, call: InterfaceCall) -> Tensor | None:
         """The query to use instead, None for the call's own."""
@@ -91,13 +91,13 @@ class InterfaceCall:
         return self.kwargs.get(name)
 
     def with_query(self, query: Tensor) -> InterfaceCall:
-        """The same call with another query."""
+        """Replace the query of the call."""
         if len(self.args) > 1:
             return replace(self, args=(self.args[0], query, *self.args[2:]))
         return replace(self, kwargs={**self.kwargs, "query": query})
 
     def masks(self) -> dict[str, Any]:
-        """What hides keys, as :class:`AttentionCall` holds it."""
+        """The call's masks, as fields of an :class:`AttentionCall`."""
         if self["cache"] is not None:
             raise ValueError(_PAGED)
         query, key, mask, module = (

@@ -134,7 +134,7 @@ class ModuleStack:
         return stack[-1] if stack else module_of_method(self._names)
 
     def running_by_frames(self) -> str | None:
-        """The same where modules were not followed as they began."""
+        """Name of the module now running, from the call stack: for modules entered unobserved."""
         return module_of_method(self._names)
 
     def place(self) -> str | None:

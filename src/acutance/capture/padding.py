@@ -254,7 +254,7 @@ def checked_mask(mask: Any) -> PaddingMask | None:
 
 
 def checked_rows(rows: Any) -> Tensor | None:
-    """What ``rows=`` asks for: None for all real rows, else boolean (1 or B, L).
+    """Check the argument ``rows=``: None for all real rows, else boolean (1 or B, L).
 
     Raises:
         TypeError: if it is neither a word nor a boolean tensor.
@@ -281,7 +281,7 @@ def checked_rows(rows: Any) -> Tensor | None:
 
 
 def by_key_masks(call: AttentionCall) -> RealRows | None:
-    """What a call's own masks over keys say of self-attention; None where they say nothing.
+    """Real rows of self-attention according to the call's own key masks; None if these do not tell.
 
     ``key_mask`` hides padding. A mask that is the same for all rows does so if it differs between
     sequences: what it hides from all of them alike may be tokens that only read.
@@ -315,7 +315,7 @@ def _alike(mask: Tensor) -> bool:
 
 
 def by_counts(n: Tensor, seen: Tensor) -> RealRows | None:
-    """What rows of which only the scores are known say of padding, as :func:`by_key_masks`.
+    """Real rows as in :func:`by_key_masks`, for a call of which only the scores are known.
 
     Args:
         n: (B, H, L), keys that each row sees.

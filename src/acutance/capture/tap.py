@@ -95,7 +95,7 @@ class Tap:
         self._quiet = ExitStack()
 
     def only(self, observer: FunctionObserver) -> Tap:
-        """The same, told to one probe alone, if that is open."""
+        """Report to one probe only, if it is open."""
         self._observers = [each for each in self._observers if each is observer]
         return self
 

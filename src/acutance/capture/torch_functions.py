@@ -75,7 +75,7 @@ NO_PRODUCT = "no matrix product takes a softmax over the last dimension of"
 
 
 class FunctionObserver(Observer, Protocol):
-    """What this capture reports to: it also asks which module is running."""
+    """The observer of a :class:`FunctionCapture`; it also knows which module is running."""
 
     def here(self) -> str | None:
         """Name for an attention call of the module now running, None outside the probed model."""

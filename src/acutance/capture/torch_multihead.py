@@ -110,7 +110,7 @@ def _changed(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class _Known(Exception):  # noqa: N818 - it is no error
-    """What was wanted is known."""
+    """Raised to stop a call once the wanted arguments are known."""
 
 
 def sdpa_instead(func: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

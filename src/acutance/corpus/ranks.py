@@ -204,7 +204,7 @@ class SingleProcess:
         return value
 
     def device(self, name: str) -> str:
-        """Where this rank runs a model."""
+        """The device that this rank runs a model on."""
         return name
 
 

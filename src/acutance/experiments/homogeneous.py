@@ -53,7 +53,7 @@ def power_entropy(n: int, k: float, share: float) -> float:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """The same rows under every kind of weights and λ."""
+    """Measure the entropy of the same rows under every kind of weights and λ."""
     rows = []
     z = gaussian(run, run.size(256, 4096), N)
     exact = np.asarray(theory.expected_entropy_gauss(N, LAMBDAS))

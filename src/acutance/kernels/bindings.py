@@ -214,7 +214,7 @@ class Library:
 
     @property
     def compiler(self) -> str:
-        """What built the library."""
+        """The compiler that built the library."""
         return str(self._loaded.acutance_compiler().decode())
 
     def use_cpu(self, name: str | None) -> None:

@@ -42,13 +42,13 @@ def check_backend(name: object, what: str = "backend") -> str:
 
 @cache
 def forced() -> str:
-    """What :data:`BACKEND_VARIABLE` says, "auto" if nothing; read once."""
+    """The backend named by :data:`BACKEND_VARIABLE`, "auto" if unset; read once."""
     return check_backend(os.environ.get(BACKEND_VARIABLE) or "auto", BACKEND_VARIABLE)
 
 
 @constant
 def _forced() -> str:
-    """The same for a compiler, which must not look into the cache."""
+    """:func:`forced` as a constant of compiled graphs, which cannot trace into its cache."""
     return forced()
 
 

@@ -127,7 +127,7 @@ def _merged(parts: list[Part], log2: float) -> Part:
 
 
 def _unit(log2: float) -> float:
-    """What turns a score into natural units: they take no factor at all where none was folded."""
+    """Factor that converts a score to natural units: 1 if no factor was folded into it."""
     return LN2 if log2 == 1.0 else 1.0
 
 
@@ -179,7 +179,7 @@ class Running:
         self.whole: Tensor | None = None  # O before dropout, where the noise sums need it
 
     def part(self) -> Part:
-        """What all tiles together hold; a row without a tile holds nothing."""
+        """The sums over all tiles; those of a row without a tile are empty."""
         if self._parts:
             return _merged(self._parts, self._log2)
         zero = self._like.new_zeros(self._like.shape[:2])

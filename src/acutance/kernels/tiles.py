@@ -207,7 +207,7 @@ def expand_rows(values: Tensor, work: Work) -> Tensor:
 def draw_kept(
     shape: tuple[int, ...], rule: Rule, generator: torch.Generator | None, like: Tensor
 ) -> Tensor | None:
-    """What dropout multiplies a tile's weights by, 0 or 1/(1 − p); None without dropout."""
+    """Dropout's factors of a tile's weights, 0 or 1/(1 − p); None without dropout."""
     if generator is None:
         return None
     draw = torch.rand(shape, generator=generator, device=like.device, dtype=like.dtype)

@@ -106,7 +106,7 @@ def _ordinary(tensor: Tensor) -> bool:
 
 
 class _Found(NamedTuple):
-    """What a block of rows gives."""
+    """Results of one block of rows."""
 
     out: Tensor | None
     weights: WeightSums
@@ -211,7 +211,7 @@ def _weighed(weights: Tensor, v: Tensor) -> Tensor:
 
 
 def _plain(s: Tensor, seen: Tensor | None, first_key: int) -> RowState:
-    """What is known of scores without an exponential."""
+    """The fields of a row state that need no exponential."""
     rows = s.shape[:-1]
     if s.shape[-1] == 0:
         return observe(s, seen, first_key=first_key)

@@ -158,7 +158,7 @@ class Call:
         return Features(q, k.unsqueeze(2), v.unsqueeze(2), visible, log_decay)
 
     def turned(self) -> Call:
-        """The same call read from its end."""
+        """The call with its sequence reversed."""
         return replace(
             self,
             query=self.query.flip(2),

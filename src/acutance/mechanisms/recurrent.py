@@ -129,7 +129,7 @@ def _by_operations(
 def _returned(
     upstream: Tensor, h: Tensor, decay: Tensor, state: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in stretches from the end, of which nothing is kept; the first is of ``dtype``."""
+    """Gradients of a scan, stretch by stretch from the end; that of the input has ``dtype``."""
     grad = h.new_empty(h.shape, dtype=dtype)
     back = decay.conj().resolve_conj()
     exact = back.to(torch.complex128 if back.is_complex() else torch.float64)

@@ -268,7 +268,7 @@ def _detached_leaf(tensor: Tensor) -> Tensor:
 
 
 def _blank(part: Part) -> Tensor:
-    """Where the gradient of a sequence is written: 0 where no piece lies."""
+    """Allocate the gradient of a sequence; parts that no piece covers are 0."""
     tensor, dim, slices = part
     made = torch.empty_like(tensor)
     first = slices[0].start if slices else 0

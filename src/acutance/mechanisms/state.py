@@ -54,7 +54,7 @@ class LinearState(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What is known of rows: their sums, keys seen (B, L), the first key's weight and position."""
+    """Sums of each row, number of keys seen (B, L), and the first key's weight and position."""
 
     sums: Sums
     n: Tensor

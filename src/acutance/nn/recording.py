@@ -124,13 +124,13 @@ def listen(
 
 
 def detached(stats: RowStatistics | WeightStatistics) -> RowStatistics | WeightStatistics:
-    """The same numbers without their graph."""
+    """The statistics, detached from the autograd graph."""
     parts = {entry.name: _cut(getattr(stats, entry.name)) for entry in fields(stats)}
     return replace(stats, **parts)
 
 
 def _cut(part: Any) -> Any:
-    """A record of tensors without their graph; anything else as it is."""
+    """Detach the tensors of a named tuple; return anything else unchanged."""
     if not isinstance(part, tuple):
         return part
     return type(part)(*(tensor.detach() for tensor in part))

@@ -134,7 +134,7 @@ def _scales(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[_Ch
 
 
 def _added(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[_Change]:
-    """What the module has and the call was made without."""
+    """Sinks, window and softcap that the module has but the call was made without."""
     for name in ("sinks", "window", "softcap"):
         value = _kept_in(module, name) if getattr(call, name) is None else None
         if name == "sinks":
@@ -167,7 +167,7 @@ def _causal(call: AttentionCall) -> Iterator[_Change]:
 
 
 def _kept_in(module: torch.nn.Module | None, name: str) -> Any:
-    """What a module or its configuration says of an argument; None if nothing."""
+    """Value of an argument in a module or its configuration; None if there is none."""
     for holder in (module, getattr(module, "config", None)):
         for attribute in _KEPT_IN[name]:
             try:

@@ -177,7 +177,7 @@ def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
 
 
 class _Layer(NamedTuple):
-    """What is kept of one layer."""
+    """Queries, keys and values kept of one layer."""
 
     query: Tensor
     key: Tensor

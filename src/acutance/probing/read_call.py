@@ -70,7 +70,7 @@ class _Part:
     sample: Sample | None
 
     def of(self, rows: Tensor) -> Tensor:
-        """The same part of the whole call's rows, (B, H, L, ...)."""
+        """Cut the heads and rows of this part out of the whole call's, (B, H, L, ...)."""
         if self.heads is not None and rows.shape[1] == self.shape[0]:
             rows = rows[:, self.heads]
         if self.sample is not None and rows.shape[2] == self.shape[1]:
@@ -252,7 +252,7 @@ class Reader:
         return likely_cause(call, output, kept, module)
 
     def _with_structure(self, part: _Part, whole: AttentionCall, read: Read) -> Read:
-        """The same with where the rows' weight lies, if that is asked for."""
+        """Add statistics of where each row's weight lies, if requested."""
         if self.structure is None:
             return read
         call = part.call

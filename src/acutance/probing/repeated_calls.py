@@ -74,7 +74,7 @@ def _heads(found: Mapping[int, Found], heads: int | None) -> Found | None:
 
 
 def _merged(parts: list[Found]) -> Found | None:
-    """The same heads, of several calls; None where calls had others."""
+    """Merge several calls of the same heads; None if the calls had different heads."""
     layer, moments, beside = parts[0]
     layer = replace(layer, module="")
     for more, values, rest in parts[1:]:

@@ -32,7 +32,7 @@ _BLANK = "\u2581"  # how sentence pieces write a blank
 
 
 class Structured(NamedTuple):
-    """What the structure of one call's rows is.
+    """Structure statistics of one call's rows.
 
     Attributes:
         statistics: of rows (B, H, L).
@@ -159,7 +159,7 @@ class StructureReader:
                 self._examples[module] = self._examples[module].merge(made)
 
     def among(self, beside: OptionalParts, layer: Layer) -> OptionalParts:
-        """What is kept of a layer's heads, with their sharpest rows where those are asked for."""
+        """Add a layer's sharpest rows to its optional parts, if examples were requested."""
         if not self._most:
             return beside
         with self._lock:
@@ -168,7 +168,7 @@ class StructureReader:
 
 
 def _word(tokenizer: Any, token: int) -> str:
-    """What a token reads as; its name in the vocabulary where it is no whole character."""
+    """Text of a token; its name in the vocabulary if it is not a whole character."""
     decoded = str(tokenizer.decode([token])) if hasattr(tokenizer, "decode") else ""
     named = hasattr(tokenizer, "convert_ids_to_tokens")
     name = str(tokenizer.convert_ids_to_tokens(token)) if named else ""
@@ -203,7 +203,7 @@ def _positions(whole: AttentionCall, masking: Masking, sample: Sample | None) ->
 
 
 def _positions_of_last(whole: AttentionCall, positions: Tensor) -> Tensor:
-    """Where the last query of a call stands, though only some may have been drawn."""
+    """Position of a call's last query, even if the drawn rows do not include it."""
     queries, keys = whole.query.shape[2], whole.key.shape[2]
     if queries >= keys or whole.is_causal or whole.query_offset:
         return torch.tensor(whole.query_offset + queries - 1)

@@ -21,7 +21,7 @@ _NAMES = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")
 
 
 class _Seen(threading.local):
-    """What one thread's embedding was asked for: the last ids, and those before them."""
+    """Token ids that one thread's embedding looked up: the last ones, and the ones before."""
 
     ids: Tensor | None = None
     past: Tensor | None = None

@@ -230,12 +230,12 @@ def observe_visible(
 
 
 def place_of(first_key: int | None) -> int:
-    """What is added to a column for ``first_index``."""
+    """The offset from a column to its ``first_index``."""
     return UNPLACED if first_key is None else first_key
 
 
 def unplaced(index: Tensor) -> Tensor:
-    """The same first keys, of a part whose place among all keys is not known."""
+    """Mark first-key indices as those of a part whose place among all keys is unknown."""
     known = (index >= 0) & (index != NO_KEY)
     return torch.where(known, index + torch.where(known, UNPLACED, 0), index)
 

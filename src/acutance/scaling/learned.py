@@ -198,7 +198,7 @@ class LearnedTemperature(LearnedScaling):
         self.log_factor = nn.Parameter(torch.full((num_heads,), log, device=device, dtype=dtype))
 
     def law(self, rows: Rows) -> Tensor:
-        """The same for every n."""
+        """The learned factor, the same for every n."""
         return self._column(self.log_factor, rows).exp() * torch.ones_like(rows.n)
 
     def record(self) -> HeadTable:

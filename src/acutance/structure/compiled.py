@@ -1,4 +1,4 @@
-"""The same statistics by the native kernel: one pass over the scores, nothing held of them."""
+"""Structure statistics by the native kernel: one pass over the scores, none of which are kept."""
 
 from __future__ import annotations
 

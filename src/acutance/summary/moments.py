@@ -258,7 +258,7 @@ class Moments(HeadArrays):
         )
 
     def sampled(self, total: int, drawn: int) -> Moments:
-        r"""The same moments, marked as ``drawn`` rows sampled without replacement from ``total``.
+        r"""These moments, marked as ``drawn`` rows sampled without replacement from ``total``.
 
         A mean over k of them that count has the variance :math:`(1 - t/T)\, s^2 / k`, with
         :math:`s^2 = M_2 / (k - 1)`.

@@ -106,7 +106,7 @@ def _large_kappa(order: float, kappa: float) -> tuple[float, float, float]:
 
 
 def _large_order(order: float, kappa: float) -> tuple[float, float, float]:
-    """The same for a large order, from Debye's expansion."""
+    """The result of :func:`von_mises_fisher` for a large order, from Debye's expansion."""
     z = kappa / order
     s = math.hypot(1.0, z)
     p = 1 / s

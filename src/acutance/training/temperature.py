@@ -91,7 +91,7 @@ class ClampedTemperature(LearnedTemperature):
             )
 
     def law(self, rows: Rows) -> Tensor:
-        """The same for every n."""
+        """The learned factor, the same for every n."""
         return self._column(self._clamped(), rows).exp() * torch.ones_like(rows.n)
 
     def record(self) -> HeadTable:

@@ -25,7 +25,7 @@ __all__ = ["AttentionWatch", "WatchedRows"]
 
 @dataclass(frozen=True)
 class WatchedRows:
-    """The rows of one attention call.
+    """Row statistics of one attention call.
 
     Attributes:
         module: qualified name of the module; a second call of one forward ends in ``#1``.

@@ -149,7 +149,7 @@ def _dims_by_stride(tensor: Tensor) -> list[int]:
 def scores_of(
     args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, int] | tuple[None, None]:
-    """What a call of a softmax is taken of, and over which dimension; None where that is not told.
+    """The input and dimension of a softmax call; (None, None) if they cannot be read.
 
     Example:
         >>> scores_of((torch.zeros(2, 3), torch.tensor(1)), {})[1]

@@ -65,7 +65,7 @@ def files(part: Part, folder: Path | None = None) -> list[Path]:
 
 
 def digest(paths: Sequence[Path]) -> str:
-    """What identifies the bytes of these files, in this order."""
+    """A hash of the bytes of these files, in this order."""
     whole = hashlib.sha256()
     for path in paths:
         whole.update(hashlib.sha256(path.read_bytes()).digest())

@@ -148,7 +148,7 @@ def _named(call: KernelCall) -> str:
 
 
 def _kind(call: KernelCall) -> tuple[Any, ...]:
-    """What kernels are compiled for, and which tile sizes may be chosen."""
+    """The configuration of a call: all that kernels and tile sizes depend on."""
     query, _, value, masking, rule, noise = call
     masks = (masking.attn_mask, masking.bias, masking.alibi_slopes)
     given = (*masks, masking.query_documents, masking.key_documents, rule.sinks)
@@ -213,7 +213,7 @@ def _differing(
     least: float,
     steps: float,
 ) -> str | None:
-    """What differs by more than rounding, or None."""
+    """Which result differs by more than rounding, as a clause; None if none does."""
     gradients = isinstance(want, Gradients)
     for name, ours, theirs in zip(want._fields, found, want, strict=True):
         if ours is None or theirs is None or not theirs.numel():
@@ -314,7 +314,7 @@ def _small_call(call: KernelCall) -> KernelCall:
 
 
 def _exact(call: KernelCall) -> KernelCall:
-    """The same call in float64."""
+    """Convert a call to float64."""
     query, key, value, masking, rule, noise = call
 
     def wide(part: Tensor | None) -> Tensor | None:

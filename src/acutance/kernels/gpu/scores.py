@@ -38,7 +38,7 @@ NONE = constant(2**31 - 1)  # column of a row that has not met a visible key
 
 
 class Flags(NamedTuple):
-    """What is decided when a kernel is compiled."""
+    """Compile-time options of a kernel."""
 
     causal: bool
     window: bool

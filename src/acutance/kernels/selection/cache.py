@@ -69,7 +69,7 @@ def _folder() -> Path:
 
 
 def cache_file(library: Library) -> Path | None:
-    """Where the times of this machine and build are kept; None where there is no home to keep them.
+    """Path of the times of this machine and build; None if there is no home directory.
 
     Its name tells machines apart that share a home.
     """
