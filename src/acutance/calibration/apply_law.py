@@ -275,7 +275,7 @@ class Applied:
         return self._modules.thread.depth > 0 or self._context is None
 
     def noticed(self, *, attention: bool = True) -> None:
-        """A function was called that is attention or may be, or ``exp``, of which it is written."""
+        """Note a call of a function that is or may be attention, or of ``exp``."""
         self._library = False
         self._by_functions |= attention
         if attention and self._traces:
@@ -518,7 +518,7 @@ def _may_attend(module: torch.nn.Module) -> bool:
 
 
 def _of_layer(layers: dict[str, HeadLaws], name: str) -> HeadLaws | None:
-    """The scalings of a module: its own, or those of the module around it that is named."""
+    """The scalings of a module: its own, or else those of the named module around it."""
     while name and name not in layers:
         name = name.rpartition(".")[0]
     return layers.get(name)

@@ -174,7 +174,7 @@ class Law:
         return found
 
     def record(self) -> dict[str, Any]:
-        """The law as what JSON can hold."""
+        """The law as JSON-serialisable values."""
         return {
             "schema": SCHEMA,
             "model": self.model.to_dict(),

@@ -29,7 +29,7 @@ class Measured:
 
     Attributes:
         metric: what was measured.
-        lengths: visible keys n at which it is told.
+        lengths: numbers n of visible keys at which it is reported.
         layers: by module name, in model order.
         bins: of :attr:`lengths`, in the sums of the layers.
     """

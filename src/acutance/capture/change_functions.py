@@ -58,7 +58,7 @@ class FunctionChanger(Protocol):
         """Whether a softmax over ``dim`` in the running module could be attention's over keys."""
 
     def noticed(self, *, attention: bool = True) -> None:
-        """A function was called that is attention or may be, or ``exp``, of which it is written."""
+        """Note a call of a function that is or may be attention, or of ``exp``."""
 
     def skip(self, name: str, why: str) -> None:
         """Note calls of a module that may be attention and were left alone."""

@@ -118,7 +118,7 @@ class RowReader:
         return self._record_rows(call.module, call.cross, real, batch, queries)
 
     def real_of_scores(self, scores: Tensor, module: str, n: Tensor, seen: Tensor) -> RealRows:
-        """Which rows of scores are no padding; arguments are those of :meth:`of_scores`."""
+        """Which rows of scores are not padding; arguments as for :meth:`of_scores`."""
         batch, _, queries, keys = scores.shape
         cross = is_cross(module)
         real = self._given(batch, queries, keys, scores.device)

@@ -89,7 +89,7 @@ class FunctionObserver(Observer, Protocol):
     def observe_scores(
         self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
     ) -> None:
-        """Record rows of which only the scores are known; ``doubt`` says what speaks against."""
+        """Record rows from their scores alone; ``doubt`` says what speaks against them."""
 
 
 @runtime_checkable

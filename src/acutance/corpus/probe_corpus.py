@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Subset:
-    """The windows, layers, heads and rows that a run reads, fewer of which make it cheaper.
+    """The windows, layers, heads and rows that a run reads; reading fewer makes it cheaper.
 
     Attributes:
         every: run one window in ``every``, the first of each group.

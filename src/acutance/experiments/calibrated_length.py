@@ -130,7 +130,7 @@ def times(run: Run) -> tuple[int, ...]:
 
 
 def fixed_laws(subject: Subject) -> dict[str, Scaling]:
-    """The laws that know the training length alone; sqrt_log_n is told the logits' deviation."""
+    """Laws that use the training length only; sqrt_log_n also uses the logits' deviation."""
     length = subject.length
     with probe(subject.model, metrics=["logit_std"]) as opened, torch.no_grad():
         subject.model(subject.calibration[:, :length])

@@ -30,7 +30,7 @@ REACHED = Claim("reached", "gradient descent on the measured entropy ends there"
 
 
 def one_above_rest(n: int, norm: float) -> Tensor:
-    """Logits of a norm, with mean 0, of which all but the first are alike."""
+    """Logits with a given norm and mean 0, all equal but the first."""
     logits = torch.full((1, n), -norm / math.sqrt(n * (n - 1)), dtype=torch.float64)
     logits[0, 0] = norm * math.sqrt((n - 1) / n)
     return logits

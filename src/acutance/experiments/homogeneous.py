@@ -45,7 +45,7 @@ EXP = Claim("exp", "exp: E H is the exact integral at every λ")
 
 
 def power_entropy(n: int, k: float, share: float) -> float:
-    """Entropy of n weights |z|^k of normal z, of which only a share take part, for n large."""
+    """Large-n entropy of n weights |z|^k of normal z when only a share of them takes part."""
     moment = 2 ** (k / 2) * math.gamma((k + 1) / 2) / math.sqrt(math.pi)
     digamma = float(torch.special.digamma(torch.tensor((k + 1) / 2, dtype=torch.float64)))
     log_mean = k / 2 * (math.log(2) + digamma)  # E |z|^k log |z|^k over E |z|^k

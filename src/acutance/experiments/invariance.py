@@ -72,7 +72,7 @@ def measured_scale(scores: Sequence[torch.Tensor], start: float) -> Estimate:
 
 
 def mean_given(values: torch.Tensor, control: torch.Tensor, expected: float) -> Estimate:
-    """The mean of values that vary with another number, of which the mean is known.
+    """The mean of values that vary with a control variate, whose mean is known.
 
     Most of the spread of H from row to row is that of Σp²; what a sample's mean Σp² is off by says
     what its mean H is off by (a control variate).

@@ -48,7 +48,7 @@ __all__ = ["Coefficients", "backward", "row_coefficients"]
 def backward(
     grad: SumGradients, sums: Sums, call: KernelCall, wanted: tuple[bool, ...] = ALL
 ) -> Gradients:
-    """Gradients of a forward call from those of its results.
+    """Gradients of a forward call's inputs from the gradients of its results.
 
     Args:
         grad: gradients of the results.

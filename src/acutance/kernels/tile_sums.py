@@ -98,7 +98,7 @@ class Part(NamedTuple):
 
 
 def _merged(parts: list[Part], log2: float) -> Part:
-    """One part for a whole row, from those of its tiles in order."""
+    """Merge the parts of a row's tiles, given in order, into one."""
     if len(parts) == 1:
         return parts[0]
     n, total, m, Z, norm, average, W, offset, M2 = (
@@ -249,7 +249,7 @@ class Running:
         hidden: Hidden | None,
         work: Work,
     ) -> tuple[Tensor, Tensor]:
-        """Plain mean and squared deviations of ``t``, of which ``offset`` is nearly the mean.
+        """Plain mean and squared deviations of ``t``, whose mean is close to ``offset``.
 
         Scores of ordinary size leave the mean exact enough, and where the mean is no further out
         than three deviations the square sum can be corrected for it. Only the other tiles pay for

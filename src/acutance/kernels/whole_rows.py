@@ -203,7 +203,7 @@ def _block(
 
 
 def _weighed(weights: Tensor, v: Tensor) -> Tensor:
-    """Sums of values: (b, Hq, rows, S) with (b, H, S, Ev) gives (b, Hq, rows, Ev)."""
+    """Weighted sums of values: (b, Hq, rows, S) and (b, H, S, Ev) to (b, Hq, rows, Ev)."""
     batch, heads, rows, keys = weights.shape
     group = heads // max(1, v.shape[1])
     out = weights.reshape(batch, v.shape[1], group * rows, keys) @ v

@@ -86,7 +86,7 @@ class Call:
 
     @property
     def in_units(self) -> bool:
-        """Whether sums are kept relative to their own size; those of signed weights need not."""
+        """Whether sums are kept relative to their own size; sums of signed weights need not be."""
         return self.underflows and self.feature_map.nonnegative
 
     @property

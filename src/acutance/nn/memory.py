@@ -243,7 +243,7 @@ class Remembering(Projected):
         return self.positions.of(self.num_heads, dtype=dtype, device=like.device)
 
     def _with_extra(self, memory: KeyValues) -> KeyValues:
-        """Keys and values with those of ``add_bias_kv`` and ``add_zero_attn`` before them."""
+        """Keys and values, preceded by the ones that ``add_bias_kv`` and ``add_zero_attn`` add."""
         keys, values = [memory.key], [memory.value]
         if self.add_zero_attn:
             for parts in (keys, values):

@@ -147,7 +147,7 @@ class Reader:
         thread: Running,
         rows: RowReader,
     ) -> None:
-        """Options are those of :func:`acutance.probe`.
+        """Options as for :func:`acutance.probe`.
 
         Args:
             verify: and all up to ``provide``, as there.
@@ -202,7 +202,7 @@ class Reader:
         output: Callable[[], Tensor] | None,
         module: torch.nn.Module | None,
     ) -> Read:
-        """A call that the model computed; ``output`` gives (B, Hq, L, Ev), None if unknown."""
+        """Read a call; ``output`` returns the model's (B, Hq, L, Ev), and is None if unknown."""
         _check_whole(call.query, call.key, call.value)
         part = self._part(call, module)
         doubted = self.provider is not None and call.module in self.provider.suspects
@@ -267,7 +267,7 @@ class Reader:
     def scores(
         self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
     ) -> Read:
-        """Rows of which only the scores (B, H, L, S) are known; ``doubt`` is asked to verify."""
+        """Read rows from their scores (B, H, L, S) alone; ``doubt`` is asked to verify."""
         _check_whole(scores)
         total, queries = scores.shape[1:3]
         heads = self._chosen(total)

@@ -119,7 +119,7 @@ def gather_rows(rows: Tensor, group: Any = None) -> Tensor:
 
 
 def is_sharded(weight: Tensor) -> bool:
-    """Whether it is a DTensor, of which each rank holds a part or a copy."""
+    """Whether a tensor is a DTensor, whose parts or copies lie on several ranks."""
     return type(weight).__name__ == "DTensor"
 
 

@@ -112,7 +112,7 @@ def why_not(
 
 
 def is_shift(plain: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function gives one value for all keys of a row, which a softmax does not notice."""
+    """Whether a function returns one value per row: adding it leaves a softmax unchanged."""
     return plain in _SHIFTS and _along_last(args, kwargs)
 
 
