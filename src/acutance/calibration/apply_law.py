@@ -33,7 +33,7 @@ from acutance.capture.find_layers import (
     uses_interface,
     windowed_layers,
 )
-from acutance.capture.head_axis import heads_of, over_keys
+from acutance.capture.head_axis import could_be_over_keys, heads_of
 from acutance.capture.module_names import class_name, named_modules
 from acutance.capture.module_stack import ModuleStack
 from acutance.capture.torch_functions import sdpa_call
@@ -331,10 +331,10 @@ class Applied:
             self._count(name)
             return _shaped(factor, query, call.query)
 
-    def over_keys(self, scores: Tensor, dim: int) -> bool:
+    def could_be_over_keys(self, scores: Tensor, dim: int) -> bool:
         """Whether a softmax over ``dim`` in the running module could be attention's over keys."""
         plan = self._running()
-        return plan is not None and over_keys(scores, dim, plan.heads)
+        return plan is not None and could_be_over_keys(scores, dim, plan.heads)
 
     def changed_scores(
         self, name: str, scores: Tensor, bare: Tensor, dim: int, narrow: torch.dtype

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from acutance.calibration.collect import LayerSums
 
-__all__ = ["Estimate", "LayerValues", "quantile"]
+__all__ = ["Estimate", "LayerValues", "student_t_quantile"]
 
 #: Spread of log n within a bin (its variance) below which all rows count as one length.
 _ONE_LENGTH = 1e-3
@@ -38,7 +38,7 @@ class LayerValues:
         bins: index of each knot's bin in the sums.
         value: the calibrated quantity at n = knot, (knots, heads).
         slope: its derivative with respect to log λ, (knots, heads).
-        left: :attr:`value` recomputed with each group left out in turn, (groups, knots, heads).
+        leave_one_out: :attr:`value` with one group left out at a time, (groups, knots, heads).
         present: whether a group has rows in a bin, (groups, knots).
         top: largest logit in each bin, (knots, heads).
     """
@@ -47,7 +47,7 @@ class LayerValues:
     bins: tuple[int, ...]
     value: Tensor
     slope: Tensor
-    left: Tensor
+    leave_one_out: Tensor
     present: Tensor
     top: Tensor
 
@@ -69,7 +69,7 @@ class LayerValues:
             bins=bins,
             value=_at(total, knots),
             slope=total[..., 5] / total[..., 0],
-            left=left,
+            leave_one_out=left,
             present=(chosen[..., 0] > 0).any(-1),
             top=sums.top[:, list(bins)].amax(0),
         )
@@ -77,7 +77,7 @@ class LayerValues:
     @property
     def estimate(self) -> Estimate:
         """The value with its error."""
-        return Estimate(self.value, self._error(self.left, self.present))
+        return Estimate(self.value, self._error(self.leave_one_out, self.present))
 
     def difference(self, from_knot: int) -> Tensor:
         """Standard error of the value minus that at one knot, (knots, heads).
@@ -85,7 +85,9 @@ class LayerValues:
         Parts of the text differ more from each other than the same part at two lengths does.
         """
         present = self.present & self.present[:, from_knot : from_knot + 1]
-        return self._error(self.left - self.left[:, from_knot : from_knot + 1], present)
+        return self._error(
+            self.leave_one_out - self.leave_one_out[:, from_knot : from_knot + 1], present
+        )
 
     def _error(self, left: Tensor, present: Tensor) -> Tensor:
         """Jackknife over the groups that have rows."""
@@ -99,15 +101,15 @@ class LayerValues:
     def widening(self, level: float = 0.975) -> Tensor:
         """Student's quantile for the groups of each knot, (knots, 1); infinite for a single one."""
         degrees = (self.present.sum(0) - 1).tolist()
-        found = [quantile(int(d), level) for d in degrees]
+        found = [student_t_quantile(int(d), level) for d in degrees]
         return torch.tensor(found, dtype=torch.float64).unsqueeze(1)
 
 
-def quantile(degrees: int, level: float = 0.975) -> float:
+def student_t_quantile(degrees: int, level: float = 0.975) -> float:
     """Quantile of Student's t distribution; infinite for 0 degrees of freedom.
 
     Example:
-        >>> quantile(7)
+        >>> student_t_quantile(7)
         2.3646
     """
     return float(student.ppf(level, degrees)) if degrees > 0 else float("inf")

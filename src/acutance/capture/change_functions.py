@@ -54,7 +54,7 @@ class FunctionChanger(Protocol):
     ) -> Tensor:
         """A softmax's scores with their products scaled; ``bare`` is the scores less products."""
 
-    def over_keys(self, scores: Tensor, dim: int) -> bool:
+    def could_be_over_keys(self, scores: Tensor, dim: int) -> bool:
         """Whether a softmax over ``dim`` in the running module could be attention's over keys."""
 
     def noticed(self, *, attention: bool = True) -> None:
@@ -128,7 +128,7 @@ class FunctionChange(TorchFunctionMode):
         name, active = self._changer.here(), self._lineage.is_active(scores)
         if not _may_be_attention(scores, 2 if active else FEWEST):
             return func(*args, **kwargs)
-        over_keys = self._changer.over_keys(scores, dim)
+        over_keys = self._changer.could_be_over_keys(scores, dim)
         if name is None or not (over_keys or active):
             return self._weights(func, args, kwargs)
         bare, why = None, "its scores are no product of queries and keys"

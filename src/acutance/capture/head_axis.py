@@ -17,7 +17,7 @@ __all__ = [
     "head_places",
     "heads_at_once",
     "heads_of",
-    "over_keys",
+    "could_be_over_keys",
     "projected_heads",
 ]
 
@@ -34,7 +34,7 @@ HEADS = (
 )
 
 
-def over_keys(scores: Tensor, dim: int, heads: int | None) -> bool:
+def could_be_over_keys(scores: Tensor, dim: int, heads: int | None) -> bool:
     """Whether a softmax over this dimension could be attention's softmax over keys.
 
     Keys are the last dimension or, with heads last (then of size ``heads``), an inner one. Other
@@ -42,7 +42,11 @@ def over_keys(scores: Tensor, dim: int, heads: int | None) -> bool:
 
     Example:
         >>> scores = torch.zeros(2, 5, 5, 3)
-        >>> over_keys(scores, -1, None), over_keys(scores, 2, 3), over_keys(scores, 2, 4)
+        >>> (
+        ...     could_be_over_keys(scores, -1, None),
+        ...     could_be_over_keys(scores, 2, 3),
+        ...     could_be_over_keys(scores, 2, 4),
+        ... )
         (True, True, False)
     """
     if scores.dim() == 0 or dim in (-1, scores.dim() - 1):

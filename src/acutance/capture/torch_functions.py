@@ -34,7 +34,13 @@ from acutance.capture.handwritten.softmax import (
     scores_of,
     version_of,
 )
-from acutance.capture.head_axis import HeadPlaces, folded, heads_at_once, heads_of, over_keys
+from acutance.capture.head_axis import (
+    HeadPlaces,
+    could_be_over_keys,
+    folded,
+    heads_at_once,
+    heads_of,
+)
 from acutance.capture.huggingface import Observer, is_cross
 from acutance.capture.torch_flex import FLEX, flex_call
 from acutance.capture.torch_multihead import (
@@ -293,7 +299,7 @@ class FunctionCapture(TorchFunctionMode):
             heads = heads_of(self.observer.module_of(module))
             if heads is None:  # a softmax that is a module of its own: its attention is around it
                 heads = heads_of(self.observer.module_of(module.rpartition(".")[0]))
-            if over_keys(scores, dim, heads):
+            if could_be_over_keys(scores, dim, heads):
                 with torch._C.DisableTorchFunction():
                     if func is F.softmin:  # the softmax of what is negated, in memory of its own
                         scores = -scores

@@ -91,8 +91,8 @@ def decoders(run: Run, seed: int) -> Subject:
         with torch.enable_grad():
             model = train(seed, training, keep=run.kept(f"decoder-{seed}"), note=run.note)
     generator = torch.Generator().manual_seed(1000 + run.seed)
-    known = texts.windows(training, longest, run.size(4, 64), generator)
-    windows = texts.windows(held_out, longest + 1, run.size(16, 64), generator)
+    known = texts.sample_windows(training, longest, run.size(4, 64), generator)
+    windows = texts.sample_windows(held_out, longest + 1, run.size(16, 64), generator)
 
     def losses(length: int) -> Tensor:
         parts = windows[:, -(length + 1) :].split(8)
@@ -110,9 +110,9 @@ def encoders(run: Run, seed: int) -> Subject:
     training, held_out = (texts.read(texts.files(part)) for part in ("training", "held out"))
     generator = torch.Generator().manual_seed(2000 + run.seed)
     known, _ = mlm_table.masked(
-        texts.windows(training, longest, run.size(4, 64), generator), generator
+        texts.sample_windows(training, longest, run.size(4, 64), generator), generator
     )
-    windows = texts.windows(held_out, longest, run.size(16, 64), generator)
+    windows = texts.sample_windows(held_out, longest, run.size(16, 64), generator)
     ids, hidden = mlm_table.masked(windows, generator)
 
     def losses(length: int) -> Tensor:

@@ -52,7 +52,7 @@ def limit_constant(kind: str, samples: int, seed: int) -> Estimate:
     return median(torch.from_numpy(best))
 
 
-def scores(run: Run, family: str, rows: int, n: int) -> torch.Tensor:
+def draw_logits(run: Run, family: str, rows: int, n: int) -> torch.Tensor:
     """Rows of n logits: drawn from a family, or all 0 but the first for "one gap"."""
     if family == "one gap":
         found = torch.zeros(rows, n, dtype=torch.float64)
@@ -90,7 +90,7 @@ def measure(run: Run) -> Sequence[Row]:
                 count = (1 << 26) // n
             parts = [
                 torch.from_numpy(
-                    np.atleast_1d(theory.critical_scale(scores(run, family, size, n).numpy()))
+                    np.atleast_1d(theory.critical_scale(draw_logits(run, family, size, n).numpy()))
                 )
                 for size in run.blocks(count, n)
             ]

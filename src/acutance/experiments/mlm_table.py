@@ -68,7 +68,7 @@ def train(run: Run, kind: str, seed: int) -> Encoder:
     text = texts.read(texts.files("training"))
 
     def loss(model: torch.nn.Module, generator: torch.Generator) -> Tensor:
-        windows = texts.windows(text, TRAIN_LENGTH, run.size(16, 32), generator)
+        windows = texts.sample_windows(text, TRAIN_LENGTH, run.size(16, 32), generator)
         ids, hidden = masked(windows, generator)
         return F.cross_entropy(model(ids)[hidden], windows[hidden])
 
@@ -82,7 +82,7 @@ def train(run: Run, kind: str, seed: int) -> Encoder:
 def evaluation(run: Run) -> tuple[Tensor, Tensor, Tensor]:
     """Held-out windows of 1024 bytes, whole, masked, and which bytes are: the same at any n."""
     text = texts.read(texts.files("held out"))
-    windows = texts.windows(text, LENGTHS[-1], run.size(6, 48), run.generator)
+    windows = texts.sample_windows(text, LENGTHS[-1], run.size(6, 48), run.generator)
     return windows, *masked(windows, run.generator)
 
 

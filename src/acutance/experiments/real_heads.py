@@ -51,7 +51,7 @@ class Subject:
 def subjects(run: Run) -> Iterable[Subject]:
     """The decoder of this package and, where it is installed, the demo's sentence encoder."""
     text = texts.read(texts.files("held out"))
-    ids = texts.windows(text, run.size(128, 512), run.size(4, 16), run.generator)
+    ids = texts.sample_windows(text, run.size(128, 512), run.size(4, 16), run.generator)
     yield Subject("decoder", decoder(), [{"input_ids": part} for part in ids.split(4)])
     if importlib.util.find_spec(load_model.DEFAULT_PACKAGE) is None:
         return

@@ -124,7 +124,7 @@ class StructureReader:
         heads, queries = kept.shape[1:]
         with self._lock:
             before = self._examples.setdefault(module, Examples.none(heads, self._most))
-        least = before.least.tolist()
+        threshold = before.threshold.tolist()
         information, entropy = stats.information, stats.entropy
         sharp = torch.where(kept & (stats.state.n > 1), information, -torch.inf)
         flat = sharp.transpose(0, 1).flatten(1)
@@ -134,7 +134,7 @@ class StructureReader:
             for value, place in zip(
                 best.values[head].tolist(), best.indices[head].tolist(), strict=True
             ):
-                if value == -torch.inf or not value > least[head]:
+                if value == -torch.inf or not value > threshold[head]:
                     continue
                 b, i = divmod(place, queries)
                 weights, last = _weights(rows, b, head, i)

@@ -177,7 +177,7 @@ class Examples(HeadArrays):
         return self.information.shape[1]
 
     @property
-    def least(self) -> Tensor:
+    def threshold(self) -> Tensor:
         """Information log n − H that a row must exceed to enter the record, (heads,)."""
         lowest = self.information.nan_to_num(-math.inf)
         if not self.depth:

@@ -77,7 +77,7 @@ def read(paths: Sequence[Path]) -> Tensor:
     return torch.frombuffer(bytearray(b"\n".join(p.read_bytes() for p in paths)), dtype=torch.uint8)
 
 
-def windows(text: Tensor, length: int, count: int, generator: torch.Generator) -> Tensor:
+def sample_windows(text: Tensor, length: int, count: int, generator: torch.Generator) -> Tensor:
     """Sample windows that start at random bytes of a text, (count, length) int64.
 
     Raises:

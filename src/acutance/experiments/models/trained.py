@@ -116,7 +116,7 @@ def train(
         model: LlamaForCausalLM = _transformers().LlamaForCausalLM(configuration())
 
     def loss(model: torch.nn.Module, generator: torch.Generator) -> Tensor:
-        batch = texts.windows(text, TRAIN_LENGTH + 1, _BATCH, generator)
+        batch = texts.sample_windows(text, TRAIN_LENGTH + 1, _BATCH, generator)
         return next_byte_losses(model, batch).mean()
 
     plan = Plan(

@@ -48,7 +48,7 @@ from acutance.theory.arguments import Array
 from acutance.theory.families import Family, FamilyParameter
 from acutance.theory.finite_n.gaussian import EIN
 from acutance.theory.finite_n.grid import grid
-from acutance.theory.finite_n.row import Row, expectation
+from acutance.theory.finite_n.row import RowQuadrature, expectation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -273,7 +273,7 @@ def _expected_entropy(n: float, gamma: float, family: Family) -> float:
     if gamma == 0 or n == 1:
         return math.log(n)
     row, scale = (
-        Row.for_kernels(n, gamma, family),
+        RowQuadrature.for_kernels(n, gamma, family),
         max(gamma, 1.0),
     )  # two densities carry 1 / scale each
 
@@ -296,7 +296,7 @@ def _expected_mean(n: float, gamma: float, family: Family) -> float:
     cells.require_mean("the weighted mean and log Z")
     if gamma == 0 or n == 1:
         return cells.origin + float((cells.weights * cells.scores).sum())
-    row = Row.for_kernels(n, gamma, family, moment=True)
+    row = RowQuadrature.for_kernels(n, gamma, family, moment=True)
 
     def integrand(y: Array) -> Array:
         below, above, moment = row.average(y, [_density], moment=True)
@@ -312,7 +312,7 @@ def expected_power(n: float, gamma: float, family: Family, k: float) -> float:
         return 1.0
     if gamma == 0:
         return float(n ** (1 - k))
-    row = Row.for_kernels(n, gamma, family, power=k)
+    row = RowQuadrature.for_kernels(n, gamma, family, power=k)
     shift = float(gammaln(k))
 
     def density(g: Array) -> Array:

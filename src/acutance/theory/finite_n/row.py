@@ -20,7 +20,7 @@ from acutance.theory.arguments import Array, log_probability, pointwise_rows
 from acutance.theory.families import Family, FamilyParameter, as_family
 from acutance.theory.finite_n.grid import LEGENDRE, NODES, WEIGHTS, grid
 
-__all__ = ["Kernel", "Row", "expectation", "kernel_panels"]
+__all__ = ["Kernel", "RowQuadrature", "expectation", "kernel_panels"]
 
 
 Kernel = Callable[[Array], Array]
@@ -57,7 +57,7 @@ def expectation(
 
 
 @dataclass(frozen=True)
-class Row:
+class RowQuadrature:
     """Quadrature rule for means over softmax rows of n independent scores of one family.
 
     Logits are gamma times the scores. Scores are measured from ``family.origin()``.
@@ -77,7 +77,7 @@ class Row:
     @classmethod
     def for_kernels(
         cls, n: float, gamma: float, family: Family, power: float = 1.0, moment: bool = False
-    ) -> "Row":
+    ) -> "RowQuadrature":
         """Choose nodes for kernels up to a^power e^-a, with ``moment`` also for those times s."""
         cells = grid(family)
         cells.require_tail(n)

@@ -37,7 +37,7 @@ from numpy.typing import ArrayLike
 from acutance.theory.arguments import Array
 from acutance.theory.families import Family, FamilyParameter
 from acutance.theory.finite_n.iid import expected_power
-from acutance.theory.finite_n.row import Kernel, Row, expectation, kernel_panels
+from acutance.theory.finite_n.row import Kernel, RowQuadrature, expectation, kernel_panels
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -181,7 +181,7 @@ def expected_jacobian_fro2(
     return expectation(_jacobian_fro2, n, gamma, family, parameter)
 
 
-def _pairs(row: Row, product: Callable[..., Array], kernels: list[Kernel]) -> float:
+def _pairs(row: RowQuadrature, product: Callable[..., Array], kernels: list[Kernel]) -> float:
     """Integral of n (n - 1) F^(n-2) times a product of kernel means."""
 
     def integrand(y: Array) -> Array:
@@ -191,9 +191,9 @@ def _pairs(row: Row, product: Callable[..., Array], kernels: list[Kernel]) -> fl
     return row.integrate(integrand)
 
 
-def _doubled(n: float, gamma: float, family: Family) -> Row:
+def _doubled(n: float, gamma: float, family: Family) -> RowQuadrature:
     """Quadrature at twice the scale, over a range twice as long."""
-    row = Row.for_kernels(n, 2 * gamma, family, power=0.5)
+    row = RowQuadrature.for_kernels(n, 2 * gamma, family, power=0.5)
     reach = float(row.panels[-1])
     edges = np.concatenate([row.edges, row.edges[-1] + np.arange(4.0, reach + 4, 4.0)])
     return replace(row, panels=kernel_panels(0.5, 2 * reach), edges=edges)
@@ -237,7 +237,9 @@ def _varentropy(n: float, gamma: float, family: Family) -> float:
     def spread(zeroth: Array, first: Array, second: Array) -> Array:
         return zeroth * second - first * first
 
-    return _pairs(Row.for_kernels(n, gamma, family), spread, [_kernel(1.0, i) for i in range(3)])
+    return _pairs(
+        RowQuadrature.for_kernels(n, gamma, family), spread, [_kernel(1.0, i) for i in range(3)]
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -246,7 +248,7 @@ def _jacobian_fro2(n: float, gamma: float, family: Family) -> float:
         return 0.0
     if gamma == 0:
         return (n - 1) / (n * n)
-    row = Row.for_kernels(n, gamma, family, power=2.0)
+    row = RowQuadrature.for_kernels(n, gamma, family, power=2.0)
     cross = _pairs(row, np.square, [_kernel(2.0)]) / 6
     second, third, fourth = (expected_power(n, gamma, family, k) for k in (2.0, 3.0, 4.0))
     return second - 2 * third + fourth + cross
