@@ -34,7 +34,7 @@ def windows() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(11)
     parts: tuple[texts.Part, ...] = ("training", "held out")
     return {
-        part: texts.windows(texts.read(texts.files(part)), LENGTHS[-1], WINDOWS, generator)
+        part: texts.sample_windows(texts.read(texts.files(part)), LENGTHS[-1], WINDOWS, generator)
         for part in parts
     }
 

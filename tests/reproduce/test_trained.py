@@ -100,7 +100,7 @@ def test_a_library_without_sources_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="part is 'training' or 'held out', got 'test'"):
         texts.files("test")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a window of 5 bytes is longer than the text, 4 bytes"):
-        texts.windows(torch.zeros(4, dtype=torch.uint8), 5, 1, torch.Generator())
+        texts.sample_windows(torch.zeros(4, dtype=torch.uint8), 5, 1, torch.Generator())
 
 
 def test_tokens_that_count_as_many_give_the_answer_of_the_whole_string() -> None:
@@ -139,7 +139,7 @@ def test_the_weights_fit_into_two_megabytes() -> None:
 
 def held_out(length: int, count: int) -> Tensor:
     text = texts.read(texts.files("held out"))
-    return texts.windows(text, length, count, torch.Generator().manual_seed(0))
+    return texts.sample_windows(text, length, count, torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("seed", trained.SEEDS)
