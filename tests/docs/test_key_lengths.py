@@ -20,7 +20,7 @@ SIX = re.compile(r"((?:\d+, ){4}\d+\s+and\s+\d+) %")
 def measured() -> list[list[float]]:
     """Per cent by layer: rows whose top key moves, spread of lengths, other nearest tokens."""
     encoder = load_model.load(None)
-    pieces = texts.sample_windows([texts.bundled()], encoder.tokenizer, 256)
+    pieces = texts.windows([texts.bundled()], encoder.tokenizer, 256)
     (batch,) = texts.batches(pieces[:2], 2, encoder.pad)
     seen: dict[str, list[Tensor]] = {"input": [], "query": [], "key": []}
 
