@@ -315,8 +315,8 @@ def expected_power(n: float, gamma: float, family: Family, k: float) -> float:
     row = RowQuadrature.for_kernels(n, gamma, family, power=k)
     shift = float(gammaln(k))
 
-    def density(g: Array) -> Array:
-        return np.asarray(np.exp(-k * g - np.exp(-g) - shift))
+    def density(g: Array, a: Array) -> Array:
+        return np.asarray(np.exp(-k * g - a - shift))
 
     def integrand(y: Array) -> Array:
         below, above, square = row.average(y, [density])
@@ -345,12 +345,11 @@ def _within(value: float, least: float, most: float, gamma: float, family: Famil
     return min(max(value, least), most)
 
 
-def _tail_mean(g: Array) -> Array:
+def _tail_mean(g: Array, a: Array) -> Array:
     """K(g), the part of a centred Gumbel variable's mean that lies above g.
 
     By a power series for g >= 0 and with the exponential integral below.
     """
-    a = np.exp(-g)
     small = np.minimum(a, 1.0)
     values = np.zeros_like(a)  # Ein(small)
     for coefficient in reversed(EIN):
@@ -363,5 +362,5 @@ def _tail_mean(g: Array) -> Array:
     return values
 
 
-def _density(g: Array) -> Array:
-    return np.asarray(np.exp(-g - np.exp(-g)))
+def _density(g: Array, a: Array) -> Array:
+    return np.asarray(np.exp(-g - a))

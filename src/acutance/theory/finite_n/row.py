@@ -23,7 +23,7 @@ from acutance.theory.finite_n.grid import LEGENDRE, NODES, WEIGHTS, grid
 __all__ = ["Kernel", "RowQuadrature", "expectation", "kernel_panels"]
 
 
-Kernel = Callable[[Array], Array]
+Kernel = Callable[[Array, Array], Array]  # of g = -log a, and of a
 
 
 _TOLERANCE = 1e-13  # of the integral over y
@@ -114,7 +114,7 @@ class RowQuadrature:
 
         def values(g: Array, scores: Array) -> list[Array]:
             a = np.exp(-g)
-            means = [kernel(g) for kernel in kernels]
+            means = [kernel(g, a) for kernel in kernels]
             if moment:
                 means = [value * scores for value in means]
             return [np.exp(-a), -np.expm1(-a), *means]
@@ -192,7 +192,7 @@ class RowQuadrature:
     def _density(self, logits: Array) -> Array:
         return self.family.density(logits / self.gamma) / self.gamma
 
-    def integrate(self, integrand: Kernel) -> float:
+    def integrate(self, integrand: Callable[[Array], Array]) -> float:
         """Integrate over y on panels that are bisected until each is polynomial to rounding."""
         left, right = self.edges[:-1], self.edges[1:]
         total = size = 0.0

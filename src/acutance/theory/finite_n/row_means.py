@@ -202,8 +202,9 @@ def _doubled(n: float, gamma: float, family: Family) -> RowQuadrature:
 def _kernel(power: float, degree: int = 0) -> Kernel:
     """The function g^degree a^power e^-a of g = -log a."""
 
-    def values(g: Array) -> Array:
-        return np.asarray(g**degree * np.exp(-power * g - np.exp(-g)))
+    def values(g: Array, a: Array) -> Array:
+        value = np.exp(-power * g - a)
+        return value * g**degree if degree else value
 
     return values
 

@@ -34,7 +34,7 @@ Source: Su Jianlin, kexue.fm/archives/9889.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 from scipy.special import expit, log_ndtr, ndtr, ndtri_exp
@@ -282,40 +282,50 @@ class WeightedRow:
         """Mean number of effective keys, E (Σa)²/Σa²."""
         if self.n == 1:
             return 1.0
-        t, moment, rest = self._transforms(2.0, [self.weights])
-        pairs = self.n * (self.n - 1) * (t * moment[0] ** 2 * np.exp((self.n - 2) * rest)).sum()
+        t, (mean,), rest = self._of_squares
+        pairs = self.n * (self.n - 1) * (t * mean**2 * np.exp((self.n - 2) * rest)).sum()
         return 1 + _STEP * float(pairs) / self.active
 
     def sparsity(self) -> float:
         """Mean sparsity, E Σa / sqrt(n Σa²)."""
-        t, moment, rest = self._transforms(2.0, [self.weights])
-        total = (np.sqrt(t) * moment[0] * np.exp((self.n - 1) * rest)).sum()
+        t, (mean,), rest = self._of_squares
+        total = (np.sqrt(t) * mean * np.exp((self.n - 1) * rest)).sum()
         return math.sqrt(self.n / math.pi) * _STEP * float(total) / self.active
 
     def collision(self) -> float:
         """Mean collision probability, E Σp²."""
-        t, moment, rest = self._transforms(1.0, [self.weights**2])
-        total = (t * t * moment[0] * np.exp((self.n - 1) * rest)).sum()
+        t, (square, _), rest = self._of_weights
+        total = (t * t * square * np.exp((self.n - 1) * rest)).sum()
         return self.n * _STEP * float(total) / self.active
 
     def entropy(self) -> float:
         """Mean entropy, E -Σ p log p, in nats."""
-        t, moment, rest = self._transforms(1.0, [self.weights * np.log(self.weights)])
+        t, (_, log), rest = self._of_weights
         idle = math.exp(self.n * self.log_idle)
         log_sum = (self.active * np.exp(-t) - (np.exp(self.n * rest) - idle)).sum()
-        mean_log = self.n * (t * moment[0] * np.exp((self.n - 1) * rest)).sum()
+        mean_log = self.n * (t * log * np.exp((self.n - 1) * rest)).sum()
         return max(_STEP * float(log_sum - mean_log) / self.active, 0.0)
 
-    def _transforms(self, power: float, factors: list[Array]) -> tuple[Array, list[Array], Array]:
+    @cached_property
+    def _of_weights(self) -> tuple[Array, Array, Array]:
+        """Transforms of a² and a log a, with exp(-ta)."""
+        return self._transforms(1.0, [self.weights**2, self.weights * np.log(self.weights)])
+
+    @cached_property
+    def _of_squares(self) -> tuple[Array, Array, Array]:
+        """Transforms of a, with exp(-ta²)."""
+        return self._transforms(2.0, [self.weights])
+
+    def _transforms(self, power: float, factors: list[Array]) -> tuple[Array, Array, Array]:
         """Points t, the means of factor · exp(-t a^power) there, and log E exp(-t a^power)."""
         raised = self.weights**power
         scale = -math.log(self.n * float(raised @ self.mass) + 1e-300)
         t = np.exp(np.arange(scale - _BELOW, scale + _ABOVE + 4 * math.log(self.n), _STEP))
         exponents = -t[:, None] * raised
         decay = np.exp(exponents)
-        moments = [decay @ (factor * self.mass) for factor in factors]
+        *moments, present = (decay @ (np.stack([*factors, np.ones_like(raised)]) * self.mass).T).T
         missing = -np.expm1(exponents, out=exponents) @ self.mass
-        return t, moments, log_probability(self.idle + decay @ self.mass, missing)
+        return t, np.stack(moments), log_probability(self.idle + present, missing)
 
 
 def relu2_top_weight(n: float, u: float) -> float:
