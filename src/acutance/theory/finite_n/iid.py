@@ -48,7 +48,7 @@ from acutance.theory.arguments import Array
 from acutance.theory.families import Family, FamilyParameter
 from acutance.theory.finite_n.gaussian import EIN
 from acutance.theory.finite_n.grid import grid
-from acutance.theory.finite_n.row import RowQuadrature, expectation
+from acutance.theory.finite_n.row import RowQuadrature, expectation, small_power
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -315,7 +315,9 @@ def expected_power(n: float, gamma: float, family: Family, k: float) -> float:
     row = RowQuadrature.for_kernels(n, gamma, family, power=k)
     shift = float(gammaln(k))
 
-    def density(g: Array, a: Array) -> Array:
+    def density(g: Array, a: Array, below: Array) -> Array:
+        if k in (2.0, 3.0, 4.0):
+            return small_power(a, k) * (below / math.gamma(k))
         return np.asarray(np.exp(-k * g - a - shift))
 
     def integrand(y: Array) -> Array:
@@ -345,7 +347,7 @@ def _within(value: float, least: float, most: float, gamma: float, family: Famil
     return min(max(value, least), most)
 
 
-def _tail_mean(g: Array, a: Array) -> Array:
+def _tail_mean(g: Array, a: Array, below: Array) -> Array:
     """K(g), the part of a centred Gumbel variable's mean that lies above g.
 
     By a power series for g >= 0 and with the exponential integral below.
@@ -358,9 +360,9 @@ def _tail_mean(g: Array, a: Array) -> Array:
     values += np.expm1(-small) * (np.euler_gamma - g)
     near = g < 0
     if near.any():
-        values[near] = np.exp(-a[near]) * (np.euler_gamma - g[near]) + exp1(a[near])
+        values[near] = below[near] * (np.euler_gamma - g[near]) + exp1(a[near])
     return values
 
 
-def _density(g: Array, a: Array) -> Array:
-    return np.asarray(np.exp(-g - a))
+def _density(g: Array, a: Array, below: Array) -> Array:
+    return a * below

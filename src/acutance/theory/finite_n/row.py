@@ -20,10 +20,14 @@ from acutance.theory.arguments import Array, log_probability, pointwise_rows
 from acutance.theory.families import Family, FamilyParameter, as_family
 from acutance.theory.finite_n.grid import LEGENDRE, NODES, WEIGHTS, grid
 
-__all__ = ["Kernel", "RowQuadrature", "expectation", "kernel_panels"]
+__all__ = ["Kernel", "RowQuadrature", "expectation", "kernel_panels", "small_power"]
 
 
-Kernel = Callable[[Array, Array], Array]  # of g = -log a, and of a
+Integrand = Callable[[Array], Array]
+
+
+#: A function of g, a = e^-g and e^-a.
+Kernel = Callable[[Array, Array, Array], Array]
 
 
 _TOLERANCE = 1e-13  # of the integral over y
@@ -112,12 +116,12 @@ class RowQuadrature:
         """F, 1 - F and the mean of each kernel at ascending y; with ``moment``, times s."""
         sums = np.zeros((2 + len(kernels), y.size))
 
-        def values(g: Array, scores: Array) -> list[Array]:
-            a = np.exp(-g)
-            means = [kernel(g, a) for kernel in kernels]
+        def values(g: Array, a: Array, scores: Array) -> list[Array]:
+            below = np.exp(-a)
+            means = [kernel(g, a, below) for kernel in kernels]
             if moment:
                 means = [value * scores for value in means]
-            return [np.exp(-a), -np.expm1(-a), *means]
+            return [below, -np.expm1(-a), *means]
 
         if self.scores.size:
             self._add_narrow(y, sums, values)
@@ -129,24 +133,26 @@ class RowQuadrature:
         return sums
 
     def _add_narrow(
-        self, y: Array, sums: Array, values: Callable[[Array, Array], list[Array]]
+        self, y: Array, sums: Array, values: Callable[[Array, Array, Array], list[Array]]
     ) -> None:
         logits = self.gamma * self.scores
         mass = np.concatenate([[0.0], np.cumsum(self.weights)])
         mass_above = np.concatenate([np.cumsum(self.weights[::-1])[::-1], [0.0]])
+        firsts = np.searchsorted(logits, y - self.panels[-1]).tolist()
+        lasts = np.searchsorted(logits, y - self.panels[0]).tolist()
+        reaches = np.searchsorted(y, y + 12, side="right").tolist()
         begin = 0
         while begin < y.size:
-            first = int(np.searchsorted(logits, y[begin] - self.panels[-1]))
-            end, last = begin, first
-            while end < y.size:  # as many y as share most of their nodes
-                upto = int(np.searchsorted(logits, y[end] - self.panels[0]))
-                if end > begin and (
-                    y[end] > y[begin] + 12 or (upto - first) * (end + 1 - begin) > _MOST_PAIRS
-                ):
+            first, end = firsts[begin], begin + 1
+            while end < reaches[begin]:  # as many y as share most of their nodes
+                if (lasts[end] - first) * (end + 1 - begin) > _MOST_PAIRS:
                     break
-                end, last = end + 1, upto
+                end += 1
+            last = lasts[end - 1]
             rows, near = slice(begin, end), slice(first, last)
-            sums_near = values(y[rows, None] - logits[near], self.scores[near])
+            g = y[rows, None] - logits[near]
+            a = np.exp(y[begin] - y[rows, None]) * np.exp(logits[near] - y[begin])
+            sums_near = values(g, a, self.scores[near])
             for total, value in zip(sums, sums_near, strict=True):
                 total[rows] += value @ self.weights[near]
             sums[0, rows] += mass[first]
@@ -154,7 +160,7 @@ class RowQuadrature:
             begin = end
 
     def _add_wide(
-        self, y: Array, sums: Array, values: Callable[[Array, Array], list[Array]]
+        self, y: Array, sums: Array, values: Callable[[Array, Array, Array], list[Array]]
     ) -> None:
         low, high = self.wide.T
         # Scores out of the kernels' reach from each y: whole cells, and a part of one.
@@ -180,7 +186,7 @@ class RowQuadrature:
         g = 0.5 * (right + left)[pair, panel][:, None] + half * NODES
         logits = y[at[pair], None] - g
         weights = half * WEIGHTS * self._density(logits)
-        for total, value in zip(sums, values(g, logits / self.gamma), strict=True):
+        for total, value in zip(sums, values(g, np.exp(-g), logits / self.gamma), strict=True):
             total += np.bincount(at[pair], weights=(value * weights).sum(axis=1), minlength=y.size)
 
     def _mass(self, left: Array, right: Array) -> Array:
@@ -192,7 +198,7 @@ class RowQuadrature:
     def _density(self, logits: Array) -> Array:
         return self.family.density(logits / self.gamma) / self.gamma
 
-    def integrate(self, integrand: Callable[[Array], Array]) -> float:
+    def integrate(self, integrand: Integrand) -> float:
         """Integrate over y on panels that are bisected until each is polynomial to rounding."""
         left, right = self.edges[:-1], self.edges[1:]
         total = size = 0.0
@@ -222,6 +228,16 @@ class RowQuadrature:
                     np.stack([middle, right[split]], axis=1).ravel(),
                 )
         return float(total)
+
+
+def small_power(a: Array, power: float) -> Array:
+    """a^power by products and a root, for powers of 1/2, 1, 2, 3 and 4."""
+    if power <= 1:
+        return np.asarray(np.sqrt(a)) if power == 0.5 else a
+    square = a * a
+    if power == 2:
+        return square
+    return square * (a if power == 3 else square)
 
 
 def kernel_panels(power: float, reach: float) -> Array:

@@ -37,7 +37,13 @@ from numpy.typing import ArrayLike
 from acutance.theory.arguments import Array
 from acutance.theory.families import Family, FamilyParameter
 from acutance.theory.finite_n.iid import expected_power
-from acutance.theory.finite_n.row import Kernel, RowQuadrature, expectation, kernel_panels
+from acutance.theory.finite_n.row import (
+    Kernel,
+    RowQuadrature,
+    expectation,
+    kernel_panels,
+    small_power,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -202,9 +208,9 @@ def _doubled(n: float, gamma: float, family: Family) -> RowQuadrature:
 def _kernel(power: float, degree: int = 0) -> Kernel:
     """The function g^degree a^power e^-a of g = -log a."""
 
-    def values(g: Array, a: Array) -> Array:
-        value = np.exp(-power * g - a)
-        return value * g**degree if degree else value
+    def values(g: Array, a: Array, below: Array) -> Array:
+        kernel = small_power(a, power) * below
+        return kernel * g**degree if degree else kernel
 
     return values
 
@@ -249,7 +255,14 @@ def _jacobian_fro2(n: float, gamma: float, family: Family) -> float:
         return 0.0
     if gamma == 0:
         return (n - 1) / (n * n)
-    row = RowQuadrature.for_kernels(n, gamma, family, power=2.0)
-    cross = _pairs(row, np.square, [_kernel(2.0)]) / 6
-    second, third, fourth = (expected_power(n, gamma, family, k) for k in (2.0, 3.0, 4.0))
-    return second - 2 * third + fourth + cross
+    fourth = expected_power(n, gamma, family, 4.0)  # checks that no unknown score decides
+    wide, row = (RowQuadrature.for_kernels(n, gamma, family, power=k) for k in (2.0, 3.0))
+    row = replace(row, edges=wide.edges)  # squares matter farther up
+
+    def integrand(y: Array) -> Array:  # second moment, less twice the third, and pairs of keys
+        below, above, second, third = row.average(y, [_kernel(2.0), _kernel(3.0)])
+        alone = row.others(below, above, 1) * (second - third)
+        pairs = row.others(below, above, 2) * ((n - 1) / 6 * second * second)
+        return np.asarray(n * (alone + pairs))
+
+    return row.integrate(integrand) + fourth
