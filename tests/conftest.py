@@ -113,5 +113,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, blocked_only: None) -> None:
 @pytest.fixture(autouse=True)
 def seed() -> int:
     """Start each test from the same random state, whichever tests ran before it."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # manual_seed would note a call for every absent device
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
     return 0

@@ -81,7 +81,7 @@ def relative(measured: Tensor, oracle: Tensor) -> float:
 # -- the oracle, over everything at random ----------------------------------------------------
 
 
-@pytest.mark.grid
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_random_calls_are_the_oracle(mask: str, dtype: torch.dtype) -> None:
@@ -476,6 +476,7 @@ def test_dropout_keeps_the_expectation_and_drops_its_share(p: float) -> None:
 # -- tiles ------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(5)
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("mask", MASKS)
 def test_many_ragged_tiles_are_the_oracle(mask: str) -> None:

@@ -6,8 +6,6 @@ import importlib
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -117,14 +115,10 @@ def test_windows_cover_every_token_of_every_text_once(
     assert {layer["rows"] for layer in record["layers"]} == {sum(bare) + extra * windows}
 
 
-def test_text_comes_from_standard_input(save_model: Callable[..., Path], tmp_path: Path) -> None:
-    folder = save_model(_tiny_gpt2())
-    done = subprocess.run(
-        [sys.executable, "-m", "acutance", "probe", str(folder), "--text", "-", "--json", "-"],
-        input=TEXT.encode(),
-        capture_output=True,
-        check=True,
-    )
+def test_text_comes_from_standard_input(save_model: Callable[..., Path]) -> None:
+    arguments = ["probe", str(save_model(_tiny_gpt2())), "--text", "-", "--json", "-"]
+    done = CliRunner().invoke(app, arguments, input=TEXT)
+    assert done.exit_code == 0, done.output
     record = json.loads(done.stdout)
     assert record["about"]["text"] == ["standard input"]
     assert len(record["heads"]) == 8

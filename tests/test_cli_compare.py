@@ -35,8 +35,12 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def found() -> Comparison:
-    bare = compare("all", n=[16, 40], d=8, heads=2, samples=2, costs=False)
-    results = (replace(result, seconds=1.234e-5, mib=1234.5) for result in bare.results)
+    bare = compare("all", n=16, d=8, heads=2, samples=2, costs=False)
+    results = (
+        replace(result, n=n, seconds=1.234e-5, mib=1234.5)
+        for result in bare.results
+        for n in (16, 40)
+    )
     return replace(bare, results=tuple(results))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+from functools import cache
 from html import escape
 from pathlib import Path
 
@@ -26,6 +27,7 @@ THEMES = {
 }
 
 
+@cache
 def imports() -> dict[str, set[str]]:
     """Which packages each package imports, those that only gather names for users left out."""
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"data"}

@@ -321,6 +321,7 @@ def test_right_padding_does_not_count(built: Built, ids: Tensor) -> None:
 # -- compiled -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_traced_again(built: Built, ids: Tensor) -> None:
     model, graphs = built("llama"), []
 

@@ -46,6 +46,7 @@ def difference(found: Measured) -> tuple[Tensor, Tensor]:
     return torch.cat([v[1:] - v[:1] for v in values], 1), torch.cat([e[1:] for e in errors], 1)
 
 
+@pytest.mark.slow
 def test_entropy_is_held_on_files_that_were_not_read(
     model: LlamaForCausalLM, windows: dict[str, Tensor]
 ) -> None:

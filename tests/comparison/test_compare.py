@@ -184,9 +184,9 @@ def test_an_interrupt_keeps_what_is_done() -> None:
         if step.done == 2:
             raise KeyboardInterrupt
 
-    found = compare(["dot", "decay"], n=[8, 16], d=4, heads=2, costs=False, progress=stop)
+    found = compare(["lru", "decay"], n=[8, 16], d=4, heads=2, costs=False, progress=stop)
     assert not found.complete
-    assert [(result.mechanism, result.n) for result in found.results] == [("dot", 8), ("decay", 8)]
+    assert [(result.mechanism, result.n) for result in found.results] == [("lru", 8), ("decay", 8)]
     assert json.loads(found.to_json())["complete"] is False
 
     def at_once(step: Step) -> None:
@@ -198,7 +198,7 @@ def test_an_interrupt_keeps_what_is_done() -> None:
 
 def test_progress_counts_every_step() -> None:
     steps: list[Step] = []
-    compare(["dot", "decay"], n=[16, 8], d=4, heads=2, costs=False, progress=steps.append)
+    compare(["lru", "decay"], n=[16, 8], d=4, heads=2, costs=False, progress=steps.append)
     assert [(step.done, step.total) for step in steps] == [(0, 4), (1, 4), (2, 4), (3, 4)]
     assert [step.n for step in steps] == [8, 8, 16, 16]
 

@@ -101,6 +101,7 @@ FAULTS = (
 )  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_and_shrunk(fault: Callable[..., fuzz.Found]) -> None:
     for seed in range(100):

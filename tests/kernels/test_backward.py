@@ -70,6 +70,7 @@ def tensors() -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+@pytest.mark.few(6)
 # along random directions, and where it matters most entry by entry
 @pytest.mark.parametrize(
     ("case", "fast"),

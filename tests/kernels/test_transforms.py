@@ -96,6 +96,7 @@ WAYS: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_way_to_a_derivative_is_that_of_differences(backend: str, way: str) -> None:
@@ -233,6 +234,7 @@ def test_a_compiled_tangent_is_the_tangent() -> None:
     assert (found != 0).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("transform", [grad, vmap])
 def test_a_compiled_transform_is_one_graph(transform: Callable[..., Any]) -> None:
     def function(query: Tensor) -> Tensor:

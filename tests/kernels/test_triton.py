@@ -166,6 +166,7 @@ def same_output(out: Tensor, oracle: Tensor, case: AttentionCase) -> None:
 # -- the forward pass -------------------------------------------------------------------------
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("mask", MASKS)
 def test_random_calls_are_the_oracle(kernels: Kernels, mask: str) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -189,7 +190,7 @@ LONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.grid
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LONG)
 def test_rows_of_several_tiles_are_the_oracle(
@@ -347,6 +348,7 @@ def compare_gradients(
             assert (ours.double() - theirs).abs().max() <= bound, name
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FULL)
 def test_every_gradient_is_the_blocked_path_s_in_float64(kernels: Kernels, name: str) -> None:
     grad = gradients(torch.float32, SumGradients._fields)
@@ -360,7 +362,7 @@ def test_one_gradient_alone(kernels: Kernels, part: str) -> None:
     compare_gradients(kernels, torch.float32, grad, {"is_causal": True, "query_offset": 50}, 16.0)
 
 
-@pytest.mark.grid
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["causal", "bias", "softcap, sinks"])
 def test_half_precision_gradients(kernels: Kernels, name: str, dtype: torch.dtype) -> None:

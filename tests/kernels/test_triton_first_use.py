@@ -84,6 +84,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_right_kernels_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = (torch.float32, torch.bfloat16, torch.float16)[list(KINDS).index(name) % 3]
@@ -99,6 +100,7 @@ def test_right_kernels_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert planted.launches == 3  # one of the check
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_right_gradients_pass(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     planted = plant(monkeypatch, backward_module, "_launch_keys", nothing)
@@ -121,6 +123,7 @@ SPOILED = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_wrong_kernel_is_refused_with_one_warning(
     name: str, monkeypatch: pytest.MonkeyPatch

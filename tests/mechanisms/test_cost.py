@@ -56,6 +56,7 @@ def run(form: str, n: int, x: Tensor | None = None) -> Callable[[], Any]:
     return lambda: linear_attention(x, x, x, feature_map=maps, is_causal=causal, return_stats=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_work_grows_with_the_length(form: str) -> None:
     """Counted, not timed, so that every machine gives the same: a quadratic form would give 16."""
@@ -71,6 +72,7 @@ def test_work_grows_with_the_length(form: str) -> None:
     assert multiplied[1] <= 4.3 * multiplied[0]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_backward_pass_grows_with_the_length(form: str) -> None:
     """Gradients of slices, each of full size, would give 16 here too."""
@@ -87,6 +89,7 @@ def test_the_backward_pass_grows_with_the_length(form: str) -> None:
     assert made[1] / made[0] < 4.3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_no_tensor_is_larger_than_the_inputs_with_the_states(form: str) -> None:
     sizes = []

@@ -153,6 +153,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize(
     ("rows", "dtype"),
     [("sums", torch.float32), ("sums", torch.float64), ("blockwise", torch.float32)],

@@ -61,6 +61,7 @@ def test_pieces_and_steps_go_on_where_they_were() -> None:
     torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["real", "complex"])
 def test_gradients_agree_with_finite_differences_twice(kind: str) -> None:
     dtype = torch.complex128 if kind == "complex" else torch.float64

@@ -264,6 +264,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     assert module.last_statistics.entropy.dtype == torch.float32
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [
     {}, {"positions": "rotary", "num_kv_heads": 2}, {"positions": "alibi", "weights": "sink"},
     {"score": scores.QKNorm(8), "positions": "rotary"}, {"score": "general"},

@@ -222,6 +222,7 @@ def test_it_learns_and_can_be_copied(name: str) -> None:
         assert torch.equal(twin(x), module(x))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["elu1", "decay learned", "retention"])
 def test_it_compiles_into_one_graph(name: str) -> None:
     torch.compiler.reset()

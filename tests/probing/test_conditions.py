@@ -230,7 +230,7 @@ def test_a_bfloat16_model(
     assert float((summary.mean("entropy") - expected)[:4].abs().max()) < TOLERANCE
 
 
-@pytest.mark.grid
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["before", "inside"])
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_models(

@@ -7,7 +7,9 @@ import runpy
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from acutance.probing import HeadSummary, all_reduce_summary, load, load_state
 TOY = runpy.run_path(str(Path(__file__).with_name("toy.py")))
 text_model, windows, options = TOY["text_model"], TOY["windows"], TOY["options"]
 assert_same_rows = TOY["assert_same_rows"]
-SIZES = (3, 2)
+SIZES = (2, pytest.param(3, marks=pytest.mark.slow))
 
 
 def run(here: SingleProcess, model: Any = None, pieces: Any = None, **given: Any) -> Any:
@@ -111,26 +113,28 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three processes that are a world of three first, then two of them a world of two."""
-    folder = tmp_path_factory.mktemp("ranks")
-    ports = ",".join(str(free_port()) for _ in SIZES)
-    running = [
-        subprocess.Popen([sys.executable, __file__, str(folder), str(rank), ports])
-        for rank in range(max(SIZES))
-    ]
-    try:
-        assert [process.wait(timeout=240) for process in running] == [0] * max(SIZES)
-    finally:
-        for process in running:
-            process.kill()
-    return folder
+def of_size(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The folder that processes, so many of them, wrote to; they start once for all tests."""
+
+    @cache
+    def started(size: int) -> Path:
+        folder, port = tmp_path_factory.mktemp("ranks"), str(free_port())
+        command = [sys.executable, __file__, str(folder), str(size), port]
+        running = [subprocess.Popen([*command, str(rank)]) for rank in range(size)]
+        try:
+            assert [process.wait(timeout=240) for process in running] == [0] * size
+        finally:
+            for process in running:
+                process.kill()
+        return folder
+
+    return started
 
 
 @pytest.fixture(params=SIZES)
-def ranks(request: pytest.FixtureRequest, worlds: Path) -> Any:
+def ranks(request: pytest.FixtureRequest, of_size: Callable[[int], Path]) -> Any:
     """The folder that ranks wrote to, and what each met."""
-    folder = worlds / str(request.param)
+    folder = of_size(request.param)
     return folder, [torch.load(folder / f"met{rank}") for rank in range(request.param)]
 
 
@@ -261,13 +265,10 @@ def test_torchrun_says_an_error_once(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    for world_size, port in zip(SIZES, sys.argv[3].split(","), strict=True):
-        if int(sys.argv[2]) < world_size:
-            os.environ |= {
-                "RANK": sys.argv[2], "LOCAL_RANK": sys.argv[2], "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            }  # fmt: skip
-            where = Path(sys.argv[1]) / str(world_size)
-            where.mkdir(exist_ok=True)
-            work(where)
+    where, world_size, at, number = sys.argv[1:]
+    os.environ |= {
+        "RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": at,
+    }  # fmt: skip
+    work(Path(where))
     os._exit(0)  # an object that holds gloo's threads past shutdown would abort it

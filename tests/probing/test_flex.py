@@ -80,6 +80,7 @@ def reference(
     return rows.mean((0, 2))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("score_mod", "mask_mod", "scale"),
     [

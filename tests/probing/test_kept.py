@@ -91,6 +91,7 @@ def test_the_first_call_of_a_module_counts() -> None:
     assert torch.equal(opened.queries_keys().query, query[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("causal", [False, True])
 def test_scaled_dot_products_of_them_are_the_rows_of_the_model(causal: bool) -> None:
     model, (query, key) = Attend(), tensors(heads=2)

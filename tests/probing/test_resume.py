@@ -170,6 +170,7 @@ def test_the_state_is_written_as_often_as_asked(tmp_path: Path) -> None:
     assert load_state(path).run.windows == len(pieces) == 23
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("given", "seed", "match"),
     [

@@ -32,6 +32,7 @@ def probed() -> HeadSummary:
     return opened.summary({"model": r"a$\frac{$ model"})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chart", CHARTS)
 def test_every_chart_is_drawn_light_and_dark(
     probed: HeadSummary, tmp_path: Path, chart: str

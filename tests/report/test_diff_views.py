@@ -102,6 +102,7 @@ def test_metrics_with_units_are_named_with_them(found: Diff) -> None:
     assert "Heads whose max logit" in text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["light.png", "dark.svg"])
 def test_the_figure_is_drawn_light_and_dark(found: Diff, tmp_path: Path, name: str) -> None:
     themes = {"theme": DARK} if name.startswith("dark") else {}

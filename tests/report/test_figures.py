@@ -26,6 +26,7 @@ def size(path: Path) -> tuple[int, int]:
     return width, height
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("heads", [(12,) * 6, (1,), (3, 0, 20), (32,) * 48])
 def test_a_png_1600_pixels_wide_is_drawn(
     summary_of: Make, tmp_path: Path, heads: tuple[int, ...]

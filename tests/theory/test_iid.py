@@ -157,6 +157,7 @@ def test_large_scales_in_closed_form(n):
         assert expected_entropy(n, gamma, family) == pytest.approx(limit, rel=1e-3 * n / 1e6 + 1e-8)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gamma", [2.0, 3.0, 7.5])
 def test_exponential_tails_freeze(gamma):
     """For n large the weights are Poisson-Dirichlet: E Y = 1 - 1/γ, E H = ψ(1) - ψ(1 - 1/γ)."""
@@ -167,7 +168,7 @@ def test_exponential_tails_freeze(gamma):
         assert expected_entropy(1e12, gamma, family) == pytest.approx(frozen, rel=2e-5)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @by_family
 def test_scipy_laws_give_the_same(family, parameter, law):
     """SciPy's own quantiles are right to 1e-9."""
@@ -198,6 +199,7 @@ def sampled(law, n, gamma, rows, rng):
     return values.mean(axis=1), values.std(axis=1) / math.sqrt(rows)
 
 
+@pytest.mark.few(4)
 @by_family
 def test_monte_carlo(family, parameter, law):
     rng = np.random.default_rng(2026)
@@ -270,6 +272,7 @@ def test_heavy_tails():
     assert expected_logsumexp(64, 1.0, stats.lognorm(1.0)) > expected_max(64, stats.lognorm(1.0))
 
 
+@pytest.mark.few(4)
 @by_family
 def test_the_mean_is_the_slope_of_logsumexp(family, parameter, law):
     n, gamma, step = 37, 1.3, 1e-3
@@ -281,6 +284,7 @@ def test_the_mean_is_the_slope_of_logsumexp(family, parameter, law):
     assert mean == pytest.approx(slope, rel=1e-9)
 
 
+@pytest.mark.few(4)
 @by_family
 def test_powers(family, parameter, law):
     """For two keys Σp³ = 1 - 3 p q and Σp² = 1 - 2 p q; H is the slope of Σp^k at k = 1."""
@@ -300,7 +304,7 @@ def test_powers(family, parameter, law):
     assert extrapolated == pytest.approx(entropy, rel=1e-6)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @by_family
 def test_monotone_and_bounded(family, parameter, law):
     gamma = np.array([0.0, 1e-12, 1e-3, 0.1, 1.0, 5.0, 40.0])

@@ -27,7 +27,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("family", "parameter"),
     FAMILIES,
@@ -74,6 +74,7 @@ def test_unit_of_the_scores():
     assert 50 * wide == pytest.approx(scale_for_entropy(512, 3.0), rel=1e-10)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "power"), [("uniform", 1.0), ("exponential", 0.0), ("gumbel", 0.0)]
 )

@@ -133,6 +133,7 @@ def poisson_dirichlet(m, rows, sticks, seed):
     return parts * np.concatenate([np.ones((rows, 1)), left[:, :-1]], axis=-1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("m", [0.2, 0.4, 0.6])
 def test_frozen_rows_monte_carlo(m):
     """Within 4 standard errors, on so many rows that a 5 % wrong formula would be over 5 away."""

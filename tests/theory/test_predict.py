@@ -63,7 +63,7 @@ CASES: list[tuple[int, int, Callable[[int, int], Tensor], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("rows", "n", "draw", "given"), CASES)
 def test_every_expectation_is_within_four_standard_errors(
     rows: int, n: int, draw: Callable[[int, int], Tensor], given: dict[str, Any]
@@ -213,7 +213,7 @@ def test_a_scipy_law_is_its_named_family() -> None:
 
 
 def test_the_population_is_what_many_keys_tend_to() -> None:
-    for given in ({}, {"family": "uniform"}, {"family": "cosine", "d": 4}, {"family": "gumbel"}):
+    for given in ({}, {"family": "cosine", "d": 4}):
         many = theory.predict("softmax", 10**9, scale=0.25, **given)
         for name in ("entropy", "sparsity", "lse", "varentropy", "logit_std"):
             assert many[name] == pytest.approx(many.population[name], rel=1e-4), (name, given)
@@ -226,7 +226,7 @@ def test_the_population_is_what_many_keys_tend_to() -> None:
     assert 0 < heavy.entropy < math.log(100)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gaussian", "laplace", "uniform", "exponential"])
 def test_known_orders_and_limits(family: str) -> None:
     n = 500

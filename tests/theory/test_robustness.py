@@ -178,7 +178,7 @@ def two_key_mse(p, kind, scale):
     return total * (first * second * min(scale, 1.0)) ** 2
 
 
-@pytest.mark.grid(2)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1e-8, 0.05, 0.3, 0.49, 0.5, 1.0, 3.0])
 @pytest.mark.parametrize("small", [0.5, 0.2, 1e-3, 1e-9])
@@ -204,6 +204,7 @@ def test_three_keys_by_tensor_quadrature(kind, rule, scale):
     assert exact_noise_mse(p, v, kind, scale) == pytest.approx(expected, rel=1e-9, abs=0)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [0.25, 1.0, 2.0])
 @pytest.mark.parametrize(("n", "sharpness"), [(5, 2.0), (12, 0.7)])
@@ -238,6 +239,7 @@ def test_small_noise_limit_is_the_first_order(kind):
         assert exact_noise_mse(p, v, kind, 0.0) == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_noise_limit_attends_one_key_at_random(kind):
     p, v = softmax_row(4, 6, 1.0, 2)
@@ -264,6 +266,7 @@ def test_keys_without_weight_and_order_and_place_do_not_count():
     assert exact_noise_mse(p, 3 * v, "gumbel", 0.8) == pytest.approx(9 * value, **same)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_interpolation_and_quadrature_do_not_depend_on_the_grid(kind):
     """The grid starts at the least weight: a key that counts for nothing moves it."""
@@ -444,7 +447,7 @@ def test_samples_are_reproducible_and_chunked(monkeypatch):
     assert blocks.estimate == pytest.approx(one.estimate, rel=1e-12)  # the same stream of noise
 
 
-@pytest.mark.grid
+@pytest.mark.few(1)
 @pytest.mark.parametrize("per", ["row", "tensor"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantisation_noise_is_predicted(bits, per):
@@ -578,6 +581,7 @@ def test_heavier_tails_are_averaged_slower_and_not_never(kind, scale, at):
     assert errors[0] > errors[1] > errors[2] > errors[3]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("kind", "scale", "tolerance"),
     [

@@ -78,6 +78,7 @@ def logged(trained: Any, name: str) -> list[tuple[int, float]]:
     return [(entry["step"], entry[name]) for entry in trained.state.log_history if name in entry]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "given",
     [
@@ -143,6 +144,7 @@ def test_a_trainer_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert monitor.state_dict() == first.state_dict()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [ValueError("came off"), KeyboardInterrupt("came off")])
 def test_an_exception_in_a_trainer_restores_everything(
     error: BaseException, tmp_path: Path

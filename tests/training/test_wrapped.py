@@ -105,7 +105,9 @@ def probed(model: nn.Module, ids: Tensor, **options: Any) -> acutance.HeadSummar
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param(how, marks=pytest.mark.slow) if how in ("compile", "several") else how
+        pytest.param(how, marks=pytest.mark.slow)
+        if how in ("compile", "compiled parts", "several")
+        else how
         for how in WRAPPERS
     ],
 )
