@@ -105,9 +105,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, blocked_only: None) -> None:
     from acutance.kernels import tiles
 
     # of the usual size, a tile would hold all that the float64 definition can be computed for
-    monkeypatch.setattr(tiles, "TILE_ROWS", 4)
-    monkeypatch.setattr(tiles, "LEVEL_ROWS", 4)
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 512)
+    for name, size in {"TILE_ROWS": 4, "LEVEL_ROWS": 4, "TILE_ELEMENTS": 512}.items():
+        monkeypatch.setattr(tiles, name, size)
 
 
 @pytest.fixture(autouse=True)

@@ -52,11 +52,10 @@ def flat(text: str) -> str:
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_the_table_fits_and_says_everything(
-    found: Comparison, width: int, ascii_only: bool, monkeypatch: pytest.MonkeyPatch
+    found: Comparison, width: int, ascii_only: bool
 ) -> None:
-    console = Console(width=width, no_color=True, record=True, file=io.StringIO())
-    if ascii_only:
-        monkeypatch.setattr(type(console), "encoding", "ascii")
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii" if ascii_only else "utf-8")
+    console = Console(width=width, no_color=True, record=True, file=file)
     console.print(render.table(found))
     lines = [line.rstrip() for line in console.export_text().splitlines()]
     assert max(map(len, lines)) <= width
@@ -169,7 +168,9 @@ def test_the_mechanisms_are_listed(run: Callable[..., Any]) -> None:
 compare_runner = runner.compare
 
 
-def interrupted(after: int) -> Callable[..., Comparison]:
+def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Have a comparison interrupted after so many steps: no signal comes at one."""
+
     def run(*arguments: Any, progress: Any, **options: Any) -> Comparison:
         def stop(step: Step) -> None:
             if step.done == after:
@@ -177,14 +178,14 @@ def interrupted(after: int) -> Callable[..., Comparison]:
 
         return compare_runner(*arguments, progress=stop, **options)
 
-    return run
+    monkeypatch.setattr(runner, "compare", run)
 
 
 def test_an_interrupt_leaves_nothing_half_written(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, figure = tmp_path / "c.json", tmp_path / "f.png"
-    monkeypatch.setattr(runner, "compare", interrupted(1))
+    interrupt(monkeypatch, 1)
     result = run(*SMALL, *TWO, "--json", record, "--figure", figure)
     assert result.exit_code == 130
     assert "interrupted" in result.stderr
@@ -192,7 +193,7 @@ def test_an_interrupt_leaves_nothing_half_written(
     assert written["complete"] is False
     assert len(written["results"]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
-    monkeypatch.setattr(runner, "compare", interrupted(0))
+    interrupt(monkeypatch, 0)
     record.unlink()
     result = run(*SMALL, *TWO, "--json", record)
     assert result.exit_code == 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -119,10 +120,11 @@ def test_sigterm_ends_a_comparison_with_what_is_done(
 ) -> None:
     from acutance.comparison import runner
 
-    result = runner._result
+    result, calls = runner._result, itertools.count()
 
     def once(*given: Any) -> Any:
-        monkeypatch.setattr(runner, "_result", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        if next(calls):
+            os.kill(os.getpid(), signal.SIGTERM)
         return result(*given)
 
     monkeypatch.setattr(runner, "_result", once)

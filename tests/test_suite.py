@@ -74,8 +74,10 @@ def test_a_few_cases_are_evenly_spread(
 
 TESTS = Path(__file__).parent
 #: Replaced insides of the project, at most: lower it with each that goes.
-MOST_PATCHES = 87
-OTHERS = {"torch", "os", "sys", "importlib", "pathlib", "transformers", "rich", "numpy"}
+MOST_PATCHES = 50
+OTHERS = {"torch", "os", "sys", "importlib", "pathlib", "transformers", "rich", "numpy"} | {
+    "time", "fcntl", "resource", "matplotlib",
+}  # fmt: skip
 
 
 def imported(tree: ast.AST) -> dict[str, str]:

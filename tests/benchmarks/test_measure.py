@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from acutance.comparison import cost
 from acutance.comparison.cost import Seconds
 from benchmarks.cpu import machine, measure, memory
 from benchmarks.cpu.cases import CASES, Case
@@ -62,10 +63,15 @@ class Clock:
         self.now[0] += wall
         self.now[1] += cpu
 
+    def set(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have the standard library read this clock."""
+        monkeypatch.setattr(time, "perf_counter", self.perf_counter)
+        monkeypatch.setattr(time, "process_time", self.process_time)
+
 
 def test_preparing_a_turn_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(cost, "time", clock)
+    clock.set(monkeypatch)
 
     @contextmanager
     def slow_to_prepare() -> Iterator[Callable[[], object]]:
@@ -101,18 +107,33 @@ def test_a_process_that_fails_says_why() -> None:
         memory.weigh_apart(case, "sdpa", threads=1)
 
 
+def system_has(monkeypatch: pytest.MonkeyPatch, kib: int | None) -> None:
+    """Have the system say how much memory is available, or refuse to."""
+
+    def read(path: Path, **_: object) -> str:
+        if kib is None:
+            raise OSError("no such file")
+        return f"MemTotal: 1 kB\nMemAvailable: {kib} kB\n"
+
+    def refuse(name: str) -> int:
+        raise ValueError(name)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(os, "sysconf", refuse)
+
+
 def test_maps_that_do_not_fit_are_named_with_their_size(monkeypatch) -> None:
     long = replace(CASES["full-16384"], heads=8)
     needed = CONTENDERS["naive"].needs(long)
     assert needed == 24 << 30
     assert CONTENDERS["naive"].needs(replace(long, timing="backward")) == 48 << 30
     assert CONTENDERS["acutance"].needs(long) == 0
-    monkeypatch.setattr(memory, "available_memory", lambda: 64 << 30)
+    system_has(monkeypatch, 64 << 20)
     assert memory.no_room(needed) == "needs 24.0 GiB, limit 6.0 GiB"
     assert memory.no_room(6 << 30) is None
-    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 30)
+    system_has(monkeypatch, 1 << 20)
     assert memory.no_room(2 << 30) == "needs 2.0 GiB, limit 1.0 GiB"
-    monkeypatch.setattr(memory, "available_memory", lambda: None)
+    system_has(monkeypatch, None)
     assert memory.no_room(2 << 30) is None
 
 
@@ -124,9 +145,7 @@ def test_available_memory_is_known_here() -> None:
 # -- the machine ----------------------------------------------------------------------------------
 
 
-def test_the_peak_is_above_what_one_product_reaches(monkeypatch) -> None:
-    monkeypatch.setattr(machine, "_CONVOLUTIONS", ((32, 14, 3),))
-    monkeypatch.setattr(machine, "_SQUARES", (64, 256))
+def test_the_peak_is_above_what_one_product_reaches() -> None:
     former = torch.get_num_threads()
     peak = machine.measure_peak(1, ["float16"])
     assert torch.get_num_threads() == former
@@ -138,8 +157,10 @@ def test_the_peak_is_above_what_one_product_reaches(monkeypatch) -> None:
 
 def test_rates_are_operations_over_time(monkeypatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(machine, "time", clock)
-    monkeypatch.setattr(machine.torch, "mm", lambda left, right: clock.spend(9.0, len(left) / 1e6))
-    monkeypatch.setattr(machine.F, "conv2d", lambda *given, **options: clock.spend(9.0, 1.0))
+    clock.set(monkeypatch)
+    monkeypatch.setattr(torch, "mm", lambda left, right: clock.spend(9.0, len(left) / 1e6))
+    monkeypatch.setattr(
+        torch.nn.functional, "conv2d", lambda *given, **options: clock.spend(9.0, 1.0)
+    )
     # n³ · 2 operations in n / 1e6 seconds: the larger square is the faster one
     assert machine._products(torch.float32, 1) == pytest.approx(2e-3 * 1024**2)

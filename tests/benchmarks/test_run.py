@@ -261,11 +261,11 @@ def test_an_instruction_set_is_used_and_given_back() -> None:
 
 
 def test_flex_attention_says_why_it_does_not_run(monkeypatch) -> None:
-    def refuse(x: Inputs) -> Callable[[], Result]:
+    def refuse(function: object) -> None:
         raise NotImplementedError("`return_lse` is not supported yet.\nand a long trace")
 
     contenders._flex_refusal.cache_clear()
-    monkeypatch.setattr(contenders, "_flex", refuse)
+    monkeypatch.setattr(torch, "compile", refuse)
     try:
         report = run(replace(TINIEST, contenders=("sdpa", "flex")), rounds=1)
     finally:
@@ -284,13 +284,18 @@ def test_maps_that_do_not_fit_are_reported_not_dropped(monkeypatch) -> None:
     assert row.reason.startswith("needs 0.0 GiB, limit 0.0 GiB")
 
 
+def weighed_by(monkeypatch: pytest.MonkeyPatch, weigh: Callable[..., float]) -> None:
+    """Memory of contenders without a process for each, which takes seconds to start."""
+    monkeypatch.setattr(runner, "weigh_apart", weigh)
+
+
 def test_a_memory_that_cannot_be_measured_is_said(monkeypatch) -> None:
     def fail(case: Case, contender: str, *, threads: int) -> float:
         if contender == "acutance":
             raise RuntimeError("killed")
         return 2.0
 
-    monkeypatch.setattr(runner, "weigh_apart", fail)
+    weighed_by(monkeypatch, fail)
     case = replace(TINIEST, contenders=PAIR, weigh=True)
     report = run(case, rounds=1)
     row = report.results[0].row("acutance")
@@ -301,7 +306,7 @@ def test_a_memory_that_cannot_be_measured_is_said(monkeypatch) -> None:
 
 def test_a_case_of_memory_alone_is_not_timed(monkeypatch) -> None:
     sizes = {"sdpa": 8.0, "acutance": 12.5}
-    monkeypatch.setattr(runner, "weigh_apart", lambda case, contender, threads: sizes[contender])
+    weighed_by(monkeypatch, lambda case, contender, threads: sizes[contender])
     case = replace(TINIEST, timing="memory", weigh=True, contenders=PAIR, goals=("memory",))
     report = run(case, rounds=3)
     assert report.peaks == ()
@@ -364,7 +369,7 @@ def interrupt_at(message: str):
 def test_an_interrupted_run_returns_what_was_finished(
     monkeypatch, message: str, statuses: list[str], rounds: int
 ) -> None:
-    monkeypatch.setattr(runner, "weigh_apart", lambda *args, **options: 1.0)
+    weighed_by(monkeypatch, lambda *args, **options: 1.0)
     cases = [
         replace(TINIEST, name=name, contenders=PAIR, weigh=True)
         for name in ("first", "second", "third")

@@ -264,7 +264,6 @@ def test_the_command_writes_what_it_found_and_goes_on(
     assert [each.threads for each in more.results] == [1, 2]
     assert more.results[0] == found.results[0]
 
-    monkeypatch.setattr(runner, "take_turns", None)  # nothing is measured any more
     code, out, _ = invoke("--from", target, "--markdown", text)
     assert code == 0
     assert "tiniest, 2 threads" in out

@@ -126,7 +126,9 @@ def test_what_changes_is_followed(how: str, ids: Tensor, monkeypatch: pytest.Mon
             plain = model.ln_f.forward
             model.ln_f.forward = lambda x: pooled(plain(x))
         elif how == "class":
-            monkeypatch.setattr(type(model.h[0].mlp), "forward", lambda self, x: pooled(x))
+            from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+            monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: pooled(x))
         else:
             model.h[1].attn.reorder_and_upcast_attn = True
 
@@ -166,7 +168,7 @@ def test_what_comes_by_a_door_is_scaled_or_an_error(
 ) -> None:
     model = Sometimes()
     assert not is_library_code(model)
-    monkeypatch.setattr(model, "way", ["sdpa"])
+    model.way = ["sdpa"]
     with acutance.apply(model, LAW) as followed:
         want = model(ids)
     monkeypatch.setattr(apply_law, "is_library_code", lambda model: True)

@@ -75,9 +75,13 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
 
     monkeypatch.setenv("ACUTANCE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("ACUTANCE_MEASURE", "auto")
-    monkeypatch.setattr(selection, "sample", lambda dtype, name, queries, keys: dtype)
-    monkeypatch.setattr(selection, "seconds", timed)
-    monkeypatch.setattr(selection, "_time_blocked", lambda: {"16": 2e-5, "256": 3e-4})
+    instead = {
+        "sample": lambda dtype, name, queries, keys: dtype,
+        "seconds": timed,
+        "_time_blocked": lambda: {"16": 2e-5, "256": 3e-4},
+    }
+    for name, function in instead.items():
+        monkeypatch.setattr(selection, name, function)
     return FakeLibrary(tmp_path)
 
 
@@ -389,12 +393,12 @@ def call_of(dtype: torch.dtype, name: str) -> Callable[[], object]:
     return lambda: torch.autograd.grad(out, (query, key), grad, retain_graph=True)
 
 
-def over_best(library: Library, call: Callable[[], object]) -> float:
+def over_best(loaded: Library, call: Callable[[], object]) -> float:
     """How many times longer a call takes by what is chosen than by the best of the kernels."""
 
     def once(name: str | None) -> Callable[[], float]:
         def run() -> float:
-            library.use_cpu(name)
+            loaded.use_cpu(name)
             call()
             start = time.thread_time()
             for _ in range(3):
@@ -403,13 +407,13 @@ def over_best(library: Library, call: Callable[[], object]) -> float:
 
         return run
 
-    most = library.most_queries
+    most = loaded.most_queries
     try:
-        least = interleaved({"auto": once(None)} | {name: once(name) for name in library.cpus})
+        least = interleaved({"auto": once(None)} | {name: once(name) for name in loaded.cpus})
     finally:
-        library.use_cpu(None)
-        library.most_queries = most
-    return least["auto"] / min(least[name] for name in library.cpus)
+        loaded.use_cpu(None)
+        loaded.most_queries = most
+    return least["auto"] / min(least[name] for name in loaded.cpus)
 
 
 @needs_native

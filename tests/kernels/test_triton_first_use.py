@@ -192,11 +192,16 @@ def test_too_little_memory_is_not_remembered(monkeypatch: pytest.MonkeyPatch) ->
     assert attention(*inputs(), return_stats=True)[1].backend == "triton"
 
 
+def capturing(patch: pytest.MonkeyPatch) -> None:
+    """As inside a CUDA graph's capture; where there is no GPU nothing can be captured."""
+    patch.setattr(first_use, "_capturing", lambda _: True)
+
+
 def test_nothing_is_checked_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = plant(monkeypatch, forward_module, "_launch", nothing)
     tensors = inputs()
     with monkeypatch.context() as patch:
-        patch.setattr(first_use, "_capturing", lambda _: True)
+        capturing(patch)
         _, stats = attention(*tensors, return_stats=True)
         assert stats.backend == "blocked"
         with pytest.raises(ValueError, match="inside a CUDA graph's capture: run it once before"):
@@ -204,7 +209,7 @@ def test_nothing_is_checked_inside_a_capture(monkeypatch: pytest.MonkeyPatch) ->
         assert planted.launches == 0
     attention(*tensors)
     with monkeypatch.context() as patch:
-        patch.setattr(first_use, "_capturing", lambda _: True)
+        capturing(patch)
         assert attention(*tensors, return_stats=True)[1].backend == "triton"
     assert planted.launches == 3
 

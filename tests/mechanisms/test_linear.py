@@ -196,8 +196,8 @@ def test_any_offset_and_decay_with_its_statistics(
 def test_rows_formed_in_blocks_know_everything(
     name: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("acutance.mechanisms.rows.QUERIES", 16)
-    monkeypatch.setattr("acutance.mechanisms.rows.KEYS", 12)
+    for limit, size in {"QUERIES": 16, "KEYS": 12}.items():
+        monkeypatch.setattr(f"acutance.mechanisms.rows.{limit}", size)
     query, key, value = tensors(50, 41)
     decay = torch.tensor([1.0, 0.9, 0.5, 0.1], dtype=torch.float64)
     options: dict[str, Any] = {"is_causal": is_causal, "key_mask": PADDING}

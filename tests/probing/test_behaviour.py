@@ -15,8 +15,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import acutance
-from acutance.capture import huggingface
-from acutance.capture.attention_call import AttentionCall
 
 TOLERANCE = 1e-5
 
@@ -632,23 +630,21 @@ def test_dtypes(dtype: torch.dtype) -> None:
 # -- what it cannot read, it says -----------------------------------------------------------------
 
 
-def break_layer(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    read = huggingface._call
-
-    def reading(function: Any, implementation: str, name: str, *rest: Any) -> AttentionCall:
+def break_layer(read_by: Any, broken: str) -> None:
+    def reading(read: Any, function: Any, implementation: str, name: str, *rest: Any) -> Any:
         if broken in name:
             raise ValueError("a cache\n  nobody knows")
         return read(function, implementation, name, *rest)
 
-    monkeypatch.setattr(huggingface, "_call", reading)
+    read_by(reading)
 
 
 def test_a_call_that_cannot_be_read_is_listed(
-    gpt2_models: Any, random_tokens: Any, monkeypatch: pytest.MonkeyPatch
+    gpt2_models: Any, random_tokens: Any, read_by: Any
 ) -> None:
     model, ids = gpt2_models["sdpa"], random_tokens(2, 6)
     plain = model(ids).logits
-    break_layer(monkeypatch, "h.1.")
+    break_layer(read_by, "h.1.")
     with acutance.probe(model) as probe:
         assert torch.equal(model(ids).logits, plain)
         model(ids)
@@ -663,10 +659,10 @@ def test_a_call_that_cannot_be_read_is_listed(
 
 
 def test_nothing_that_can_be_read_raises_with_the_reasons(
-    gpt2_models: Any, random_tokens: Any, monkeypatch: pytest.MonkeyPatch
+    gpt2_models: Any, random_tokens: Any, read_by: Any
 ) -> None:
     model, ids = gpt2_models["sdpa"], random_tokens(2, 6)
-    break_layer(monkeypatch, "attn")
+    break_layer(read_by, "attn")
     with (
         pytest.raises(
             acutance.ProbeError,
@@ -677,19 +673,18 @@ def test_nothing_that_can_be_read_raises_with_the_reasons(
         model(ids)
 
 
-def test_a_wrong_capture_is_a_mismatch(
-    gpt2_models: Any, random_tokens: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_capture_is_a_mismatch(gpt2_models: Any, random_tokens: Any, read_by: Any) -> None:
     model, ids = gpt2_models["eager"], random_tokens(2, 6)
-    read = huggingface._call
 
-    def forgetful(function: Any, implementation: str, name: str, args: Any, kwargs: Any) -> Any:
+    def forgetful(
+        read: Any, function: Any, implementation: str, name: str, args: Any, kwargs: Any
+    ) -> Any:
         lost = dict(kwargs) if "h.0." in name else {**kwargs, "scaling": 0.2}
         if "h.0." in name:
             args = (*args[:4], None)  # the mask
         return read(function, implementation, name, args, lost)
 
-    monkeypatch.setattr(huggingface, "_call", forgetful)
+    read_by(forgetful)
     with acutance.probe(model, verify=True) as probe:
         model(ids)
     layers = probe.summary().layers

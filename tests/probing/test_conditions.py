@@ -328,21 +328,20 @@ def test_padding_on_either_side(
 
 
 def test_what_cannot_be_read_is_told_everywhere(
-    gpt2_models: Any, random_tokens: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    gpt2_models: Any, random_tokens: Any, read_by: Any, tmp_path: Any
 ) -> None:
     from rich.console import Console
 
-    from acutance.capture import huggingface
     from acutance.report.terminal import console_table
 
-    model, read = gpt2_models["sdpa"], huggingface._call
+    model = gpt2_models["sdpa"]
 
-    def reading(function: Any, implementation: str, name: str, *rest: Any) -> Any:
+    def reading(read: Any, function: Any, implementation: str, name: str, *rest: Any) -> Any:
         if "h.1." in name:
             raise ValueError("a cache nobody knows")
         return read(function, implementation, name, *rest)
 
-    monkeypatch.setattr(huggingface, "_call", reading)
+    read_by(reading)
     with acutance.probe(model) as probe, torch.no_grad():
         model(random_tokens(2, 6))
     summary, reason = probe.summary(), "transformer.h.1.attn: a cache nobody knows"

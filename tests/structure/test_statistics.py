@@ -162,8 +162,8 @@ def cases() -> dict[str, dict[str, Any]]:
 def test_statistics_equal_the_map(
     name: str, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", elements)
-    monkeypatch.setattr(module, "_FEW_ROWS", 3)
+    for limit, size in {"BLOCK_ELEMENTS": elements, "_FEW_ROWS": 3}.items():
+        monkeypatch.setattr(module, limit, size)
     case = cases()[name]
     options = case["options"]
     query, key, tokens = random_call()

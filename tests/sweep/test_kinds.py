@@ -57,6 +57,12 @@ def test_a_kind_of_attention(model_type: str, verdict: str, maps: bool) -> None:
     assert found.worst <= 1.0
 
 
+def places(patch: pytest.MonkeyPatch, place_of: Any) -> None:
+    """Have the listener place modules otherwise, or not at all: no model makes it miss a layer."""
+    for name, function in {"place_of": place_of, "here": lambda self: None}.items():
+        patch.setattr(Listener, name, function)
+
+
 def test_every_verdict_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     from zoo import examine, small
 
@@ -79,14 +85,12 @@ def test_every_verdict_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
             name = self.modules.name_of(module)
             return None if name is None or ".1." in name else str(name)
 
-        patch.setattr(Listener, "place_of", blind)
-        patch.setattr(Listener, "here", lambda self: None)
+        places(patch, blind)
         kind, reason = verdict()
         assert kind == "in part"
         assert ".1." in reason
     with monkeypatch.context() as patch:
-        patch.setattr(Listener, "place_of", lambda self, module: None)
-        patch.setattr(Listener, "here", lambda self: None)
+        places(patch, lambda self, module: None)
         assert verdict()[0] == "not read"
     with monkeypatch.context() as patch:
         patch.setattr(small, "LARGEST", 10)
