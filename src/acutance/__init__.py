@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from acutance.calibration import Applied, ApplyError, Calibration, Law, apply, calibrate
     from acutance.capture.tap import tap
     from acutance.comparison import compare
+    from acutance.corpus.load_model import load_model
     from acutance.diagnose.classes import classify
     from acutance.mechanisms import MECHANISMS, Mechanism
     from acutance.probing.open_probe import Probe, ProbeError, probe
@@ -61,6 +62,7 @@ __all__ = [
     "comparison",
     "kernels",
     "load",
+    "load_model",
     "mechanisms",
     "nn",
     "probe",
@@ -91,6 +93,7 @@ _HOMES = {
     "apply": "acutance.calibration",
     "calibrate": "acutance.calibration",
     "compare": "acutance.comparison",
+    "load_model": "acutance.corpus.load_model",
     "MECHANISMS": "acutance.mechanisms",
     "Mechanism": "acutance.mechanisms",
     "METRICS": "acutance.rowstats",

@@ -32,8 +32,8 @@ Model = Annotated[
     str | None,
     typer.Argument(
         metavar="[MODEL]",
-        help="Directory of a saved model, or a name transformers can load. "
-        "Left out: the MiniLM that comes with acutance\\[demo].",
+        help="Directory of a saved model, a .gguf file, or a name transformers can load. "
+        "Left out: the MiniLM that comes with acutance\\[demo]; smollm2: that of 'make llm'.",
     ),
 ]
 SaveEvery = Annotated[

