@@ -29,12 +29,12 @@ from acutance.capture.entry_points import (
 )
 from acutance.capture.find_layers import (
     attention_layers,
+    in_window,
     is_softmax,
     uses_interface,
-    windowed_layers,
 )
 from acutance.capture.head_axis import could_be_over_keys, heads_of
-from acutance.capture.module_names import class_name, named_modules
+from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack
 from acutance.capture.torch_functions import sdpa_call
 from acutance.capture.uncompiled import EAGER
@@ -105,7 +105,7 @@ class _Plan:
     name: str
     laws: HeadLaws | None
     windowed: bool
-    heads: int | None
+    by_count: bool
 
 
 class _Thread(threading.local):
@@ -114,9 +114,38 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.mode: FunctionChange | None = None
         self.graphs = 0  # compiled modules running, which are traced
-        #: by situation, the factor and the mask, which this keeps so that its identity is its alone
-        self.factors: dict[tuple[Any, ...], tuple[Tensor, Tensor | None]] = {}
+        self.factors = _Factors()
         self.late = False  # whether following began in the middle of a pass
+
+
+class _Factors:
+    """The factors that a thread computed last, which layers in the same situation share."""
+
+    def __init__(self) -> None:
+        #: by situation, the factor; its mask, held so that no other gets its identity; and what
+        #: was in the mask, where writing to it leaves no trace
+        self._known: dict[tuple[Any, ...], tuple[Tensor, Tensor | None, Tensor | None]] = {}
+
+    def get(self, situation: tuple[Any, ...]) -> Tensor | None:
+        """The factor of a situation, None if it is not known."""
+        known = self._known.get(situation)
+        if known is None:
+            return None
+        factor, mask, before = known
+        if mask is not None and before is not None and not torch.equal(mask, before):
+            return None
+        return factor
+
+    def put(self, situation: tuple[Any, ...], mask: Tensor | None, factor: Tensor) -> None:
+        """Remember a factor."""
+        if len(self._known) >= _MOST_FACTORS:
+            self._known.clear()
+        before = mask.clone() if mask is not None and mask.is_inference() else None
+        self._known[situation] = factor, mask, before
+
+    def forget_masks(self) -> None:
+        """Keep no mask of a pass alive."""
+        self._known = {key: each for key, each in self._known.items() if each[1] is None}
 
 
 class Applied:
@@ -136,23 +165,18 @@ class Applied:
         self._thread = _Thread()
         self._modules = ModuleStack(model, self._begin, self._end)
         self._modules.read_names()
-        everywhere, layers = by_layer(model, law)
+        everywhere, self._layers = by_layer(model, law)
         self._law = law
-        elsewhere = None if everywhere is None else HeadLaws(everywhere)
-        self._plans: dict[str, _Plan] = {}
-        windows = windowed_layers(model)
-        modules = dict(named_modules(model))
-        for full, module in modules.items():
-            above = full.rpartition(".")[0]
-            name = (above or class_name(model)) if is_softmax(module) else full
-            heads = heads_of(module) or heads_of(modules.get(above))
-            laws = _of_layer(layers, name) or elsewhere
-            self._plans[full] = _Plan(name, laws, windows[name], heads)
+        self._elsewhere = None if everywhere is None else HeadLaws(everywhere)
+        self._plans: dict[str, _Plan] = {}  # of modules that were asked about
+        modules = self._modules.named()
         self._unseen = {name for name, one in modules.items() if _may_attend(one)}
         self._asked: set[str] = set()  # modules that asked transformers' interface in a pass
         self._by_functions = False  # whether attention came in another way
         known = attention_layers(model)
         self._asking = {name for name, module in known.items() if uses_interface(module)}
+        for name in self._asking:  # before a compiler traces what asks for their plans
+            self._plan(name)
         # whether compiled modules run compiled, with the law in their graphs: all attention asks
         # the interface, by the code of libraries or as a pass of all modules showed
         self._traces = bool(known) and set(known) == self._asking and kinds_are_library(model)
@@ -231,38 +255,35 @@ class Applied:
 
     def changed_query(self, call: huggingface.InterfaceCall) -> Tensor | None:
         """The scaled query of an interface call, None for a call that is left alone."""
-        name = self._modules.name_of(call["module"])
+        module, query, key, _, mask = call.positional()
+        name = self._modules.name_of(module)
         if name is None:
             return None
-        if not torch.compiler.is_compiling():
+        if compiling := torch.compiler.is_compiling():
+            plan = self._plan(name)
+        else:
             self._asked.add(name)
-        plan = self._plans[name]
+            plan = self._plans.get(name) or self._plan(name)
         if plan.laws is None:
             return None
-        if not self._windowed and (plan.windowed or call["sliding_window"] is not None):
+        if not self._windowed and (plan.windowed or call.kwargs.get("sliding_window") is not None):
             self.skip(plan.name)
             return None
-        query: Tensor = call["query"]
-        situation = None if torch.compiler.is_compiling() else _situation(plan.laws, call)
-        factors = self._thread.factors
-        if situation is not None and situation in factors:
-            self._count(plan.name)
-            return query * factors[situation][0]
-        entropy = None
-        try:
-            n = count(query, call["key"], call.masks())
-            if plan.laws.needs_entropy:
-                entropy = _entropy(call.read(plan.name))
-            factor = query_factor(plan.laws, n, query.shape[1], query.dtype, entropy)
-        except ValueError as error:
-            raise self.unreachable(plan.name, str(error)) from error
+        situation = None if compiling or not plan.by_count else _situation(plan.laws, call)
+        factor = None if situation is None else self._thread.factors.get(situation)
+        if factor is None:
+            try:
+                n = count(query, key, call.masks())
+                entropy = _entropy(call.read(plan.name)) if plan.laws.needs_entropy else None
+                factor = query_factor(plan.laws, n, query.shape[1], query.dtype, entropy)
+            except ValueError as error:
+                raise self.unreachable(plan.name, str(error)) from error
+            factor = factor.unsqueeze(-1)
+            if situation is not None:
+                self._thread.factors.put(situation, mask, factor)
         self._count(plan.name)
-        factor = factor.unsqueeze(-1)
-        if situation is not None:
-            if len(factors) >= _MOST_FACTORS:
-                factors.clear()
-            factors[situation] = factor, call["attention_mask"]
-        return query * factor
+        scaled: Tensor = query * factor
+        return scaled
 
     def mute(self) -> AbstractContextManager[None]:
         """Leave alone what this thread calls in the context: it belongs to a call already seen."""
@@ -282,11 +303,30 @@ class Applied:
             self._traces = False
             self._uncompiled.enter_context(EAGER)
 
-    def _running(self) -> _Plan | None:
+    def _running_name(self) -> str | None:
         stack = self._modules.thread.stack
         if self._thread.late:
-            return self._plans.get(self._modules.running_by_frames() or "")
-        return self._plans[stack[-1]] if stack else None
+            return self._modules.running_by_frames()
+        return stack[-1] if stack else None
+
+    def _running(self) -> _Plan | None:
+        name = self._running_name()
+        return None if name is None else self._plan(name)
+
+    def _plan(self, full: str) -> _Plan:
+        """What happens to the calls of a module."""
+        plan = self._plans.get(full)
+        if plan is None:
+            module, above = self._modules.module_of(full), full.rpartition(".")[0]
+            assert module is not None
+            name = full
+            if is_softmax(module):
+                name = above or class_name(self._model)
+                module, above = self._modules.module_of(name) or module, name.rpartition(".")[0]
+            windowed = in_window(module, self._modules.module_of(above or class_name(self._model)))
+            laws = _of_layer(self._layers, name) or self._elsewhere
+            plan = self._plans[full] = _Plan(name, laws, windowed, _by_count(laws))
+        return plan
 
     def here(self) -> str | None:
         """Name of the module now running if its logits are to be scaled, else None."""
@@ -333,18 +373,24 @@ class Applied:
 
     def could_be_over_keys(self, scores: Tensor, dim: int) -> bool:
         """Whether a softmax over ``dim`` in the running module could be attention's over keys."""
-        plan = self._running()
-        return plan is not None and could_be_over_keys(scores, dim, plan.heads)
+        name = self._running_name()
+        return name is not None and could_be_over_keys(scores, dim, self._heads(name))
+
+    def _heads(self, name: str) -> int | None:
+        """How many heads a module has, or the one around it, such as that of a softmax."""
+        above = self._modules.module_of(name.rpartition(".")[0])
+        return heads_of(self._modules.module_of(name)) or heads_of(above)
 
     def changed_scores(
         self, name: str, scores: Tensor, bare: Tensor, dim: int, narrow: torch.dtype
     ) -> Tensor:
         """A softmax's scores with their products scaled."""
-        plan = self._running()
+        running, plan = self._running_name(), self._running()
+        assert running is not None
         assert plan is not None
         assert plan.laws is not None
         try:
-            changed = scaled_scores(scores, bare, dim, plan.laws, plan.heads, narrow)
+            changed = scaled_scores(scores, bare, dim, plan.laws, self._heads(running), narrow)
         except ValueError as error:
             raise self.unreachable(name, str(error)) from error
         if name not in self.calls and has_shallow_mask(bare, dim, narrow):
@@ -444,22 +490,16 @@ class Applied:
 
     def _ended(self, module: torch.nn.Module) -> None:
         """Such a pass has ended."""
-        self._forget_masks()
+        self._thread.factors.forget_masks()
         if self._thread.late:
             self._thread.late = False
             self._leave_model()
-
-    def _forget_masks(self) -> None:
-        """Keep no mask of a pass alive."""
-        factors = self._thread.factors
-        for situation in [each for each, (_, mask) in factors.items() if mask is not None]:
-            del factors[situation]
 
     def _leave_model(self) -> None:
         """Follow what this thread calls no longer; an interrupt may have left modules running."""
         self._modules.thread.stack.clear()
         self._thread.graphs = 0
-        self._forget_masks()
+        self._thread.factors.forget_masks()
         self._stop()
 
     def _is_traced(self, module: torch.nn.Module) -> bool:
@@ -481,17 +521,20 @@ class Applied:
 def _situation(laws: HeadLaws, call: huggingface.InterfaceCall) -> tuple[Any, ...] | None:
     """All that a factor depends on: layers under the same have the same; None if that is not known.
 
-    An inference tensor does not count what is written to it, so a mask that is one may be another.
+    A mask that is an inference tensor does not count what is written to it: its entries are
+    compared, which on a GPU would make the host wait.
     """
-    query, key, mask = call["query"], call["key"], call["attention_mask"]
-    if laws.needs_entropy or not all(isinstance(one, Scaling) for one in laws.scalings()):
-        return None
-    if mask is not None and (type(mask) is not Tensor or mask.is_inference()):
-        return None
+    module, query, key, _, mask = call.positional()
     if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
         return None
-    if call["cache"] is not None or call["cu_seq_lens_k"] is not None:
+    given = call.kwargs
+    if given.get("cache") is not None or given.get("cu_seq_lens_k") is not None:
         return None
+    written = None
+    if mask is not None:
+        if type(mask) is not Tensor or (mask.is_inference() and mask.device.type != "cpu"):
+            return None
+        written = id(mask), None if mask.is_inference() else mask._version
     return (
         id(laws),
         call.implementation,
@@ -499,12 +542,19 @@ def _situation(laws: HeadLaws, call: huggingface.InterfaceCall) -> tuple[Any, ..
         key.shape[2],
         query.dtype,
         query.device,
-        None if mask is None else (id(mask), mask._version),
-        call["is_causal"],
-        getattr(call["module"], "is_causal", None),
-        call["sliding_window"],
+        written,
+        given.get("is_causal"),
+        getattr(module, "is_causal", None),
+        given.get("sliding_window"),
         torch.is_inference_mode_enabled(),
     )
+
+
+def _by_count(laws: HeadLaws | None) -> bool:
+    """Whether factors depend on the number of visible keys alone, and do not learn."""
+    if laws is None or laws.needs_entropy:
+        return False
+    return all(isinstance(one, Scaling) for one in laws.scalings())
 
 
 def _may_attend(module: torch.nn.Module) -> bool:

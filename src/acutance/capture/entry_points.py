@@ -144,7 +144,7 @@ def _aliases() -> bool:
     watched = {id(door.function) for door in _DOORS}
     for name, module in list(sys.modules.items()):
         ours = name.startswith("transformers.")
-        if ours and any(id(value) in watched for value in list(vars(module).values())):
+        if ours and not watched.isdisjoint(map(id, list(vars(module).values()))):
             return True
     return False
 
@@ -195,17 +195,18 @@ class Doors:
 
     def unchanged(self) -> bool:
         """Whether the model is as it was when this was made, and no one else is listening."""
-        return (
-            not others_listen()
-            and all(tuple(held.values()) == known for held, known in self._children)
-            and not any(self._empty)
-            and all(
-                [members.get(name) for name in names] == values
-                for members, names, values in self._settings
-            )
-            and not any("forward" in members for members in self._members)
-            and all(kind.forward is known for kind, known in self._forwards)
-        )
+        if others_listen() or any(self._empty):
+            return False
+        for held, known in self._children:
+            if tuple(held.values()) != known:
+                return False
+        for members, names, values in self._settings:
+            if [members.get(name) for name in names] != values:
+                return False
+        for members in self._members:
+            if "forward" in members:
+                return False
+        return all(kind.forward is forward for kind, forward in self._forwards)
 
     def passed(self) -> None:
         """A function of attention is about to be called; told only in a pass of this thread."""

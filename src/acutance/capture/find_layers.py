@@ -11,11 +11,12 @@ from collections.abc import Iterable
 import torch
 
 from acutance.capture.coverage import looks_like_attention
-from acutance.capture.head_axis import HEADS, heads_of
-from acutance.capture.module_names import module_name, named_modules
+from acutance.capture.head_axis import HEADS, attribute, heads_of
+from acutance.capture.module_names import class_name, module_name, named_modules
 
 __all__ = [
     "attention_layers",
+    "in_window",
     "is_softmax",
     "is_windowed",
     "layer_numbers",
@@ -46,13 +47,17 @@ def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     found = set(called) - {outer for name in called for outer in _around(name)}
     holding = {outer for name in found for outer in _around(name)}
     for name in reversed(modules):  # innermost first
-        around = _around(name)
-        if name in found | holding or found & around:
+        if name in found or name in holding or not _says_heads(modules[name]):
             continue
-        if any(type(getattr(modules[name], heads, None)) is int for heads in HEADS):
+        around = _around(name)
+        if found.isdisjoint(around):
             found.add(name)
             holding |= around
     return {module_name(model, name): modules[name] for name in modules if name in found}
+
+
+def _says_heads(module: torch.nn.Module) -> bool:
+    return any(type(attribute(module, heads)) is int for heads in HEADS)
 
 
 def layer_numbers(model: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:
@@ -115,14 +120,14 @@ def is_windowed(module: torch.nn.Module) -> bool:
     window is in their mask alone.
     """
     for name in ("layer_type", "attention_type"):
-        if getattr(module, name, None) in _LOCAL:
+        if attribute(module, name) in _LOCAL:
             return True
-    if getattr(module, "is_sliding", False) is True:
+    if attribute(module, "is_sliding") is True:
         return True
-    if isinstance(getattr(module, "one_sided_attn_window_size", None), int):  # Longformer's
+    if isinstance(attribute(module, "one_sided_attn_window_size"), int):  # Longformer's
         return True
-    kinds = getattr(getattr(module, "config", None), "layer_types", None)
-    index = getattr(module, "layer_idx", None)
+    kinds = getattr(attribute(module, "config"), "layer_types", None)
+    index = attribute(module, "layer_idx")
     if isinstance(kinds, list | tuple) and isinstance(index, int) and index < len(kinds):
         return kinds[index] in _LOCAL
     return False
@@ -135,10 +140,14 @@ def windowed_layers(model: torch.nn.Module) -> dict[str, bool]:
         >>> windowed_layers(torch.nn.MultiheadAttention(8, 2))["MultiheadAttention"]
         False
     """
-    found = {}
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        above = modules.get(name.rpartition(".")[0]) if name else None
-        outer = above is not None and "att" in type(above).__name__.lower() and is_windowed(above)
-        found[module_name(model, name)] = outer or is_windowed(module)
-    return found
+    modules, top = dict(named_modules(model)), class_name(model)
+    return {
+        name: in_window(module, modules[name.rpartition(".")[0] or top])
+        for name, module in modules.items()
+    }
+
+
+def in_window(module: torch.nn.Module, above: torch.nn.Module | None) -> bool:
+    """Whether a module's rows see a window only: it says so, or the attention right around it."""
+    outer = "att" in type(above).__name__.lower() and above is not None and is_windowed(above)
+    return outer or is_windowed(module)

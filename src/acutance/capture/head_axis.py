@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from acutance.capture.handwritten.product_layout import Places
 
 __all__ = [
     "HeadPlaces",
+    "attribute",
     "decided_place",
     "fold",
     "folded",
@@ -54,6 +56,19 @@ def could_be_over_keys(scores: Tensor, dim: int, heads: int | None) -> bool:
     return scores.dim() == 4 and dim % 4 in (1, 2) and scores.shape[-1] == heads
 
 
+def attribute(holder: object, name: str) -> Any:
+    """An attribute of a module or a configuration, None if there is none.
+
+    Where a module has none, ``getattr`` searches its parameters and raises an error: looking for
+    many names in all modules of a model would take longer than its forward pass.
+    """
+    kind = type(holder)
+    if getattr(kind, "__getattr__", None) is torch.nn.Module.__getattr__:
+        there = name in vars(holder) or hasattr(kind, name)
+        return getattr(holder, name, None) if there else None
+    return getattr(holder, name, None)
+
+
 def heads_of(module: torch.nn.Module | None) -> int | None:
     """Number of heads a module says it has, None if it says nothing.
 
@@ -61,10 +76,10 @@ def heads_of(module: torch.nn.Module | None) -> int | None:
         >>> heads_of(torch.nn.MultiheadAttention(8, 2))
         2
     """
-    for holder in (module, getattr(module, "config", None)):
+    for holder in (module, attribute(module, "config")):
         for name in HEADS:
             try:
-                heads = getattr(holder, name, None)
+                heads = attribute(holder, name)
             except RuntimeError:  # layers have numbers of their own, says the configuration
                 continue
             if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -68,7 +67,6 @@ class Changer(Protocol):
         """Context in which the functions that the call uses are left alone."""
 
 
-@dataclass(frozen=True)
 class InterfaceCall:
     """One call of an attention function that transformers handed out.
 
@@ -79,30 +77,45 @@ class InterfaceCall:
         kwargs: its keywords.
     """
 
-    function: Callable[..., Any]
-    implementation: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    __slots__ = ("args", "function", "implementation", "kwargs")
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        implementation: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.function, self.implementation = function, implementation
+        self.args, self.kwargs = args, kwargs
 
     def __getitem__(self, name: str) -> Any:
         """An argument by name, None where there is none."""
-        if name in _POSITIONAL and _POSITIONAL.index(name) < len(self.args):
-            return self.args[_POSITIONAL.index(name)]
-        return self.kwargs.get(name)
+        return (
+            self.positional()[_POSITIONAL.index(name)]
+            if name in _POSITIONAL
+            else self.kwargs.get(name)
+        )
 
-    def with_query(self, query: Tensor) -> InterfaceCall:
+    def positional(self) -> tuple[Any, ...]:
+        """Module, query, key, value and mask, None where there is none."""
+        if len(self.args) == len(_POSITIONAL):
+            return self.args
+        rest = _POSITIONAL[len(self.args) :]
+        return (*self.args[: len(_POSITIONAL)], *(self.kwargs.get(name) for name in rest))
+
+    def set_query(self, query: Tensor) -> None:
         """Replace the query of the call."""
         if len(self.args) > 1:
-            return replace(self, args=(self.args[0], query, *self.args[2:]))
-        return replace(self, kwargs={**self.kwargs, "query": query})
+            self.args = (self.args[0], query, *self.args[2:])
+        else:
+            self.kwargs = {**self.kwargs, "query": query}
 
     def masks(self) -> dict[str, Any]:
         """The call's masks, as fields of an :class:`AttentionCall`."""
         if self["cache"] is not None:
             raise ValueError(_PAGED)
-        query, key, mask, module = (
-            self[part] for part in ("query", "key", "attention_mask", "module")
-        )
+        module, query, key, _, mask = self.positional()
         kind = _base_name(self.implementation)
         if uses_flash_masks(self.implementation):
             masks = _flash(self.kwargs, query, key, mask, module)
@@ -195,12 +208,13 @@ def _wrap(interface: Any) -> None:
 def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def attend(*args: Any, **kwargs: Any) -> Any:
-        for changer in tuple(_changers):
+        if _changers:
             call = InterfaceCall(function, implementation, args, kwargs)
-            query = changer.changed_query(call)
-            if query is not None:
-                call = call.with_query(query)
-                args, kwargs = call.args, call.kwargs
+            for changer in tuple(_changers):
+                query = changer.changed_query(call)
+                if query is not None:
+                    call.set_query(query)
+            args, kwargs = call.args, call.kwargs
         if torch.compiler.is_compiling():  # a probe runs nothing compiled: no one is listening
             return function(*args, **kwargs)
         if not _observers:

@@ -50,7 +50,10 @@ def module_name(model: torch.nn.Module, name: str) -> str:
 
 def named_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Every module under its :func:`module_name`, in model order; wrappers share a name."""
-    return [(module_name(model, name), module) for name, module in model.named_modules()]
+    modules = list(model.named_modules())
+    if not any(_wrapper(kind) for kind in {type(module) for _, module in modules}):
+        return [(name or class_name(model), module) for name, module in modules]
+    return [(module_name(model, name), module) for name, module in modules]
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:

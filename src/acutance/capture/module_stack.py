@@ -116,6 +116,10 @@ class ModuleStack:
             self._modules[name] = module
             self._order.setdefault(name, index)
 
+    def named(self) -> Mapping[str, torch.nn.Module]:
+        """The modules that were named, in model order."""
+        return self._modules
+
     def follow(self) -> AbstractContextManager[None]:
         """Follow the modules that have names, for the length of the context."""
         return follow(self._enter, self._leave)
