@@ -25,7 +25,10 @@ LAW = LogN(train_length=4)
 
 
 class Calls:
-    """Counts the Python functions that are called in its context, by name."""
+    """Counts the Python functions that are called in its context, by name; of a file path."""
+
+    def __init__(self, of: str | None = None) -> None:
+        self.of = of
 
     def __enter__(self) -> Counter[str]:
         self.names: Counter[str] = Counter()
@@ -33,18 +36,18 @@ class Calls:
         return self.names
 
     def _count(self, frame: Any, event: str, _: Any) -> None:
-        if event == "call":
+        if event == "call" and (self.of is None or self.of in frame.f_code.co_filename):
             self.names[frame.f_code.co_name] += 1
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
 
 
-def gpt2(implementation: str = "sdpa") -> Any:
+def gpt2(implementation: str = "sdpa", layers: int = 2) -> Any:
     from transformers import GPT2Config, GPT2Model
 
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=32)
+    config = GPT2Config(n_layer=layers, n_embd=16, n_head=2, vocab_size=50, n_positions=32)
     return GPT2Model._from_config(config, attn_implementation=implementation).eval()
 
 
@@ -87,6 +90,65 @@ def test_no_function_is_followed_after_the_first_pass(ids: Tensor) -> None:
     assert not torch.allclose(got, plain)
     assert applied.calls == {"h.0.attn": 2, "h.1.attn": 2}
     assert torch.equal(hidden(model, ids), plain)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_layer_in_a_later_pass_takes_few_calls(masked: bool, ids: Tensor) -> None:
+    counts = []
+    mask = torch.ones_like(ids).index_fill(1, torch.arange(3), 0) if masked else None
+    for layers in (2, 6):
+        model = gpt2(layers=layers)
+        with torch.inference_mode(), acutance.apply(model, LAW):
+            hidden(model, ids, attention_mask=mask)
+            with Calls("acutance") as names:
+                hidden(model, ids, attention_mask=mask)
+        counts.append(names.total())
+        assert names["count"] <= 1  # the factor is computed once for all layers
+    assert counts[1] - counts[0] <= 4 * 20
+
+
+def test_opening_a_law_does_not_search_every_parameter() -> None:
+    model = gpt2()
+    with Calls() as names, acutance.apply(model, LAW) as applied:
+        applied.calls["none"] = 1
+    assert names["__getattr__"] <= 4  # of nn.Module: before, more than a hundred for each module
+
+
+def test_masks_of_inference_that_are_written_to_are_read_again(ids: Tensor) -> None:
+    model = gpt2()
+    masks = [torch.ones(2, 1, 9, 9, dtype=torch.bool).tril() for _ in range(2)]
+    masks[1][:, :, 4:, :2] = False
+    want = []
+    for mask in masks:
+        with acutance.apply(model, LAW):
+            want.append(hidden(model, ids, attention_mask=mask))
+
+    with torch.inference_mode(), acutance.apply(model, LAW):
+        mask = masks[0].clone()
+        for _ in range(2):
+            assert torch.equal(hidden(model, ids, attention_mask=mask), want[0])
+        mask.copy_(masks[1])
+        assert torch.equal(hidden(model, ids, attention_mask=mask), want[1])
+
+
+def test_decoding_under_a_law_is_that_of_passes_which_are_followed(ids: Tensor) -> None:
+    def steps(model: Any) -> list[Tensor]:
+        output = model(ids[:, :5], use_cache=True)
+        rows = [output.last_hidden_state]
+        for place in range(5, 9):
+            cache = output.past_key_values
+            output = model(ids[:, place : place + 1], past_key_values=cache, use_cache=True)
+            rows.append(output.last_hidden_state)
+        return rows
+
+    model = gpt2()
+    with acutance.apply(model, LAW), acutance.probe(model):  # a probe keeps passes followed
+        want = steps(model)
+    with acutance.apply(model, LAW):
+        hidden(model, ids)
+        got = [steps(model) for _ in range(2)]
+    for each in got:
+        assert all(torch.equal(left, right) for left, right in zip(each, want, strict=True))
 
 
 def test_masks_that_change_are_not_taken_for_one_another(ids: Tensor) -> None:
