@@ -203,14 +203,15 @@ def test_an_interrupt_leaves_nothing_half_written(
 def test_queries_and_keys_of_a_model(run: Callable[..., Any], tmp_path: Path) -> None:
     part = torch.randn(3, 40, 8)
     QueryKeySample(part, part.roll(1, 2), part, ("a", "b", "c"), True).save(tmp_path / "qk")
-    result = run("compare", "--from", tmp_path / "qk", *TWO, "--no-costs", "--json", "-")
+    one = ("--mechanism", "decay", "--no-costs")
+    result = run("compare", "--from", tmp_path / "qk", *one, "--json", "-")
     assert result.exit_code == 0, result.output
     given = json.loads(result.stdout)["settings"]
     assert given["n"] == [10, 20, 40]
     assert given["heads_of_the_model"] == ["a", "b", "c"]
     assert given["is_causal"] is True
     assert given["query_mean"] is None
-    result = run("compare", "--from", tmp_path / "qk", *TWO, "--no-costs", "--n", "41")
+    result = run("compare", "--from", tmp_path / "qk", *one, "--n", "41")
     assert result.exit_code == 1
     assert "n is at most the 40 tokens" in result.stderr
 

@@ -76,6 +76,7 @@ def test_predict_says_which_formulas_hold(run: Callable[..., Any]) -> None:
     assert "Sparsity: exp(−γ²/2) = 0.88250 holds" in calm
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -165,7 +166,7 @@ def test_predict_draws(
     assert written["light"] != written["dark"]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arguments",
     [

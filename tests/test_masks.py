@@ -111,7 +111,7 @@ CASES = {
 }
 
 
-@pytest.mark.grid
+@pytest.mark.few(8)
 @pytest.mark.parametrize("size", [(1, 1), (4, 5), (11, 17), (100, 100)])
 @pytest.mark.parametrize("case", CASES)
 def test_tiles_are_the_dense_mask(case: str, size: tuple[int, int]) -> None:

@@ -100,6 +100,7 @@ def test_a_process_of_its_own_sees_the_maps_of_the_naive_way() -> None:
     assert naive == pytest.approx(3 * 64, abs=8)
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_says_why() -> None:
     case = Case("tiny", 8, 8)
     object.__setattr__(case, "dtype", "float8")  # what reads it over there refuses it

@@ -62,7 +62,7 @@ def test_mechanisms_see_the_same_rows() -> None:
     assert others == pytest.approx([first, first], rel=1e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("law", "name"),
     [

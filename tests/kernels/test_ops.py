@@ -76,7 +76,7 @@ def same(left: list[Tensor], right: list[Tensor], tolerance: float) -> None:
         )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", OPTIONS)
 def test_a_whole_graph_without_a_break(case: str) -> None:
     options = OPTIONS[case]

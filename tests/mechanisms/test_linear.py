@@ -256,6 +256,7 @@ def test_statistics_carry_their_gradient() -> None:
             torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_gradients_agree_with_finite_differences_twice() -> None:
     inputs = [x[:1, ..., :2].detach().requires_grad_() for x in tensors(4, 5, (2, 1))]
     decay = torch.tensor([0.999, 0.6], dtype=torch.float64, requires_grad=True)

@@ -330,6 +330,7 @@ def large(layers: int, heads: int) -> HeadSummary:
     )
 
 
+@pytest.mark.slow
 def test_the_largest_model_stays_under_one_and_a_half_megabytes() -> None:
     summary = large(80, 64)
     text = html(summary)

@@ -124,6 +124,7 @@ def comparison() -> Comparison:
     return compare(["decay", "cosine", "softmax_one"], n=[64, 256], d=16, heads=2, samples=4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_numbers_of_a_comparison_are_whole(comparison: Comparison, width: int) -> None:
     printed = shows(render.table(comparison))
@@ -131,6 +132,7 @@ def test_numbers_of_a_comparison_are_whole(comparison: Comparison, width: int) -
     assert len(numbers(printed, width)) >= len(numbers(printed, 100))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_numbers_of_a_benchmark_are_whole(width: int) -> None:
     report = BenchReport.from_json(RECORD.read_text(encoding="utf-8"))

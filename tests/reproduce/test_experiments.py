@@ -229,6 +229,7 @@ class Tiny(Run):
         return 2
 
 
+@pytest.mark.slow
 def test_at_full_size_every_claim_has_its_rows() -> None:
     experiment = EXPERIMENTS["mlm_table"]
     rows = experiment.measure(Tiny("mlm_table", quick=False))

@@ -29,6 +29,7 @@ def random_rows(count, seed):
     return n, 50 * uniform[1] ** 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ACCURACY)
 def test_random_rows_match_quadrature(dtype):
     n, std = random_rows(250, seed=1)

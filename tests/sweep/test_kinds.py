@@ -39,7 +39,7 @@ KINDS = [
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("model_type", "verdict", "maps"),
     [pytest.param(*row[1:], id=f"{row[1]}: {row[0]}") for row in KINDS],

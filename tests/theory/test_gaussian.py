@@ -76,7 +76,7 @@ def test_three_keys_by_gauss_hermite(gamma):
     assert values == pytest.approx(expected, rel=1e-10, abs=0)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("n", "gamma", "rows"),
     [
