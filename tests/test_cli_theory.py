@@ -150,6 +150,7 @@ def test_the_json_record_is_the_prediction(run: Callable[..., Any]) -> None:
     assert record["remarks"] == remarks(row)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["row.png", "row.SVG"])
 def test_predict_draws(
     run: Callable[..., Any], tmp_path: Path, name: str, few_points: None

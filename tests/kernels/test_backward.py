@@ -131,6 +131,7 @@ def dense(query: Tensor, key: Tensor, **options: Any) -> dict[str, Tensor]:
     return dense_statistics(query, key, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("p", [0.3, 0.7])
 def test_dropout_passes_gradcheck(p: float) -> None:
     def call(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,7 @@ def reference(
     return rows.mean((0, 2))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("score_mod", "mask_mod", "scale"),
     [

@@ -33,7 +33,7 @@ TRAINED = {"real_heads", "first", "max_retrieval", "mlm_table", "calibrated_leng
 #: Measured for seconds: those that train, and sums over many samples.
 LONG = TRAINED | {
     "noise", "information", "invariance", "mean_field", "scores", "gap_law", "freezing",
-    "sparsity_linear", "sparsity_exp", "finite_n",
+    "sparsity_linear", "sparsity_exp", "finite_n", "temperature", "entropy_floor",
 }  # fmt: skip
 NAMES = [
     pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in EXPERIMENTS

@@ -100,6 +100,7 @@ def test_records_of_other_runs_stay(tmp_path: Path, call: Callable[..., Any]) ->
         list(run(chosen, tmp_path, quick=True, figures=False, seed=1))
 
 
+@pytest.mark.slow
 def test_figures_of_other_numbers_do_not_stay(tmp_path: Path) -> None:
     chosen = [EXPERIMENTS["ssmax"]]
     (outcome,) = run(chosen, tmp_path, quick=True)

@@ -50,6 +50,7 @@ by_family = pytest.mark.parametrize(("family", "parameter", "law"), FAMILIES, id
 HISTOGRAM = stats.rv_histogram(([1, 0, 3, 0.5], [0, 1, 4, 4.5, 6]), density=False)()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("n", [2, 4096, 1e12])
 def test_gaussian_family_against_the_gaussian_functions(n):
     """Which are right to 1e-11 and share no quadrature with these."""

@@ -83,6 +83,7 @@ def test_growth_with_the_number_of_keys(family, power):
     assert math.log2(many / few) / 6 == pytest.approx(power, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_monotone():
     fractions = np.array([1e-6, 0.1, 0.5, 0.999])
     assert (np.diff(scale_for_information(50, fractions, "laplace")) > 0).all()

@@ -118,7 +118,7 @@ def of_two(gamma: float, f: Callable[[float, float], float]) -> float:
     return float(value)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gamma", [1e-3, 1.0, 8.0])
 def test_two_keys_are_one_integral(gamma: float) -> None:
     row = theory.predict("softmax", 2, logit_std=gamma)

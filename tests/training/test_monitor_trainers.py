@@ -78,7 +78,7 @@ def logged(trained: Any, name: str) -> list[tuple[int, float]]:
     return [(entry["step"], entry[name]) for entry in trained.state.log_history if name in entry]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "given",
     [

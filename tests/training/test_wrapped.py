@@ -154,6 +154,7 @@ def texts() -> list[Tensor]:
     return [torch.arange(48).view(4, 12) * 7 % 20]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "how", ["DataParallel", "DistributedDataParallel", "fully_shard", "FSDP", "checkpoint"]
 )
