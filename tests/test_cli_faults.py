@@ -80,8 +80,8 @@ def test_a_file_that_cannot_be_written_loses_no_other(
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(HeadSummary, "to_parquet", full)
-    monkeypatch.setattr(write, "write_html", full)
+    for place, name in ((HeadSummary, "to_parquet"), (write, "write_html")):
+        monkeypatch.setattr(place, name, full)
     out = {kind: tmp_path / f"out.{kind}" for kind in ("parquet", "report", "json", "keep-qk")}
     given = [part for kind, path in out.items() for part in (f"--{kind}", path)]
     done = run("probe", *broken, "--length", 16, *given)
