@@ -17,6 +17,7 @@ from torch import nn
 
 import acutance
 from acutance.probing import SCHEMA, load_state, merge_states
+from acutance.summary.compact import expand
 from acutance.summary.state import Run, State
 
 
@@ -42,7 +43,8 @@ def rewrite(
     with safe_open(path, framework="pt") as file:
         header = dict(file.metadata())
     del header["sha256"]  # whoever writes a file can seal it too
-    arrays = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    arrays = {name: tensor.clone() for name, tensor in expand(header, load_file(path)).items()}
+    header.pop("stored", None)  # every array as in memory
     for field, change in (("summary", summary), ("run", run)):
         if change is not None:
             record = json.loads(header[field])

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import acutance
@@ -264,8 +264,8 @@ def test_a_state_without_them_still_loads(model: Tiny, tmp_path: Path) -> None:
         model(ids())
     found, path = probe.summary(), tmp_path / "state.safetensors"
     found.save(path)
-    arrays = {name: part for name, part in load_file(path).items() if "." not in name}
-    header, _ = found.parts()
+    header, parts = found.parts()
+    arrays = {name: part.clone() for name, part in parts.items() if "." not in name}
     save_file(arrays, path, metadata=header)
     old = acutance.load(path)
     assert old.profile is old.positions is old.distances is old.examples is None

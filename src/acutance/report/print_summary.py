@@ -8,8 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from acutance.diagnose.findings import KEY_NORMS, describe_key_norms, findings
-from acutance.diagnose.recommendations import in_words, no_recommendation, recommendations
+from acutance.diagnose.findings import KEY_NORMS, describe_key_norms
+from acutance.diagnose.overview import advice_in_brief, overview
 from acutance.escapes import printable
 from acutance.report.terminal import console_table
 from acutance.summary.head_summary import HeadSummary
@@ -27,9 +27,9 @@ def print_summary(
     output.print(console_table(summary, metric))
     ascii_only = output.options.ascii_only
     sections = {
-        "What stands out": [finding.sentence for finding in findings(summary)],
+        "What stands out": overview(summary),
         KEY_NORMS: [] if key_norms is None else [describe_key_norms(key_norms)],
-        "What to do": _advice(summary),
+        "What to do": advice_in_brief(summary),
     }
     for title, sentences in sections.items():
         if sentences:
@@ -45,8 +45,3 @@ def bullets(sentences: Sequence[str], ascii_only: bool) -> Table:
     for sentence in sentences:
         grid.add_row(" *" if ascii_only else " •", Text(printable(sentence, ascii_only)))
     return grid
-
-
-def _advice(summary: HeadSummary) -> list[str]:
-    """Recommendations as lines of text, or a single line that says there are none."""
-    return in_words(recommendations(summary), no_recommendation(summary))

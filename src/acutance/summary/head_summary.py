@@ -19,6 +19,7 @@ from acutance.diagnose.rules import Judgement, Kind, judge_heads
 from acutance.files import as_json, finite, write_bytes, write_text, write_whole
 from acutance.structure import describe
 from acutance.summary.by_octave import Profile
+from acutance.summary.compact import compact, expand
 from acutance.summary.distances import Distances
 from acutance.summary.examples import Examples
 from acutance.summary.files import checked_record, checked_tensors, checked_words, read, sealed
@@ -388,8 +389,9 @@ class HeadSummary:
         from safetensors.torch import save
 
         header, tensors = self.parts()
+        header, tensors = compact(header | dict(extra or {}), tensors)
         # save_file has a temporary file of its own, whose name a killed run would leave behind
-        whole = save(tensors, metadata=sealed(header | dict(extra or {}), tensors))
+        whole = save(tensors, metadata=sealed(header, tensors))
         write_bytes(path, whole)
 
 
@@ -399,7 +401,7 @@ def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Head
     Raises:
         ValueError: naming the first thing that does not fit.
     """
-    record = checked_record(header)
+    record, tensors = checked_record(header), expand(header, tensors)
     layers = tuple(
         Layer(**layer | {"chosen": tuple(layer.get("chosen", ()))}) for layer in record["layers"]
     )

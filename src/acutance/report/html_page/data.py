@@ -13,6 +13,7 @@ from torch import Tensor
 
 from acutance.diagnose.classes import CLASSES, HeadClass, classify
 from acutance.diagnose.findings import KEY_NORMS, LABELS, describe_key_norms, findings
+from acutance.diagnose.overview import overview
 from acutance.diagnose.recommendations import (
     KINDS,
     Recommendation,
@@ -23,12 +24,12 @@ from acutance.diagnose.sentences import GROUPS, crossing, metric_words
 from acutance.escapes import visible
 from acutance.report.colours import ANCHORS, as_hex, colour_scale
 from acutance.report.html_page.packing import (
-    BUDGET,
     LEVELS,
     SOFT,
     Level,
     Packer,
     bars,
+    budget,
     encode,
     rounded,
 )
@@ -55,12 +56,12 @@ def packed(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> 
                 "sentence": visible(describe_key_norms(key_norms)),
             }
         )
-    text = ""
+    text, most = "", budget(len(summary.places))
     for level in LEVELS:
-        if _least(summary, level) > BUDGET:
+        if _least(summary, level) > most:
             continue
         text = _packed(summary, record, head_classes, level)
-        if len(text) <= BUDGET:
+        if len(text) <= most:
             return text
     return text or _packed(summary, record, head_classes, LEVELS[-1])
 
@@ -126,6 +127,7 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
             for name, kind in ((name, SCALES.get(name, "unit")) for name in summary.metrics)
         },
         "colours": [as_hex(anchor) for anchor in ANCHORS],
+        "overview": [visible(line) for line in overview(summary)],
         "findings": [
             {
                 "kind": finding.kind,

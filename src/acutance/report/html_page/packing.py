@@ -20,10 +20,22 @@ from numpy.typing import NDArray
 
 #: Characters the packed data may take: with library, script and style the page is below 1.5 MB.
 BUDGET = 1_120_000
+#: The same for a model of few heads, whose page is below 1.2 MB.
+FEW_HEADS, SMALL_BUDGET = 512, 820_000
 #: Where a metric's scale turns from even to logarithmic steps, by kind of scale.
 SOFT = {"unit": 1e-3, "nats": 0.1, "keys": 1.0, "positive": 1e-6, "signed": 1.0}
 
 Array = NDArray[Any]
+
+
+def budget(heads: int) -> int:
+    """Characters that the packed data of so many heads may take.
+
+    Example:
+        >>> budget(270), budget(5120)
+        (820000, 1120000)
+    """
+    return SMALL_BUDGET if heads <= FEW_HEADS else BUDGET
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,7 @@ _READ = (*_FEW, "effective_keys", "top_weight", "first_weight", "max_logit")
 LEVELS = (
     Level(4, 4, join=1, heights=255),
     Level(2, 2, join=1, heights=255),
+    Level(2, 1, join=2, heights=63),
     Level(2, 1, join=2, heights=63, bars=_READ, profiles=_READ),
     Level(2, 1, join=4, heights=15, distances=63, extremes=_READ, bars=_READ, profiles=_FEW),
     Level(2, 1, join=4, heights=15, distances=15, extremes=_READ, bars=_FEW, profiles=_FEW),

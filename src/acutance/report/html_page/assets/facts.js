@@ -20,6 +20,12 @@ const drawFacts = (page) => {
     tile("A typical head looks at", keys.length ? `${number(middle(keys), 2)} tokens` : "–", keys.length ? `effectively; the sharpest at ${number(keys[0], 2)}, the most diffuse at ${number(keys[keys.length - 1], 2)}` : "not recorded"),
     tile("Checked", layers.length ? `${checked.length} of ${some(layers.length, "layer")}` : "–", checked.length ? `outputs rebuilt, at most ${number(worst, 1)} apart` : "no output was rebuilt; run with verify to check"),
   );
+  $("brief").hidden = !data.overview.length;
+  $("overview").append(...data.overview.map((said) => {
+    const line = quoted("li", ""), end = said.indexOf(": ");
+    line.append(...(end > 0 ? [make("strong", capital(said.slice(0, end))), said.slice(end)] : [capital(said)]));
+    return line;
+  }));
   $("notices").append(...data.notices.map((said) => { const line = quoted("p", said, "alarm"); line.setAttribute("role", "note"); return line; }));
   $("alarm").hidden = !wrong;
   $("alarm").textContent = `${some(wrong, "layer")} did not verify: ${data.statuses.mismatch}.`;

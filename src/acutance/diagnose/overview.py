@@ -1,0 +1,182 @@
+"""A summary of all heads in a few lines, however many heads there are.
+
+At most ten findings and five pieces of advice, one line each: kinds of heads with their numbers and
+layers, the extremes, the head that differs most from the others. :func:`findings` and
+:func:`recommendations` have the full sentences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from statistics import median
+
+from acutance.diagnose.classes import CLASSES, classify
+from acutance.diagnose.facts import HeadFacts, facts
+from acutance.diagnose.recommendations import (
+    KINDS,
+    Recommendation,
+    no_recommendation,
+    recommendations,
+)
+from acutance.diagnose.rules import Judged
+
+__all__ = ["MOST_ADVICE", "MOST_FINDINGS", "advice_in_brief", "overview"]
+
+MOST_FINDINGS, MOST_ADVICE = 10, 5
+#: Heads or layers that a line names one by one.
+_NAMED = 4
+#: Deviations (1.48 times the median one) from the median at which a head counts as unusual.
+_UNUSUAL = 5.0
+_COMPARED = ("max_logit", "logit_std", "attention_distance", "normalized_entropy")
+#: Each kind of recommendation, and what to do about it, in a few words.
+_IN_BRIEF = {
+    "mismatch": ("captured incorrectly", "do not trust its numbers"),
+    "not_finite": ("scores not finite", "find the inf or NaN"),
+    "large_logits": ("large logits", "clip with training.QKClip"),
+    "coarse_scores": ("coarse scores", "keep them in float32"),
+    "entropy_collapse": ("collapsed", "raise entropy unless meant"),
+    "dilution": ("dilution with length", "acutance calibrate"),
+    "sink": ("first token", "keep it in caches"),
+    "dead": ("dead", "check what they contribute"),
+}
+
+
+def overview(summary: Judged) -> list[str]:
+    """What a summary shows, in at most ten short sentences, most telling first.
+
+    Example:
+        >>> import torch, acutance
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        >>> with acutance.probe(layer) as probe:
+        ...     _ = layer(*[torch.zeros(1, 40, 8)] * 3)
+        >>> overview(probe.summary())
+        ['dead: 2 of 2 heads, all in layer 0',
+        'sharpest: L0 H0, 40 effective keys of 40; most diffuse: L0 H1, 40']
+    """
+    heads = [head for head in facts(summary) if head.record.status != "mismatch"]
+    if not heads:
+        return []
+    trained = summary.about.get("untrained") is not True
+    lines = [*_kinds(summary, heads)] if trained else []
+    lines += _extremes(heads)
+    if trained:
+        lines += _collapsed(summary, heads)
+        lines += _unusual(heads)
+    return lines[:MOST_FINDINGS]
+
+
+def advice_in_brief(summary: Judged) -> list[str]:
+    """What to do, most urgent first, at most five lines; one line where nothing is to do."""
+    by_kind: dict[str, list[Recommendation]] = defaultdict(list)
+    for each in recommendations(summary):
+        by_kind[each.kind].append(each)
+    lines = []
+    for kind in KINDS:
+        if same := by_kind.get(kind):
+            most = max(same, key=lambda each: abs(each.numbers.get("size", 0.0)))
+            heads = sum(len(each.heads) for each in same)
+            many = f"{_some(heads, 'head')} in " if heads else ""
+            where = f"layer {most.layer}" if len(same) == 1 else _some(len(same), "layer")
+            first = f" (L{most.layer} most)" if len(same) > 1 else ""
+            name, action = _IN_BRIEF[kind]
+            lines.append(f"{name}: {many}{where}{first}; {action}")
+    return lines[:MOST_ADVICE] or [no_recommendation(summary)]
+
+
+def _kinds(summary: Judged, heads: Sequence[HeadFacts]) -> list[str]:
+    """A line for each class that has heads, the largest first."""
+    places: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for place, classes in zip(summary.places, classify(summary), strict=True):
+        for one in classes:
+            places[one.name].append(place)
+    lines = []
+    for name in sorted(places, key=lambda name: (-len(places[name]), list(CLASSES).index(name))):
+        those = places[name]
+        share = f"{name}: {len(those):,} of {_some(len(heads), 'head')}"
+        lines.append(f"{share}, {_where(those)}")
+    return lines
+
+
+def _where(places: Sequence[tuple[int, int]]) -> str:
+    """Where some heads are: each of a few, else the layers that have most of them."""
+    by_layer = Counter(layer for layer, _ in places)
+    if len(by_layer) == 1:
+        return f"all in layer {places[0][0]}"
+    if len(places) <= _NAMED:
+        return ", ".join(f"L{layer} H{head}" for layer, head in places)
+    ranked = sorted(by_layer, key=lambda layer: (-by_layer[layer], layer))[:3]
+    most = ", ".join(map(str, sorted(ranked)))
+    return f"layers {min(by_layer)}–{max(by_layer)}, most in {most}"
+
+
+def _extremes(heads: Sequence[HeadFacts]) -> list[str]:
+    """The sharpest and the most diffuse head, by the first of three metrics that was recorded."""
+    for name in ("normalized_entropy", "entropy", "effective_keys"):
+        if known := [head for head in heads if math.isfinite(head.mean(name))]:
+            break
+    else:
+        return []
+    low = min(known, key=lambda head: head.mean(name))
+    high = max(reversed(known), key=lambda head: head.mean(name))
+    n = low.mean("n_keys")
+    of = f" of {n:,.0f}" if math.isfinite(n) and math.isfinite(low.mean("effective_keys")) else ""
+    line = f"sharpest: {_place(low)}, {_spread(low, name)}{of}"
+    return [line if high is low else f"{line}; most diffuse: {_place(high)}, {_keys(high, name)}"]
+
+
+def _collapsed(summary: Judged, heads: Sequence[HeadFacts]) -> list[str]:
+    hit = [head for head in heads if "entropy_collapse" in summary.judgements[head.index]]
+    if not hit:
+        return []
+    places = [(head.layer, head.head) for head in hit]
+    named = ", ".join(f"L{layer} H{head}" for layer, head in places[:_NAMED])
+    more = f" and {len(hit) - _NAMED:,} more" if len(hit) > _NAMED else ""
+    return [f"collapsed: {named}{more}"]
+
+
+def _unusual(heads: Sequence[HeadFacts]) -> list[str]:
+    """The heads furthest from the median of all, by the median deviation, one for each metric."""
+    ranked = []
+    for name in _COMPARED:
+        values = {head.index: head.mean(name) for head in heads if math.isfinite(head.mean(name))}
+        if len(values) < 8:
+            continue
+        middle = median(values.values())
+        spread = 1.4826 * median(abs(value - middle) for value in values.values())
+        head = max(
+            (head for head in heads if head.index in values),
+            key=lambda head: abs(values[head.index] - middle),
+        )
+        off = abs(values[head.index] - middle) / spread if spread > 0 else 0.0
+        if off > _UNUSUAL:
+            ranked.append((off, name, head, values[head.index], middle))
+    ranked.sort(key=lambda row: -row[0])
+    return [
+        f"unusual: {_place(head)}, {name} {value:.3g} (median {middle:.3g}, {off:.0f} deviations)"
+        for off, name, head, value, middle in ranked[:2]
+    ]
+
+
+def _spread(head: HeadFacts, name: str) -> str:
+    unit = (
+        "effective keys" if math.isfinite(head.mean("effective_keys")) else name.replace("_", " ")
+    )
+    return f"{_keys(head, name)} {unit}"
+
+
+def _keys(head: HeadFacts, name: str) -> str:
+    """Effective keys; another metric where they were not recorded."""
+    value = head.mean("effective_keys")
+    if not math.isfinite(value):
+        return f"{head.mean(name):.2f}"
+    return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
+
+
+def _place(head: HeadFacts) -> str:
+    return f"L{head.layer} H{head.head}"
+
+
+def _some(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
