@@ -16,10 +16,14 @@ from acutance.kernels.backward import backward
 from acutance.kernels.blocked import forward
 from acutance.kernels.call import KernelCall, Rule, SumGradients
 from acutance.masks import Masking
-from acutance.rowstats import METRICS, RowStatistics, dense_statistics
+from acutance.rowstats import RowStatistics, dense_statistics
+from acutance.rowstats.metrics import metric_names
+
+#: Metrics of statistics without the gap histogram.
+EXACT = metric_names(noise=True)
 
 #: noise_gain carries no gradient, n_keys is a count.
-SMOOTH = [name for name in METRICS if name not in ("n_keys", "noise_gain")]
+SMOOTH = [name for name in EXACT if name not in ("n_keys", "noise_gain")]
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

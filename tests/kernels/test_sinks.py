@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from acutance import attention, row_statistics
-from acutance.rowstats import METRICS, RowStatistics, dense_statistics, merge, observe
+from acutance.rowstats import RowStatistics, dense_statistics, merge, observe
+from acutance.rowstats.metrics import metric_names
 
-NAMES = [name for name, entry in METRICS.items() if name != "n_keys" and not entry.needs_values]
+NAMES = [name for name in metric_names() if name != "n_keys"]
 
 
 def normal(*shape: int) -> Tensor:

@@ -11,6 +11,10 @@ from torch import Tensor
 from acutance import rowstats
 from acutance.rowstats import METRICS, Metric, NamedMetrics, RowStatistics, merge, metric, observe
 from acutance.rowstats.dense import dense_statistics
+from acutance.rowstats.metrics import metric_names
+
+#: Metrics of statistics without the gap histogram.
+EXACT = metric_names(noise=True)
 
 ROWS = {
     "normal": [0.3, -1.2, 2.0, 0.7, -0.4, 1.1, 0.0, -2.2],
@@ -49,7 +53,7 @@ def both(row: list[float], sink: float | None) -> tuple[RowStatistics, dict[str,
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("name", EXACT)
 def test_each_metric_is_its_definition(name: str, row: str, sink: str) -> None:
     stats, oracle = both(ROWS[row], SINKS[sink])
     size = max(1.0, abs(oracle["max_logit"].item()))
@@ -58,7 +62,7 @@ def test_each_metric_is_its_definition(name: str, row: str, sink: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("name", EXACT)
 def test_one_key(name: str) -> None:
     """The only key holds everything; a normalised entropy of log 1 is undefined."""
     stats, oracle = both([0.7], None)
@@ -89,7 +93,7 @@ def test_one_key(name: str) -> None:
         "jacobian_trace": 0.0,
         "noise_gain": 0.0,
     }
-    assert set(known) == set(METRICS)
+    assert set(known) == set(EXACT)
     assert stats[name].item() == pytest.approx(known[name], abs=1e-15, nan_ok=True)
 
 
@@ -161,12 +165,15 @@ def test_noise_gain_is_how_far_noise_moves_the_output() -> None:
 
 
 def test_the_table_is_complete() -> None:
-    assert len(METRICS) == 22
+    assert len(METRICS) == 26
     for name, entry in METRICS.items():
         assert entry.name == name
         assert all((entry.symbol, entry.unit, entry.range, entry.meaning, entry.source))
         assert metric(name) is entry
     assert [name for name, entry in METRICS.items() if entry.needs_values] == ["noise_gain"]
+    assert [name for name, entry in METRICS.items() if entry.needs_gaps] == [
+        *("keys_50", "keys_90", "keys_95", "keys_99")
+    ]
 
 
 def test_every_metric_is_a_property_and_a_function() -> None:
@@ -189,7 +196,7 @@ def test_the_package_exports_what_it_lists() -> None:
 
 
 def test_properties_items_and_dictionaries_agree() -> None:
-    stats = RowStatistics(observe(torch.randn(3, 5), None, torch.randn(5, 2)))
+    stats = RowStatistics(observe(torch.randn(3, 5), None, torch.randn(5, 2), gaps=True))
     assert tuple(stats.as_dict()) == stats.available == tuple(METRICS)
     for name, part in stats.as_dict().items():
         torch.testing.assert_close(getattr(stats, name), part, rtol=0, atol=0)
@@ -216,7 +223,7 @@ def range_of(entry: Metric, n: float, H: float) -> tuple[float, float]:
     return RANGES[entry.range](n, H)
 
 
-@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("name", EXACT)
 def test_values_lie_in_the_range_the_table_gives(name: str) -> None:
     entry, reached = METRICS[name], []
     for row in ROWS.values():
@@ -236,7 +243,9 @@ def test_values_lie_in_the_range_the_table_gives(name: str) -> None:
 
 
 def test_a_row_without_keys() -> None:
-    stats = RowStatistics(observe(torch.full((1, 3), -torch.inf), None, torch.ones(3, 2)))
+    stats = RowStatistics(
+        observe(torch.full((1, 3), -torch.inf), None, torch.ones(3, 2), gaps=True)
+    )
     known = {"n_keys": 0.0, "lse": -math.inf, "max_logit": -math.inf}
     for name in METRICS:
         value = stats[name].item()

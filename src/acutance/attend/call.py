@@ -45,6 +45,7 @@ class AttentionOptions(MaskOptions, total=False):
     """Keywords that :func:`acutance.attention` and :func:`acutance.row_statistics` share."""
 
     noise: bool
+    gaps: bool
     softcap: float | None
     sinks: Tensor | None
     score: str | Score
@@ -62,6 +63,7 @@ class Options:
     scale: float | None
     enable_gqa: bool
     noise: bool
+    gaps: bool
     softcap: float | None
     sinks: Tensor | None
     score: str | Score
@@ -111,7 +113,7 @@ def run(
     # a tensor: no graph break
     seed = torch.randint(2**62, ()) if options.dropout_p > 0.0 else None
     rule = Rule(scale, softcap, sinks, float(options.dropout_p), seed)
-    inputs = KernelCall(query, key, value, masking, rule, options.noise)
+    inputs = KernelCall(query, key, value, masking, rule, options.noise, options.gaps)
     call = _Call(inputs, score, weighting, options.backend).with_softmax_as_such()
     if law is not None and not isinstance(law, scalings.NoScaling):
         call = call.scaled(law)
@@ -169,7 +171,9 @@ class _Call:
             positions = torch.arange(first, first + masking.queries, device=query.device)
         if law.needs_entropy:
             with torch.no_grad():
-                bare = replace(self, inputs=self.inputs._replace(value=None, noise=False))
+                bare = replace(
+                    self, inputs=self.inputs._replace(value=None, noise=False, gaps=False)
+                )
                 entropy = bare.computed()[1].entropy
         if isinstance(self.score, DotScore):
             query = apply_scaling(query, law, n, positions, entropy=entropy)
@@ -209,7 +213,7 @@ def _state(sums: Sums, sinks: Tensor | None) -> RowState:
     _, *fields = sums
     none = sums.Z.detach().unsqueeze(-1)[..., :0]
     sink = none if sinks is None else _sinks_of_rows(sums.Z, sinks)
-    return RowState._make([*fields[:-3], sink, *fields[-3:]])
+    return RowState._make([*fields[:-4], sink, *fields[-4:]])
 
 
 def _sinks_of_rows(Z: Tensor, sinks: Tensor) -> Tensor:

@@ -83,6 +83,7 @@ def attention(
     *,
     return_stats: bool = False,
     noise: bool = False,
+    gaps: bool = False,
     dropout_p: float = 0.0,
     query_offset: int = 0,
     window: int | None = None,
@@ -120,6 +121,9 @@ def attention(
         enable_gqa: let Hq be a multiple of H, consecutive query heads sharing a key head.
         return_stats: also return the statistics.
         noise: with statistics, sum what ``noise_gain`` needs (a third matrix product).
+        gaps: with statistics, count each row's keys by the distance of their logit below its
+            maximum, in bins of 1/4: what ``keys_90`` and its like, ``mass_of_largest`` and
+            ``mass_below`` are read from. It takes 256 bytes a row.
         dropout_p: probability of dropping a weight; statistics are of the weights before dropout.
         query_offset: position of query 0 among the keys: S − L when decoding with a cache.
         window: a row at position i sees keys with ``abs(i - j) < window``.
@@ -181,6 +185,7 @@ def attention(
         and sinks is None
         and scaling is None
         and noise is False
+        and gaps is False
         and type(dropout_p) is float
         and dropout_p == 0.0
         and score == "scaled_dot"
@@ -203,7 +208,13 @@ def attention(
                 return out
     if value is None:
         raise TypeError("value is a Tensor, got None; row_statistics needs no values")
-    check_flags(return_stats=return_stats, noise=noise, is_causal=is_causal, enable_gqa=enable_gqa)
+    check_flags(
+        return_stats=return_stats,
+        noise=noise,
+        gaps=gaps,
+        is_causal=is_causal,
+        enable_gqa=enable_gqa,
+    )
     options = Options(
         attn_mask,
         is_causal,
@@ -219,6 +230,7 @@ def attention(
         scale,
         enable_gqa,
         noise and return_stats,
+        gaps and return_stats,
         softcap,
         sinks,
         score,
@@ -271,6 +283,7 @@ def row_statistics(
     enable_gqa: bool = False,
     *,
     noise: bool = False,
+    gaps: bool = False,
     query_offset: int = 0,
     window: int | None = None,
     key_mask: Tensor | None = None,
@@ -299,6 +312,7 @@ def row_statistics(
         scale: factor of the scores; None is the score's own.
         enable_gqa: let Hq be a multiple of H.
         noise: also give ``noise_gain``.
+        gaps: also count keys by their distance below the maximum, which gives ``keys_90``.
         query_offset: position of query 0 among the keys.
         window: a row at position i sees keys with ``abs(i - j) < window``.
         key_mask: boolean (B, S), True where a key takes part.
@@ -341,6 +355,7 @@ def row_statistics(
         and sinks is None
         and scaling is None
         and noise is False
+        and gaps is False
         and score == "scaled_dot"
         and weights == "softmax"
         and type(query) is Tensor
@@ -353,7 +368,7 @@ def row_statistics(
         )
         if fast is not None:
             return fast[1]
-    check_flags(noise=noise, is_causal=is_causal, enable_gqa=enable_gqa)
+    check_flags(noise=noise, gaps=gaps, is_causal=is_causal, enable_gqa=enable_gqa)
     if noise and value is None:
         raise ValueError("noise=True measures how the output moves and so needs value, got None")
     if value is not None and not noise:
@@ -373,6 +388,7 @@ def row_statistics(
         scale,
         enable_gqa,
         noise,
+        gaps,
         softcap,
         sinks,
         score,

@@ -56,7 +56,7 @@ def backward(
         call: what it was given.
         wanted: whether each field of :class:`~acutance.kernels.call.Gradients` is asked for.
     """
-    query, key, value, masking, rule, _ = call
+    query, key, value, masking, rule, *_ = call
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
 

@@ -39,17 +39,20 @@ from acutance.kernels.tiles import (
     tile_shape,
 )
 from acutance.masks import Masking
+from acutance.rowstats.gaps import BINS
 
 __all__ = ["forward"]
 
 
+#: Sums that need no more than to be written down.
+_AS_FOUND = ("out", "first_index", "O", "R1", "R2", "gaps")
 #: Keys up to which float32 counts exactly.
 EXACT = 1 << 24
 
 
 def forward(call: KernelCall) -> Sums:
     """The output and every row sum of softmax attention, for validated input."""
-    query, _, value, masking, rule, noise = call
+    query, _, value, masking, rule, noise, gaps = call
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
     width = 0 if value is None else value.shape[-1]
@@ -67,6 +70,7 @@ def forward(call: KernelCall) -> Sums:
         O=rows(kept),
         R1=rows(kept),
         R2=rows() if noise else rows(0),
+        gaps=rows(BINS if gaps else 0, dtype=torch.int32),
     )
     _, tile_width = tile_shape(masking)
     scratch = Buffers(query, dtype)
@@ -77,7 +81,7 @@ def forward(call: KernelCall) -> Sums:
     scale, log2 = (rule.scale * LOG2E, 1.0) if folds else (rule.scale, LOG2E)
     for work in tile_rows(call):
         q = fold_rows(q5, work).to(dtype) * scale
-        running = Running(q, small, log2)
+        running = Running(q, small, log2, gaps)
         centre = work.value.mean(1, keepdim=True) if noise and work.value is not None else None
         for tile in masking.tiles(work.region, tile_width):
             s = tile_scores(q, work, tile, rule.softcap, scratch)
@@ -88,7 +92,7 @@ def forward(call: KernelCall) -> Sums:
     if found.raw:
         sink = None if rule.sinks is None else rule.sinks.to(dtype).view(H, g, 1)
         found.out.mul_(inverse_normaliser(fields["Z"], fields["m"], sink).unsqueeze(-1))
-    fields |= {name: getattr(found, name) for name in ("out", "first_index", "O", "R1", "R2")}
+    fields |= {name: getattr(found, name) for name in _AS_FOUND}
     fields["n"] = fields["n"].to(torch.int64) if found.n is None else found.n
     return Sums(**{name: part.view(B, H * g, *part.shape[3:]) for name, part in fields.items()})
 
@@ -104,6 +108,7 @@ class _Found:
     O: Tensor
     R1: Tensor
     R2: Tensor
+    gaps: Tensor
 
     @property
     def raw(self) -> bool:
@@ -131,6 +136,7 @@ class _Found:
         where.copy_(torch.stack([*part, first]).view(where.shape))
         if isinstance(running.first_index, Tensor) or running.first_index > 0:
             put(self.first_index, running.first_index)
+        put(self.gaps, 0.0 if running.gaps is None else running.gaps)
         if running.O is None:  # no values, or no key in sight
             for target in (self.out, self.O, self.R1, self.R2):
                 put(target, 0.0)

@@ -46,6 +46,7 @@ class KernelCall(NamedTuple):
         masking: which keys each row sees, and what is added to its scores.
         rule: scale, softcap, sinks and dropout.
         noise: also sum e² v and e² ‖v‖² (a third matrix product).
+        gaps: also count keys by their distance below the row's maximum.
     """
 
     query: Tensor
@@ -54,13 +55,15 @@ class KernelCall(NamedTuple):
     masking: Masking
     rule: Rule
     noise: bool = False
+    gaps: bool = False
 
 
 class Sums(NamedTuple):
     """The output and the sums of :class:`acutance.rowstats.RowState`.
 
     Fields are (B, Hq, L), in float32 or float64; ``out``, in the query's dtype, and the values'
-    moments ``O`` and ``R1`` are (B, Hq, L, Ev). Absent ones have no element.
+    moments ``O`` and ``R1`` are (B, Hq, L, Ev); ``gaps`` is (B, Hq, L, 64) int32. Absent ones have
+    no element.
     """
 
     out: Tensor
@@ -78,6 +81,7 @@ class Sums(NamedTuple):
     O: Tensor
     R1: Tensor
     R2: Tensor
+    gaps: Tensor
 
 
 class SumGradients(NamedTuple):

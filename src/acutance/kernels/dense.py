@@ -29,7 +29,7 @@ def backward(
     grad: SumGradients, sums: Sums, call: KernelCall, wanted: tuple[bool, ...] = ALL
 ) -> Gradients:
     """Gradients of a forward call (:func:`acutance.kernels.backward.backward`)."""
-    query, key, value, masking, rule, _ = call
+    query, key, value, masking, rule, *_ = call
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
 
@@ -96,7 +96,7 @@ def backward(
 
 def _scores(call: KernelCall) -> tuple[Tensor, Tensor | None, Tensor]:
     """Scores (B, H, group, L, S), the slope a softcap leaves of them, and which are visible."""
-    query, key, _, masking, rule, _ = call
+    query, key, _, masking, rule, *_ = call
     dtype = accumulate_dtype(query.dtype)
     q = query.to(dtype).reshape(masking.batch, masking.heads, masking.group, *query.shape[2:])
     s = (q @ key.to(dtype).unsqueeze(2).mT) * rule.scale
@@ -109,11 +109,11 @@ def _scores(call: KernelCall) -> tuple[Tensor, Tensor | None, Tensor]:
 
 
 def _sums(call: KernelCall) -> Sums:
-    query, _, value, masking, rule, noise = call
+    query, _, value, masking, rule, noise, gaps = call
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
     s, _, seen = _scores(call)
-    state = observe_visible(s, seen, first_key=0)
+    state = observe_visible(s, seen, first_key=0, gaps=gaps)
     none = state.Z.detach().unsqueeze(-1)[..., :0]
     out, O, R1, R2 = (none,) * 4
     if value is not None:
@@ -126,7 +126,7 @@ def _sums(call: KernelCall) -> Sums:
         normaliser = torch.where((state.n > 0) & (normaliser > 0), normaliser, 1.0)
         out = (e @ v) / normaliser.unsqueeze(-1)
         if noise:
-            O, R1, R2 = observe_visible(s, seen, v.unsqueeze(3), first_key=0)[-3:]
+            O, R1, R2 = observe_visible(s, seen, v.unsqueeze(3), first_key=0)[-4:-1]
     elif noise:
         R2 = torch.zeros_like(state.Z)
     fields = state._asdict() | {"out": out.to(query.dtype), "O": O, "R1": R1, "R2": R2}

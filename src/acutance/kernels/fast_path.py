@@ -29,6 +29,7 @@ from acutance.kernels import dispatch, library
 from acutance.kernels.bindings import ABI, CALL, METRIC_BITS, SUMS, Layout
 from acutance.kernels.native import DTYPES, MOST_WIDTH, UNFINISHED, check
 from acutance.rowstats import RowState, RowStatistics
+from acutance.rowstats.gaps import absent
 from acutance.rowstats.gaussian import spline_table
 from acutance.shapes import MOST
 
@@ -115,7 +116,7 @@ class PackedStatistics(RowStatistics):
         m, Z, U, W, Q, mean, M2, depth, first = rows[whole:].view(9, B, H, L).unbind(0)
         none = Z.unsqueeze(-1)[..., :0]
         return RowState(
-            n, m, Z, U, W, Q, mean, M2, depth, first, first_index, none, none, none, none
+            n, m, Z, U, W, Q, mean, M2, depth, first, first_index, *(none,) * 4, absent(Z)
         )
 
 
@@ -144,7 +145,7 @@ def joined_state(parts: Sequence[RowStatistics]) -> RowState:
     n, first_index = counts.transpose(0, 1).reshape(2, calls * B, H, L).unbind(0)
     *sums, first_logit = fields.transpose(0, 1).reshape(9, calls * B, H, L).unbind(0)
     none = n.new_empty(calls * B, H, L, 0, dtype=dtype)
-    return RowState(*(n, *sums, first_logit, first_index, none, none, none, none))
+    return RowState(*(n, *sums, first_logit, first_index, *(none,) * 4, absent(first_logit)))
 
 
 #: Rows of calls so small that Python's own memory is had faster than a tensor, by size in bytes.

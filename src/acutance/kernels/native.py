@@ -19,6 +19,7 @@ from acutance.kernels.bindings import ABI, CALL, GRADIENTS, PLACES, SUMS, Librar
 from acutance.kernels.call import Gradients, KernelCall, SumGradients, Sums, accumulate_dtype
 from acutance.kernels.hidden import only_visible_values
 from acutance.masks import Masking, mask_limit
+from acutance.rowstats.gaps import BINS
 
 __all__ = [
     "DTYPES",
@@ -59,6 +60,8 @@ def why_not(call: KernelCall) -> str | None:
         return f"heads wider than {MOST_WIDTH}"
     if call.rule.dropout_p > 0.0:
         return "dropout"
+    if call.gaps:
+        return "the gap histogram"
     return _why_no_library()
 
 
@@ -94,7 +97,7 @@ def forward(call: KernelCall) -> Sums:
     """The output and every row sum, of tensors on the CPU and without dropout."""
     if not _something(call):
         return blocked.forward(call)
-    query, _, value, _, _, noise = call
+    query, _, value, _, _, noise, gaps = call
     rows = query.shape[:3]
     width = 0 if value is None else value.shape[-1]
     moments = width if noise else 0
@@ -110,16 +113,18 @@ def forward(call: KernelCall) -> Sums:
             query.new_empty((*rows, moments), dtype=dtype),
             query.new_empty((*rows, moments), dtype=dtype),
             query.new_empty(rows if noise else (*rows, 0), dtype=dtype),
+            query.new_empty((*rows, BINS if gaps else 0), dtype=torch.int32),
         ]
     )
     places = [*map(Tensor.data_ptr, sums)]
     if noise and value is None:
         sums.R2.zero_()
     if not noise or value is None:
-        noise, places[-3:] = False, [0, 0, 0]
+        noise, places[-4:-1] = False, [0, 0, 0]
     packed, _held = _pack(call)
     status = _library().forward(
-        packed, SUMS.words_packed(places[0], *sums.out.stride()[:3], *places[1:], noise)
+        packed,
+        SUMS.words_packed(places[0], *sums.out.stride()[:3], *places[1:-1], noise),
     )
     if status == UNFINISHED:
         return sums if value is None else only_visible_values(forward, sums, call)
@@ -167,7 +172,7 @@ def _something(call: KernelCall) -> bool:
 
 def _pack(call: KernelCall) -> tuple[bytes, list[Tensor]]:
     """The structure ``acutance_call``, and the tensors that must outlive it."""
-    query, key, value, masking, rule, _ = call
+    query, key, value, masking, rule, *_ = call
     B, H, g, L, S = masking.batch, masking.heads, masking.group, masking.queries, masking.keys
     q = query if query.stride(3) == 1 else query.contiguous()
     k = key if key.stride(3) == 1 else key.contiguous()
@@ -243,7 +248,7 @@ def backward(
     """
     if not _something(call):
         return blocked_backward(grad, sums, call, wanted)
-    query, key, value, _, rule, _ = call
+    query, key, value, _, rule, *_ = call
     dtype = accumulate_dtype(query.dtype)
     want_q, want_k, want_v, _, _, want_sinks = wanted
     sink = None if rule.sinks is None else rule.sinks.to(dtype).view(1, -1, 1)

@@ -21,6 +21,7 @@ from acutance.kernels import dispatch
 from acutance.kernels.call import KernelCall, Rule, SumGradients, Sums, accumulate_dtype
 from acutance.kernels.whole_rows import weigh_rows
 from acutance.masks import Masking
+from acutance.rowstats.gaps import BINS
 from acutance.weights import Sink, Softmax
 
 __all__ = ["attend_rows", "row_sums", "row_sums_backward"]
@@ -56,11 +57,12 @@ class _Settings(NamedTuple):
     dropout_p: float
     backend: str
     noise: bool = False
+    gaps: bool = False
 
 
 def _flat(call: KernelCall, backend: str) -> tuple[tuple[Tensor | None, ...], _Settings]:
     """A call as the operator takes it: autograd and compilers look for tensors in no record."""
-    query, key, value, masking, rule, noise = call
+    query, key, value, masking, rule, noise, gaps = call
     tensors = (
         query,
         key,
@@ -83,6 +85,7 @@ def _flat(call: KernelCall, backend: str) -> tuple[tuple[Tensor | None, ...], _S
         rule.dropout_p,
         backend,
         noise,
+        gaps,
     )
     return tensors, settings
 
@@ -111,11 +114,13 @@ def _call(tensors: Sequence[Any], settings: _Settings) -> KernelCall:
         device=query.device,
     )
     rule = Rule(settings.scale, settings.softcap, sinks, settings.dropout_p, seed)
-    return KernelCall(query, key, value, masking, rule, settings.noise)
+    return KernelCall(query, key, value, masking, rule, settings.noise, settings.gaps)
 
 
 @torch.library.custom_op(
-    "acutance::attend_rows", mutates_args=(), schema=f"({_INPUTS}, bool noise) -> ({_RESULTS})"
+    "acutance::attend_rows",
+    mutates_args=(),
+    schema=f"({_INPUTS}, bool noise, bool gaps) -> ({_RESULTS})",
 )
 def row_sums(*inputs: Any) -> tuple[Tensor, ...]:
     """The output and the row sums (:func:`acutance.kernels.dispatch.forward`) as an operator."""
@@ -130,7 +135,7 @@ def _forward(backend: str, call: KernelCall) -> Sums:
 
 @row_sums.register_fake
 def _(*inputs: Any) -> tuple[Tensor, ...]:
-    query, _, value, *_, noise = inputs
+    query, _, value, *_, noise, gaps = inputs
     dtype = accumulate_dtype(query.dtype)
     rows = query.shape[:3]
     width = 0 if value is None else value.shape[-1]
@@ -147,6 +152,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
         new(kept),
         new(kept),
         new() if noise else new(0),
+        new(BINS if gaps else 0, dtype=torch.int32),
     )
 
 
@@ -196,7 +202,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _keep(ctx: Any, tensors: _Tensors, settings: _Settings, output: tuple[Tensor, ...]) -> None:
     """Save what the backward pass needs."""
     ctx.set_materialize_grads(False)
-    ctx.settings = settings._replace(noise=False)
+    ctx.settings = settings._replace(noise=False, gaps=False)
     ctx.save_for_backward(*tensors, *output)
 
 
@@ -223,7 +229,7 @@ def _tensor_gradients(ctx: Any, needed: Sequence[bool], grads: _Tensors) -> list
     elif ordinary((*tensors, *chosen, *sums)):
         gradients = _gradients(chosen, sums, wanted, tensors, settings)
     else:
-        gradients = row_sums_backward(chosen, list(sums), wanted, *tensors, *settings[:-1])
+        gradients = row_sums_backward(chosen, list(sums), wanted, *tensors, *settings[:-2])
     for place, want, part in zip(_GRADIENT_INPUTS, wanted, gradients, strict=True):
         result[place] = part if want else None
     return result
@@ -299,7 +305,7 @@ class _Gradients(torch.autograd.Function):
         tensors, grads, sums = _split(parts)
         if ordinary(parts):
             return tuple(_gradients(grads, sums, wanted, tensors, settings))
-        return tuple(row_sums_backward(grads, list(sums), wanted, *tensors, *settings[:-1]))
+        return tuple(row_sums_backward(grads, list(sums), wanted, *tensors, *settings[:-2]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -389,7 +395,9 @@ def _mapped(
 def _whole(call: KernelCall) -> Sums:
     """The sums without those of noise, made of operations that PyTorch differentiates itself."""
     sinks = call.rule.sinks
-    rows = weigh_rows(call._replace(noise=False), Softmax() if sinks is None else Sink(sinks))
+    rows = weigh_rows(
+        call._replace(noise=False, gaps=False), Softmax() if sinks is None else Sink(sinks)
+    )
     fields = rows.scores._asdict()
     del fields["sink"]
     none = call.query.new_empty(*call.query.shape[:3], 0)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from acutance.kernels.tiles import Buffers, Work, as_mask_shape, columns, expand_rows
 from acutance.masks import Hidden, Tile
+from acutance.rowstats import gaps as histogram
 
 __all__ = [
     "FLOOR",
@@ -159,13 +160,14 @@ def row_fields(stacked: Tensor, log2: float) -> dict[str, Tensor]:
 class Running:
     """One tile row on its way through the keys."""
 
-    def __init__(self, like: Tensor, moderate: bool, log2: float) -> None:
+    def __init__(self, like: Tensor, moderate: bool, log2: float, gaps: bool = False) -> None:
         """Begin a row.
 
         Args:
             like: (blocks, rows, …), the row's queries.
             moderate: no score of this call exceeds :data:`MODERATE`.
             log2: what turns a score into units of log 2.
+            gaps: also count keys by their distance below the maximum.
         """
         self._like, self._moderate, self._log2 = like, moderate, log2
         self.unit = _unit(log2)
@@ -176,6 +178,9 @@ class Running:
         self.O: Tensor | None = None
         self.R1: Tensor | None = None
         self.R2: Tensor | None = None
+        self._gaps = gaps
+        self.gaps: Tensor | None = None
+        self.top: Tensor | None = None  # the bin of the maximum that ``gaps`` is about
         self.whole: Tensor | None = None  # O before dropout, where the noise sums need it
 
     def part(self) -> Part:
@@ -222,6 +227,8 @@ class Running:
         m = s.amax(-1)
         if self._parts:
             m = torch.maximum(self._parts[-1].m, m)
+        if self._gaps:
+            self._count_gaps(s, m, scratch)
         shift = m if populated and bounded else finite(m)
         t = s.sub_(shift.unsqueeze(-1))
         if self._log2 != 1.0:
@@ -239,6 +246,16 @@ class Running:
         offset = mean.sub_(shift).mul_(self._log2).sub_(average)
         offset, M2 = self._spread(t, n, offset, shift, hidden, work)
         self._parts.append(Part(n, total, m, Z, norm, average, W, offset, M2))
+
+    def _count_gaps(self, s: Tensor, m: Tensor, scratch: Buffers) -> None:
+        """Count a tile's keys by their distance below the maximum so far."""
+        steps = self.unit / histogram.WIDTH
+        top = torch.floor(m * steps)
+        room = torch.mul(s, steps, out=scratch("gaps", *s.shape))
+        found = histogram.fold(room, top)
+        if self.gaps is not None and self.top is not None:
+            found = found + histogram.aligned(self.gaps, self.top, top)
+        self.gaps, self.top = found, top
 
     def _spread(
         self,

@@ -19,6 +19,7 @@ from acutance.kernels.call import KernelCall, accumulate_dtype
 from acutance.kernels.hidden import all_finite
 from acutance.masks import Masking, Region, Tile
 from acutance.rowstats import RowState, WeightSums, observe, observe_weights
+from acutance.rowstats.gaps import absent
 from acutance.rowstats.state import NO_KEY, observe_visible
 from acutance.rowstats.weighted import Slopes
 from acutance.weights import Sink, Softmax, SoftmaxOne, Weighting
@@ -138,7 +139,7 @@ def _block(
     score: ScoreTile | None,
     region: Region,
 ) -> _Found:
-    query, key, value, masking, rule, noise = call
+    query, key, value, masking, rule, noise, gaps = call
     dtype, softcap, dropout_p = accumulate_dtype(query.dtype), rule.softcap, rule.dropout_p
     q = query[region.batch, :, region.rows].to(dtype)
     k = key[region.batch].to(dtype)
@@ -179,7 +180,7 @@ def _block(
     answer = None
     if isinstance(weighting, Softmax | SoftmaxOne | Sink):
         visible = torch.ones_like(s, dtype=torch.bool) if seen is None else seen.expand_as(s)
-        state = observe_visible(s, visible, first_key=start)
+        state = observe_visible(s, visible, first_key=start, gaps=gaps)
         if noise and v is not None:
             state = _with_values(state, s, seen, v)
     else:
@@ -251,6 +252,7 @@ def _plain(s: Tensor, seen: Tensor | None, first_key: int) -> RowState:
         O=nothing,
         R1=nothing,
         R2=nothing,
+        gaps=absent(unknown),
     )
 
 

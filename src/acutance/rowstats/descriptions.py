@@ -26,6 +26,7 @@ class Description(NamedTuple):
     meaning: str
     source: str
     needs_values: bool = False
+    needs_gaps: bool = False
 
 
 #: Every metric by name, in the order reports show them.
@@ -208,6 +209,18 @@ DESCRIPTIONS: dict[str, Description] = {
             "squared output error per unit of relative logit-noise variance",
             SU_ROBUST,
             needs_values=True,
+        ),
+        *(
+            Description(
+                f"keys_{percent}",
+                rf"k_{{{percent}}}",
+                "keys",
+                "[1, n]",
+                f"fewest keys that hold {percent} % of the weight on keys",
+                "counts of keys by logit gap, bins of 1/4 nat",
+                needs_gaps=True,
+            )
+            for percent in (50, 90, 95, 99)
         ),
     )
 }

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from acutance.rowstats.coverage import keys_holding
 from acutance.rowstats.descriptions import DESCRIPTIONS
 from acutance.rowstats.gaussian import expected_entropy
 from acutance.rowstats.state import DEEPEST, RowState, has_noise, has_sink, ratio
@@ -31,6 +32,7 @@ class Metric:
         source: article or textbook.
         compute: the function of the state; NaN for a row with no visible key unless said.
         needs_values: whether it exists only when values were given and noise metrics asked for.
+        needs_gaps: whether it exists only when the gap histogram was asked for.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Metric:
     source: str
     compute: Callable[[RowState], Tensor]
     needs_values: bool = False
+    needs_gaps: bool = False
 
 
 def _where_any(state: RowState, values: Tensor, otherwise: float = torch.nan) -> Tensor:
@@ -291,6 +294,26 @@ def noise_gain(state: RowState) -> Tensor:
     return _where_any(state, total * (decay / scale).square())
 
 
+def keys_50(state: RowState) -> Tensor:
+    """The fewest keys that hold half of a row's weight on keys; needs the gap histogram."""
+    return keys_holding(state, 0.5)
+
+
+def keys_90(state: RowState) -> Tensor:
+    """The fewest keys that hold 90 % of a row's weight on keys; needs the gap histogram."""
+    return keys_holding(state, 0.9)
+
+
+def keys_95(state: RowState) -> Tensor:
+    """The fewest keys that hold 95 % of a row's weight on keys; needs the gap histogram."""
+    return keys_holding(state, 0.95)
+
+
+def keys_99(state: RowState) -> Tensor:
+    """The fewest keys that hold 99 % of a row's weight on keys; needs the gap histogram."""
+    return keys_holding(state, 0.99)
+
+
 #: Every metric by name, in the order reports show them.
 METRICS: dict[str, Metric] = {
     each.__name__: Metric(*DESCRIPTIONS[each.__name__][:6], each, *DESCRIPTIONS[each.__name__][6:])
@@ -317,8 +340,35 @@ METRICS: dict[str, Metric] = {
         gaussian_entropy,
         jacobian_trace,
         noise_gain,
+        keys_50,
+        keys_90,
+        keys_95,
+        keys_99,
     )
 }
+
+
+def metric_names(*, noise: bool = False, gaps: bool = False) -> tuple[str, ...]:
+    """Names of the metrics that statistics have, in the table's order.
+
+    Args:
+        noise: whether they were asked for with ``noise=True``.
+        gaps: whether they were asked for with ``gaps=True``.
+
+    Example:
+        >>> set(metric_names(gaps=True)) - set(metric_names()) == {
+        ...     "keys_50",
+        ...     "keys_90",
+        ...     "keys_95",
+        ...     "keys_99",
+        ... }
+        True
+    """
+    return tuple(
+        name
+        for name, entry in METRICS.items()
+        if (noise or not entry.needs_values) and (gaps or not entry.needs_gaps)
+    )
 
 
 def metric(name: str) -> Metric:

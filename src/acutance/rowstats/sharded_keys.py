@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from acutance.rowstats import gaps as histogram
+from acutance.rowstats.coverage import has_gaps
 from acutance.rowstats.state import (
     NO_KEY,
     UNPLACED,
@@ -23,6 +25,7 @@ from acutance.rowstats.state import (
     _shift,
     has_noise,
     ratio,
+    sum_of_gaps,
 )
 from acutance.rowstats.state import has_sink as state_has_sink
 from acutance.rowstats.statistics import RowStatistics
@@ -61,8 +64,9 @@ def all_reduce_keys(
 
     Returns:
         The joint state, of the same kind and without gradient: the result is a measurement, and
-        autograd does not pass through it. Values' sums are kept where every rank has them, a sink
-        where any has, a field of :class:`~acutance.rowstats.WeightSums` where every rank knows it.
+        autograd does not pass through it. Values' sums and the gap histogram are kept where every
+        rank has them, a sink where any has, a field of :class:`~acutance.rowstats.WeightSums` where
+        every rank knows it.
 
     Raises:
         RuntimeError: if torch.distributed is not initialised.
@@ -117,8 +121,10 @@ def _rows(state: RowState, group: dist.ProcessGroup | None, first_key: int | Ten
     index, problem = _placed(state.first_index, first_key)
     noisy = has_noise(state)
     _alike("RowState", state.Z, group)
-    no_noise, sunk, wrong = _any(
-        [not noisy, state_has_sink(state), problem is not None], state.Z, group
+    no_noise, no_gaps, sunk, wrong = _any(
+        [not noisy, not has_gaps(state), state_has_sink(state), problem is not None],
+        state.Z,
+        group,
     )
     _refuse(problem, wrong)
     width = state.O.shape[-1] if noisy else 0
@@ -158,7 +164,12 @@ def _rows(state: RowState, group: dist.ProcessGroup | None, first_key: int | Ten
         O=_nothing(m),
         R1=_nothing(m),
         R2=_nothing(m),
+        gaps=histogram.absent(m),
     )
+    if not no_gaps:
+        gaps = sum_of_gaps((state,), m)
+        dist.all_reduce(gaps, group=group)
+        joint = joint._replace(gaps=gaps)
     if no_noise:
         return joint
     output, centre = add(own.O, own.Q.unsqueeze(-1) * own.R1)

@@ -7,11 +7,14 @@ keys exactly, and every metric (:mod:`acutance.rowstats.metrics`) is a function 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from acutance.rowstats import gaps as histogram
+from acutance.rowstats.coverage import has_gaps
 from acutance.shapes import check_tensor
 
 #: ``first_index`` of a row that has no visible key.
@@ -46,6 +49,8 @@ class RowState(NamedTuple):
             noise metrics were asked for.
         R1: :math:`\sum_j e_j^2 v_j / Q`, (..., Ev).
         R2: :math:`\sum_j e_j^2 \lVert v_j - R_1 \rVert^2`.
+        gaps: (..., 64) int32, visible keys by their distance below ``m``
+            (:mod:`acutance.rowstats.gaps`); no element, (..., 0), unless it was asked for.
 
     The maximum inside ``Z, U, W, Q`` is a reference point, not a variable: autograd treats it as a
     constant there, and every metric is a function of the state for which that is exact.
@@ -66,6 +71,7 @@ class RowState(NamedTuple):
     O: Tensor
     R1: Tensor
     R2: Tensor
+    gaps: Tensor = torch.empty(0)
 
 
 def has_noise(state: RowState) -> bool:
@@ -82,6 +88,7 @@ def empty(
     rows: tuple[int, ...],
     value_width: int | None = None,
     *,
+    gaps: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> RowState:
@@ -90,6 +97,7 @@ def empty(
     Args:
         rows: shape of the rows.
         value_width: Ev, when the state is to be merged with one that carries values.
+        gaps: whether it is to be merged with one that carries the gap histogram.
         dtype: floating dtype of the sums.
         device: where they live.
 
@@ -117,6 +125,8 @@ def empty(
         sink=_nothing(zero),
         **_no_values(zero),
     )
+    if gaps:
+        state = state._replace(gaps=count.new_zeros((*rows, histogram.BINS), dtype=torch.int32))
     if value_width is None:
         return state
     wide = zero.new_zeros(*rows, value_width)
@@ -124,9 +134,9 @@ def empty(
 
 
 def _no_values(rows: Tensor) -> dict[str, Tensor]:
-    """The fields of a state without values: tensors all the same, so that ``vmap`` takes them."""
+    """The optional fields where they are absent: tensors, so that ``vmap`` takes them."""
     none = _nothing(rows)
-    return {"O": none, "R1": none, "R2": none}
+    return {"O": none, "R1": none, "R2": none, "gaps": histogram.absent(rows)}
 
 
 def _nothing(rows: Tensor) -> Tensor:
@@ -140,6 +150,7 @@ def observe(
     *,
     sink: Tensor | None = None,
     first_key: int | None = None,
+    gaps: bool = False,
 ) -> RowState:
     r"""The state of rows given as explicit scores: one block of keys, or all of them.
 
@@ -152,6 +163,7 @@ def observe(
         first_key: position of column 0 among all keys, whether that key is hidden or not. Blocks
             that are merged out of order need it for ``first_weight``, all of them; blocks merged
             left to right do not.
+        gaps: also count keys by their distance below the maximum.
 
     Returns:
         The rows' state, shape ``scores.shape[:-1]``.
@@ -171,7 +183,7 @@ def observe(
     seen = s != -torch.inf
     if mask is not None:
         seen = seen & mask
-    return observe_visible(s, seen, value, sink=sink, first_key=first_key)
+    return observe_visible(s, seen, value, sink=sink, first_key=first_key, gaps=gaps)
 
 
 def observe_visible(
@@ -181,6 +193,7 @@ def observe_visible(
     *,
     sink: Tensor | None = None,
     first_key: int | None = None,
+    gaps: bool = False,
 ) -> RowState:
     """:func:`observe` where ``seen``, shaped as the scores, alone says which keys are visible.
 
@@ -191,7 +204,7 @@ def observe_visible(
     s = scores.to(dtype)
     if s.shape[-1] == 0:
         width = None if value is None else value.shape[-1]
-        state = empty(tuple(s.shape[:-1]), width, dtype=dtype, device=s.device)
+        state = empty(tuple(s.shape[:-1]), width, gaps=gaps, dtype=dtype, device=s.device)
         return state if sink is None else state._replace(sink=sink.to(dtype).expand_as(state.Z))
     hidden = torch.logical_not(seen)
     n = seen.sum(-1)
@@ -220,6 +233,8 @@ def observe_visible(
         sink=_nothing(Z.detach()) if sink is None else sink.to(dtype).expand_as(Z),
         **_no_values(Z.detach()),
     )
+    if gaps:
+        state = state._replace(gaps=histogram.count(s, hidden, histogram.edge(m)))
     if value is None:
         return state
     v = value.to(dtype)
@@ -268,7 +283,7 @@ def merge(left: RowState, right: RowState) -> RowState:
             :meth:`RowStatistics.merge <acutance.rowstats.RowStatistics.merge>`.
 
     Returns:
-        The joint state. Values' sums are kept only where both carry them.
+        The joint state. Values' sums and the gap histogram are kept only where both carry them.
 
     Raises:
         TypeError: if one is no :class:`RowState`.
@@ -314,6 +329,8 @@ def merge(left: RowState, right: RowState) -> RowState:
         sink=_same_sink(left, right),
         **_no_values(Z.detach()),
     )
+    if has_gaps(left) and has_gaps(right):
+        state = state._replace(gaps=sum_of_gaps((left, right), m))
     if not (has_noise(a) and has_noise(b)):
         return state
     part = ratio(b.Q, state.Q)
@@ -323,6 +340,13 @@ def merge(left: RowState, right: RowState) -> RowState:
         R1=a.R1 + between * part.unsqueeze(-1),
         R2=a.R2 + b.R2 + between.square().sum(-1) * a.Q * part,
     )
+
+
+def sum_of_gaps(parts: Sequence[RowState], m: Tensor) -> Tensor:
+    """The gap histogram about a maximum of all parts' keys, (..., 64)."""
+    top = histogram.edge(m.detach())
+    each = [histogram.aligned(x.gaps, histogram.edge(x.m.detach()), top) for x in parts]
+    return torch.stack(each).sum(0, dtype=torch.int32)
 
 
 def _finite(m: Tensor) -> Tensor:

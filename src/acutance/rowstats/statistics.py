@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from acutance.rowstats.metrics import METRICS, metric
+from acutance.rowstats import coverage
+from acutance.rowstats.coverage import has_gaps
+from acutance.rowstats.metrics import METRICS, metric, metric_names
 from acutance.rowstats.state import RowState, has_noise, merge, unplaced
 
 
@@ -47,6 +49,10 @@ class NamedMetrics(ABC):
     gaussian_entropy = _read("gaussian_entropy")
     jacobian_trace = _read("jacobian_trace")
     noise_gain = _read("noise_gain")
+    keys_50 = _read("keys_50")
+    keys_90 = _read("keys_90")
+    keys_95 = _read("keys_95")
+    keys_99 = _read("keys_99")
 
     @abstractmethod
     def __getitem__(self, name: str) -> Tensor:
@@ -107,8 +113,48 @@ class RowStatistics(NamedMetrics):
     @property
     def available(self) -> tuple[str, ...]:
         """Names of the metrics this result can give, in the table's order."""
-        noise = has_noise(self.state)
-        return tuple(name for name, entry in METRICS.items() if noise or not entry.needs_values)
+        return metric_names(noise=has_noise(self.state), gaps=has_gaps(self.state))
+
+    def keys_holding(self, share: float) -> Tensor:
+        """The fewest keys that hold a share of each row's weight; needs ``gaps=True``.
+
+        Raises:
+            ValueError: if the share is not above 0 and at most 1, or the call had no ``gaps=True``.
+
+        Example:
+            >>> import torch, acutance
+            >>> query = torch.zeros(1, 1, 3, 8)
+            >>> acutance.row_statistics(query, query, gaps=True).keys_holding(0.6)
+            tensor([[[2., 2., 2.]]])
+        """
+        return coverage.keys_holding(self.state, share)
+
+    def mass_of_largest(self, keys: int) -> Tensor:
+        """Share of each row's weight on its largest so many keys; needs ``gaps=True``.
+
+        Raises:
+            ValueError: if ``keys`` is below 1, or the call had no ``gaps=True``.
+        """
+        return coverage.mass_of_largest(self.state, keys)
+
+    def mass_below(self, gap: float) -> Tensor:
+        """Share of each row's weight that dropping keys loses; needs ``gaps=True``.
+
+        Args:
+            gap: keys whose logit is more than this below the row's maximum are dropped.
+
+        Raises:
+            ValueError: if the gap is negative, or the call had no ``gaps=True``.
+        """
+        return coverage.mass_below(self.state, gap)
+
+    def critical_ratio(self) -> Tensor:
+        """Scale over the one from which on a row's largest key stands alone; needs ``gaps=True``.
+
+        Raises:
+            ValueError: if the call had no ``gaps=True``.
+        """
+        return coverage.critical_ratio(self.state)
 
     def merge(self, other: RowStatistics) -> RowStatistics:
         """Statistics of the same rows over both sets of keys (:func:`~acutance.rowstats.merge`).

@@ -62,6 +62,8 @@ def why_not(call: KernelCall) -> str | None:
         return f"{str(query.dtype).removeprefix('torch.')} inputs"
     if call.rule.dropout_p > 0.0:
         return "dropout"
+    if call.gaps:
+        return "the gap histogram"
     if max(tensor.shape[-1] for tensor in (query, value) if tensor is not None) > WIDEST:
         return f"heads wider than {WIDEST}"
     return None

@@ -57,7 +57,7 @@ def backward(
     kernels do not take (:func:`unsupported_gradient`, dropout, float64). Sums are not added up
     across programs: with the same tile sizes, results are the same from run to run.
     """
-    query, key, value, masking, rule, _ = call
+    query, key, value, masking, rule, *_ = call
     if supported(call) is not None or unsupported_gradient(masking, wanted) is not None:
         return blocked.backward(grad, sums, call, wanted)
     B, Hq, L, E = query.shape

@@ -149,7 +149,7 @@ def _named(call: KernelCall) -> str:
 
 def _kind(call: KernelCall) -> tuple[Any, ...]:
     """The configuration of a call: all that kernels and tile sizes depend on."""
-    query, _, value, masking, rule, noise = call
+    query, _, value, masking, rule, noise, _ = call
     masks = (masking.attn_mask, masking.bias, masking.alibi_slopes)
     given = (*masks, masking.query_documents, masking.key_documents, rule.sinks)
     return (
@@ -264,7 +264,7 @@ class _Draw:
 
 def _small_call(call: KernelCall) -> KernelCall:
     """A call of the same kind, of normal queries, keys and values."""
-    query, _, value, masking, rule, noise = call
+    query, _, value, masking, rule, noise, _ = call
     rows, keys, window = SMALL_SIZES if query.device.type == "cpu" else SIZES
     rows = min(query.shape[2], rows)  # few rows take other tile sizes
     group = 2 if masking.group > 1 else 1
@@ -315,7 +315,7 @@ def _small_call(call: KernelCall) -> KernelCall:
 
 def _exact(call: KernelCall) -> KernelCall:
     """Convert a call to float64."""
-    query, key, value, masking, rule, noise = call
+    query, key, value, masking, rule, noise, _ = call
 
     def wide(part: Tensor | None) -> Tensor | None:
         return part.double() if part is not None and part.is_floating_point() else part

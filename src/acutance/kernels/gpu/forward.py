@@ -29,7 +29,7 @@ def forward(call: KernelCall) -> Sums:
     """
     if supported(call) is not None:
         return blocked.forward(call)
-    query, key, value, _, rule, noise = call
+    query, key, value, _, rule, noise, _ = call
     B, Hq, L, E = query.shape
     width = 0 if value is None else value.shape[-1]
     query, key = dense_rows(query), dense_rows(key)
@@ -47,6 +47,7 @@ def forward(call: KernelCall) -> Sums:
         O=rows(kept),
         R1=rows(kept),
         R2=(rows() if value is not None else rows().zero_()) if noise else rows(0),
+        gaps=rows(0, dtype=torch.int32),
     )
     noise = noise and value is not None
     centre = values.float().mean(2) if noise else query

@@ -1,0 +1,240 @@
+r"""How many keys hold a share of a row's mass, read from its gap histogram.
+
+The histogram (:mod:`acutance.rowstats.gaps`) counts keys by bins of a quarter of a nat: a key's
+weight is known up to a factor of :math:`e^{1/4}`, the largest exactly. Within a bin keys are taken
+to lie evenly, and masses are scaled so that they add up to the normaliser, which the row state has
+exactly. Mass is that on keys: a sink outside of them has no part in it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from acutance.rowstats.gaps import BINS, WIDTH, edge
+
+if TYPE_CHECKING:
+    from acutance.rowstats.state import RowState
+
+__all__ = ["critical_ratio", "has_gaps", "keys_holding", "mass_below", "mass_of_largest"]
+
+#: Part of a key by which a number of keys may be above a whole number without being the next one.
+_ROUNDING = 1e-3
+
+
+def has_gaps(state: RowState) -> bool:
+    """Whether a state carries the gap histogram."""
+    return state.gaps.shape[-1] == BINS and state.gaps.dim() == state.Z.dim() + 1
+
+
+class _Bins(NamedTuple):
+    """The bins of rows, from the largest keys down; fields are (..., 65).
+
+    The last one holds what is below the grid.
+
+    Attributes:
+        keys: in the bin; the largest key of all is in none.
+        near: the gap at which the bin begins.
+        far: the gap at which it ends.
+        mass: share of the row's mass in the bin.
+        top: (...), share of the largest key.
+    """
+
+    keys: Tensor
+    near: Tensor
+    far: Tensor
+    mass: Tensor
+    top: Tensor
+
+
+def _bins(state: RowState) -> _Bins:
+    if not has_gaps(state):
+        raise ValueError("these statistics have no gap histogram: ask for it with gaps=True")
+    dtype, device = state.Z.dtype, state.Z.device
+    m, Z = state.m.detach(), state.Z.detach()
+    known = (state.n > 0) & m.isfinite() & (Z > 0)
+    counts = state.gaps.to(dtype)
+    below = (state.n.to(dtype) - counts.sum(-1)).clamp(min=0.0)
+    m = torch.where(known, m, 0.0)
+    part = m - edge(m) * WIDTH  # of the first bin, from its lower edge up to the maximum
+    far = part.unsqueeze(-1) + torch.arange(BINS, dtype=dtype, device=device) * WIDTH
+    near = (far - WIDTH).clamp(min=0.0)
+    span = far - near
+    # ∫ e^−t dt over a bin, over its width
+    weight = torch.exp(-near) * torch.where(span > 0, -torch.expm1(-span) / span, 1.0)
+    others = torch.cat([counts[..., :1] - 1, counts[..., 1:]], -1).clamp(min=0.0)
+    mass = others * weight
+    rest = Z - 1.0
+    end = far[..., -1:]
+    tail = torch.minimum((rest - mass.sum(-1)).clamp(min=0.0), below * torch.exp(-end[..., 0]))
+    inside = mass.sum(-1)
+    factor = torch.where(inside > 0, (rest - tail).clamp(min=0.0) / inside, 1.0)
+    factor = factor.clamp(torch.exp(Z.new_tensor(-WIDTH)), torch.exp(Z.new_tensor(WIDTH)))
+    mass = torch.cat([mass * factor.unsqueeze(-1), tail.unsqueeze(-1)], -1)
+    whole = 1.0 + mass.sum(-1)
+    unknown = torch.where(known, 0.0, torch.nan).to(dtype)
+    return _Bins(
+        keys=torch.cat([others, below.unsqueeze(-1)], -1),
+        near=torch.cat([near, end], -1),
+        far=torch.cat([far, torch.where(below > 0, end[..., 0] + 1.0, end[..., 0])[..., None]], -1),
+        mass=mass / whole.unsqueeze(-1),
+        top=1.0 / whole + unknown,
+    )
+
+
+def _spans(bins: _Bins) -> tuple[Tensor, Tensor, Tensor]:
+    """Widths of the bins, whether they have any, and widths to divide by."""
+    span = bins.far - bins.near
+    return span, span > 0, torch.where(span > 0, span, 1.0)
+
+
+def _held(bins: _Bins, part: Tensor) -> Tensor:
+    """Share of each bin's mass on the part of it that is nearest to the maximum."""
+    span, wide, _ = _spans(bins)
+    part = part.clamp(0.0, 1.0)
+    whole = torch.where(wide, torch.expm1(-span), 1.0)
+    return torch.where(wide, torch.expm1(-part * span) / whole, part)
+
+
+def keys_holding(state: RowState, share: float) -> Tensor:
+    """The fewest keys that hold a share of each row's mass, (...); NaN for a row without keys.
+
+    Args:
+        state: of rows whose statistics were asked for with ``gaps=True``.
+        share: above 0, at most 1.
+
+    Raises:
+        ValueError: if the share is no such number, or the state has no gap histogram.
+
+    Example:
+        >>> import torch
+        >>> from acutance.rowstats import observe
+        >>> weights = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04])
+        >>> state = observe(weights.log(), gaps=True)
+        >>> [keys_holding(state, share).item() for share in (0.4, 0.75, 0.97, 1.0)]
+        [1.0, 2.0, 5.0, 5.0]
+    """
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"share is above 0 and at most 1, got {share!r}")
+    bins = _bins(state)
+    before = bins.top.unsqueeze(-1) + torch.cumsum(bins.mass, -1) - bins.mass
+    wanted = share - before  # from each bin on
+    # a bin gives all its keys if what is wanted exceeds its mass, and none if nothing is
+    part = torch.where(bins.mass > 0, wanted / torch.where(bins.mass > 0, bins.mass, 1.0), 0.0)
+    if share == 1.0:
+        part = torch.ones_like(part)
+    part = part.clamp(0.0, 1.0)
+    span = bins.far - bins.near
+    fall = -torch.expm1(-span)
+    taken = torch.where(
+        span > 0, -torch.log1p(-part * fall) / torch.where(span > 0, span, 1.0), part
+    )
+    taken = torch.where(part >= 1.0, 1.0, taken)
+    found = 1.0 + (bins.keys * taken).sum(-1)
+    rounded = torch.ceil(found - _ROUNDING).clamp(min=1.0)
+    return torch.where(bins.top.isnan(), torch.nan, rounded)
+
+
+def mass_of_largest(state: RowState, keys: int) -> Tensor:
+    """Share of each row's mass on its largest so many keys, (...); NaN for a row without keys.
+
+    Args:
+        state: of rows whose statistics were asked for with ``gaps=True``.
+        keys: how many, at least 1.
+
+    Raises:
+        ValueError: if there is not one key at least, or the state has no gap histogram.
+
+    Example:
+        >>> import torch
+        >>> from acutance.rowstats import observe
+        >>> state = observe(torch.tensor([2.0, 0.0, 0.0, 0.0]), gaps=True)
+        >>> mass_of_largest(state, 1), mass_of_largest(state, 4)
+        (tensor(0.7112), tensor(1.))
+    """
+    if type(keys) is not int or keys < 1:
+        raise ValueError(f"keys is a whole number, at least 1, got {keys!r}")
+    bins = _bins(state)
+    before = 1.0 + torch.cumsum(bins.keys, -1) - bins.keys
+    some = bins.keys > 0
+    part = torch.where(some, (keys - before) / torch.where(some, bins.keys, 1.0), 0.0)
+    span = bins.far - bins.near
+    fall = -torch.expm1(-span)
+    part = part.clamp(0.0, 1.0)
+    held = torch.where(
+        fall > 0, -torch.expm1(-part * span) / torch.where(fall > 0, fall, 1.0), part
+    )
+    return (bins.top + (bins.mass * held).sum(-1)).clamp(max=1.0)
+
+
+def mass_below(state: RowState, gap: float) -> Tensor:
+    """Share of each row's mass on keys more than a gap below its maximum, (...).
+
+    That is what dropping them loses. NaN for a row without keys.
+
+    Args:
+        state: of rows whose statistics were asked for with ``gaps=True``.
+        gap: nats below the maximum, 0 or more. A threshold on weights relative to the largest, τ,
+            is a gap of −log τ.
+
+    Raises:
+        ValueError: if the gap is negative, or the state has no gap histogram.
+
+    Example:
+        >>> import torch
+        >>> from acutance.rowstats import observe
+        >>> state = observe(torch.tensor([2.0, 0.0, 0.0, 0.0]), gaps=True)
+        >>> mass_below(state, 1.0)
+        tensor(0.2888)
+    """
+    if not gap >= 0.0:
+        raise ValueError(f"gap is a number of nats, 0 or more, got {gap!r}")
+    bins = _bins(state)
+    span = bins.far - bins.near
+    part = torch.where(
+        span > 0, (gap - bins.near) / torch.where(span > 0, span, 1.0), (gap >= bins.far) * 1.0
+    ).clamp(0.0, 1.0)
+    fall = -torch.expm1(-span)
+    above = torch.where(
+        fall > 0, -torch.expm1(-part * span) / torch.where(fall > 0, fall, 1.0), part
+    )
+    return (bins.mass * (1.0 - above)).sum(-1) + (bins.top - bins.top)
+
+
+def critical_ratio(state: RowState) -> Tensor:
+    r""":math:`\beta/\Lambda = \min_{j \ge 2} g_{(j)} / \log j` of each row, (...).
+
+    With :math:`g_{(j)}` the gap of the j-th largest key, :math:`1/\Lambda` in units of the scale
+    that the row has: below 1 the largest key does not stand alone. Gaps are taken evenly within
+    a bin, and keys below the grid at its end. NaN for a row with fewer than two keys.
+
+    Args:
+        state: of rows whose statistics were asked for with ``gaps=True``.
+
+    Raises:
+        ValueError: if the state has no gap histogram.
+
+    Example:
+        >>> import torch
+        >>> from acutance.rowstats import observe
+        >>> critical_ratio(observe(torch.tensor([2.0] + [-0.125] * 7), gaps=True))
+        tensor(1.0734)
+
+    Source:
+        Hayase & Karakida (2026), arXiv:2605.12697.
+    """
+    bins = _bins(state)
+    last = 1.0 + torch.cumsum(bins.keys, -1)
+    first = last - bins.keys + 1.0
+    some = bins.keys > 0
+    span = torch.where(torch.arange(BINS + 1, device=last.device) < BINS, bins.far - bins.near, 0.0)
+    ratios = []
+    for rank, place in ((first, 0.5), (last, bins.keys - 0.5)):
+        share = place / torch.where(some, bins.keys, 1.0)
+        gap = bins.near + span * share
+        log = torch.log(torch.where(some, rank, 2.0))
+        ratios.append(torch.where(some, gap / log, torch.inf).amin(-1))
+    found = torch.minimum(*ratios)
+    return torch.where(found.isfinite(), found, torch.nan) + (bins.top - bins.top)

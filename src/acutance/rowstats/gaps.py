@@ -1,0 +1,88 @@
+r"""The gap histogram of a row: how many keys lie how far below its maximum, on a fixed grid.
+
+The grid is one of logits, multiples of :data:`WIDTH`, and does not move with the row: bin d of a
+row with maximum m counts the visible keys with :math:`\lfloor 4m \rfloor - \lfloor 4s_j \rfloor =
+d`. Where a maximum rises, bins shift by whole places and nothing is scaled, so histograms of parts
+of a row add up to that of the row exactly. Keys :data:`BINS` bins or more below the maximum are in
+no bin; ``n`` less the counts is their number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["BINS", "WIDTH", "absent", "aligned", "count", "edge", "fold"]
+
+#: Bins of a row.
+BINS = 64
+#: Width of a bin in nats, a power of two: dividing by it rounds nothing.
+WIDTH = 0.25
+
+
+def absent(rows: Tensor) -> Tensor:
+    """The histogram of rows that have none, (..., 0)."""
+    return rows.detach().unsqueeze(-1)[..., :0].to(torch.int32)
+
+
+def edge(scores: Tensor) -> Tensor:
+    """Number of each score's bin on the grid, floor(4 s), in the scores' dtype."""
+    return torch.floor(scores * (1.0 / WIDTH))
+
+
+def count(scores: Tensor, hidden: Tensor | None, top: Tensor) -> Tensor:
+    """The histogram of rows of scores.
+
+    Args:
+        scores: (..., S).
+        hidden: boolean, as the scores; True where a key does not count. None where all do.
+        top: :func:`edge` of each row's maximum, (...).
+
+    Returns:
+        (..., 64) int32.
+    """
+    with torch.no_grad():
+        gap = top.detach().unsqueeze(-1) - edge(scores.detach())
+        place = torch.nan_to_num(gap, BINS, BINS, BINS).clamp_(0, BINS).to(torch.int64)
+        if hidden is not None:
+            place = place.masked_fill(hidden, BINS)
+        one = torch.ones_like(place, dtype=torch.int32)
+        none = place.new_zeros((*place.shape[:-1], BINS + 1), dtype=torch.int32)
+        return none.scatter_add(-1, place, one)[..., :BINS]
+
+
+def fold(scores: Tensor, top: Tensor) -> Tensor:
+    """:func:`count` by as few passes as there are, with scores of hidden keys at −inf.
+
+    Args:
+        scores: (blocks, rows, S), already divided by the width; they are overwritten.
+        top: (blocks, rows), the floor of the largest.
+
+    Returns:
+        (blocks, rows, 64) int32.
+    """
+    gap = torch.sub(top.unsqueeze(-1), scores.floor_(), out=scores)
+    gap.nan_to_num_(BINS, BINS, BINS).clamp_(0, BINS)
+    rows = top.numel()
+    first = torch.arange(0, rows * (BINS + 1), BINS + 1, dtype=torch.int32, device=top.device)
+    place = gap.to(torch.int32).add_(first.view(*top.shape, 1))
+    if place.device.type == "cpu":
+        found = torch.bincount(place.flatten(), minlength=rows * (BINS + 1)).to(torch.int32)
+    else:  # bincount would wait for the device
+        found = torch.zeros(rows * (BINS + 1), dtype=torch.int32, device=top.device)
+        found.index_add_(0, place.flatten(), torch.ones_like(place).flatten())
+    return found.view(*top.shape, BINS + 1)[..., :BINS]
+
+
+def aligned(counts: Tensor, own: Tensor, top: Tensor) -> Tensor:
+    """A histogram about one maximum as one about a maximum at or above it.
+
+    Args:
+        counts: (..., 64).
+        own: :func:`edge` of the maximum that it is about, (...).
+        top: that of the other.
+    """
+    drop = torch.nan_to_num(top - own, BINS, BINS, BINS).clamp(0, BINS).to(torch.int64)
+    place = torch.arange(BINS, device=counts.device) - drop.unsqueeze(-1)
+    moved = counts.expand(place.shape).gather(-1, place.clamp(min=0))
+    return torch.where(place >= 0, moved, torch.zeros_like(moved))
