@@ -16,8 +16,9 @@ from torch import Tensor
 import acutance
 from acutance import theory
 from acutance.rowstats import RowStatistics, observe
+from acutance.rowstats.metrics import metric_names
 
-NAMES = tuple(acutance.METRICS)
+NAMES = metric_names(noise=True)
 #: Metrics whose relative standard error must be under 1.25 %: then 4 of them find a 5 % mistake.
 SHARP = ("entropy", "effective_keys", "sparsity", "collision", "lse", "max_logit", "logit_std")
 

@@ -94,17 +94,28 @@ class AttentionCall:
             queries == keys,
         )
 
-    def statistics(self, noise: bool) -> RowStatistics:
-        """Row statistics of this call, without its output; with ``noise_gain`` if ``noise``."""
+    def statistics(self, noise: bool, gaps: bool = False) -> RowStatistics:
+        """Row statistics of this call, without its output.
+
+        Args:
+            noise: with ``noise_gain``.
+            gaps: with the gap histogram.
+        """
         value = self.value if noise else None
         stats: RowStatistics
-        stats = row_statistics(self.query, self.key, value, noise=noise, **self._options)
+        stats = row_statistics(self.query, self.key, value, noise=noise, gaps=gaps, **self._options)
         return stats
 
-    def rebuilt(self, noise: bool) -> tuple[Tensor, RowStatistics]:
+    def rebuilt(self, noise: bool, gaps: bool = False) -> tuple[Tensor, RowStatistics]:
         """The output, without dropout, and the row statistics."""
         return attention(
-            self.query, self.key, self.value, return_stats=True, noise=noise, **self._options
+            self.query,
+            self.key,
+            self.value,
+            return_stats=True,
+            noise=noise,
+            gaps=gaps,
+            **self._options,
         )
 
     @property
@@ -287,11 +298,12 @@ def differences(
     return errors, tolerance
 
 
-def observe_scores(scores: Tensor) -> tuple[RowStatistics, Tensor]:
+def observe_scores(scores: Tensor, gaps: bool = False) -> tuple[RowStatistics, Tensor]:
     """Row statistics of scores that exist already, a few rows at a time.
 
     Args:
         scores: (B, H, L, S); values a mask would hold hide their key.
+        gaps: with the gap histogram.
 
     Returns:
         The statistics, and a boolean (B, S) that is False on keys that no row sees.
@@ -304,7 +316,7 @@ def observe_scores(scores: Tensor) -> tuple[RowStatistics, Tensor]:
         part = scores[:, :, start : start + rows].detach()
         visible = torch.logical_not(hidden_scores(part))
         seen |= visible.any(2).any(1)
-        parts.append(observe(part, visible))
+        parts.append(observe(part, visible, gaps=gaps))
     joined = {
         name: torch.cat([getattr(part, name) for part in parts], dim=2)
         for name in RowState._fields

@@ -135,6 +135,10 @@ class ProbeOptions:
         ),
     ] = False
     noise: Annotated[bool, typer.Option("--noise", help="Also measure noise_gain.")] = False
+    gaps: Annotated[
+        bool,
+        typer.Option("--gaps", help="Also measure how many keys hold 90 % of a row's weight."),
+    ] = False
     structure: Annotated[
         bool, typer.Option("--structure", help="Also measure where weight lies, and name classes.")
     ] = False
@@ -183,8 +187,8 @@ class ProbeOptions:
     {
         READ: "text length tokenizer law attention device trust_remote_code allow_pickle "
         "allow_missing",
-        WRITE: "report json csv parquet save figure chart dark keep_qk noise structure examples "
-        "verify overwrite",
+        WRITE: "report json csv parquet save figure chart dark keep_qk noise gaps structure "
+        "examples verify overwrite",
         LESS: "every layers heads max_rows seed provide batch_size",
         MANY: "shard resume save_every",
     },
@@ -278,6 +282,7 @@ def _run(
         device=device,
         verify=not options.provide if options.verify is None else options.verify,
         noise=options.noise,
+        gaps=options.gaps,
         structure=options.structure or options.examples > 0,
         examples=options.examples,
         subset=subset,

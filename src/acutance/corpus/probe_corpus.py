@@ -79,6 +79,7 @@ class Options:
         device: where this rank runs the model.
         verify: rebuild each output and compare.
         noise: also measure ``noise_gain``.
+        gaps: also measure how many keys hold 90 % of the weight, and its like.
         structure: also measure where weight lies.
         examples: sharpest rows of each head to keep.
         keep: also keep a sample of queries and keys.
@@ -95,6 +96,7 @@ class Options:
     device: str = "cpu"
     verify: bool = True
     noise: bool = False
+    gaps: bool = False
     structure: bool = False
     examples: int = 0
     keep: bool = False
@@ -191,6 +193,7 @@ def open_probe(loaded: TextModel, options: Options) -> Probe:
         loaded.model,
         verify=options.verify,
         noise=options.noise,
+        gaps=options.gaps,
         keep=options.keep,
         structure=options.structure,
         tokenizer=loaded.tokenizer,

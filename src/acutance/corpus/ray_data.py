@@ -59,6 +59,7 @@ def probe_dataset(
     batch_size: int = 8,
     verify: bool = True,
     noise: bool = False,
+    gaps: bool = False,
     structure: bool = False,
     examples: int = 0,
     actors: int = 2,
@@ -87,6 +88,7 @@ def probe_dataset(
         batch_size: windows run at once.
         verify: rebuild each output and compare.
         noise: also measure ``noise_gain``.
+        gaps: also measure how many keys hold 90 % of the weight, and its like.
         structure: also measure which positions and kinds of token the weight falls on.
         examples: sharpest rows of each head to keep.
         actors: number of actors, each with its own copy of the model.
@@ -128,6 +130,7 @@ def probe_dataset(
         device=device,
         verify=verify,
         noise=noise,
+        gaps=gaps,
         structure=structure or examples > 0,
         examples=examples,
     )

@@ -155,6 +155,10 @@ METRIC_WORDS: dict[str, MetricWords] = {
     "effective_keys": MetricWords(
         "Sharpness", "as if looking at one token", "as if looking at many"
     ),
+    **{
+        f"keys_{percent}": MetricWords("Sharpness", "few tokens hold it", "it takes many tokens")
+        for percent in (50, 90, 95, 99)
+    },
     "top_weight": MetricWords("Sharpness", "no token stands out", "one token has most"),
     "information": MetricWords("Sharpness", "no choice made", "a sharp choice"),
     "sparsity": MetricWords("Sharpness", "sharp: few tokens", "diffuse: many tokens"),

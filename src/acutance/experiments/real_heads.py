@@ -66,7 +66,7 @@ def subjects(run: Run) -> Iterable[Subject]:
 @torch.no_grad()
 def summary(subject: Subject) -> HeadSummary:
     """Every head's means over the rows of all texts."""
-    with probe(subject.model, metrics=METRICS) as opened:
+    with probe(subject.model, noise=True) as opened:
         for batch in subject.batches:
             subject.model(**batch)
     return opened.summary()
@@ -90,7 +90,7 @@ def measure(run: Run) -> Sequence[Row]:
     rows: list[Row] = []
     for subject in subjects(run):
         found = summary(subject)
-        means = {name: found.mean(name) for name in METRICS}
+        means = {name: found.mean(name) for name in found.metrics}
         H, gauss, floor = (
             means[name] for name in ("entropy", "gaussian_entropy", "mean_field_entropy")
         )

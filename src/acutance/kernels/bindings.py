@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 #: Version of the structures below; a library of another one is refused.
-ABI = 3
+ABI = 4
 #: Environment variable that names the instruction set to use.
 CPU_VARIABLE = "ACUTANCE_CPU"
 
@@ -91,7 +91,7 @@ CALL = Layout(
 #: ``acutance_sums``: where the forward pass writes.
 SUMS = Layout(
     *("out P", "out_stride 3q", "n P", "m P", "Z P", "U P", "W P", "Q P", "mean P", "M2 P"),
-    *("depth P", "first P", "first_index P", "O P", "R1 P", "R2 P", "noise q"),
+    *("depth P", "first P", "first_index P", "O P", "R1 P", "R2 P", "noise q", "gaps P"),
 )
 #: ``acutance_gradients``: what the backward pass reads and writes.
 GRADIENTS = Layout(

@@ -60,8 +60,6 @@ def why_not(call: KernelCall) -> str | None:
         return f"heads wider than {MOST_WIDTH}"
     if call.rule.dropout_p > 0.0:
         return "dropout"
-    if call.gaps:
-        return "the gap histogram"
     return _why_no_library()
 
 
@@ -124,7 +122,9 @@ def forward(call: KernelCall) -> Sums:
     packed, _held = _pack(call)
     status = _library().forward(
         packed,
-        SUMS.words_packed(places[0], *sums.out.stride()[:3], *places[1:-1], noise),
+        SUMS.words_packed(
+            places[0], *sums.out.stride()[:3], *places[1:-1], noise, places[-1] if gaps else 0
+        ),
     )
     if status == UNFINISHED:
         return sums if value is None else only_visible_values(forward, sums, call)

@@ -20,6 +20,7 @@ def probe(
     metrics: Sequence[str] | None = None,
     verify: bool | Literal["first"] = "first",
     noise: bool = False,
+    gaps: bool = False,
     keep: bool = False,
     every: int = 1,
     layers: Chosen | None = None,
@@ -40,11 +41,14 @@ def probe(
     Args:
         model: any module; calls inside it are read, whatever else runs.
         metrics: names from :data:`acutance.METRICS`; None is all of them (``noise_gain`` only with
-            ``noise``).
+            ``noise``, ``keys_50`` and its like only with ``gaps``).
         verify: rebuild outputs from what was captured and compare, which catches a capture that
             misses something at the price of computing the output twice: ``"first"`` that of the
             first call of each kind in each layer, True that of every call, False none.
         noise: also record ``noise_gain``, which needs a third matrix product.
+        gaps: also record how many keys hold 50, 90, 95 and 99 % of a row's weight (``keys_90``),
+            from counts of keys by the distance of their logit below the row's maximum. With
+            ``structure``, ``critical_ratio`` is then of every row, to a bin, instead of sixteen.
         keep: also keep a bounded sample of queries and keys: :meth:`Probe.queries_keys`.
         every: read the first of every ``every`` forward passes.
         layers: read these only: numbers of blocks (3 is ``encoder.layer.3``, −1 the last), ranges,
@@ -98,6 +102,7 @@ def probe(
         metrics=metrics,
         verify=verify,
         noise=noise,
+        gaps=gaps,
         keep=keep,
         every=every,
         layers=layers,

@@ -26,6 +26,7 @@ from acutance.probing.repeated_calls import joined
 from acutance.probing.structure import StructureReader
 from acutance.probing.untrained import is_untrained
 from acutance.rowstats import METRICS, metric
+from acutance.rowstats.metrics import metric_names
 from acutance.shapes import check_count, check_flag
 from acutance.structure import STRUCTURE
 from acutance.summary.head_summary import HeadSummary
@@ -91,6 +92,7 @@ class Probe:
         metrics: Sequence[str] | None = None,
         verify: bool | Literal["first"] = "first",
         noise: bool = False,
+        gaps: bool = False,
         keep: bool = False,
         every: int = 1,
         layers: Chosen | None = None,
@@ -112,10 +114,13 @@ class Probe:
             raise ValueError(f'verify is True, False or "first", got {verify!r}')
         if isinstance(metrics, str):
             raise TypeError(f"metrics is a sequence of names, got the string {metrics!r}")
-        wanted = list(METRICS) if metrics is None else [metric(name).name for name in metrics]
+        check_flag("gaps", gaps)
         if metrics is None:
-            wanted = [name for name in wanted if noise or not METRICS[name].needs_values]
+            wanted = list(metric_names(noise=noise, gaps=gaps))
+        else:
+            wanted = [metric(name).name for name in metrics]
         noise = noise or any(METRICS[name].needs_values for name in wanted)
+        gaps = gaps or any(METRICS[name].needs_gaps for name in wanted)
         self.metrics: tuple[str, ...] = tuple(name for name in METRICS if name in wanted)
         if not self.metrics:
             raise ValueError("metrics names at least one metric, got none")
@@ -142,6 +147,7 @@ class Probe:
         self._reader = recorder.reader = Reader(
             verify=verify,
             noise=noise,
+            gaps=gaps,
             keep=keep,
             heads=heads,
             max_rows=None if max_rows is None else check_count("max_rows", max_rows, 2),

@@ -138,6 +138,7 @@ class Reader:
         *,
         verify: bool | Literal["first"],
         noise: bool,
+        gaps: bool,
         keep: bool,
         heads: Chosen | None,
         max_rows: int | None,
@@ -152,6 +153,7 @@ class Reader:
         Args:
             verify: and all up to ``provide``, as there.
             noise: also record ``noise_gain``.
+            gaps: also count keys by their distance below the maximum.
             keep: keep queries and keys.
             heads: heads that are read.
             max_rows: rows of a call that are read, at most.
@@ -162,7 +164,7 @@ class Reader:
             rows: decides which rows are padding.
         """
         self.structure = structure
-        self._verify, self._noise = verify, noise
+        self._verify, self._noise, self._gaps = verify, noise, gaps
         self._agreed: set[tuple[object, ...]] = set()
         self._asked: set[str] = set()
         self._rows, self._seed = max_rows, seed
@@ -180,7 +182,7 @@ class Reader:
         """
         if self.provider is None:
             raise ValueError("this probe provides nothing")
-        return self.provider.provide(call, own, self._noise)
+        return self.provider.provide(call, own, self._noise, self._gaps)
 
     def provided(
         self, call: AttentionCall, found: Provided, module: torch.nn.Module | None
@@ -211,9 +213,9 @@ class Reader:
         agreed = not doubted and kind in self._agreed
         if output is None or not known or not (self._verify or doubted) or agreed:
             status: Status = "checked" if agreed else "captured"
-            read = part.read(part.call.statistics(self._noise), status)
+            read = part.read(part.call.statistics(self._noise, self._gaps), status)
             return self._with_structure(part, call, read)
-        rebuilt, stats = part.call.rebuilt(self._noise)
+        rebuilt, stats = part.call.rebuilt(self._noise, self._gaps)
         theirs = part.of(output())
         if theirs.shape != rebuilt.shape:
             raise ValueError(
@@ -259,7 +261,7 @@ class Reader:
         if read.layer.provided:  # computed whole: cut only now
             call = call if part.heads is None else take_heads(call, part.heads)
             call = call if part.sample is None else take_rows(call, part.sample)
-        found, rows, tokens = self.structure.read(call, whole, part.sample)
+        found, rows, tokens = self.structure.read(call, whole, part.sample, read.stats)
         name = read.layer.module
         self.structure.keep(name, rows, read.stats, read.kept, found.positions, tokens)
         return read._replace(structured=found)
@@ -271,7 +273,7 @@ class Reader:
         _check_whole(scores)
         total, queries = scores.shape[1:3]
         heads = self._chosen(total)
-        stats, seen = observe_scores(scores if heads is None else scores[:, heads])
+        stats, seen = observe_scores(scores if heads is None else scores[:, heads], self._gaps)
         counting = self.rows.of_scores(scores, module, stats.state.n, seen)
         none = scores[..., :0]
         call = AttentionCall(module, "softmax", none, none, none)

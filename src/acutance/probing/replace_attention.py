@@ -52,13 +52,16 @@ class Provider:
         self._lock = threading.Lock()
         self.suspects: set[str] = set()
 
-    def provide(self, call: AttentionCall, own: Callable[[], Tensor], noise: bool) -> Provided:
+    def provide(
+        self, call: AttentionCall, own: Callable[[], Tensor], noise: bool, gaps: bool
+    ) -> Provided:
         """Compute a call.
 
         Args:
             call: what was captured.
             own: the model's own function, which gives (B, Hq, L, Ev).
             noise: also measure ``noise_gain``.
+            gaps: also count keys by their distance below the maximum.
 
         Raises:
             ValueError: if it cannot be provided; the message is the reason.
@@ -68,7 +71,7 @@ class Provider:
         if call.module in self.suspects:
             raise ValueError("its output differs from the model's own")
         with unwatched():
-            output, stats = call.rebuilt(noise)
+            output, stats = call.rebuilt(noise, gaps)
         if output.requires_grad:
             stats = RowStatistics(RowState(*(part.detach() for part in stats.state)), stats.backend)
         kind = (*call.kind(), bool((stats.state.n == 0).any()))

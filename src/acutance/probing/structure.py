@@ -16,6 +16,7 @@ from acutance.masks import Masking, Region
 from acutance.probing.row_sampling import Sample
 from acutance.probing.tokens import Tokens, special_ids
 from acutance.rowstats import RowStatistics
+from acutance.rowstats.coverage import has_gaps
 from acutance.structure import StructureStatistics
 from acutance.structure.blocks import blocks, exact, last_visible
 from acutance.structure.parts import Places
@@ -26,7 +27,8 @@ from acutance.summary.optional_parts import OptionalParts
 
 __all__ = ["CRITICAL_ROWS", "Structured", "StructureReader"]
 
-#: Rows of each sequence of a call whose scores are sorted for ``critical_ratio``.
+#: Rows of each sequence of a call whose scores are sorted for ``critical_ratio``, where the gap
+#: histogram does not give it for all.
 CRITICAL_ROWS = 16
 _BLANK = "\u2581"  # how sentence pieces write a blank
 
@@ -81,7 +83,11 @@ class StructureReader:
         self.tokens = Tokens()
 
     def read(
-        self, call: AttentionCall, whole: AttentionCall, sample: Sample | None
+        self,
+        call: AttentionCall,
+        whole: AttentionCall,
+        sample: Sample | None,
+        stats: RowStatistics,
     ) -> tuple[Structured, KernelCall, Tensor | None]:
         """The structure of a call's rows.
 
@@ -89,6 +95,7 @@ class StructureReader:
             call: of the heads and rows that are read.
             whole: the call before rows were drawn from it.
             sample: how they were drawn; None if all are there.
+            stats: of these rows; their gap histogram gives every row's ``critical_ratio``.
 
         Returns:
             The structure, and what :meth:`keep` needs: the rows, and the tokens of the keys.
@@ -105,8 +112,11 @@ class StructureReader:
             asked = tokens_at(tokens, positions)
             if self._special:
                 special = torch.isin(tokens, torch.tensor(self._special, device=tokens.device))
-        every = max(1, -(-call.query.shape[2] // CRITICAL_ROWS))
+        counted = has_gaps(stats.state)
+        every = 0 if counted else max(1, -(-call.query.shape[2] // CRITICAL_ROWS))
         found = observe_structure(rows, Places(positions, tokens, asked, special, every))
+        if counted:
+            found = replace(found, critical_ratio=stats.critical_ratio())
         return Structured(found, positions), rows, tokens
 
     def keep(

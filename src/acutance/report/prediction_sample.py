@@ -10,7 +10,6 @@ from torch import Tensor
 
 from acutance.attend import row_statistics
 from acutance.report.prediction_table import logit_deviation
-from acutance.rowstats import METRICS
 from acutance.theory import Prediction
 from acutance.theory.families import as_family
 from acutance.theory.prediction.softmax import score_moments
@@ -48,7 +47,7 @@ def sample_rows(prediction: Prediction, rows: int, seed: int = 0) -> dict[str, t
         value *= math.sqrt(prediction.parameters["value_variance"])
         query = torch.ones(count, 1, 1, 1, dtype=torch.float64)
         found = row_statistics(query, scores, value, scale=1.0, noise=True)
-        for name in METRICS:
+        for name in found.available:
             parts.setdefault(name, []).append(found[name].to(torch.float64).flatten())
     values = {name: torch.cat(column) for name, column in parts.items()}
     return {

@@ -126,9 +126,10 @@ def prediction_record(prediction: Prediction) -> dict[str, Any]:
                 "kind": prediction.kinds.get(name),
                 "why": prediction.why.get(name),
                 "population": _plain(prediction.population[name]),
-                "unit": DESCRIPTIONS[name].unit,
+                "unit": entry.unit,
             }
-            for name in DESCRIPTIONS
+            for name, entry in DESCRIPTIONS.items()
+            if not entry.needs_gaps
         },
         "remarks": remarks(prediction),
     }

@@ -208,7 +208,8 @@ def critical_ratio(state: RowState) -> Tensor:
 
     With :math:`g_{(j)}` the gap of the j-th largest key, :math:`1/\Lambda` in units of the scale
     that the row has: below 1 the largest key does not stand alone. Gaps are taken evenly within
-    a bin, and keys below the grid at its end. NaN for a row with fewer than two keys.
+    a bin, and keys below the grid at its end, 16 nats down: what is above :math:`16 / \log n` is
+    told as that. NaN for a row with fewer than two keys.
 
     Args:
         state: of rows whose statistics were asked for with ``gaps=True``.

@@ -26,6 +26,10 @@ Scale = Literal["unit", "nats", "keys", "positive", "signed"]
 SCALES: dict[str, Scale] = {
     "n_keys": "keys",
     "effective_keys": "keys",
+    "keys_50": "keys",
+    "keys_90": "keys",
+    "keys_95": "keys",
+    "keys_99": "keys",
     "entropy": "nats",
     "information": "nats",
     "gaussian_entropy": "nats",

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Raised whenever a structure or a meaning below changes: the caller refuses another number.
-#define ACUTANCE_ABI 3
+#define ACUTANCE_ABI 4
 
 enum { ACUTANCE_F32 = 0, ACUTANCE_F64 = 1, ACUTANCE_BF16 = 2, ACUTANCE_F16 = 3 };
 
@@ -66,6 +66,7 @@ typedef struct {
   int64_t* first_index;
   void *O, *R1, *R2;  // all three or none: the noise sums, O and R1 (..., Ev) contiguous
   int64_t noise;      // 1: sum them
+  int32_t* gaps;      // (..., 64) keys by bins of 1/4 below the maximum; null: not asked for
 } acutance_sums;
 
 // Gradient of score j of a row, with t = s_j - m and e = exp(t):

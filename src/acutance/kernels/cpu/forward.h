@@ -10,6 +10,7 @@
 #include <math.h>
 
 #include "dots.h"
+#include "gaps.h"
 #include "mask.h"
 #include "products.h"
 
@@ -38,6 +39,7 @@ struct Forward {
   const T *centres, *centre = nullptr;
   int* unfinished;
   Rows<T>* rows;
+  Gaps<T>* gaps;  // null where they are not asked for
   uint32_t* seen;
   NextRows ahead[2];  // what the next tiles fetch while they score
   int turn = 0;
@@ -59,6 +61,7 @@ struct Forward {
     centres = shared.centres, unfinished = shared.unfinished;
     rows = arena.take<Rows<T>>(GROUPS);
     seen = arena.take<uint32_t>(BLOCK);
+    gaps = sums.gaps ? arena.take<Gaps<T>>(GROUPS) : nullptr;
   }
 
   static size_t need(const Shared& shared) {
@@ -67,7 +70,8 @@ struct Forward {
     return Products::need(call) + Arena::bytes(BLOCK * call.value_width, each) * 3 +
            Arena::bytes(BLOCK * LN, each) * 3 +
            Arena::bytes(BLOCK, each) + Arena::bytes(GROUPS, sizeof(Rows<T>)) +
-           Arena::bytes(BLOCK, 4) + 1024;
+           Arena::bytes(BLOCK, 4) + Arena::bytes(shared.sums.gaps ? GROUPS : 0, sizeof(Gaps<T>)) +
+           1024;
   }
 
   struct Place {
@@ -116,6 +120,7 @@ struct Forward {
       const int64_t filled = imin(LN, count - g * LN);
       products.lay(q + g * LN * call.query_stride[2], filled, g);
       rows[g].clear();
+      if (gaps) gaps[g].clear();
     }
     memset(outputs, 0, sizeof(T) * size_t(groups * LN * Ev));
     if (noise) {
@@ -171,6 +176,7 @@ struct Forward {
       row.begin(found, T(count), factor);
       row.whole += count;
       if (!row.found) row.first_seen(start, scores);
+      if (gaps) gaps[g].add(scores, nullptr, count, (const T*)row.m);
       weigh<false>(row, count, from);
     } else {
       Masks<T> masks(call, batch, head, first, filled);
@@ -184,6 +190,7 @@ struct Forward {
       for (int v = 0; v < NV; ++v)
         row.masked[v] += __builtin_convertvector(visible[v], IVec<T>);
       row.first_seen(start, count, scores, seen);
+      if (gaps) gaps[g].add(scores, seen, count, (const T*)row.m);
       weigh<true>(row, count, from);
     }
     if (!Ev) return;
@@ -206,10 +213,12 @@ struct Forward {
     const int64_t heads = call.heads * call.group;
     const int64_t base = (batch * heads + head) * call.queries + first;
     Row<T> row;
+    if (gaps) gaps[g].finish();
     T inverse[LN] = {};
     for (int l = 0; l < filled; ++l) {
       rows[g].read(l, &row);
       write(base + l, row);
+      if (gaps) gaps[g].read(l, sums.gaps + (base + l) * BINS);
       T normaliser = row.Z;
       if (call.sinks && row.m != T(-INFINITY))
         normaliser += T(exp(call.sinks[head] - double(row.m)));

@@ -11,8 +11,9 @@ namespace {
 // Whether queries would fill so few lanes that keys had better lie there. A row then costs half as
 // much again, measured as 1 to 1.4 times; three times what it costs where pairs are multiplied.
 // Against few keys what counts is starting a row there, as long as 64 keys, and a whole lane group
-// here, as long as 400.
+// here, as long as 400. Keys are counted by their gaps here only.
 int run_few_queries(const acutance_call* call, const acutance_sums* sums, double row_cost) {
+  if (sums->gaps) return 0;
   const int64_t lanes = call->dtype == ACUTANCE_F64 ? LANES<double> : LANES<float>;
   const int64_t paid = (call->queries + lanes - 1) / lanes * lanes;
   const bool pairs =
