@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import acutance
-from acutance.report import Report
 from acutance.rowstats.coverage import critical_ratio
 from acutance.structure import parts
 from acutance.summary.head_summary import HeadSummary
@@ -82,7 +81,7 @@ def test_structure_gives_the_critical_ratio_of_every_row() -> None:
     assert (sixteen.moments.count[:, sixteen.column("critical_ratio")] < 80).all()
     s = weights().clamp(min=1e-30).log()
     exact = parts.critical_ratio(s).double().mean((0, 2))
-    torch.testing.assert_close(every.mean("critical_ratio"), exact, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(every.mean("critical_ratio"), exact, rtol=0.1, atol=0.05)
     state = acutance.rowstats.observe(s, gaps=True)
     torch.testing.assert_close(
         every.mean("critical_ratio"),
@@ -102,5 +101,3 @@ def test_files_and_tables_have_them(tmp_path: Path) -> None:
     text = (tmp_path / "heads.json").read_text()
     assert "keys_90" in text
     assert json.loads(text)
-    Report.of(summary).save(str(tmp_path / "page.html"))
-    assert "keys_90" in (tmp_path / "page.html").read_text()

@@ -1,8 +1,8 @@
 // How many keys lie how far below a row's maximum: the histogram of acutance.rowstats.gaps.
 //
-// Bins are quarters of a logit. A row keeps the 64 from its maximum down in a ring, by number
-// modulo 64: where the maximum rises, the slots that the new bins take are emptied, and nothing
-// moves. With AVX2 keys are counted 32 at a time by bits: a byte has one bit set for each key of
+// Bins are quarters of a logit. A row keeps the 64 from its maximum down in a ring, by distance
+// from its first maximum modulo 64: where the maximum rises, the slots that the new bins take are
+// emptied, and nothing moves. With AVX2 keys are counted 32 at a time by bits: a byte has one bit set for each key of
 // eight bins, and planes of such bytes are added up as binary numbers are, carry by carry.
 #ifndef ACUTANCE_GAPS_H
 #define ACUTANCE_GAPS_H
@@ -119,6 +119,7 @@ struct Planes {
 template <class T>
 struct Gaps {
   static constexpr int LN = LANES<T>;
+  static constexpr int MARGIN = 4;  // the first maximum's slot: rows then use the same groups
 
 #if defined(__AVX2__)
   static constexpr bool BITS = sizeof(T) == 4;
@@ -127,17 +128,20 @@ struct Gaps {
   static constexpr bool BITS = false;
 #endif
   int32_t counts[LN * BINS];  // by slot of the ring
-  T top[LN];  // the maximum's bin; NaN where there is none
+  T top[LN];   // the maximum's bin; NaN where there is none
+  T base[LN];  // the bin at slot 0
 
   void clear() {
     memset(counts, 0, sizeof counts);
-    for (int l = 0; l < LN; ++l) top[l] = T(NAN);
+    for (int l = 0; l < LN; ++l) top[l] = T(NAN), base[l] = 0;
 #if defined(__AVX2__)
     for (Planes& part : planes) part.clear();
 #endif
   }
 
-  static int slot(T bin) { return int(int64_t(fmod(double(bin), double(BINS)))) & (BINS - 1); }
+  int slot(int l) const {  // of the maximum
+    return int(int64_t(fmod(double(top[l]) - double(base[l]), double(BINS)))) & (BINS - 1);
+  }
 
   // Turn to new maxima; whether all of them are numbers that 16 bits hold.
   bool rise(const T* largest) {
@@ -145,10 +149,12 @@ struct Gaps {
     for (int l = 0; l < LN; ++l) {
       const T bin = T(floor(largest[l] * T(STEPS)));
       if (bin > top[l]) {
-        const int rises = bin - top[l] < T(BINS) ? int(bin - top[l]) : BINS, first = slot(bin);
-        for (int k = 0; k < rises; ++k) empty(l, (first - k) & (BINS - 1));
+        const int rises = bin - top[l] < T(BINS) ? int(bin - top[l]) : BINS;
+        top[l] = bin;
+        for (int k = 0, first = slot(l); k < rises; ++k) empty(l, (first - k) & (BINS - 1));
+      } else if (top[l] != top[l] && bin - bin == 0) {
+        top[l] = bin, base[l] = bin - T(MARGIN);
       }
-      if (!(bin <= top[l]) && bin > T(-INFINITY)) top[l] = bin;
       ordinary = ordinary && (largest[l] == T(-INFINITY) || (bin > T(-32000) && bin < T(32000)));
     }
     return ordinary;
@@ -161,7 +167,7 @@ struct Gaps {
 #endif
   }
 
-  // Count a tile's keys. `largest` are the rows' maxima, of this tile and those before; `seen` is
+  // Count a tile's keys, of which there is room for whole fours. `largest` are the rows' maxima, of this tile and those before; `seen` is
   // null where no key of it is hidden.
   void add(const T* scores, const uint32_t* seen, int64_t count, const T* largest) {
     const bool ordinary = rise(largest);
@@ -170,7 +176,7 @@ struct Gaps {
 #endif
     (void)ordinary;
     int first[LN];
-    for (int l = 0; l < LN; ++l) first[l] = top[l] - top[l] == 0 ? slot(top[l]) : -1;
+    for (int l = 0; l < LN; ++l) first[l] = top[l] - top[l] == 0 ? slot(l) : -1;
     for (int64_t j = 0; j < count; ++j)
       for (int l = 0; l < LN; ++l) {
         if (first[l] < 0 || (seen && !(seen[j] >> l & 1))) continue;
@@ -182,7 +188,7 @@ struct Gaps {
   // Write a row's histogram, from the maximum down.
   void read(int l, int32_t* to) {
     const bool some = top[l] - top[l] == 0;
-    const int first = some ? slot(top[l]) : 0;
+    const int first = some ? slot(l) : 0;
     for (int d = 0; d < BINS; ++d) to[d] = counts[l * BINS + ((first - d) & (BINS - 1))];
   }
 
@@ -211,12 +217,17 @@ struct Gaps {
   void sort(const float* scores, const uint32_t* seen, int64_t count, int u, __m256i* group,
             __m256i* bit, uint32_t* present) {
     const __m256i lowest = _mm256_set1_epi32(INT32_MIN), last = _mm256_set1_epi8(BINS - 1);
-    int32_t tops[8];
-    for (int l = 0; l < 8; ++l) tops[l] = top[8 * u + l] - top[8 * u + l] == 0 ? int(top[8 * u + l]) : 0;
-    __m256i wide;
+    int32_t tops[8], firsts[8];
+    for (int l = 0; l < 8; ++l) {
+      const T own = top[8 * u + l];
+      const bool some = own - own == 0;
+      tops[l] = some ? int(own) : 0, firsts[l] = some ? slot(8 * u + l) : 0;
+    }
+    __m256i wide, slots;
     memcpy(&wide, tops, sizeof wide);
+    memcpy(&slots, firsts, sizeof slots);
     const __m256i high = _mm256_packs_epi32(wide, wide);
-    const __m256i slots = _mm256_and_si256(high, _mm256_set1_epi16(BINS - 1));
+    slots = _mm256_packs_epi32(slots, slots);
     const __m256i low = _mm256_packus_epi16(slots, slots);
     const __m256i one_of_eight = _mm256_setr_epi8(
         1, 2, 4, 8, 16, 32, 64, -128, 1, 2, 4, 8, 16, 32, 64, -128,
@@ -229,8 +240,9 @@ struct Gaps {
       __m256i x[4];
 #pragma GCC unroll 4
       for (int k = 0; k < 4; ++k)
-        x[k] = j + k < count ? bins(scores + (j + k) * LN + 8 * u, MASKED ? seen + j + k : nullptr, u)
-                             : lowest;
+        x[k] = bins(scores + (j + k) * LN + 8 * u, MASKED ? seen + j + k : nullptr, u);
+      if (__builtin_expect(j + 4 > count, 0))
+        for (int64_t k = count - j; k < 4; ++k) x[k] = lowest;
       const __m256i a = _mm256_subs_epi16(high, _mm256_packs_epi32(x[0], x[1]));
       const __m256i b = _mm256_subs_epi16(high, _mm256_packs_epi32(x[2], x[3]));
       const __m256i gap = _mm256_packus_epi16(a, b);
