@@ -16,7 +16,7 @@ from acutance.masks import Masking, Region
 from acutance.probing.row_sampling import Sample
 from acutance.probing.tokens import Tokens, special_ids
 from acutance.rowstats import RowStatistics
-from acutance.rowstats.coverage import has_gaps
+from acutance.rowstats.state import has_gaps
 from acutance.structure import StructureStatistics
 from acutance.structure.blocks import blocks, exact, last_visible
 from acutance.structure.parts import Places

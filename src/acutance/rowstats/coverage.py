@@ -8,25 +8,18 @@ exactly. Mass is that on keys: a sink outside of them has no part in it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from acutance.rowstats.gaps import BINS, WIDTH, edge
+from acutance.rowstats.state import RowState, has_gaps
 
-if TYPE_CHECKING:
-    from acutance.rowstats.state import RowState
-
-__all__ = ["critical_ratio", "has_gaps", "keys_holding", "mass_below", "mass_of_largest"]
+__all__ = ["critical_ratio", "keys_holding", "mass_below", "mass_of_largest"]
 
 #: Part of a key by which a number of keys may be above a whole number without being the next one.
 _ROUNDING = 1e-3
-
-
-def has_gaps(state: RowState) -> bool:
-    """Whether a state carries the gap histogram."""
-    return state.gaps.shape[-1] == BINS and state.gaps.dim() == state.Z.dim() + 1
 
 
 class _Bins(NamedTuple):

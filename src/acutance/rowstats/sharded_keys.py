@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from acutance.rowstats import gaps as histogram
-from acutance.rowstats.coverage import has_gaps
 from acutance.rowstats.state import (
     NO_KEY,
     UNPLACED,
@@ -23,6 +22,7 @@ from acutance.rowstats.state import (
     _finite,
     _nothing,
     _shift,
+    has_gaps,
     has_noise,
     ratio,
     sum_of_gaps,

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from acutance.rowstats import gaps as histogram
-from acutance.rowstats.coverage import has_gaps
 from acutance.shapes import check_tensor
 
 #: ``first_index`` of a row that has no visible key.
@@ -77,6 +76,12 @@ class RowState(NamedTuple):
 def has_noise(state: RowState) -> bool:
     """Whether a state carries the sums of its values, ``O``, ``R1`` and ``R2``."""
     return state.R2.dim() == state.Z.dim()
+
+
+def has_gaps(state: RowState) -> bool:
+    """Whether a state carries the gap histogram."""
+    shape = state.gaps.shape
+    return shape[-1] == histogram.BINS and len(shape) == state.Z.dim() + 1
 
 
 def has_sink(state: RowState) -> bool:

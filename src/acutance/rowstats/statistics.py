@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from acutance.rowstats import coverage
-from acutance.rowstats.coverage import has_gaps
 from acutance.rowstats.metrics import METRICS, metric, metric_names
-from acutance.rowstats.state import RowState, has_noise, merge, unplaced
+from acutance.rowstats.state import RowState, has_gaps, has_noise, merge, unplaced
 
 
 def _read(name: str) -> property:
