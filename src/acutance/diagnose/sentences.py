@@ -187,6 +187,9 @@ METRIC_WORDS: dict[str, MetricWords] = {
     "mean_field_entropy": MetricWords("Predicted", "low floor", "high floor"),
     "jensen_gap": MetricWords("Predicted", "tight bound", "loose bound"),
     "max_gap": MetricWords("Predicted", "tight bound", "loose bound"),
+    "first_gap": MetricWords("Scores", "the first token is ignored", "the first token wins"),
+    "rest_logit_std": MetricWords("Scores", "other scores alike", "other scores far apart"),
+    "rest_jensen_gap": MetricWords("Scores", "no score stands out", "a few scores stand out"),
     "jacobian_trace": MetricWords(
         "Gradient and noise", "little gradient passes", "gradient passes"
     ),

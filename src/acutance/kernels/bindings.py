@@ -114,7 +114,8 @@ METRIC_BITS = {
             *("entropy", "normalized_entropy", "information", "effective_keys", "sparsity"),
             *("collision", "top_weight", "first_weight", "sink_mass", "lse", "logit_mean"),
             *("logit_std", "varentropy", "entropy_slope", "mean_field_entropy", "jensen_gap"),
-            *("max_gap", "gaussian_entropy", "jacobian_trace"),
+            *("max_gap", "gaussian_entropy", "first_gap", "rest_logit_std", "rest_jensen_gap"),
+            "jacobian_trace",
         ]
     )
 }

@@ -162,6 +162,7 @@ def _metrics(
         "jensen_gap": lse - n.log() - mean,
         "max_gap": top - weighted_mean,
         "gaussian_entropy": expected_entropy(n, std),
+        **_rest(s, visible),
         "jacobian_trace": (p * (1 - p)).sum(-1),
     }
     if value is not None:
@@ -176,6 +177,30 @@ def _metrics(
         else torch.where(none, otherwise.get(name, torch.nan), values).to(values.dtype)
         for name, values in found.items()
     }
+
+
+def _rest(s: Tensor, visible: Tensor) -> dict[str, Tensor]:
+    """What compares the first visible key with the others; NaN for a single key."""
+    several = visible.sum(-1) > 1
+    safe = torch.where(several.unsqueeze(-1), s, 0.0)
+    if not s.shape[-1]:
+        nothing = safe.sum(-1) + torch.nan
+        return dict.fromkeys(("first_gap", "rest_logit_std", "rest_jensen_gap"), nothing)
+    at = visible.double().argmax(-1, keepdim=True)
+    others = visible.scatter(-1, at, False)
+    shown = torch.where(several.unsqueeze(-1), others, torch.arange(s.shape[-1]) == 0)
+    count = shown.sum(-1).double()
+    lse = torch.logsumexp(safe.masked_fill(torch.logical_not(shown), -torch.inf), -1)
+    mean = safe.masked_fill(torch.logical_not(shown), 0.0).sum(-1) / count
+    spread = (safe - mean.unsqueeze(-1)).masked_fill(torch.logical_not(shown), 0.0).square().sum(-1)
+    found = {
+        "first_gap": safe.gather(-1, at).squeeze(-1) - lse,
+        "rest_logit_std": torch.where(
+            spread > 0, (torch.where(spread > 0, spread, 1.0) / count).sqrt(), spread
+        ),
+        "rest_jensen_gap": lse - count.log() - mean,
+    }
+    return {name: torch.where(several, value, torch.nan) for name, value in found.items()}
 
 
 def _noise_gain(p: Tensor, value: Tensor, output: Tensor) -> Tensor:

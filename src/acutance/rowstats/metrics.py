@@ -259,6 +259,49 @@ def gaussian_entropy(state: RowState) -> Tensor:
     return _where_any(state, expected_entropy(n, spread))
 
 
+def first_gap(state: RowState) -> Tensor:
+    r""":math:`s_1 - \log\sum_{j>1} e^{s_j}`: log-odds of the first visible key against all others.
+
+    NaN for a single key. Where the first key has all of the weight to rounding, so that nothing is
+    known of the others, the gap ends at -log eps of the sums' dtype: 15.9 in float32.
+
+    Example:
+        >>> from acutance.rowstats import observe
+        >>> first_gap(observe(torch.tensor([6.0, 1.0, 2.0]).log()))  # log(6 / 3)
+        tensor(0.6931)
+    """
+    several, first, rest = _first_and_rest(state)
+    return torch.where(several, first - torch.log(rest), torch.nan)
+
+
+def rest_logit_std(state: RowState) -> Tensor:
+    r"""Plain standard deviation of the visible scores but the first; NaN for a single key."""
+    several, _, _ = _first_and_rest(state)
+    n = torch.where(several, _count(state), 2.0)
+    step = torch.where(several, state.first - state.mean, 0.0)
+    variance = (state.M2 - step.square() * n / (n - 1)) / (n - 1)
+    spread = several & (variance > 0)
+    root = torch.sqrt(torch.where(spread, variance, 1.0))
+    return torch.where(several, torch.where(spread, root, 0.0), torch.nan)
+
+
+def rest_jensen_gap(state: RowState) -> Tensor:
+    r""":math:`\log\frac{1}{n-1}\sum_{j>1} e^{s_j} - \bar s_{j>1}`; NaN for a single key."""
+    several, _, rest = _first_and_rest(state)
+    n = torch.where(several, _count(state), 2.0)
+    step = torch.where(several, state.first - state.mean, 0.0)
+    gap = torch.log(rest / (n - 1)) + (state.depth + step / (n - 1))
+    return torch.where(several, gap.clamp(min=0.0), torch.nan)
+
+
+def _first_and_rest(state: RowState) -> tuple[Tensor, Tensor, Tensor]:
+    """Whether there are other keys, the first key's score and the others' sum, relative to m."""
+    several = state.n > 1
+    first = torch.where(several, state.first - state.m.detach(), 0.0)
+    Z = torch.where(several, state.Z, 2.0)
+    return several, first, (Z - torch.exp(first)).clamp(min=torch.finfo(Z.dtype).eps)
+
+
 def jacobian_trace(state: RowState) -> Tensor:
     r""":math:`\mathrm{tr}\,(\mathrm{diag}\,p - pp^\top) = 1 - \sum_j p_j^2`: gradient health."""
     return 1.0 - collision(state)
@@ -338,6 +381,9 @@ METRICS: dict[str, Metric] = {
         jensen_gap,
         max_gap,
         gaussian_entropy,
+        first_gap,
+        rest_logit_std,
+        rest_jensen_gap,
         jacobian_trace,
         noise_gain,
         keys_50,

@@ -36,6 +36,8 @@ SCALES: dict[str, Scale] = {
     "jensen_gap": "positive",
     "max_gap": "positive",
     "logit_std": "positive",
+    "rest_logit_std": "positive",
+    "rest_jensen_gap": "positive",
     "varentropy": "positive",
     "noise_gain": "positive",
     "attention_distance": "positive",
@@ -43,6 +45,7 @@ SCALES: dict[str, Scale] = {
     "entropy_slope": "signed",
     "mean_field_entropy": "signed",
     "max_logit": "signed",
+    "first_gap": "signed",
     "lse": "signed",
     "logit_mean": "signed",
 }

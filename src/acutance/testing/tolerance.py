@@ -255,6 +255,16 @@ def _tolerances(
     collision = (4 * d + 2 * r) * C
     weight = 2 * d + r + 4 * u
 
+    # the other keys' sum is what the first key's weight leaves: its relative error grows as 1 / left
+    left, others = 1 - oracle["first_weight"], (n - 1).clamp(min=1.0)
+    of_rest = (2 * delta + 4 * d + 2 * r) / left
+    of_rest = torch.where(of_rest > 0.1, torch.inf, of_rest)
+    far = u * (2 * top + lse - torch.log(oracle["first_weight"]))
+    step = mean_error + delta + far  # of the first score's distance from the mean, <= sqrt(n) std
+    variance = n / others * (2 * std * spread + spread.square() + r * std.square())
+    variance = variance + (2 * n.sqrt() * std + step) * step / others
+    rest_std = torch.minimum(variance.sqrt(), variance / oracle["rest_logit_std"])
+
     def share(name: str) -> Tensor:
         """A weight's relative error grows with how far its score is below the maximum."""
         p = oracle[name]
@@ -281,6 +291,9 @@ def _tolerances(
         "jensen_gap": stored + r,
         "max_gap": (2 + root) * d + r * (1 + H),
         "gaussian_entropy": (2 + 2 * log_n).sqrt() * spread + 16 * u * (1 + log_n),
+        "first_gap": of_rest + delta + far,
+        "rest_logit_std": torch.where(rest_std.isnan(), variance.sqrt(), rest_std),
+        "rest_jensen_gap": of_rest + stored + r + (step + r * n.sqrt() * std) / others,
         "jacobian_trace": collision + u + exact * n.sqrt(),  # Σp = 1 in the oracle, up to that
     }
     if "noise_gain" in oracle:

@@ -2,6 +2,8 @@
 // pass over the rows for all that are asked.
 #include <math.h>
 
+#include <limits>
+
 #include "api.h"
 
 namespace {
@@ -71,6 +73,8 @@ constexpr int64_t kOfCollision = bit(ACUTANCE_EFFECTIVE_KEYS) | bit(ACUTANCE_SPA
                                  bit(ACUTANCE_COLLISION) | bit(ACUTANCE_JACOBIAN_TRACE);
 constexpr int64_t kOfSpread = bit(ACUTANCE_LOGIT_STD) | bit(ACUTANCE_GAUSSIAN_ENTROPY);
 
+constexpr int64_t kOfRest = bit(ACUTANCE_FIRST_GAP) | bit(ACUTANCE_REST_JENSEN_GAP);
+
 constexpr int64_t kBlock = 256;  // rows at a time, whose parts stay in the first cache
 
 template <class T>
@@ -80,6 +84,7 @@ int metrics(int64_t asked, const void* rows, int64_t count, const double* table,
   const T *Z = m + count, *U = Z + count, *W = U + count, *Q = W + count, *mean = Q + count;
   const T *M2 = mean + count, *depth = M2 + count, *first = depth + count;
   double log_n[kBlock], log_Z[kBlock], below[kBlock], collision[kBlock], spread[kBlock];
+  double log_rest[kBlock];
   const bool gaussian = asked & bit(ACUTANCE_GAUSSIAN_ENTROPY);
   Keys keys;
   for (int64_t begin = 0; begin < count; begin += kBlock) {
@@ -106,6 +111,12 @@ int metrics(int64_t asked, const void* rows, int64_t count, const double* table,
     part(kOfSpread, spread, [=](int64_t i) {
       const double variance = double(M2[i]) / double(n[i]);
       return variance > 0 ? sqrt(variance) : variance;
+    });
+    // the other keys' part of Z: what rounding leaves of it
+    part(kOfRest, log_rest, [=](int64_t i) {
+      const double rest = double(Z[i]) - exp(double(first[i]) - m[i]);
+      return log(rest > std::numeric_limits<T>::epsilon() ? rest
+                                                          : std::numeric_limits<T>::epsilon());
     });
     const auto entropy = [&](int64_t, int64_t k) { return log_Z[k] - below[k]; };
     // 0, and NaN of an infinite score
@@ -140,6 +151,20 @@ int metrics(int64_t asked, const void* rows, int64_t count, const double* table,
     each(ACUTANCE_GAUSSIAN_ENTROPY, NAN, [&](int64_t i, int64_t k) {
       keys.set(n[i], gaussian);
       return keys.expected_entropy(spread[k], table);
+    });
+    each(ACUTANCE_FIRST_GAP, NAN, [&](int64_t i, int64_t k) {
+      return n[i] > 1 ? double(first[i]) - m[i] - log_rest[k] : double(NAN);
+    });
+    each(ACUTANCE_REST_LOGIT_STD, NAN, [&](int64_t i, int64_t) {
+      const double step = double(first[i]) - mean[i], others = double(n[i]) - 1;
+      const double variance = (M2[i] - step * step * n[i] / others) / others;
+      return n[i] > 1 ? (variance > 0 ? sqrt(variance) : 0 * variance) : double(NAN);
+    });
+    each(ACUTANCE_REST_JENSEN_GAP, NAN, [&](int64_t i, int64_t k) {
+      const double others = double(n[i]) - 1;
+      const double gap =
+          log_rest[k] - log(others) + (depth[i] + (double(first[i]) - mean[i]) / others);
+      return n[i] > 1 ? (gap < 0 ? 0.0 : gap) : double(NAN);
     });
     each(ACUTANCE_JACOBIAN_TRACE, NAN, [&](int64_t, int64_t k) { return 1 - collision[k]; });
   }

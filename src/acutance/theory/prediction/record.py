@@ -54,6 +54,9 @@ class MetricRecord:
     jensen_gap: Any = math.nan
     max_gap: Any = math.nan
     gaussian_entropy: Any = math.nan
+    first_gap: Any = math.nan
+    rest_logit_std: Any = math.nan
+    rest_jensen_gap: Any = math.nan
     jacobian_trace: Any = math.nan
     noise_gain: Any = math.nan
 

@@ -97,7 +97,7 @@ def softmax_formulas(
         )
         return min(float(exact), 1.0)
 
-    def log_sum() -> float:
+    def log_sum(n: float = n) -> float:
         if normal:
             return float(expected_logsumexp_gauss(n, gamma))
         if n == 1:
@@ -112,7 +112,7 @@ def softmax_formulas(
             return gamma * gamma * (1 - collision())
         return gamma * float(expected_weighted_mean(n, gamma, family))
 
-    def deviation() -> float:
+    def deviation(n: float = n) -> float:
         if normal:
             return gaussian_deviation(n, gamma)
         return gamma * math.sqrt(variance * (n - 1) / n)
@@ -147,6 +147,15 @@ def softmax_formulas(
         "jensen_gap": ("mean", lambda: max(log_sum() - log_n - gamma * mean, 0.0)),
         "max_gap": ("mean", lambda: max(top() - attended(), 0.0)),
         "gaussian_entropy": ("mean" if normal else "plug-in", gaussian_entropy),
+        "first_gap": ("mean", lambda: gamma * mean - log_sum(n - 1)) if n >= 2 else _ONE_KEY,
+        "rest_logit_std": (
+            ("mean" if normal else "plug-in", lambda: deviation(n - 1)) if n >= 2 else _ONE_KEY
+        ),
+        "rest_jensen_gap": (
+            ("mean", lambda: max(log_sum(n - 1) - math.log(n - 1) - gamma * mean, 0.0))
+            if n >= 2
+            else _ONE_KEY
+        ),
         "jacobian_trace": ("mean", lambda: max(1 - collision(), 0.0)),
         "noise_gain": (
             "mean",
@@ -155,10 +164,11 @@ def softmax_formulas(
     }
     if math.isnan(mean):
         lacking = ("max_logit", "lse", "logit_mean", "mean_field_entropy", "jensen_gap", "max_gap")
+        lacking += ("first_gap", "rest_jensen_gap")
         formulas.update(dict.fromkeys(lacking, _NO_MEAN))
     if math.isnan(variance):
         reason = "The scores' law has no variance within float64."
-        formulas.update(dict.fromkeys(("logit_std", "gaussian_entropy"), reason))
+        formulas.update(dict.fromkeys(("logit_std", "rest_logit_std", "gaussian_entropy"), reason))
     return formulas
 
 
@@ -292,6 +302,9 @@ def softmax_population(
         jensen_gap=log_mean - gamma * mean,
         max_gap=top - gamma * tilted_mean,
         gaussian_entropy=log_n - (gamma * deviation) ** 2 / 2,
+        first_gap=gamma * mean - log_n - log_mean,
+        rest_logit_std=gamma * deviation,
+        rest_jensen_gap=log_mean - gamma * mean,
         jacobian_trace=1 - collision,
         noise_gain=value_variance * collision,
     )

@@ -86,7 +86,7 @@ def decay_formulas(n: float, lam: float, value_variance: float) -> Formulas:
     collision = 1 / keys
     mean, spread = _position(n, x)
     variance = theta * theta * spread
-    log_sum = log_n if theta == 0 else math.log(math.expm1(-n * theta) / math.expm1(-theta))
+    log_sum = _log_sum(theta, n)
     entropy = log_sum + theta * mean
     plain, deviation = -theta * (n - 1) / 2, theta * math.sqrt((n * n - 1) / 12)
     top = math.exp(-log_sum)
@@ -117,8 +117,19 @@ def decay_formulas(n: float, lam: float, value_variance: float) -> Formulas:
     }
     if n > 1:
         values["normalized_entropy"] = entropy / log_n
+    if n >= 2:
+        others = _log_sum(theta, n - 1)
+        values["first_gap"] = -theta * (n - 1) - others
+        values["rest_logit_std"] = theta * math.sqrt(n * (n - 2) / 12)
+        values["rest_jensen_gap"] = max(others - math.log(n - 1) + theta * (n - 2) / 2, 0.0)
     formulas: Formulas = {name: ("fixed", _constant(value)) for name, value in values.items()}
-    return {"normalized_entropy": _ONE_KEY, **formulas}
+    names = ("normalized_entropy", "first_gap", "rest_logit_std", "rest_jensen_gap")
+    return dict.fromkeys(names, _ONE_KEY) | formulas
+
+
+def _log_sum(theta: float, n: float) -> float:
+    """Logarithm of 1 + λ + … + λ^(n-1), λ = e^-θ."""
+    return math.log(n if theta == 0 else math.expm1(-n * theta) / math.expm1(-theta))
 
 
 def relu2_formulas(n: float, mean: float, deviation: float) -> Formulas:
@@ -188,7 +199,8 @@ def _score_formulas(n: float, mean: float, deviation: float) -> Formulas:
 
 def _without_softmax() -> Formulas:
     names = ("lse", "varentropy", "entropy_slope", "mean_field_entropy", "jensen_gap", "max_gap")
-    formulas: Formulas = dict.fromkeys((*names, "gaussian_entropy"), _NO_SOFTMAX)
+    names += ("gaussian_entropy", "first_gap", "rest_logit_std", "rest_jensen_gap")
+    formulas: Formulas = dict.fromkeys(names, _NO_SOFTMAX)
     return {**formulas, "jacobian_trace": _MEASURED, "noise_gain": _MEASURED}
 
 
