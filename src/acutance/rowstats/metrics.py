@@ -279,8 +279,10 @@ def rest_logit_std(state: RowState) -> Tensor:
     several, _, _ = _first_and_rest(state)
     n = torch.where(several, _count(state), 2.0)
     step = torch.where(several, state.first - state.mean, 0.0)
-    variance = (state.M2 - step.square() * n / (n - 1)) / (n - 1)
-    spread = several & (variance > 0)
+    squares = state.M2 - step.square() * n / (n - 1)
+    variance = squares / (n - 1)
+    # one other key has no spread, and less than this is rounding
+    spread = (state.n > 2) & (squares > 8 * torch.finfo(n.dtype).eps * state.M2)
     root = torch.sqrt(torch.where(spread, variance, 1.0))
     return torch.where(several, torch.where(spread, root, 0.0), torch.nan)
 

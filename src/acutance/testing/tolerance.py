@@ -255,7 +255,7 @@ def _tolerances(
     collision = (4 * d + 2 * r) * C
     weight = 2 * d + r + 4 * u
 
-    # the other keys' sum is what the first key's weight leaves: its relative error grows as 1 / left
+    # the other keys' sum is what the first key's weight leaves: its error grows as 1 / left
     left, others = 1 - oracle["first_weight"], (n - 1).clamp(min=1.0)
     of_rest = (2 * delta + 4 * d + 2 * r) / left
     of_rest = torch.where(of_rest > 0.1, torch.inf, of_rest)

@@ -115,12 +115,14 @@ from acutance.theory.sparsity import (
     sparsity_identity,
     sparsity_relu2,
 )
+from acutance.theory.trained_heads import HeadMetrics, expected_head_metrics
 from acutance.theory.von_mises_fisher import (
     vmf_entropy_drop,
 )
 
 __all__ = [
     "EntropyBounds",
+    "HeadMetrics",
     "KINDS",
     "MetricRecord",
     "NoiseSample",
@@ -147,6 +149,7 @@ __all__ = [
     "expected_effective_keys",
     "expected_entropy",
     "expected_entropy_gauss",
+    "expected_head_metrics",
     "expected_jacobian_fro2",
     "expected_logsumexp",
     "expected_logsumexp_gauss",

@@ -8,10 +8,10 @@ here has both and nothing else:
 * The log-odds of the first key's weight against all others, :math:`g = s_1 - \log \sum_{j>1}
   e^{s_j}`, is normal over rows, with the head's mean and standard deviation. The first weight is
   :math:`a = 1 / (1 + e^{-g})`.
-* The other n − 1 logits are independent of each other and of g, with a split normal distribution:
-  two half normals of different widths, joined at the mode. Its standard deviation is the head's,
-  its asymmetry the one at which the mean of :math:`\log \frac{1}{n-1} \sum_{j>1} e^{s_j} - \bar s`
-  is the head's.
+* The other n − 1 logits are independent of each other and of g, with a two-sided normal
+  distribution: half normals of different widths on both sides of the median. Its standard
+  deviation is the head's, its asymmetry the one at which the mean of
+  :math:`\log \frac{1}{n-1} \sum_{j>1} e^{s_j} - \bar s` is the head's.
 
 With q the weights of the other keys among themselves, every metric splits:
 
@@ -27,13 +27,13 @@ keys,
 
     E \log \textstyle\sum_j e^{s_j} &= \int_0^\infty (e^{-t} - \varphi^m) \frac{dt}{t}, \\
     E \textstyle\sum_j q_j s_j &= m \int_0^\infty E[s e^s e^{-t e^s}] \, \varphi^{m-1} dt, \\
-    E \textstyle\sum_j q_j^2 &= m \int_0^\infty t \, E[e^{2s} e^{-t e^s}] \, \varphi^{m-1} dt,
+    E \frac{1}{\sum_j q_j^2} &= 1 + m(m-1) \int_0^\infty (E[e^s e^{-t e^{2s}}])^2
+        (E e^{-t e^{2s}})^{m-2} dt,
 
 and H(q) is the first less the second.
 
-Sources: Derrida (1981), Phys. Rev. B 24, 2613, for the model without sink and skew; Wallis (2014),
-Statistical Science 29, 106, for the split normal distribution; Xiao et al. (2023),
-arXiv:2309.17453, for sinks.
+Sources: Derrida (1981), Phys. Rev. B 24, 2613, for the model without sink and skew; Xiao et al.
+(2023), arXiv:2309.17453, for sinks.
 """
 
 import math
@@ -43,11 +43,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import expit, ndtri, xlogy
 
-from acutance.theory.arguments import Array, checked
+from acutance.theory.arguments import Array, checked, result
 
-__all__ = ["HeadMetrics", "expected_head_metrics", "split_normal"]
+__all__ = ["HeadMetrics", "expected_head_metrics", "two_sided_normal"]
 
-_LARGEST_ASYMMETRY = 2.5  # the widths of both halves differ by e^5 there
+_LARGEST_ASYMMETRY = 2.0  # the widths of both sides differ by a factor e^4 there
 _REACH = 9.0  # widths of a half normal, beyond which nothing is left
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(48)
 _HALF = 0.5 * _REACH * (_NODES + 1)
@@ -57,14 +57,14 @@ _TOP_POINTS = 48
 _UNIT, _UNIT_MASS = (part / 2 for part in np.polynomial.legendre.leggauss(12))
 _UNIT = _UNIT + 0.5
 _MOST_STEPS = 40
-_TOLERANCE = 1e-5  # of the Jensen gap, in nats
+_TOLERANCE = 1e-4  # of the Jensen gap, in nats
 _AT_ONCE = 16  # heads whose quadratures fit a processor's cache
 _GAUSS, _GAUSS_WEIGHTS = np.polynomial.hermite_e.hermegauss(41)
 _GAUSS_MASS = _GAUSS_WEIGHTS / _GAUSS_WEIGHTS.sum()
 
 
 class HeadMetrics(NamedTuple):
-    """Expected metrics of heads, each an array of the shape of the arguments.
+    """Expected metrics of heads: floats, or arrays of the arguments' shape.
 
     Attributes:
         entropy: Mean entropy, in nats.
@@ -74,11 +74,11 @@ class HeadMetrics(NamedTuple):
         skewness: Skewness of the other keys' logits that their Jensen gap stands for.
     """
 
-    entropy: Array
-    effective_keys: Array
-    top_weight: Array
-    first_weight: Array
-    skewness: Array
+    entropy: float | Array
+    effective_keys: float | Array
+    top_weight: float | Array
+    first_weight: float | Array
+    skewness: float | Array
 
 
 def expected_head_metrics(
@@ -103,10 +103,10 @@ def expected_head_metrics(
         rest_jensen_gap: Mean of their logsumexp − log(n − 1) − mean, >= 0, in nats.
 
     Returns:
-        A :class:`HeadMetrics`. NaN where no split normal distribution of that standard deviation
-        has that Jensen gap, or an argument is NaN. Entropy and first weight are expectations of
-        the model, right to 1e-4; effective keys and top weight take the other keys' collision and
-        largest weight at their means.
+        A :class:`HeadMetrics`; NaN where an argument is NaN. A Jensen gap that no such distribution
+        has, with that standard deviation, is taken as the nearest that one has. Entropy and first weight are expectations of the model,
+        right to 1e-4; effective keys and top weight combine the first weight with the means of the
+        other keys' effective number and largest weight, which makes them up to a tenth too large.
 
     Raises:
         ValueError: If an argument is outside its domain.
@@ -118,6 +118,7 @@ def expected_head_metrics(
         ...     1024, first_gap=0.8, first_gap_std=1.0, rest_logit_std=2.0, rest_jensen_gap=2.4
         ... )
         >>> head.entropy, head.first_weight
+        (2.0784..., 0.6601...)
 
     Source:
         The module's derivation; see "Trained heads" in the documentation's mathematics.
@@ -141,14 +142,14 @@ def expected_head_metrics(
     for begin in range(0, usable.size, _AT_ONCE):
         at = usable[begin : begin + _AT_ONCE]
         out[:, at] = _predict(keys[at], gap[at], spread[at], std[at], jensen[at])
-    return HeadMetrics(*(part.reshape(shape) for part in out))
+    return HeadMetrics(*(result(part.reshape(shape)) for part in out))
 
 
-def split_normal(asymmetry: ArrayLike) -> tuple[Array, Array, Array]:
-    r"""Nodes and masses of a split normal distribution with mean 0 and variance 1, and its skewness.
+def two_sided_normal(asymmetry: ArrayLike) -> tuple[Array, Array, Array]:
+    r"""Nodes, masses and skewness of a two-sided normal distribution with mean 0 and variance 1.
 
-    Below its mode the density falls with the width :math:`e^{-\kappa}`, above with
-    :math:`e^\kappa`, before it is scaled.
+    It is :math:`e^{\kappa} z` for z > 0 and :math:`e^{-\kappa} z` for z < 0 with z normal, then
+    shifted and scaled: both sides of its median are half normals.
 
     Args:
         asymmetry: κ, shape (...).
@@ -157,20 +158,24 @@ def split_normal(asymmetry: ArrayLike) -> tuple[Array, Array, Array]:
         Nodes (..., 96), masses (..., 96), which sum to 1, and the skewness (...).
 
     Example:
-        >>> nodes, mass, skewness = split_normal(0.5)
-        >>> float(mass @ nodes**2), float(mass @ nodes**3) - float(skewness)
+        >>> nodes, mass, skewness = two_sided_normal(0.25)
+        >>> float(skewness)
+        0.5706...
+        >>> bool(abs(mass @ nodes**2 - 1) < 1e-12)
+        True
     """
     kappa = np.asarray(asymmetry, dtype=np.float64)[..., None]
-    wide, narrow = np.exp(kappa), np.exp(-kappa)
-    nodes = np.concatenate(np.broadcast_arrays(-narrow * _HALF, wide * _HALF), axis=-1)
-    mass = np.concatenate(np.broadcast_arrays(narrow * _HALF_MASS, wide * _HALF_MASS), axis=-1) / (
-        narrow + wide
-    )
-    step = wide - narrow
-    variance = (1 - 2 / math.pi) * step**2 + 1
-    third = math.sqrt(2 / math.pi) * step * ((4 / math.pi - 1) * step**2 + 1)
-    scaled = (nodes - math.sqrt(2 / math.pi) * step) / np.sqrt(variance)
-    return scaled, mass, (third / variance**1.5)[..., 0]
+    nodes = np.concatenate([-np.exp(-kappa) * _HALF, np.exp(kappa) * _HALF], axis=-1)
+    mass = np.broadcast_to(np.tile(0.5 * _HALF_MASS, 2), nodes.shape)
+    centre, width = _centre_and_width(kappa)
+    scaled = (nodes - centre) / width
+    return scaled, mass, np.asarray((mass * scaled**3).sum(axis=-1))
+
+
+def _centre_and_width(kappa: Array) -> tuple[Array, Array]:
+    """Mean and standard deviation before shift and scale."""
+    centre = math.sqrt(2 / math.pi) * np.sinh(kappa)
+    return centre, np.sqrt(np.cosh(2 * kappa) - centre**2)
 
 
 class _Rows:
@@ -179,7 +184,7 @@ class _Rows:
     def __init__(self, m: Array, std: Array, kappa: Array) -> None:
         """Choose the points log t between which the integrands live."""
         self.m, self.std, self.kappa = m, std, kappa
-        nodes, self.mass, _ = split_normal(kappa)
+        nodes, self.mass, _ = two_sided_normal(kappa)
         self.s = std[:, None] * nodes
         self.low = -np.log(m) - np.log((self.mass * np.exp(self.s)).sum(axis=1)) - 16
         # beyond, every row has a key with t e^s > e^4
@@ -206,15 +211,19 @@ class _Rows:
         """Mean of the logarithm of the mean exponential."""
         return self.log_sum() - np.log(self.m)
 
-    def entropy_and_collision(self) -> tuple[Array, Array]:
-        """Mean entropy and mean collision probability."""
+    def entropy(self) -> Array:
+        """Mean entropy."""
         others = self.m[:, None] * np.exp((self.m - 1)[:, None] * self.log_phi)
-        density = self.e * self.decay
-        mean = (others * self._mean(density, self.mass * self.s)).sum(axis=1) * self.step
-        density *= self.e
-        square = (others * self._mean(density, self.mass)).sum(axis=1) * self.step
-        entropy = np.clip(self.log_sum() - mean, 0.0, np.log(self.m))
-        return entropy, np.clip(square, 1 / self.m, 1.0)
+        density = self._mean(self.e * self.decay, self.mass * self.s)
+        mean = (others * density).sum(axis=1) * self.step
+        return np.asarray(np.clip(self.log_sum() - mean, 0.0, np.log(self.m)))
+
+    def effective_keys_at_half(self) -> Array:
+        """Mean number of effective keys of rows with half of these logits."""
+        others = np.exp((self.m - 2)[:, None] * self.log_phi)
+        pairs = self._mean(np.sqrt(self.e) * self.decay, self.mass) ** 2 * others
+        count = 1 + self.m * (self.m - 1) * pairs.sum(axis=1) * self.step
+        return np.asarray(np.clip(count, 1.0, self.m))
 
     def top_weight(self) -> Array:
         """Mean of the largest weight: given the largest, the others are independent, cut there."""
@@ -237,18 +246,14 @@ class _Rows:
 
 
 def _quantile(probability: Array, kappa: Array) -> Array:
-    """Quantile of the split normal distribution with mean 0 and variance 1."""
-    wide, narrow = np.exp(kappa), np.exp(-kappa)
-    share = narrow / (narrow + wide)  # below the mode
-    lower = narrow * ndtri(np.minimum(0.5 * probability / share, 0.5))
-    upper = -wide * ndtri(np.minimum(0.5 * (1 - probability) / (1 - share), 0.5))
-    step = wide - narrow
-    raw = np.where(probability < share, lower, upper) - math.sqrt(2 / math.pi) * step
-    return np.asarray(raw / np.sqrt((1 - 2 / math.pi) * step**2 + 1))
+    """Quantile of the two-sided normal distribution with mean 0 and variance 1."""
+    centre, width = _centre_and_width(kappa)
+    z = ndtri(probability)
+    return np.asarray((np.exp(np.sign(z) * kappa) * z - centre) / width)
 
 
 def _asymmetry(m: Array, std: Array, jensen: Array) -> Array:
-    """The κ at which rows have this mean Jensen gap, by the Illinois rule; NaN if there is none."""
+    """The κ at which rows have this mean Jensen gap, or the nearest to it, by the Illinois rule."""
 
     def off(kappa: Array) -> Array:
         return _Rows(m, std, kappa).jensen_gap() - jensen
@@ -256,6 +261,7 @@ def _asymmetry(m: Array, std: Array, jensen: Array) -> Array:
     low = np.full(m.shape, -_LARGEST_ASYMMETRY)
     high = -low
     below, above = off(low), off(high)
+    nearest = np.where(below > 0, low, high)
     solvable = (below <= 0) & (above >= 0) & (std > 0)
     kappa = low
     for _ in range(_MOST_STEPS):
@@ -272,29 +278,28 @@ def _asymmetry(m: Array, std: Array, jensen: Array) -> Array:
             np.where(left, np.where(stays, above / 2, above), error),
         )
         low, high = np.where(left, kappa, low), np.where(left, high, kappa)
-    return np.where(solvable, kappa, np.nan)
+    return np.where(std == 0, 0.0, np.where(solvable, kappa, nearest))
 
 
 def _predict(n: Array, gap: Array, gap_std: Array, std: Array, jensen: Array) -> Array:
     """Rows of :class:`HeadMetrics` for some heads, (5, heads)."""
     m = n - 1
     kappa = _asymmetry(m, std, jensen)
-    rows = _Rows(m, std, np.nan_to_num(kappa))
-    entropy, collision = rows.entropy_and_collision()
-    top = rows.top_weight()
+    rows = _Rows(m, std, kappa)
+    entropy, top = rows.entropy(), rows.top_weight()
+    keys = _Rows(m, 2 * std, rows.kappa).effective_keys_at_half()
     a = expit(gap[:, None] + gap_std[:, None] * _GAUSS)
     left = 1 - a
 
     def over_rows(values: Array) -> Array:
         return np.asarray(values @ _GAUSS_MASS)
 
-    found = np.stack(
+    return np.stack(
         [
             over_rows(-xlogy(a, a) - xlogy(left, left) + left * entropy[:, None]),
-            over_rows(1 / (a * a + left * left * collision[:, None])),
+            over_rows(1 / (a * a + left * left / keys[:, None])),
             over_rows(np.maximum(a, left * top[:, None])),
             over_rows(a),
-            split_normal(kappa)[2],
+            two_sided_normal(kappa)[2],
         ]
     )
-    return np.where(np.isnan(kappa), np.nan, found)

@@ -157,8 +157,10 @@ int metrics(int64_t asked, const void* rows, int64_t count, const double* table,
     });
     each(ACUTANCE_REST_LOGIT_STD, NAN, [&](int64_t i, int64_t) {
       const double step = double(first[i]) - mean[i], others = double(n[i]) - 1;
-      const double variance = (M2[i] - step * step * n[i] / others) / others;
-      return n[i] > 1 ? (variance > 0 ? sqrt(variance) : 0 * variance) : double(NAN);
+      const double squares = M2[i] - step * step * n[i] / others;
+      // one other key has no spread, and less than this is rounding
+      const bool spread = n[i] > 2 && squares > 8 * std::numeric_limits<T>::epsilon() * M2[i];
+      return n[i] > 1 ? (spread ? sqrt(squares / others) : 0 * squares) : double(NAN);
     });
     each(ACUTANCE_REST_JENSEN_GAP, NAN, [&](int64_t i, int64_t k) {
       const double others = double(n[i]) - 1;

@@ -163,8 +163,8 @@ def softmax_formulas(
         ),
     }
     if math.isnan(mean):
-        lacking = ("max_logit", "lse", "logit_mean", "mean_field_entropy", "jensen_gap", "max_gap")
-        lacking += ("first_gap", "rest_jensen_gap")
+        gaps = ("mean_field_entropy", "jensen_gap", "max_gap", "first_gap", "rest_jensen_gap")
+        lacking = ("max_logit", "lse", "logit_mean", *gaps)
         formulas.update(dict.fromkeys(lacking, _NO_MEAN))
     if math.isnan(variance):
         reason = "The scores' law has no variance within float64."

@@ -198,8 +198,10 @@ def _score_formulas(n: float, mean: float, deviation: float) -> Formulas:
 
 
 def _without_softmax() -> Formulas:
-    names = ("lse", "varentropy", "entropy_slope", "mean_field_entropy", "jensen_gap", "max_gap")
-    names += ("gaussian_entropy", "first_gap", "rest_logit_std", "rest_jensen_gap")
+    names = (
+        *("lse", "varentropy", "entropy_slope", "mean_field_entropy", "jensen_gap", "max_gap"),
+        *("gaussian_entropy", "first_gap", "rest_logit_std", "rest_jensen_gap"),
+    )
     formulas: Formulas = dict.fromkeys(names, _NO_SOFTMAX)
     return {**formulas, "jacobian_trace": _MEASURED, "noise_gain": _MEASURED}
 

@@ -1,0 +1,123 @@
+"""Trained heads: the model's quadrature against rows drawn from it, and against the exact theory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+from scipy.special import expit
+
+from acutance.theory import (
+    expected_effective_keys,
+    expected_entropy,
+    expected_head_metrics,
+    expected_logsumexp,
+    expected_top_weight,
+)
+from acutance.theory.trained_heads import two_sided_normal
+
+N, STD = np.array([17.0, 449.0, 2049.0]), np.array([0.7, 2.0, 3.5])
+
+
+def jensen_gap(keys: np.ndarray, std: np.ndarray) -> np.ndarray:
+    return expected_logsumexp(keys, std) - np.log(keys)
+
+
+def without_sink(n: np.ndarray, std: np.ndarray):
+    return expected_head_metrics(
+        n,
+        first_gap=-60.0,
+        first_gap_std=0.0,
+        rest_logit_std=std,
+        rest_jensen_gap=jensen_gap(n - 1, std),
+    )
+
+
+def test_without_sink_and_skew_it_is_the_exact_theory_of_normal_logits() -> None:
+    found = without_sink(N, STD)
+    assert_allclose(found.entropy, expected_entropy(N - 1, STD), atol=2e-4)
+    assert_allclose(found.effective_keys, expected_effective_keys(N - 1, STD), rtol=1e-3)
+    assert_allclose(found.top_weight, expected_top_weight(N - 1, STD), atol=3e-3)
+    assert_allclose(found.first_weight, 0.0, atol=1e-20)
+    assert_allclose(found.skewness, 0.0, atol=2e-3)
+
+
+@pytest.mark.parametrize("kappa", [-0.4, 0.6])
+def test_rows_drawn_from_the_model(kappa: float) -> None:
+    rng, n, std = np.random.default_rng(0), 400, 2.0
+    z = rng.standard_normal((4000, n - 1))
+    raw = z * np.exp(kappa * np.sign(z))
+    nodes, mass, skewness = two_sided_normal(kappa)
+    assert_allclose([mass.sum(), mass @ nodes, mass @ nodes**2], [1, 0, 1], atol=1e-12)
+    centre = np.sqrt(2 / np.pi) * np.sinh(kappa)
+    y = (raw - centre) / np.sqrt(np.cosh(2 * kappa) - centre**2)
+    assert_allclose((y**3).mean(), skewness, atol=0.02)
+    q = np.exp(std * y)
+    jensen = np.log(q.mean(axis=1)).mean()
+    q /= q.sum(axis=1, keepdims=True)
+    a = expit(0.5 + 1.2 * rng.standard_normal((4000, 1)))
+    p = np.concatenate([a, (1 - a) * q], axis=1)
+    found = expected_head_metrics(
+        n, first_gap=0.5, first_gap_std=1.2, rest_logit_std=std, rest_jensen_gap=jensen
+    )
+    entropy = -(p * np.log(p)).sum(axis=1)
+    assert_allclose(found.entropy, entropy.mean(), atol=4 * entropy.std() / 4000**0.5 + 0.01)
+    assert_allclose(found.first_weight, a.mean(), atol=0.02)
+    assert_allclose(found.top_weight, p.max(axis=1).mean(), atol=0.02)
+    assert_allclose(found.effective_keys, (1 / (p**2).sum(axis=1)).mean(), rtol=0.1)
+    assert_allclose(found.skewness, skewness, atol=0.05)
+
+
+def test_a_steady_sink_splits_the_entropy_by_the_chain_rule() -> None:
+    rest = without_sink(N, STD)
+    found = expected_head_metrics(
+        N,
+        first_gap=np.log(3.0),
+        first_gap_std=0.0,
+        rest_logit_std=STD,
+        rest_jensen_gap=jensen_gap(N - 1, STD),
+    )
+    binary = -0.75 * np.log(0.75) - 0.25 * np.log(0.25)
+    assert_allclose(found.first_weight, 0.75)
+    assert_allclose(found.entropy, binary + 0.25 * rest.entropy, rtol=1e-9)
+    assert_allclose(found.top_weight, 0.75)
+    assert_allclose(found.effective_keys, 1 / (0.75**2 + 0.25**2 / rest.effective_keys))
+
+
+def test_limits() -> None:
+    even = expected_head_metrics(
+        5, first_gap=-np.log(4), first_gap_std=0, rest_logit_std=0, rest_jensen_gap=0
+    )
+    assert_allclose([even.entropy, even.effective_keys], [np.log(5), 5.0], rtol=1e-5)
+    unknown = expected_head_metrics(
+        9, first_gap=[np.nan, 0.0], first_gap_std=0, rest_logit_std=1, rest_jensen_gap=0.5
+    )
+    assert np.isnan(unknown.entropy).tolist() == [True, False]
+    none = expected_head_metrics(
+        np.zeros(0) + 9, first_gap=0, first_gap_std=0, rest_logit_std=1, rest_jensen_gap=0.5
+    )
+    assert none.entropy.shape == (0,)
+
+
+def test_a_larger_jensen_gap_is_more_skew_and_less_entropy() -> None:
+    gaps = np.linspace(1.0, 3.0, 5)
+    found = expected_head_metrics(
+        1024, first_gap=-9, first_gap_std=0, rest_logit_std=2, rest_jensen_gap=gaps
+    )
+    assert (np.diff(found.skewness) > 0).all()
+    assert (np.diff(found.entropy) < 0).all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"n": 2}, "n: there are a first key and at least two others, got n=2"),
+        ({"rest_logit_std": -1.0}, "rest_logit_std: .*, got rest_logit_std=-1"),
+        ({"first_gap_std": [1.0, -2.0]}, "first_gap_std: .*, got first_gap_std=-2"),
+    ],
+)
+def test_arguments_outside_their_domain(changed: dict, message: str) -> None:
+    given = {"n": 64, "first_gap": 0.0, "first_gap_std": 1.0}
+    given |= {"rest_logit_std": 1.0, "rest_jensen_gap": 0.5} | changed
+    with pytest.raises(ValueError, match=message):
+        expected_head_metrics(given.pop("n"), **given)
