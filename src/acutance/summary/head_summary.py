@@ -26,6 +26,7 @@ from acutance.summary.files import checked_record, checked_tensors, checked_word
 from acutance.summary.layer import LEFT_OUT, STATUSES, Layer, Status, coverage_line, notices
 from acutance.summary.moments import Moments, edges
 from acutance.summary.optional_parts import OptionalParts
+from acutance.summary.predicted import PredictedHeads, predict_heads
 
 if TYPE_CHECKING:
     import pyarrow
@@ -178,6 +179,33 @@ class HeadSummary:
             rows.append(values[start : start + layer.heads])
             start += layer.heads
         return rows
+
+    def predict(self, n: float | None = None) -> PredictedHeads:
+        """What theory says of each head, from three metrics of its rows.
+
+        See :func:`~acutance.theory.expected_head_metrics` for the model and its limits.
+
+        Args:
+            n: number of visible keys, whose octave the rows are taken from; the largest octave
+                that is well filled if left out.
+
+        Returns:
+            Predicted and measured entropy, effective keys, top and first weight of every head.
+
+        Raises:
+            ValueError: if the summary lacks ``first_gap``, ``rest_logit_std``, ``rest_jensen_gap``
+                or a profile by number of keys.
+
+        Example:
+            >>> import torch, acutance
+            >>> layer = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+            >>> with acutance.probe(layer) as probe:
+            ...     _ = layer(*[torch.randn(2, 32, 16)] * 3)
+            >>> heads = probe.summary().predict()
+            >>> bool((heads.predicted["entropy"] - heads.measured["entropy"]).abs().max() < 0.05)
+            True
+        """
+        return predict_heads(self, n)
 
     def layer(self, index: int) -> Moments:
         """Moments of all heads of one layer pooled, (1, metrics)."""

@@ -1,0 +1,113 @@
+"""What theory says of each head of a summary, from four numbers of the head's own rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from acutance.theory.trained_heads import expected_head_metrics
+
+if TYPE_CHECKING:
+    from acutance.summary.head_summary import HeadSummary
+
+__all__ = ["PREDICTED", "PREDICTED_FROM", "PredictedHeads", "predict_heads"]
+
+#: Metrics that are predicted.
+PREDICTED = ("entropy", "effective_keys", "top_weight", "first_weight")
+#: Metrics that the prediction is made from.
+PREDICTED_FROM = ("first_gap", "rest_logit_std", "rest_jensen_gap")
+_FEWEST_KEYS = 8.0
+_FULL = 0.25  # of the rows of the fullest octave, below which an octave is left out
+
+
+@dataclass(frozen=True)
+class PredictedHeads:
+    """Predicted and measured means of every head, over its rows in one octave of n.
+
+    Attributes:
+        n: (heads,), typical number of visible keys of these rows; NaN where no octave has rows.
+        predicted: for each name in ``PREDICTED``, (heads,); NaN where a head has no prediction.
+        measured: the same of what was measured in these rows, for each that was recorded.
+        skewness: (heads,), of the logits of all keys but the first.
+    """
+
+    n: Tensor
+    predicted: dict[str, Tensor]
+    measured: dict[str, Tensor]
+    skewness: Tensor
+
+    def r_squared(self, name: str = "entropy") -> float:
+        """Share of the heads' differences in a metric that the prediction explains.
+
+        1 at best; below 0 it is worse than giving every head the mean. NaN with fewer than two
+        heads that have both numbers.
+        """
+        predicted, measured = self.predicted[name], self.measured[name]
+        both = predicted.isfinite() & measured.isfinite()
+        if int(both.sum()) < 2:
+            return math.nan
+        miss = (measured - predicted)[both].square().sum()
+        whole = (measured[both] - measured[both].mean()).square().sum()
+        return float(1 - miss / whole)
+
+
+def predict_heads(summary: HeadSummary, n: float | None = None) -> PredictedHeads:
+    """Predict each head's weights from its ``first_gap``, ``rest_logit_std``, ``rest_jensen_gap``.
+
+    Args:
+        summary: one with these metrics and a profile by number of keys.
+        n: the octave to predict in is the one that holds this many keys; the largest that is well
+            filled if left out.
+
+    Returns:
+        Heads without a prediction are NaN: those with weights that are no softmax, with a sink
+        outside the keys, or with fewer than 8 visible keys.
+
+    Raises:
+        ValueError: if the summary lacks one of the metrics, or a profile.
+    """
+    profile = summary.profile
+    if profile is None:
+        raise ValueError("this summary has no profile by number of keys: probe again")
+    columns = [summary.column(name) for name in PREDICTED_FROM]
+    heads = torch.arange(len(profile.rows))
+    rows = profile.rows.double()
+    if n is None:
+        filled = rows >= _FULL * rows.amax(1, keepdim=True).clamp(min=1)
+        octave = torch.where(filled, torch.arange(profile.octaves), -1).amax(1)
+    else:
+        octave = torch.full((len(heads),), min(int(math.log2(n)), profile.octaves - 1))
+    keys = profile.log_n[heads, octave].exp()
+    counts = profile.count[heads, columns[0], octave]
+    first, std, jensen = (profile.mean[heads, column, octave] for column in columns)
+    spread = profile.std[heads, columns[0], octave]
+    usable = (counts > 0) & (keys >= _FEWEST_KEYS)
+    if "sink_mass" in summary.metrics:
+        usable &= profile.mean[heads, summary.column("sink_mass"), octave] == 0
+    found = expected_head_metrics(
+        np.where(usable, keys, _FEWEST_KEYS),
+        first_gap=torch.where(usable, first, math.nan).numpy(),
+        first_gap_std=spread.nan_to_num(0.0).numpy(),
+        rest_logit_std=std.clamp(min=0).numpy(),
+        rest_jensen_gap=jensen.clamp(min=0).numpy(),
+    )
+    measured = {
+        name: torch.where(
+            profile.count[heads, summary.column(name), octave] > 0,
+            profile.mean[heads, summary.column(name), octave],
+            math.nan,
+        )
+        for name in PREDICTED
+        if name in summary.metrics
+    }
+    return PredictedHeads(
+        n=torch.where(rows.sum(1) > 0, keys, math.nan),
+        predicted={name: torch.as_tensor(getattr(found, name)) for name in PREDICTED},
+        measured=measured,
+        skewness=torch.as_tensor(found.skewness),
+    )
