@@ -284,7 +284,7 @@ def rest_logit_std(state: RowState) -> Tensor:
     # one other key has no spread, and less than this is rounding
     spread = (state.n > 2) & (squares > 8 * torch.finfo(n.dtype).eps * state.M2)
     root = torch.sqrt(torch.where(spread, variance, 1.0))
-    return torch.where(several, torch.where(spread, root, 0.0), torch.nan)
+    return torch.where(several, torch.where(spread, root, 0.0 * squares), torch.nan)
 
 
 def rest_jensen_gap(state: RowState) -> Tensor:

@@ -258,8 +258,8 @@ def _tolerances(
     # the other keys' sum is what the first key's weight leaves: its error grows as 1 / left
     left, others = 1 - oracle["first_weight"], (n - 1).clamp(min=1.0)
     of_rest = (2 * delta + 4 * d + 2 * r) / left
-    of_rest = torch.where(of_rest > 0.1, torch.inf, of_rest)
-    far = u * (2 * top + lse - torch.log(oracle["first_weight"]))
+    of_rest = torch.where(of_rest > 0.1, 1e6, of_rest)  # nothing is known of them
+    far = u * (2 * top + mean + n.sqrt() * std)  # the first score is at most so far out
     step = mean_error + delta + far  # of the first score's distance from the mean, <= sqrt(n) std
     variance = n / others * (2 * std * spread + spread.square() + r * std.square())
     variance = variance + (2 * n.sqrt() * std + step) * step / others

@@ -115,8 +115,8 @@ int metrics(int64_t asked, const void* rows, int64_t count, const double* table,
     // the other keys' part of Z: what rounding leaves of it
     part(kOfRest, log_rest, [=](int64_t i) {
       const double rest = double(Z[i]) - exp(double(first[i]) - m[i]);
-      return log(rest > std::numeric_limits<T>::epsilon() ? rest
-                                                          : std::numeric_limits<T>::epsilon());
+      const double least = std::numeric_limits<T>::epsilon();
+      return log(rest < least ? least : rest);
     });
     const auto entropy = [&](int64_t, int64_t k) { return log_Z[k] - below[k]; };
     // 0, and NaN of an infinite score
