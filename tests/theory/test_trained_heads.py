@@ -1,4 +1,4 @@
-"""Trained heads: the model's quadrature against rows drawn from it, and against the exact theory."""
+"""Trained heads: the quadrature against rows drawn from the model, and the exact theory."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 #: Version of the structures below; a library of another one is refused.
-ABI = 4
+ABI = 5
 #: Environment variable that names the instruction set to use.
 CPU_VARIABLE = "ACUTANCE_CPU"
 

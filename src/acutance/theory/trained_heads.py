@@ -104,9 +104,10 @@ def expected_head_metrics(
 
     Returns:
         A :class:`HeadMetrics`; NaN where an argument is NaN. A Jensen gap that no such distribution
-        has, with that standard deviation, is taken as the nearest that one has. Entropy and first weight are expectations of the model,
-        right to 1e-4; effective keys and top weight combine the first weight with the means of the
-        other keys' effective number and largest weight, which makes them up to a tenth too large.
+        has, with that standard deviation, is replaced by the nearest that one has. Entropy and
+        first weight are expectations of the model, right to 1e-4; effective keys and top weight
+        combine the first weight with means of the other keys' effective number and largest
+        weight, which makes effective keys up to a tenth too large.
 
     Raises:
         ValueError: If an argument is outside its domain.

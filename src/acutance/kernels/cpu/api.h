@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Raised whenever a structure or a meaning below changes: the caller refuses another number.
-#define ACUTANCE_ABI 4
+#define ACUTANCE_ABI 5
 
 enum { ACUTANCE_F32 = 0, ACUTANCE_F64 = 1, ACUTANCE_BF16 = 2, ACUTANCE_F16 = 3 };
 
