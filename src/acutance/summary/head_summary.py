@@ -26,7 +26,7 @@ from acutance.summary.files import checked_record, checked_tensors, checked_word
 from acutance.summary.layer import LEFT_OUT, STATUSES, Layer, Status, coverage_line, notices
 from acutance.summary.moments import Moments, edges
 from acutance.summary.optional_parts import OptionalParts
-from acutance.summary.predicted import PredictedHeads, predict_heads
+from acutance.summary.predicted import PREDICTED_FROM, PredictedHeads, predict_heads
 
 if TYPE_CHECKING:
     import pyarrow
@@ -205,7 +205,11 @@ class HeadSummary:
             >>> bool((heads.predicted["entropy"] - heads.measured["entropy"]).abs().max() < 0.05)
             True
         """
-        return predict_heads(self, n)
+        for name in PREDICTED_FROM:
+            self.column(name)  # or say what was recorded
+        if self.profile is None:
+            raise ValueError("this summary has no profile by number of keys: probe again")
+        return predict_heads(self.profile, self.metrics, n)
 
     def layer(self, index: int) -> Moments:
         """Moments of all heads of one layer pooled, (1, metrics)."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from acutance.summary.by_octave import Profile
 from acutance.theory.trained_heads import expected_head_metrics
-
-if TYPE_CHECKING:
-    from acutance.summary.head_summary import HeadSummary
 
 __all__ = ["PREDICTED", "PREDICTED_FROM", "PredictedHeads", "predict_heads"]
 
@@ -56,25 +53,22 @@ class PredictedHeads:
         return float(1 - miss / whole)
 
 
-def predict_heads(summary: HeadSummary, n: float | None = None) -> PredictedHeads:
+def predict_heads(
+    profile: Profile, metrics: tuple[str, ...], n: float | None = None
+) -> PredictedHeads:
     """Predict each head's weights from its ``first_gap``, ``rest_logit_std``, ``rest_jensen_gap``.
 
     Args:
-        summary: one with these metrics and a profile by number of keys.
+        profile: means by octave of the number of visible keys.
+        metrics: names of its columns, these three among them.
         n: the octave to predict in is the one that holds this many keys; the largest that is well
             filled if left out.
 
     Returns:
         Heads without a prediction are NaN: those with weights that are no softmax, with a sink
         outside the keys, or with fewer than 8 visible keys.
-
-    Raises:
-        ValueError: if the summary lacks one of the metrics, or a profile.
     """
-    profile = summary.profile
-    if profile is None:
-        raise ValueError("this summary has no profile by number of keys: probe again")
-    columns = [summary.column(name) for name in PREDICTED_FROM]
+    columns = [metrics.index(name) for name in PREDICTED_FROM]
     heads = torch.arange(len(profile.rows))
     rows = profile.rows.double()
     if n is None:
@@ -87,8 +81,8 @@ def predict_heads(summary: HeadSummary, n: float | None = None) -> PredictedHead
     first, std, jensen = (profile.mean[heads, column, octave] for column in columns)
     spread = profile.std[heads, columns[0], octave]
     usable = (counts > 0) & (keys >= _FEWEST_KEYS)
-    if "sink_mass" in summary.metrics:
-        usable &= profile.mean[heads, summary.column("sink_mass"), octave] == 0
+    if "sink_mass" in metrics:
+        usable &= profile.mean[heads, metrics.index("sink_mass"), octave] == 0
     found = expected_head_metrics(
         np.where(usable, keys, _FEWEST_KEYS),
         first_gap=torch.where(usable, first, math.nan).numpy(),
@@ -98,12 +92,12 @@ def predict_heads(summary: HeadSummary, n: float | None = None) -> PredictedHead
     )
     measured = {
         name: torch.where(
-            profile.count[heads, summary.column(name), octave] > 0,
-            profile.mean[heads, summary.column(name), octave],
+            profile.count[heads, metrics.index(name), octave] > 0,
+            profile.mean[heads, metrics.index(name), octave],
             math.nan,
         )
         for name in PREDICTED
-        if name in summary.metrics
+        if name in metrics
     }
     return PredictedHeads(
         n=torch.where(rows.sum(1) > 0, keys, math.nan),
