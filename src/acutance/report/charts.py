@@ -26,6 +26,7 @@ from acutance.report.plot_style import (
 )
 from acutance.structure import describe
 from acutance.summary.head_summary import HeadSummary
+from acutance.summary.predicted import PREDICTED_FROM
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -227,10 +228,12 @@ def draw_lengths(
 def draw_theory(
     summary: HeadSummary, path: str | os.PathLike[str], *, theme: Theme = LIGHT
 ) -> None:
-    """Draw measured entropy against that of Gaussian logits with the same deviation.
+    """Draw measured entropy against what theory predicts of each head.
 
-    A head below the diagonal is sharper than its logits' spread alone makes it. The three heads
-    farthest from it are named.
+    The prediction is :meth:`~acutance.summary.head_summary.HeadSummary.predict`'s, from the first
+    key's gap, and the spread and Jensen gap of the other logits; for a summary without these it is
+    the entropy of Gaussian logits with the same deviation. The three heads farthest from it are
+    named.
 
     Args:
         summary: one with ``entropy``, ``gaussian_entropy`` and ``logit_std``.
@@ -243,6 +246,18 @@ def draw_theory(
     """
     names = ("gaussian_entropy", "entropy", "logit_std")
     means = np.array([summary.mean(name).numpy() for name in names])
+    text = (
+        "Predicted: rows of independent Gaussian logits with each row's own n and deviation; below "
+        "the line a head is sharper than that."
+    )
+    if summary.profile is not None and set(PREDICTED_FROM) <= set(summary.metrics):
+        heads = summary.predict()
+        means[:2] = np.stack([heads.predicted["entropy"], heads.measured["entropy"]])
+        text = (
+            f"Rows of about {float(heads.n.nanmedian()):.0f} keys. Predicted from four numbers of "
+            "each head: gap of the first key and its deviation, deviation and Jensen gap of the "
+            f"other logits. R² = {heads.r_squared():.2f}."
+        )
     finite = np.isfinite(means).all(0)
     if not finite.any():
         raise ValueError("there is nothing to draw: no head has a row that counts")
@@ -251,9 +266,8 @@ def draw_theory(
     off = entropy - expected
     figure, [left, right] = new_figure(
         f"{subject(summary)}entropy measured and predicted",
-        "A point is a head, its colour its layer. Predicted: rows of independent Gaussian logits "
-        "with each row's own n and deviation; below the line a head is sharper than that. The "
-        "three heads farthest from it are named, as layer.head.",
+        f"A point is a head, its colour its layer. {text} The three heads farthest from it are "
+        "named, as layer.head.",
         panels=2,
         theme=theme,
         height=5.4,

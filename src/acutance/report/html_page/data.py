@@ -41,6 +41,7 @@ from acutance.summary.examples import Examples
 from acutance.summary.head_summary import STATUSES, HeadSummary
 from acutance.summary.layer import notices
 from acutance.summary.moments import BINS, SCALES, edges
+from acutance.summary.predicted import PREDICTED_FROM
 
 
 def packed(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> str:
@@ -138,10 +139,25 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
             }
             for finding in findings(summary)
         ],
+        "theory": _theory(summary),
         **advice(recommendations(summary), no_recommendation(summary)),
         "notices": [visible(notice) for notice in notices(summary.about)],
         "unread": [visible(reason) for reason in summary.unread],
         "not_provided": [visible(reason) for reason in summary.not_provided],
+    }
+
+
+def _theory(summary: HeadSummary) -> dict[str, Any] | None:
+    """Predicted and measured entropy of every head; None where the numbers for it are missing."""
+    if summary.profile is None or not {"entropy", *PREDICTED_FROM} <= set(summary.metrics):
+        return None
+    heads = summary.predict()
+    return {
+        "n": rounded(float(heads.n.nanmedian()), 3),
+        "r2": rounded(heads.r_squared(), 3),
+        "skewness": rounded(float(heads.skewness.nanmedian()), 2),
+        "predicted": [rounded(value, 4) for value in heads.predicted["entropy"].tolist()],
+        "measured": [rounded(value, 4) for value in heads.measured["entropy"].tolist()],
     }
 
 

@@ -192,17 +192,18 @@ const drawLayers = (page) => {
 };
 
 const drawTheory = (page) => {
-  const measured = page.named("entropy"), predicted = page.named("gaussian_entropy"), box = $("theory-plot");
+  const box = $("theory-plot"), theory = page.data.theory, entropy = page.named("entropy"), gaussian = page.named("gaussian_entropy");
+  const measured = theory ? theory.measured : entropy?.mean, predicted = theory ? theory.predicted : gaussian?.mean;
   if (!measured || !predicted) {
     box.replaceChildren();
     $("theory-note").textContent = "Entropy and its prediction were not both recorded.";
     return;
   }
-  const whole = page.places.map(([layer], at) => ({ at, layer, x: predicted.mean[at], y: measured.mean[at] })).filter((point) => point.x !== null && point.y !== null);
+  const whole = page.places.map(([layer], at) => ({ at, layer, x: predicted[at], y: measured[at] })).filter((point) => point.x !== null && point.y !== null);
   const points = seen(page, whole), top = Math.max(0.1, ...whole.map((point) => Math.max(point.x, point.y))) * 1.04;
   const title = (point) => `${page.long(point.at)}\npredicted ${number(point.x, 3)}, measured ${number(point.y, 3)} nats`;
   clickable(page, put(box, {
-    height: 300, marginLeft: 48, marginTop: 22, ariaLabel: "Measured entropy of every head against the entropy predicted from the spread of its scores",
+    height: 300, marginLeft: 48, marginTop: 22, ariaLabel: "Measured entropy of every head against its predicted entropy",
     x: { domain: [0, top], ticks: 6, tickFormat: plain, label: "predicted entropy, nats", labelAnchor: "center", labelArrow: "none", labelOffset: 34 },
     y: { domain: [0, top], ticks: 5, tickFormat: plain, grid: true, label: "measured entropy, nats", labelArrow: "none" },
     marks: [
@@ -216,5 +217,8 @@ const drawTheory = (page) => {
     ],
   }));
   const off = whole.map((point) => Math.abs(point.x - point.y)).sort((a, b) => a - b);
-  $("theory-note").textContent = `Predicted: the entropy that normally distributed scores of the same spread, and as many, would have. Half of the heads are within ${number(off[Math.floor(off.length / 2)] ?? null, 2)} nats of it. Dark dots are early layers, bright ones late.`;
+  const half = `Half of the heads are within ${number(off[Math.floor(off.length / 2)] ?? null, 2)} nats of it. Dark dots are early layers, bright ones late.`;
+  $("theory-note").textContent = theory
+    ? `Rows with about ${number(theory.n, 3)} visible tokens. Predicted from four numbers of each head: how far the first token's score stands above the others together, how much that varies, and the spread and the upper tail of the other scores. It explains ${number(100 * theory.r2, 3)} % of the differences between heads. ${half}`
+    : `Predicted: the entropy that normally distributed scores of the same spread, and as many, would have. ${half}`;
 };
