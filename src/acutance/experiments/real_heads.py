@@ -1,8 +1,10 @@
-"""Heads of trained models: their entropy from two or three numbers of their logits."""
+"""Heads of trained models: their entropy from two, three and four numbers of their logits."""
 
 from __future__ import annotations
 
 import importlib.util
+import math
+import pydoc_data.topics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 SOURCE = "Su Jianlin, kexue.fm/archives/9034"
 METRICS = (
     "entropy", "gaussian_entropy", "mean_field_entropy", "jensen_gap", "max_gap", "logit_std",
-    "n_keys", "information",
+    "n_keys", "information", "first_gap", "rest_logit_std", "rest_jensen_gap",
 )  # fmt: skip
 BOUND = "logit_std"
 EDGE = -10.0  # nat: where the figure ends
@@ -34,6 +36,11 @@ EDGE = -10.0  # nat: where the figure ends
 GAUSS = Claim(
     "gauss", "a head's entropy is that of Gaussian logits with its n and standard deviation",
     expected="holds only where", within=0.03, bound=BOUND,
+)  # fmt: skip
+FOUR = Claim(
+    "four", "a head's entropy follows from gap of the first key, its deviation over rows, and "
+    "deviation and Jensen gap of the other logits", expected="holds only where", within=0.3,
+    bound=BOUND,
 )  # fmt: skip
 FLOOR = Claim("floor", "H ≥ log n − (s_max − s̄)", SOURCE, relation=">=", rounding=1e-4)
 IDENTITY = Claim("identity", "H = log n − (s_max − s̄) + J + G", within=1e-3)
@@ -61,6 +68,13 @@ def subjects(run: Run) -> Iterable[Subject]:
     batches = corpus.batches(pieces, 4, encoder.pad)
     inputs = [{"input_ids": one.input_ids, "attention_mask": one.attention_mask} for one in batches]
     yield Subject("MiniLM-L6", encoder.model, inputs)
+    if run.quick or importlib.util.find_spec(load_model.DECODER_PACKAGE) is None:
+        return
+    language_model = load_model.load(load_model.DECODER)
+    topics = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    tokens = language_model.tokenizer(topics, return_tensors="pt").input_ids
+    windows = tokens[:, : 2048 * (tokens.shape[1] // 2048)].view(-1, 1, 2048)[-8:-6]
+    yield Subject("SmolLM2-135M", language_model.model, [{"input_ids": one} for one in windows])
 
 
 @torch.no_grad()
@@ -107,9 +121,19 @@ def measure(run: Run) -> Sequence[Row]:
                 FLOOR.row("mean H, nat", float(floor[at]), float(H[at]), where),
                 IDENTITY.row("mean H, nat", whole, float(H[at]), where),
             ]
+        heads = found.predict()
+        for at, (layer, head) in enumerate(found.places):
+            n, four = float(heads.n[at]), float(heads.predicted["entropy"][at])
+            if math.isfinite(four):
+                spread = float(means["logit_std"][at])
+                place: Where = {"model": subject.name, "head": f"{layer}.{head}"}
+                place |= {BOUND: spread, "n": n}
+                measured = float(heads.measured["entropy"][at])
+                rows.append(FOUR.row("mean H at n, nat", four, measured, place))
         model: Where = {"model": subject.name, "heads": len(H)}
         rows += [
             seen("R² over heads, Gaussian", r_squared(gauss, H), model),
+            seen("R² over heads, from four numbers", heads.r_squared(), model),
             seen("R² over heads, of log n − (s_max − s̄)", r_squared(floor, H), model),
         ]
     return rows
@@ -184,8 +208,8 @@ EXPERIMENT = Experiment(
     title="heads of trained models",
     prediction="H of a head is E H of Gaussian logits with its n and standard deviation while "
     "that is small, and farther from it the larger it is; log n − (s_max − s̄) is a lower bound, "
-    "too low by exactly J + G",
-    claims=(GAUSS, FLOOR, IDENTITY),
+    "too low by exactly J + G; with a sink and a skew, four numbers give it",
+    claims=(GAUSS, FOUR, FLOOR, IDENTITY),
     measure=measure,
     draw=draw,
     needs="transformers",

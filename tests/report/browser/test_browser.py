@@ -274,7 +274,7 @@ def test_the_table_sorts_and_the_filter_filters(summary_of: Make, show: Show) ->
         ("< 3", "“<3” has no metric before it.", None),
         ("entropy <", "Give entropy a bound, such as entropy > 1. “<” is no bound: write a metric, "
          "< or >, and a number.", None),
-        ("keys > 300", "No metric is called keys.", None),
+        ("tokens > 300", "No metric is called tokens.", None),
     ],
 )  # fmt: skip
 def test_the_find_box_takes_names_and_labels_with_spaces(
