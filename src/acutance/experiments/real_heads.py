@@ -31,7 +31,6 @@ METRICS = (
     "n_keys", "information", "first_gap", "rest_logit_std", "rest_jensen_gap",
 )  # fmt: skip
 BOUND = "logit_std"
-EDGE = -10.0  # nat: where the figure ends
 
 GAUSS = Claim(
     "gauss", "a head's entropy is that of Gaussian logits with its n and standard deviation",
@@ -152,23 +151,19 @@ def deviating(record: Record, least: float = 0.25) -> list[tuple[str, str, float
     return sorted((one for one in off if abs(one[2]) >= least), key=lambda one: -abs(one[2]))
 
 
-def _predicted(row: Row) -> float:
-    return row.predicted
-
-
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Measured against predicted, from two numbers and from three."""
+    """Measured against predicted, from two numbers and from four."""
     figure, panels = plot_style.new_figure(
-        "Entropy of trained heads from two numbers of their logits, and from three",
+        "Entropy of trained heads from two numbers of their logits, and from four",
         "Each mark is a head: mean over rows. On the line prediction and measurement agree. Named: "
-        "those furthest off; arrow: off the panel.",
+        "those furthest off.",
         panels=2,
         theme=theme,
     )
     names = list(dict.fromkeys(str(row.condition["model"]) for row in record.of("gauss")))
     parts = (
         ("gauss", "from n and standard deviation, Gaussian"),
-        ("floor", "from n, mean and maximum: a lower bound"),
+        ("four", "from n, gap of the first key and its deviation,\ndeviation and Jensen gap"),
     )
     options: dict[str, Any] = {"size": 9.5, "color": theme.ink, "textcoords": "axes fraction"}
     options["arrowprops"] = {"arrowstyle": "-", "color": theme.muted, "shrinkB": 3.0}
@@ -179,20 +174,9 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
             x, y = [row.predicted for row in own], [row.measured for row in own]
             every += x + y
             plot_style.draw_marks(axes, x, y, curve, name)
-        # one head that is very far off would press all others into a corner
-        near = [value for value in every if value >= EDGE]
-        low, high = min(near) - 0.3, max(every) + 0.3
+        low, high = min(every) - 0.3, max(every) + 0.3
         axes.plot([low, high], [low, high], color=theme.muted, linewidth=1.1, label="equal")
         axes.set_xlim(low, high)
-        beyond = sorted((row for row in record.of(claim) if row.predicted < EDGE), key=_predicted)
-        if beyond:
-            head = f"{beyond[0].condition['head']} of {beyond[0].condition['model']}"
-            more = f", {len(beyond) - 1} more" if len(beyond) > 1 else ""
-            axes.annotate(
-                f"{head}: −{-beyond[0].predicted:.0f}{more}",
-                (low, beyond[0].measured), (0.05, 0.5), size=9.5, color=theme.ink,
-                textcoords="axes fraction", arrowprops={"arrowstyle": "->", "color": theme.ink},
-            )  # fmt: skip
         plot_style.label(axes, x="predicted H, nat", y="measured H, nat", title=title)
     places = {(row.condition["model"], row.condition["head"]): row for row in record.of("gauss")}
     named = [(places[one[:2]], one[1]) for one in deviating(record)[:3]]
