@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 import warnings
@@ -31,6 +30,7 @@ from acutance.capture.find_layers import (
     attention_layers,
     in_window,
     is_softmax,
+    may_attend,
     uses_interface,
 )
 from acutance.capture.head_axis import could_be_over_keys, heads_of
@@ -115,7 +115,6 @@ class _Thread(threading.local):
         self.mode: FunctionChange | None = None
         self.graphs = 0  # compiled modules running, which are traced
         self.factors = _Factors()
-        self.late = False  # whether following began in the middle of a pass
 
 
 class _Factors:
@@ -170,7 +169,7 @@ class Applied:
         self._elsewhere = None if everywhere is None else HeadLaws(everywhere)
         self._plans: dict[str, _Plan] = {}  # of modules that were asked about
         modules = self._modules.named()
-        self._unseen = {name for name, one in modules.items() if _may_attend(one)}
+        self._unseen = {name for name, one in modules.items() if may_attend(one)}
         self._asked: set[str] = set()  # modules that asked transformers' interface in a pass
         self._by_functions = False  # whether attention came in another way
         known = attention_layers(model)
@@ -304,10 +303,7 @@ class Applied:
             self._uncompiled.enter_context(EAGER)
 
     def _running_name(self) -> str | None:
-        stack = self._modules.thread.stack
-        if self._thread.late:
-            return self._modules.running_by_frames()
-        return stack[-1] if stack else None
+        return self._modules.running() if self._modules.thread.stack else None
 
     def _running(self) -> _Plan | None:
         name = self._running_name()
@@ -477,22 +473,22 @@ class Applied:
         if not unchanged:
             self._follow_again()
 
-    def _passed(self) -> None:
-        """A function of attention, or that may be, is about to be called in such a pass."""
-        if self.muted():
+    def _passed(self, inside: bool, plain: bool) -> None:
+        """A function of attention, or that may be, is about to be called."""
+        if self.muted() or not inside:
             return
         self._library = False
         self._follow_again()
         if self._thread.mode is None:
-            self._thread.late = True
+            self._modules.thread.late = True
             self._modules.thread.stack.append(class_name(self._model))
             self._start()
 
     def _ended(self, module: torch.nn.Module) -> None:
         """Such a pass has ended."""
         self._thread.factors.forget_masks()
-        if self._thread.late:
-            self._thread.late = False
+        if self._modules.thread.late:
+            self._modules.thread.late = False
             self._leave_model()
 
     def _leave_model(self) -> None:
@@ -555,16 +551,6 @@ def _by_count(laws: HeadLaws | None) -> bool:
     if laws is None or laws.needs_entropy:
         return False
     return all(isinstance(one, Scaling) for one in laws.scalings())
-
-
-def _may_attend(module: torch.nn.Module) -> bool:
-    """Whether a module has code of its own that might attend: any but PyTorch's simple layers."""
-    kind = type(module)
-    # a list or a table of modules has none, and a scripted class one that cannot be asked for
-    if inspect.getattr_static(kind, "forward", None) is torch.nn.Module.forward:
-        return False
-    simple = kind.__module__.startswith("torch.nn.modules.") and not list(module.children())
-    return is_softmax(module) or not simple
 
 
 def _of_layer(layers: dict[str, HeadLaws], name: str) -> HeadLaws | None:

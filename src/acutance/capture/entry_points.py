@@ -21,7 +21,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -36,8 +36,10 @@ __all__ = [
     "is_library_code",
     "kinds_are_library",
     "others_listen",
+    "tell_all",
 ]
 
+_SDPA = F.scaled_dot_product_attention
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -62,14 +64,19 @@ _open: list[Doors] = []
 _lock = threading.Lock()
 
 
+def tell_all(args: tuple[Any, ...] = ()) -> None:
+    """Tell all who watch that attention, or a softmax of these arguments, is about to be called."""
+    for doors in tuple(_open):
+        doors.passed(args)
+
+
 def _door(owner: Any, name: str) -> _Door:
     function = getattr(owner, name)
 
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            for each in tuple(_open):
-                each.passed()
+            tell_all(args if function is not _SDPA else ())
         return function(*args, **kwargs)
 
     return _Door(owner, name, function, watched)
@@ -149,10 +156,14 @@ def _aliases() -> bool:
     return False
 
 
-def others_listen(hooks: int = 0) -> bool:
-    """Whether a function mode is on in this thread, or modules have more hooks than so many."""
+def others_listen(hooks: int = 0, modes: int = 0) -> bool:
+    """Whether this thread has more function modes, or modules have more hooks, than so many."""
     held = max(len(_global_forward_hooks), len(_global_forward_pre_hooks))
-    return bool(torch._C._len_torch_function_stack()) or held > hooks
+    return torch._C._len_torch_function_stack() > modes or held > hooks
+
+
+def _ignore(module: torch.nn.Module) -> None:
+    """Do nothing."""
 
 
 class Doors:
@@ -164,7 +175,9 @@ class Doors:
         attention: modules that ask the interface, whose settings may open another way.
         begun: called as a pass begins; False where the model or what runs around it changed.
         ended: called as it ends.
-        passed: called in a pass when a function of attention is about to be called.
+        passed: called when a function of attention is about to be called: whether that is in a pass
+            of this thread, and whether its first argument has fewer than three dimensions.
+        inside: further modules to follow, and what is called as each begins and has run.
     """
 
     def __init__(
@@ -175,9 +188,14 @@ class Doors:
         *,
         begun: Callable[[torch.nn.Module, bool], None],
         ended: Callable[[torch.nn.Module], None],
-        passed: Callable[[], None],
+        passed: Callable[[bool, bool], None],
+        inside: Iterable[torch.nn.Module] = (),
+        enter: Callable[[torch.nn.Module], None] = _ignore,
+        leave: Callable[[torch.nn.Module], None] = _ignore,
     ) -> None:
         self._roots = {id(root): root for root in roots}
+        self._inside = {id(module): module for module in inside}
+        self.enter, self.leave = enter, leave
         self._begun, self._ended, self._passed = begun, ended, passed
         self._thread = threading.local()
         modules = list(model.modules())
@@ -208,15 +226,18 @@ class Doors:
                 return False
         return all(kind.forward is forward for kind, forward in self._forwards)
 
-    def passed(self) -> None:
-        """A function of attention is about to be called; told only in a pass of this thread."""
-        if getattr(self._thread, "depth", 0):
-            self._passed()
+    def passed(self, args: tuple[Any, ...]) -> None:
+        """A function of attention is about to be called."""
+        flat = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dim() < 3
+        self._passed(self._in_pass(), flat)
+
+    def _in_pass(self) -> bool:
+        return bool(getattr(self._thread, "depth", 0))
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Watch the doors for the length of the context."""
-        kinds = {type(root) for root in self._roots.values()}
+        kinds = {type(module) for module in (self._roots | self._inside).values()}
         with _lock:
             if not _open:
                 for door in _DOORS:
@@ -237,14 +258,21 @@ class Doors:
 
     def root(self, module: torch.nn.Module) -> bool:
         """Whether a module that is called begins a pass of this thread."""
-        return id(module) in self._roots and not getattr(self._thread, "depth", 0)
+        if self._in_pass():
+            return False
+        again = torch._C._current_graph_task_id() != -1  # a checkpoint runs it for the gradients
+        return id(module) in self._roots or (id(module) in self._inside and not again)
+
+    def follows(self, module: torch.nn.Module) -> bool:
+        """Whether a module is to be followed, in a pass of this thread."""
+        return id(module) in self._inside and self._in_pass()
 
     @contextmanager
     def in_pass(self, module: torch.nn.Module) -> Iterator[None]:
         """A pass that begins with this module."""
         self._thread.depth = 1
         try:
-            self._begun(module, self.unchanged())
+            self._begun(module, id(module) in self._roots and self.unchanged())
             yield
         finally:
             self._thread.depth = 0
@@ -280,12 +308,20 @@ def _watch_calls(kind: type) -> None:
     before: Callable[..., Any] = kind.__call__
 
     def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        if _open and not torch.compiler.is_compiling():
-            for doors in tuple(_open):
-                if doors.root(self):
-                    with doors.in_pass(self):
-                        return self(*args, **kwargs)
-        return before(self, *args, **kwargs)
+        if not _open or type(self) is not kind or torch.compiler.is_compiling():
+            return before(self, *args, **kwargs)
+        for doors in tuple(_open):
+            if doors.root(self):
+                with doors.in_pass(self):
+                    return self(*args, **kwargs)
+        inside = [doors for doors in _open if doors.follows(self)]
+        for doors in inside:
+            doors.enter(self)
+        try:
+            return before(self, *args, **kwargs)
+        finally:
+            for doors in reversed(inside):
+                doors.leave(self)
 
     kind.__call__ = __call__  # type: ignore[method-assign]
 

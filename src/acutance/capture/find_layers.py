@@ -6,6 +6,7 @@ and to say how many heads there are, a layer is known by the name of its class.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "is_softmax",
     "is_windowed",
     "layer_numbers",
+    "may_attend",
     "most_heads",
     "uses_interface",
     "windowed_layers",
@@ -101,6 +103,16 @@ def _around(name: str) -> set[str]:
 def is_softmax(module: torch.nn.Module) -> bool:
     """Whether a module is a softmax alone: the attention is the module around it."""
     return "softmax" in type(module).__name__.lower()
+
+
+def may_attend(module: torch.nn.Module) -> bool:
+    """Whether a module has code of its own that might attend: any but PyTorch's simple layers."""
+    kind = type(module)
+    # a list or a table of modules has none, and a scripted class one that cannot be asked for
+    if inspect.getattr_static(kind, "forward", None) is torch.nn.Module.forward:
+        return False
+    simple = kind.__module__.startswith("torch.nn.modules.") and not list(module.children())
+    return is_softmax(module) or not simple
 
 
 def uses_interface(module: torch.nn.Module) -> bool:

@@ -23,9 +23,13 @@ from acutance.capture import huggingface
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.counted_rows import RowReader
 from acutance.capture.coverage import scripted_attention
+from acutance.capture.entry_points import Doors, is_library_code, others_listen
+from acutance.capture.find_layers import may_attend
+from acutance.capture.function_modes import leave
 from acutance.capture.layer_choice import Chosen, LayerChoice
 from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack, Passes, rerun
+from acutance.capture.padding import TokenMasks
 from acutance.capture.torch_functions import FunctionCapture
 from acutance.capture.uncompiled import EAGER, unwatched
 
@@ -165,8 +169,17 @@ class Listener:
         self._gradients = gradients
         self._lists, self._all_rows, self._around = lists, all_rows, around
         self._started = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._context: ExitStack | None = None
+        self._mode = FunctionCapture(self)
+        self._home = 0  # the thread that opened this, whose functions the mode sees
+        self._doors: Doors | None = None  # watched instead of following passes
+        self._following, self._watching = ExitStack(), ExitStack()
+        self._library: bool | None = None  # whether passes may be watched at doors; None: not asked
+        self._unseen: set[str] = set()  # modules that may attend and did not run yet
+        self._asked: set[torch.nn.Module] = set()  # those that asked transformers' interface
+        self._roots: set[torch.nn.Module] = set()
+        self._running_passes = 0
 
     # -- the context ------------------------------------------------------------------------------
 
@@ -176,18 +189,25 @@ class Listener:
         self.calls, self._started = 0, False
         self.heard.clear()
         self.modules.read_names()
+        self._home, self._running_passes = threading.get_ident(), 0
+        self._library = False if self.products else None
+        self._unseen = {name for name, one in self.modules.named().items() if may_attend(one)}
+        self._mode = FunctionCapture(self)
         with ExitStack() as context:
             context.enter_context(EAGER)
-            context.enter_context(self.modules.follow())
+            context.enter_context(self._watching)
+            context.enter_context(self._following)
+            self._following.enter_context(self.modules.follow())
             context.enter_context(self._around())
             context.enter_context(huggingface.capture(self))
-            context.enter_context(FunctionCapture(self))
+            context.enter_context(self._mode)
             self._context = context.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         context, self._context = self._context, None
         self.modules.thread.reset()
+        self._doors = None
         if context is not None:
             context.close()
 
@@ -223,7 +243,11 @@ class Listener:
     def place_of(self, module: torch.nn.Module) -> str | None:
         """Name for an attention call of a module, numbered as by :meth:`here` where it runs."""
         name, stack = self.modules.name_of(module), self.modules.thread.stack
-        return self.here() if name is not None and stack and stack[-1] == name else name
+        if name is None or not stack or stack[-1] != name:
+            self._library = self._library if name is None else False
+            return name
+        self._asked.add(module)
+        return self.here()
 
     def muted(self) -> bool:
         """Whether this thread is inside a call that is already heard."""
@@ -333,14 +357,78 @@ class Listener:
             thread.places.clear()
             self.passes.begin(name, thread)
             self._started = True
+            with self._lock:
+                self._running_passes += 1
+                self._roots.add(module)
         thread.masks.enter(module)
         if name not in self.ran:
             self.ran[name] = None
+            self._unseen.discard(name)
             if why := scripted_attention(module):
                 self.unreadable(name, why)
 
     def _leave_module(self, module: torch.nn.Module, name: str) -> None:
         self.modules.thread.masks.leave(module)
+        if not self.modules.thread.stack:
+            with self._lock:
+                self._running_passes -= 1
+                if self._asked and not (self._unseen or self._doors or self._running_passes):
+                    self._watch_doors()
+
+    # -- passes that are watched at doors ---------------------------------------------------------
+
+    def noticed(self) -> None:
+        """Note a call of a function that is or may be attention: passes are followed."""
+        self._library = False
+
+    def _watch_doors(self) -> None:
+        """Follow no function and few modules, where a pass showed that all ask the interface."""
+        if self._library is False or threading.get_ident() != self._home or self._context is None:
+            return
+        if self._library is None:
+            self._library = is_library_code(self.model)
+        if not self._library or others_listen(hooks=1, modes=1):
+            return
+        inside = {one for one in self.model.modules() if TokenMasks.reads(one)}
+        self._doors = Doors(
+            self.model,
+            self._roots,
+            list(self._asked),
+            begun=self._begun,
+            ended=self._ended,
+            passed=self._passed,
+            inside=inside | self._asked | self._roots,
+            enter=self.modules.enter,
+            leave=self.modules.leave,
+        )
+        self._following.close()
+        leave(self._mode)
+        self._watching.enter_context(self._doors.watch())
+
+    def _follow_again(self, library: bool | None) -> None:
+        with self._lock:
+            if self._doors is None:
+                return
+            self._doors, self._library = None, library
+            self._watching.close()
+            self._following.enter_context(self.modules.follow())
+            if threading.get_ident() == self._home:
+                with unwatched():  # below modes that were entered since
+                    self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _begun(self, module: torch.nn.Module, unchanged: bool) -> None:
+        if not unchanged:
+            self._follow_again(None)
+
+    def _passed(self, inside: bool, flat: bool) -> None:
+        """A function that may be attention is called; no softmax of two dimensions is."""
+        if self.muted() or flat or threading.get_ident() != self._home:
+            return
+        self.modules.thread.late = inside
+        self._follow_again(False)
+
+    def _ended(self, module: torch.nn.Module) -> None:
+        self.modules.thread.late = False
 
 
 def _detached(saved: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ class Running(threading.local):
         reading: whether this forward pass is read.
         turn: its number.
         calls: attention calls in it, by module.
+        late: whether modules began to run before they were followed: frames tell which one runs.
         masks: over tokens, of the modules running.
     """
 
@@ -57,6 +58,7 @@ class Running(threading.local):
         """Forget everything, of this thread."""
         self.depth = 0
         self.stack: list[str] = []
+        self.late = False
         self.places: dict[str, int] = {}
         self.rows: tuple[str, RealRows] | None = None
         self.reading, self.turn = True, 0
@@ -122,7 +124,7 @@ class ModuleStack:
 
     def follow(self) -> AbstractContextManager[None]:
         """Follow the modules that have names, for the length of the context."""
-        return follow(self._enter, self._leave)
+        return follow(self.enter, self.leave)
 
     def name_of(self, module: torch.nn.Module | None) -> str | None:
         """Name of a module of the model without wrappers, None for any other."""
@@ -135,11 +137,7 @@ class ModuleStack:
     def running(self) -> str | None:
         """Name of the module now running, None outside the model."""
         stack = self.thread.stack
-        return stack[-1] if stack else module_of_method(self._names)
-
-    def running_by_frames(self) -> str | None:
-        """Name of the module now running, from the call stack: for modules entered unobserved."""
-        return module_of_method(self._names)
+        return stack[-1] if stack and not self.thread.late else module_of_method(self._names)
 
     def place(self) -> str | None:
         """Name for an attention call of the running module; its second in one pass gets ``#1``."""
@@ -148,7 +146,9 @@ class ModuleStack:
             if method_of is not None:
                 self.thread.reading = True  # of no forward pass that could be left out
             return method_of
-        name = self.thread.stack[-1]
+        name = self.running()
+        if name is None:
+            return None
         seen = self.thread.places.get(name, 0)
         self.thread.places[name] = seen + 1
         return f"{name}#{seen}" if seen else name
@@ -158,7 +158,8 @@ class ModuleStack:
         base, _, call = name.partition("#")
         return self._order.get(base, 0), int(call or 0)
 
-    def _enter(self, module: torch.nn.Module) -> None:
+    def enter(self, module: torch.nn.Module) -> None:
+        """A module begins to run."""
         if torch.compiler.is_compiling():
             return
         name = self._names.get(id(module))
@@ -167,7 +168,8 @@ class ModuleStack:
                 self._begin(module, name)
             self.thread.stack.append(name)
 
-    def _leave(self, module: torch.nn.Module) -> None:
+    def leave(self, module: torch.nn.Module) -> None:
+        """A module has run, or raised."""
         if torch.compiler.is_compiling():
             return
         stack = self.thread.stack

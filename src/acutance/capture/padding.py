@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from acutance.capture import entry_points
 from acutance.capture.attention_call import AttentionCall
 from acutance.masks import hidden_scores, hides
 
@@ -151,6 +152,12 @@ class TokenMasks:
         if begins and all(given.get(name) is None for name in masks):
             self._stack.append((id(module), PaddingMask(None, NO_MASK)))
 
+    @staticmethod
+    def reads(module: torch.nn.Module) -> bool:
+        """Whether :meth:`enter` has anything to do with modules of this class."""
+        _, masks, begins = _signature(inspect.getattr_static(type(module), "forward"))
+        return bool(masks) or begins
+
     def leave(self, module: torch.nn.Module) -> None:
         """A module has run."""
         if self._stack and self._stack[-1][0] == id(module):
@@ -190,7 +197,7 @@ def _arguments(module: torch.nn.Module) -> tuple[Sequence[Any], Mapping[str, Any
     for _ in range(_DEPTH):
         if frame is None:
             break
-        if frame.f_code.co_filename == _MODULE_FILE:
+        if frame.f_code.co_filename in (_MODULE_FILE, entry_points.__file__):
             names = frame.f_locals
             if names.get("self") is module and "args" in names and "kwargs" in names:
                 return names["args"], names["kwargs"]

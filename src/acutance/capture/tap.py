@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.acutance_attention import plain_call
+from acutance.capture.entry_points import tell_all
 from acutance.capture.torch_functions import FunctionCapture, FunctionObserver
 
 __all__ = ["Tap", "tap"]
@@ -76,6 +77,7 @@ def tap(
     given = dict(locals())
     observers: list[FunctionObserver] = []
     if not torch.compiler.is_compiling():
+        tell_all()
         stack = torch.overrides._get_current_function_mode_stack()
         observers = [mode.observer for mode in stack if isinstance(mode, FunctionCapture)]
     return Tap(observers, given)

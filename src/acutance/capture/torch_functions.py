@@ -83,6 +83,9 @@ NO_PRODUCT = "no matrix product takes a softmax over the last dimension of"
 class FunctionObserver(Observer, Protocol):
     """The observer of a :class:`FunctionCapture`; it also knows which module is running."""
 
+    def noticed(self) -> None:
+        """Note a call of a function that is or may be attention."""
+
     def here(self) -> str | None:
         """Name for an attention call of the module now running, None outside the probed model."""
 
@@ -148,7 +151,9 @@ class FunctionCapture(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if self.observer.muted():
             return func(*args, **kwargs)
-        if kind is None:
+        if kind is not None:
+            self.observer.noticed()
+        else:
             follow = func if self._lineage is None else functools.partial(self._followed, func)
             result = follow(*args, **kwargs)
             if self._softmaxes:

@@ -1,0 +1,214 @@
+"""A probe of a model of transformers: after a pass that was followed, it watches its doors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+import acutance
+from acutance.capture import listener
+
+
+def gpt2(layers: int = 2) -> Any:
+    from transformers import GPT2Config, GPT2Model
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=layers, n_embd=16, n_head=2, vocab_size=50, n_positions=32)
+    return GPT2Model._from_config(config, attn_implementation="sdpa").eval()
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.arange(18).view(2, 9)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    doors = F.scaled_dot_product_attention, torch.softmax
+    with torch.no_grad():
+        yield
+    assert doors == (F.scaled_dot_product_attention, torch.softmax)
+    assert not torch_module._global_forward_pre_hooks
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def is_followed() -> bool:
+    return bool(torch_module._global_forward_pre_hooks)
+
+
+@contextmanager
+def followed() -> Iterator[None]:
+    """Keep every pass followed: someone else has hooks on all modules."""
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(lambda *_: None) for _ in range(2)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def run(model: Any, ids: Tensor) -> None:
+    """Passes with a mask and without, and steps of decoding."""
+    padded = torch.ones_like(ids).index_fill(1, torch.arange(3), 0)
+    for mask in (None, padded, None, torch.ones_like(ids), padded):
+        model(ids, attention_mask=mask)
+    output = model(ids[:, :5], attention_mask=padded[:, :5], use_cache=True)
+    for place in range(5, 9):
+        output = model(
+            ids[:, place : place + 1],
+            attention_mask=padded[:, : place + 1],
+            past_key_values=output.past_key_values,
+            use_cache=True,
+        )
+
+
+def test_watched_passes_read_what_followed_ones_do(ids: Tensor) -> None:
+    model = gpt2()
+    with acutance.probe(model, every=2) as probe:
+        model(ids)
+        assert not is_followed()
+        assert torch._C._len_torch_function_stack() == 0
+        run(model, ids)
+        assert not is_followed()
+    with followed(), acutance.probe(model, every=2) as want:
+        model(ids)
+        run(model, ids)
+    assert probe.summary().layers == want.summary().layers
+    for got, expected in zip(probe.summary().moments, want.summary().moments, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_layer_in_a_later_pass_takes_few_calls(ids: Tensor) -> None:
+    counts, files = [], set()
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        path = frame.f_code.co_filename
+        if event == "call" and "src/acutance/" in path:
+            counts[-1] += 1
+            files.add(path)
+
+    for layers in (2, 6):
+        model = gpt2(layers)
+        with acutance.probe(model):
+            model(ids)
+            model(ids)
+            counts.append(0)
+            sys.setprofile(count)
+            try:
+                model(ids)
+            finally:
+                sys.setprofile(None)
+    assert counts[1] - counts[0] <= 4 * 120
+    assert len(files) <= 16
+
+
+@pytest.mark.parametrize("how", ["module", "hook", "forward"])
+def test_what_changes_is_followed(how: str, ids: Tensor) -> None:
+    class Attends(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+
+    def change(model: Any) -> None:
+        attend = Attends()
+        if how == "module":
+            model.h[1].mlp.act = attend
+        elif how == "hook":
+            model.ln_f.register_forward_hook(lambda *given: attend.forward(given[-1]))
+        else:
+            plain = model.ln_f.forward
+            model.ln_f.forward = lambda x: attend.forward(plain(x))
+
+    model, fresh = gpt2(), gpt2()
+    with acutance.probe(model) as probe:
+        model(ids)
+        assert not is_followed()
+        change(model)
+        model(ids)
+        assert is_followed()
+    change(fresh)
+    with followed(), acutance.probe(fresh) as want:
+        fresh(ids)
+    names = [layer.module for layer in want.summary().layers]
+    if how == "module":  # names are read when a probe opens
+        names = [name.removesuffix(".act") for name in names]
+    assert len(names) == 3
+    assert sorted(layer.module for layer in probe.summary().layers) == sorted(names)
+
+
+class Sometimes(nn.Module):
+    """Attention in another way, when a switch outside says so."""
+
+    way: list[str] = []  # noqa: RUF012 - nothing of the module changes
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = gpt2()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.model(ids).last_hidden_state
+        if "sdpa" in self.way:
+            return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+        return torch.softmax(x @ x.mT, -1) @ x if self.way else x
+
+
+@pytest.mark.parametrize("way", ["sdpa", "by hand"])
+def test_what_comes_by_a_door_is_read(
+    way: str, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "is_library_code", lambda model: True)
+    model = Sometimes()
+    with acutance.probe(model) as probe:
+        model(ids)
+        assert not is_followed()
+        monkeypatch.setattr(model, "way", [way], raising=False)
+        for _ in range(2):
+            model(ids)
+        assert is_followed()
+    calls = {layer.module: layer.calls for layer in probe.summary().layers}
+    assert calls == {"Sometimes": 2, "model.h.0.attn": 3, "model.h.1.attn": 3}
+
+
+def test_a_layer_called_by_itself_is_a_pass(ids: Tensor) -> None:
+    model, x = gpt2(), torch.randn(2, 9, 16)
+    counts = []
+    for around in (followed, None):
+        with acutance.probe(model) as probe:
+            if around is not None:
+                with around():
+                    model(ids)
+                    model.h[0](x)
+            else:
+                model(ids)
+                model.h[0](x)
+        counts.append({layer.module: layer.calls for layer in probe.summary().layers})
+    assert counts[0] == counts[1] == {"h.0.attn": 2, "h.1.attn": 1}
+
+
+def test_a_tap_is_heard_in_a_watched_pass(ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "is_library_code", lambda model: True)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = gpt2()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.model(ids).last_hidden_state[:, None]
+            with acutance.tap(x, x, x):
+                return x
+
+    model = Outer()
+    with acutance.probe(model) as probe:
+        for _ in range(3):
+            model(ids)
+    assert {layer.module: layer.calls for layer in probe.summary().layers}["Outer"] == 3
