@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -213,3 +214,63 @@ def test_a_tap_is_heard_in_a_watched_pass(ids: Tensor, monkeypatch: pytest.Monke
         for _ in range(3):
             model(ids)
     assert {layer.module: layer.calls for layer in probe.summary().layers}["Outer"] == 3
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_a_checkpointed_backward_pass_is_not_read() -> None:
+    ids, counts, means = torch.arange(18).view(2, 9), [], []
+    for keep in (followed, nullcontext):
+        model = gpt2().train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with torch.enable_grad(), keep(), acutance.probe(model) as probe:
+            for _ in range(3):
+                model(ids).last_hidden_state.square().sum().backward()
+        counts.append({layer.module: layer.calls for layer in probe.summary().layers})
+        means.append(probe.summary().mean("entropy"))
+    assert counts[0] == counts[1] == {"h.0.attn": 3, "h.1.attn": 3}
+    torch.testing.assert_close(means[0], means[1], rtol=0, atol=0)
+
+
+def test_softmaxes_outside_the_model_do_not_end_it(ids: Tensor) -> None:
+    model = gpt2()
+    with acutance.probe(model):
+        for _ in range(2):
+            weights = model(ids).last_hidden_state.softmax(-1)
+            assert weights.dim() == 3
+            assert not is_followed()
+
+
+def test_a_change_that_another_thread_meets_is_followed_here(ids: Tensor) -> None:
+    model = gpt2()
+
+    def attend(module: nn.Module, given: Any, output: Tensor) -> None:
+        x = output[:, None]
+        F.scaled_dot_product_attention(x, x, x)
+
+    with acutance.probe(model) as probe:
+        model(ids)
+        model.ln_f.register_forward_hook(attend)
+        other = threading.Thread(target=model, args=(ids,))
+        other.start()
+        other.join()
+        model(ids)
+        assert is_followed()
+    calls = {layer.module: layer.calls for layer in probe.summary().layers}
+    assert calls == {"h.0.attn": 3, "h.1.attn": 3, "GPT2Model": 1}
+
+
+def test_two_models_of_one_class_are_watched(ids: Tensor) -> None:
+    one, two = gpt2(), gpt2()
+    with acutance.probe(one) as first:
+        one(ids)
+        with acutance.probe(two) as second:
+            for _ in range(2):
+                two(ids)
+                assert not is_followed()
+            one(ids)
+            assert not is_followed()
+    calls = [[layer.calls for layer in each.summary().layers] for each in (first, second)]
+    assert calls == [[2, 2], [2, 2]]

@@ -473,7 +473,7 @@ class Applied:
         if not unchanged:
             self._follow_again()
 
-    def _passed(self, inside: bool, plain: bool) -> None:
+    def _passed(self, inside: bool, flat: bool) -> None:
         """A function of attention, or that may be, is about to be called."""
         if self.muted() or not inside:
             return

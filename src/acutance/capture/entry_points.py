@@ -103,9 +103,9 @@ EXP = {each for door in _EXP for each in (door.function, door.watched)}
 
 
 def _is_library(function: Any) -> bool:
-    """Whether a function was written in PyTorch or transformers."""
+    """Whether a function was written in PyTorch or transformers, or here in the place of one."""
     code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename.startswith((_TORCH, _transformers()))
+    return code is not None and code.co_filename.startswith((_TORCH, _transformers(), __file__))
 
 
 @functools.cache
@@ -177,7 +177,9 @@ class Doors:
         ended: called as it ends.
         passed: called when a function of attention is about to be called: whether that is in a pass
             of this thread, and whether its first argument has fewer than three dimensions.
-        inside: further modules to follow, and what is called as each begins and has run.
+        inside: further modules to follow.
+        enter: called as a module to follow begins to run in a pass.
+        leave: called as it has run or raised.
     """
 
     def __init__(
@@ -232,6 +234,7 @@ class Doors:
         self._passed(self._in_pass(), flat)
 
     def _in_pass(self) -> bool:
+        """Whether this thread is in a pass."""
         return bool(getattr(self._thread, "depth", 0))
 
     @contextmanager

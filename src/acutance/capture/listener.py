@@ -190,6 +190,8 @@ class Listener:
         self.heard.clear()
         self.modules.read_names()
         self._home, self._running_passes = threading.get_ident(), 0
+        self._asked.clear()
+        self._roots.clear()
         self._library = False if self.products else None
         self._unseen = {name for name, one in self.modules.named().items() if may_attend(one)}
         self._mode = FunctionCapture(self)
@@ -379,11 +381,12 @@ class Listener:
 
     def noticed(self) -> None:
         """Note a call of a function that is or may be attention: passes are followed."""
-        self._library = False
+        if self._library is not False and self.modules.running() is not None:
+            self._library = False
 
     def _watch_doors(self) -> None:
         """Follow no function and few modules, where a pass showed that all ask the interface."""
-        if self._library is False or threading.get_ident() != self._home or self._context is None:
+        if self._library is False or not self._at_home() or self._context is None:
             return
         if self._library is None:
             self._library = is_library_code(self.model)
@@ -406,26 +409,31 @@ class Listener:
         self._watching.enter_context(self._doors.watch())
 
     def _follow_again(self, library: bool | None) -> None:
+        """Follow passes, in the thread whose functions the mode sees; ``library`` is as above."""
         with self._lock:
             if self._doors is None:
                 return
             self._doors, self._library = None, library
             self._watching.close()
             self._following.enter_context(self.modules.follow())
-            if threading.get_ident() == self._home:
-                with unwatched():  # below modes that were entered since
-                    self._mode.__enter__()  # type: ignore[no-untyped-call]
+            with unwatched():  # below modes that were entered since
+                self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _at_home(self) -> bool:
+        return threading.get_ident() == self._home
 
     def _begun(self, module: torch.nn.Module, unchanged: bool) -> None:
-        if not unchanged:
+        """A pass begins; of another thread only the interface is seen, followed or not."""
+        if not unchanged and self._at_home():
             self._follow_again(None)
 
     def _passed(self, inside: bool, flat: bool) -> None:
         """A function that may be attention is called; no softmax of two dimensions is."""
-        if self.muted() or flat or threading.get_ident() != self._home:
+        if self.muted() or flat or not self._at_home():
             return
-        self.modules.thread.late = inside
-        self._follow_again(False)
+        if inside or self.modules.running() is not None:
+            self.modules.thread.late = inside
+            self._follow_again(False)
 
     def _ended(self, module: torch.nn.Module) -> None:
         self.modules.thread.late = False
