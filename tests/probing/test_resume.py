@@ -161,7 +161,7 @@ def test_an_interrupt_before_anything_was_read() -> None:
 def test_the_state_is_written_as_often_as_asked(tmp_path: Path) -> None:
     path, pieces, seen = tmp_path / "state", windows(), []
 
-    def look(_: int) -> None:
+    def look(*_: object) -> None:
         seen.append(load_state(path).run.windows if path.exists() else 0)
 
     run_windows(text_model(), pieces, options(save=path, save_every=6), {}, SingleProcess(), look)

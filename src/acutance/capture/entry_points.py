@@ -3,10 +3,11 @@
 A mode of PyTorch functions sees every call, however it was reached, and costs more than a small
 model's own work. Where all code of a model is that of PyTorch and transformers, and a pass that was
 followed came by transformers' attention interface alone, the mode and the hooks on modules are left
-out of later passes: :class:`Doors` has them watched at three places instead.
+out of later passes: :class:`Doors` has them watched at a few places instead.
 
 - ``__call__`` of the outermost module's class: a pass begins and ends, and the model is looked over
   for modules, hooks and ``forward`` functions that were not there before.
+- ``__call__`` of the classes of further modules, where the listener has to know that they run.
 - transformers' interface, as ever.
 - PyTorch's own functions of attention and softmax, and ``exp``, from which softmaxes are written,
   under the names by which that code calls them. The functions are built in: where another module

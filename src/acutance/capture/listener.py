@@ -5,7 +5,8 @@ are padding, and opens every way of capture: transformers' attention interface, 
 functions (SDPA, ``nn.MultiheadAttention``, FlexAttention, softmaxes written by hand,
 :func:`acutance.attention`, :func:`acutance.tap`). What it hears it hands to a :class:`Receiver`: a
 probe, a calibration, a watch that trains. A compiled model runs uncompiled meanwhile, and nothing
-is left on the model.
+is left on the model. Once a pass came by transformers' interface alone, later ones are watched by
+:class:`~acutance.capture.entry_points.Doors`.
 """
 
 from __future__ import annotations
