@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 
 import acutance
 from acutance.capture import listener
+from acutance.capture.entry_points import kinds_are_library
 
 
 def gpt2(layers: int = 2) -> Any:
@@ -274,3 +275,13 @@ def test_two_models_of_one_class_are_watched(ids: Tensor) -> None:
             assert not is_followed()
     calls = [[layer.calls for layer in each.summary().layers] for each in (first, second)]
     assert calls == [[2, 2], [2, 2]]
+
+
+def test_transformers_may_be_imported_after_a_model_was_asked_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = gpt2()
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "transformers")
+        assert kinds_are_library(nn.Linear(2, 2))
+    assert kinds_are_library(model)

@@ -103,16 +103,17 @@ ATTENTION_DOORS = {door.watched: door.function for door in _ATTENTION}
 EXP = {each for door in _EXP for each in (door.function, door.watched)}
 
 
-def _is_library(function: Any) -> bool:
-    """Whether a function was written in PyTorch or transformers, or here in the place of one."""
+def _is_library(function: Any, folders: tuple[str, ...]) -> bool:
+    """Whether a function was written in one of these folders."""
     code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename.startswith((_TORCH, _transformers(), __file__))
+    return code is not None and code.co_filename.startswith(folders)
 
 
-@functools.cache
-def _transformers() -> str:
+def _folders() -> tuple[str, ...]:
+    """PyTorch, transformers if it is imported, and this file, which replaces some of theirs."""
     module = sys.modules.get("transformers")
-    return os.path.dirname(module.__file__ or "") + os.sep if module is not None else _TORCH
+    found = [os.path.dirname(module.__file__ or "") + os.sep] if module is not None else []
+    return _TORCH, __file__, *found
 
 
 def kinds_are_library(model: torch.nn.Module) -> bool:
@@ -125,14 +126,14 @@ def kinds_are_library(model: torch.nn.Module) -> bool:
         >>> kinds_are_library(torch.nn.Linear(2, 2)), kinds_are_library(Mine(2, 2))
         (True, False)
     """
-    if "transformers" not in sys.modules:
-        _transformers.cache_clear()
+    folders = _folders()
     for kind in {type(module) for module in model.modules()}:
         for base in kind.__mro__:
             if base is torch.nn.Module:
                 break
             members = (getattr(each, "__func__", each) for each in vars(base).values())
-            if not all(_is_library(each) for each in members if hasattr(each, "__code__")):
+            coded = [each for each in members if hasattr(each, "__code__")]
+            if not all(_is_library(each, folders) for each in coded):
                 return False
     return True
 
