@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         training,
         weights,
     )
-    from acutance.attend import attention, row_statistics
+    from acutance.attend import attention, key_mass, row_statistics
     from acutance.calibration import Applied, ApplyError, Calibration, Law, apply, calibrate
     from acutance.capture.tap import tap
     from acutance.comparison import compare
@@ -61,6 +61,7 @@ __all__ = [
     "compare",
     "comparison",
     "kernels",
+    "key_mass",
     "load",
     "load_model",
     "mechanisms",
@@ -85,6 +86,7 @@ __all__ = [
 #: Where each public name lives. They load on first use, so that ``acutance --help`` needs no torch.
 _HOMES = {
     "attention": "acutance.attend",
+    "key_mass": "acutance.attend",
     "row_statistics": "acutance.attend",
     "Applied": "acutance.calibration",
     "ApplyError": "acutance.calibration",

@@ -1,7 +1,8 @@
-"""Attention with its statistics: :func:`attention` and :func:`row_statistics`."""
+"""Attention with its statistics by row, :func:`row_statistics`, and by key, :func:`key_mass`."""
 
 from __future__ import annotations
 
 from acutance.attend.functions import attention, row_statistics
+from acutance.attend.keys import key_mass
 
-__all__ = ["attention", "row_statistics"]
+__all__ = ["attention", "key_mass", "row_statistics"]

@@ -16,8 +16,9 @@ from acutance.compiling import by_operations
 from acutance.kernels import dispatch
 from acutance.kernels.call import KernelCall, Rule, Sums, accumulate_dtype
 from acutance.kernels.hidden import constant_where_not_finite
+from acutance.kernels.key_mass import from_output, key_mass
 from acutance.kernels.ops import attend_rows
-from acutance.kernels.whole_rows import weigh_rows
+from acutance.kernels.whole_rows import WeighedRows, weigh_rows
 from acutance.rowstats import RowState, RowStatistics, WeightStatistics
 from acutance.scaling import AnyScaling, apply_scaling, visible_keys
 from acutance.scores import DotScore, ScaledDot, TileScore
@@ -31,7 +32,15 @@ from acutance.shapes import (
 )
 from acutance.weights import Sink, Softmax, SoftmaxOne, Weighting
 
-__all__ = ["AttentionOptions", "Backend", "Options", "Score", "run"]
+__all__ = [
+    "AttentionOptions",
+    "Backend",
+    "Options",
+    "Score",
+    "ScoreOptions",
+    "run",
+    "run_key_mass",
+]
 
 Backend: TypeAlias = Literal["auto", "native", "blocked", "triton", "dense"]
 
@@ -41,16 +50,21 @@ Score: TypeAlias = DotScore | TileScore | Callable[[Tensor, Tensor, int], Tensor
 _SCALED_DOT, _SOFTMAX = ScaledDot(), Softmax()
 
 
-class AttentionOptions(MaskOptions, total=False):
-    """Keywords that :func:`acutance.attention` and :func:`acutance.row_statistics` share."""
+class ScoreOptions(MaskOptions, total=False):
+    """Keywords that say what the scores are, and which kernel sums them."""
 
-    noise: bool
-    gaps: bool
     softcap: float | None
     sinks: Tensor | None
     score: str | Score
     scaling: str | AnyScaling | None
     backend: Backend
+
+
+class AttentionOptions(ScoreOptions, total=False):
+    """Keywords that :func:`acutance.attention` and :func:`acutance.row_statistics` share."""
+
+    noise: bool
+    gaps: bool
 
 
 @dataclass(frozen=True)
@@ -62,14 +76,14 @@ class Options:
     masks: MaskOptions
     scale: float | None
     enable_gqa: bool
-    noise: bool
-    gaps: bool
-    softcap: float | None
-    sinks: Tensor | None
-    score: str | Score
-    weights: str | Weighting
-    scaling: str | AnyScaling | None
-    backend: str
+    noise: bool = False
+    gaps: bool = False
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    score: str | Score = "scaled_dot"
+    weights: str | Weighting = "softmax"
+    scaling: str | AnyScaling | None = None
+    backend: str = "auto"
     dropout_p: float = 0.0
 
 
@@ -81,6 +95,18 @@ def run(
     Returns:
         The output, without elements where there are no values, and the statistics.
     """
+    call = _validated(query, key, value, options)
+    out, stats = call.computed()
+    return out.to(call.dtype), stats
+
+
+def run_key_mass(query: Tensor, key: Tensor, options: Options) -> Tensor:
+    """Validate a call and sum its weights over rows, (B, Hq, S)."""
+    return _validated(query, key, None, options).key_mass()
+
+
+def _validated(query: Tensor, key: Tensor, value: Tensor | None, options: Options) -> _Call:
+    """The call that the arguments ask for, its score transformed and its law applied."""
     dispatch.check_backend(options.backend)
     score: DotScore | TileScore = _SCALED_DOT
     weighting: Weighting = _SOFTMAX
@@ -114,11 +140,10 @@ def run(
     seed = torch.randint(2**62, ()) if options.dropout_p > 0.0 else None
     rule = Rule(scale, softcap, sinks, float(options.dropout_p), seed)
     inputs = KernelCall(query, key, value, masking, rule, options.noise, options.gaps)
-    call = _Call(inputs, score, weighting, options.backend).with_softmax_as_such()
+    call = _Call(inputs, score, weighting, options.backend, dtype).with_softmax_as_such()
     if law is not None and not isinstance(law, scalings.NoScaling):
         call = call.scaled(law)
-    out, stats = call.computed()
-    return out.to(dtype), stats
+    return call
 
 
 @dataclass(frozen=True)
@@ -129,6 +154,7 @@ class _Call:
     score: DotScore | TileScore
     weighting: Weighting
     backend: str
+    dtype: torch.dtype  #: of the output
     row_scale: Tensor | None = None
 
     def with_softmax_as_such(self) -> _Call:
@@ -189,16 +215,8 @@ class _Call:
         if streams and not by_operations():
             sums, backend = attend_rows(self.inputs, self.backend)
             return sums.out, RowStatistics(_state(sums, self.inputs.rule.sinks), backend)
-        if self.backend not in ("auto", "blocked") and not streams:
-            raise ValueError(
-                f"backend={self.backend!r} is for softmax of dot products; other weights"
-                " and scores are taken by whole rows, in plain PyTorch"
-            )
-        sinks = self.inputs.rule.sinks
-        weighting = self.weighting if sinks is None else Sink(sinks)
-        tile = None if isinstance(self.score, DotScore) else self.score.tile
-        rows = weigh_rows(self.inputs, weighting, row_scale=self.row_scale, score=tile)
-        out = rows.out
+        rows = self._whole_rows(streams)
+        out, sinks = rows.out, self.inputs.rule.sinks
         if out is None:
             out = self.inputs.query.new_empty(*self.inputs.query.shape[:3], 0)
         if softmax:
@@ -207,6 +225,30 @@ class _Call:
                 state = state._replace(sink=_sinks_of_rows(state.Z, sinks))
             return out, RowStatistics(state, "rows")
         return out, WeightStatistics(rows.weights, rows.scores, rows.slopes, backend="rows")
+
+    def key_mass(self) -> Tensor:
+        """Weights summed over rows, by :meth:`computed`'s kernels."""
+        if self.weighting == _SOFTMAX and isinstance(self.score, DotScore):
+            return key_mass(self.inputs, self.backend)
+
+        def output(inputs: KernelCall) -> Tensor:
+            out = replace(self, inputs=inputs)._whole_rows(False).out
+            assert out is not None
+            return out
+
+        return from_output(self.inputs, output)
+
+    def _whole_rows(self, streams: bool) -> WeighedRows:
+        """The call by whole rows; ``streams``: a kernel could take it."""
+        if self.backend not in ("auto", "blocked") and not streams:
+            raise ValueError(
+                f"backend={self.backend!r} is for softmax of dot products; other weights"
+                " and scores are taken by whole rows, in plain PyTorch"
+            )
+        sinks = self.inputs.rule.sinks
+        weighting = self.weighting if sinks is None else Sink(sinks)
+        tile = None if isinstance(self.score, DotScore) else self.score.tile
+        return weigh_rows(self.inputs, weighting, row_scale=self.row_scale, score=tile)
 
 
 def _state(sums: Sums, sinks: Tensor | None) -> RowState:

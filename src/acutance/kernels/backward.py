@@ -83,7 +83,6 @@ def backward(
     # what is hidden has gradients of 0 for its scores, which must not multiply NaN
     hides = hides_keys(masking)
     clean_key, clean_q5 = (zeroed(key), zeroed(q5)) if hides else (key, q5)
-    finite_out = not hides or grad.out is None or all_finite(grad.out)
     for work in tile_rows(call):
         region = work.region
         q = fold_rows(q5, work).to(dtype) * rule.scale
@@ -92,6 +91,8 @@ def backward(
             {name: None if part is None else fold_rows(part, work) for name, part in grads.items()},
             sink_rows(rule, work, masking, q),
         )
+        # a row's normaliser may be NaN where its gradient of the output is not
+        finite_out = not hides or row.dO is None or all_finite(row.dO)
         clean_q, clean_keys = q, work.key
         if clean_q5 is not q5:
             clean_q = fold_rows(clean_q5, work).to(dtype) * rule.scale

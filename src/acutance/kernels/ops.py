@@ -24,7 +24,7 @@ from acutance.masks import Masking
 from acutance.rowstats.gaps import BINS
 from acutance.weights import Sink, Softmax
 
-__all__ = ["attend_rows", "row_sums", "row_sums_backward"]
+__all__ = ["attend_rows", "row_sums", "row_sums_backward", "value_gradients"]
 
 #: Results that carry a gradient, as positions in :class:`~acutance.kernels.call.Sums`.
 _DIFFERENTIABLE = tuple(Sums._fields.index(name) for name in SumGradients._fields)
@@ -262,6 +262,25 @@ def attend_rows(call: KernelCall, backend: str) -> tuple[Sums, str]:
     else:
         sums = Sums(*row_sums(*tensors, *settings))
     return sums, dispatch.ran(chosen, call)
+
+
+def value_gradients(grad: SumGradients, sums: Sums, call: KernelCall, backend: str) -> Tensor:
+    """The gradient of a call's values, (B, H, S, Ev), given that of its results.
+
+    Args:
+        grad: gradients of the results.
+        sums: what the call gave.
+        call: the call, with values.
+        backend: of both passes.
+    """
+    tensors, settings = _flat(call, backend)
+    wanted = [place == 2 for place in _GRADIENT_INPUTS]
+    if torch.compiler.is_compiling():
+        gradients = row_sums_backward(grad, list(sums), wanted, *tensors, *settings[:-2])
+    else:
+        gradients = _Gradients.apply(settings, wanted, *tensors, *grad, *sums)  # type: ignore[no-untyped-call]
+    found: Tensor = gradients[2]
+    return found
 
 
 def _any_wants_gradient(tensors: _Tensors) -> bool:
