@@ -98,7 +98,13 @@ def test_random_calls_are_the_oracle(mask: str, dtype: torch.dtype) -> None:
                 size = bound
                 if name == "noise_gain":  # in squares of the values
                     size *= max(1.0, float(case.value.double().square().sum(-1).amax()))
-                assert relative(stats[name], oracle[name]) <= size, (case.name, name)
+                # rounding of the whole row counts where little is left without the first key
+                weight = (
+                    1 - oracle["first_weight"] if name in ("first_gap", "rest_jensen_gap") else 1
+                )
+                weight = oracle[name].clamp(max=1) if name == "rest_logit_std" else weight
+                measured, expected = weight * stats[name].double(), weight * oracle[name].double()
+                assert relative(measured, expected) <= size, (case.name, name)
             half = torch.finfo(dtype).eps if dtype in (torch.bfloat16, torch.float16) else 0.0
             assert relative(out, oracle["output"]) <= bound + half, case.name
 
