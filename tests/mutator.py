@@ -122,7 +122,8 @@ def _change_array(tensors: dict[str, Tensor], chance: random.Random) -> None:
     part = tensors[name].clone()
     match chance.choice(("value", "value", "value", "dtype", "shape", "drop", "name")):
         case "value" if part.numel():
-            values = (-1, 0, 1, 3, 1 << 20) + (() if not part.is_floating_point() else
+            large = 1 << (20 if part.itemsize > 2 else 7)  # what a narrow integer holds
+            values = (-1, 0, 1, 3, large - 1) + (() if not part.is_floating_point() else
                 (torch.nan, torch.inf, -torch.inf, 1e30))  # fmt: skip
             part.view(-1)[chance.randrange(part.numel())] = chance.choice(values)
             tensors[name] = part

@@ -156,7 +156,7 @@ def test_grid_and_places_follow_the_layers(found: HeadSummary) -> None:
 
 def test_moments_of_another_size_are_refused(found: HeadSummary) -> None:
     with pytest.raises(
-        ValueError, match=r"moments are \(heads, metrics\) = \(2, 21\), got \(6, 21\)"
+        ValueError, match=r"moments are \(heads, metrics\) = \(2, 24\), got \(6, 24\)"
     ):
         replace(found, layers=found.layers[:1])
 

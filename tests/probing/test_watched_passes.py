@@ -173,7 +173,7 @@ def test_what_comes_by_a_door_is_read(
     with acutance.probe(model) as probe:
         model(ids)
         assert not is_followed()
-        monkeypatch.setattr(model, "way", [way], raising=False)
+        model.way = [way]
         for _ in range(2):
             model(ids)
         assert is_followed()

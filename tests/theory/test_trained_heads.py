@@ -99,6 +99,16 @@ def test_limits() -> None:
     assert none.entropy.shape == (0,)
 
 
+@pytest.mark.parametrize("std", [30.0, 1e3, 1e6])
+def test_logits_far_apart_leave_one_key(std: float) -> None:
+    found = expected_head_metrics(
+        64, first_gap=-9 * std, first_gap_std=0.1, rest_logit_std=std, rest_jensen_gap=2.3 * std
+    )
+    assert 0 <= found.entropy < 0.2
+    assert 0 <= found.first_weight <= found.top_weight <= 1
+    assert 1 <= found.effective_keys < 1.5
+
+
 def test_a_larger_jensen_gap_is_more_skew_and_less_entropy() -> None:
     gaps = np.linspace(1.0, 3.0, 5)
     found = expected_head_metrics(

@@ -52,7 +52,9 @@ _REACH = 9.0  # widths of a half normal, beyond which nothing is left
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(48)
 _HALF = 0.5 * _REACH * (_NODES + 1)
 _HALF_MASS = 0.5 * _REACH * _WEIGHTS * math.sqrt(2 / math.pi) * np.exp(-0.5 * _HALF**2)
-_POINTS = 112  # of log t
+_STEP = 0.45  # of log t, at most
+_POINTS = 112  # of log t, at least
+_FROZEN = 25.0  # deviation from which log Z is the largest logit and entropy falls as 1 / deviation
 _TOP_POINTS = 48
 _UNIT, _UNIT_MASS = (part / 2 for part in np.polynomial.legendre.leggauss(12))
 _UNIT = _UNIT + 0.5
@@ -140,6 +142,7 @@ def expected_head_metrics(
     keys, gap, spread, std, jensen = (part.ravel() for part in (keys, gap, spread, std, jensen))
     out = np.full((5, keys.size), np.nan)
     usable = np.flatnonzero(np.isfinite(gap) & np.isfinite(spread) & (jensen >= 0) & (std >= 0))
+    usable = usable[np.argsort(std[usable], kind="stable")]  # heads alike need as many points
     for begin in range(0, usable.size, _AT_ONCE):
         at = usable[begin : begin + _AT_ONCE]
         out[:, at] = _predict(keys[at], gap[at], spread[at], std[at], jensen[at])
@@ -187,13 +190,17 @@ class _Rows:
         self.m, self.std, self.kappa = m, std, kappa
         nodes, self.mass, _ = two_sided_normal(kappa)
         self.s = std[:, None] * nodes
-        self.low = -np.log(m) - np.log((self.mass * np.exp(self.s)).sum(axis=1)) - 16
+        top = self.s.max(axis=1, keepdims=True)
+        log_mean = np.log((self.mass * np.exp(self.s - top)).sum(axis=1)) + top[:, 0]
+        self.low = -np.log(m) - log_mean - 16
         # beyond, every row has a key with t e^s > e^4
         most = std * _quantile(np.exp(-36 / m), kappa)
         self.high = np.maximum(-most, self.low + 20) + 4
-        self.step = (self.high - self.low) / (_POINTS - 1)
-        self.x = self.low[:, None] + self.step[:, None] * np.arange(_POINTS)
-        self.e = np.exp(self.x)[:, :, None] * np.exp(self.s)[:, None, :]
+        points = max(_POINTS, 1 + math.ceil(float((self.high - self.low).max()) / _STEP))
+        self.step = (self.high - self.low) / (points - 1)
+        self.x = self.low[:, None] + self.step[:, None] * np.arange(points)
+        # e^-e is 0 from e = 745 on
+        self.e = np.exp(np.minimum(self.x[:, :, None] + self.s[:, None, :], 7.0))
         self.decay = np.exp(-self.e)
         self.log_phi = np.log(np.maximum(self._mean(self.decay, self.mass), 1e-300))
 
@@ -285,9 +292,11 @@ def _asymmetry(m: Array, std: Array, jensen: Array) -> Array:
 def _predict(n: Array, gap: Array, gap_std: Array, std: Array, jensen: Array) -> Array:
     """Rows of :class:`HeadMetrics` for some heads, (5, heads)."""
     m = n - 1
+    beyond = np.maximum(std / _FROZEN, 1.0)
+    std, jensen = std / beyond, np.maximum((jensen + np.log(m)) / beyond - np.log(m), 0.0)
     kappa = _asymmetry(m, std, jensen)
     rows = _Rows(m, std, kappa)
-    entropy, top = rows.entropy(), rows.top_weight()
+    entropy, top = rows.entropy() / beyond, rows.top_weight()
     keys = _Rows(m, 2 * std, rows.kappa).effective_keys_at_half()
     a = expit(gap[:, None] + gap_std[:, None] * _GAUSS)
     left = 1 - a
