@@ -99,9 +99,8 @@ def test_random_calls_are_the_oracle(mask: str, dtype: torch.dtype) -> None:
                 if name == "noise_gain":  # in squares of the values
                     size *= max(1.0, float(case.value.double().square().sum(-1).amax()))
                 # rounding of the whole row counts where little is left without the first key
-                weight = (
-                    1 - oracle["first_weight"] if name in ("first_gap", "rest_jensen_gap") else 1
-                )
+                of_rest = name in ("first_gap", "rest_jensen_gap")
+                weight = torch.sigmoid(-oracle["first_gap"].double()) if of_rest else 1
                 weight = oracle[name].clamp(max=1) if name == "rest_logit_std" else weight
                 measured, expected = weight * stats[name].double(), weight * oracle[name].double()
                 assert relative(measured, expected) <= size, (case.name, name)

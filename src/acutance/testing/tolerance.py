@@ -256,7 +256,7 @@ def _tolerances(
     weight = 2 * d + r + 4 * u
 
     # the other keys' sum is what the first key's weight leaves: its error grows as 1 / left
-    left, others = 1 - oracle["first_weight"], (n - 1).clamp(min=1.0)
+    left, others = torch.sigmoid(-oracle["first_gap"]), (n - 1).clamp(min=1.0)
     of_rest = (2 * delta + 4 * d + 2 * r) / left
     of_rest = torch.where(of_rest > 0.1, 1e6, of_rest)  # nothing is known of them
     far = u * (2 * top + mean + n.sqrt() * std)  # the first score is at most so far out
