@@ -197,4 +197,5 @@ EXPERIMENT = Experiment(
     measure=measure,
     draw=draw,
     needs="transformers",
+    full_only=(FOUR.key,),
 )
