@@ -88,6 +88,10 @@ def test_predict_says_which_formulas_hold(run: Callable[..., Any]) -> None:
         ("--mechanism linear --q 1,2 --mu 1 --sigma 1", "of a population with this mean"),
         ("--scale 1.5 --family laplace", "the mean of exp(logit) is infinite"),
         ("--mechanism cosine --tau 0.5 --d 32", "Entropy: the formula for many keys"),
+        (
+            "--mechanism trained_head --first-gap 1 --rest-logit-std 1 --rest-jensen-gap 0.5",
+            "noise_gain. The four numbers of a trained head do not determine it.",
+        ),
         pytest.param(
             *("--scale 1 --family pareto --a 0.5", "Not predicted: max_logit, lse, logit_mean"),
             marks=pytest.mark.slow,

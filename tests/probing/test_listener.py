@@ -125,6 +125,9 @@ def test_errors_of_a_receiver_are_listed_or_end_the_pass() -> None:
 
 
 def test_nothing_subclasses_a_probe_to_listen() -> None:
-    assert acutance.Probe.__subclasses__() == []
+    ours = [
+        one for one in acutance.Probe.__subclasses__() if one.__module__.startswith("acutance.")
+    ]
+    assert ours == []
     for kind in (AttentionWatch, Collector, QKClip):
         assert not issubclass(kind, acutance.Probe)

@@ -300,6 +300,12 @@ def test_only_what_is_asked_for_is_computed() -> None:
         ("linear", 8, {"mu": 1.0}, 'q: "linear" takes q, mu and one of Sigma and sigma'),
         ("linear", 8, {"q": [1.0], "mu": 1.0}, 'Sigma, sigma: "linear" takes'),
         ("linear", 8, {"q": 1.0, "mu": 1.0, "sigma": 1.0}, "q: the features of one query"),
+        ("trained_head", 2, {"first_gap": 1.0}, "n: a trained head has a first key and"),
+        ("trained_head", 8, {}, 'first_gap: "trained_head" needs first_gap, got None'),
+        (
+            "trained_head", 8, {"first_gap": 0.0, "rest_logit_std": -1.0},
+            "rest_logit_std: .* at least 0, got rest_logit_std=-1.0",
+        ),
     ],
 )  # fmt: skip
 def test_misuse_is_one_sentence(
@@ -308,6 +314,20 @@ def test_misuse_is_one_sentence(
     with pytest.raises(ValueError, match=message) as caught:
         theory.predict(mechanism, n, **given)
     assert "\n" not in str(caught.value)
+
+
+def test_a_trained_head_has_the_metrics_of_its_four_numbers() -> None:
+    numbers = {"first_gap": 0.8, "rest_logit_std": 2.0, "rest_jensen_gap": 2.4}
+    row = theory.predict("trained_head", 512, first_gap_std=1.0, **numbers)
+    head = theory.expected_head_metrics(512, first_gap_std=1.0, **numbers)
+    for name in ("entropy", "effective_keys", "top_weight", "first_weight"):
+        assert row[name] == getattr(head, name)
+    assert row.information == math.log(512) - row.entropy
+    assert {name: row[name] for name in numbers} == numbers
+    assert "lse" in row.why
+    assert math.isnan(row.lse)
+    still = theory.predict("trained_head", 512, **numbers)
+    assert still.first_weight == pytest.approx(1 / (1 + math.exp(-0.8)))
 
 
 def test_an_unknown_metric_is_not_in_the_record() -> None:

@@ -13,7 +13,7 @@ from acutance.cli.shared import check_figure, misuse, plain_errors
 #: Options that are arguments of :func:`acutance.theory.predict`.
 ARGUMENTS = (
     "logit_std", "logit_mean", "scale", "family", "d", "rho", "a", "query_norm", "tau", "lam",
-    "sigma", "value_variance",
+    "sigma", "first_gap", "first_gap_std", "rest_logit_std", "rest_jensen_gap", "value_variance",
 )  # fmt: skip
 
 
@@ -26,7 +26,7 @@ class PredictOptions:
         str,
         typer.Option(
             "--mechanism",
-            help="softmax, scaled_dot, dot, cosine, relu2, identity, linear or decay.",
+            help="softmax, scaled_dot, dot, cosine, relu2, identity, linear, decay, trained_head.",
         ),
     ] = "softmax"
     logit_std: Annotated[
@@ -60,6 +60,23 @@ class PredictOptions:
     ] = None
     sigma: Annotated[
         float | None, typer.Option("--sigma", help="Deviation of each key feature.")
+    ] = None
+    first_gap: Annotated[
+        float | None,
+        typer.Option("--first-gap", help="Mean log-odds of the first key against all others."),
+    ] = None
+    first_gap_std: Annotated[
+        float | None, typer.Option("--first-gap-std", help="Its deviation over rows; 0.")
+    ] = None
+    rest_logit_std: Annotated[
+        float | None,
+        typer.Option("--rest-logit-std", help="Standard deviation of the other keys' logits."),
+    ] = None
+    rest_jensen_gap: Annotated[
+        float | None,
+        typer.Option(
+            "--rest-jensen-gap", help="Their logsumexp − log(n − 1) − mean, averaged over rows."
+        ),
     ] = None
     value_variance: Annotated[
         float | None, typer.Option("--value-variance", help="Variance of the values; 1.")

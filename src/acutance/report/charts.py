@@ -252,6 +252,9 @@ def draw_theory(
     )
     if summary.profile is not None and set(PREDICTED_FROM) <= set(summary.metrics):
         heads = summary.predict()
+    else:
+        heads = None
+    if heads is not None and math.isfinite(heads.r_squared()):
         means[:2] = np.stack([heads.predicted["entropy"], heads.measured["entropy"]])
         text = (
             f"Rows of about {float(heads.n.nanmedian()):.0f} keys. Predicted from four numbers of "

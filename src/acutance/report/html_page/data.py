@@ -148,10 +148,12 @@ def _record(summary: HeadSummary) -> dict[str, Any]:
 
 
 def _theory(summary: HeadSummary) -> dict[str, Any] | None:
-    """Predicted and measured entropy of every head; None where the numbers for it are missing."""
+    """Predicted and measured entropy of every head; None with fewer than two predicted heads."""
     if summary.profile is None or not {"entropy", *PREDICTED_FROM} <= set(summary.metrics):
         return None
     heads = summary.predict()
+    if not math.isfinite(heads.r_squared()):
+        return None
     return {
         "n": rounded(float(heads.n.nanmedian()), 3),
         "r2": rounded(heads.r_squared(), 3),

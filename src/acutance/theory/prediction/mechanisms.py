@@ -26,6 +26,7 @@ from acutance.theory.prediction.softmax import (
     softmax_population,
     sparse_population,
 )
+from acutance.theory.prediction.trained_head import HEAD_NUMBERS, head_formulas
 from acutance.theory.prediction.weighted import (
     decay_formulas,
     linear_formulas,
@@ -71,6 +72,10 @@ def predict(
     mu: ArrayLike | None = None,
     Sigma: ArrayLike | None = None,
     sigma: float | None = None,
+    first_gap: float | None = None,
+    first_gap_std: float | None = None,
+    rest_logit_std: float | None = None,
+    rest_jensen_gap: float | None = None,
     value_variance: float = 1.0,
     metrics: Iterable[str] | None = None,
 ) -> Prediction:
@@ -91,6 +96,8 @@ def predict(
     ``"linear"``       q·k >= 0, from ``q`` and the keys' mean ``mu`` and covariance
                        ``Sigma``, or ``sigma`` for independent components
     ``"decay"``        weights ``lam``^(n-1), ..., ``lam``, 1
+    ``"trained_head"`` a first key of its own and skewed logits, from the four numbers of
+                       :func:`~acutance.theory.expected_head_metrics`, n >= 3
     =================  ====================================================================
 
     A row's query is one of many: the means are over keys, with the query's norm held fixed.
@@ -112,6 +119,10 @@ def predict(
         mu: Mean of the key features, shape (d,), or of each component beside ``sigma``.
         Sigma: Covariance of the key features, shape (d, d).
         sigma: Standard deviation of independent, alike key components.
+        first_gap: Mean log-odds of the first key's weight against all others.
+        first_gap_std: Standard deviation of it over rows; 0 if left out.
+        rest_logit_std: Standard deviation of the other keys' logits.
+        rest_jensen_gap: Mean of their logsumexp − log(n − 1) − mean.
         value_variance: Variance of a value, summed over its components, for ``noise_gain``:
             values are independent of each other and of the weights.
         metrics: Names to compute; all if left out.
@@ -142,7 +153,8 @@ def predict(
     arguments = {
         "logit_std": logit_std, "logit_mean": logit_mean, "scale": scale, "family": family, "d": d,
         "rho": rho, "a": a, "query_norm": query_norm, "tau": tau, "lam": lam, "q": q, "mu": mu,
-        "Sigma": Sigma, "sigma": sigma,
+        "Sigma": Sigma, "sigma": sigma, "first_gap": first_gap, "first_gap_std": first_gap_std,
+        "rest_logit_std": rest_logit_std, "rest_jensen_gap": rest_jensen_gap,
     }  # fmt: skip
     if mechanism not in PREDICTED_MECHANISMS:
         known = ", ".join(f'"{name}"' for name in PREDICTED_MECHANISMS)
@@ -335,6 +347,21 @@ def _decay(mechanism: str, n: float, value_variance: float, *, lam: float | None
     )
 
 
+def _trained_head(
+    mechanism: str, n: float, value_variance: float, **numbers: float | None
+) -> _Case:
+    keys = _number("n", n, 3.0, "a trained head has a first key and at least two others")
+    numbers.setdefault("first_gap_std", 0.0)
+    rule = "a deviation or a Jensen gap is finite and at least 0"
+    given = {
+        name: _needed(mechanism, name, numbers.get(name), *(
+            (-math.inf, "the log-odds are finite") if name == "first_gap" else (0.0, rule)
+        ))
+        for name in HEAD_NUMBERS
+    }  # fmt: skip
+    return _Case(head_formulas(keys, given), MetricRecord(), {**given})
+
+
 #: Every mechanism that can be predicted, with the parameters it takes.
 PREDICTED_MECHANISMS: dict[str, _Mechanism] = {
     "softmax": _Mechanism(
@@ -347,6 +374,7 @@ PREDICTED_MECHANISMS: dict[str, _Mechanism] = {
     "identity": _Mechanism(("logit_std", "logit_mean"), _normal_scores),
     "linear": _Mechanism(("q", "mu", "Sigma", "sigma"), _linear),
     "decay": _Mechanism(("lam",), _decay),
+    "trained_head": _Mechanism(HEAD_NUMBERS, _trained_head),
 }
 
 

@@ -122,7 +122,7 @@ def decay_formulas(n: float, lam: float, value_variance: float) -> Formulas:
         values["first_gap"] = -theta * (n - 1) - others
         values["rest_logit_std"] = theta * math.sqrt(n * (n - 2) / 12)
         values["rest_jensen_gap"] = max(others - math.log(n - 1) + theta * (n - 2) / 2, 0.0)
-    formulas: Formulas = {name: ("fixed", _constant(value)) for name, value in values.items()}
+    formulas: Formulas = {name: ("fixed", constant(value)) for name, value in values.items()}
     names = ("normalized_entropy", "first_gap", "rest_logit_std", "rest_jensen_gap")
     return dict.fromkeys(names, _ONE_KEY) | formulas
 
@@ -206,7 +206,7 @@ def _without_softmax() -> Formulas:
     return {**formulas, "jacobian_trace": _MEASURED, "noise_gain": _MEASURED}
 
 
-def _constant(value: float) -> Callable[[], float]:
+def constant(value: float) -> Callable[[], float]:
     return lambda: value
 
 
