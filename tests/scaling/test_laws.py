@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from acutance import scaling, theory
+import acutance
+from acutance import scaling, scores, theory
 from acutance.scaling import SCALINGS, Scaling, from_dict
 
 N = [1, 2, 15, 16, 17, 100, 511, 512, 513, 8192, 16384, 16385, 131072, 10**7]
@@ -36,6 +37,15 @@ LAWS: list[tuple[Scaling, Callable[[int], float]]] = [
     ),
     (scaling.CosineLogN(), lambda n: 4 * math.log(max(n, 16))),
     (scaling.CosineLogN(3.5, n_min=1), lambda n: 3.5 * math.log(n)),
+    (scaling.CosScale(32.0), lambda n: 32.0),
+    (
+        scaling.InfoScale(512, width=64),
+        lambda n: math.sqrt((1 - n ** (-2 / 64)) / (1 - 512 ** (-2 / 64))),
+    ),
+    (
+        scaling.InfoScale(8192, width=128, minimum=1.0),
+        lambda n: max(1.0, math.sqrt((1 - n ** (-2 / 128)) / (1 - 8192 ** (-2 / 128)))),
+    ),
     (scaling.Critical(2.0, gap=0.5), lambda n: 4 * math.log(n)),
     (scaling.Critical(1.5, critical_scale=3.0), lambda n: 4.5),
     (
@@ -65,7 +75,7 @@ def test_every_named_law_but_those_that_measure_is_above() -> None:
     assert {law.name for law, _ in LAWS} | {"entropy_target", "adaptive_poly", "head_table"} == set(
         SCALINGS
     )
-    assert len(SCALINGS) == 14
+    assert len(SCALINGS) == 16
 
 
 @pytest.mark.parametrize(
@@ -134,6 +144,35 @@ def test_sqrt_log_n_is_the_scale_theory_gives() -> None:
     want = theory.gauss_invariant_scale(n, 512, 1.5) / 1.5
     got = law.factor(torch.tensor(n), dtype=torch.float64).numpy()
     np.testing.assert_allclose(got, want, rtol=1e-13)
+
+
+def test_info_scale_is_roughly_the_growth_of_the_nearest_cosine() -> None:
+    """Largest cosine of n random directions of width 8 with a fixed one, by sampling."""
+    width, rows = 8, 2000
+    generator = torch.Generator().manual_seed(0)
+
+    def largest(n: int) -> float:
+        directions = torch.randn(rows, n, width, generator=generator)
+        return float((directions[..., 0] / directions.norm(dim=-1)).max(-1).values.mean())
+
+    more = largest(1024) / largest(64) / scaling.InfoScale(64, width).factor(1024).item()
+    assert more == pytest.approx(1.07, abs=0.01)  # as the docstring says
+
+
+def test_info_scale_of_wide_heads_is_a_root_of_log_n() -> None:
+    n = torch.tensor([16, 512, 2**20])
+    want = (n.double().log() / math.log(512)).sqrt()
+    got = scaling.InfoScale(512, width=10**6).factor(n, dtype=torch.float64)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+
+
+def test_cos_scale_is_the_temperature_of_a_cosine() -> None:
+    query, key = torch.randn(2, 1, 2, 20, 8, generator=torch.Generator().manual_seed(0))
+    law = acutance.row_statistics(query, key, score="cosine", scaling=scaling.CosScale(16.0))
+    cosine = scores.Cosine(temperature=1 / 16)
+    torch.testing.assert_close(
+        law.entropy, acutance.row_statistics(query, key, score=cosine).entropy
+    )
 
 
 def test_ssmax_as_a_shift_would_change_nothing() -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from acutance.scaling.base import Scaling
+from acutance.scaling.cosines import CosineLogN, CosScale, InfoScale
 from acutance.scaling.entropy import EntropyTarget, fit_entropy, newton_step
 from acutance.scaling.learned import (
     LearnedASEntmax,
@@ -30,7 +31,6 @@ from acutance.scaling.lengths import visible_keys
 from acutance.scaling.logarithmic import (
     ASEntmax,
     ClipLogN,
-    CosineLogN,
     Critical,
     LogN,
     NoScaling,
@@ -47,10 +47,12 @@ __all__ = [
     "AdaptivePoly",
     "AnyScaling",
     "ClipLogN",
+    "CosScale",
     "CosineLogN",
     "Critical",
     "EntropyTarget",
     "HeadTable",
+    "InfoScale",
     "LearnedASEntmax",
     "LearnedSSMax",
     "LearnedScaling",
@@ -78,8 +80,8 @@ AnyScaling: TypeAlias = Scaling | LearnedScaling
 SCALINGS: dict[str, type[Scaling]] = {
     kind.name: kind
     for kind in (
-        NoScaling, LogN, ClipLogN, SSMax, Yarn, Llama4, Mistral3, SqrtLogN, CosineLogN, Critical,
-        EntropyTarget, AdaptivePoly, ASEntmax, HeadTable,
+        NoScaling, LogN, ClipLogN, SSMax, Yarn, Llama4, Mistral3, SqrtLogN, InfoScale, CosineLogN,
+        CosScale, Critical, EntropyTarget, AdaptivePoly, ASEntmax, HeadTable,
     )
 }  # fmt: skip
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from acutance.scaling.base import PerHead, Rows, Scaling, by_head, check_per_head
 from acutance.shapes import check_count, check_number
 
-__all__ = ["ASEntmax", "ClipLogN", "CosineLogN", "Critical", "LogN", "NoScaling", "SSMax",
-           "SqrtLogN"]  # fmt: skip
+__all__ = ["ASEntmax", "ClipLogN", "Critical", "LogN", "NoScaling", "SSMax", "SqrtLogN"]
 
 
 @dataclass(frozen=True)
@@ -163,40 +162,6 @@ class SqrtLogN(Scaling):
         gamma = by_head(self.gamma, rows.n)
         growth = 2 * (rows.log_n - math.log(self.train_length))
         return (1 + growth / gamma**2).clamp(min=0.0).sqrt().clamp(min=self.minimum)
-
-
-@dataclass(frozen=True)
-class CosineLogN(Scaling):
-    r"""Scale of cosine scores, :math:`c \log n`.
-
-    Cosines lie in [−1, 1], where a softmax can say at most 0.47 nat, so they need a scale well
-    above 1 that grows with n. Use it with ``score="cosine"`` or l2-normalised queries and keys, at
-    temperature 1.
-
-    Args:
-        coefficient: c, positive: 3.5 and 4 are in use.
-        n_min: shorter rows are scaled as rows of this length, at least 1.
-
-    Example:
-        >>> CosineLogN().factor(torch.tensor([512, 65536]))
-        tensor([24.9533, 44.3614])
-
-    Source:
-        Su (2023), https://kexue.fm/archives/9812 (3.5) and https://kexue.fm/archives/9859 (4).
-    """
-
-    name: ClassVar[str] = "cosine_log_n"
-    source: ClassVar[str] = "Su (2023), https://kexue.fm/archives/9859"
-    coefficient: float = 4.0
-    n_min: int = 16
-
-    def __post_init__(self) -> None:
-        self._set(coefficient=check_number("coefficient", self.coefficient, above=0.0))
-        check_count("n_min", self.n_min, 1)
-
-    def law(self, rows: Rows) -> Tensor:
-        """A multiple of log n."""
-        return self.coefficient * rows.n.clamp(min=self.n_min).log()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Scores of queries and keys: dot products, cosines, bilinear, additive, by position.
+"""Scores of queries and keys: dot products, cosines, bilinear, additive, by position or distance.
 
 A score is named (``score="cosine"``), given with its parameters (``score=General(weight)``, or a
 module such as :class:`GeneralScore` that trains them), or any function of a block of queries and a
@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from acutance.scores.base import DotScore, FunctionScore, TileScore, dot_tile
+from acutance.scores.distance import ScaleInvariant, scale_invariant
 from acutance.scores.hidden import Additive, additive
 from acutance.scores.modules import AdditiveScore, GeneralScore, LocationScore
 from acutance.scores.products import (
@@ -45,6 +46,7 @@ __all__ = [
     "Location",
     "LocationScore",
     "QKNorm",
+    "ScaleInvariant",
     "ScaledDot",
     "SwinGain",
     "TileScore",
@@ -58,12 +60,14 @@ __all__ = [
     "layer_norm",
     "location",
     "rms_norm",
+    "scale_invariant",
     "scaled_dot",
 ]
 
 #: Every score by its name.
 SCORES: dict[str, type[Any]] = {
-    kind.name: kind for kind in (ScaledDot, Dot, Cosine, General, Additive, Location)
+    kind.name: kind
+    for kind in (ScaledDot, Dot, Cosine, General, Additive, Location, ScaleInvariant)
 }
 
 _PARAMETERS = {
