@@ -99,9 +99,9 @@ class InfoScale(Scaling):
 
     Example:
         >>> InfoScale(train_length=512, width=64).factor(torch.tensor([1, 64, 512, 4096]))
-        tensor([0.0000, 0.8306, 1.0000, 1.1337])
+        tensor([0.0000, 0.8295, 1.0000, 1.1368])
         >>> InfoScale(train_length=512, width=64, minimum=1.0).factor(torch.tensor([64, 4096]))
-        tensor([1.0000, 1.1337])
+        tensor([1.0000, 1.1368])
 
     Source:
         Li et al. (2025), arXiv:2501.08570; the formula is that of the authors' code,

@@ -89,7 +89,8 @@ class _Placed:
         at = torch.arange(key_start, key_start + key.shape[2], device=key.device, dtype=key.dtype)
         distance = (query[0, 0, :, -1:].detach() - at).abs()
         growth = 2 * torch.log1p(distance / self.tau)
-        return (growth + 1).sqrt() * products - growth
+        scores: Tensor = (growth + 1).sqrt() * products - growth
+        return scores
 
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
         return self, query, key
