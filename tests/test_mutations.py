@@ -17,7 +17,7 @@ from rich.console import Console
 
 import acutance
 from acutance.calibration import ApplyError, Law
-from acutance.calibration.progress import PassState, Progress
+from acutance.calibration.fit.progress import PassState, Progress
 from acutance.comparison import compare
 from acutance.experiments.harness.record import Claim, Estimate, Record, judge, load, seen
 from acutance.experiments.harness.render import summary as shown_records

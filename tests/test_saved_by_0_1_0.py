@@ -12,7 +12,7 @@ from pathlib import Path
 import safetensors.torch
 
 from acutance import Law
-from acutance.calibration.progress import Progress
+from acutance.calibration.fit.progress import Progress
 from acutance.experiments.harness import record
 from acutance.probing import load, load_queries_keys, load_state
 from acutance.report.exports import csv_bytes

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.torch_functions import NO_PRODUCT
+from acutance.capture.readers.torch_functions import NO_PRODUCT
 from acutance.probing import Probe, ProbeError
 from zoo import inputs, small
 from zoo.inputs import run as _run

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import acutance
 from acutance.calibration import measure
-from acutance.calibration.collect import TARGETS
-from acutance.calibration.estimates import LayerValues
-from acutance.calibration.next_factors import Aim, LayerState, decide, status_of
+from acutance.calibration.fit.collect import TARGETS
+from acutance.calibration.fit.estimates import LayerValues
+from acutance.calibration.fit.next_factors import Aim, LayerState, decide, status_of
 from acutance.calibration.render import sentences
 
 Built = Callable[..., nn.Module]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import acutance
 from acutance import scaling
 from acutance.calibration import Law, measure
-from acutance.calibration.collect import TARGETS
-from acutance.calibration.estimates import LayerValues
-from acutance.calibration.next_factors import LayerState, aim_of, matters
+from acutance.calibration.fit.collect import TARGETS
+from acutance.calibration.fit.estimates import LayerValues
+from acutance.calibration.fit.next_factors import LayerState, aim_of, matters
 from acutance.calibration.render import sentences
 from acutance.summary import files
 

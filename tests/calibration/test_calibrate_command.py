@@ -13,8 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 import acutance
+from acutance.calibration.fit.windows import draw, spread
 from acutance.calibration.named_law import named_law
-from acutance.calibration.sample import draw, spread
 from acutance.cli import app
 from acutance.corpus import load_model
 from acutance.corpus.texts import Text, windows
@@ -193,5 +193,5 @@ def test_laws_by_name(tmp_path: Path) -> None:
 
 def test_the_command_and_the_function_agree(folder: Path) -> None:
     """The function is what the documentation names."""
-    assert acutance.calibrate.__module__ == "acutance.calibration.fit"
+    assert acutance.calibrate.__module__ == "acutance.calibration.fit.calibrate"
     assert issubclass(acutance.Calibration, acutance.Law)

@@ -58,7 +58,7 @@ def read_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], N
 
     No release of transformers passes what the reader gets wrong, or the reader would be mended.
     """
-    from acutance.capture import huggingface
+    from acutance.capture.readers import huggingface
 
     read = huggingface._call
 

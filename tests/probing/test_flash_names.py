@@ -24,8 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils.generic import TransformersKwargs
 
 import acutance
-from acutance.capture import huggingface
-from acutance.capture.huggingface import InterfaceCall, uses_flash_masks
+from acutance.capture.readers import huggingface
+from acutance.capture.readers.huggingface import InterfaceCall, uses_flash_masks
 
 BUILT_IN = [name for name in AttentionInterface._global_mapping if "flash" in name]
 KERNELS = sorted({*FLASH_ATTN_KERNEL_FALLBACK.values(), *FLASH_ATTN_KERNEL_VERSIONS})

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import acutance
-from acutance.capture import torch_functions
+from acutance.capture.readers import torch_functions
 
 TOLERANCE = 1e-5
 

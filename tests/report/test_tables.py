@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
+from acutance.calibration.fit.result import Calibration, HeadCalibration
 from acutance.calibration.render import show
-from acutance.calibration.result import Calibration, HeadCalibration
 from acutance.cli import app
 from acutance.comparison import Comparison, compare, render
 from acutance.experiments.harness.render import listing, summary

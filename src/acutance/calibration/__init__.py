@@ -8,11 +8,11 @@ refuses another model. :func:`calibrate` finds such a law by measuring.
 from __future__ import annotations
 
 from acutance.calibration.apply_law import Applied, ApplyError, apply
-from acutance.calibration.fit import calibrate
+from acutance.calibration.fit.calibrate import calibrate
+from acutance.calibration.fit.measure import Measured, measure
+from acutance.calibration.fit.result import Calibration, HeadCalibration
 from acutance.calibration.identity import Identity
 from acutance.calibration.law import HeadLaws, Law, LawError
-from acutance.calibration.measure import Measured, measure
-from acutance.calibration.result import Calibration, HeadCalibration
 from acutance.capture.find_layers import attention_layers
 
 __all__ = [

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.factors import query_factor
-from acutance.calibration.handwritten import has_shallow_mask, scaled_scores
+from acutance.calibration.factors import (
+    count,
+    count_call,
+    has_shallow_mask,
+    query_factor,
+    scaled_scores,
+)
 from acutance.calibration.law import AnyLaw, HeadLaws, Law, by_layer
-from acutance.calibration.visible_counts import count, count_call
-from acutance.capture import huggingface
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.change_functions import FunctionChange
 from acutance.capture.entry_points import (
@@ -36,8 +39,9 @@ from acutance.capture.find_layers import (
 from acutance.capture.head_axis import could_be_over_keys, heads_of
 from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack
-from acutance.capture.torch_functions import sdpa_call
-from acutance.capture.uncompiled import EAGER
+from acutance.capture.readers import huggingface
+from acutance.capture.readers.torch_functions import sdpa_call
+from acutance.capture.torch_modes import EAGER
 from acutance.scaling import Scaling
 
 __all__ = ["Applied", "ApplyError", "apply"]

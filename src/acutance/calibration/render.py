@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from acutance.calibration.collect import HELD, TARGETS
-from acutance.calibration.next_factors import ROUNDING
-from acutance.calibration.result import Calibration, HeadCalibration
+from acutance.calibration.fit.collect import HELD, TARGETS
+from acutance.calibration.fit.next_factors import ROUNDING
+from acutance.calibration.fit.result import Calibration, HeadCalibration
 from acutance.report.screen import NumberTable
 from acutance.summary.layer import not_loaded_sentence
 

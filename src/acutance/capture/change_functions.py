@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from acutance.capture.entry_points import ATTENTION_DOORS, EXP
-from acutance.capture.function_modes import leave
 from acutance.capture.handwritten.products import Lineage, LineageError
 from acutance.capture.handwritten.softmax import (
     FEWEST,
@@ -22,8 +21,9 @@ from acutance.capture.handwritten.softmax import (
     Softmaxes,
     scores_of,
 )
-from acutance.capture.torch_functions import changing_sdpa, sdpa_arguments
-from acutance.capture.torch_multihead import changing_softmax, sdpa_instead
+from acutance.capture.readers.torch_functions import changing_sdpa, sdpa_arguments
+from acutance.capture.readers.torch_multihead import changing_softmax, sdpa_instead
+from acutance.capture.torch_modes import leave
 from acutance.masks import hides
 
 __all__ = ["FunctionChange"]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.huggingface import is_cross
 from acutance.capture.module_stack import Running
 from acutance.capture.padding import (
     NO_MASK,
@@ -23,6 +22,7 @@ from acutance.capture.padding import (
     checked_rows,
     scores_see_padding,
 )
+from acutance.capture.readers.huggingface import is_cross
 
 __all__ = ["CountedRows", "RowReader"]
 

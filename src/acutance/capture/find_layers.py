@@ -7,25 +7,62 @@ and to say how many heads there are, a layer is known by the name of its class.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 
 import torch
 
-from acutance.capture.coverage import looks_like_attention
 from acutance.capture.head_axis import HEADS, attribute, heads_of
 from acutance.capture.module_names import class_name, module_name, named_modules
 
 __all__ = [
+    "NOT_READ",
     "attention_layers",
     "in_window",
     "is_softmax",
     "is_windowed",
     "layer_numbers",
+    "looks_like_attention",
     "may_attend",
     "most_heads",
+    "scripted_attention",
     "uses_interface",
     "windowed_layers",
 ]
+
+#: Ends the reason of a module that is listed for its name alone.
+NOT_READ = "nothing in it was read as attention"
+_NAME = re.compile(r"attention|attn", re.IGNORECASE)
+_OPERATIONS = re.compile(r"aten::(_?softmax|scaled_dot_product_attention|_safe_softmax)\b")
+
+
+def looks_like_attention(kind: str) -> bool:
+    """Whether a class is called attention.
+
+    Example:
+        >>> [looks_like_attention(name) for name in ("LlamaAttention", "SelfAttn", "Linear")]
+        [True, True, False]
+    """
+    return _NAME.search(kind) is not None
+
+
+def scripted_attention(module: torch.nn.Module) -> str:
+    """Why the attention of a module compiled by ``torch.jit`` is not read; empty if it has none.
+
+    Example:
+        >>> scripted_attention(torch.nn.MultiheadAttention(2, 1))  # can be listened to
+        ''
+    """
+    if not isinstance(module, torch.jit.ScriptModule):
+        return ""
+    try:
+        graph = str(module.inlined_graph)
+    except (RuntimeError, AttributeError):
+        graph = ""
+    if _OPERATIONS.search(graph) is None:
+        return ""
+    return "torch.jit compiled it, and nothing can listen inside: probe it as it was before"
+
 
 _LOCAL = {"sliding_attention", "chunked_attention", "local", "local_attention"}
 

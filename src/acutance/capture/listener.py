@@ -20,19 +20,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from acutance.capture import huggingface
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.counted_rows import RowReader
-from acutance.capture.coverage import scripted_attention
 from acutance.capture.entry_points import Doors, is_library_code, others_listen
-from acutance.capture.find_layers import may_attend
-from acutance.capture.function_modes import leave
+from acutance.capture.find_layers import may_attend, scripted_attention
 from acutance.capture.layer_choice import Chosen, LayerChoice
 from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack, Passes, rerun
 from acutance.capture.padding import TokenMasks
-from acutance.capture.torch_functions import FunctionCapture
-from acutance.capture.uncompiled import EAGER, unwatched
+from acutance.capture.readers import huggingface
+from acutance.capture.readers.torch_functions import FunctionCapture
+from acutance.capture.torch_modes import EAGER, leave, unwatched
 
 __all__ = ["Listener", "ProbeError", "Receiver"]
 

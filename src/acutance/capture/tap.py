@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.acutance_attention import plain_call
 from acutance.capture.entry_points import tell_all
-from acutance.capture.torch_functions import FunctionCapture, FunctionObserver
+from acutance.capture.readers.acutance_attention import plain_call
+from acutance.capture.readers.torch_functions import FunctionCapture, FunctionObserver
 
 __all__ = ["Tap", "tap"]
 

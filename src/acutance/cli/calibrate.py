@@ -34,8 +34,8 @@ from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
 from acutance.cli.shared import INTERRUPTED, console, fail, plain_errors
 
 if TYPE_CHECKING:
-    from acutance.calibration.fit import Advance
-    from acutance.calibration.result import Calibration
+    from acutance.calibration.fit.calibrate import Advance
+    from acutance.calibration.fit.result import Calibration
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -142,8 +142,8 @@ def calibrate(options: CalibrateOptions) -> None:
     target, value = _target(options.target)
     lengths = None if options.lengths is None else _lengths(options.lengths)
     with plain_errors():
-        from acutance.calibration.collect import TARGETS
-        from acutance.calibration.laws import FITTED
+        from acutance.calibration.fit.collect import TARGETS
+        from acutance.calibration.fit.law_families import FITTED
         from acutance.calibration.render import show
         from acutance.files import as_json, put_text
 
@@ -175,9 +175,9 @@ def _fit(
     """Load the model, read the texts, and fit; what is read is said on standard error."""
     import warnings
 
-    from acutance.calibration import fit
-    from acutance.calibration.request import check_asked, check_positions
-    from acutance.calibration.sample import batches, default_lengths, draw, told
+    from acutance.calibration.fit.calibrate import calibrate
+    from acutance.calibration.fit.request import check_asked, check_positions
+    from acutance.calibration.fit.windows import batches, default_lengths, describe_samples, draw
     from acutance.corpus import texts as corpus
     from acutance.report.screen import note
 
@@ -203,12 +203,12 @@ def _fit(
         console().print(note(("note", "yellow"), f": {warning.message}"))
     samples = draw(texts, loaded.tokenizer, lengths, options.windows, options.seed)
     loaded.check_tokens(piece for sample in samples.values() for piece in sample.pieces)
-    console().print(note((told(samples), "dim")), soft_wrap=True)
+    console().print(note((describe_samples(samples), "dim")), soft_wrap=True)
     windows = batches(loaded, samples, options.batch_size)
     tokens = sum(part["input_ids"].numel() for parts in windows.values() for part in parts)
     with _progress(tokens, console()) as advance, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # said above
-        calibration = fit.calibrate(
+        calibration = calibrate(
             loaded.model,
             windows,
             **wanted,

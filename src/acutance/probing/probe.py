@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.coverage import NOT_READ, looks_like_attention
-from acutance.capture.find_layers import most_heads
+from acutance.capture.find_layers import NOT_READ, looks_like_attention, most_heads
 from acutance.capture.head_axis import heads_of
 from acutance.capture.layer_choice import Chosen, HeadChoice
 from acutance.capture.listener import Listener, ProbeError

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall, differences, observe_scores
 from acutance.capture.counted_rows import CountedRows, RowReader
+from acutance.capture.head_axis import first_head
 from acutance.capture.layer_choice import Chosen, HeadChoice
 from acutance.capture.module_stack import Running
-from acutance.capture.tensor_parallel import first_head
 from acutance.kernels.fast_path import PackedStatistics
 from acutance.probing.causes import likely_cause
 from acutance.probing.query_key_sample import Keeper

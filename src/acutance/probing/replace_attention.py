@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from acutance.capture.attention_call import VERIFY_TOLERANCE, AttentionCall, relative_error
-from acutance.capture.uncompiled import unwatched
+from acutance.capture.torch_modes import unwatched
 from acutance.rowstats import RowState, RowStatistics
 
 __all__ = ["Provided", "Provider", "why_not"]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from acutance.calibration.apply_law import apply
-from acutance.calibration.collect import Collector, LayerSums, Target
+from acutance.calibration.fit.collect import Collector, LayerSums, Target
+from acutance.calibration.fit.windows import Turn
 from acutance.calibration.law import AnyLaw
-from acutance.calibration.windows import Turn
 
 __all__ = ["PassSums", "knots_of", "run_pass"]
 

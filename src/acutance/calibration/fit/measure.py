@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from acutance.calibration.estimates import LayerValues
-from acutance.calibration.law import AnyLaw
-from acutance.calibration.passes import PassSums, knots_of, run_pass
-from acutance.calibration.request import (
+from acutance.calibration.fit.estimates import LayerValues
+from acutance.calibration.fit.passes import PassSums, knots_of, run_pass
+from acutance.calibration.fit.request import (
     check_positions,
     check_reference,
     check_target,
     check_windows,
 )
-from acutance.calibration.windows import AnyBatches, batches_by_length, check_lengths, cut
+from acutance.calibration.fit.windows import AnyBatches, batches_by_length, check_lengths, cut
+from acutance.calibration.law import AnyLaw
 from acutance.capture.find_layers import layer_numbers
 
 __all__ = ["Measured", "measure"]

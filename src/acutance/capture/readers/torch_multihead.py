@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acutance.capture.attention_call import VERIFY_TOLERANCE
-from acutance.capture.torch_sdpa import sdpa_arguments
+from acutance.capture.readers.torch_sdpa import sdpa_arguments
 from acutance.masks import hides
 
 __all__ = [

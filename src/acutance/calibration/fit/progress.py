@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.collect import SUMS, LayerSums
-from acutance.calibration.passes import PassSums
+from acutance.calibration.fit.collect import SUMS, LayerSums
+from acutance.calibration.fit.passes import PassSums
 from acutance.corpus.probe_corpus import tidy
 from acutance.files import write_bytes
 from acutance.summary.files import MOST, parse, read, sealed

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from acutance.calibration.collect import TARGETS, Target
+from acutance.calibration.fit.collect import TARGETS, Target
+from acutance.calibration.fit.law_families import FITTED
+from acutance.calibration.fit.passes import knots_of
+from acutance.calibration.fit.windows import Turn
 from acutance.calibration.identity import longest, positions_are_learned
-from acutance.calibration.laws import FITTED
-from acutance.calibration.passes import knots_of
-from acutance.calibration.windows import Turn
 from acutance.shapes import check_count, check_flag, check_number, did_you_mean
 
 __all__ = [

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.families import FamilyFit, Resemblance, resemble
+from acutance.calibration.fit.law_families import FamilyFit, Resemblance, extended_table, resemble
+from acutance.calibration.fit.next_factors import Aim, LayerState, status_of
+from acutance.calibration.fit.request import Asked
+from acutance.calibration.fit.result import Calibration, HeadCalibration
 from acutance.calibration.identity import Identity
 from acutance.calibration.law import Law
-from acutance.calibration.laws import extended_table
-from acutance.calibration.next_factors import Aim, LayerState, status_of
-from acutance.calibration.request import Asked
-from acutance.calibration.result import Calibration, HeadCalibration
 from acutance.capture.find_layers import layer_numbers
 from acutance.scaling import Scaling
 

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor
 
-from acutance.calibration.collect import LayerSums
+from acutance.calibration.fit.collect import LayerSums
 
 __all__ = ["Estimate", "LayerValues", "student_t_quantile"]
 

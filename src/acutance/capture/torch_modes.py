@@ -1,4 +1,4 @@
-"""Where a probe's own work happens: compiled models run uncompiled, and no mode watches."""
+"""PyTorch's function modes and its compiler, set aside while a model is listened to."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import _get_current_function_mode_stack as _stack
 
-__all__ = ["EAGER", "unwatched"]
+__all__ = ["EAGER", "leave", "unwatched"]
 
 #: The module that compiles, and that holds the stance.
 COMPILER = "torch._dynamo"
@@ -102,3 +104,26 @@ def unwatched() -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
+
+
+def leave(mode: TorchFunctionMode) -> None:
+    """Take a mode off this thread's stack, wherever it is; nothing happens where it is not.
+
+    Modes leave the innermost first, but not where an interrupt (Ctrl-C) ends a forward pass:
+    PyTorch then skips the hooks that would have left a mode entered inside the pass.
+
+    Example:
+        >>> outer, inner = TorchFunctionMode(), TorchFunctionMode()
+        >>> with outer, inner:
+        ...     leave(outer)
+        ...     _stack() == [inner]
+        ...     _push_mode(outer)
+        True
+    """
+    above = []
+    if not any(each is mode for each in _stack()):
+        return
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    for each in reversed(above):
+        _push_mode(each)

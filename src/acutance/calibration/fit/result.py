@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from acutance.calibration.collect import HELD, TARGETS
+from acutance.calibration.fit.collect import HELD, TARGETS
 from acutance.calibration.law import Law
 from acutance.files import as_json, finite, write_text
 

@@ -17,10 +17,8 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from acutance.capture.acutance_attention import OWN, own_call
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.entry_points import ATTENTION_DOORS
-from acutance.capture.function_modes import leave
 from acutance.capture.handwritten.operands import stand_for
 from acutance.capture.handwritten.products import Lineage
 from acutance.capture.handwritten.softmax import (
@@ -41,9 +39,10 @@ from acutance.capture.head_axis import (
     heads_at_once,
     heads_of,
 )
-from acutance.capture.huggingface import Observer, is_cross
-from acutance.capture.torch_flex import FLEX, flex_call
-from acutance.capture.torch_multihead import (
+from acutance.capture.readers.acutance_attention import OWN, own_call
+from acutance.capture.readers.huggingface import Observer, is_cross
+from acutance.capture.readers.torch_flex import FLEX, flex_call
+from acutance.capture.readers.torch_multihead import (
     agree,
     changing_sdpa,
     not_padding,
@@ -51,7 +50,8 @@ from acutance.capture.torch_multihead import (
     same,
     watch_sdpa,
 )
-from acutance.capture.torch_sdpa import as_given, four, refusal, sdpa_arguments, sdpa_call
+from acutance.capture.readers.torch_sdpa import as_given, four, refusal, sdpa_arguments, sdpa_call
+from acutance.capture.torch_modes import leave
 from acutance.masks import hidden_scores
 
 __all__ = [

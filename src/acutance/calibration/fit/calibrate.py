@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.estimates import LayerValues
-from acutance.calibration.laws import family_scalings, plain_table
-from acutance.calibration.next_factors import Aim, LayerState, aim_of, decide
-from acutance.calibration.passes import PassSums, run_pass
-from acutance.calibration.progress import PassState, Progress
-from acutance.calibration.request import Asked, check_asked, check_positions, check_windows
-from acutance.calibration.result import Calibration
-from acutance.calibration.summarise import FittedLayer, summarise
-from acutance.calibration.windows import (
+from acutance.calibration.fit.estimates import LayerValues
+from acutance.calibration.fit.law_families import family_scalings, plain_table
+from acutance.calibration.fit.next_factors import Aim, LayerState, aim_of, decide
+from acutance.calibration.fit.passes import PassSums, run_pass
+from acutance.calibration.fit.progress import PassState, Progress
+from acutance.calibration.fit.request import Asked, check_asked, check_positions, check_windows
+from acutance.calibration.fit.result import Calibration
+from acutance.calibration.fit.summarise import FittedLayer, summarise
+from acutance.calibration.fit.windows import (
     AnyBatches,
     Turn,
     batches_by_length,
