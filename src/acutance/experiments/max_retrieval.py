@@ -49,7 +49,7 @@ ALIKE = Claim(
 )  # fmt: skip
 SPREADS = Claim(
     "spreads", "scores are bounded, so H without scaling grows as log n: by log 4 from 256 to 1024",
-    SOURCE, within=0.005,
+    SOURCE, within=0.015,  # H is log n + const up to some 1/N_eff, and N_eff is 6 to 7 at 256
 )  # fmt: skip
 
 

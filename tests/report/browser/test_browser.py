@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import itertools
 import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import acutance
 from acutance.probing import HeadSummary, Moments
 from acutance.report.html_page.write import Report
 from acutance.rowstats import METRICS
@@ -131,8 +134,23 @@ def test_pointing_clicking_and_choosing(summary_of: Make, show: Show) -> None:
     assert page.run("location.hash") == "#L0H1:max_logit"
     page.click("#next")
     assert page.text("#head-name") == "Layer 0 · head 2"
-    for chart in ("range", "histogram", "layer-plot", "theory-plot"):
+    for chart in ("histogram", "layer-plot", "theory-plot"):
         assert page.run(f"document.querySelector('#{chart} svg').getAttribute('aria-label')")
+
+
+def test_a_head_is_drawn_with_its_prediction(show: Show) -> None:
+    model = nn.MultiheadAttention(32, 4, batch_first=True).eval()
+    with torch.no_grad(), acutance.probe(model) as probe:
+        mask = nn.Transformer.generate_square_subsequent_mask(200)
+        model(*[4 * torch.randn(2, 200, 32)] * 3, attn_mask=mask, is_causal=True)
+    heads = probe.summary().predict()
+    page = show(probe.summary(), "#L0H1:entropy")
+    label = page.run("document.querySelector('#range svg').getAttribute('aria-label')")
+    measured, predicted, _ = (float(word) for word in re.findall(r"[0-9.]+[0-9]", label))
+    assert measured == pytest.approx(float(heads.measured["entropy"][1]), rel=1e-3)
+    assert predicted == pytest.approx(float(heads.predicted["entropy"][1]), rel=1e-3)
+    assert "They describe the head well." in page.text("#range-note")
+    assert "Line without points: predicted." in page.text("#profile-note")
 
 
 def test_a_dot_of_a_chart_opens_its_head(summary_of: Make, show: Show) -> None:
@@ -414,7 +432,7 @@ def test_one_head_and_none(summary_of: Make, show: Show) -> None:
     page = show(nothing)
     assert "Nothing to name" in page.text("#findings")
     few = show(summary_of((2,), metrics=("max_logit", "lse")))
-    assert few.text("#range-note") == "Entropy and its prediction were not both recorded."
+    assert few.text("#range-note").startswith("There is no prediction for this head: it needs")
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own(

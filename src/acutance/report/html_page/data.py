@@ -43,6 +43,8 @@ from acutance.summary.layer import notices
 from acutance.summary.moments import BINS, SCALES, edges
 from acutance.summary.predicted import PREDICTED_FROM
 
+_MOST_CURVES = 512  # heads of which every octave is predicted, at some 2 ms each
+
 
 def packed(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> str:
     """The page's data, as finely as :data:`~acutance.report.html_page.packing.BUDGET` allows."""
@@ -156,11 +158,23 @@ def _theory(summary: HeadSummary) -> dict[str, Any] | None:
         return None
     return {
         "n": rounded(float(heads.n.nanmedian()), 3),
+        "keys": [rounded(value, 4) for value in heads.n.tolist()],
         "r2": rounded(heads.r_squared(), 3),
         "skewness": rounded(float(heads.skewness.nanmedian()), 2),
         "predicted": [rounded(value, 4) for value in heads.predicted["entropy"].tolist()],
         "measured": [rounded(value, 4) for value in heads.measured["entropy"].tolist()],
+        "curves": _predicted_curves(summary),
     }
+
+
+def _predicted_curves(summary: HeadSummary) -> list[list[Any]]:
+    """Predicted entropy of every head for each octave of n; empty where there are many heads."""
+    if summary.profile is None or len(summary.places) > _MOST_CURVES:
+        return []
+    return [
+        [rounded(value, 4) for value in summary.predict(2.0**octave).predicted["entropy"].tolist()]
+        for octave in range(summary.profile.octaves)
+    ]
 
 
 def _metric(

@@ -50,9 +50,7 @@ const drawHistogram = (page, box, at) => {
       : "No row of this head counts for this metric.";
     return;
   }
-  const other = { entropy: "gaussian_entropy", gaussian_entropy: "entropy" }[one.name];
-  const beside = other && page.named(other) ? histogramOf(page, page.named(other), at) : null;
-  const used = [...bins, ...(beside || [])].filter((bin) => bin.share).map((bin) => bin.bin);
+  const used = bins.filter((bin) => bin.share).map((bin) => bin.bin);
   const step = page.data.level.join, edges = page.data.edges[one.kind], most = (edges.length - 1) / step;
   let from = Math.min(...used), to = Math.max(...used) + 1;
   while (to - from < 8 && to - from < most) { from = Math.max(0, from - 1); to = Math.min(most, to + 1); }
@@ -68,7 +66,6 @@ const drawHistogram = (page, box, at) => {
     return fits;
   });
   const middle = place(one.mean[at]);
-  const outline = (beside || []).filter((bin) => bin.bin >= from && bin.bin < to).flatMap((bin) => [{ x: bin.bin, y: bin.share }, { x: bin.bin + 1, y: bin.share }]);
   put(box, {
     height: 184, marginLeft: 44, marginRight: 12, marginTop: 24,
     ariaLabel: `${page.long(at)}: distribution of ${label(one)} over rows`,
@@ -76,7 +73,6 @@ const drawHistogram = (page, box, at) => {
     y: { ticks: 3, grid: true, tickFormat: (share) => `${plain(100 * share)}%`, label: null },
     marks: [
       Plot.rectY(bins.filter((bin) => bin.share), { x1: "bin", x2: (bin) => bin.bin + 1, y: "share", fill: "var(--bar)", insetLeft: 0.5, insetRight: 0.5 }),
-      ...(outline.length ? [Plot.lineY(outline, { x: "x", y: "y", stroke: "var(--mark)", strokeWidth: 1.8 })] : []),
       Plot.ruleY([0], { stroke: "var(--muted)" }),
       Plot.ruleX([middle], { stroke: "var(--ink)", strokeDasharray: "3 3" }),
       Plot.text([`mean ${number(one.mean[at], 3)}`], { x: [middle], frameAnchor: "top", dy: -14, fill: "var(--ink)", textAnchor: middle > to - (to - from) / 6 ? "end" : middle < from + (to - from) / 6 ? "start" : "middle" }),
@@ -84,41 +80,35 @@ const drawHistogram = (page, box, at) => {
     ],
   });
   const axis = { keys: " The axis is logarithmic.", positive: " The axis is logarithmic.", signed: " The axis is tighter towards large sizes." }[one.kind] || "";
-  const legend = outline.length ? ` Bars: ${label(one)}. Line: ${other === "entropy" ? "measured entropy" : "the entropy predicted for the same rows"}.` : "";
-  note.textContent = `Height: share of its ${some(page.rows(one, at), "row")}. On average ${number(one.mean[at], 3)} ± ${number(one.std[at], 2)}${range}.${legend}${axis}`;
+  note.textContent = `Height: share of its ${some(page.rows(one, at), "row")}. On average ${number(one.mean[at], 3)} ± ${number(one.std[at], 2)}${range}.${axis}`;
 };
 
 // -- measured and predicted entropy of one head ------------------------------------------------------
 const drawRange = (page, box, at) => {
-  const measured = page.mean("entropy", at), told = page.mean("information", at);
-  const predicted = page.mean("gaussian_entropy", at), floor = page.mean("mean_field_entropy", at), note = $("range-note");
+  const theory = page.data.theory, [measured, predicted, keys] = ["measured", "predicted", "keys"].map((part) => theory?.[part][at] ?? null);
+  const note = $("range-note");
   if (measured === null || predicted === null) {
     box.replaceChildren();
-    note.textContent = "Entropy and its prediction were not both recorded.";
+    note.textContent = "There is no prediction for this head: it needs softmax weights over at least 8 tokens, no sink outside of them, and the metrics first_gap, rest_logit_std and rest_jensen_gap.";
     return;
   }
-  const most = told === null ? Math.max(measured, predicted) : measured + told;
-  const bottom = floor === null ? 0 : Math.max(0, floor);
+  const most = Math.log(keys), off = measured - predicted;
   put(box, {
     height: 98, marginLeft: 10, marginRight: 10, marginTop: 24, marginBottom: 42,
     ariaLabel: `Entropy measured ${number(measured)}, predicted ${number(predicted)}, at most ${number(most)} nats`,
-    x: { domain: [0, Math.max(most, predicted) || 1], ticks: 5, label: "entropy, nats", labelAnchor: "center", labelArrow: "none", labelOffset: 34 },
+    x: { domain: [0, most], ticks: 5, label: "entropy, nats", labelAnchor: "center", labelArrow: "none", labelOffset: 34 },
     y: { axis: null, domain: [0, 1] },
     marks: [
       Plot.rectY([0], { x1: 0, x2: most, y1: 0.3, y2: 0.7, fill: "var(--line)", rx: 2 }),
-      ...(bottom > 0 ? [Plot.rectY([0], { x1: bottom, x2: measured, y1: 0.3, y2: 0.7, fill: "var(--soft)" })] : []),
       Plot.tickX([predicted], { x: [predicted], y: null, stroke: "var(--mark)", strokeWidth: 2.5, insetTop: 2, insetBottom: 2 }),
       Plot.dot([measured], { x: [measured], y: [0.5], r: 6.5, fill: "var(--bar)", stroke: "var(--panel)", strokeWidth: 1.5 }),
       Plot.text([measured], { x: [measured], text: [`measured ${number(measured, 3)}`], frameAnchor: "top", dy: -12, fill: "var(--ink)", fontWeight: 600, textAnchor: measured > most * 0.75 ? "end" : measured < most * 0.25 ? "start" : "middle" }),
     ],
   });
-  const off = measured - predicted, size = Math.abs(off);
-  const meaning = size < 0.01 || (size < 0.1 && size < 0.25 * Math.max(measured, predicted))
-    ? "Scores that spread as much are about as sharp."
-    : off < 0
-      ? "It is sharper than such scores, as where a few stand out."
-      : "It is more diffuse than such scores, as where none stands out or a few are very low.";
-  note.textContent = `The left end is one token, the right end ${number(most, 3)}, all tokens alike. Line: ${number(predicted, 3)}, predicted for normally distributed scores that spread as much. ${meaning}${bottom > 0 ? ` Pale bar: it cannot be below ${number(bottom, 3)}, by the largest and the mean score.` : ""}`;
+  const meaning = Math.abs(off) < 0.25
+    ? "They describe the head well."
+    : `These four numbers do not describe the head well: it is ${off < 0 ? "sharper" : "more diffuse"} than they say.`;
+  note.textContent = `Rows with about ${number(keys, 3)} visible tokens; the right end, ${number(most, 3)}, is equal weight on all of them. Line: ${number(predicted, 3)}, predicted from how far the first token's score stands above the others, how much that varies, and the spread and upper tail of the other scores. ${meaning}`;
 };
 
 // -- a metric against the number of visible tokens ----------------------------------------------------

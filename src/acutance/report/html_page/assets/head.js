@@ -40,19 +40,19 @@ const drawHead = (page) => {
     $("profile-part").hidden = filled(part) < 2;
     if (filled(part) < 2) return;
     const { log_n: middles, rows } = data[part], wide = data[part].octaves, errors = curve(part, `${one.name}.error`, at);
-    const predicted = one.name === "entropy" ? curve(part, "gaussian_entropy", at) : null;
+    const predicted = one.name === "entropy" && part === "profile" && data.theory ? data.theory.curves.map((octave) => octave[at] ?? null) : null;
     const told = one.name === "entropy" ? curve(part, "information", at) : null;
     const layer = places[at][0];
     const points = curve(part, one.name, at).map((mean, octave) => ({
       mean, n: Math.exp(middles[layer][octave] ?? Math.LN2 * (octave + 0.5)), rows: rows[layer][octave],
-      error: errors ? errors[octave] : null, predicted: predicted ? predicted[octave] : null,
+      error: errors ? errors[octave] : null, predicted: predicted?.[octave] ?? null,
       most: told && told[octave] !== null ? mean + told[octave] : null,
       range: `${part === "profile" ? "visible tokens" : "tokens of the window"} ${count(2 ** octave)}${octave ? ` to ${count(2 ** (octave + 1) - 1)}` : ""}`,
     })).filter((point) => point.mean !== null);
     $("profile-title").textContent = part === "profile" ? `${capital(label(one))} against visible tokens` : `${capital(label(one))} against place in the window`;
     drawProfile(page, $("profile"), points, one, part === "profile" ? "tokens the row can see, n" : "place in the window; 1 is the first token");
     const bars = points.some((point) => point.error) ? " Upright bars: standard error from sequence to sequence." : "";
-    const lines = predicted ? ` Line without points: predicted.${told ? " Dotted: the most possible." : ""}` : "";
+    const lines = predicted?.length ? ` Line without points: predicted.${told ? " Dotted: the most possible." : ""}` : "";
     $("profile-note").textContent = `A point is the mean over the rows of one octave: 4 to 7, 8 to 15, and so on.${lines}${bars}`;
   };
 

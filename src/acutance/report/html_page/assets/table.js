@@ -2,7 +2,7 @@
 const PAGE = innerWidth > 600 ? 40 : 15;
 
 /** Metrics by what a reader may call them: their names, their labels with and without unit, without spaces and underscores. */
-const callsOf = (page) => page.metrics.flatMap((one) => [...new Set([one.name, withUnit(one), ...(one.name === "gaussian_entropy" ? ["predicted entropy"] : [])])].map((name) => [name.toLowerCase().replace(/[\s_,]+/g, ""), one]));
+const callsOf = (page) => page.metrics.flatMap((one) => [...new Set([one.name, withUnit(one), ...(one.name === "gaussian_entropy" ? ["entropy of normal scores"] : [])])].map((name) => [name.toLowerCase().replace(/[\s_,]+/g, ""), one]));
 
 /**
  * A test of heads from what was typed: words, L3, L3H5 or "layer 3 head 5", and bounds such as entropy<1, effective keys > 300
@@ -69,7 +69,7 @@ const drawTable = (page) => {
     const names = [page.now(), ...fixed.map(page.named).filter((one) => one && one !== page.now())];
     return [
       { key: "place", title: "head", value: (at) => at, cell: (at) => { const cell = make("th"); cell.append(button(page.short(at), "pick link", () => { page.choose(at); $("head").scrollIntoView({ block: "start" }); $("head").focus({ preventScroll: true }); })); return cell; } },
-      ...names.map((one) => ({ key: one.name, title: one.name === "gaussian_entropy" ? "predicted entropy" : label(one), value: (at) => one.mean[at], cell: (at) => number(one.mean[at]) })),
+      ...names.map((one) => ({ key: one.name, title: one.name === "gaussian_entropy" ? "entropy of normal scores" : label(one), value: (at) => one.mean[at], cell: (at) => number(one.mean[at]) })),
       ...(page.data.heads.some((kinds) => kinds.length) ? [{ key: "class", title: "class", text: true, value: (at) => page.classesOf(at).map((kind) => kind.label).join(", "), cell: (at) => make("td", page.classesOf(at).map((kind) => kind.label).join(", "), "text") }] : []),
       { key: "status", title: "status", text: true, value: (at) => page.layerOf(at).status, cell: (at) => make("td", page.layerOf(at).status, "text") },
     ];
