@@ -95,7 +95,7 @@ class Page:
         self._session = browser.send(
             "Target.attachToTarget", targetId=target["targetId"], flatten=True
         )["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
+        for domain in ("Page", "Runtime", "Log", "Network", "Performance"):
             self.send(f"{domain}.enable")
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])

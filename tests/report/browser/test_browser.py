@@ -24,6 +24,7 @@ from acutance.summary.by_octave import Profile
 from acutance.summary.distances import Distances
 from acutance.summary.examples import Examples, Row
 from acutance.summary.optional_parts import OptionalParts
+from tests.report.test_page import large
 
 Make = Callable[..., HeadSummary]
 Show = Callable[..., Any]  # a page of conftest.py
@@ -151,6 +152,19 @@ def test_a_head_is_drawn_with_its_prediction(show: Show) -> None:
     assert predicted == pytest.approx(float(heads.predicted["entropy"][1]), rel=1e-3)
     assert "They describe the head well." in page.text("#range-note")
     assert "Line without points: predicted." in page.text("#profile-note")
+
+
+@pytest.mark.slow
+def test_five_thousand_heads_are_drawn_in_two_seconds(show: Show) -> None:
+    summary, times = large(80, 64), []
+    for _ in range(3):
+        page = show(summary)
+        drawn = {
+            one["name"]: one["value"] for one in page.send("Performance.getMetrics")["metrics"]
+        }
+        times.append(drawn["TaskDuration"])
+    assert min(times) < 2.0, times  # seconds that the page's thread was busy
+    assert page.run("document.querySelectorAll('.head').length") > 0
 
 
 def test_a_dot_of_a_chart_opens_its_head(summary_of: Make, show: Show) -> None:
