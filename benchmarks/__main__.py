@@ -107,7 +107,7 @@ _counts.__name__ = "list of whole numbers"  # what argparse calls it
 def _figure(text: str) -> Path:
     """A path that figures can be written to, asked for before the hours that they take."""
     if Path(text).suffix not in (".png", ".svg"):
-        raise argparse.ArgumentTypeError(f"a figure ends in .png or .svg, got {text}")
+        raise argparse.ArgumentTypeError(f"must end in .png or .svg, got {text}")
     return Path(text)
 
 

@@ -172,13 +172,13 @@ def test_failures_are_one_sentence_and_exit_1(
     )
     cases = [
         ([tmp_path / "nowhere" / "model"], "there is no model directory at"),
-        ([bare], "holds no config.json"),
+        ([bare], "has no config.json"),
         ([text], "is a file; MODEL is the directory"),
         ([gpt2, "--text", tmp_path / "missing.txt"], "there is no text file at"),
         ([gpt2, "--text", tmp_path], "is a directory"),
-        ([gpt2, "--text", empty], "holds no text"),
+        ([gpt2, "--text", empty], "contains no text"),
         ([gpt2, "--text", binary], "is not UTF-8 text"),
-        ([mamba, "--text", text], "the probe saw no attention call in MambaModel"),
+        ([mamba, "--text", text], "the probe captured no attention call in MambaModel"),
     ]
     for arguments, sentence in cases:
         result = run("probe", *arguments)
@@ -204,11 +204,11 @@ def test_misuse_is_exit_2_before_anything_runs(run: Callable[..., Any], tmp_path
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--length", 65], "--length 65 is more than the 64 positions"),
-        (["--heads", "0-9"], "names head 9, and the layers of"),
+        (["--length", 65], "--length 65 exceeds the 64 positions"),
+        (["--heads", "0-9"], "includes head 9, but the layers of"),
         (["--shard", "3/2"], "shard"),
         (["--law", "sssmax"], "did you mean"),
-        (["--law", "log_n"], "--law: log_n has parameters"),
+        (["--law", "log_n"], "--law: log_n needs parameters"),
     ],
 )
 def test_options_that_do_not_fit_are_misuse(

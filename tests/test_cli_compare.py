@@ -77,7 +77,7 @@ def test_a_comparison_is_printed_with_its_sentences(run: Callable[..., Any]) -> 
     assert said.startswith("Gaussian queries and keys, width 8; 8 rows, 2 heads mechanism n")
     assert "Without a prediction: sigmoid." in said
     assert f"• relu2: {MECHANISMS['relu2'].can_concentrate}" in said
-    assert "exact expectations the one farthest" in said
+    assert "exact expectations, the one that differs most" in said
 
 
 def test_options_reach_the_comparison(run: Callable[..., Any]) -> None:
@@ -129,13 +129,21 @@ def test_the_figure_draws_every_mechanism_once(
 @pytest.mark.parametrize(
     ("options", "status", "says"),
     [
-        (("--mechanism", "relu22"), 2, "no mechanism is named 'relu22'; did you mean 'relu2'?"),
-        (("--n", "16,x"), 2, "--n: whole numbers between commas, got '16,x'"),
-        (("--n", ""), 2, "--n: whole numbers between commas, got ''"),
-        (("--n", "1"), 2, "--n: a row sees at least 2 keys, got '1'"),
-        (("--mean", "1,2,3"), 2, "--mean: one number, or two for queries and keys, got '1,2,3'"),
-        (("--std", "0"), 2, "--std: finite and above 0, got '0'"),
-        (("--mean", "nan"), 2, "--mean: finite, got 'nan'"),
+        (
+            ("--mechanism", "relu22"),
+            2,
+            "there is no mechanism named 'relu22'; did you mean 'relu2'?",
+        ),
+        (("--n", "16,x"), 2, "--n: must be whole numbers separated by commas, got '16,x'"),
+        (("--n", ""), 2, "--n: must be whole numbers separated by commas, got ''"),
+        (("--n", "1"), 2, "--n: must be at least 2, got '1'"),
+        (
+            ("--mean", "1,2,3"),
+            2,
+            "--mean: must be one number, or one for queries and one for keys, got '1,2,3'",
+        ),
+        (("--std", "0"), 2, "--std: must be finite and above 0, got '0'"),
+        (("--mean", "nan"), 2, "--mean: must be finite, got 'nan'"),
         (("--from", "nowhere.safetensors"), 1, "no file at nowhere.safetensors"),
     ],
 )
@@ -213,7 +221,7 @@ def test_queries_and_keys_of_a_model(run: Callable[..., Any], tmp_path: Path) ->
     assert given["query_mean"] is None
     result = run("compare", "--from", tmp_path / "qk", *one, "--n", "41")
     assert result.exit_code == 1
-    assert "n is at most the 40 tokens" in result.stderr
+    assert "n must be at most the 40 tokens" in result.stderr
 
 
 def test_help_needs_no_torch() -> None:

@@ -58,7 +58,7 @@ def test_reproduce_without_matplotlib_runs_nothing(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run("reproduce", "simplex", "--quick", "--out", tmp_path / "out")
     assert result.exit_code == 1
-    assert "or leave figures out: --no-figures" in result.stderr
+    assert "or skip figures with --no-figures" in result.stderr
     assert "predicted" not in result.stderr
     assert not (tmp_path / "out").exists()
 

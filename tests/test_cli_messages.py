@@ -45,7 +45,7 @@ def test_a_model_without_a_tokenizer_says_so_and_takes_another(
 ) -> None:
     told = said(run("probe", gpt2))
     assert "was saved without a tokenizer" in told
-    assert "name one with --tokenizer" in told
+    assert "use --tokenizer to name" in told
     other = run("probe", gpt2, "--tokenizer", load_model._embedded())
     assert other.exit_code == 0, other.output
 
@@ -58,7 +58,7 @@ def test_tokens_beyond_the_embedding_are_named(run: Callable[..., Any], tmp_path
         shutil.copy(Path(load_model._embedded()) / name, folder)
     for command in (["probe"], ["calibrate", "--lengths", "8,16", "--windows", "2"]):
         told = said(run(command[0], folder, *command[1:]))
-        assert "has 500 rows: it is another model's tokenizer" in told
+        assert "has 500 rows, so it belongs to another model" in told
 
 
 def test_a_model_of_images_is_called_that(run: Callable[..., Any], tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_model_of_images_is_called_that(run: Callable[..., Any], tmp_path: Pat
     config = ViTConfig(**sizes, intermediate_size=16, image_size=16, patch_size=8)
     ViTModel(config).save_pretrained(tmp_path / "vit")
     told = said(run("probe", tmp_path / "vit"))
-    assert "reads images, no text (ViTConfig has no vocabulary)" in told
+    assert "reads images, not text (ViTConfig has no vocabulary)" in told
     assert "sentencepiece" not in told
 
 
@@ -85,6 +85,6 @@ def test_a_failed_download_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_law_without_its_parameters_is_told_once() -> None:
-    with pytest.raises(ValueError, match="log_n has parameters") as caught:
+    with pytest.raises(ValueError, match="log_n needs parameters") as caught:
         named_law("log_n")
     assert str(caught.value).count("parameters") == 1

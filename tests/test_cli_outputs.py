@@ -104,15 +104,15 @@ def test_a_state_is_replaced_on_demand_only(
     refuse: Callable[..., str], text: Path, state: Path, tmp_path: Path
 ) -> None:
     before = state.read_bytes()
-    said = "exists already: --resume goes on from it, --overwrite replaces it"
+    said = "already exists: --resume continues from it, --overwrite replaces it"
     assert said in refuse("probe", "--save", state)
     assert said in refuse("calibrate", "--save", state)
-    assert "holds a saved state" in refuse("probe", "--text", text, "--keep-qk", state)
-    assert "holds a saved state" in refuse("report", tmp_path / "x", "--json", state)
+    assert "contains a saved state" in refuse("probe", "--text", text, "--keep-qk", state)
+    assert "contains a saved state" in refuse("report", tmp_path / "x", "--json", state)
     assert "begins anew" in refuse("probe", "--save", state, "--resume", "--overwrite")
     copy = tmp_path / "copy"
     copy.write_bytes(before)
-    assert "exists already: --overwrite replaces it" in refuse("merge", copy, "-o", state)
+    assert "already exists: --overwrite replaces it" in refuse("merge", copy, "-o", state)
     assert state.read_bytes() == before
     merged = CliRunner().invoke(app, ["merge", str(copy), "-o", str(state), "--overwrite"])
     assert merged.exit_code == 0, merged.output

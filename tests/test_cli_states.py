@@ -92,7 +92,7 @@ def test_the_head_that_moved_leads_the_diff(
     result = run("diff", one, other, "--csv", table, "--json", record, "--figure", figure)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    start = lines.index("Heads whose normalized entropy changed most, those that moved first")
+    start = lines.index("Heads whose normalized entropy changed most; heads that moved come first")
     assert lines[start + 2].split()[:2] == ["1", "h2"]
     assert "moved" in lines[start + 2]
     assert "! They read different texts, a.txt and b.txt" in result.stdout
@@ -146,7 +146,7 @@ def test_failures_are_one_sentence_and_exit_1(
         (["report", tmp_path / "none"], "no file at"),
         (["report", broken], "is not a complete safetensors file"),
         (["diff", good, broken], "is not a complete safetensors file"),
-        (["diff", good, other], "share no head"),
+        (["diff", good, other], "have no head in common"),
         (["diff", good, good, "--metric", "lse"], "'lse' is not in both states"),
         (["report", good, "--chart", "lengths", "--figure", tmp_path / "x.png"], "older version"),
     ]

@@ -117,7 +117,9 @@ def test_a_signal_ends_a_calibration_with_one_line(
     monkeypatch.setattr(load_model, "load", lambda *_, **__: os.kill(os.getpid(), kind))
     done = run("calibrate", "--save", tmp_path / "state")
     assert done.exit_code == 130
-    told = f"interrupted before the law was found; --resume goes on from {tmp_path / 'state'}"
+    told = (
+        f"interrupted before the law was fitted; continue from {tmp_path / 'state'} with --resume"
+    )
     assert done.stderr.splitlines() == [f"acutance: {told}"]
 
 
@@ -137,7 +139,7 @@ def test_sigterm_ends_a_comparison_with_what_is_done(
     monkeypatch.setattr(runner, "_result", once)
     done = run("compare", "--n", "16", "--no-costs", "--heads", 1, "--json", tmp_path / "x.json")
     assert done.exit_code == 130, done.output
-    assert "interrupted: what follows is what was done by then" in done.stderr
+    assert "interrupted: the results so far follow" in done.stderr
     assert (tmp_path / "x.json").stat().st_size
 
 
@@ -165,7 +167,7 @@ def test_a_rank_that_else_is_silent_says_that_another_was_lost(
         ranks._answered(),
     ):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:598] Connection closed by peer")
-    assert words.getvalue().startswith("acutance: rank 1: another rank has ended or does not")
+    assert words.getvalue().startswith("acutance: rank 1: another rank has exited or does not")
     with pytest.raises(shared.typer.Exit, match=r"^1?$"), shared.plain_errors():
         raise ranks.RankError("rank 0: no model")
     assert silent.getvalue() == "acutance: rank 0: no model\n"
@@ -177,9 +179,7 @@ def test_embedded_weights_other_than_those_published_are_refused(
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"others")
     monkeypatch.setattr(load_model, "_embedded", lambda: str(tmp_path))
-    with pytest.raises(
-        load_model.ModelError, match="are not those that were published: their sha256"
-    ):
+    with pytest.raises(load_model.ModelError, match="are not the published ones: their sha256"):
         load_model.load(None)
 
 
@@ -206,7 +206,9 @@ def test_the_decoder_is_the_file_in_its_package_or_a_directory_of_that_name(
     file = write_gguf(package / load_model.DECODER_FILE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(load_model, "DECODER_PACKAGE", package.name)
-    with pytest.raises(load_model.ModelError, match=r"weights in tiny-package are not those that"):
+    with pytest.raises(
+        load_model.ModelError, match=r"weights in tiny-package are not the published ones"
+    ):
         load_model.load("smollm2")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     monkeypatch.setattr(load_model, "DECODER_SHA256", digest)

@@ -69,7 +69,7 @@ def test_predict_says_which_formulas_hold(run: Callable[..., Any]) -> None:
     assert "exp(−γ²/2) = 0.1353 does not hold at this n" in said
     assert "the exact mean is 0.1892 (40 % more)" in said
     assert "√(log n / 2) = 2.04" in said
-    assert "guarantees 1.07 nat of the 6.35" in said
+    assert "guarantees 1.07 nat, compared with the exact 6.35" in said
 
     frozen = flat(run("predict", "--n", 4096, "--logit-std", 6).output)
     assert "log n − γ²/2 = −9.68 does not hold: γ is 6, above √(2 log n) = 4.08" in frozen
@@ -203,7 +203,7 @@ def test_temperature_recommends_and_explains(run: Callable[..., Any], tmp_path: 
     said = flat(result.output)
     for sentence in (
         "Use τ = 0.1169",
-        "no τ above 0.2409 lets a row say 4.991 nat (90 % of log 256), even with",
+        "no τ above 0.2409 reaches 4.991 nat (90 % of log 256) in a row, even with",
         "1 key at +1, 255 at −1",
         "every row reaches it at τ = 0.1209, with weight 0.941 on its key",
         "it needs d ≥ 255",
@@ -230,7 +230,7 @@ def test_which_arrangement_is_recommended() -> None:
     several = " ".join(advise(4096, 0.5).sentences)
     assert "20 keys at +1, 4,076 at −1" in several
     assert "That optimum is not attention to a single key." in several
-    assert "below 2 log(n − 1) = 8.29: were cosines normal" in " ".join(
+    assert "below 2 log(n − 1) = 8.29: if cosines were normal" in " ".join(
         advise(64, 0.5, 8).sentences
     )
 
@@ -260,16 +260,22 @@ def test_the_even_arrangement_says_its_share_and_random_keys_about_theirs(
     ("arguments", "sentence"),
     [
         ("predict --n 8", "--logit-std, --scale: "),
-        ("predict --n 8 --mechanism softmin", "--mechanism: one of"),
+        ("predict --n 8 --mechanism softmin", "--mechanism: must be one of"),
         ("predict --n 8 --logit-std -1", "--logit-std: the deviation of the logits"),
         ("predict --n 8 --logit-std 1 --tau 2", '--tau: "softmax" takes'),
         ("predict --n 8 --scale 1 --family cosine", "--d: "),
-        ("predict --n 8 --mechanism linear --q 1,x --mu 1 --sigma 1", "--q: numbers between"),
+        ("predict --n 8 --mechanism linear --q 1,x --mu 1 --sigma 1", "--q: must be numbers"),
         ("predict --n 8 --mechanism linear --q 1,2 --mu 1,1 --sigma 1", "--mu: beside sigma"),
-        ("temperature --n 256 --fraction 1.5", "--fraction: the fraction is above 0 and below 1"),
+        (
+            "temperature --n 256 --fraction 1.5",
+            "--fraction: the fraction must be above 0 and below 1",
+        ),
         ("temperature --n 256 --negatives random", '--d: "random" negatives need'),
-        ("temperature --n 256 --negatives cube", "--negatives: one of box, simplex, random"),
-        ("temperature --n 256 --d 1", "--d: the dimension is finite and at least 2"),
+        (
+            "temperature --n 256 --negatives cube",
+            "--negatives: must be one of box, simplex, random",
+        ),
+        ("temperature --n 256 --d 1", "--d: must be finite and at least 2"),
     ],
 )
 def test_misuse_is_one_sentence_and_exit_2(
@@ -302,7 +308,7 @@ def test_misused_options_are_exit_2(run: Callable[..., Any], arguments: str) -> 
     ("arguments", "sentence"),
     [
         ("--mechanism linear --q 1 --mu 1 --sigma 1 --plot {}", "linear has no scale"),
-        ("--mechanism decay --lam 0.5 --sample 5", "rows are drawn and measured for softmax"),
+        ("--mechanism decay --lam 0.5 --sample 5", "sampling is available for softmax"),
     ],
 )
 def test_failures_are_one_sentence_and_exit_1(

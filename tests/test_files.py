@@ -130,9 +130,9 @@ def test_a_directory_that_may_not_be_looked_into_takes_one_sentence(nobody: Path
     for folder, bits in ((closed, 0), (listed, 0o555), (blind, 0o333)):
         folder.mkdir()
         folder.chmod(bits)
-    assert "closed may not be written to" in said("probe", "--save", closed / "state")[1]
-    assert "may not be looked into" in said("probe", "--save", closed / "a" / "state")[1]
-    assert "listed may not be written to" in said("calibrate", "-o", listed / "law")[1]
+    assert "closed is not writable" in said("probe", "--save", closed / "state")[1]
+    assert "does not exist or cannot be read" in said("probe", "--save", closed / "a" / "state")[1]
+    assert "listed is not writable" in said("calibrate", "-o", listed / "law")[1]
     for command in ("report", "merge"):
         code, text = said(command, closed / "state")
         assert (code, text.count("acutance: ")) == (1, 1)

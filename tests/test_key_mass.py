@@ -210,7 +210,7 @@ def test_errors_name_the_argument() -> None:
         acutance.key_mass(query, key, windw=2, enable_gqa=True)
     with pytest.raises(TypeError, match="key_mass has no option 'noise'"):
         acutance.key_mass(query, key, noise=True, enable_gqa=True)
-    with pytest.raises(ValueError, match=r"query has 4 heads and key 2: pass enable_gqa=True"):
+    with pytest.raises(ValueError, match=r"query has 4 heads but key has 2: pass enable_gqa=True"):
         acutance.key_mass(query, key)
     with pytest.raises(TypeError, match="is_causal"):
         acutance.key_mass(query, key, is_causal=1, enable_gqa=True)

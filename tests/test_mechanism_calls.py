@@ -192,13 +192,17 @@ def test_half_precision_in_half_precision_out(weights: str) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"score": "cosin"}, ValueError, "score='cosin' is none of .*did you mean 'cosine'"),
-        ({"weights": "relu3"}, ValueError, "weights='relu3' is none of .*did you mean 'relu"),
-        ({"scaling": "logn"}, ValueError, "scaling='logn' is none of .*did you mean 'log_n'"),
+        ({"score": "cosin"}, ValueError, "score='cosin' is not one of .*did you mean 'cosine'"),
+        ({"weights": "relu3"}, ValueError, "weights='relu3' is not one of .*did you mean 'relu"),
+        ({"scaling": "logn"}, ValueError, "scaling='logn' is not one of .*did you mean 'log_n'"),
         ({"score": "additive"}, ValueError, "score='additive' has parameters"),
         ({"weights": "relu2", "sinks": SINKS}, ValueError, "sinks belong to weights='softmax'"),
-        ({"weights": w.Sink(SINKS[:3])}, ValueError, r"sinks is \(Hq,\) = \(4,\), got \(3,\)"),
-        ({"weights": 1}, TypeError, "weights is a name or a Weighting, got int"),
+        (
+            {"weights": w.Sink(SINKS[:3])},
+            ValueError,
+            r"sinks must have shape \(Hq,\) = \(4,\), got \(3,\)",
+        ),
+        ({"weights": 1}, TypeError, "weights must be a name or a Weighting, got int"),
         ({"score": lambda q, k, start: q}, ValueError, "the score function gives"),
     ],
 )

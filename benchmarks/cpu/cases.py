@@ -91,21 +91,25 @@ class Case:
             ("loss", self.loss, ("all", "entropy")),
         ):
             if got not in allowed:
-                raise ValueError(f"{what} is one of {', '.join(map(repr, allowed))}, got {got!r}")
+                raise ValueError(
+                    f"{what} must be one of {', '.join(map(repr, allowed))}, got {got!r}"
+                )
         for what, least in _LEAST.items():
             size = getattr(self, what)
             if size is not None and not (type(size) is int and least <= size <= MOST):
-                raise ValueError(f"{what} is a whole number from {least} to {MOST}, got {size!r}")
+                raise ValueError(
+                    f"{what} must be a whole number from {least} to {MOST}, got {size!r}"
+                )
         if self.batch * self.heads > MOST_HEADS:
             raise ValueError(f"batch times heads is at most {MOST_HEADS}, got {self.batch} heads")
         if self.key_heads and self.heads % self.key_heads:
             raise ValueError(
-                f"heads is a multiple of key_heads, got heads={self.heads} and "
+                f"heads must be a multiple of key_heads, got heads={self.heads} and "
                 f"key_heads={self.key_heads}"
             )
         for goal in self.goals:
             if goal not in GOALS:
-                raise ValueError(f"goals are among {', '.join(GOALS)}, got {goal!r}")
+                raise ValueError(f"goals must be among {', '.join(GOALS)}, got {goal!r}")
             if GOALS[goal].contender not in self.contenders:
                 raise ValueError(
                     f"goal {goal!r} is of {GOALS[goal].contender!r}, which is no contender of case "

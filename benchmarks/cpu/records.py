@@ -177,7 +177,9 @@ class Peak:
         _at_least(1, self, "threads")
         rates = [self.exps, *self.gflops.values()]
         if "float32" not in self.gflops or not all(rate > 0 for rate in rates):
-            raise ValueError(f"peaks are positive rates, float32's among them, got {self}"[:200])
+            raise ValueError(
+                (f"peaks must be positive rates, float32's among them, got {self}")[:200]
+            )
 
     def of(self, dtype: str) -> float:
         """The most that inputs of a dtype can be multiplied with: their own, or float32's."""

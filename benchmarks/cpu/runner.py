@@ -89,7 +89,7 @@ def run(
     counts = [threads] if isinstance(threads, int) else list(threads)
     counts = list(dict.fromkeys(check_count("threads", count, 1) for count in counts))
     if not counts:
-        raise ValueError("threads is a number of threads or several, got none")
+        raise ValueError("threads must be a number of threads or several, got none")
     settings = Settings(
         rounds=check_count("rounds", rounds, 1), memory=check_flag("memory", memory)
     )

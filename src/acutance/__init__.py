@@ -1,4 +1,4 @@
-"""acutance says how sharply attention focuses: measure it, and predict it."""
+"""Measure and predict how sharply attention focuses."""
 
 from __future__ import annotations
 

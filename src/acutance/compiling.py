@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 else:
 
     class _Traceable(cached_property):
-        """A cached property, computed anew wherever a compiler traces it.
+        """A cached property that is recomputed while a compiler traces it.
 
         Python 3.11 and older take a lock to cache, which ends the graph of ``torch.compile``, and
         inside of :func:`torch.func.grad` no graph may end.
@@ -89,7 +89,7 @@ else:
 
 
 def unobserved() -> bool:
-    """Whether no compiler, tracer, mode or transform sees what PyTorch does."""
+    """Whether no compiler, tracer, mode or transform is observing PyTorch."""
     return (
         not is_compiling()
         and _KNOWN
@@ -102,7 +102,7 @@ def unobserved() -> bool:
 
 
 def undispatched() -> bool:
-    """:func:`unobserved`, except that function modes are allowed: they see no operators."""
+    """Like :func:`unobserved`, but function modes are allowed, since they see no operators."""
     return (
         not is_compiling()
         and _KNOWN
@@ -114,7 +114,7 @@ def undispatched() -> bool:
 
 
 def ordinary(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether tensors are plain, dense and in memory, and nothing must see an operator on them.
+    """Whether tensors are plain, dense and in memory, and no operators on them are observed.
 
     Example:
         >>> ordinary([torch.zeros(2), None]), ordinary([torch.zeros(2, device="meta")])
@@ -138,7 +138,7 @@ def transformed() -> bool:
 
 
 def by_operations() -> bool:
-    """Whether only PyTorch's own operations have the derivative that is being taken.
+    """Whether the requested derivative exists only for PyTorch's own operations.
 
     Those are forward mode, more than one level of :func:`torch.func.grad`, and all of
     :mod:`torch.func` inside of a compiled function.

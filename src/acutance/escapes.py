@@ -1,4 +1,4 @@
-"""Text from outside made safe to show: file names, names in models, records of other machines.
+"""Make external text safe to print: file names, names in models, records from other machines.
 
 Whatever is printed or written for people to read goes through :func:`visible`; spreadsheets and
 terminals without Unicode have functions for their special characters.
@@ -42,7 +42,7 @@ def visible_lines(text: str) -> str:
 
 
 def in_spreadsheet(text: str) -> str:
-    """Make a text safe for a spreadsheet: an apostrophe before a formula.
+    """Make a text safe for spreadsheets by putting an apostrophe before a formula.
 
     Example:
         >>> in_spreadsheet("=1+1"), in_spreadsheet("layers.0")

@@ -33,7 +33,7 @@ _TIDIED: set[Path] = set()
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
-    """Write to a temporary file and rename it, so that a reader never sees half a file.
+    """Write a file atomically, through a temporary file that is renamed.
 
     What was written is on the disk before it takes the target's place: not even a machine that
     goes down leaves half of it there. A link stays, and what it points to is written. A device or
@@ -61,6 +61,7 @@ def may_write(path: str | os.PathLike[str]) -> bool:
 
 
 def _replace(target: Path, write: Callable[[str], object]) -> None:
+    """Write a file through a temporary one in the same folder, which then replaces it."""
     before = os.stat(target) if os.path.exists(target) else None
     if before is not None and not may_write(target):
         raise PermissionError("it is read-only")
@@ -97,7 +98,7 @@ def _liken(name: str, before: os.stat_result) -> None:
 
 
 def _part(target: Path, mode: int) -> tuple[int, str]:
-    """Create a temporary file beside the target, locked where possible: its handle and name.
+    """Create a temporary file next to the target, locked where possible: its handle and name.
 
     The kernel takes the process's umask off the mode. Between its making and its locking
     :func:`tidy` of another process may take it for one that was left behind; then another is made.
@@ -201,12 +202,14 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         OSError: as :func:`write_whole`.
     """
     if holds_state(path):
-        raise FileExistsError(f"{os.fspath(path)} holds a saved state, which it would replace")
+        raise FileExistsError(
+            f"{os.fspath(path)} contains a saved state, which would be overwritten"
+        )
     write_bytes(path, text.encode("utf-8"))
 
 
 def holds_state(path: str | os.PathLike[str]) -> bool:
-    """Whether a file holds the state of a probe or of a calibration."""
+    """Whether a file contains the state of a probe or of a calibration."""
     if not os.path.isfile(path):
         return False
     with suppress(OSError), open(path, "rb") as file:
@@ -237,15 +240,16 @@ def refuse_replacing(path: str | os.PathLike[str], *, resume: bool, overwrite: b
     Example:
         >>> refuse_replacing(__file__, resume=False, overwrite=False)
         Traceback (most recent call last):
-        FileExistsError: ... exists: resume=True continues it, overwrite=True replaces it
+        FileExistsError: ... already exists: resume=True continues it, overwrite=True replaces it
     """
     if resume and overwrite:
         raise ValueError(
-            "give resume=True to continue a run or overwrite=True to replace it, got both"
+            "pass either resume=True to continue a run or overwrite=True to replace it, not both"
         )
     if not (resume or overwrite) and os.path.isfile(path) and os.path.getsize(path):
         raise FileExistsError(
-            f"{os.fspath(path)} exists: resume=True continues it, overwrite=True replaces it"
+            f"{os.fspath(path)} already exists: resume=True continues it, overwrite=True "
+            "replaces it"
         )
 
 

@@ -84,12 +84,12 @@ def parse_json(text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(record, dict):
-        raise ValueError(f"it is a JSON object, got {type(record).__name__}")
+        raise ValueError(f"it must be a JSON object, got {type(record).__name__}")
     seal = record.pop(SEAL, None)
     if seal is not None and seal != _digest(record):
         raise ValueError(
-            f"it is damaged or was edited: its {SEAL} does not match its content; "
-            "to accept a deliberate edit, delete that line"
+            f"it is damaged or was edited: its {SEAL} does not match its content; to accept an "
+            "intended edit, delete that line"
         )
     return record
 
@@ -97,7 +97,7 @@ def parse_json(text: str) -> dict[str, Any]:
 def _number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"numbers are finite, got {text[:40]}")
+        raise ValueError(f"numbers must be finite, got {text[:40]}")
     return value
 
 
@@ -122,10 +122,10 @@ def checked(kind: type[_T], record: object, place: str = "it") -> _T:
         Point(x=1, names=('a',))
         >>> checked(Point, {"x": "1"})
         Traceback (most recent call last):
-        ValueError: x of it is a number, got '1'
+        ValueError: x of it must be a number, got '1'
     """
     if not isinstance(record, dict):
-        raise ValueError(f"{place} is an object, got {_short(record)}")
+        raise ValueError(f"{place} must be an object, got {_short(record)}")
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(record) - set(known)):
         raise ValueError(f"{place} has no field {_short(unknown[0])}")
@@ -158,15 +158,15 @@ def _value(kind: Any, value: Any, place: str) -> Any:
         return _value(rest[-1], value, place)
     if origin is typing.Literal:
         if not any(value == part and type(value) is type(part) for part in parts):
-            raise ValueError(f"{place} is one of {', '.join(parts)}, got {_short(value)}")
+            raise ValueError(f"{place} must be one of {', '.join(parts)}, got {_short(value)}")
         return value
     if origin is tuple:
         if not isinstance(value, list):
-            raise ValueError(f"{place} is a list, got {_short(value)}")
+            raise ValueError(f"{place} must be a list, got {_short(value)}")
         return tuple(_value(parts[0], one, f"an entry of {place}") for one in value)
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, dict):
-            raise ValueError(f"{place} is an object, got {_short(value)}")
+            raise ValueError(f"{place} must be an object, got {_short(value)}")
         return {
             name: _value(parts[1], one, f"{name[:40]!r} of {place}") for name, one in value.items()
         }
@@ -182,11 +182,11 @@ _PLAIN = {str: "text", bool: "true or false", int: "a whole number", float: "a n
 def _check_plain(kind: Any, value: Any, place: str) -> None:
     fits = type(value) is kind or (kind is float and type(value) is int)
     if not fits:
-        raise ValueError(f"{place} is {_PLAIN[kind]}, got {_short(value)}")
+        raise ValueError(f"{place} must be {_PLAIN[kind]}, got {_short(value)}")
     if type(value) is int and abs(value) > MOST:
-        raise ValueError(f"{place} is a whole number up to 2^53, got {_short(value)}")
+        raise ValueError(f"{place} must be a whole number up to 2^53, got {_short(value)}")
     if type(value) is float and not math.isfinite(value):
-        raise ValueError(f"{place} is finite, got {value}")
+        raise ValueError(f"{place} must be finite, got {value}")
 
 
 def _short(value: Any) -> str:

@@ -89,7 +89,7 @@ class Band:
     highest: int | None
 
     def blank(self, block: Tensor) -> None:
-        """Zero everything outside the band, in place, whatever it held."""
+        """Zero everything outside the band, in place."""
         if self.highest is not None:
             block.tril_(self.highest)
         if self.lowest is not None:
@@ -134,7 +134,7 @@ class Hidden:
         return width - self.made[name]
 
     def blank(self, scores: Tensor) -> None:
-        """Zero the hidden keys of (..., rows, keys) scores, whatever they hold, in place."""
+        """Zero the hidden keys of (..., rows, keys) scores, in place, even if they are NaN."""
         block = scores[..., self.start : self.stop]
         if self.band is None:
             block.masked_fill_(self.mask, 0.0)
@@ -150,7 +150,7 @@ class Hidden:
             block.masked_fill_(self.mask, depth)
 
     def erase(self, values: Tensor) -> None:
-        """Zero hidden keys that hold finite values, in place."""
+        """Zero hidden keys with finite values, in place."""
         block = values[..., self.start : self.stop]
         if self._shared(block):
             block.mul_(self._weights(values, 0.0, 1.0))
@@ -243,7 +243,7 @@ class Masking:
 
     @traceable_property
     def boolean(self) -> Tensor | None:
-        """The boolean mask, five-dimensional, True where a key takes part."""
+        """The boolean mask, five-dimensional, True for visible keys."""
         if self.attn_mask is None or self.attn_mask.dtype != torch.bool:
             return None
         return self.spread(self.attn_mask)
@@ -288,6 +288,7 @@ class Masking:
     def _tile(
         self, region: Region, start: int, stop: int, whole: bool, all_start: int, all_stop: int
     ) -> Tile:
+        """One tile of keys of a region, with the part that its masks hide."""
         columns = slice(start, stop)
         seen = self._data_mask(region, columns)
         hidden = None
@@ -307,6 +308,7 @@ class Masking:
         return Tile(start, stop, hidden, biases, self._alibi(region, columns))
 
     def _data_mask(self, region: Region, columns: slice) -> Tensor | None:
+        """Which keys of a tile the mask tensors show; None if there are none."""
         parts = []
         if self.boolean is not None:
             parts.append(_cut(self.boolean, region, columns))
@@ -344,7 +346,7 @@ class Masking:
 
     @traceable_property
     def _masks(self) -> dict[tuple[int, int, int], Hidden]:
-        """Position masks made so far: tiles along the diagonal share them and what they made."""
+        """Cache of position masks, which tiles along the diagonal share."""
         return {}
 
     def _distance(self, region: Region, columns: slice) -> Tensor:

@@ -108,44 +108,45 @@ def check_inputs(
     for name, tensor in named.items():
         if tensor.dim() != 4:
             raise ValueError(
-                f"{name} has four dimensions (batch, heads, length, width), got "
+                f"{name} must have four dimensions (batch, heads, length, width), got "
                 f"{tensor.dim()} ({shapes()})"
             )
         if tensor.dtype not in FLOATS:
             raise TypeError(
-                f"{name} is float64, float32, bfloat16 or float16, got {tensor.dtype} ({shapes()})"
+                f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype} "
+                f"({shapes()})"
             )
         if tensor.dtype != query.dtype:
             raise TypeError(
-                f"query, key and value share a dtype: query is {query.dtype}, {name} is "
-                f"{tensor.dtype} ({shapes()})"
+                f"query, key and value must have the same dtype: query is {query.dtype}, "
+                f"{name} is {tensor.dtype} ({shapes()})"
             )
         if tensor.device != query.device:
             raise ValueError(
-                f"query, key and value share a device: query is on {query.device}, {name} on "
-                f"{tensor.device} ({shapes()})"
+                f"query, key and value must be on the same device: query is on {query.device}, "
+                f"{name} on {tensor.device} ({shapes()})"
             )
         if tensor.shape[0] != query.shape[0]:
             raise ValueError(
-                f"query, key and value share the batch size B: query has B={query.shape[0]}, "
-                f"{name} has B={tensor.shape[0]} ({shapes()})"
+                "query, key and value must have the same batch size B: query has "
+                f"B={query.shape[0]}, {name} has B={tensor.shape[0]} ({shapes()})"
             )
     if same_width and query.shape[3] != key.shape[3]:
         raise ValueError(
-            f"query and key share the width E: query has E={query.shape[3]}, key has "
+            f"query and key must have the same width E: query has E={query.shape[3]}, key has "
             f"E={key.shape[3]} ({shapes()})"
         )
     if query.shape[3] == 0:
-        raise ValueError(f"query and key have a width E of at least 1, got 0 ({shapes()})")
+        raise ValueError(f"query and key must have a width E of at least 1, got 0 ({shapes()})")
     if value is not None and value.shape[2] != key.shape[2]:
         raise ValueError(
-            f"key and value share the source length S: key has S={key.shape[2]}, value has "
-            f"S={value.shape[2]} ({shapes()})"
+            f"key and value must have the same source length S: key has S={key.shape[2]}, "
+            f"value has S={value.shape[2]} ({shapes()})"
         )
     if value is not None and value.shape[1] != key.shape[1]:
         raise ValueError(
-            f"key and value share the number of heads H: key has H={key.shape[1]}, value has "
-            f"H={value.shape[1]} ({shapes()})"
+            f"key and value must have the same number of heads H: key has H={key.shape[1]}, "
+            f"value has H={value.shape[1]} ({shapes()})"
         )
     if query.shape[1] != key.shape[1]:
         _check_heads(query.shape[1], key.shape[1], enable_gqa, shapes)
@@ -169,15 +170,16 @@ def cast_inputs(
 
 
 def _check_heads(query_heads: int, heads: int, enable_gqa: bool, shapes: Callable[[], str]) -> None:
+    """Check that query heads can share key heads."""
     if not enable_gqa:
         raise ValueError(
-            f"query has {query_heads} heads and key {heads}: pass enable_gqa=True to share each "
-            f"key head among query heads ({shapes()})"
+            f"query has {query_heads} heads but key has {heads}: pass enable_gqa=True to share "
+            f"each key head among query heads ({shapes()})"
         )
     if heads == 0 or query_heads % heads:
         raise ValueError(
-            f"with enable_gqa the query heads are a multiple of the key heads: {query_heads} is no "
-            f"multiple of {heads} ({shapes()})"
+            "with enable_gqa the number of query heads must be a multiple of the number of "
+            f"key heads: {query_heads} is not a multiple of {heads} ({shapes()})"
         )
 
 
@@ -193,11 +195,11 @@ def check_tensor(name: str, value: object) -> Tensor:
         (True, False)
     """
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is a Tensor, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
     if value.layout not in (torch.strided, torch.jagged):
         raise TypeError(
-            f"{name} is a dense Tensor, got layout {value.layout} and shape {tuple(value.shape)}: "
-            f"pass {name}.to_dense()"
+            f"{name} must be a dense Tensor, got layout {value.layout} and shape "
+            f"{tuple(value.shape)}: pass {name}.to_dense()"
         )
     # a compiled graph reaches kernels as operators, whose dispatch resolves it
     if not torch.compiler.is_compiling() and value.is_neg():
@@ -212,7 +214,7 @@ def check_flag(name: str, value: object) -> bool:
         TypeError: if it is anything else.
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{name} is True or False, got {value!r} ({type(value).__name__})")
+        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
     return value
 
 
@@ -238,14 +240,14 @@ def check_number(
         ValueError: if it is not finite or out of bounds.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is a number, got {value!r} ({type(value).__name__})")
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
     low = value >= above if including else value > above
     finite = -math.inf < value < math.inf  # comparisons can be traced; math.isfinite cannot
     if not (finite and low and value < below):
         lower = "" if above == -math.inf else f" {'at least' if including else 'above'} {above:g}"
         upper = "" if below == math.inf else f" below {below:g}"
         joint = " and" if lower and upper else ""
-        raise ValueError(f"{name} is a finite number{lower}{joint}{upper}, got {value!r}")
+        raise ValueError(f"{name} must be a finite number{lower}{joint}{upper}, got {value!r}")
     return float(value)
 
 
@@ -278,11 +280,11 @@ def check_count(name: str, value: int, least: int) -> int:
         ValueError: if it is smaller or larger.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is an integer, got {value!r} ({type(value).__name__})")
+        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
     if value < least:
-        raise ValueError(f"{name} is at least {least}, got {value}")
+        raise ValueError(f"{name} must be at least {least}, got {value}")
     if value > MOST:
-        raise ValueError(f"{name} is at most {MOST}, got {value}")
+        raise ValueError(f"{name} must be at most {MOST}, got {value}")
     return value
 
 
@@ -297,9 +299,11 @@ def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
 def _check_additive(
     name: str, tensor: Tensor, target: tuple[int, ...], query: Tensor, shapes: Callable[[], str]
 ) -> None:
+    """Check that an additive tensor broadcasts to (B, Hq, L, S) and is on the query's device."""
     if not _broadcasts(tensor.shape, target):
         raise ValueError(
-            f"{name} broadcasts to (B, Hq, L, S) = {target}, got {tuple(tensor.shape)} ({shapes()})"
+            f"{name} must broadcast to (B, Hq, L, S) = {target}, got {tuple(tensor.shape)} "
+            f"({shapes()})"
         )
     _check_device(name, tensor, query, shapes)
 
@@ -307,8 +311,8 @@ def _check_additive(
 def _check_device(name: str, tensor: Tensor, query: Tensor, shapes: Callable[[], str]) -> None:
     if tensor.device != query.device:
         raise ValueError(
-            f"{name} is on the query's device {query.device}, got {tensor.device} "
-            f"({name} {tuple(tensor.shape)}, {shapes()})"
+            f"{name} must be on the query's device {query.device}, got {tensor.device} ({name} "
+            f"{tuple(tensor.shape)}, {shapes()})"
         )
 
 
@@ -322,14 +326,15 @@ def _documents(
 ) -> tuple[Tensor, Tensor]:
     """Ids of queries and keys, (B or 1, length), from one of the two options."""
     if documents is not None and cu_seqlens is not None:
-        raise ValueError("document_ids and cu_seqlens say the same thing: pass one of them")
+        raise ValueError("document_ids and cu_seqlens exclude each other: pass one of them")
     if cu_seqlens is not None:
         documents = _ids_from_lengths(cu_seqlens, keys)
     assert documents is not None
     if isinstance(documents, tuple):
         if len(documents) != 2:
             raise ValueError(
-                f"document_ids is one tensor or a pair (of queries, of keys), got {len(documents)}"
+                "document_ids must be one tensor or a pair (of queries, of keys), got "
+                f"{len(documents)}"
             )
         rows, columns = documents
     else:
@@ -338,36 +343,37 @@ def _documents(
         given = columns.shape[-1] if columns.dim() else 0
         if not 0 <= offset <= given - queries:
             raise ValueError(
-                f"one document_ids tensor serves queries and keys where every query is also a key: "
-                f"L={queries} from offset {offset} does not lie within {given} ids; "
-                f"pass a pair (of queries, of keys)"
+                "a single document_ids tensor requires that every query is also a key: "
+                f"L={queries} from offset {offset} does not lie within {given} ids; pass a "
+                "pair (of queries, of keys)"
             )
         rows = columns[..., offset : offset + queries]
     checked = []
     for name, ids, length in (("queries", rows, queries), ("keys", columns, keys)):
         if check_tensor(f"document_ids of {name}", ids).dtype not in INTEGERS:
-            raise TypeError(f"document_ids are integers, got {ids.dtype} for the {name}")
+            raise TypeError(f"document_ids must be integers, got {ids.dtype} for the {name}")
         if tuple(ids.shape) not in ((length,), (1, length), (batch, length)):
             raise ValueError(
-                f"document_ids of {name} is ({length},) or ({batch}, {length}), got "
-                f"{tuple(ids.shape)}"
+                f"document_ids of {name} must have shape ({length},) or ({batch}, {length}), "
+                f"got {tuple(ids.shape)}"
             )
         checked.append(ids if ids.dim() == 2 else ids.unsqueeze(0))
     return checked[0], checked[1]
 
 
 def _ids_from_lengths(cu_seqlens: Tensor, keys: int) -> Tensor:
+    """Document ids (S,) from cumulative lengths."""
     check_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS or cu_seqlens.numel() < 2:
         raise ValueError(
-            f"cu_seqlens is one row of at least two integers, 0 to the total length, got "
+            "cu_seqlens must be one row of at least two integers, 0 to the total length, got "
             f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )
     if not torch.compiler.is_compiling():  # reading a tensor's numbers would break the graph
         ends = int(cu_seqlens[0]), int(cu_seqlens[-1])
         if ends != (0, keys) or bool((cu_seqlens.diff() < 0).any()):
             raise ValueError(
-                f"cu_seqlens rises from 0 to the source length S={keys}, got "
+                f"cu_seqlens must rise from 0 to the source length S={keys}, got "
                 f"{cu_seqlens.tolist()[:8]}{' …' if cu_seqlens.numel() > 8 else ''}"
             )
     places = torch.arange(keys, device=cu_seqlens.device)
@@ -411,23 +417,24 @@ def check_masking(
             )
         if dtype != torch.bool and dtype not in FLOATS:
             raise TypeError(
-                f"attn_mask is boolean (True takes part) or floating (added), got {dtype} "
+                f"attn_mask must be boolean (True is visible) or floating (added), got {dtype} "
                 f"(attn_mask {tuple(attn_mask.shape)}, {shapes()})"
             )
         _check_additive("attn_mask", attn_mask, target, query, shapes)
     if bias is not None:
         bias = check_tensor("bias", bias)
         if bias.dtype not in FLOATS:
-            raise TypeError(f"bias is floating and added to the scores, got {bias.dtype}")
+            raise TypeError(f"bias must be floating and added to the scores, got {bias.dtype}")
         _check_additive("bias", bias, target, query, shapes)
     if key_mask is not None:
         if check_tensor("key_mask", key_mask).dtype != torch.bool:
             raise TypeError(
-                f"key_mask is boolean, True where a key takes part, got {key_mask.dtype}"
+                f"key_mask must be boolean, True for visible keys, got {key_mask.dtype}"
             )
         if tuple(key_mask.shape) != (batch, keys):
             raise ValueError(
-                f"key_mask is (B, S) = ({batch}, {keys}), got {tuple(key_mask.shape)} ({shapes()})"
+                f"key_mask must have shape (B, S) = ({batch}, {keys}), got "
+                f"{tuple(key_mask.shape)} ({shapes()})"
             )
         _check_device("key_mask", key_mask, query, shapes)
     if window is not None:
@@ -436,17 +443,17 @@ def check_masking(
     if alibi_slopes is not None:
         alibi_slopes = check_tensor("alibi_slopes", alibi_slopes)
         if alibi_slopes.dtype not in FLOATS:
-            raise TypeError(f"alibi_slopes is a floating Tensor, got {alibi_slopes.dtype}")
+            raise TypeError(f"alibi_slopes must be a floating Tensor, got {alibi_slopes.dtype}")
         if tuple(alibi_slopes.shape) != (query_heads,):
             raise ValueError(
-                f"alibi_slopes is (Hq,) = ({query_heads},), got {tuple(alibi_slopes.shape)} "
-                f"({shapes()})"
+                f"alibi_slopes must have shape (Hq,) = ({query_heads},), got "
+                f"{tuple(alibi_slopes.shape)} ({shapes()})"
             )
         _check_device("alibi_slopes", alibi_slopes, query, shapes)
         if alibi_slopes.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                "alibi_slopes are constants, got a tensor that requires a gradient: detach it, or "
-                "pass learned slopes as a bias"
+                "alibi_slopes must be constants, got a tensor that requires a gradient: "
+                "detach it, or pass learned slopes as a bias"
             )
     rows = columns = None
     if document_ids is not None or cu_seqlens is not None:
@@ -481,10 +488,10 @@ def check_sinks(sinks: Tensor, query: Tensor) -> Tensor:
     """
     sinks = check_tensor("sinks", sinks)
     if sinks.dtype not in FLOATS:
-        raise TypeError(f"sinks is a floating Tensor, got {sinks.dtype}")
+        raise TypeError(f"sinks must be a floating Tensor, got {sinks.dtype}")
     if tuple(sinks.shape) != (query.shape[1],):
         raise ValueError(
-            f"sinks is (Hq,) = ({query.shape[1]},), got {tuple(sinks.shape)} "
+            f"sinks must have shape (Hq,) = ({query.shape[1]},), got {tuple(sinks.shape)} "
             f"(query {tuple(query.shape)})"
         )
     _check_device("sinks", sinks, query, lambda: describe(query=query))

@@ -53,7 +53,7 @@ def test_every_other_goal_is_decided_at_its_sizes(goal: str, sizes: set[tuple[in
 @pytest.mark.parametrize("size", [1e29, 10**29, -1, True])
 def test_sizes_are_those_of_a_call(what: str, size: object) -> None:
     sizes: dict[str, object] = {"queries": 8, "keys": 8, "causal": True, what: size}
-    with pytest.raises(ValueError, match=f"^{what} is a whole number from"):
+    with pytest.raises(ValueError, match=f"^{what} must be a whole number from"):
         Case("x", **sizes)  # type: ignore[arg-type]
 
 
@@ -124,12 +124,18 @@ def test_two_cases_of_one_name_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "float64"}, "dtype is one of 'float32', 'bfloat16', 'float16', got 'float64'"),
-        ({"mask": "lower"}, "mask is one of '', 'padding', 'boolean', 'additive', got 'lower'"),
-        ({"timing": "both"}, "timing is one of"),
-        ({"loss": "none"}, "loss is one of"),
-        ({"heads": 8, "key_heads": 3}, "heads is a multiple of key_heads"),
-        ({"goals": ("speed",)}, "goals are among forward-full"),
+        (
+            {"dtype": "float64"},
+            "dtype must be one of 'float32', 'bfloat16', 'float16', got 'float64'",
+        ),
+        (
+            {"mask": "lower"},
+            "mask must be one of '', 'padding', 'boolean', 'additive', got 'lower'",
+        ),
+        ({"timing": "both"}, "timing must be one of"),
+        ({"loss": "none"}, "loss must be one of"),
+        ({"heads": 8, "key_heads": 3}, "heads must be a multiple of key_heads"),
+        ({"goals": ("speed",)}, "goals must be among forward-full"),
         ({"goals": ("noise",)}, "goal 'noise' is of 'noise', which is no contender of case 'tiny'"),
     ],
 )
@@ -181,5 +187,5 @@ def test_padding_shortens_each_entry_but_the_first() -> None:
 
 @pytest.mark.parametrize("options", [{"threads": 0}, {"rounds": 0}, {"threads": (1, 0)}])
 def test_numbers_below_one_are_refused(options: dict) -> None:
-    with pytest.raises(ValueError, match="is at least 1, got 0"):
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
         run("decode-1x1024", **options)

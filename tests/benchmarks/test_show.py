@@ -295,10 +295,10 @@ def test_the_command_keeps_each_finished_case(
     [
         (["casual-1024"], "did you mean 'causal-1024'?"),
         (["tiny", "--threads", "two"], "--threads: invalid list of whole numbers value: 'two'"),
-        (["tiny", "--threads", "0"], "threads is at least 1, got 0"),
+        (["tiny", "--threads", "0"], "threads must be at least 1, got 0"),
         (["tiny", "--resume"], "--resume goes on with the file of --json, and none is given"),
         (["--from", "no-such-file"], "there is no file at no-such-file"),
-        (["tiny", "--figure", "bench.pdf"], "a figure ends in .png or .svg, got bench.pdf"),
+        (["tiny", "--figure", "bench.pdf"], "must end in .png or .svg, got bench.pdf"),
     ],
 )
 def test_the_command_says_what_is_wrong_in_one_line(

@@ -252,7 +252,7 @@ def test_windowed_layers_are_left_alone(built: Built, ids: Tensor) -> None:
         logits(built("gpt-oss", "eager"), input_ids=ids)
     assert applied.calls == {"model.layers.1.self_attn": 1}
     assert applied.skipped == {
-        "model.layers.0.self_attn": "its rows see a window only (windowed=True scales it)"
+        "model.layers.0.self_attn": "its rows see only a window (windowed=True scales it)"
     }
     with acutance.apply(built("gpt-oss", "eager"), LAW, windowed=True) as applied:
         logits(built("gpt-oss", "eager"), input_ids=ids)
@@ -400,7 +400,7 @@ def test_a_law_that_changed_nothing_is_reported(built: Built, ids: Tensor) -> No
         ("log_n", ValueError, "with train_length or base"),
         (3, TypeError, "law is a scaling or its name, a Law, or a mapping"),
         ({}, ValueError, "at least one layer"),
-        ({(2, 0): LAW}, ValueError, "layer=2 is no layer of the model: its blocks are"),
+        ({(2, 0): LAW}, ValueError, "layer=2 is not a layer of the model: its blocks are"),
         ({("model.layers.1.self_atn", 0): LAW}, ValueError, r"mean 'model\.layers\.1\.self_attn'"),
         ({1.5: LAW}, TypeError, "a number, a range or the name of a module"),
         ({(0, -1): LAW}, ValueError, "head is a whole number"),
@@ -415,12 +415,12 @@ def test_bad_laws(built: Built, law: Any, error: type[Exception], match: str) ->
 def test_heads_that_do_not_exist(built: Built, ids: Tensor) -> None:
     model = built("llama")
     for law, match in (
-        ({(0, 9): LAW}, "head 9, the call has 4 heads"),
-        (scaling.SSMax(s=[1.0, 1.0, 1.0]), "parameters for 3 heads, the call has 4"),
+        ({(0, 9): LAW}, "head 9, but the call has 4 heads"),
+        (scaling.SSMax(s=[1.0, 1.0, 1.0]), "parameters for 3 heads, but the call has 4"),
     ):
         with pytest.raises(acutance.ApplyError, match=match), acutance.apply(model, law):
             logits(model, input_ids=ids)
-    with pytest.raises(TypeError, match=r"model is a torch\.nn\.Module"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
         acutance.apply("gpt2", LAW)  # type: ignore[arg-type]
 
 

@@ -376,7 +376,7 @@ class Additive(ByHand):
     ("kind", "why"),
     [
         (Capped, "its scores go through tanh"),
-        (Additive, "its scores are no product of queries and keys"),
+        (Additive, "its scores are not a product of queries and keys"),
     ],
 )
 def test_scores_that_cannot_be_scaled_are_refused_by_name(kind: type[ByHand], why: str) -> None:

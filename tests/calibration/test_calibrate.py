@@ -232,7 +232,7 @@ def test_a_factor_at_its_limit_is_reported() -> None:
     assert all(math.isnan(head.growth[0]) for head in law.heads)
     said = list(sentences(law))
     count = len(law.heads)
-    assert f"{count} of {count} heads reach the limit of the factors: no family." in said
+    assert f"{count} of {count} heads reach the limit of the factors and have no family." in said
     assert not any("log n" in line and "Growth" in line for line in said)
 
 
@@ -308,7 +308,7 @@ def test_rows_are_measured_in_the_parts_of_the_fit(built: Built) -> None:
     assert found.lengths == law.lengths == (8, 16, 23, 32)
     after = torch.tensor([head.after for head in law.heads])
     torch.testing.assert_close(found.flat().float(), after, atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match=r"reference is one of the lengths \[8, 16\], got 32"):
+    with pytest.raises(ValueError, match=r"reference must be one of the lengths \[8, 16\], got 32"):
         measure(model, [ids], lengths=[8, 16], reference=32)
 
 
@@ -436,7 +436,7 @@ def test_a_state_is_not_replaced_unasked(tmp_path: Path) -> None:
         acutance.calibrate(model, text(2), **given)
     with pytest.raises(ValueError, match="got both"):
         acutance.calibrate(model, text(2), resume=True, overwrite=True, **given)
-    with pytest.raises(FileExistsError, match="holds a saved state, which it would replace"):
+    with pytest.raises(FileExistsError, match="contains a saved state, which would be overwritten"):
         law.save(path)
     assert path.read_bytes() == before
     acutance.calibrate(model, text(2), overwrite=True, **given)
@@ -470,7 +470,7 @@ def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
     ("given", "error", "match"),
     [
         ({"target": "entropi"}, ValueError, "did you mean 'entropy'"),
-        ({"target": 3}, TypeError, "target is the name of a metric"),
+        ({"target": 3}, TypeError, "target must be the name of a metric"),
         ({"value": 9.0}, ValueError, r"rows of 64 keys lies between 0 and 4\.159 \(log 64\), got"),
         ({"value": -1.0}, ValueError, "value: entropy"),
         ({"value": math.nan}, ValueError, "value"),
@@ -481,13 +481,17 @@ def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
         ({"law": "sqrt_log_n", "value": 2.0}, ValueError, "leave value out"),
         ({"lengths": [64, 16]}, ValueError, r"lengths rise.*\[64, 16\]"),
         ({"lengths": []}, ValueError, "lengths rise"),
-        ({"lengths": [16, 4096]}, ValueError, "lengths reach 4096, the longest batch has 64"),
-        ({"lengths": 64}, TypeError, "lengths is a list of whole numbers"),
+        ({"lengths": [16, 4096]}, ValueError, "lengths reach 4096, but the longest batch has 64"),
+        ({"lengths": 64}, TypeError, "lengths must be a list of whole numbers"),
         ({"lengths": [1, 64]}, ValueError, "lengths"),
-        ({"reference": 24}, ValueError, r"reference is one of the lengths \[16, 32, 64\], got 24"),
+        (
+            {"reference": 24},
+            ValueError,
+            r"reference must be one of the lengths \[16, 32, 64\], got 24",
+        ),
         ({"passes": 1}, ValueError, "passes"),
         ({"limit": 1.0}, ValueError, "limit"),
-        ({"resume": True}, ValueError, "resume continues the file given by save"),
+        ({"resume": True}, ValueError, "resume needs save, the file to continue from"),
     ],
 )
 def test_bad_arguments(given: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -509,12 +513,12 @@ def test_bad_batches(built: Built) -> None:
     ):
         with pytest.raises(error, match=match):
             acutance.calibrate(model, batches)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"model is a torch\.nn\.Module"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
         acutance.calibrate("gpt2", [x])  # type: ignore[arg-type]
     ids = torch.zeros(2, 128, dtype=torch.int64)
-    with pytest.raises(ValueError, match="lengths reach 128, the model has 64 positions"):
+    with pytest.raises(ValueError, match="lengths reach 128, but the model has 64 positions"):
         acutance.calibrate(built("gpt2"), [ids])
-    with pytest.warns(UserWarning, match="lengths reach 128, the model has 64 positions"):
+    with pytest.warns(UserWarning, match="lengths reach 128, but the model has 64 positions"):
         measure(built("llama"), [ids], lengths=[128])
     with pytest.raises(acutance.ProbeError, match="saw no attention"):
         acutance.calibrate(nn.Linear(32, 32), [x])

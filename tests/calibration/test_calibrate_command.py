@@ -94,19 +94,19 @@ def test_a_law_is_fitted_written_and_probed(
         (
             ("--lengths", "16,512", "--passes", "2"),
             0,
-            "note: lengths reach 512, the model has 256 positions",
+            "note: lengths reach 512, but the model has 256 positions",
         ),
-        (("--lengths", "64,16"), 2, "they rise from 2 or more"),
-        (("--lengths", "a"), 2, "whole numbers with commas"),
+        (("--lengths", "64,16"), 2, "lengths must be at least 2 and ascending"),
+        (("--lengths", "a"), 2, "must be whole numbers separated by commas"),
         (("--lengths", "16,256", "--text", "SHORT"), 1, "at least 2 windows of 256 tokens"),
-        (("--text", "EMPTY"), 1, "holds no text"),
+        (("--text", "EMPTY"), 1, "contains no text"),
         (("--text", "none.txt"), 1, "there is no text file at none.txt"),
         (("--target", "entropi"), 2, "did you mean 'entropy'"),
-        (("--target", "entropy=many"), 2, "a value is a number"),
+        (("--target", "entropy=many"), 2, "the value must be a number"),
         (("--target", "entropy=99", "--lengths", "16,64"), 1, "lies between 0 and 4.159"),
         (("--law", "log"), 2, "did you mean 'log_n'"),
-        (("--resume",), 2, "it goes on from the file of --save"),
-        (("-o", "nowhere/law.json"), 2, "there is no directory"),
+        (("--resume",), 2, "needs --save, the file to continue from"),
+        (("-o", "nowhere/law.json"), 2, "directory"),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -143,7 +143,7 @@ def test_windows_are_spread_over_a_long_text(
         assert found == {"16": 5, "32": 5} if count else min(found.values()) > 100
     other = run(*given, "--windows", 5, "--save", state, "--resume")
     assert other.exit_code == 1
-    assert "it is of another text, or other windows of it" in other.stderr
+    assert "it is of another text, or different windows of it" in other.stderr
 
 
 def test_one_window_of_each_part() -> None:
@@ -182,9 +182,9 @@ def test_laws_by_name(tmp_path: Path) -> None:
     assert named_law("log_n:train_length=64, n_min=8") == LogN(train_length=64, n_min=8)
     for text, match in (
         ("ssmaxx", "no file ssmaxx, and .* did you mean 'ssmax'"),
-        ("log_n", "log_n has parameters, as in log_n:train_length=512"),
+        ("log_n", "log_n needs parameters, as in log_n:train_length=512"),
         ("log_n:train_length", "parameters are name=number"),
-        ("log_n:train_length=long", "train_length is a number"),
+        ("log_n:train_length=long", "train_length must be a number"),
         (str(tmp_path), "is a directory"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -59,16 +59,16 @@ def test_another_models_law_is_refused(built: Built, tmp_path: Path) -> None:
     path = tmp_path / "law.json"
     written(built("llama"), path)
     law = Law.load(path)
-    with pytest.raises(LawError, match="architecture 'LlamaForCausalLM' where the model has 'GPT2"):
+    with pytest.raises(LawError, match="architecture 'LlamaForCausalLM' , but the model has 'GPT2"):
         acutance.apply(built("gpt2"), law)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = built("llama").config.to_dict()
     assert Identity.of(LlamaForCausalLM(LlamaConfig(**config))) == law.model
     for change, word in (
-        ({"num_hidden_layers": 3}, "layers 2 where the model has 3"),
-        ({"num_attention_heads": 8}, "heads 4 where the model has 8"),
-        ({"vocab_size": 98}, "vocabulary 97 where the model has 98"),
+        ({"num_hidden_layers": 3}, "layers 2 , but the model has 3"),
+        ({"num_attention_heads": 8}, "heads 4 , but the model has 8"),
+        ({"vocab_size": 98}, "vocabulary 97 , but the model has 98"),
         ({"rms_norm_eps": 1e-3}, "configuration digest"),
     ):
         other = LlamaForCausalLM(LlamaConfig(**{**config, **change}))
@@ -118,9 +118,9 @@ def test_a_law_of_the_same_configuration_fits_however_many_layers_are_known() ->
 
 
 def test_lengths_beyond_the_positions(built: Built) -> None:
-    with pytest.raises(ValueError, match="lengths reach 128, the model has 64 positions"):
+    with pytest.raises(ValueError, match="lengths reach 128, but the model has 64 positions"):
         Law.of(built("gpt2"), "ssmax", lengths=[32, 128])
-    with pytest.warns(UserWarning, match="lengths reach 128, the model has 64 positions"):
+    with pytest.warns(UserWarning, match="lengths reach 128, but the model has 64 positions"):
         Law.of(built("llama"), "ssmax", lengths=[32, 128])
 
 
@@ -129,23 +129,26 @@ def _without(record: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 HOSTILE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda r: [r], "it is a JSON object, got list"),
+    (lambda r: [r], "it must be a JSON object, got list"),
     (lambda r: r | {"schema": "acutance.law/9"}, "got 'acutance.law/9'"),
     (lambda r: _without(r, "layers"), "wrong is layers"),
     (lambda r: r | {"more": 1}, "wrong is more"),
-    (lambda r: r | {"layers": []}, "layers is an object"),
+    (lambda r: r | {"layers": []}, "layers must be an object"),
     (lambda r: r | {"lengths": [0]}, "lengths"),
     (lambda r: r | {"lengths": ["8"]}, "lengths"),
-    (lambda r: r | {"target": 3}, "target is text or null"),
-    (lambda r: r | {"model": {}}, "a law's model has architecture"),
+    (lambda r: r | {"target": 3}, "target must be text or null"),
+    (lambda r: r | {"model": {}}, "a law's model must have architecture"),
     (lambda r: r | {"model": r["model"] | {"heads": -1}}, r"model\.heads is a whole number"),
     (lambda r: r | {"model": r["model"] | {"heads": True}}, r"model\.heads is a whole number"),
-    (lambda r: r | {"everywhere": "ssmax"}, "scaling of 'everywhere' is an object"),
+    (lambda r: r | {"everywhere": "ssmax"}, "scaling of 'everywhere' must be an object"),
     (lambda r: r | {"everywhere": {"name": "ssmx"}}, "did you mean 'ssmax'"),
-    (lambda r: r | {"everywhere": {"name": "ssmax", "s": "__import__"}}, "s is a number"),
+    (lambda r: r | {"everywhere": {"name": "ssmax", "s": "__import__"}}, "s must be a number"),
     (lambda r: r | {"everywhere": {"name": "ssmax", "t": 1}}, "ssmax has no 't'"),
     (lambda r: r | {"layers": {"a": {"heads": {}}}}, "layer 'a' has a scaling"),
-    (lambda r: r | {"layers": {"a": {"heads": {"-1": {"name": "ssmax"}}}}}, "are whole numbers"),
+    (
+        lambda r: r | {"layers": {"a": {"heads": {"-1": {"name": "ssmax"}}}}},
+        "must be whole numbers",
+    ),
     (lambda r: r | {"layers": {"a": 5}}, "layer 'a' has a scaling"),
 ]
 
@@ -154,7 +157,7 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 def test_hostile_files(built: Built, tmp_path: Path, change: Any, match: str) -> None:
     path = tmp_path / "law.json"
     path.write_text(json.dumps(change(written(built("llama"), path))))
-    with pytest.raises(LawError, match=f"law.json holds no law: .*{match}"):
+    with pytest.raises(LawError, match=f"law.json contains no law: .*{match}"):
         Law.load(path)
 
 
@@ -164,8 +167,8 @@ def test_hostile_files(built: Built, tmp_path: Path, change: Any, match: str) ->
         ("", "Expecting value"),
         ("\x80", "not UTF-8 text"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"schema": NaN}', "numbers are finite, got NaN"),
-        ('{"schema": 1e999}', "numbers are finite, got 1e999"),
+        ('{"schema": NaN}', "numbers must be finite, got NaN"),
+        ('{"schema": 1e999}', "numbers must be finite, got 1e999"),
         ('{"schema": ' + "9" * 5000 + "}", "integer string conversion"),
     ],
 )
@@ -195,7 +198,7 @@ def test_an_infinite_parameter_is_refused(built: Built, tmp_path: Path) -> None:
     path = tmp_path / "law.json"
     Law.of(built("llama"), "ssmax").save(path)
     path.write_text(path.read_text().replace("0.43", "1e999"))
-    with pytest.raises(LawError, match="numbers are finite, got 1e999"):
+    with pytest.raises(LawError, match="numbers must be finite, got 1e999"):
         Law.load(path)
 
 

@@ -212,7 +212,7 @@ def test_the_record_is_plain_json_and_the_seed_decides() -> None:
     assert set(record["mechanisms"]) == {"relu2", "lru"}
     reading = record["results"][0]["readings"]["entropy"]
     assert reading["measured"] is None
-    assert reading["why"] == "The weights are no distribution."
+    assert reading["why"] == "The weights are not a distribution."
     assert record["results"][0]["readings"]["sparsity"]["measured"] > 0
     again = compare(["relu2", "lru"], n=16, d=4, heads=2, costs=False)
     other = compare(["relu2", "lru"], n=16, d=4, heads=2, seed=1, costs=False)
@@ -227,26 +227,28 @@ def test_names_and_places() -> None:
     found = compare("decay", n=8, d=4, heads=1, costs=False)
     with pytest.raises(KeyError, match="relu2"):
         found["relu2", 8]
-    with pytest.raises(ValueError, match="no quantity is named 'speed': choose from entropy, "):
+    with pytest.raises(
+        ValueError, match="there is no quantity named 'speed': choose from entropy, "
+    ):
         found["decay", 8]["speed"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"mechanisms": "softmaxx"}, "no mechanism is named 'softmaxx'; did you mean "),
+        ({"mechanisms": "softmaxx"}, "there is no mechanism named 'softmaxx'; did you mean "),
         ({"mechanisms": []}, "mechanisms: at least one, got none"),
         ({"n": []}, "n: at least one number of keys, got none"),
-        ({"n": 1}, "n is .*at least 2, got 1"),
-        ({"n": [64, -3]}, "n is .*at least 2, got -3"),
-        ({"d": 1}, "d is .*at least 2, got 1"),
-        ({"heads": 0}, "heads is .*at least 1, got 0"),
-        ({"samples": 0}, "samples is .*at least 1, got 0"),
+        ({"n": 1}, "n must be .*at least 2, got 1"),
+        ({"n": [64, -3]}, "n must be .*at least 2, got -3"),
+        ({"d": 1}, "d must be .*at least 2, got 1"),
+        ({"heads": 0}, "heads must be .*at least 1, got 0"),
+        ({"samples": 0}, "samples must be .*at least 1, got 0"),
         ({"std": 0.0}, "std .*0.0"),
         ({"std": (1.0, -1.0)}, "std .*-1.0"),
         ({"mean": math.nan}, "mean .*nan"),
-        ({"mean": (1.0, 2.0, 3.0)}, "mean is one number, or one for queries and one for keys"),
-        ({"seed": -1}, "seed is .*at least 0, got -1"),
+        ({"mean": (1.0, 2.0, 3.0)}, "mean must be one number, or one for queries and one for keys"),
+        ({"seed": -1}, "seed must be .*at least 0, got -1"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(arguments: dict[str, Any], match: str) -> None:
@@ -258,5 +260,5 @@ def test_what_is_wrong_is_said_in_a_sentence(arguments: dict[str, Any], match: s
 def test_a_sample_has_only_so_many_tokens() -> None:
     part = torch.zeros(1, 10, 4)
     sample = QueryKeySample(part, part, part, ("a",), is_causal=False)
-    with pytest.raises(ValueError, match=r"n is at most the 10 tokens .* got 11"):
+    with pytest.raises(ValueError, match=r"n must be at most the 10 tokens .* got 11"):
         compare("dot", n=11, source=sample, costs=False)

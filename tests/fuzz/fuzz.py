@@ -267,7 +267,7 @@ def _run(
 def _differs(name: str, got: Tensor, want: Tensor, bound: Tensor) -> str | None:
     got, want = got.detach().double(), want.detach()
     if got.shape != want.shape:
-        return f"{name} has shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+        return f"{name} must have shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     same = (got == want) | (got.isnan() & want.isnan())
     wrong = ~(same | ((got - want).abs() <= bound))
     if not bool(wrong.any()):

@@ -219,7 +219,9 @@ def test_sparse_tensors_are_refused_in_one_sentence(backend: str, name: str) -> 
     given = {"query": x, "key": x, "value": x}
     dense = torch.ones(1) if name == "sinks" else x
     given[name] = dense.to_sparse()
-    with pytest.raises(TypeError, match=rf"^{name} is a dense Tensor, got .*{name}.to_dense\(\)$"):
+    with pytest.raises(
+        TypeError, match=rf"^{name} must be a dense Tensor, got .*{name}.to_dense\(\)$"
+    ):
         attention(**given, backend=backend)
 
 

@@ -91,7 +91,7 @@ def test_all_metrics_are_read_by_one_native_call(calls: list[int]) -> None:
     assert calls[1:] == [METRIC_BITS["lse"] | METRIC_BITS["entropy"]]
     for name, values in (together | some).items():
         torch.testing.assert_close(values, stats[name], rtol=0, atol=0, equal_nan=True, msg=name)
-    with pytest.raises(ValueError, match="no metric is named 'entropi'"):
+    with pytest.raises(ValueError, match="there is no metric named 'entropi'"):
         stats.as_dict(["entropi"])
 
 

@@ -325,7 +325,9 @@ def test_the_environment_decides(fake: FakeLibrary, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ACUTANCE_MEASURE", "again")
     assert selection.install(as_library(fake)).times == {}
     monkeypatch.setenv("ACUTANCE_MEASURE", "sometimes")
-    with pytest.raises(ValueError, match=r"^ACUTANCE_MEASURE is one of 'auto', 'never', 'again', "):
+    with pytest.raises(
+        ValueError, match=r"^ACUTANCE_MEASURE must be one of 'auto', 'never', 'again', "
+    ):
         selection.install(as_library(fake))
     monkeypatch.setenv("ACUTANCE_MEASURE", "auto")
     fake.named = "avx512"

@@ -107,17 +107,19 @@ def test_attention_without_content_has_these_statistics() -> None:
 
 
 def test_bad_input_is_named() -> None:
-    with pytest.raises(ValueError, match=r"decay lies in \(0, 1\], got 1.5"):
+    with pytest.raises(ValueError, match=r"decay must be in \(0, 1\], got 1.5"):
         decay_statistics(3, 1.5)
-    with pytest.raises(ValueError, match=r"decay lies in \(0, 1\], got 0"):
+    with pytest.raises(ValueError, match=r"decay must be in \(0, 1\], got 0"):
         decay_statistics(3, torch.tensor([0.5, 0.0]))
-    with pytest.raises(ValueError, match="n is at least 0, got -1"):
+    with pytest.raises(ValueError, match="n must be at least 0, got -1"):
         decay_statistics(-1, 0.5)
-    with pytest.raises(TypeError, match=r"n counts keys with integers, got torch\.float32"):
+    with pytest.raises(
+        TypeError, match=r"n must contain whole numbers of keys, got torch\.float32"
+    ):
         decay_statistics(torch.ones(2), 0.5)
-    with pytest.raises(TypeError, match="decay is a number or a floating Tensor, got str"):
+    with pytest.raises(TypeError, match="decay must be a number or a floating Tensor, got str"):
         decay_statistics(3, "half")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="heads is at least 1, got 0"):
+    with pytest.raises(ValueError, match="heads must be at least 1, got 0"):
         retnet_decays(0)
 
 

@@ -39,7 +39,7 @@ def test_cosformer_weighs_distance_by_its_cosine() -> None:
     a = chosen(x, torch.arange(9)) @ chosen(x, torch.arange(9)).mT
     distance = (torch.arange(9)[:, None] - torch.arange(9)).double()
     torch.testing.assert_close(a, torch.cos(torch.pi / 16 * distance))
-    with pytest.raises(ValueError, match="length is a finite number above 0"):
+    with pytest.raises(ValueError, match="length must be a finite number above 0"):
         CosFormer(length=0)
 
 
@@ -84,7 +84,9 @@ def test_a_module_learns_through_every_form() -> None:
 
 def test_a_signed_function_says_so() -> None:
     x = torch.randn(1, 1, 9, 4)
-    with pytest.raises(ValueError, match=r"has no negative features, got -.*nonnegative=False"):
+    with pytest.raises(
+        ValueError, match=r"must not have negative features, got -.*nonnegative=False"
+    ):
         linear_attention(x, x, x, feature_map=torch.sin)
     signed = CallableMap(torch.sin, nonnegative=False)
     out, stats = decay_attention(x, x, x, decay=0.9, feature_map=signed, return_stats=True)
@@ -94,11 +96,11 @@ def test_a_signed_function_says_so() -> None:
 
 def test_what_a_function_gives_is_checked() -> None:
     x = torch.ones(1, 1, 9, 4)
-    with pytest.raises(ValueError, match=r"takes \(..., length, E\) to \(..., length, F\), got"):
+    with pytest.raises(ValueError, match=r"map \(..., length, E\) to \(..., length, F\), got"):
         linear_attention(x, x, x, feature_map=lambda x: x.sum(-2))
-    with pytest.raises(TypeError, match="a feature map gives a Tensor, got list"):
+    with pytest.raises(TypeError, match="a feature map must return a Tensor, got list"):
         linear_attention(x, x, x, feature_map=lambda x: x.tolist())
     with pytest.raises(TypeError, match="or a function of a tensor, got CosFormer"):
         linear_attention(x, x, x, feature_map=CosFormer)
-    with pytest.raises(TypeError, match="function is callable, got str"):
+    with pytest.raises(TypeError, match="function must be callable, got str"):
         CallableMap("relu")  # type: ignore[arg-type]

@@ -404,13 +404,16 @@ def test_signed_weights_say_what_sums_alone_cannot() -> None:
         ({"feature_map": "hegehog"}, "did you mean 'hedgehog'"),
         ({"feature_map": "zzz"}, "choose from identity, elu1"),
         ({"feature_map": "identity", "normalize": True}, "can be 0 for signed ones"),
-        ({"rows": "dense"}, "rows is 'sums' or 'blockwise', got 'dense'"),
-        ({"key_mask": torch.ones(2, 5, dtype=torch.bool)}, r"key_mask is \(B, S\) = \(2, 6\)"),
+        ({"rows": "dense"}, "rows must be 'sums' or 'blockwise', got 'dense'"),
+        (
+            {"key_mask": torch.ones(2, 5, dtype=torch.bool)},
+            r"key_mask must have shape \(B, S\) = \(2, 6\)",
+        ),
         ({"enable_gqa": False}, "pass enable_gqa=True"),
-        ({"eps": -1.0}, "eps is a finite number at least 0"),
-        ({"chunk": 0}, "chunk is at least 1"),
-        ({"scale": math.inf}, "scale is a finite number"),
-        ({"feature_map": CosFormer(length=4)}, r"lie in \[0, length=4\], got 0 to 5"),
+        ({"eps": -1.0}, "eps must be a finite number at least 0"),
+        ({"chunk": 0}, "chunk must be at least 1"),
+        ({"scale": math.inf}, "scale must be a finite number"),
+        ({"feature_map": CosFormer(length=4)}, r"must be in \[0, length=4\], got 0 to 5"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
@@ -422,12 +425,12 @@ def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("decay", "message"),
     [
-        (0.0, r"decay lies in \(0, 1\], got 0"),
+        (0.0, r"decay must be in \(0, 1\], got 0"),
         (1.5, "got 1.5"),
         (-0.5, "got -0.5"),
         (math.nan, "got nan"),
         (torch.tensor([0.5, 0.5, 2.0, 0.5]), "got 2"),
-        (torch.tensor([0.5, 0.5]), r"decay is one number or \(Hq,\) = \(4,\), got \(2,\)"),
+        (torch.tensor([0.5, 0.5]), r"decay must be one number or \(Hq,\) = \(4,\), got \(2,\)"),
     ],
 )
 def test_a_decay_outside_its_range_is_named(decay: Any, message: str) -> None:
@@ -438,12 +441,13 @@ def test_a_decay_outside_its_range_is_named(decay: Any, message: str) -> None:
 def test_a_wrong_kind_is_named() -> None:
     query, key, value = tensors(6, 6)
     with pytest.raises(
-        TypeError, match="feature_map is a name, a FeatureMap or a function of a tensor, got int"
+        TypeError,
+        match="feature_map must be a name, a FeatureMap or a function of a tensor, got int",
     ):
         linear_attention(query, key, value, feature_map=3, enable_gqa=True)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="decay is a number or a floating Tensor, got str"):
+    with pytest.raises(TypeError, match="decay must be a number or a floating Tensor, got str"):
         decay_attention(query, key, value, decay="fast", enable_gqa=True)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="is_causal is True or False, got 1"):
+    with pytest.raises(TypeError, match="is_causal must be True or False, got 1"):
         linear_attention(query, key, value, is_causal=1, enable_gqa=True)  # type: ignore[arg-type]
 
 
@@ -452,7 +456,7 @@ def test_a_step_that_does_not_fit_its_state_is_named() -> None:
     state = linear_state(key, value)
     token = slice(0, 1)
     one = query[:, :, token], key[:, :, token], value[:, :, token]
-    with pytest.raises(ValueError, match="make the state with linear_state"):
+    with pytest.raises(ValueError, match="create the state with linear_state"):
         linear_step(state, *one, enable_gqa=True, return_stats=True)
     with pytest.raises(ValueError, match="of other heads, widths, feature map or decay"):
         linear_step(state, *one, enable_gqa=True, feature_map="hedgehog")

@@ -151,12 +151,16 @@ def test_statistics_of_the_states_are_those_of_the_powers() -> None:
         (
             lambda x: diagonal_recurrence(x, torch.ones(2), x),
             ValueError,
-            "state is x without its le",
+            "state must have the shape of x",
         ),
         (lambda x: diagonal_recurrence(x.half(), torch.ones(2)), TypeError, "got torch.float16"),
         (lambda x: lru_parameters(3, 2, r_min=0.9, r_max=0.5), ValueError, "r_min=0.9, r_max=0.5"),
-        (lambda x: lru_parameters(3, 2, max_phase=7.0), ValueError, r"max_phase lies in \(0, 2π\]"),
-        (lambda x: lru_parameters(0, 2), ValueError, "states is at least 1, got 0"),
+        (
+            lambda x: lru_parameters(3, 2, max_phase=7.0),
+            ValueError,
+            r"max_phase must be in \(0, 2π\]",
+        ),
+        (lambda x: lru_parameters(0, 2), ValueError, "states must be at least 1, got 0"),
         (lambda x: linear_recurrent_unit(x, lru_parameters(3, 5)), ValueError, "with H=5"),
         (
             lambda x: linear_recurrent_unit(x.long(), lru_parameters(3, 2)),

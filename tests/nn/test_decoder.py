@@ -132,19 +132,19 @@ def test_dropout_is_for_training() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: DecoderBlock(16, 3), ValueError, "num_heads divides embed_dim, got embed_dim=16"),
-        (lambda: DecoderBlock(16, 4, memory_dim=0), ValueError, "memory_dim is at least 1, got 0"),
-        (lambda: DecoderBlock(16, 4, hidden=0), ValueError, "hidden is at least 1, got 0"),
-        (lambda: DecoderBlock(16, 4, dropout=2), ValueError, "dropout is a finite number"),
+        (lambda: DecoderBlock(16, 3), ValueError, "num_heads must divide embed_dim"),
+        (lambda: DecoderBlock(16, 4, memory_dim=0), ValueError, "memory_dim must be at least 1"),
+        (lambda: DecoderBlock(16, 4, hidden=0), ValueError, "hidden must be at least 1, got 0"),
+        (lambda: DecoderBlock(16, 4, dropout=2), ValueError, "dropout must be a finite number"),
         (lambda: DecoderBlock(16, 4)(torch.zeros(2, 3, 8), torch.zeros(2, 3, 16)), ValueError,
-         r"x is \(B, L, embed_dim=16\), got \(2, 3, 8\)"),
+         r"x must have shape \(B, L, embed_dim=16\), got \(2, 3, 8\)"),
         (lambda: DecoderBlock(16, 4)(torch.zeros(2, 3, 16), torch.zeros(2, 3, 8)), ValueError,
-         "key has the width 16, got 8"),
+         "key must have the width 16, got 8"),
         (lambda: DecoderBlock(16, 4)(torch.zeros(2, 3, 16), torch.zeros(1, 3, 16)), ValueError,
-         "query and key share the batch size: query has B=2, key has B=1"),
+         "query and key must have the same batch size: query has B=2, key has B=1"),
         (lambda: DecoderBlock(16, 4).step(torch.zeros(2, 1, 16),
                                           DecoderBlock(16, 4).start(torch.zeros(1, 3, 16))),
-         ValueError, "query and key share the batch size"),
+         ValueError, "query and key must have the same batch"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:

@@ -140,19 +140,19 @@ X = torch.zeros(B, L, D)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: GatedAttentionUnit(0), ValueError, "embed_dim is at least 1, got 0"),
-        (lambda: GatedAttentionUnit(6, 0), ValueError, "key_dim is at least 1, got 0"),
-        (lambda: GatedAttentionUnit(6, 8, 1.5), TypeError, "expansion is an integer, got 1.5"),
-        (lambda: GatedAttentionUnit(6, 7, positions="rotary"), ValueError, "key_dim is even"),
+        (lambda: GatedAttentionUnit(0), ValueError, "embed_dim must be at least 1, got 0"),
+        (lambda: GatedAttentionUnit(6, 0), ValueError, "key_dim must be at least 1, got 0"),
+        (lambda: GatedAttentionUnit(6, 8, 1.5), TypeError, "expansion must be an integer, got 1.5"),
+        (lambda: GatedAttentionUnit(6, 7, positions="rotary"), ValueError, "even key_dim, got 7"),
         (lambda: GatedAttentionUnit(6, 8, positions="alibi"), ValueError, "None or 'rotary', got"),
         (lambda: GatedAttentionUnit(6, 8, weights="relu3"), ValueError, "did you mean 'relu"),
-        (lambda: GatedAttentionUnit(6, 8)(X[0]), ValueError, r"x is \(B, L, embed_dim=6\), got"),
-        (lambda: GatedAttentionUnit(6, 8)([1]), TypeError, "x is a Tensor, got list"),
+        (lambda: GatedAttentionUnit(6, 8)(X[0]), ValueError, r"shape \(B, L, embed_dim=6\)"),
+        (lambda: GatedAttentionUnit(6, 8)([1]), TypeError, "x must be a Tensor, got list"),
         (lambda: GatedAttentionUnit(6, 8)(X, torch.zeros(2, 9)), TypeError,
-         "key_padding_mask is boolean, True where a key is hidden, got torch.float32"),
+         "key_padding_mask must be boolean, True for hidden keys, got torch.float32"),
         (lambda: GatedAttentionUnit(6, 8)(X, torch.zeros(9, 2, dtype=torch.bool)), ValueError,
-         r"key_padding_mask is \(B, S\) = \(2, 9\), got \(9, 2\)"),
-        (lambda: GatedAttentionUnit(6, 8)(X, is_causal=1), TypeError, "is_causal is True or False"),
+         r"key_padding_mask must have shape \(B, S\) = \(2, 9\), got \(9, 2\)"),
+        (lambda: GatedAttentionUnit(6, 8)(X, is_causal=1), TypeError, "must be True or False"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:

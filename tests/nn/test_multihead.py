@@ -232,7 +232,9 @@ def test_statistics_are_kept_as_asked() -> None:
     assert ours.last_statistics is None
     ours(*x, need_weights=True)
     assert ours.last_statistics is None
-    with pytest.raises(ValueError, match="statistics is one of detached, graph, off, got 'on'"):
+    with pytest.raises(
+        ValueError, match="statistics must be one of detached, graph, off, got 'on'"
+    ):
         ours.statistics = "on"
 
 
@@ -253,40 +255,40 @@ X = torch.zeros(2, 5, 12)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: MultiheadAttention(12, 5), ValueError, "num_heads divides embed_dim, got embed_d"),
-        (lambda: MultiheadAttention(12, 0), ValueError, "num_heads is at least 1, got 0"),
+        (lambda: MultiheadAttention(12, 5), ValueError, "num_heads must divide embed_dim"),
+        (lambda: MultiheadAttention(12, 0), ValueError, "num_heads must be at least 1, got 0"),
         (lambda: MultiheadAttention(12, 4, num_kv_heads=3), ValueError,
-         "num_kv_heads divides num_heads=4, got 3"),
-        (lambda: MultiheadAttention(12, 4, dropout=1.0), ValueError, "dropout is a finite number"),
-        (lambda: MultiheadAttention(12, 4, bias=1), TypeError, "bias is True or False, got 1"),
+         "num_kv_heads must divide num_heads=4, got 3"),
+        (lambda: MultiheadAttention(12, 4, dropout=1.0), ValueError, "must be a finite number"),
+        (lambda: MultiheadAttention(12, 4, bias=1), TypeError, "bias must be True or False, got 1"),
         (lambda: MultiheadAttention(12, 4, positions="rope"), ValueError,
-         "positions is None, 'rotary' or 'alibi', got 'rope'"),
-        (lambda: MultiheadAttention(12, 4, positions=3), TypeError, "positions is .* got int"),
-        (lambda: MultiheadAttention(12, 4, positions="rotary"), ValueError, "width is even, got 3"),
+         "positions must be None, 'rotary' or 'alibi', got 'rope'"),
+        (lambda: MultiheadAttention(12, 4, positions=3), TypeError, "positions must be .* got int"),
+        (lambda: MultiheadAttention(12, 4, positions="rotary"), ValueError, "even head width"),
         (lambda: MultiheadAttention(16, 4, positions="rotary", add_zero_attn=True), ValueError,
-         "positions go without add_bias_kv"),
+         "positions cannot be combined with add_bias_kv"),
         (lambda: MultiheadAttention(12, 4, positions=acutance.nn.Alibi((1.0,))), ValueError,
-         "slopes has one number for each of 4 heads, got 1"),
+         "slopes must have one number for each of 4 heads, got 1"),
         (lambda: MultiheadAttention(12, 4, score="cosin"), ValueError, "did you mean 'cosine'"),
-        (lambda: MultiheadAttention(12, 4, score="location"), ValueError, "give .*LocationScore"),
+        (lambda: MultiheadAttention(12, 4, score="location"), ValueError, "pass .*LocationScore"),
         (lambda: MultiheadAttention(12, 4, score=scores.General(nn.Parameter(torch.eye(3)))),
-         TypeError, "holds the Parameter weight, which .* give the module scores.GeneralScore"),
+         TypeError, "contains the Parameter weight, .* pass the module scores.GeneralScore"),
         (lambda: MultiheadAttention(12, 4, weights="sofmax"), ValueError, "did you mean 'softmax'"),
         (lambda: MultiheadAttention(12, 4, scaling="logn"), ValueError, "did you mean 'log_n'"),
         (lambda: MultiheadAttention(12, 4)(X, X[0], X), ValueError, "three dimensions, or two"),
-        (lambda: MultiheadAttention(12, 4)(X, None, X), TypeError, "key is a Tensor, got NoneType"),
+        (lambda: MultiheadAttention(12, 4)(X, None, X), TypeError, "key must be a Tensor"),
         (lambda: MultiheadAttention(12, 4)(X, X[..., :3], X), ValueError,
-         "key has the width 12, got 3"),
-        (lambda: MultiheadAttention(12, 4)(X, X[:2], X[:1]), ValueError, "key and value share ba"),
+         "key must have the width 12, got 3"),
+        (lambda: MultiheadAttention(12, 4)(X, X[:2], X[:1]), ValueError, "same batch size and"),
         (lambda: MultiheadAttention(12, 4)(X, X[:, :2], X[:, :2]), ValueError,
-         "query and key share the batch size: query has B=5, key has B=2"),
+         "query and key must have the same batch size: query has B=5, key has B=2"),
         (lambda: MultiheadAttention(12, 4)(X, X, X, torch.zeros(5, 3)), ValueError,
-         r"key_padding_mask is \(B, S\) = \(5, 2\), got \(5, 3\)"),
+         r"key_padding_mask must have shape \(B, S\) = \(5, 2\), got \(5, 3\)"),
         (lambda: MultiheadAttention(12, 4)(X, X, X, torch.zeros(5, 2, dtype=torch.int64)),
-         TypeError, r"key_padding_mask is boolean \(True hides\) or floating"),
+         TypeError, r"key_padding_mask must be boolean \(True hides\) or"),
         (lambda: MultiheadAttention(12, 4)(X, X, X, attn_mask=torch.zeros(3, 3)), ValueError,
-         r"attn_mask is \(L, S\) = \(2, 2\) or .* = \(20, 2, 2\), got \(3, 3\)"),
-        (lambda: MultiheadAttention(12, 4, kdim=3).step(X), ValueError, "a step is self-attention"),
+         r"attn_mask must have shape \(L, S\) = \(2, 2\) or .* = \(20, 2, 2\), got \(3, 3\)"),
+        (lambda: MultiheadAttention(12, 4, kdim=3).step(X), ValueError, "needs self-attention"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:

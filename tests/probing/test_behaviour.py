@@ -163,13 +163,15 @@ def test_one_decoded_token_is_read_with_the_right_heads(
 
 def test_wrong_arguments() -> None:
     model = Stack()
-    with pytest.raises(TypeError, match=r"model is a torch\.nn\.Module, got str"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
         acutance.probe("gpt2")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="metrics is a sequence of names, got the string 'entropy'"):
+    with pytest.raises(
+        TypeError, match="metrics must be a sequence of names, got the string 'entropy'"
+    ):
         acutance.probe(model, metrics="entropy")
     with pytest.raises(ValueError, match="entropy"):
         acutance.probe(model, metrics=["entropi"])
-    with pytest.raises(ValueError, match="metrics names at least one metric, got none"):
+    with pytest.raises(ValueError, match="metrics must name at least one metric, got none"):
         acutance.probe(model, metrics=[])
 
 

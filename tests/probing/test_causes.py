@@ -62,11 +62,15 @@ def said(model: nn.Module, given: Any, **options: Any) -> str:
         ({"attn_mask": BAND}, {"attn_mask": CAUSAL}, "the mask has no window: it seems to ignore"),
         ({"attn_mask": CAUSAL}, {"attn_mask": None}, "the mask is left out: it seems to ignore"),
         ({"softcap": 0.5}, {"softcap": None}, "the softcap is left out: it seems to drop it"),
-        ({"scale": 0.4}, {"scale": None}, "the scale is 0.25, 1/√d: it seems not to use the 0.4"),
-        ({}, {"scale": 1.0}, "the scale is 1: it seems not to use the 0.25 that it is given"),
+        (
+            {"scale": 0.4},
+            {"scale": None},
+            "the scale is 0.25, 1/√d: it seems not to use the given 0.4",
+        ),
+        ({}, {"scale": 1.0}, "the scale is 1: it seems not to use the given 0.25 that it is given"),
         ({}, {"is_causal": True}, "it is causal: it seems to hide later keys by itself"),
         ({"is_causal": True}, {"is_causal": False}, "it is not causal: it seems to ignore"),
-        ({"key_mask": PADDING}, {"key_mask": None}, "padding takes part: it seems to ignore its"),
+        ({"key_mask": PADDING}, {"key_mask": None}, "padding is included: it seems to ignore its"),
         ({"bias": torch.eye(12)[None, None]}, {"bias": None}, "the bias is left out: it seems"),
         (
             {"bias": torch.eye(12)[None, None]},
@@ -94,13 +98,13 @@ def test_key_heads_in_turn_and_positions_from_the_other_end_are_named() -> None:
     turned = acutance.attention(query, key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1))
     found = likely_cause(AttentionCall("layer", "", query, key, value), turned, kept)
     assert found.endswith(
-        "query heads take the key heads in turn: it seems to group them otherwise"
+        "query heads are assigned to key heads in turn: it seems to group heads differently"
     )
 
     query, key, value = inputs(keys=20)
     call = AttentionCall("layer", "", query, key, value, is_causal=True, query_offset=8)
     theirs = acutance.attention(query, key, value, is_causal=True)
-    assert "query 0 stands at key 0: it seems to count" in likely_cause(call, theirs, kept)
+    assert "query 0 is at key 0: it seems to count" in likely_cause(call, theirs, kept)
 
 
 def test_what_the_module_has_and_the_call_lacks_is_named() -> None:

@@ -83,7 +83,7 @@ def _narrower(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         ("BertModel", _prefixed, r"37 tensors missing .*begin with 'module\.' \(Distributed"),
         ("BertForMaskedLM", _prefixed, r"begin with 'module\.bert\.' \(Distributed"),
         ("BertModel", _one_layer, r"16 tensors missing .*\(encoder\.layer\.1\.attention"),
-        ("BertModel", _flipped, r"query\.weight\) and 1 there that fits nowhere .*qtery\.weight"),
+        ("BertModel", _flipped, r"query\.weight\) and 1 that fits nowhere .*qtery\.weight"),
         ("BertModel", _a_layer_more, r"16 tensors in its files that the model has no place for"),
         ("BertModel", _narrower, r"4 tensors of another shape .*\(8,\) in the files, \(16,\) in"),
     ],

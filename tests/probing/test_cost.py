@@ -153,19 +153,19 @@ def test_heads_are_chosen_by_number() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"every": 0}, ValueError, "every is at least 1, got 0"),
-        ({"every": 1.5}, TypeError, r"every is an integer, got 1\.5"),
-        ({"max_rows": 1}, ValueError, "max_rows is at least 2, got 1"),
-        ({"seed": -1}, ValueError, "seed is at least 0, got -1"),
-        ({"heads": "a"}, ValueError, "heads are numbers or ranges, as 0,4-7, got 'a'"),
-        ({"heads": []}, ValueError, r"heads names at least one, got \[\]"),
-        ({"heads": [True]}, TypeError, "heads holds numbers, ranges and text, got True"),
-        ({"heads": "5-2"}, ValueError, "heads has ranges low-high, got '5-2'"),
-        ({"layers": "self_atn"}, ValueError, r"is no layer of the model; did you mean 'self"),
+        ({"every": 0}, ValueError, "every must be at least 1, got 0"),
+        ({"every": 1.5}, TypeError, r"every must be an integer, got 1\.5"),
+        ({"max_rows": 1}, ValueError, "max_rows must be at least 2, got 1"),
+        ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
+        ({"heads": "a"}, ValueError, "heads must be numbers or ranges, such as 0,4-7, got 'a'"),
+        ({"heads": []}, ValueError, r"heads must name at least one, got \[\]"),
+        ({"heads": [True]}, TypeError, "heads must contain numbers, ranges and text, got True"),
+        ({"heads": "5-2"}, ValueError, "heads must have ranges low-high, got '5-2'"),
+        ({"layers": "self_atn"}, ValueError, r"is not a layer of the model; did you mean 'self"),
         (
             {"layers": 3},
             ValueError,
-            "layers=3 is no layer of the model: its attention layers are numbered 0 to 0",
+            "layers=3 is not a layer of the model: its attention layers are numbered 0 to 0",
         ),
     ],
 )
@@ -177,7 +177,7 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], match: s
 def test_blocks_that_are_not_present() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 3)
     with pytest.raises(
-        ValueError, match="layers=3 is no layer of the model: its blocks are numbered 0"
+        ValueError, match="layers=3 is not a layer of the model: its blocks are numbered 0"
     ):
         acutance.probe(model, layers="0,3")
 
@@ -439,9 +439,9 @@ def test_what_is_not_provided_is_left_to_the_model_and_listed(
     kind: str, llama_models: Any, random_tokens: Any
 ) -> None:
     reasons = {
-        "dropout": "dropout draws its weights at random",
-        "eager": "eager attention may return its weights, which only it forms",
-        "weights": "its weights are asked for: call it with need_weights=False",
+        "dropout": "dropout makes its weights random",
+        "eager": "eager attention may return its weights, which only it computes",
+        "weights": "its weights are requested: call it with need_weights=False",
         "func": "it runs inside a transform of torch.func",
     }
     if kind == "eager":

@@ -155,7 +155,7 @@ def test_a_softmax_with_noise_of_its_own_is_listed() -> None:
         model(x)
     assert [layer.source for layer in probe.summary().layers] == ["scaled_dot_product_attention"]
     (line,) = probe.unread
-    assert "gumbel_softmax adds noise of its own to its scores" in line
+    assert "gumbel_softmax adds noise to its scores" in line
 
 
 def test_an_exported_graph_is_read_beside_its_sdpa() -> None:

@@ -146,7 +146,7 @@ def test_layers_of_other_names_are_matched_by_order_and_it_says_so() -> None:
     found = diff(one, drawn(2, layers=[Layer("b.0", 2), Layer("b.1", 4)]))
     assert found.matched.by_order
     assert any("matched by their order" in text for text in found.warnings)
-    with pytest.raises(ValueError, match=r"share no head: one has 2 layers \(a.0, a.1\)"):
+    with pytest.raises(ValueError, match=r"have no head in common: one has 2 layers \(a.0, a.1\)"):
         diff(one, drawn(2, layers=[Layer("b.0", 6)]))
 
 

@@ -210,10 +210,10 @@ def test_summaries_of_any_loop_are_reduced(ranks: Any) -> None:
     for rank in (size - 2, size - 1):
         assert_same_rows(load(folder / f"pair{rank}"), merged(parts[-2:]))
     assert {said["nobody"] for said in met} == {
-        "ValueError: no rank has a summary: none of them saw attention"
+        "ValueError: no rank has a summary, because none captured attention"
     }
     assert all("merge when they recorded the same metrics" in said["metrics"] for said in met)
-    assert all("ValueError: a summary cannot be sent: Object of" in said["unsaid"] for said in met)
+    assert all("ValueError: cannot send the summary: Object of" in said["unsaid"] for said in met)
 
 
 def test_reducing_needs_a_process_group() -> None:
@@ -234,7 +234,7 @@ def test_a_rank_that_was_killed_is_told_in_one_sentence(monkeypatch: pytest.Monk
             pass
 
     for ask in (work, here.stopped, lambda: here.first(1), lambda: here.collect(None)):
-        with pytest.raises(RankError, match=r"^another rank has ended or does not answer, .*"):
+        with pytest.raises(RankError, match=r"^another rank has exited or does not answer, .*"):
             ask()
 
 

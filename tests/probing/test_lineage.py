@@ -178,7 +178,7 @@ NO_WAYS: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "dropped": (lambda q, k, **_: F.dropout(q @ k.mT, 0.5), "its scores are dropped out"),
     "view": (_written_elsewhere, "its scores were written to through a view"),
-    "bias": (_overwritten_bias, "what its scores were made with was overwritten since"),
+    "bias": (_overwritten_bias, "a tensor that its scores depend on was overwritten"),
     "out": (
         lambda q, k, bias, **_: torch.add(q @ k.mT, bias, out=torch.empty(B, H, L, S).double()),
         "written to with out=",

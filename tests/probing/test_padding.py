@@ -181,7 +181,9 @@ def test_rows_asked_for_are_read_and_the_rest_counted() -> None:
 
 def test_rows_that_do_not_fit_are_listed() -> None:
     with (
-        pytest.raises(acutance.ProbeError, match=r"rows has shape \(1, 3\), and its queries are"),
+        pytest.raises(
+            acutance.ProbeError, match=r"rows must have shape \(1, 3\), and its queries are"
+        ),
         acutance.probe(model := Sparse(), rows=torch.ones(3, dtype=torch.bool)),
     ):
         model(torch.randn(2, TOKENS, 8))

@@ -404,7 +404,7 @@ def test_another_output_when_run_again_is_listed(monkeypatch: pytest.MonkeyPatch
     ):
         assert torch.equal(layer(x, x, x)[0], plain)
     assert probe.unread == [
-        "MultiheadAttention: multi-head attention gave another output when run again"
+        "MultiheadAttention: multi-head attention returned a different output when run again"
     ]
 
 

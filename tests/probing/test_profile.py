@@ -192,7 +192,7 @@ def test_arrays_that_no_rows_give() -> None:
     for name, tensor in bad.items():
         with pytest.raises(ValueError, match=f"'{name}' of a profile"):
             Profile.checked({**good, name: tensor}, H, M)
-    with pytest.raises(ValueError, match="a profile has 0 to 32 octaves, got 40"):
+    with pytest.raises(ValueError, match="a profile must have 0 to 32 octaves, got 40"):
         Profile.checked({**good, "rows": torch.zeros(H, 40).long()}, H, M)
 
 
@@ -227,5 +227,5 @@ def test_a_probe_without_a_profile_finds_the_same_moments(tmp_path: Path) -> Non
     plain.save(tmp_path / "state")
     assert load(tmp_path / "state").profile is None
     assert plain.merge(full).profile is None  # it would be of some rows only
-    with pytest.raises(TypeError, match="profile is True or False, got 'no'"):
+    with pytest.raises(TypeError, match="profile must be True or False, got 'no'"):
         acutance.probe(layer, profile="no")  # type: ignore[arg-type]

@@ -162,9 +162,9 @@ def test_datasets_without_text_are_refused(cluster: Any) -> None:
     with pytest.raises(ValueError, match="column: the dataset has 'text', got 'body'"):
         probe_dataset(dataset(cluster), load, column="body")
     data = cluster.data
-    with pytest.raises(ValueError, match="'text' holds text, got int in row 0"):
+    with pytest.raises(ValueError, match="'text' must contain text, got int in row 0"):
         _texts(data.from_items([{"text": 3}]), "text", data)
-    with pytest.raises(ValueError, match="the dataset holds no text"):
+    with pytest.raises(ValueError, match="the dataset contains no text"):
         _texts(data.from_items([{"text": " "}]), "text", data)
-    with pytest.raises(ValueError, match="actors is at least 1, got 0"):
+    with pytest.raises(ValueError, match="actors must be at least 1, got 0"):
         probe_dataset(dataset(cluster), load, actors=0)

@@ -180,7 +180,7 @@ def test_the_state_is_written_as_often_as_asked(tmp_path: Path) -> None:
         ({}, 1, "state is of another model than this run"),
         ({"structure": True}, 0, "metrics differ: attention_distance, .* in this run alone"),
         ({"subset": Subset(max_rows=4)}, 0, "max rows is not set in .*state and 4 in this run"),
-        ({"shard": Shard(1, 2)}, 0, "it is of shard 1/1, this run of shard 1/2"),
+        ({"shard": Shard(1, 2)}, 0, "it is of shard 1/1, this run for shard 1/2"),
     ],
 )
 def test_other_settings_are_refused(
@@ -302,7 +302,7 @@ def test_the_configuration_counts_and_its_whereabouts_do_not() -> None:
 def test_a_shard_without_a_window_is_refused() -> None:
     given = replace(options(), shard=Shard(13, 13))
     with pytest.raises(
-        ValueError, match="shard 13/13 holds no window: the text is 23 windows, in 12"
+        ValueError, match="shard 13/13 has no windows: the text has 23 windows, in 12"
     ):
         run(windows(), given)
 

@@ -131,7 +131,7 @@ def test_five_dimensions_without_a_number_of_heads_are_listed() -> None:
     with pytest.raises(ValueError, match=r"dimensions \(2, 3, 4, 5, 6\) .* are heads is not known"):
         fold(torch.zeros(2, 3, 4, 5, 6), None)
     model = Written(in_windows, heads=None)
-    with pytest.raises(acutance.ProbeError, match="which of the dimensions"):  # noqa: SIM117
+    with pytest.raises(acutance.ProbeError, match="it is not known which dimension of its softmax"):  # noqa: SIM117
         with acutance.probe(model):
             model(*inputs())
 
@@ -206,7 +206,7 @@ def test_weights_that_are_not_the_softmax_are_a_mismatch(function: Any) -> None:
         model(*given)
     assert [layer.status for layer in probe.summary().layers] == ["mismatch"]
     (line,) = probe.unread
-    assert "its weights were changed by as much as 0." in line
+    assert "its weights changed by up to 0." in line
 
 
 def overwritten(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -128,18 +128,18 @@ def test_states_of_earlier_versions_have_no_seal(path: Path) -> None:
 def test_files_of_no_size_that_a_state_has(path: Path) -> None:
     with open(path, "ab") as file:
         file.truncate((1 << 34) + 1)  # sparse: nothing is written
-    refused(path, "has 17179869185 bytes, more than any state")
+    refused(path, "has 17179869185 bytes, which is too large for a state")
 
 
 def test_heads_that_no_model_has(path: Path) -> None:
     rewrite(path, summary=lambda record: record["layers"][0].update(heads=1 << 17))
-    refused(path, "a state is of at most 131072 heads, got 131074")
+    refused(path, "a state must be of at most 131072 heads, got 131074")
 
 
 def test_other_schemas(path: Path) -> None:
     for schema in ("acutance.head_summary/0", "acutance.queries_keys/1", "x" * 10_000):
         save_file({"a": torch.zeros(1)}, path, metadata={"schema": schema})
-        refused(path, "is not a head summary this version reads: its schema is")
+        refused(path, "is not a head summary that this version can read: its schema is")
 
 
 def test_a_summary_saved_from_python_says_nothing_of_windows(path: Path) -> None:
@@ -159,24 +159,24 @@ def set_at(name: str, index: Any, value: Any) -> Callable[[dict[str, Any]], None
     ("change", "match"),
     [
         (lambda t: t.pop("M2"), "the array 'M2' is missing"),
-        (lambda t: t.update(more=torch.zeros(1)), "the array 'more' is not of a summary"),
+        (lambda t: t.update(more=torch.zeros(1)), "the array 'more' does not belong to a summary"),
         (lambda t: t.update(mean=t["mean"][:1].clone()), r"'mean' is \(4, 2\) of torch.float64"),
         (lambda t: t.update(mean=t["mean"].float()), r"got \(4, 2\) of torch.float32"),
         (lambda t: t.update(count=t["count"].double() * torch.nan), "'count' is .* of torch.int64"),
         (lambda t: t.update(histogram=t["histogram"][..., 0].clone()), r"is \(4, 2, 64\) of"),
-        (set_at("count", (1, 0), -3), "'count' holds impossible values, at head 1, metric 0"),
-        (set_at("count", (1, 0), 2**62), "'count' holds impossible values"),
-        (set_at("histogram", (0, 1, 5), 2**61), "'histogram' holds impossible values, at head 0"),
-        (set_at("count", (0, 0), 11), "'histogram' holds impossible values"),
-        (set_at("mean", (2, 1), torch.nan), "'mean' holds impossible values, at head 2, metric 1"),
-        (set_at("mean", (2, 1), torch.inf), "'mean' holds impossible values"),
-        (set_at("mean", (0, 0), -1e300), "'mean' holds impossible values"),
-        (set_at("M2", (0, 0), 1e300), "'M2' holds impossible values"),
-        (set_at("M2", (0, 0), -1.0), "'M2' holds impossible values"),
-        (set_at("M2", (0, 0), torch.nan), "'M2' holds impossible values"),
-        (set_at("low", (0, 0), 1e9), "'high' holds impossible values"),
-        (set_at("low", (0, 0), -torch.inf), "'low' holds impossible values"),
-        (set_at("high", (3, 1), torch.nan), "'high' holds impossible values"),
+        (set_at("count", (1, 0), -3), "'count' has invalid values, at head 1, metric 0"),
+        (set_at("count", (1, 0), 2**62), "'count' has invalid values"),
+        (set_at("histogram", (0, 1, 5), 2**61), "'histogram' has invalid values, at head 0"),
+        (set_at("count", (0, 0), 11), "'histogram' has invalid values"),
+        (set_at("mean", (2, 1), torch.nan), "'mean' has invalid values, at head 2, metric 1"),
+        (set_at("mean", (2, 1), torch.inf), "'mean' has invalid values"),
+        (set_at("mean", (0, 0), -1e300), "'mean' has invalid values"),
+        (set_at("M2", (0, 0), 1e300), "'M2' has invalid values"),
+        (set_at("M2", (0, 0), -1.0), "'M2' has invalid values"),
+        (set_at("M2", (0, 0), torch.nan), "'M2' has invalid values"),
+        (set_at("low", (0, 0), 1e9), "'high' has invalid values"),
+        (set_at("low", (0, 0), -torch.inf), "'low' has invalid values"),
+        (set_at("high", (3, 1), torch.nan), "'high' has invalid values"),
     ],
 )  # fmt: skip
 def test_arrays_that_no_rows_give(
@@ -194,26 +194,26 @@ def layer(**fields: Any) -> Callable[[dict[str, Any]], None]:
     ("change", "match"),
     [
         (lambda r: [r], "'summary' is a JSON object, got list"),
-        (lambda r: r.update(layers={}), r"'layers' is a list, got \{\}"),
-        (lambda r: r.update(layers=[3]), "a layer is an object, got 3"),
+        (lambda r: r.update(layers={}), r"'layers' must be a list, got \{\}"),
+        (lambda r: r.update(layers=[3]), "a layer must be an object, got 3"),
         (lambda r: r.update(about="x"), "'about' is a dict, got 'x'"),
-        (lambda r: r.update(unread=[{}]), "'unread' holds sentences"),
-        (lambda r: r.update(metrics=["entropy", "wit"]), "'wit' is no metric of this version"),
-        (lambda r: r.update(metrics=["entropy", ["entropy"]]), "is no metric of this version"),
-        (lambda r: r.update(metrics=["entropy"] * 2), "a metric is named twice"),
-        (lambda r: r.update(layers=r["layers"][:1] * 2), "a layer is named twice"),
+        (lambda r: r.update(unread=[{}]), "'unread' must contain sentences"),
+        (lambda r: r.update(metrics=["entropy", "wit"]), "'wit' is not a metric of this version"),
+        (lambda r: r.update(metrics=["entropy", ["entropy"]]), "is not a metric of this version"),
+        (lambda r: r.update(metrics=["entropy"] * 2), "a metric occurs twice"),
+        (lambda r: r.update(layers=r["layers"][:1] * 2), "a layer occurs twice"),
         (lambda r: r["layers"][0].pop("heads"), "a layer has no 'heads'"),
-        (layer(heads=2.0), "a layer's heads is a count, got 2.0"),
-        (layer(heads=0), "a layer's heads is a count, got 0"),
-        (layer(heads=True), "a layer's heads is a count, got True"),
+        (layer(heads=2.0), "a layer's heads must be a count, got 2.0"),
+        (layer(heads=0), "a layer's heads must be a count, got 0"),
+        (layer(heads=True), "a layer's heads must be a count, got True"),
         (layer(heads=10**5), r"'count' is \(100002, 2\)"),
-        (layer(rows=-1), "a layer's rows is a count, got -1"),
-        (layer(calls="9"), "a layer's calls is a count, got '9'"),
+        (layer(rows=-1), "a layer's rows must be a count, got -1"),
+        (layer(calls="9"), "a layer's calls must be a count, got '9'"),
         (layer(module=None), "a layer's module is text, got None"),
-        (layer(status="perfect"), "a layer's status is 'perfect'"),
-        (layer(error="small"), "a layer's error is a size, got 'small'"),
-        (layer(error=float("nan")), "a layer's error is a size, got nan"),
-        (layer(error=10**400), r"a layer's error is a size, got 1000"),
+        (layer(status="perfect"), "a layer's status is invalid: 'perfect'"),
+        (layer(error="small"), "a layer's error must be a size, got 'small'"),
+        (layer(error=float("nan")), "a layer's error must be a size, got nan"),
+        (layer(error=10**400), r"a layer's error must be a size, got 1000"),
         (layer(wit=1), "a layer has no field 'wit'"),
     ],
 )
@@ -232,15 +232,15 @@ def test_records_that_no_probe_writes(
     ("fields", "match"),
     [
         ({"settings": []}, "its run has no settings"),
-        ({"total": -1}, "its run's total is no count"),
-        ({"tokens": 1.5}, "its run's tokens is no count"),
+        ({"total": -1}, "its run's total is not a count"),
+        ({"tokens": 1.5}, "its run's tokens is not a count"),
         ({"done": None}, "its run lists no windows"),
-        ({"done": [[0, 9]]}, "its windows are ascending ranges below 4"),
+        ({"done": [[0, 9]]}, "its windows must be ascending ranges below 4"),
         ({"done": [[2, 3], [0, 1]]}, "its windows are ascending ranges"),
         ({"done": [[0, 2], [1, 3]]}, "its windows are ascending ranges"),
         ({"done": [[1, 1]]}, "its windows are ascending ranges"),
         ({"done": [["0", 1]]}, "its windows are ascending ranges"),
-        ({"shard": "3/2"}, "a shard is i/n with 1 ≤ i ≤ n, as 2/4, got '3/2'"),
+        ({"shard": "3/2"}, "a shard must be i/n with 1 ≤ i ≤ n, as 2/4, got '3/2'"),
         ({"shard": "9" * 5000}, "a shard is i/n"),
     ],
 )

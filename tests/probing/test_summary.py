@@ -123,7 +123,7 @@ def test_summaries_that_do_not_fit_do_not_merge(found: HeadSummary, model: Model
         for layer, other in zip(swapped.layers, found.layers, strict=True)
     )
     with pytest.raises(
-        ValueError, match="only records of one layer merge: second with 2 heads is not"
+        ValueError, match="only records of the same layer can be merged: second with 2 heads is not"
     ):
         found.merge(replace(swapped, layers=renamed))
 
@@ -156,7 +156,7 @@ def test_grid_and_places_follow_the_layers(found: HeadSummary) -> None:
 
 def test_moments_of_another_size_are_refused(found: HeadSummary) -> None:
     with pytest.raises(
-        ValueError, match=r"moments are \(heads, metrics\) = \(2, 24\), got \(6, 24\)"
+        ValueError, match=r"moments must have shape \(heads, metrics\) = \(2, 24\), got \(6, 24\)"
     ):
         replace(found, layers=found.layers[:1])
 

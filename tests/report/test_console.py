@@ -126,7 +126,7 @@ def test_what_was_left_out_and_how_far_to_trust_it(summary_of: Make) -> None:
         not_provided=["decoder.1.self: of its own score"],
     )
     text = printed(summary, 200)
-    assert "1,752 rows read for each head; left out: 0 to 371 padded, 0 to 2 that see" in text
+    assert "1,752 rows read per head; left out: 0 to 371 padded, 0 to 2 that see" in text
     assert "Verified (layers 0, 2): the call's output was rebuilt" in text
     assert "Captured (layer 3): " in text
     assert "Mismatch (layer 1): the output rebuilt from what was captured differs" in text
@@ -151,7 +151,7 @@ def test_heads_are_counted_by_class(summary_of: Make) -> None:
     text = printed(
         summary_of((2, 2), normalized_entropy=spread, top_weight=plain | {(0, 0): 0.6}), 200
     )
-    assert "Heads by what they do: diffuse 2, sharp 1." in text
+    assert "Heads by class: diffuse 2, sharp 1." in text
     assert "by what they do" not in printed(summary_of((2, 2), top_weight=plain), 200)
 
 

@@ -45,7 +45,7 @@ def test_every_line_fits_and_the_largest_changes_are_named(found: Diff, width: i
     assert max(map(len, lines)) <= width
     assert "before: one · a.txt · 9 windows of 64 tokens" in lines
     assert any(line.startswith("! They read different texts, a.txt and b.txt") for line in lines)
-    start = lines.index("Heads whose normalized entropy changed most, those that moved first")
+    start = lines.index("Heads whose normalized entropy changed most; heads that moved come first")
     head = found.of("normalized_entropy")[15]
     numbers = [f"{head.before:.3f}", "0.200", f"{head.change:.3f}"]
     assert re.split(r"\s+", lines[start + 2].strip())[:5] == ["1", "h3", *numbers]

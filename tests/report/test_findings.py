@@ -130,7 +130,7 @@ def test_sentences_say_what_limits_them(summary_of: Make) -> None:
     summary = summary_of((2,), rows=3, layer={0: {"status": "unverified"}})
     for found in findings(summary):
         assert found.sentence.endswith(
-            "Only 3 rows were read. Read from a softmax alone, so not checked."
+            "Only 3 rows were read. Captured only from a softmax, so not verified."
         )
     assert "Only 1 row was read." in findings(summary_of((2,), rows=1))[0].sentence
 
@@ -199,7 +199,7 @@ def test_an_untrained_model_is_said_once(summary_of: Make) -> None:
     assert kinds(summary) == ["sharpest", "most_diffuse"]
     assert recommendations(summary) == []
     assert in_words([], no_recommendation(summary)) == [
-        "Load trained weights, or train the model, before judging its heads."
+        "Untrained model: load trained weights before diagnosing its heads."
     ]
     (notice,) = summary.to_dict()["notices"]
     assert notice.startswith("Untrained: every norm has its initial gain")

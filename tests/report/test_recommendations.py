@@ -86,7 +86,7 @@ def test_many_layers_are_named_in_part_and_counted(summary_of: Make) -> None:
     assert len(found) == 6
     said = in_words(found)
     assert [sentence[:8] for sentence in said] == ["Layer 3 ", "Layer 4 ", "Layer 5 "]
-    assert said[-1].endswith("The same goes for 6 heads of 3 more layers.")
+    assert said[-1].endswith("The same applies to 6 heads of 3 more layers.")
 
 
 def test_the_most_urgent_comes_first(summary_of: Make) -> None:
@@ -119,7 +119,7 @@ def test_rows_that_are_no_numbers(summary_of: Make) -> None:
     summary = summary_of((2,), lse={(0, 1): math.nan})
     found = only(summary)
     assert (found.kind, found.heads) == ("not_finite", (1,))
-    assert "the scores of 40 of 40 rows are not finite" in found.sentence
+    assert "the scores of 40 of 40 rows have scores that are not finite" in found.sentence
 
 
 def test_a_mismatched_layer_is_said_to_be_no_more(summary_of: Make) -> None:

@@ -109,7 +109,7 @@ def test_the_table_of_heads_keeps_the_mean_of_each_layer(
     (header,) = [line for line in lines if line.startswith("layer") and "│" in line]
     assert header.rstrip().endswith("mean")
     ramp = next(line for line in lines if "0.00" in line)
-    assert ramp.rstrip().endswith(("diffuse", "diffuse, all keys alike"))
+    assert ramp.rstrip().endswith(("diffuse", "diffuse, uniform weights"))
 
 
 @pytest.mark.parametrize("width", WIDTHS)

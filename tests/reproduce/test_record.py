@@ -158,7 +158,7 @@ def test_rows_are_judged_anew_on_reading(tmp_path: Path) -> None:
         ("", "is not a record"),
         ("[]", "is not a record"),
         ('{"schema": 1}', "is not a record"),
-        ('{"schema": 99}', "its schema is 99, this version reads 1"),
+        ('{"schema": 99}', "its schema is 99, but this version reads 1"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -95,7 +95,7 @@ def test_records_of_other_runs_stay(tmp_path: Path, call: Callable[..., Any]) ->
     assert (len(calls), load(path).seed) == (2, 1)
     replace(load(path), quick=False).save(path)
     with pytest.raises(
-        ValueError, match="of seed 1 at full size, and this run is of seed 1 at quick"
+        ValueError, match="of seed 1 at full size, but this run is for seed 1 at quick"
     ):
         list(run(chosen, tmp_path, quick=True, figures=False, seed=1))
 
@@ -182,7 +182,7 @@ def test_an_output_that_is_a_file_is_misuse(
 def test_a_seed_that_models_cannot_have_is_misuse(call: Callable[..., Any], seed: int) -> None:
     assert call("ssmax", "--no-figures", "--seed", seed).exit_code == 2
     with pytest.raises(
-        ValueError, match=f"seed is a whole number from 0 to 4294967295, got {seed}"
+        ValueError, match=f"seed must be a whole number from 0 to 4294967295, got {seed}"
     ):
         Run("ssmax", True, seed)
 
@@ -221,7 +221,7 @@ def test_what_needs_a_missing_package_is_left_out_or_named(
     monkeypatch.setitem(EXPERIMENTS, "noise", lacking)
     both = call("noise", "ssmax", "--no-figures")
     assert both.exit_code == 0
-    assert "noise: left out, it needs no_such_package" in both.output
+    assert "noise: skipped, because it needs no_such_package" in both.output
     alone = call("noise", "--no-figures")
     assert alone.exit_code == 1
     assert "the experiment noise needs no_such_package; install it with" in alone.output
@@ -236,7 +236,7 @@ def test_without_matplotlib_it_says_what_to_do(
     result = call("ssmax")
     assert result.exit_code == 1
     assert "drawing needs matplotlib; install it with" in result.output
-    assert "or leave figures out: --no-figures" in result.output
+    assert "or skip figures with --no-figures" in result.output
     assert not (tmp_path / "ssmax.json").exists()
     without = call("ssmax", "--no-figures")
     assert without.exit_code == 0

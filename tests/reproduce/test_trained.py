@@ -97,7 +97,7 @@ def test_parts_of_the_standard_library_have_no_file_in_common() -> None:
 def test_a_library_without_sources_says_so(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has no source files in"):
         texts.files("training", tmp_path)
-    with pytest.raises(ValueError, match="part is 'training' or 'held out', got 'test'"):
+    with pytest.raises(ValueError, match="part must be 'training' or 'held out', got 'test'"):
         texts.files("test")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a window of 5 bytes is longer than the text, 4 bytes"):
         texts.sample_windows(torch.zeros(4, dtype=torch.uint8), 5, 1, torch.Generator())

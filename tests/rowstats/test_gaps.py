@@ -223,13 +223,13 @@ def test_states_made_by_earlier_versions_have_none() -> None:
 def test_what_was_not_asked_for_says_how_to_ask() -> None:
     stats = row_statistics(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))
     assert not {f"keys_{percent}" for percent in PERCENT} & set(stats.available)
-    with pytest.raises(ValueError, match="ask for it with gaps=True"):
+    with pytest.raises(ValueError, match="compute them with gaps=True"):
         stats.keys_90  # noqa: B018
-    with pytest.raises(ValueError, match=r"share is above 0 and at most 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"share must be above 0 and at most 1, got 1\.5"):
         stats.keys_holding(1.5)
-    with pytest.raises(ValueError, match="keys is a whole number, at least 1, got 0"):
+    with pytest.raises(ValueError, match="keys must be a whole number, at least 1, got 0"):
         stats.mass_of_largest(0)
-    with pytest.raises(ValueError, match=r"gap is a number of nats, 0 or more, got -1\.0"):
+    with pytest.raises(ValueError, match=r"gap must be a number of nats, 0 or more, got -1\.0"):
         stats.mass_below(-1.0)
     with pytest.raises(TypeError, match="gaps"):
         acutance.row_statistics(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), gaps=1)

@@ -248,19 +248,19 @@ def test_what_does_not_fit_is_refused_on_every_rank(ranks: Any) -> None:
     said = [found["refusals"] for found in ranks[:2]]
     assert [tuple(words) for words in said] == [REFUSALS, REFUSALS]
     for words in said:
-        assert "all ranks hold the same rows: rank" in words["shapes"]
+        assert "all ranks must hold the same rows: rank" in words["shapes"]
         assert "float32" in said[0]["dtypes"]
-        assert "2 of them hold key 0: say with first_key" in words["same_keys"]
+        assert "2 of them hold key 0: give the position" in words["same_keys"]
         assert "in ascending order" in words["order"]
     assert said[0]["one_rank"] == "first_key of another rank does not fit its state"
-    assert said[1]["one_rank"] == "first_key is a position, 0 or more, got -1"
-    assert any("has 1, and a row's first key is number" in words["too_few"] for words in said)
+    assert said[1]["one_rank"] == "first_key must be a position, 0 or more, got -1"
+    assert any("has 1, but a row's first key is number" in words["too_few"] for words in said)
 
 
 def test_it_needs_a_process_group_and_a_record() -> None:
     with pytest.raises(RuntimeError, match="which is not initialised"):
         all_reduce_keys(empty((2,)))
-    with pytest.raises(TypeError, match=r"state is a RowState, .* got Tensor"):
+    with pytest.raises(TypeError, match=r"state must be a RowState, .* got Tensor"):
         all_reduce_keys(torch.zeros(2))  # type: ignore[type-var]
 
 

@@ -365,15 +365,17 @@ def test_statistics_of_two_blocks_of_keys_merge_left_to_right(backend: str) -> N
 
 def test_what_is_no_tensor_or_state_is_named() -> None:
     stats = RowStatistics(observe(torch.zeros(2, 3)))
-    with pytest.raises(TypeError, match=r"^scores is a Tensor, got list$"):
+    with pytest.raises(TypeError, match=r"^scores must be a Tensor, got list$"):
         observe([0.0, 1.0])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^scores is a dense Tensor, got layout torch.sparse_coo"):
+    with pytest.raises(
+        TypeError, match=r"^scores must be a dense Tensor, got layout torch.sparse_coo"
+    ):
         observe(torch.ones(3).to_sparse())
-    with pytest.raises(TypeError, match=r"^mask is a Tensor, got list$"):
+    with pytest.raises(TypeError, match=r"^mask must be a Tensor, got list$"):
         observe(torch.zeros(2), [True, False])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^weights is a Tensor, got list$"):
+    with pytest.raises(TypeError, match=r"^weights must be a Tensor, got list$"):
         observe_weights([0.0, 1.0])  # type: ignore[arg-type]
-    message = "^merge takes two RowState, got RowStatistics: pass its .state$"
+    message = "^merge needs two RowState, got RowStatistics: pass its .state$"
     with pytest.raises(TypeError, match=message):
         merge(stats, stats)  # type: ignore[arg-type]
     sums = WeightStatistics(observe_weights(torch.ones(2, 3)))

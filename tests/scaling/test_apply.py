@@ -84,34 +84,38 @@ def test_gradients_pass_through_the_factor() -> None:
         (
             lambda q: apply_scaling(q, "ssmx", torch.tensor([3])),
             ValueError,
-            "scaling='ssmx' is none of none, log_n, .*; did you mean 'ssmax'?",
+            "scaling='ssmx' is not one of none, log_n, .*; did you mean 'ssmax'?",
         ),
         (
             lambda q: apply_scaling(q, "log_n", torch.tensor([3])),
             ValueError,
-            r"scaling='log_n' has parameters: give scaling.LogN\(...\) with train_length or base",
+            r"scaling='log_n' has parameters: pass scaling.LogN\(...\) with train_length or base",
         ),
         (
             lambda q: get("head_table"),
             ValueError,
-            r"scaling='head_table' has parameters: give scaling.HeadTable\(...\) with factors",
+            r"scaling='head_table' has parameters: pass scaling.HeadTable\(...\) with factors",
         ),
-        (lambda q: get(3), TypeError, "scaling is a name or a Scaling, got int"),
+        (lambda q: get(3), TypeError, "scaling must be a name or a Scaling, got int"),
         (
             lambda q: apply_scaling(q, "ssmax", torch.tensor([3, 4])),
             ValueError,
-            r"n broadcasts to \(B, Hq, L\) = \(1, 2, 3\), got \(2,\) \(query \(1, 2, 3, 4\)\)",
+            r"n must broadcast to \(B, Hq, L\) = \(1, 2, 3\), got \(2,\) \(query \(1, 2, 3, 4\)\)",
         ),
         (
             lambda q: apply_scaling(q, scaling.SSMax([1.0] * 3), torch.tensor([3, 4, 5])),
             ValueError,
-            r"factors broadcast to \(B, Hq, L\) = \(1, 2, 3\), got \(3, 3\): it has parameters "
-            "for 3 heads",
+            r"factors must broadcast to \(B, Hq, L\) = \(1, 2, 3\), got \(3, 3\): it has "
+            "parameters for 3 heads",
         ),
-        (lambda q: apply_scaling(q[0], "ssmax", torch.tensor([3])), ValueError, "query is .B, Hq"),
-        (lambda q: from_dict({}), ValueError, "a scaling's record has a name, got nothing"),
+        (
+            lambda q: apply_scaling(q[0], "ssmax", torch.tensor([3])),
+            ValueError,
+            "must have shape .B, Hq",
+        ),
+        (lambda q: from_dict({}), ValueError, "a scaling's record must have a name, got nothing"),
         (lambda q: from_dict({"name": "yarm"}), ValueError, "did you mean 'yarn'"),
-        (lambda q: from_dict({"name": 3}), TypeError, "a scaling's name is text, got int"),
+        (lambda q: from_dict({"name": 3}), TypeError, "a scaling's name must be text, got int"),
         (
             lambda q: from_dict({"name": "ssmax", "t": 1}),
             ValueError,

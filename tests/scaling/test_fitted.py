@@ -138,7 +138,9 @@ def test_fit_takes_heads_and_refuses_what_cannot_be() -> None:
     got = law.factor(torch.tensor([512, 4096]))
     assert got.shape == (2, 2)
     torch.testing.assert_close(got[0], 2 * got[1])
-    with pytest.raises(ValueError, match=r"target is below log n at every length, got 6\.5 nats"):
+    with pytest.raises(
+        ValueError, match=r"target must be below log n at every length, got 6\.5 nats"
+    ):
         EntropyTarget.fit(measure, target=6.5, lengths=[512])
 
 
@@ -212,21 +214,41 @@ def test_a_polynomial_that_ends_above_one_has_no_limit() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: HeadTable([]), ValueError, "factors has one entry for each head, got none"),
-        (lambda: HeadTable([1.0, 0.0]), ValueError, "factors is finite above 0, got 0.0"),
-        (lambda: HeadTable([[1.0]]), ValueError, r"factors is \(Hq,\) without lengths"),
-        (lambda: HeadTable([1.0, [2.0]]), ValueError, "got numbers beside rows"),
-        (lambda: HeadTable(3.0), TypeError, "factors is a table of numbers, got float"),
+        (lambda: HeadTable([]), ValueError, "factors must have one entry for each head, got none"),
+        (lambda: HeadTable([1.0, 0.0]), ValueError, "factors must be finite above 0, got 0.0"),
+        (
+            lambda: HeadTable([[1.0]]),
+            ValueError,
+            r"factors must have shape \(Hq,\) without lengths",
+        ),
+        (lambda: HeadTable([1.0, [2.0]]), ValueError, "got a mixture of numbers and rows"),
+        (lambda: HeadTable(3.0), TypeError, "factors must be a table of numbers, got float"),
         (lambda: HeadTable([1.0], [512]), ValueError, "one factor for each of the 1 lengths"),
         (lambda: HeadTable([[1.0, 2.0]], [512]), ValueError, r"of the 1 lengths, got \[2\]"),
-        (lambda: HeadTable([[1.0, 2.0]], [9, 9]), ValueError, r"lengths rise, .* got \[9, 9\]"),
-        (lambda: HeadTable(torch.ones(1, 1, 1)), ValueError, r"factors is \(Hq,\) or \(Hq, P\)"),
-        (lambda: EntropyTarget([], []), ValueError, "lengths rise, and there is at least one"),
+        (
+            lambda: HeadTable([[1.0, 2.0]], [9, 9]),
+            ValueError,
+            r"lengths must be ascending .* got \[9, 9\]",
+        ),
+        (
+            lambda: HeadTable(torch.ones(1, 1, 1)),
+            ValueError,
+            r"factors must have shape \(Hq,\) or \(Hq, P\)",
+        ),
+        (lambda: EntropyTarget([], []), ValueError, "lengths must be ascending and not empty"),
         (lambda: EntropyTarget([9], [1.0, 2.0]), ValueError, "of the 1 lengths, got"),
         (lambda: AdaptivePoly(2.0), TypeError, "numbers from the highest power down, got 2.0"),
-        (lambda: AdaptivePoly().factor(9), ValueError, "adaptive_poly reads the measured entropy"),
-        (lambda: fit_entropy(lambda x: (x, x), 1.0, start=0.0), ValueError, "start is positive"),
-        (lambda: fit_entropy(lambda x: (x, x), 1.0, steps=0), ValueError, "steps is at least 1"),
+        (lambda: AdaptivePoly().factor(9), ValueError, "adaptive_poly needs the measured entropy"),
+        (
+            lambda: fit_entropy(lambda x: (x, x), 1.0, start=0.0),
+            ValueError,
+            "start must be positive",
+        ),
+        (
+            lambda: fit_entropy(lambda x: (x, x), 1.0, steps=0),
+            ValueError,
+            "steps must be at least 1",
+        ),
     ],
 )
 def test_bad_parameters_are_named(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]

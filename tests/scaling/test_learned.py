@@ -102,10 +102,22 @@ def test_half_precision_parameters_do_not_round_n() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: LearnedSSMax(0), ValueError, "num_heads is at least 1, got 0"),
-        (lambda: LearnedSSMax(1, s=0.1, train_length=9), ValueError, "give s or train_length"),
-        (lambda: LearnedASEntmax(1, beta=0.0), ValueError, "beta is a finite number above 0 and"),
-        (lambda: LearnedTemperature(1, start=-1.0), ValueError, "start is a finite number above 0"),
+        (lambda: LearnedSSMax(0), ValueError, "num_heads must be at least 1, got 0"),
+        (
+            lambda: LearnedSSMax(1, s=0.1, train_length=9),
+            ValueError,
+            "pass either s or train_length",
+        ),
+        (
+            lambda: LearnedASEntmax(1, beta=0.0),
+            ValueError,
+            "beta must be a finite number above 0 and",
+        ),
+        (
+            lambda: LearnedTemperature(1, start=-1.0),
+            ValueError,
+            "start must be a finite number above 0",
+        ),
         (
             lambda: apply_scaling(torch.ones(1, 4, 1, 1), LearnedSSMax(3), torch.tensor([5])),
             ValueError,

@@ -14,20 +14,33 @@ Q, K = torch.ones(1, 4, 3, 4), torch.ones(1, 2, 5, 4)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: scores.get("cosin"), ValueError, "is none of scaled_dot, .*; did you mean 'cosin"),
-        (lambda: scores.get("§"), ValueError, "score='§' is none of [a-z_, ]*$"),
-        (lambda: scores.get(3), TypeError, "score is a name, a score or a function, got int"),
-        (lambda: scores.get(Dot), TypeError, "score is an instance, got the class Dot"),
-        (lambda: Cosine(0.0), ValueError, "temperature is a finite number above 0, got 0.0"),
-        (lambda: Cosine(-1.0), ValueError, "temperature is a finite number above 0, got -1.0"),
-        (lambda: Cosine(eps=0.0), ValueError, "eps is a finite number above 0, got 0.0"),
-        (lambda: General(torch.ones(4)), ValueError, r"weight is \(Eq, Ek\), or one .* got \(4,\)"),
-        (lambda: General([1.0]), TypeError, "weight is a Tensor, got list"),
-        (lambda: General(torch.ones(4, 4).long()), TypeError, "weight is a floating Tensor, got"),
+        (
+            lambda: scores.get("cosin"),
+            ValueError,
+            "is not one of scaled_dot, .*; did you mean 'cosin",
+        ),
+        (lambda: scores.get("§"), ValueError, "score='§' is not one of [a-z_, ]*$"),
+        (lambda: scores.get(3), TypeError, "score must be a name, a score or a function, got int"),
+        (lambda: scores.get(Dot), TypeError, "score must be an instance, got the class Dot"),
+        (lambda: Cosine(0.0), ValueError, "temperature must be a finite number above 0, got 0.0"),
+        (lambda: Cosine(-1.0), ValueError, "temperature must be a finite number above 0, got -1.0"),
+        (lambda: Cosine(eps=0.0), ValueError, "eps must be a finite number above 0, got 0.0"),
+        (
+            lambda: General(torch.ones(4)),
+            ValueError,
+            r"weight must have shape \(Eq, Ek\), or one .* got \(4,\)",
+        ),
+        (lambda: General([1.0]), TypeError, "weight must be a Tensor, got list"),
+        (
+            lambda: General(torch.ones(4, 4).long()),
+            TypeError,
+            "weight must be a floating Tensor, got",
+        ),
         (
             lambda: General(torch.ones(3, 4)).transform(Q, K),
             ValueError,
-            r"weight is \(Eq, Ek\) = \(4, 4\) or \(Hq, Eq, Ek\) = \(4, 4, 4\), got \(3, 4\)",
+            r"weight must have shape \(Eq, Ek\) = \(4, 4\) or \(Hq, Eq, Ek\) = \(4, 4, 4\), "
+            r"got \(3, 4\)",
         ),
         (
             lambda: General(torch.ones(2, 4, 4)).transform(Q, K),
@@ -37,32 +50,32 @@ Q, K = torch.ones(1, 4, 3, 4), torch.ones(1, 2, 5, 4)
         (
             lambda: Additive(torch.ones(8, 4), torch.ones(7, 4), torch.ones(8)),
             ValueError,
-            r"key_weight is \(hidden, Ek\) = \(8, Ek\), .*, got \(7, 4\)",
+            r"key_weight must have shape \(hidden, Ek\) = \(8, Ek\), .*, got \(7, 4\)",
         ),
         (
             lambda: Additive(torch.ones(8, 4), torch.ones(8, 4), torch.ones(9)),
             ValueError,
-            r"vector is \(hidden,\) = \(8,\), .*, got \(9,\)",
+            r"vector must have shape \(hidden,\) = \(8,\), .*, got \(9,\)",
         ),
         (
             lambda: Additive(torch.ones(8, 4), torch.ones(8, 4), torch.ones(8), torch.ones(1)),
             ValueError,
-            r"bias is \(hidden,\) = \(8,\), .*, got \(1,\)",
+            r"bias must have shape \(hidden,\) = \(8,\), .*, got \(1,\)",
         ),
         (
             lambda: Additive(torch.ones(8, 4), torch.ones(8, 5), torch.ones(8)).tile(Q, K),
             ValueError,
-            "key_weight is for width 5, got 4",
+            "key_weight must be for width 5, got 4",
         ),
         (
             lambda: Additive(torch.ones(3, 8, 4), torch.ones(8, 4), torch.ones(8)).tile(Q, K),
             ValueError,
-            "query_weight is for 3 heads, there are 4",
+            "query_weight has 3 heads, but there are 4",
         ),
         (
             lambda: Additive(torch.ones(8, 4), torch.ones(4, 8, 4), torch.ones(8)).tile(Q, K),
             ValueError,
-            "key_weight is for 4 heads, there are 2",
+            "key_weight has 4 heads, but there are 2",
         ),
         (
             lambda: Location(torch.ones(4, 4)).tile(Q, K),
@@ -78,14 +91,18 @@ Q, K = torch.ones(1, 4, 3, 4), torch.ones(1, 2, 5, 4)
         (
             lambda: Location(torch.ones(4, 9, 4)).transform(Q, K),
             ValueError,
-            "weight is for 4 key heads, there are 2",
+            "weight has 4 key heads, but there are 2",
         ),
-        (lambda: scores.dot(Q[0], K), ValueError, "query has four dimensions .* got 3"),
-        (lambda: scores.dot(Q, K[..., :3]), ValueError, "share the width E: query has E=4, key ha"),
-        (lambda: scores.dot(Q[:, :3], K), ValueError, "query heads are a multiple of the key head"),
-        (lambda: scores.dot(Q, torch.ones(2, 2, 5, 4)), ValueError, "share the batch size B"),
-        (lambda: scores.dot(Q.long(), K), TypeError, "query is a floating Tensor, got torch.int64"),
-        (lambda: scores.dot(None, K), TypeError, "query is a Tensor, got NoneType"),
+        (lambda: scores.dot(Q[0], K), ValueError, "query must have four dimensions .* got 3"),
+        (lambda: scores.dot(Q, K[..., :3]), ValueError, "same width E: query has E=4, key ha"),
+        (lambda: scores.dot(Q[:, :3], K), ValueError, "must be a multiple of the number of key"),
+        (lambda: scores.dot(Q, torch.ones(2, 2, 5, 4)), ValueError, "same batch size B"),
+        (
+            lambda: scores.dot(Q.long(), K),
+            TypeError,
+            "query must be a floating Tensor, got torch.int64",
+        ),
+        (lambda: scores.dot(None, K), TypeError, "query must be a Tensor, got NoneType"),
     ],
 )
 def test_bad_input_is_named(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]

@@ -129,12 +129,12 @@ def test_state_dicts_and_shapes_in_print() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: GeneralScore(0), "query_width is at least 1, got 0"),
-        (lambda: GeneralScore(4, num_heads=0), "num_heads is at least 1, got 0"),
-        (lambda: GeneralScore(4, init="he"), "init is one of xavier, paper, got 'he'"),
-        (lambda: AdditiveScore(4, hidden=0), "hidden is at least 1, got 0"),
-        (lambda: AdditiveScore(4, num_kv_heads=2), "num_kv_heads=2 goes with num_heads, got None"),
-        (lambda: LocationScore(4, 0), "max_keys is at least 1, got 0"),
+        (lambda: GeneralScore(0), "query_width must be at least 1, got 0"),
+        (lambda: GeneralScore(4, num_heads=0), "num_heads must be at least 1, got 0"),
+        (lambda: GeneralScore(4, init="he"), "init must be one of xavier, paper, got 'he'"),
+        (lambda: AdditiveScore(4, hidden=0), "hidden must be at least 1, got 0"),
+        (lambda: AdditiveScore(4, num_kv_heads=2), "num_kv_heads=2 needs num_heads, got None"),
+        (lambda: LocationScore(4, 0), "max_keys must be at least 1, got 0"),
     ],
 )
 def test_bad_parameters_are_named(call, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -164,25 +164,29 @@ def test_short_vectors_fade_instead_of_jumping() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: QKNorm(4, "l1"), ValueError, "kind is one of l2, rms, layer, got 'l1'"),
+        (lambda: QKNorm(4, "l1"), ValueError, "kind must be one of l2, rms, layer, got 'l1'"),
         (
             lambda: QKNorm(4, sides="value"),
             ValueError,
-            "sides is one of both, query, key",
+            "sides must be one of both, query, key",
         ),
-        (lambda: QKNorm(0), ValueError, "width is at least 1, got 0"),
-        (lambda: QKNorm(4, eps=0.0), ValueError, "eps is a finite number above 0, got 0.0"),
-        (lambda: HenryGain(1), ValueError, "length is at least 2, got 1"),
-        (lambda: SwinGain(2, start=0.0), ValueError, "start is a finite number above 0, got 0.0"),
+        (lambda: QKNorm(0), ValueError, "width must be at least 1, got 0"),
+        (lambda: QKNorm(4, eps=0.0), ValueError, "eps must be a finite number above 0, got 0.0"),
+        (lambda: HenryGain(1), ValueError, "length must be at least 2, got 1"),
+        (
+            lambda: SwinGain(2, start=0.0),
+            ValueError,
+            "start must be a finite number above 0, got 0.0",
+        ),
         (
             lambda: QKNorm(4)(torch.ones(1, 1, 2, 5), torch.ones(1, 1, 2, 5)),
             ValueError,
-            "query and key have the width E=4 of the normalisation",
+            "query and key must have the width E=4 of the normalisation",
         ),
         (
             lambda: QKNorm(5, gain=SwinGain(2))(torch.ones(1, 3, 2, 5), torch.ones(1, 1, 2, 5)),
             ValueError,
-            r"the gain is one number or \(Hq,\) = \(3,\), got \(2,\)",
+            r"the gain must be one number or \(Hq,\) = \(3,\), got \(2,\)",
         ),
     ],
 )

@@ -331,7 +331,7 @@ def test_functions_are_scores() -> None:
         FunctionScore(lambda q, k, start: q).tile(q, k)
     with pytest.raises(TypeError, match="the score function gives a Tensor, got int"):
         FunctionScore(lambda q, k, start: 3).tile(q, k)  # type: ignore[arg-type,return-value]
-    with pytest.raises(TypeError, match="function is callable, got int"):
+    with pytest.raises(TypeError, match="function must be callable, got int"):
         FunctionScore(3)  # type: ignore[arg-type]
 
 
@@ -342,7 +342,7 @@ def test_every_name_is_found_or_says_what_it_needs() -> None:
         assert type(scores.get(name)) is SCORES[name]
         assert SCORES[name].name == name
     for name in ("general", "additive", "location"):
-        with pytest.raises(ValueError, match=rf"score='{name}' has parameters: give scores\.\w+\("):
+        with pytest.raises(ValueError, match=rf"score='{name}' has parameters: pass scores\.\w+\("):
             scores.get(name)
     for given in (General(rand(2, 2)), QKNorm(4), scores.AdditiveScore(4)):
         assert scores.get(given) is given

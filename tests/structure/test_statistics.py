@@ -288,16 +288,28 @@ def test_nothing_to_read() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"tokens": torch.zeros(4)}, TypeError, "tokens is an integer Tensor, got torch.float32"),
-        ({"tokens": torch.zeros(4).long()}, ValueError, r"tokens is \(11,\) or \(2, 11\), got"),
-        ({"positions": torch.zeros(4).int()}, ValueError, r"positions is \(7,\) or \(2, 7\)"),
-        ({"tokens": [1]}, TypeError, "tokens is a Tensor, got list"),
-        ({"special": [1]}, ValueError, "special names token ids and so needs tokens"),
-        ({"critical_every": -1}, ValueError, "critical_every is at least 0, got -1"),
-        ({"critical_every": 1.5}, TypeError, "critical_every is an integer, got 1.5"),
+        (
+            {"tokens": torch.zeros(4)},
+            TypeError,
+            "tokens must be an integer Tensor, got torch.float32",
+        ),
+        (
+            {"tokens": torch.zeros(4).long()},
+            ValueError,
+            r"tokens must have shape \(11,\) or \(2, 11\), got",
+        ),
+        (
+            {"positions": torch.zeros(4).int()},
+            ValueError,
+            r"positions must have shape \(7,\) or \(2, 7\)",
+        ),
+        ({"tokens": [1]}, TypeError, "tokens must be a Tensor, got list"),
+        ({"special": [1]}, ValueError, "special needs tokens"),
+        ({"critical_every": -1}, ValueError, "critical_every must be at least 0, got -1"),
+        ({"critical_every": 1.5}, TypeError, "critical_every must be an integer, got 1.5"),
         ({"softcap": 0.0}, ValueError, "softcap"),
         ({"enable_gqa": False}, ValueError, "pass enable_gqa=True"),
-        ({"is_causal": 1}, TypeError, "is_causal is True or False"),
+        ({"is_causal": 1}, TypeError, "is_causal must be True or False"),
     ],
 )
 def test_bad_input(options: dict[str, Any], error: type[Exception], match: str) -> None:

@@ -73,7 +73,7 @@ def test_lengths_can_be_given() -> None:
 
 
 def test_an_unknown_mask_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mask is one of none, causal, .*, got 'casual'"):
+    with pytest.raises(ValueError, match=r"mask must be one of none, causal, .*, got 'casual'"):
         attention_case(0, mask="casual")
 
 

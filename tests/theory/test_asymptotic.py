@@ -64,7 +64,7 @@ def test_broadcasting():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((1, 1.0), r"^n: the number of keys is finite and at least 2, got n=1$"),
+        ((1, 1.0), r"^n: the number of keys must be finite and at least 2, got n=1$"),
         ((16, -1.0), r"^gamma: .* at least 0, got gamma=-1$"),
     ],
 )

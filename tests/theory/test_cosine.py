@@ -320,9 +320,9 @@ def test_domain(function, arguments, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"setting": "best"}, r'^setting: one of "free".* got setting=\'best\'$'),
-        ({"setting": "random_keys"}, r"^d: the dimension goes with .* got d=None"),
-        ({"d": 4}, r'^d: the dimension goes with .* got d=4 and setting="free"$'),
+        ({"setting": "best"}, r'^setting: must be one of "free".* got setting=\'best\'$'),
+        ({"setting": "random_keys"}, r"^d: can be used only with .* got d=None"),
+        ({"d": 4}, r'^d: can be used only with .* got d=4 and setting="free"$'),
         ({"setting": "random_keys", "d": 1}, r"^d: .* at least 2, got d=1$"),
     ],
 )

@@ -121,7 +121,7 @@ def test_arguments_broadcast():
         (scale_for_information, (16, 1.0), r"^fraction: .* got fraction=1$"),
         (scale_for_information, (1.0, 0.5), r"^n: .* at least 2, got n=1$"),
         (scale_for_entropy, (16, 1.0, "cosine"), r'^d: the family "cosine" needs d, got None$'),
-        (scale_for_entropy, (16, 1.0, "normal"), r'^family: one of .* got "normal"$'),
+        (scale_for_entropy, (16, 1.0, "normal"), r'^family: must be one of .* got "normal"$'),
     ],
 )
 def test_domain(function, arguments, message):
@@ -131,5 +131,7 @@ def test_domain(function, arguments, message):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_family_is_a_law(function):
-    with pytest.raises(TypeError, match=r"^family: a name or a frozen continuous distribution"):
+    with pytest.raises(
+        TypeError, match=r"^family: must be a name or a frozen continuous distribution"
+    ):
         function(16, 0.5 if function is scale_for_information else 1.5, stats.poisson(1))

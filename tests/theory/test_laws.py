@@ -303,18 +303,33 @@ DOMAINS = [
     (needle_scale, (16, 1.0, 1.0), {}, r"^gap: no scale gives the match .* got gap=1$"),
     (gauss_invariant_scale, (512, 1), {}, r"^n0: .* got n0=1$"),
     (gauss_invariant_scale, (512, 512, -1.0), {}, r"^gamma0: .* got gamma0=-1$"),
-    (gauss_invariant_scale, (300, 512, 1.0), {}, r"^n: log n is at least .* got n=300$"),
+    (gauss_invariant_scale, (300, 512, 1.0), {}, r"^n: log n must be at least .* got n=300$"),
     (gauss_hazard_scale, (1,), {}, r"^n: .* got n=1$"),
     (gauss_hazard_scale, (math.inf,), {}, r"^n: .* got n=inf$"),
     (hazard_scale, ("uniform", 0), {}, r"^n: .* got n=0$"),
     (hazard_scale, ("uniform", 16), {"c": 0}, r"^c: .* greater than 0, got c=0$"),
-    (hazard_scale, ("normal", 16), {}, r'^family: one of "gaussian", .* got family="normal"$'),
+    (
+        hazard_scale,
+        ("normal", 16),
+        {},
+        r'^family: must be one of "gaussian", .* got family="normal"$',
+    ),
     (hazard_scale, ("cosine", 16), {}, r'^d: family="cosine" needs it, got d=None$'),
     (hazard_scale, ("cosine", 16), {"d": 1}, r"^d: .* at least 2, got d=1$"),
     (hazard_scale, ("stretched", 16), {"rho": 0}, r"^rho: .* greater than 0, got rho=0$"),
     (hazard_scale, ("uniform", 16), {"d": 8}, r"^d: family='uniform' has no such .* got d=8$"),
-    (scaling_exponent, ("gaussian", "entropy"), {}, r"^target: one of .* got target='entropy'$"),
-    (scaling_exponent, ("normal",), {}, r'^family: one of "two_level", .* got family="normal"$'),
+    (
+        scaling_exponent,
+        ("gaussian", "entropy"),
+        {},
+        r"^target: must be one of .* got target='entropy'$",
+    ),
+    (
+        scaling_exponent,
+        ("normal",),
+        {},
+        r'^family: must be one of "two_level", .* got family="normal"$',
+    ),
     (scaling_exponent, (stats.norm(),), {}, r"^family: .* hazard_scale.* got scipy.stats.norm$"),
     (hazard_scale, (stats.norm(), 16), {"d": 8}, r"^d: .* has no such parameter, got d=8$"),
     (scaling_exponent, ("stretched",), {"rho": 0.5}, r"^rho: .* at least 1, got rho=0.5$"),
@@ -337,7 +352,9 @@ def test_domain(function, arguments, options, message):
 @pytest.mark.parametrize("function", [hazard_scale, lambda family, _: scaling_exponent(family)])
 @pytest.mark.parametrize("family", [3, stats.poisson(3), stats.norm])
 def test_family_is_a_continuous_law(function, family):
-    with pytest.raises(TypeError, match=r"^family: a name or a frozen continuous distribution"):
+    with pytest.raises(
+        TypeError, match=r"^family: must be a name or a frozen continuous distribution"
+    ):
         function(family, 16)
 
 

@@ -268,7 +268,7 @@ def test_other_arguments_broadcast():
 @pytest.mark.parametrize(
     ("logits", "scale", "message"),
     [
-        ([1.0, math.inf], 1.0, r"^logits: logits are finite, got logits=inf$"),
+        ([1.0, math.inf], 1.0, r"^logits: logits must be finite, got logits=inf$"),
         ([1.0, math.nan], 1.0, r"^logits: .* got logits=nan$"),
         ([1.0, 2.0], -1.0, r"^scale: .* at least 0, got scale=-1$"),
         ([1.0, 2.0], math.inf, r"^scale: .* finite .* got scale=inf$"),

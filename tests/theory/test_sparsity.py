@@ -265,7 +265,7 @@ def test_other_arguments_broadcast():
         (1.0, [1.0, math.nan], r"^gamma: .* got gamma=nan$"),
         (1.0, math.inf, r"^gamma: .* got gamma=inf$"),
         (math.inf, 1.0, r"^beta: .* finite, got beta=inf$"),
-        ([1.0, 0.0], 0.0, r"^beta, gamma: not both are 0, got beta=0, gamma=0$"),
+        ([1.0, 0.0], 0.0, r"^beta, gamma: must not both be 0, got beta=0, gamma=0$"),
     ],
 )
 def test_score_domain(function, beta, gamma, message):
@@ -283,7 +283,7 @@ def test_exp_domain(function):
 @pytest.mark.parametrize(
     ("lam", "n", "message"),
     [
-        (0.0, 4, r"^lam: a decay is above 0 and at most 1, got lam=0$"),
+        (0.0, 4, r"^lam: a decay must be above 0 and at most 1, got lam=0$"),
         (-0.5, 4, r"^lam: .* got lam=-0.5$"),
         ([0.5, 1.5], 4, r"^lam: .* got lam=1.5$"),
         (math.nan, 4, r"^lam: .* got lam=nan$"),
@@ -302,7 +302,7 @@ def test_decay_domain(function, lam, n, message):
     [
         ([1.0, 1.0], [1.0], [[1.0]], r"q \(2,\), mu \(1,\), Sigma \(1, 1\)$"),
         (1.0, [1.0], [[1.0]], r"q \(\), mu \(1,\), Sigma \(1, 1\)$"),
-        ([1.0, 1.0], [1.0, -3.0], np.eye(2), r"^mu: .* q·mu is positive, got q·mu=-2$"),
+        ([1.0, 1.0], [1.0, -3.0], np.eye(2), r"^mu: .* q·mu must be positive, got q·mu=-2$"),
         ([1.0, 0.0], [0.0, 1.0], np.eye(2), r"^mu: .* got q·mu=0$"),
         ([1.0, 2.0], [1.0, 1.0], -np.eye(2), r"^Sigma: .* semidefinite, got q'Sigma q=-5$"),
         ([1.0, 1.0], [1.0, 1.0], [[1.0, 0.0], [1.0, 1.0]], r"^Sigma: .* symmetric"),
@@ -321,7 +321,7 @@ def test_linear_domain(function, q, mu, cov, message):
     ("q", "mu", "sigma", "message"),
     [
         ([1.0, -1.0], 1.0, 1.0, r"^q: .* at least 0, got q=-1$"),
-        ([[1.0, 1.0], [0.0, 0.0]], 1.0, 1.0, r"^q: .* not all 0, got q of shape \(2, 2\)$"),
+        ([[1.0, 1.0], [0.0, 0.0]], 1.0, 1.0, r"^q: .* must not all be 0, got q of shape \(2, 2\)$"),
         ([1.0], 0.0, 1.0, r"^mu: .* positive, got mu=0$"),
         ([1.0], -1.0, 1.0, r"^mu: .* positive, got mu=-1$"),
         ([1.0], 1.0, -2.0, r"^sigma: .* at least 0, got sigma=-2$"),

@@ -218,11 +218,14 @@ def test_memory_is_that_of_the_rows() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": "cosine"}, "temperature is one of fixed, learned, log_n, entropy_target"),
-        ({"tau": 0.0}, "tau is a finite number at least 0.001"),
-        ({"tau": 0.005}, "tau is at least minimum=0.01"),
-        ({"target": 1.0}, "target is a finite number above 0 and below 1"),
-        ({"coefficient": 0.0}, "coefficient is a finite number above 0"),
+        (
+            {"temperature": "cosine"},
+            "temperature must be one of fixed, learned, log_n, entropy_target",
+        ),
+        ({"tau": 0.0}, "tau must be a finite number at least 0.001"),
+        ({"tau": 0.005}, "tau must be at least minimum=0.01"),
+        ({"target": 1.0}, "target must be a finite number above 0 and below 1"),
+        ({"coefficient": 0.0}, "coefficient must be a finite number above 0"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
@@ -232,9 +235,9 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 def test_bad_inputs() -> None:
     criterion, x = training.InfoNCE(), torch.randn(3, 4)
-    with pytest.raises(TypeError, match="symmetric is True or False"):
+    with pytest.raises(TypeError, match="symmetric must be True or False"):
         training.InfoNCE(symmetric=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"positive is a floating Tensor, got torch\.int64"):
+    with pytest.raises(TypeError, match=r"positive must be a floating Tensor, got torch\.int64"):
         criterion(x, torch.ones(3, 4, dtype=torch.int64))
     with pytest.raises(TypeError, match="positive has the dtype and device of anchor"):
         criterion(x, x.double())
@@ -244,7 +247,7 @@ def test_bad_inputs() -> None:
         criterion(x, torch.randn(2, 4))
     with pytest.raises(ValueError, match="a row has at least one negative"):
         criterion(x[:1], x[:1])
-    with pytest.raises(ValueError, match="symmetric needs two pairs or more"):
+    with pytest.raises(ValueError, match="symmetric needs at least two pairs"):
         training.InfoNCE(symmetric=True)(x[:1], x[:1], x)
     assert float(criterion(x[:1], x[:1], x[1:]).detach()) >= 0
 

@@ -216,17 +216,17 @@ def test_what_cannot_be_regularised_is_said() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give target or floor"),
-        ({"target": 1.0, "floor": 1.0}, "give target or floor"),
+        ({}, "pass either target or floor"),
+        ({"target": 1.0, "floor": 1.0}, "pass either target or floor"),
         ({"target": 1.2, "unit": "fraction"}, "target is a fraction of log n"),
-        ({"floor": 1.0, "unit": "bits"}, "unit is one of nats, fraction"),
-        ({"floor": -1.0}, "floor is a finite number at least 0"),
-        ({"floor": 1.0, "weight": -1.0}, "weight is a finite number at least 0"),
-        ({"floor": 1.0, "margin": math.nan}, "margin is a finite number"),
+        ({"floor": 1.0, "unit": "bits"}, "unit must be one of nats, fraction"),
+        ({"floor": -1.0}, "floor must be a finite number at least 0"),
+        ({"floor": 1.0, "weight": -1.0}, "weight must be a finite number at least 0"),
+        ({"floor": 1.0, "margin": math.nan}, "margin must be a finite number"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         training.EntropyRegularizer(**options)
-    with pytest.raises(ValueError, match="weight is a finite number at least 0"):
+    with pytest.raises(ValueError, match="weight must be a finite number at least 0"):
         training.ZLoss(-1.0)

@@ -334,7 +334,9 @@ def test_state_goes_through_json_and_warns_of_no_head_again() -> None:
     assert seen == []
     with pytest.raises(ValueError, match="the state of an AttentionMonitor has measured, steps"):
         again.load_state_dict({"steps": 3})
-    with pytest.raises(ValueError, match="told holds a kind, a module and a head each, got 5"):
+    with pytest.raises(
+        ValueError, match="told must contain a kind, a module and a head each, got 5"
+    ):
         again.load_state_dict({"steps": 3, "measured": 1, "told": [5]})
 
 
@@ -397,18 +399,18 @@ def test_the_profile_by_n_is_kept_on_request_and_changes_no_number() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ({"every": 0}, ValueError, "every is at least 1, got 0"),
-        ({"every": 1.5}, TypeError, "every is an integer, got 1.5"),
-        ({"metrics": "entropy"}, TypeError, "metrics is a sequence of names, got the string"),
+        ({"every": 0}, ValueError, "every must be at least 1, got 0"),
+        ({"every": 1.5}, TypeError, "every must be an integer, got 1.5"),
+        ({"metrics": "entropy"}, TypeError, "metrics must be a sequence of names, got the string"),
         ({"metrics": ["entropie"]}, ValueError, "entropy"),
-        ({"collapse": 1.0}, ValueError, "collapse is a share of log n, below 1, got 1.0"),
-        ({"collapse": -0.1}, ValueError, "collapse is a finite number above 0"),
-        ({"growth": math.inf}, ValueError, "growth is a finite number"),
-        ({"on_alarm": 3}, TypeError, "on_alarm is a function of an Alarm, got 3"),
-        ({"histograms": "heads"}, ValueError, "histograms is one of 'layer', 'head', 'none'"),
-        ({"max_rows": 1}, ValueError, "max_rows is at least 2, got 1"),
-        ({"provide": 1}, TypeError, "provide is True or False, got 1"),
-        ({"profile": 1}, TypeError, "profile is True or False, got 1"),
+        ({"collapse": 1.0}, ValueError, "collapse must be a fraction of log n below 1, got 1.0"),
+        ({"collapse": -0.1}, ValueError, "collapse must be a finite number above 0"),
+        ({"growth": math.inf}, ValueError, "growth must be a finite number"),
+        ({"on_alarm": 3}, TypeError, "on_alarm must be a function of an Alarm, got 3"),
+        ({"histograms": "heads"}, ValueError, "histograms must be one of 'layer', 'head', 'none'"),
+        ({"max_rows": 1}, ValueError, "max_rows must be at least 2, got 1"),
+        ({"provide": 1}, TypeError, "provide must be True or False, got 1"),
+        ({"profile": 1}, TypeError, "profile must be True or False, got 1"),
     ],
 )
 def test_bad_arguments(given: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -418,7 +420,7 @@ def test_bad_arguments(given: dict[str, Any], error: type[Exception], words: str
 
 def test_one_monitor_watches_one_model() -> None:
     monitor, one, two = AttentionMonitor(), encoder(1), encoder(1)
-    with pytest.raises(TypeError, match=r"model is a torch\.nn\.Module, got str"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
         monitor.watch("model")  # type: ignore[arg-type]
     with monitor.watch(one):
         one(batch())

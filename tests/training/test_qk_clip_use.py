@@ -119,10 +119,10 @@ def test_layers_that_cannot_be_clipped_are_named() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tau": 0.0}, "tau is a finite number above 0"),
-        ({"alpha": -0.1}, "alpha is a finite number at least 0"),
-        ({"alpha": 1.5}, "alpha is between 0 and 1"),
-        ({"layers": []}, r"layers names at least one, got \[\]"),
+        ({"tau": 0.0}, "tau must be a finite number above 0"),
+        ({"alpha": -0.1}, "alpha must be a finite number at least 0"),
+        ({"alpha": 1.5}, "alpha must be between 0 and 1"),
+        ({"layers": []}, r"layers must name at least one, got \[\]"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
@@ -131,14 +131,14 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_bad_types_and_absent_layers() -> None:
-    with pytest.raises(ValueError, match="layers='attn' is no layer of the model"):
+    with pytest.raises(ValueError, match="layers='attn' is not a layer of the model"):
         training.QKClip(nn.Linear(2, 2), layers="attn")
-    with pytest.raises(TypeError, match=r"layers holds numbers, ranges and text, got 1\.5"):
+    with pytest.raises(TypeError, match=r"layers must contain numbers, ranges and text, got 1\.5"):
         training.QKClip(nn.Linear(2, 2), layers=[1.5])
     model = fed()
     other = [name for name, part in model.named_modules() if name and not list(part.children())]
     with (
-        pytest.raises(ProbeError, match="names none of the attention that ran: attend"),
+        pytest.raises(ProbeError, match="matches none of the layers that ran: attend"),
         training.QKClip(model, layers=other[-1]),
     ):
         model()

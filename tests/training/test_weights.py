@@ -134,15 +134,15 @@ def test_bad_reparametrizations() -> None:
         training.SigmaReparam(torch.cat([torch.ones(2, 3), torch.zeros(2, 3)]), parts=2)
     with pytest.raises(ValueError, match="Linear has no weight named 'gain'"):
         training.sigma_reparam(layer, "gain")
-    with pytest.raises(ValueError, match="weight is a floating matrix"):
+    with pytest.raises(ValueError, match="weight must be a floating matrix"):
         training.sigma_reparam(layer, "bias")
-    with pytest.raises(TypeError, match="weight is a Tensor, got int"):
+    with pytest.raises(TypeError, match="weight must be a Tensor, got int"):
         training.SigmaReparam(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"floating matrix, got \(2, 2\) of torch.int64"):
         training.SigmaReparam(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="parts divides 6, got 4"):
         training.sigma_reparam(layer, parts=4)
-    with pytest.raises(ValueError, match="gamma is a finite number above 0"):
+    with pytest.raises(ValueError, match="gamma must be a finite number above 0"):
         training.sigma_reparam(layer, gamma=0.0)
     with pytest.raises(ValueError, match="is not reparametrized"):
         training.remove_sigma_reparam(layer)
@@ -171,9 +171,9 @@ def test_the_clamped_temperature_holds_and_is_not_stuck() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"minimum": 2.0}, "minimum ≤ start ≤ maximum"),
-        ({"maximum": 0.5}, "minimum ≤ start ≤ maximum"),
-        ({"minimum": 0.0}, "minimum is a finite number above 0"),
+        ({"minimum": 2.0}, "minimum ≤ start ≤ maximum must hold"),
+        ({"maximum": 0.5}, "minimum ≤ start ≤ maximum must hold"),
+        ({"minimum": 0.0}, "minimum must be a finite number above 0"),
     ],
 )
 def test_bad_bounds(options: dict[str, Any], message: str) -> None:
@@ -215,13 +215,13 @@ def test_the_usual_scale_is_found_again() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((64, 100, math.log(100)), {}, "target is below log n = 4.60517 nats"),
-        ((64, 100, 1.0), {"unit": "fraction"}, "target is below 1"),
-        ((64, 100, 0.0), {}, "target is a finite number above 0"),
-        ((64, 1, 0.5), {}, "n is at least 2"),
-        ((0, 16, 0.5), {}, "d is at least 1"),
-        ((64, 16, 0.5), {"score": "additive"}, "score is one of dot, cosine"),
-        ((64, 16, 0.5), {"unit": "bits"}, "unit is one of nats, fraction"),
+        ((64, 100, math.log(100)), {}, "target must be below log n = 4.60517 nats"),
+        ((64, 100, 1.0), {"unit": "fraction"}, "target must be below 1"),
+        ((64, 100, 0.0), {}, "target must be a finite number above 0"),
+        ((64, 1, 0.5), {}, "n must be at least 2"),
+        ((0, 16, 0.5), {}, "d must be at least 1"),
+        ((64, 16, 0.5), {"score": "additive"}, "score must be one of dot, cosine"),
+        ((64, 16, 0.5), {"unit": "bits"}, "unit must be one of nats, fraction"),
         ((2, 100, 1e-6), {"score": "cosine"}, "target must be larger: .* got 1e-06"),
     ],
 )

@@ -269,10 +269,13 @@ def test_layers_are_chosen_alike(given: Any, want: list[int], tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        (7, "=7 is no layer of the model: its blocks are numbered 0 to 2"),
-        ("2-9", "=2-9 is no layer of the model: its blocks are numbered 0 to 2"),
-        ("-9", "=-9 is no layer of the model: its blocks are numbered 0 to 2"),
-        ("model.layers.1.self_atn", r"is no layer of the model; did you mean 'model\.layers\.1\.s"),
+        (7, "=7 is not a layer of the model: its blocks are numbered 0 to 2"),
+        ("2-9", "=2-9 is not a layer of the model: its blocks are numbered 0 to 2"),
+        ("-9", "=-9 is not a layer of the model: its blocks are numbered 0 to 2"),
+        (
+            "model.layers.1.self_atn",
+            r"is not a layer of the model; did you mean 'model\.layers\.1\.s",
+        ),
     ],
 )
 def test_an_unknown_layer_is_told_alike(given: Any, match: str) -> None:

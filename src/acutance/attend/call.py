@@ -51,7 +51,7 @@ _SCALED_DOT, _SOFTMAX = ScaledDot(), Softmax()
 
 
 class ScoreOptions(MaskOptions, total=False):
-    """Keywords that say what the scores are, and which kernel sums them."""
+    """Keyword arguments that define the scores and choose the kernel."""
 
     softcap: float | None
     sinks: Tensor | None
@@ -106,7 +106,7 @@ def run_key_mass(query: Tensor, key: Tensor, options: Options) -> Tensor:
 
 
 def _validated(query: Tensor, key: Tensor, value: Tensor | None, options: Options) -> _Call:
-    """The call that the arguments ask for, its score transformed and its law applied."""
+    """The validated call, with its score transformed and its law applied."""
     dispatch.check_backend(options.backend)
     score: DotScore | TileScore = _SCALED_DOT
     weighting: Weighting = _SOFTMAX
@@ -158,14 +158,14 @@ class _Call:
     row_scale: Tensor | None = None
 
     def with_softmax_as_such(self) -> _Call:
-        """Softmax, its temperature and its sinks as the streaming kernel takes them."""
+        """Softmax, its temperature and its sinks in the form that the streaming kernel supports."""
         weighting, rule = self.weighting, self.inputs.rule
         if weighting is _SOFTMAX:
             return self
         if rule.sinks is not None and weighting != _SOFTMAX:
             raise ValueError(
-                "sinks belong to weights='softmax': with other weights give them as"
-                f" weights.Sink(sinks), got weights={weighting.name!r}"
+                "sinks can be used only with weights='softmax'; with other weights pass "
+                f"weights.Sink(sinks), got weights={weighting.name!r}"
             )
         query = self.inputs.query
         if isinstance(weighting, SoftmaxOne):
@@ -184,7 +184,7 @@ class _Call:
         return replace(self, inputs=self.inputs._replace(rule=rule), weighting=_SOFTMAX)
 
     def scaled(self, law: AnyScaling) -> _Call:
-        """Multiply each row by the law's factor of the keys it sees.
+        """Multiply each query by the law's factor for the number of keys that its row sees.
 
         A causal row without a window stands where its n − 1 keys before it end, whatever is padded
         or packed; other rows are counted from the start.
@@ -209,7 +209,7 @@ class _Call:
         return replace(self, row_scale=rows)
 
     def computed(self) -> tuple[Tensor, RowStatistics | WeightStatistics]:
-        """The output and the statistics, by a kernel that never holds a row where one takes it."""
+        """Output and statistics, from a streaming kernel if one supports the call."""
         softmax = self.weighting == _SOFTMAX
         streams = softmax and isinstance(self.score, DotScore)
         if streams and not by_operations():
@@ -239,11 +239,11 @@ class _Call:
         return from_output(self.inputs, output)
 
     def _whole_rows(self, streams: bool) -> WeighedRows:
-        """The call by whole rows; ``streams``: a kernel could take it."""
+        """Output and statistics by whole rows; ``streams``: a kernel supports the call."""
         if self.backend not in ("auto", "blocked") and not streams:
             raise ValueError(
-                f"backend={self.backend!r} is for softmax of dot products; other weights"
-                " and scores are taken by whole rows, in plain PyTorch"
+                f"backend={self.backend!r} supports only softmax of dot products; other "
+                "weights and scores are computed in plain PyTorch, in blocks of rows"
             )
         sinks = self.inputs.rule.sinks
         weighting = self.weighting if sinks is None else Sink(sinks)

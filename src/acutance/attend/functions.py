@@ -99,7 +99,7 @@ def attention(
     scaling: str | AnyScaling | None = None,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, RowStatistics | WeightStatistics]:
-    r"""Attention that can say how sharply each row focuses, in memory of O(n).
+    r"""Scaled dot-product attention with statistics of each row, in O(n) memory.
 
     .. math:: o_i = \sum_j p_{ij} v_j, \qquad p_{ij} = \mathrm{softmax}_j(s_{ij})
 
@@ -207,7 +207,7 @@ def attention(
                 out: Tensor = fast[0]
                 return out
     if value is None:
-        raise TypeError("value is a Tensor, got None; row_statistics needs no values")
+        raise TypeError("value must be a Tensor, got None; row_statistics needs no values")
     check_flags(
         return_stats=return_stats,
         noise=noise,
@@ -370,7 +370,7 @@ def row_statistics(
             return fast[1]
     check_flags(noise=noise, gaps=gaps, is_causal=is_causal, enable_gqa=enable_gqa)
     if noise and value is None:
-        raise ValueError("noise=True measures how the output moves and so needs value, got None")
+        raise ValueError("noise=True needs value to measure how the output changes, got None")
     if value is not None and not noise:
         check_inputs(query, key, value, enable_gqa, same_width=score == "scaled_dot")
     options = Options(

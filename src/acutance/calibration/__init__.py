@@ -1,4 +1,4 @@
-"""Fixing attention: scaling laws on a model, kept in small files.
+"""Scaling laws: fit, apply and save them.
 
 :func:`apply` puts a law on a model that runs as it always does, and takes it off again. A
 :class:`Law` says which scaling each head has and which model it is for; it saves to JSON and

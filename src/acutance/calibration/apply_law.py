@@ -48,10 +48,10 @@ __all__ = ["Applied", "ApplyError", "apply"]
 
 
 _MOST_FACTORS = 8  # that a thread remembers
-_WINDOWED = "its rows see a window only (windowed=True scales it)"
+_WINDOWED = "its rows see only a window (windowed=True scales it)"
 _SHALLOW = (
-    "{} hides keys with a number above -1e9: the law takes them for keys that rows see, and n for "
-    "larger than it is; mask with -inf or torch.finfo(dtype).min"
+    "{} hides keys with a number above -1e9, which the law counts as visible keys, so its n "
+    "is too large; mask with -inf or torch.finfo(dtype).min"
 )
 
 
@@ -130,7 +130,7 @@ class _Factors:
         self._known: dict[tuple[Any, ...], tuple[Tensor, Tensor | None, Tensor | None]] = {}
 
     def get(self, situation: tuple[Any, ...]) -> Tensor | None:
-        """The factor of a situation, None if it is not known."""
+        """The factor of a situation; None if it is not known."""
         known = self._known.get(situation)
         if known is None:
             return None
@@ -147,7 +147,7 @@ class _Factors:
         self._known[situation] = factor, mask, before
 
     def forget_masks(self) -> None:
-        """Keep no mask of a pass alive."""
+        """Drop references to the masks of a pass."""
         self._known = {key: each for key, each in self._known.items() if each[1] is None}
 
 
@@ -161,7 +161,7 @@ class Applied:
 
     def __init__(self, model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> None:
         if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self.calls: dict[str, int] = {}
         self.skipped: dict[str, str] = {}
         self._model, self._windowed = model, windowed
@@ -210,7 +210,7 @@ class Applied:
             self._context = context.pop_all()
 
     def restore(self) -> None:
-        """Take the law off the model, leaving no trace; once is enough, more do nothing.
+        """Remove the law from the model with all its hooks. Later calls have no effect.
 
         Warns:
             UserWarning: if no call was scaled.
@@ -220,7 +220,7 @@ class Applied:
 
     def __enter__(self) -> Applied:
         if self._context is None:
-            raise ApplyError("this law was taken off its model: apply it again")
+            raise ApplyError("this law was removed from its model: apply it again")
         return self
 
     def __exit__(
@@ -243,10 +243,10 @@ class Applied:
         model = class_name(self._model)
         if self.skipped:
             name, why = next(iter(self.skipped.items()))
-            return f"the law changed no call of {model}: {len(self.skipped)} layers, {name}: {why}"
+            return f"the law scaled no call of {model}: {len(self.skipped)} layers, {name}: {why}"
         return (
-            f"the law changed no call of {model}: it did not run, or has no attention of queries "
-            "and keys that could be seen"
+            f"the law scaled no call of {model}: it did not run, or has no attention with "
+            "visible queries and keys"
         )
 
     @property
@@ -289,13 +289,13 @@ class Applied:
         return scaled
 
     def mute(self) -> AbstractContextManager[None]:
-        """Leave alone what this thread calls in the context: it belongs to a call already seen."""
+        """Do not scale this thread's calls in the context: they are part of a scaled call."""
         return self._modules.thread.mute()
 
     # -- what plain functions ask -----------------------------------------------------------------
 
     def muted(self) -> bool:
-        """Whether this thread is inside a call that is dealt with, or the law was taken off."""
+        """Whether this thread is inside a call that was scaled, or the law was removed."""
         return self._modules.thread.depth > 0 or self._context is None
 
     def noticed(self, *, attention: bool = True) -> None:
@@ -339,7 +339,7 @@ class Applied:
         return plan.name
 
     def _holds(self, name: str) -> bool:
-        """Whether a part of a module asks the interface, and it does not itself.
+        """Whether a submodule uses transformers' interface and the module itself does not.
 
         While a compiled graph runs no hook tells which module does: functions that seem to be the
         module's own are that part's.
@@ -445,7 +445,7 @@ class Applied:
                 self._start()
 
     def _watch_doors(self) -> None:
-        """Follow passes no longer, where what else they could do would be seen."""
+        """Switch to the cheap mode, where every other way to compute attention would be noticed."""
         if self._library is None:
             self._library = is_library_code(self._model)
         if not self._library or self._running_passes or self._doors or self._context is None:
@@ -473,7 +473,7 @@ class Applied:
                 self._following.enter_context(self._modules.follow())
 
     def _begun(self, module: torch.nn.Module, unchanged: bool) -> None:
-        """A pass begins that is watched at its doors."""
+        """Handle the start of a pass in the cheap mode."""
         if not unchanged:
             self._follow_again()
 
@@ -503,7 +503,7 @@ class Applied:
         self._stop()
 
     def _is_traced(self, module: torch.nn.Module) -> bool:
-        """Whether a module is compiled, and all attention of the model asks the interface."""
+        """Whether a module is compiled and all attention uses transformers' interface."""
         return self._traces and type(module).__name__ == "OptimizedModule"
 
     def _start(self) -> None:
@@ -519,7 +519,7 @@ class Applied:
 
 
 def _situation(laws: HeadLaws, call: huggingface.InterfaceCall) -> tuple[Any, ...] | None:
-    """All that a factor depends on: layers under the same have the same; None if that is not known.
+    """Everything that a factor depends on, as a key for sharing it; None if unknown.
 
     A mask that is an inference tensor does not count what is written to it: its entries are
     compared, which on a GPU would make the host wait.
@@ -551,14 +551,14 @@ def _situation(laws: HeadLaws, call: huggingface.InterfaceCall) -> tuple[Any, ..
 
 
 def _by_count(laws: HeadLaws | None) -> bool:
-    """Whether factors depend on the number of visible keys alone, and do not learn."""
+    """Whether factors depend only on the number of visible keys and are not learned."""
     if laws is None or laws.needs_entropy:
         return False
     return all(isinstance(one, Scaling) for one in laws.scalings())
 
 
 def _of_layer(layers: dict[str, HeadLaws], name: str) -> HeadLaws | None:
-    """The scalings of a module: its own, or else those of the named module around it."""
+    """The scalings of a module, or those of the named module that contains it."""
     while name and name not in layers:
         name = name.rpartition(".")[0]
     return layers.get(name)
@@ -571,7 +571,7 @@ def _entropy(call: AttentionCall) -> Tensor:
 
 
 def _shaped(factor: Tensor, query: Tensor, four: Tensor) -> Tensor:
-    """A factor of (B or 1, Hq or 1, L), as it multiplies a query that SDPA takes in any rank."""
+    """A factor (B or 1, Hq or 1, L), reshaped to multiply a query of any rank."""
     if query.dim() == 4:
         return factor.unsqueeze(-1)
     if query.dim() == 3:
@@ -583,6 +583,6 @@ def _shaped(factor: Tensor, query: Tensor, four: Tensor) -> Tensor:
 
 
 def _forget_compiled() -> None:
-    """Have graphs traced again: one made with or without the law would go on as it was."""
+    """Reset the compiler, since compiled graphs may contain the law or lack it."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

@@ -88,7 +88,7 @@ def query_factor(
         factor = scaling.factor(n, entropy=entropy, dtype=wide)
         if factor.dim() < 3 or factor.shape[-2] not in (1, heads):
             raise ValueError(
-                f"the scaling has parameters for {factor.shape[-2]} heads, the call has {heads}"
+                f"the scaling has parameters for {factor.shape[-2]} heads, but the call has {heads}"
             )
         return factor
 
@@ -96,7 +96,7 @@ def query_factor(
         return of(laws.whole).to(dtype)
     wrong = [head for head, _ in laws.heads if head >= heads]
     if wrong:
-        raise ValueError(f"the law has head {wrong[0]}, the call has {heads} heads")
+        raise ValueError(f"the law has head {wrong[0]}, but the call has {heads} heads")
     own = dict(laws.heads)
     made = {scaling: of(scaling) for scaling in set(own.values())}
     columns = []

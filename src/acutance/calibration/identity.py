@@ -1,4 +1,4 @@
-"""What a model is, as far as a law must know it: enough to refuse another model's."""
+"""The identity of a model, by which a law refuses another model."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ class Identity:
             mine, theirs = getattr(self, part.name), getattr(other, part.name)
             if mine != theirs:
                 what = "configuration digest" if part.name == "digest" else part.name
-                return f"{what} {mine!r} where the model has {theirs!r}"
+                return f"{what} {mine!r}, but the model has {theirs!r}"
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """As what JSON can hold."""
+        """As plain JSON values."""
         return asdict(self)
 
     @classmethod
@@ -117,19 +117,19 @@ class Identity:
         """
         kinds = {part.name: (str if part.type == "str" else int) for part in fields(cls)}
         if not isinstance(record, dict) or set(record) != set(kinds):
-            raise ValueError(f"a law's model has {', '.join(kinds)} and nothing else")
+            raise ValueError(f"a law's model must have {', '.join(kinds)} and nothing else")
         for name, kind in kinds.items():
             value = record[name]
             if type(value) is not kind or (isinstance(value, int) and value < 0):
-                raise ValueError(f"a law's model.{name} is {_KIND[kind]}, got {value!r:.60}")
+                raise ValueError(f"a law's model.{name} must be {_KIND[kind]}, got {value!r:.60}")
         return cls(**record)
 
 
-_KIND = {str: "text", int: "a whole number, not negative"}
+_KIND = {str: "text", int: "a non-negative whole number"}
 
 
 def longest(model: torch.nn.Module) -> int | None:
-    """Positions the model is configured for, None where nothing says."""
+    """The number of positions in the model's configuration; None if it gives none."""
     config: Any = getattr(unwrap(model), "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()

@@ -94,7 +94,7 @@ class Law:
         lengths: Sequence[int] = (),
         target: str | None = None,
     ) -> Law:
-        """The record of a law for a model; learned scalings are kept at their present values.
+        """The record of a law for a model; learned scalings are stored with their current values.
 
         Args:
             model: the model it is for.
@@ -115,7 +115,7 @@ class Law:
         places = tuple(check_count("lengths", n, 1) for n in lengths)
         limit = longest(model)
         if limit is not None and places and max(places) > limit:
-            text = f"lengths reach {max(places)}, the model has {limit} positions"
+            text = f"lengths reach {max(places)}, but the model has {limit} positions"
             if positions_are_learned(model):
                 raise ValueError(text)
             warnings.warn(text, stacklevel=2)
@@ -201,26 +201,28 @@ class Law:
             return cls._read(read_json(path))
         except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split())[:400]
-            raise LawError(f"{os.fspath(path)} holds no law: {reason}") from error
+            raise LawError(f"{os.fspath(path)} contains no law: {reason}") from error
 
     @classmethod
     def _read(cls, record: object) -> Law:
         if not isinstance(record, dict) or record.get("schema") != SCHEMA:
             found = record.get("schema") if isinstance(record, dict) else type(record).__name__
-            raise ValueError(f"its schema is {SCHEMA!r}, got {found!r:.60}")
+            raise ValueError(f"its schema must be {SCHEMA!r}, got {found!r:.60}")
         known = {"schema", "model", "everywhere", "layers", "lengths", "target"}
         if wrong := sorted((set(record) - {NOT_LOADED}) ^ known):
-            raise ValueError(f"it has {', '.join(sorted(known))}; wrong is {', '.join(wrong):.60}")
+            raise ValueError(
+                f"it must have {', '.join(sorted(known))}; wrong is {', '.join(wrong):.60}"
+            )
         everywhere, layers, lengths, target = (
             record[part] for part in ("everywhere", "layers", "lengths", "target")
         )
         if not isinstance(layers, dict) or not isinstance(lengths, list):
-            raise ValueError("layers is an object and lengths a list")
+            raise ValueError("layers must be an object and lengths a list")
         if target is not None and not isinstance(target, str):
-            raise ValueError(f"target is text or null, got {type(target).__name__}")
+            raise ValueError(f"target must be text or null, got {type(target).__name__}")
         random = record.get(NOT_LOADED)
         if random is not None and not isinstance(random, str):
-            raise ValueError(f"{NOT_LOADED} is text, got {type(random).__name__}")
+            raise ValueError(f"{NOT_LOADED} must be text, got {type(random).__name__}")
         return cls(
             model=Identity.from_dict(record["model"]),
             everywhere=None if everywhere is None else _scaling("everywhere", everywhere),
@@ -243,26 +245,27 @@ def by_layer(model: torch.nn.Module, law: AnyLaw) -> tuple[AnyScaling | None, di
     if not isinstance(law, Mapping):
         if not isinstance(law, str | Scaling | LearnedScaling):
             raise TypeError(
-                f"law is a scaling or its name, a Law, or a mapping from layer or (layer, head) "
-                f"to scalings, got {type(law).__name__}"
+                "law must be a scaling or its name, a Law, or a mapping from layer or (layer, "
+                f"head) to scalings, got {type(law).__name__}"
             )
         return get(law), {}
     if not law:
-        raise ValueError("law has at least one layer, got an empty mapping")
+        raise ValueError("law must have at least one layer, got an empty mapping")
     found: dict[str, HeadLaws] = {}
     for place, given in law.items():
         pair = isinstance(place, tuple) and len(place) == 2
         layer, head = place if pair else (place, None)
         if isinstance(layer, bool) or not isinstance(layer, int | str | range):
             raise TypeError(
-                f"a law's layer is a number, a range or the name of a module, got {layer!r:.60}"
+                "a law's layer must be a number, a range or the name of a module, got "
+                f"{layer!r:.60}"
             )
         if head is not None and (isinstance(head, bool) or not isinstance(head, int) or head < 0):
-            raise ValueError(f"head is a whole number, not negative, got {head!r}")
+            raise ValueError(f"head must be a non-negative whole number, got {head!r}")
         for name in choose_layers(model, layer, "layer"):
             before = found.get(name, HeadLaws())
             if before.heads if head is None else before.whole is not None:
-                raise ValueError(f"{name} has one scaling or one for each head, got both")
+                raise ValueError(f"{name} must have one scaling or one for each head, got both")
             one = get(given)
             found[name] = HeadLaws(one) if head is None else _with(before, head, one)
     return None, found
@@ -291,9 +294,11 @@ def _heads(name: str, record: object) -> HeadLaws:
         return HeadLaws(_scaling(name, record["whole"]))
     heads = record.get("heads") if isinstance(record, dict) and len(record) == 1 else None
     if not isinstance(heads, dict) or not heads:
-        raise ValueError(f"layer {name!r:.60} has a scaling under 'whole' or some under 'heads'")
+        raise ValueError(
+            f"layer {name!r:.60} must have a scaling under 'whole' or some under 'heads'"
+        )
     if not all(head.isascii() and head.isdigit() and len(head) < 7 for head in heads):
-        raise ValueError(f"heads of layer {name!r:.60} are whole numbers")
+        raise ValueError(f"heads of layer {name!r:.60} must be whole numbers")
     return HeadLaws(
         None, tuple((int(head), _scaling(f"{name}, {head}", one)) for head, one in heads.items())
     )
@@ -301,9 +306,9 @@ def _heads(name: str, record: object) -> HeadLaws:
 
 def _scaling(place: str, record: object) -> Scaling:
     if not isinstance(record, dict):
-        raise ValueError(f"the scaling of {place!r:.60} is an object")
+        raise ValueError(f"the scaling of {place!r:.60} must be an object")
     try:
         found = from_dict(record)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the scaling of {place!r:.60} is wrong: {error}") from error
+        raise ValueError(f"the scaling of {place!r:.60} is invalid: {error}") from error
     return NoScaling() if isinstance(found, NoScaling) else found

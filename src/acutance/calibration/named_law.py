@@ -35,7 +35,7 @@ def named_law(text: str) -> AnyLaw:
     if not os.path.exists(text) and (name in SCALINGS or colon):
         return _scaling(name, parameters)
     if os.path.isdir(text):
-        raise ValueError(f"law: {text} is a directory; give the file that calibrate -o wrote")
+        raise ValueError(f"law: {text} is a directory; pass the file that calibrate -o wrote")
     if not os.path.exists(text):
         try:
             return get(text)
@@ -49,18 +49,20 @@ def _scaling(name: str, parameters: str) -> Scaling:
         try:
             scaling = get(name)
         except ValueError as error:
-            raise ValueError(f"law: {name} has parameters, as in log_n:train_length=512") from error
+            raise ValueError(
+                f"law: {name} needs parameters, as in log_n:train_length=512"
+            ) from error
         assert isinstance(scaling, Scaling)
         return scaling
     record: dict[str, Any] = {"name": name}
     for part in parameters.split(","):
         key, equals, value = part.partition("=")
         if not equals:
-            raise ValueError(f"law: parameters are name=number, got {part!r}")
+            raise ValueError(f"law: parameters must be name=number, got {part!r}")
         try:
             record[key.strip()] = json.loads(value)
         except ValueError as error:
-            raise ValueError(f"law: {key.strip()} is a number, got {value!r}") from error
+            raise ValueError(f"law: {key.strip()} must be a number, got {value!r}") from error
     try:
         return from_dict(record)
     except TypeError as error:
@@ -87,6 +89,6 @@ def applying(text: str) -> tuple[str, Callable[[torch.nn.Module], AbstractContex
                 applied.restore()
         if not applied.calls and applied.skipped:
             name, why = next(iter(applied.skipped.items()))
-            raise ApplyError(f"the law changed no call: {name}: {why}")
+            raise ApplyError(f"the law scaled no call: {name}: {why}")
 
     return words, scaled

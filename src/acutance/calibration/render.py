@@ -1,4 +1,4 @@
-"""A calibration in the terminal: what it does to every head, and what stands out."""
+"""The terminal report of a calibration."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _title(found: Calibration) -> str:
         what = f"{bound}{found.value:g}{_unit(found)} at every n"
     else:
         what = f"kept at its value for n = {found.reference}"
-    return f"{name}, {what}: before and after a law ({found.family}), at n visible keys"
+    return f"{name}, {what}: without and with a law ({found.family}), at n visible keys"
 
 
 def _table(found: Calibration) -> NumberTable:
@@ -110,7 +110,7 @@ def _cell(
 
 
 def _pm(value: float, error: float) -> str:
-    """A value with its error, where that says something."""
+    """A value with its standard error, if that is finite."""
     if not 0 < error <= 10 * max(abs(value), 1e-9):
         return f"{value:.3g}"
     return f"{value:.3g}±{error:.1g}"
@@ -127,18 +127,21 @@ def _grows(group: Sequence[HeadCalibration]) -> str:
 
 
 def sentences(found: Calibration) -> Iterator[str]:
-    """What a reader should know besides the table."""
+    """The sentences below the table."""
     unit = _unit(found)
     if found.weights_not_loaded is not None:
         yield not_loaded_sentence(found.weights_not_loaded)
     if found.metric == "max_logit":
         over = sum(_exceeds(one.before, one.target) for one in found.heads)
         still = sum(_exceeds(one.after, one.target) for one in found.heads)
-        yield f"{over} of {len(found.heads)} heads exceeded the bound; under the law {still} do."
+        yield (
+            f"{over} of {len(found.heads)} heads exceeded the bound without a law; with the "
+            f"law {still} do."
+        )
     else:
         yield (
-            f"Largest distance from the target, over heads and n: {found.worst(law=False):.0%} "
-            f"before, {found.worst():.1%} under the law (held is within {HELD:.0%}, or "
+            f"Largest distance from the target over heads and n: {found.worst(law=False):.0%} "
+            f"without, {found.worst():.1%} with the law (held means within {HELD:.0%}, or "
             f"{TARGETS[found.metric].floor:g}{unit})."
         )
     counts = found.counts()
@@ -149,8 +152,8 @@ def sentences(found: Calibration) -> Iterator[str]:
         yield from _kept(found, kept)
     if gone := _heads(found, "impossible"):
         yield (
-            f"{_named(gone)} cannot have the target at some n: rows of so few keys have at most "
-            f"log n nats (and at least 1/n as a top weight); their factor there is 1."
+            f"{_named(gone)} cannot reach the target at some n: rows with few keys have at "
+            "most log n nats (and at least 1/n as a top weight). Their factor there is 1."
         )
     if limited := _heads(found, "limited"):
         edges = {
@@ -165,18 +168,18 @@ def sentences(found: Calibration) -> Iterator[str]:
             f"factors, {told}."
         )
     if missed := _heads(found, "missed"):
-        yield f"{_named(missed)} missed the target at some n: more passes, or another law."
+        yield f"{_named(missed)} missed the target at some n: try more passes, or another law."
     yield from _growth(found)
     windows = ", ".join(f"{count} of {length} tokens" for length, count in found.windows.items())
     measured = f"Measured {found.passes} times on windows: {windows}"
     if found.metric == "max_logit":
         yield f"{measured}."
         yield (
-            "Other text may exceed the bound, most of all where there is more of it: give a lower "
-            "value than the one that must hold."
+            "Other text may exceed the bound, especially a longer one: use a lower value than "
+            "the bound that you need."
         )
     else:
-        yield f"{measured}; ± is a standard error over them."
+        yield f"{measured}; ± is one standard error."
         yield from _noise(found)
     for name, why in list(found.skipped.items())[:4]:
         yield f"Not fitted: {name}: {why}."
@@ -184,9 +187,10 @@ def sentences(found: Calibration) -> Iterator[str]:
         yield f"Not fitted: {len(found.skipped) - 4} more layers."
     if found.family == "table":
         yield (
-            f"Beyond n = {found.lengths[-1]} each head's factor goes on by its family (undecided "
-            f"ones by the best that grows no faster than log n), which nothing was measured for; "
-            f"rows of fewer than {found.lengths[0]} keys have that length's factor."
+            f"Beyond n = {found.lengths[-1]} each head's factor is extrapolated by its family "
+            "(for undecided heads the best one that grows no faster than log n), without "
+            f"measurement. Rows with fewer than {found.lengths[0]} keys use that length's "
+            "factor."
         )
     else:
         yield f"Beyond n = {found.lengths[-1]} nothing was measured."
@@ -200,17 +204,17 @@ def _exceeds(shown: Sequence[float], bound: Sequence[float]) -> bool:
 def _kept(found: Calibration, heads: Sequence[HeadCalibration]) -> Iterator[str]:
     """What is not mended, and how large it may be."""
     if found.metric == "max_logit":
-        yield f"Under the bound and left alone: {_named(heads)}."
+        yield f"Below the bound and unchanged: {_named(heads)}."
         return
     left = max(
         abs(one.before[at] - one.target[at]) / _size(found, one, at)
         for one in heads
         for at in _told(one)
     )
-    more = "; more windows would tell" if left > HELD else ""
+    more = "; more windows reduce the noise" if left > HELD else ""
     yield (
-        f"Left alone: {_named(heads)}; what a law would change there, {left:.1%} of the "
-        f"target at most, is within noise or under 1 %{more}."
+        f"Unchanged: {_named(heads)}. The change that a law would make there, at most "
+        f"{left:.1%} of the target, is insignificant or below 1 %{more}."
     )
 
 
@@ -224,9 +228,9 @@ def _noise(found: Calibration) -> Iterator[str]:
     )
     if errors:
         yield (
-            f"Other text differs by chance: the standard error of a value is "
-            f"{errors[len(errors) // 2]:.1%} of its target in the median and {errors[-1]:.1%} at "
-            f"most; with four times the windows it is half of that."
+            "Other text differs by chance: the standard error of a value is "
+            f"{errors[len(errors) // 2]:.1%} of its target for the median and at most "
+            f"{errors[-1]:.1%}. Four times as many windows halve it."
         )
 
 
@@ -241,16 +245,21 @@ def _size(found: Calibration, one: HeadCalibration, at: int) -> float:
 
 
 def _growth(found: Calibration) -> Iterator[str]:
-    """Families, and where heads stand against the gap law."""
+    """Sentences on the families and on β/Λ."""
     families = Counter(one.family for one in found.heads)
     limited = families.pop("limited", 0)
     told = ", ".join(f"{count} {_FAMILIES[name]}" for name, count in families.most_common())
     if limited:
-        yield f"{limited} of {len(found.heads)} heads reach the limit of the factors: no family."
+        yield (
+            f"{limited} of {len(found.heads)} heads reach the limit of the factors and have no "
+            "family."
+        )
     if not families:
         pass
     elif len(found.lengths) < 3:
-        yield f"Growth of the factors: {told}; fewer than 3 lengths tell no family apart."
+        yield (
+            f"Growth of the factors: {told}; at least 3 lengths are needed to distinguish families."
+        )
     else:
         yield f"Growth of the factors with n, by fit error: {told}."
     last = [
@@ -261,8 +270,8 @@ def _growth(found: Calibration) -> Iterator[str]:
         after = sorted(focus for _, focus in last)
         middle = len(last) // 2
         yield (
-            f"β/Λ at n = {found.lengths[-1]} (above 1 one key stands alone): median head "
-            f"{before[middle]:.2g} before, {after[middle]:.2g} under the law."
+            f"β/Λ at n = {found.lengths[-1]} (above 1, one key dominates): median head "
+            f"{before[middle]:.2g} without, {after[middle]:.2g} with the law."
         )
 
 

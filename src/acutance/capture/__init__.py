@@ -1,1 +1,1 @@
-"""Capture: see every call of attention that a PyTorch model makes, whatever computes it."""
+"""Capture every attention call that a PyTorch model makes."""

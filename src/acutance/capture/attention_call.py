@@ -224,7 +224,7 @@ class AttentionCall:
         return None if seen is None else seen.expand(batch, keys)
 
     def seen_by_position(self, positions: Tensor) -> Tensor | None:
-        """Mask (B, 1, r, S) of the keys that causality, window and documents let some rows see.
+        """Mask (B, 1, r, S) of the keys that rows see by causality, window and documents.
 
         None if these hide no key.
 
@@ -255,7 +255,7 @@ def relative_error(rebuilt: Tensor, output: Tensor, kept: Tensor) -> float:
 
 
 def row_errors(rebuilt: Tensor, output: Tensor, kept: Tensor) -> Tensor:
-    """Largest difference of two outputs in each kept row, relative to the largest entry of all.
+    """Largest difference of two outputs in each counted row, relative to the largest entry of all.
 
     Args:
         rebuilt: (B, Hq, L, Ev).
@@ -279,7 +279,7 @@ def row_errors(rebuilt: Tensor, output: Tensor, kept: Tensor) -> Tensor:
 def differences(
     call: AttentionCall, rebuilt: Tensor, largest: Tensor, theirs: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Errors of a call's rebuilt rows, and how large roundings may make them.
+    """Differences of a call's recomputed rows, and the largest rounding error to expect.
 
     Args:
         call: of those rows.

@@ -30,8 +30,8 @@ __all__ = ["FunctionChange"]
 
 _SDPA = F.scaled_dot_product_attention
 _ATTENTION = {_SDPA, F.multi_head_attention_forward, *SOFTMAX, *LOG_SOFTMAX}
-_HINT = "; give the law by layer to leave it alone"
-_UNTAKEN = ", and no matrix product takes its softmax over keys"
+_HINT = "; to exclude it, give the law by layer"
+_UNTAKEN = ", and no matrix product uses its softmax over keys"
 
 
 class FunctionChanger(Protocol):
@@ -68,7 +68,7 @@ class FunctionChanger(Protocol):
 
 
 class FunctionChange(TorchFunctionMode):
-    """Sees every torch function while the model runs, and scales attention's queries or scores."""
+    """A torch-function mode that scales the queries or scores of attention calls."""
 
     def __init__(self, changer: FunctionChanger) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class FunctionChange(TorchFunctionMode):
         over_keys = self._changer.could_be_over_keys(scores, dim)
         if name is None or not (over_keys or active):
             return self._weights(func, args, kwargs)
-        bare, why = None, "its scores are no product of queries and keys"
+        bare, why = None, "its scores are not a product of queries and keys"
         if not over_keys:
             why = f"its softmax is over dimension {dim} of {tuple(scores.shape)}"
         elif active:
@@ -159,25 +159,25 @@ class FunctionChange(TorchFunctionMode):
         return result
 
     def _by_hand(self, why: str) -> None:
-        """A product took the weights of a softmax that is written out."""
+        """Handle the weights of a softmax without a softmax call, used in a matrix product."""
         name = self._changer.here()
         if name is not None:
             raise self._changer.unreachable(name, why + _HINT)
 
     def _weighed(self, softmax: Softmax, _: Callable[[], str | None]) -> None:
-        """A product took the softmax of scores that were left as they are."""
+        """Handle a matrix product with the softmax of scores that were not scaled."""
         name = softmax.module or ""
         raise self._changer.unreachable(name, self._why[name] + _HINT)
 
     def _unused(self, softmax: Softmax) -> None:
-        """No product took a softmax: of four dimensions it may still be meant as attention."""
+        """Handle a softmax that no product used: with four dimensions it may still be attention."""
         if softmax.scores.dim() == 4 and not softmax.log and softmax.module is not None:
             self._changer.skip(softmax.module, f"{self._why[softmax.module]}{_UNTAKEN}")
 
     def _multi_head(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Scale the SDPA call inside, or where weights are asked for, the scores they are of."""
+        """Scale the SDPA call inside, or the scores if weights are requested."""
         name = self._changer.here()
         if name is None:
             return func(*args, **kwargs)
@@ -210,7 +210,7 @@ def _may_be_attention(scores: Tensor, fewest: int) -> bool:
 
 
 def scaled_weights(scores: Tensor, factor: Tensor, given: dict[str, Any]) -> Tensor:
-    """The scores that ``F.multi_head_attention_forward`` forms where it is asked for weights.
+    """The scores that ``F.multi_head_attention_forward`` computes when weights are requested.
 
     Args:
         scores: (B · H, L, S), the mask added.

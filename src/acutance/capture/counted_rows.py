@@ -1,4 +1,4 @@
-"""Which rows of a call count: those of real tokens, among those that were asked for."""
+"""Which rows of a call count: those of real tokens, among the selected ones."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class RowReader:
             return CountedRows(rows, padded, 0, real.source, unseen)
         if asked.shape[1] != queries or asked.shape[0] not in (1, batch):
             raise ValueError(
-                f"rows has shape {tuple(asked.shape)}, and its queries are (B, L) = "
+                f"rows has shape {tuple(asked.shape)}, but its queries are (B, L) = "
                 f"{(batch, queries)}"
             )
         asked = asked.to(device).expand(batch, -1)
@@ -153,7 +153,7 @@ class RowReader:
         return CountedRows(rows, padded, excluded, real.source, unseen)
 
     def _given(self, batch: int, queries: int, keys: int, device: torch.device) -> RealRows | None:
-        """The real rows given by the user; None if there are none that fit."""
+        """The real rows given by the user; None if none were given that fit."""
         mask, around = self.mask, self._thread.masks.innermost
         if mask is None:
             return None
@@ -165,7 +165,7 @@ class RowReader:
     def _around(
         self, batch: int, queries: int, keys: int, device: torch.device, sees: _Sees | None
     ) -> RealRows | None:
-        """The real rows that the innermost module's mask gives; None if there are none that fit.
+        """The real rows by the mask of the innermost module; None if it has none that fits.
 
         Args:
             batch: B.
@@ -205,7 +205,7 @@ class RowReader:
 
 
 def _same_block(left: str, right: str) -> bool:
-    """Whether two modules lie in the same numbered block, such as ``decoder.layers.3``."""
+    """Whether two modules belong to the same numbered block, such as ``decoder.layers.3``."""
     for mine, theirs in zip(left.split("."), right.split("."), strict=False):
         if mine != theirs:
             return False

@@ -66,7 +66,7 @@ _lock = threading.Lock()
 
 
 def tell_all(args: tuple[Any, ...] = ()) -> None:
-    """Tell all who watch that attention, or a softmax of these arguments, is about to be called."""
+    """Notify all observers of an imminent call of attention or of a softmax."""
     for doors in tuple(_open):
         doors.passed(args)
 
@@ -139,7 +139,7 @@ def kinds_are_library(model: torch.nn.Module) -> bool:
 
 
 def is_library_code(model: torch.nn.Module) -> bool:
-    """Whether all code of a model is that of PyTorch and transformers, and calls by known names."""
+    """Whether a model consists of PyTorch and transformers code that is called by known names."""
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             return False
@@ -149,7 +149,7 @@ def is_library_code(model: torch.nn.Module) -> bool:
 
 
 def _aliases() -> bool:
-    """Whether a module of transformers holds a function under a name that is not replaced."""
+    """Whether a transformers module refers to a function by a name that is not replaced."""
     watched = {id(door.function) for door in _DOORS}
     for name, module in list(sys.modules.items()):
         ours = name.startswith("transformers.")
@@ -216,7 +216,7 @@ class Doors:
         self._forwards = [(kind, kind.forward) for kind in {type(module) for module in modules}]
 
     def unchanged(self) -> bool:
-        """Whether the model is as it was when this was made, and no one else is listening."""
+        """Whether the model has not changed since then, and nothing else is listening."""
         if others_listen() or any(self._empty):
             return False
         for held, known in self._children:
@@ -262,7 +262,7 @@ class Doors:
                     _leave_calls(kind)
 
     def root(self, module: torch.nn.Module) -> bool:
-        """Whether a module that is called begins a pass of this thread."""
+        """Whether calling this module begins a forward pass in this thread."""
         if self._in_pass():
             return False
         again = torch._C._current_graph_task_id() != -1  # a checkpoint runs it for the gradients
@@ -274,7 +274,7 @@ class Doors:
 
     @contextmanager
     def in_pass(self, module: torch.nn.Module) -> Iterator[None]:
-        """A pass that begins with this module."""
+        """A context for the pass that begins with this module."""
         self._thread.depth = 1
         try:
             self._begun(module, id(module) in self._roots and self.unchanged())

@@ -61,14 +61,14 @@ def scripted_attention(module: torch.nn.Module) -> str:
         graph = ""
     if _OPERATIONS.search(graph) is None:
         return ""
-    return "torch.jit compiled it, and nothing can listen inside: probe it as it was before"
+    return "torch.jit compiled it, so it cannot be captured: probe the model before compilation"
 
 
 _LOCAL = {"sliding_attention", "chunked_attention", "local", "local_attention"}
 
 
 def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Modules whose class is called attention, or that say how many heads they have, by name.
+    """Modules named or classed as attention, or with a head count, by module name.
 
     They are in model order. Of modules inside each other only the innermost: transformers'
     ``BertAttention`` holds the ``BertSelfAttention`` that attends. What has heads in or around a
@@ -120,7 +120,7 @@ def layer_numbers(model: torch.nn.Module, names: Iterable[str]) -> dict[str, int
 
 
 def most_heads(model: torch.nn.Module) -> int | None:
-    """Heads of the attention layer that has the most, None where one does not say.
+    """The largest number of heads of any attention layer; None if a layer does not give it.
 
     Example:
         >>> most_heads(torch.nn.TransformerDecoderLayer(8, 2))
@@ -143,7 +143,7 @@ def is_softmax(module: torch.nn.Module) -> bool:
 
 
 def may_attend(module: torch.nn.Module) -> bool:
-    """Whether a module has code of its own that might attend: any but PyTorch's simple layers."""
+    """Whether a module has code that might compute attention, unlike PyTorch's simple layers."""
     kind = type(module)
     # a list or a table of modules has none, and a scripted class one that cannot be asked for
     if inspect.getattr_static(kind, "forward", None) is torch.nn.Module.forward:
@@ -153,7 +153,7 @@ def may_attend(module: torch.nn.Module) -> bool:
 
 
 def uses_interface(module: torch.nn.Module) -> bool:
-    """Whether the class of a module says that it asks transformers for its attention function."""
+    """Whether a module's class gets its attention function from transformers' interface."""
     for base in type(module).__mro__:
         for member in vars(base).values():
             code = getattr(getattr(member, "__wrapped__", member), "__code__", None)
@@ -163,7 +163,7 @@ def uses_interface(module: torch.nn.Module) -> bool:
 
 
 def is_windowed(module: torch.nn.Module) -> bool:
-    """Whether a transformers layer says that its rows see a window or a chunk only.
+    """Whether a transformers layer is configured with a window or chunks.
 
     What is passed to a call (``sliding_window``) is better evidence; this is for layers whose
     window is in their mask alone.
@@ -183,7 +183,7 @@ def is_windowed(module: torch.nn.Module) -> bool:
 
 
 def windowed_layers(model: torch.nn.Module) -> dict[str, bool]:
-    """Whether each module's rows see a window only, by its name: it says so, or its attention.
+    """Whether each module has windowed attention, by name, from its configuration or its parent's.
 
     Example:
         >>> windowed_layers(torch.nn.MultiheadAttention(8, 2))["MultiheadAttention"]
@@ -197,6 +197,6 @@ def windowed_layers(model: torch.nn.Module) -> dict[str, bool]:
 
 
 def in_window(module: torch.nn.Module, above: torch.nn.Module | None) -> bool:
-    """Whether a module's rows see a window only: it says so, or the attention right around it."""
+    """Whether a module or the attention that contains it is windowed."""
     outer = "att" in type(above).__name__.lower() and above is not None and is_windowed(above)
     return outer or is_windowed(module)

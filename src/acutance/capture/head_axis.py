@@ -72,7 +72,7 @@ def attribute(holder: object, name: str) -> Any:
 
 
 def heads_of(module: torch.nn.Module | None) -> int | None:
-    """Number of heads a module says it has, None if it says nothing.
+    """The head count of a module; None if it has none.
 
     Example:
         >>> heads_of(torch.nn.MultiheadAttention(8, 2))
@@ -134,9 +134,7 @@ def fold(scores: Tensor, heads: int | None, place: int | None = None) -> Tensor:
     if not places and shape[0] == heads:
         places = [0]
     if not places:
-        raise ValueError(
-            f"which of the dimensions {tuple(shape)} of its softmax are heads is not known"
-        )
+        raise ValueError(f"it is not known which dimension of its softmax {tuple(shape)} is heads")
     place = places[0] if places[0] == 1 else places[-1]
     return scores.movedim(place, -3).flatten(0, -4)
 
@@ -152,7 +150,7 @@ def head_places(shape: Sequence[int], heads: int | None) -> list[int]:
 
 
 def decided_place(shape: Sequence[int], heads: int | None, product: Places) -> tuple[int, bool]:
-    """Which of four dimensions is heads, and whether anything but custom says so.
+    """Which of four dimensions is heads, and whether the evidence is more than convention.
 
     What is not queries may be heads; the number of heads decides among them, then the values.
 
@@ -176,7 +174,7 @@ def decided_place(shape: Sequence[int], heads: int | None, product: Places) -> t
 
 
 def projected_heads(module: torch.nn.Module | None, shape: Sequence[int], width: int) -> int | None:
-    """Number of heads of values of a width, by the linear layers in a module that make them.
+    """The number of heads of values with a width, from the linear layers that produce them.
 
     None unless exactly one of a softmax's first three dimensions has such a number.
 
@@ -241,9 +239,9 @@ class HeadPlaces:
             name,
             (
                 place,
-                f"its softmax of {tuple(shape)} fits its {heads} heads in more than one way: the "
-                f"{('first', 'second', 'third')[place]} dimension was taken for heads, which a "
-                "call with another batch or length would confirm",
+                f"its softmax of {tuple(shape)} fits its {heads} heads in more than one way: "
+                f"the {('first', 'second', 'third')[place]} dimension was assumed to be "
+                "heads, which a call with another batch size or length would confirm",
             ),
         )
         return place

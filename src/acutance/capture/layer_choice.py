@@ -1,4 +1,4 @@
-"""Which layers and heads are meant: numbers, ranges and patterns of names, wherever asked."""
+"""Choose layers and heads by numbers, ranges and name patterns."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def _items(name: str, given: Chosen) -> list[range | str]:
                 first = int(match[1])
                 last = first if match[2] is None else int(match[2])
                 if last < first:
-                    raise ValueError(f"{name} has ranges low-high, got {part!r}")
+                    raise ValueError(f"{name} must have ranges low-high, got {part!r}")
                 found.append(range(first, last + 1))
         else:
-            raise TypeError(f"{name} holds numbers, ranges and text, got {item!r}")
+            raise TypeError(f"{name} must contain numbers, ranges and text, got {item!r}")
     if not found:
-        raise ValueError(f"{name} names at least one, got {given!r}")
+        raise ValueError(f"{name} must name at least one, got {given!r}")
     return found
 
 
@@ -81,10 +81,10 @@ class LayerChoice:
         True
         >>> LayerChoice(7, names)
         Traceback (most recent call last):
-        ValueError: layers=7 is no layer of the model: its blocks are numbered 0 to 1
+        ValueError: layers=7 is not a layer of the model: its blocks are numbered 0 to 1
         >>> LayerChoice("hea", names)
         Traceback (most recent call last):
-        ValueError: layers='hea' is no layer of the model; did you mean 'head'?
+        ValueError: layers='hea' is not a layer of the model; did you mean 'head'?
     """
 
     def __init__(
@@ -136,15 +136,15 @@ class LayerChoice:
             near = difflib.get_close_matches(part, names, n=3, cutoff=0.6)
             near = near or difflib.get_close_matches(part, names, n=1, cutoff=0.3)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-            return f"{self._argument}={part!r} is no layer of the model{hint}"
+            return f"{self._argument}={part!r} is not a layer of the model{hint}"
         asked = part[0] if len(part) == 1 else f"{part[0]}-{part[-1]}"
-        text = f"{self._argument}={asked} is no layer of the model"
+        text = f"{self._argument}={asked} is not a layer of the model"
         if self._counts:
             return f"{text}: its blocks are numbered 0 to {max(self._counts.values()) - 1}"
         if self._attention:
             last = len(self._attention) - 1
             return f"{text}: its attention layers are numbered 0 to {last}"
-        return f"{text}: it has no numbered blocks, name modules"
+        return f"{text}: it has no numbered blocks, so use module names"
 
 
 def choose_layers(model: torch.nn.Module, given: Chosen, argument: str = "layers") -> list[str]:
@@ -155,7 +155,7 @@ def choose_layers(model: torch.nn.Module, given: Chosen, argument: str = "layers
 
     Raises:
         TypeError: if ``given`` holds anything but numbers, ranges and text.
-        ValueError: if a part of it is no layer of the model.
+        ValueError: if a part of it is not a layer of the model.
 
     Example:
         >>> model = torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(8, 2), 2)
@@ -175,7 +175,7 @@ def choose_layers(model: torch.nn.Module, given: Chosen, argument: str = "layers
     if not attention:
         chosen = [name for name in names if name in choice]
         return [name for name in chosen if not any(name.startswith(f"{one}.") for one in chosen)]
-    raise ValueError(f"{argument}={given!r} is no layer of the model: it holds no attention")
+    raise ValueError(f"{argument}={given!r} is not a layer of the model: it has no attention")
 
 
 class HeadChoice:
@@ -196,7 +196,7 @@ class HeadChoice:
         self._parts: list[range] = []
         for part in _items("heads", given):
             if isinstance(part, str):
-                raise ValueError(f"heads are numbers or ranges, as 0,4-7, got {part!r}")
+                raise ValueError(f"heads must be numbers or ranges, such as 0,4-7, got {part!r}")
             self._parts.append(part)
 
     def check(self, most: int, model: str) -> None:
@@ -213,8 +213,8 @@ class HeadChoice:
             for head in (part[-1], part[0]):
                 if not -most <= head < most:
                     raise ValueError(
-                        f"heads names head {head}, and the layers of {model} have {most} heads: "
-                        f"0 to {most - 1}"
+                        f"heads includes head {head}, but the layers of {model} have {most} "
+                        f"heads: 0 to {most - 1}"
                     )
 
     def of(self, heads: int) -> list[int]:
@@ -227,7 +227,7 @@ class HeadChoice:
 
 
 def _block(name: str) -> tuple[str, int | None]:
-    """What stands before the first number of a dotted name, and that number."""
+    """The prefix before the first number of a dotted name, and that number."""
     pieces = name.split(".")
     for place, piece in enumerate(pieces):
         if piece.isascii() and piece.isdigit():

@@ -1,4 +1,4 @@
-"""Listener: hears every attention call of a model while it runs as it always does.
+"""Listener: captures every attention call of a model without changing the model.
 
 One listener has the model's :class:`ModuleStack`, knows which layers are asked for and which rows
 are padding, and opens every way of capture: transformers' attention interface, and PyTorch's
@@ -35,9 +35,9 @@ from acutance.capture.torch_modes import EAGER, leave, unwatched
 __all__ = ["Listener", "ProbeError", "Receiver"]
 
 _LOOKED_FOR = (
-    "it looks for transformers' attention interface, F.scaled_dot_product_attention, "
-    "nn.MultiheadAttention, FlexAttention, acutance.attention, and a softmax that a matrix product "
-    "takes; acutance.tap tells it of anything else"
+    "a probe captures transformers' attention interface, F.scaled_dot_product_attention, "
+    "nn.MultiheadAttention, FlexAttention, acutance.attention, and a softmax followed by a "
+    "matrix product; report any other attention with acutance.tap"
 )
 
 
@@ -51,7 +51,7 @@ class Receiver(Protocol):
     def on_call(
         self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
     ) -> None:
-        """A call took place.
+        """Receive one attention call.
 
         Args:
             call: its arguments; ``call.module`` is its name, ``#1`` for a second one in one pass.
@@ -60,7 +60,7 @@ class Receiver(Protocol):
         """
 
     def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
-        """A softmax of the model's own was taken by a matrix product.
+        """Receive the scores of a hand-written softmax that a matrix product used.
 
         Args:
             scores: what it was taken of, (B, H, L, S).
@@ -90,7 +90,7 @@ class Provider(Receiver, Protocol):
 
 
 class Listener:
-    """Hears the attention of a model, in a context.
+    """A context that captures the attention calls of a model.
 
     Args:
         model: any module.
@@ -122,7 +122,7 @@ class Listener:
 
     Raises:
         TypeError: if ``model`` is no module or ``layers`` holds anything but numbers and text.
-        ValueError: if a part of ``layers`` is no layer of the model.
+        ValueError: if a part of ``layers`` is not a layer of the model.
 
     Example:
         >>> class Print:
@@ -152,7 +152,7 @@ class Listener:
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self.model, self.products, self.provides = model, products, provides
         self.modules = ModuleStack(model, self._enter_module, self._leave_module)
         self.passes = Passes(every)
@@ -184,7 +184,7 @@ class Listener:
 
     def __enter__(self) -> Listener:
         if self._context is not None:
-            raise ProbeError("this probe is already open; open another for a nested one")
+            raise ProbeError("this probe is already open; open another one to nest them")
         self.calls, self._started = 0, False
         self.heard.clear()
         self.modules.read_names()
@@ -216,15 +216,15 @@ class Listener:
         """Why nothing was handed over."""
         model = class_name(self.model)
         if self.layers is not None and self._started and not self.unread:
-            return f"the probe saw no attention call in the layers of {model} that were asked for"
+            return f"the probe captured no attention call in the requested layers of {model}"
         if self.unread:
             return f"the probe could not read any attention of {model}: {'; '.join(self.unread)}"
         if not self._started:
-            return f"the probe saw no attention call: {model} did not run while it was open"
-        return f"the probe saw no attention call in {model}: {_LOOKED_FOR}"
+            return f"the probe captured no attention call: {model} did not run while it was open"
+        return f"the probe captured no attention call in {model}: {_LOOKED_FOR}"
 
     def wants(self, name: str) -> bool:
-        """Whether calls of a module are heard."""
+        """Whether calls of a module are captured."""
         return self.layers is None or name in self.layers
 
     # -- what the captures ask --------------------------------------------------------------------
@@ -251,11 +251,11 @@ class Listener:
         return self.here()
 
     def muted(self) -> bool:
-        """Whether this thread is inside a call that is already heard."""
+        """Whether this thread is inside a call that is already captured."""
         return self.modules.thread.depth > 0
 
     def mute(self) -> AbstractContextManager[None]:
-        """Hear nothing of this thread in the context: a call counts once."""
+        """Capture nothing of this thread in the context, since a call counts once."""
         return self.modules.thread.mute()
 
     # -- what the captures report -----------------------------------------------------------------
@@ -294,7 +294,7 @@ class Listener:
     def observe(
         self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
     ) -> None:
-        """A call took place."""
+        """Handle an attention call."""
         if self._all_rows and not self.wants(module):
             with self.mute(), torch.no_grad(), unwatched():
                 self.rows.real(make())
@@ -305,15 +305,15 @@ class Listener:
     def observe_scores(
         self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
     ) -> None:
-        """A product took a softmax of which only the scores are known."""
+        """Handle a softmax of which only the scores are known."""
         self._hand_over(module, lambda: self._receiver.on_scores(scores, module, doubt))
 
     def observe_products(self, products: Tensor, query: Tensor, key: Tensor, module: str) -> None:
-        """A product took a softmax of scores that are made of these products."""
+        """Handle a softmax whose scores are computed from these products."""
         self._hand_over(module, lambda: self._receiver.on_products(products, query, key, module))
 
     def unreadable(self, module: str, reason: object) -> None:
-        """List attention that took place and could not be read."""
+        """List attention that could not be read."""
         if self.wants(module):
             self._list(self.unread, module, reason)
 
@@ -325,7 +325,7 @@ class Listener:
                 texts.append(text)
 
     def _hand_over(self, module: str, tell: Callable[[], object]) -> None:
-        """Let the receiver work, unseen by other listeners and by a default device."""
+        """Run the receiver, hidden from other listeners and from a default device."""
         if rerun() or not self.modules.thread.reading or module.partition("#")[0] in self.skipped:
             return
         self.heard.setdefault(module)
@@ -384,7 +384,7 @@ class Listener:
             self._library = False
 
     def _watch_doors(self) -> None:
-        """Follow no function and few modules, where a pass showed that all ask the interface."""
+        """Switch to the cheap mode after a pass in which all attention used the interface."""
         if self._library is False or not self._at_home() or self._context is None:
             return
         if self._library is None:
@@ -408,7 +408,7 @@ class Listener:
         self._watching.enter_context(self._doors.watch())
 
     def _follow_again(self, library: bool | None) -> None:
-        """Follow passes, in the thread whose functions the mode sees; ``library`` is as above."""
+        """Switch back to following passes; ``library`` is as above."""
         with self._lock:
             if self._doors is None:
                 return
@@ -422,7 +422,7 @@ class Listener:
         return threading.get_ident() == self._home
 
     def _begun(self, module: torch.nn.Module, unchanged: bool) -> None:
-        """A pass begins; of another thread only the interface is seen, followed or not."""
+        """Handle the start of a pass; in other threads only the interface is watched."""
         if not unchanged and self._at_home():
             self._follow_again(None)
 

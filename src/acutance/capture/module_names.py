@@ -79,7 +79,7 @@ def class_name(module: torch.nn.Module) -> str:
 
 
 def _holds(module: torch.nn.Module) -> str | None:
-    """Under which name a wrapper holds its module; None if it is none."""
+    """The attribute under which a wrapper stores its module; None if it is not a wrapper."""
     name = _wrapper(type(module))
     return name if name is not None and module._modules.get(name) is not None else None
 

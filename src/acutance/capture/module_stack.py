@@ -159,7 +159,7 @@ class ModuleStack:
         return self._order.get(base, 0), int(call or 0)
 
     def enter(self, module: torch.nn.Module) -> None:
-        """A module begins to run."""
+        """Handle the start of a module call."""
         if torch.compiler.is_compiling():
             return
         name = self._names.get(id(module))
@@ -180,7 +180,7 @@ class ModuleStack:
 
 
 class Passes:
-    """Counts forward passes, and says which of them are read.
+    """Count forward passes and decide which of them are read.
 
     Attributes:
         every: the first of every so many is read.
@@ -194,7 +194,7 @@ class Passes:
         self._lock = threading.Lock()
 
     def begin(self, name: str, thread: Running) -> None:
-        """A pass begins from outside the model, at this module.
+        """Handle the start of a pass at this module.
 
         Passes that begin at different modules are counted apart, as those of an encoder and of its
         decoder's steps in generation.

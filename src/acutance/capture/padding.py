@@ -1,4 +1,4 @@
-"""Which rows of a call are padding: what the user says, what the model was given, what masks show.
+"""Padding: from the user's mask, the masks of modules, or the masks of calls.
 
 A key that no row sees is no sign of padding: sparse attention selects few keys, and a strictly
 causal mask hides the last one. So a token is padding where a mask over tokens says so.
@@ -112,7 +112,7 @@ class PaddingMask:
         return self.real[:, first : first + queries].expand(batch, -1)
 
     def keys(self, rows: Tensor, keys: int) -> Tensor | None:
-        """The part for the keys of a call whose queries have these rows; None if not known."""
+        """The mask for the keys of a call whose queries have these rows; None if unknown."""
         if self.real is not None and self.real.shape[1] == keys:
             return self.real.expand(rows.shape[0], -1)
         return rows if rows.shape[1] == keys else None
@@ -129,7 +129,7 @@ class TokenMasks:
         self._stack.clear()
 
     def enter(self, module: torch.nn.Module) -> None:
-        """A module begins to run; called by a hook of its own or of PyTorch's."""
+        """Handle the start of a module call, from a hook."""
         kind = type(module)
         forward = vars(kind).get("forward")  # what a scripted class has in its place raises errors
         if forward is None:
@@ -165,13 +165,13 @@ class TokenMasks:
 
     @property
     def innermost(self) -> PaddingMask | None:
-        """The mask that holds for what runs now, None if there is none."""
+        """The mask of the innermost running module; None if there is none."""
         return self._stack[-1][1] if self._stack else None
 
 
 @functools.lru_cache(maxsize=1024)
 def _signature(forward: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """Parameters of a forward function, those that mask tokens, and whether a sequence begins."""
+    """The mask parameters of a forward function, and whether it takes a sequence."""
     try:
         names = tuple(inspect.signature(forward).parameters)[1:]
     except (TypeError, ValueError):
@@ -246,16 +246,20 @@ def checked_mask(mask: Any) -> PaddingMask | None:
         >>> checked_mask(torch.tensor([1, 2]))
         Traceback (most recent call last):
             ...
-        ValueError: attention_mask is (batch, tokens), got shape (2,)
+        ValueError: attention_mask must have shape (batch, tokens), got shape (2,)
     """
     if mask is None:
         return None
     if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask is a tensor (batch, tokens), got {type(mask).__name__}")
+        raise TypeError(
+            f"attention_mask must be a tensor (batch, tokens), got {type(mask).__name__}"
+        )
     if mask.dim() != 2:
-        raise ValueError(f"attention_mask is (batch, tokens), got shape {tuple(mask.shape)}")
+        raise ValueError(
+            f"attention_mask must have shape (batch, tokens), got shape {tuple(mask.shape)}"
+        )
     if not bool(((mask == 0) | (mask == 1)).all()):
-        raise ValueError(f"attention_mask holds 1 on real tokens and 0 on padding, got {mask}")
+        raise ValueError(f"attention_mask must be 1 on real tokens and 0 on padding, got {mask}")
     real = mask.detach() != 0
     return PaddingMask(real, _GIVEN)
 
@@ -273,11 +277,11 @@ def checked_rows(rows: Any) -> Tensor | None:
         >>> checked_rows("some")
         Traceback (most recent call last):
             ...
-        ValueError: rows is 'real', 'all' or a boolean tensor (L,) or (B, L), got 'some'
+        ValueError: rows must be 'real', 'all' or a boolean tensor (L,) or (B, L), got 'some'
     """
     if isinstance(rows, str) and rows in ("real", "all"):
         return None
-    wanted = "rows is 'real', 'all' or a boolean tensor (L,) or (B, L), got"
+    wanted = "rows must be 'real', 'all' or a boolean tensor (L,) or (B, L), got"
     if isinstance(rows, str):
         raise ValueError(f"{wanted} {rows!r}")
     if not isinstance(rows, Tensor):
@@ -288,7 +292,7 @@ def checked_rows(rows: Any) -> Tensor | None:
 
 
 def by_key_masks(call: AttentionCall) -> RealRows | None:
-    """Real rows of self-attention according to the call's own key masks; None if these do not tell.
+    """Real rows of self-attention from the call's key masks; None if these do not determine them.
 
     ``key_mask`` hides padding. A mask that is the same for all rows does so if it differs between
     sequences: what it hides from all of them alike may be tokens that only read.
@@ -322,7 +326,7 @@ def _alike(mask: Tensor) -> bool:
 
 
 def by_counts(n: Tensor, seen: Tensor) -> RealRows | None:
-    """Real rows as in :func:`by_key_masks`, for a call of which only the scores are known.
+    """Like :func:`by_key_masks`, for a call of which only the scores are known.
 
     Args:
         n: (B, H, L), keys that each row sees.

@@ -1,4 +1,4 @@
-"""tap: attention that a model computes in a way of its own tells the probe what it is."""
+"""tap: report attention that a model computes in a way that cannot be captured."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class _Eager:
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls a function when a module has been imported, before whoever imported it goes on."""
+    """Calls a function right after a module has been imported."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self.name, self.then = name, then
@@ -91,7 +91,7 @@ EAGER = _Eager()
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Take this thread's function modes away: not another probe, not a default device sees us.
+    """Disable this thread's function modes, so that other probes and a default device do not apply.
 
     Disabling them would leave them on the stack, and calls that something might watch take the
     slow way through the dispatcher.
@@ -107,7 +107,7 @@ def unwatched() -> Iterator[None]:
 
 
 def leave(mode: TorchFunctionMode) -> None:
-    """Take a mode off this thread's stack, wherever it is; nothing happens where it is not.
+    """Remove a mode from this thread's stack, wherever it is; no effect if it is not there.
 
     Modes leave the innermost first, but not where an interrupt (Ctrl-C) ends a forward pass:
     PyTorch then skips the hooks that would have left a mode entered inside the pass.

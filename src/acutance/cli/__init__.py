@@ -52,7 +52,7 @@ def _root(
             metavar=NO_TYPE,
             callback=_version,
             is_eager=True,
-            help="Show the version.",
+            help="Print the version.",
         ),
     ] = False,
 ) -> None:
@@ -78,10 +78,10 @@ app.command("info", cls=Command)(info.info)
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def _bench() -> None:
-    """Say where the benchmark went."""
+    """Explain that the benchmark moved."""
     fail(
-        "bench is no command any more: run 'python -m benchmarks' in a checkout of acutance, or "
-        "'acutance info' for which kernels run here"
+        "'acutance bench' was removed: run 'python -m benchmarks' in a checkout of acutance, "
+        "or 'acutance info' to see which kernels are available"
     )
     raise typer.Exit(2)
 

@@ -45,19 +45,24 @@ class CalibrateOptions:
     model: Model = None
     text: Annotated[
         list[str] | None,
-        typer.Option("--text", metavar="FILE", help="Text to read; repeat it for more."),
+        typer.Option("--text", metavar="FILE", help="Text file to read; can be repeated."),
     ] = None
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="LAW", help="Write the law, for 'probe --law'."),
+        typer.Option(
+            "--out", "-o", metavar="LAW", help="Write the law to this file, for 'probe --law'."
+        ),
     ] = None
     target: Annotated[
         str,
         typer.Option(
             "--target",
             metavar="METRIC[=VALUE]",
-            help="What to hold: entropy, normalized_entropy, effective_keys, top_weight, or "
-            "max_logit as a bound. Without a value: each head's own at --reference.",
+            help=(
+                "Metric to keep constant: entropy, normalized_entropy, effective_keys, "
+                "top_weight, or max_logit as an upper bound. Without a value: each head's "
+                "value at --reference."
+            ),
         ),
     ] = "entropy"
     lengths: Annotated[
@@ -65,7 +70,10 @@ class CalibrateOptions:
         typer.Option(
             "--lengths",
             metavar="N,...",
-            help="Windows to measure, rising. Default: the model's longest and its halves to 1/8.",
+            help=(
+                "Window lengths to measure, ascending. Default: the model's maximum and its "
+                "halves down to 1/8."
+            ),
         ),
     ] = None
     windows: Annotated[
@@ -73,8 +81,10 @@ class CalibrateOptions:
         typer.Option(
             "--windows",
             min=0,
-            help="Of each length at most, spread over the text. More read longer and leave less "
-            "noise; 0 is all.",
+            help=(
+                "Maximum number of windows of each length, spread over the text; 0 reads all. "
+                "More windows take longer and reduce noise."
+            ),
         ),
     ] = 64
     reference: Annotated[
@@ -86,25 +96,33 @@ class CalibrateOptions:
         typer.Option(
             "--law",
             metavar="NAME",
-            help="table, or a family to fit: constant, ssmax, log_n, sqrt_log_n, clip_log_n.",
+            help=(
+                "A factor per length (table), or a family to fit: constant, ssmax, log_n, "
+                "sqrt_log_n, clip_log_n."
+            ),
         ),
     ] = "table"
-    passes: Annotated[int, typer.Option("--passes", min=2, help="Runs over the text, at most.")] = 6
+    passes: Annotated[
+        int, typer.Option("--passes", min=2, help="Maximum number of passes over the text.")
+    ] = 6
     limit: Annotated[
-        float, typer.Option("--limit", help="Factors stay between 1/LIMIT and LIMIT.")
+        float, typer.Option("--limit", help="Limit factors to between 1/LIMIT and LIMIT.")
     ] = 16.0
     windowed: Annotated[
         bool, typer.Option("--windowed", help="Also fit layers with a sliding window.")
     ] = False
     batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Longest windows run at once.")
+        int,
+        typer.Option("--batch-size", min=1, help="Number of the longest windows that run at once."),
     ] = 4
     seed: Annotated[
-        int, typer.Option("--seed", min=0, help="Of the windows, and of sampled rows.")
+        int, typer.Option("--seed", min=0, help="Random seed for the choice of windows and rows.")
     ] = 0
     save: Annotated[
         Path | None,
-        typer.Option("--save", metavar="FILE", help="Keep the state, as it grows: to resume."),
+        typer.Option(
+            "--save", metavar="FILE", help="Save the state after every batch, for --resume."
+        ),
     ] = None
     save_every: SaveEvery = 1
     resume: Resume = False
@@ -130,7 +148,7 @@ class CalibrateOptions:
     },
 )
 def calibrate(options: CalibrateOptions) -> None:
-    """Fit, for every head, the scale that keeps its attention as focused at any length."""
+    """Fit, for every head, the scale that keeps its attention equally focused at any length."""
     check_outputs(
         {"--out": options.out, "--json": options.json, "--save": options.save},
         {"MODEL": options.model, "--text": options.text},
@@ -152,8 +170,10 @@ def calibrate(options: CalibrateOptions) -> None:
         try:
             calibration = _fit(options, lengths, target, value)
         except KeyboardInterrupt:
-            kept = f"; --resume goes on from {options.save}" if options.save is not None else ""
-            fail(f"interrupted before the law was found{kept}")
+            kept = (
+                f"; continue from {options.save} with --resume" if options.save is not None else ""
+            )
+            fail(f"interrupted before the law was fitted{kept}")
             raise typer.Exit(INTERRUPTED) from None
 
         def write_json(path: Path) -> None:
@@ -172,7 +192,7 @@ def calibrate(options: CalibrateOptions) -> None:
 def _fit(
     options: CalibrateOptions, lengths: tuple[int, ...] | None, target: str, value: float | None
 ) -> "Calibration":
-    """Load the model, read the texts, and fit; what is read is said on standard error."""
+    """Load the model, read the texts, and fit."""
     import warnings
 
     from acutance.calibration.fit.calibrate import calibrate
@@ -223,6 +243,7 @@ def _fit(
 
 
 def _target(text: str) -> tuple[str, float | None]:
+    """Parse ``METRIC[=VALUE]`` into the name of a target and its value, None if it has none."""
     name, equals, value = text.partition("=")
     if not equals:
         return name, None
@@ -230,19 +251,22 @@ def _target(text: str) -> tuple[str, float | None]:
         return name, float(value)
     except ValueError as error:
         raise typer.BadParameter(
-            f"a value is a number, got {value!r}", param_hint="--target"
+            f"the value must be a number, got {value!r}", param_hint="--target"
         ) from error
 
 
 def _lengths(text: str) -> tuple[int, ...]:
+    """Parse ascending window lengths separated by commas."""
     try:
         lengths = tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise typer.BadParameter(
-            f"whole numbers with commas, got {text!r}", param_hint="--lengths"
+            f"must be whole numbers separated by commas, got {text!r}", param_hint="--lengths"
         ) from error
     if any(n < 2 for n in lengths) or any(b <= a for a, b in pairwise(lengths)):
-        raise typer.BadParameter(f"they rise from 2 or more, got {text}", param_hint="--lengths")
+        raise typer.BadParameter(
+            f"lengths must be at least 2 and ascending, got {text}", param_hint="--lengths"
+        )
     return lengths
 
 

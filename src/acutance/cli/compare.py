@@ -35,32 +35,40 @@ class CompareOptions:
 
     n: Annotated[
         str | None,
-        typer.Option("--n", metavar="NUMBERS", help="Keys a row sees. Default: 256,1024,4096."),
+        typer.Option(
+            "--n",
+            metavar="NUMBERS",
+            help="Number of keys that a row sees. Default: 256,1024,4096.",
+        ),
     ] = None
     d: Annotated[int, typer.Option("--d", min=2, help="Width of queries and keys.")] = 64
     mechanism: Annotated[
         list[str] | None,
         typer.Option(
-            "--mechanism", metavar="NAME", help="Repeat it for more; 'all'. Default: twelve."
+            "--mechanism",
+            metavar="NAME",
+            help="Mechanism to compare, or 'all'; can be repeated. Default: twelve.",
         ),
     ] = None
-    heads: Annotated[int, typer.Option("--heads", min=1, help="Heads, each with own keys.")] = 16
+    heads: Annotated[
+        int, typer.Option("--heads", min=1, help="Number of heads, each with different keys.")
+    ] = 16
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 1
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Rows of each head.")] = 16
+    samples: Annotated[
+        int, typer.Option("--samples", min=1, help="Number of rows measured per head.")
+    ] = 16
     mean: Annotated[
         str, typer.Option("--mean", metavar="Q[,K]", help="Mean of queries and keys.")
     ] = "0"
     std: Annotated[
-        str, typer.Option("--std", metavar="Q[,K]", help="Their standard deviation.")
+        str, typer.Option("--std", metavar="Q[,K]", help="Standard deviation of queries and keys.")
     ] = "1"
-    causal: Annotated[
-        bool, typer.Option("--causal", help="Rows see the keys up to their own place only.")
-    ] = False
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of all random numbers.")] = 0
+    causal: Annotated[bool, typer.Option("--causal", help="Use a causal mask.")] = False
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed.")] = 0
     state: Annotated[
         Path | None,
         typer.Option(
-            "--from", metavar="STATE", help="Queries and keys that 'probe --keep-qk' wrote."
+            "--from", metavar="STATE", help="Use queries and keys written by 'probe --keep-qk'."
         ),
     ] = None
     costs: Annotated[
@@ -69,10 +77,12 @@ class CompareOptions:
     json: JsonTo = None
     figure: Annotated[
         Path | None,
-        typer.Option("--figure", metavar="FILE", help="Draw effective keys by n: .png or .svg."),
+        typer.Option(
+            "--figure", metavar="FILE", help="Draw effective keys against n as .png or .svg."
+        ),
     ] = None
     dark: Dark = False
-    listing: Annotated[bool, typer.Option("--list", help="Show the mechanisms and end.")] = False
+    listing: Annotated[bool, typer.Option("--list", help="List the mechanisms and exit.")] = False
 
 
 @command(
@@ -111,7 +121,7 @@ def _show(comparison: "Comparison", options: CompareOptions) -> None:
     from acutance.report.screen import note
 
     if not comparison.complete:
-        said = ": what follows is what was done by then"
+        said = ": the results so far follow"
         console().print(note(("interrupted", "yellow"), said))
 
     def draw(path: Path) -> None:
@@ -128,6 +138,7 @@ def _show(comparison: "Comparison", options: CompareOptions) -> None:
 
 
 def _print(comparison: "Comparison", screen: Any) -> None:
+    """Print the table, its legend and a sentence on each mechanism."""
     from rich.text import Text
 
     from acutance.comparison import render
@@ -167,14 +178,16 @@ def _arguments(options: CompareOptions, source: "QueryKeySample | None") -> dict
     arguments: dict[str, Any] = {"mechanisms": pick(names or None)}
     arguments["n"] = tuple(_numbers("n", n, int)) if n is not None else DEFAULT_LENGTHS
     if min(arguments["n"]) < 2:
-        raise ValueError(f"n: a row sees at least 2 keys, got {n!r}")
+        raise ValueError(f"n: must be at least 2, got {n!r}")
     for name, text in (("mean", options.mean), ("std", options.std)):
         values = tuple(_numbers(name, text, float))
         if len(values) > 2:
-            raise ValueError(f"{name}: one number, or two for queries and keys, got {text!r}")
+            raise ValueError(
+                f"{name}: must be one number, or one for queries and one for keys, got {text!r}"
+            )
         if not all(math.isfinite(value) and (name == "mean" or value > 0) for value in values):
             raise ValueError(
-                f"{name}: finite{' and above 0' if name == 'std' else ''}, got {text!r}"
+                f"{name}: must be finite{' and above 0' if name == 'std' else ''}, got {text!r}"
             )
         arguments[name] = values[0] if len(values) == 1 else values
     if source is not None:
@@ -193,11 +206,12 @@ def _numbers(name: str, text: str, kind: type[int] | type[float]) -> Iterator[in
         try:
             yield kind(part)
         except ValueError:
-            raise ValueError(f"{name}: {word} between commas, got {text!r}") from None
+            raise ValueError(f"{name}: must be {word} separated by commas, got {text!r}") from None
 
 
 @contextmanager
 def _bar(screen: Any) -> "Iterator[Callable[[Step], None]]":
+    """Show a progress bar on standard error; yields the function that advances it."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (

@@ -19,30 +19,36 @@ if TYPE_CHECKING:
 class DiffOptions:
     """The options of ``acutance diff``."""
 
-    before: Annotated[Path, typer.Argument(metavar="A", help="A saved state.")]
+    before: Annotated[Path, typer.Argument(metavar="A", help="State before the change.")]
     after: Annotated[
         Path,
-        typer.Argument(metavar="B", help="Another: a checkpoint, a length, a text, a shard later."),
+        typer.Argument(
+            metavar="B", help="State to compare with it: another checkpoint, length or text."
+        ),
     ]
     metric: Annotated[
         list[str] | None,
         typer.Option(
             "--metric",
             metavar="NAME",
-            help="Whose heads and layers to list; repeat it for more. Default: normalized_entropy.",
+            help=(
+                "Metric to list heads and layers for; can be repeated. Default: normalized_entropy."
+            ),
         ),
     ] = None
     equal_n: Annotated[
-        bool, typer.Option("--equal-n", help="Compare only rows that see as many keys.")
+        bool, typer.Option("--equal-n", help="Compare only rows that see the same number of keys.")
     ] = False
-    top: Annotated[int, typer.Option("--top", min=1, help="Heads listed for each metric.")] = 10
+    top: Annotated[
+        int, typer.Option("--top", min=1, help="Number of heads listed for each metric.")
+    ] = 10
     json: JsonTo = None
     csv: Annotated[
         Path | None,
         typer.Option(
             "--csv",
             metavar="FILE",
-            help="Write a table, one row per head and metric, '-' for standard output.",
+            help="Write a table with one row per head and metric; '-' for standard output.",
         ),
     ] = None
     figure: FigureTo = None
@@ -87,7 +93,7 @@ def diff(options: DiffOptions) -> None:
 
 
 def _read(path: Path) -> "HeadSummary | State":
-    """A state with the run it is of, or the summary alone where the file does not say."""
+    """A state with its run, or only the summary if the file has no run."""
     from acutance.summary import files
     from acutance.summary.head_summary import SCHEMA, load
     from acutance.summary.state import load_state

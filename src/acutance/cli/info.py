@@ -18,7 +18,7 @@ class InfoOptions:
 
 @command(InfoOptions, {})
 def info(options: InfoOptions) -> None:
-    """Say which kernels run here, and why."""
+    """Show which kernels are available and which are used."""
     check_outputs({"--json": options.json})
     with plain_errors():
         from acutance import kernels

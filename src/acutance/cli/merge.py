@@ -1,4 +1,4 @@
-"""``acutance merge``: join the states of shards that were probed apart."""
+"""``acutance merge``: merge the states of shards that were probed separately."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +26,11 @@ class MergeOptions:
 
     states: Annotated[
         list[Path],
-        typer.Argument(metavar="SHARD...", help="States that 'probe --save' wrote."),
+        typer.Argument(metavar="SHARD...", help="States written by 'probe --save'."),
     ]
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the joint state.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Write the merged state to this file."),
     ] = None
     overwrite: Overwrite = False
     report: ReportTo = None
@@ -41,7 +42,7 @@ class MergeOptions:
 
 @command(MergeOptions, {WRITE: "out overwrite report json csv parquet figure"})
 def merge(options: MergeOptions) -> None:
-    """Join the states of shards that were probed apart: one run, no window twice."""
+    """Merge the states of shards that were probed separately."""
     files = {
         "--report": options.report,
         "--json": options.json,
@@ -62,6 +63,6 @@ def merge(options: MergeOptions) -> None:
 
         state = merge_states(options.states)
         if not state.run.complete:
-            part = f": {state.run.windows} of {state.run.total} windows are here"
+            part = f": {state.run.windows} of {state.run.total} windows"
             console().print(note(("incomplete", "yellow"), part))
         show_summary(state.summary, {"state": options.out, **files}, first={"state": state.save})

@@ -32,8 +32,11 @@ Model = Annotated[
     str | None,
     typer.Argument(
         metavar="[MODEL]",
-        help="Directory of a saved model, a .gguf file, or a name transformers can load. "
-        "Left out: the MiniLM that comes with acutance\\[demo]; smollm2: that of 'make llm'.",
+        help=(
+            "Directory of a saved model, a .gguf file, or a name that transformers can load. "
+            "Default: the MiniLM included with acutance\\[demo]. smollm2: the model installed "
+            "by 'make llm'."
+        ),
     ),
 ]
 SaveEvery = Annotated[
@@ -42,73 +45,84 @@ SaveEvery = Annotated[
         "--save-every",
         metavar="WINDOWS",
         min=1,
-        help="New windows after which the state is written: fewer than so many, and the batch "
-        "under way, are run again after a kill.",
+        help=(
+            "Save the state after this many new windows. Unsaved windows are run again after "
+            "an interruption."
+        ),
     ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from what the file of --save holds.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the file given by --save.")]
 Tokenizer = Annotated[
     str | None,
     typer.Option(
         "--tokenizer",
         metavar="NAME",
-        help="Directory or name of a tokenizer, in place of the model's own.",
+        help="Directory or name of a tokenizer to use instead of the model's.",
     ),
 ]
 AttentionName = Annotated[
     str | None, typer.Option("--attention", help="Attention implementation: sdpa, eager, ...")
 ]
-Device = Annotated[str, typer.Option("--device", help="Where to run: cpu, cuda, mps.")]
+Device = Annotated[str, typer.Option("--device", help="Device to run on: cpu, cuda, mps.")]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    bool, typer.Option("--trust-remote-code", help="Allow running code that comes with the model.")
 ]
 AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
+    bool, typer.Option("--allow-pickle", help="Allow loading weights that are not safetensors.")
 ]
 AllowMissing = Annotated[
     bool,
     typer.Option(
         "--allow-missing",
-        help="Go on where weights of the model did not load; random numbers stand for them.",
+        help="Continue even if weights did not load, with random numbers in their place.",
     ),
 ]
 ReportTo = Annotated[
-    Path | None, typer.Option("--report", metavar="HTML", help="Write a page with the heat map.")
+    Path | None,
+    typer.Option("--report", metavar="HTML", help="Write an HTML page with all results."),
 ]
 JsonTo = Annotated[
     Path | None,
     typer.Option(
-        "--json", metavar="FILE", help="Write every number as JSON, '-' for standard output."
+        "--json", metavar="FILE", help="Write all results as JSON; '-' for standard output."
     ),
 ]
 CsvTo = Annotated[
     Path | None,
     typer.Option(
-        "--csv", metavar="FILE", help="Write a table, one row per head, '-' for standard output."
+        "--csv",
+        metavar="FILE",
+        help="Write a table with one row per head as CSV; '-' for standard output.",
     ),
 ]
 ParquetTo = Annotated[
     Path | None,
-    typer.Option("--parquet", metavar="FILE", help="The same table as a Parquet file."),
+    typer.Option("--parquet", metavar="FILE", help="Write the same table as a Parquet file."),
 ]
 FigureTo = Annotated[
     Path | None,
-    typer.Option("--figure", metavar="FILE", help="Draw a .png or .svg (needs acutance\\[plots])."),
+    typer.Option(
+        "--figure",
+        metavar="FILE",
+        help="Draw a figure as .png or .svg (needs acutance\\[plots]).",
+    ),
 ]
 Chart = Annotated[
     str,
     typer.Option(
         "--chart",
         metavar="|".join(CHARTS),
-        help="What --figure draws: heat map, layer profile, a metric against n, or measured "
-        "against predicted entropy.",
+        help=(
+            "What --figure draws: heat map, layer profile, a metric against n, or measured "
+            "against predicted entropy."
+        ),
     ),
 ]
 Metric = Annotated[
     str | None,
-    typer.Option("--metric", metavar="NAME", help="What table and figure show."),
+    typer.Option("--metric", metavar="NAME", help="Metric shown in the table and figure."),
 ]
-Dark = Annotated[bool, typer.Option("--dark", help="Draw on a dark page.")]
+Dark = Annotated[bool, typer.Option("--dark", help="Draw the figure in dark colours.")]
 
 
 def load_model(options: Any, device: str) -> TextModel:
@@ -122,16 +136,18 @@ def load_model(options: Any, device: str) -> TextModel:
 def check_resume(resume: bool, save: Path | None) -> None:
     """Refuse to go on from nothing."""
     if resume and save is None:
-        raise typer.BadParameter("it goes on from the file of --save", param_hint="--resume")
+        raise typer.BadParameter("needs --save, the file to continue from", param_hint="--resume")
 
 
 def check_chart(chart: str, metric: str | None = None) -> None:
     """Refuse a figure that nothing draws."""
     if chart not in CHARTS:
-        raise typer.BadParameter(f"one of {', '.join(CHARTS)}, got {chart}", param_hint="--chart")
+        raise typer.BadParameter(
+            f"must be one of {', '.join(CHARTS)}, got {chart}", param_hint="--chart"
+        )
     if chart == "theory" and metric is not None:
         raise typer.BadParameter(
-            "it is of entropy alone, so leave out --metric", param_hint="--chart"
+            "'theory' shows entropy only; remove --metric", param_hint="--chart"
         )
 
 
@@ -149,7 +165,7 @@ def check_metrics(names: Iterable[str]) -> None:
 def command(
     options: type[Given], sections: Mapping[str, str]
 ) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
-    """Make a function of one record of options a command: the fields are its options.
+    """Turn a function of one options record into a command with the record's fields as options.
 
     Modules of commands do not postpone annotations: to evaluate a hundred of them from text takes
     milliseconds of every start.
@@ -175,6 +191,8 @@ def command(
             hints[name] = Annotated[kind, shown]
 
     def wrap(action: Callable[[Given], None]) -> Callable[..., None]:
+        """The function for typer: its parameters are the fields of the options record."""
+
         def run(**given: Any) -> None:
             action(options(**given))
 
@@ -205,7 +223,7 @@ class Command(TyperCommand):
 
 
 class Group(Commands):
-    """The command that holds the others; its ``--help`` shows no type."""
+    """The top-level command; its ``--help`` shows no types."""
 
     def get_help_option(self, ctx: Any) -> Any:
         """The option, without ``<bool>``."""
@@ -224,4 +242,6 @@ def check_choice(option: str, given: str, among: Any) -> None:
         return
     near = difflib.get_close_matches(given, list(among), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise typer.BadParameter(f"one of {', '.join(among)}, got {given}{hint}", param_hint=option)
+    raise typer.BadParameter(
+        f"must be one of {', '.join(among)}, got {given}{hint}", param_hint=option
+    )

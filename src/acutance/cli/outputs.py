@@ -19,9 +19,7 @@ from acutance.files import holds_state, may_write, write_each
 
 __all__ = ["Overwrite", "check_outputs", "write_and_show"]
 
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the state that the file holds, if any.")
-]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing state file.")]
 Files = Mapping[str, "str | Path | Iterable[str | Path] | None"]
 #: What may go to standard output, in place of the table.
 _TEXTS = ("--json", "--csv")
@@ -60,12 +58,16 @@ def check_outputs(
     for option, path in files.items():
         if str(path) == "-":
             if option not in _TEXTS:
-                raise typer.BadParameter("it does not go to standard output", param_hint=option)
+                raise typer.BadParameter(
+                    "this file cannot be written to standard output", param_hint=option
+                )
         elif why := _unwritable(path):
             raise typer.BadParameter(why, param_hint=option)
     there = [option for option, path in files.items() if str(path) == "-"]
     if len(there) > 1:
-        raise typer.BadParameter("standard output takes one file", param_hint=", ".join(there))
+        raise typer.BadParameter(
+            "only one file can be written to standard output", param_hint=", ".join(there)
+        )
     known = {_identity(path): name for name, path in _read(inputs or {})}
     for option, path in files.items():
         identity = _identity(path)
@@ -73,7 +75,7 @@ def check_outputs(
             continue
         if identity in known:
             raise typer.BadParameter(
-                f"{path} is the same file as {known[identity]}, and would replace it",
+                f"{path} is the same file as {known[identity]} and would overwrite it",
                 param_hint=option,
             )
         known[identity] = f"that of {option}"
@@ -81,7 +83,7 @@ def check_outputs(
             _check_state(option, path, resume, overwrite)
         elif holds_state(path):
             raise typer.BadParameter(
-                f"{path} holds a saved state, which it would replace", param_hint=option
+                f"{path} contains a saved state, which would be overwritten", param_hint=option
             )
 
 
@@ -90,7 +92,7 @@ def write_and_show(
     targets: Mapping[str, Path | None],
     show: Callable[[Any], object],
 ) -> None:
-    """Write what was asked for and say where; then show the table, unless a file takes its place.
+    """Write the requested files and say where; then show the table unless a file uses stdout.
 
     Args:
         writers: what writes each file.
@@ -121,28 +123,30 @@ def write_and_show(
 
 
 def _unwritable(path: Path) -> str:
-    """Why a file cannot be written, "" if it can: found before the work, not after it."""
+    """Why a file cannot be written, checked before a long run; empty if it can."""
     if os.path.isdir(path):
         return f"{path} is a directory"
     folder = Path(os.path.realpath(path)).parent
     if not os.path.isdir(folder):
-        return f"there is no directory {path.parent}, or it may not be looked into"
+        return f"directory {path.parent} does not exist or cannot be read"
     if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe, as it is
-        return "" if may_write(path) else f"{path} may not be written to"
+        return "" if may_write(path) else f"{path} is not writable"
     if os.path.exists(path) and not may_write(path):
         return f"{path} is read-only"
-    return "" if may_write(folder) else f"the directory {path.parent} may not be written to"
+    return "" if may_write(folder) else f"directory {path.parent} is not writable"
 
 
 def _check_state(option: str, path: Path, resume: bool | None, overwrite: bool) -> None:
-    """Refuse a state of an earlier run unless the caller says what to do with it."""
+    """Refuse an existing state unless ``resume`` or ``overwrite`` is given."""
     if resume and overwrite:
-        raise typer.BadParameter("it goes on, or begins anew", param_hint="--resume, --overwrite")
+        raise typer.BadParameter(
+            "these options exclude each other", param_hint="--resume, --overwrite"
+        )
     if resume or overwrite or not os.path.isfile(path) or not path.stat().st_size:
         return
-    instead = "" if resume is None else "--resume goes on from it, "
+    instead = "" if resume is None else "--resume continues from it, "
     raise typer.BadParameter(
-        f"{path} exists already: {instead}--overwrite replaces it", param_hint=option
+        f"{path} already exists: {instead}--overwrite replaces it", param_hint=option
     )
 
 

@@ -21,7 +21,7 @@ ARGUMENTS = (
 class PredictOptions:
     """The options of ``acutance predict``."""
 
-    n: Annotated[int, typer.Option("--n", min=1, help="Keys that a row sees.")]
+    n: Annotated[int, typer.Option("--n", min=1, help="Number of keys that a row sees.")]
     mechanism: Annotated[
         str,
         typer.Option(
@@ -35,38 +35,49 @@ class PredictOptions:
     logit_mean: Annotated[
         float | None, typer.Option("--logit-mean", help="Mean of the logits.")
     ] = None
-    scale: Annotated[float | None, typer.Option("--scale", help="Factor of the scores.")] = None
+    scale: Annotated[
+        float | None, typer.Option("--scale", help="Scale that multiplies the scores.")
+    ] = None
     family: Annotated[
         str | None,
         typer.Option(
             "--family",
-            help="Law of a score: gaussian, uniform, exponential, laplace, gumbel, logistic, "
-            "cosine (--d), stretched (--rho) or pareto (--a).",
+            help=(
+                "Distribution of the logits: gaussian, uniform, exponential, laplace, gumbel, "
+                "logistic, cosine (--d), stretched (--rho) or pareto (--a)."
+            ),
         ),
     ] = None
     d: Annotated[float | None, typer.Option("--d", help="Dimension of queries and keys.")] = None
-    rho: Annotated[float | None, typer.Option("--rho", help="Exponent of a stretched law.")] = None
-    a: Annotated[float | None, typer.Option("--a", help="Tail index of a Pareto law.")] = None
+    rho: Annotated[
+        float | None, typer.Option("--rho", help="Exponent of a stretched distribution.")
+    ] = None
+    a: Annotated[float | None, typer.Option("--a", help="Tail index of a Pareto distribution.")] = (
+        None
+    )
     query_norm: Annotated[
-        float | None, typer.Option("--query-norm", help="Length of the query; √d if left out.")
+        float | None, typer.Option("--query-norm", help="Norm of the query. Default: √d.")
     ] = None
     tau: Annotated[float | None, typer.Option("--tau", help="Temperature of cosines.")] = None
     lam: Annotated[float | None, typer.Option("--lam", help="Decay per key.")] = None
     q: Annotated[
-        str | None, typer.Option("--q", metavar="NUMBERS", help="Query features: 1,2,0.5.")
+        str | None, typer.Option("--q", metavar="NUMBERS", help="Query features, such as 1,2,0.5.")
     ] = None
     mu: Annotated[
         str | None, typer.Option("--mu", metavar="NUMBERS", help="Mean of the key features.")
     ] = None
     sigma: Annotated[
-        float | None, typer.Option("--sigma", help="Deviation of each key feature.")
+        float | None, typer.Option("--sigma", help="Standard deviation of each key feature.")
     ] = None
     first_gap: Annotated[
         float | None,
         typer.Option("--first-gap", help="Mean log-odds of the first key against all others."),
     ] = None
     first_gap_std: Annotated[
-        float | None, typer.Option("--first-gap-std", help="Its deviation over rows; 0.")
+        float | None,
+        typer.Option(
+            "--first-gap-std", help="Standard deviation of --first-gap over rows. Default: 0."
+        ),
     ] = None
     rest_logit_std: Annotated[
         float | None,
@@ -75,20 +86,25 @@ class PredictOptions:
     rest_jensen_gap: Annotated[
         float | None,
         typer.Option(
-            "--rest-jensen-gap", help="Their logsumexp − log(n − 1) − mean, averaged over rows."
+            "--rest-jensen-gap",
+            help=(
+                "Jensen gap of the other keys' logits: logsumexp − log(n − 1) − mean, "
+                "averaged over rows."
+            ),
         ),
     ] = None
     value_variance: Annotated[
-        float | None, typer.Option("--value-variance", help="Variance of the values; 1.")
+        float | None, typer.Option("--value-variance", help="Variance of the values. Default: 1.")
     ] = None
     sample: Annotated[
-        int, typer.Option("--sample", metavar="ROWS", min=0, help="Measure random rows too.")
+        int,
+        typer.Option("--sample", metavar="ROWS", min=0, help="Also measure this many random rows."),
     ] = 0
     json: JsonTo = None
     figure: Annotated[
         Path | None,
         typer.Option(
-            "--figure", metavar="FILE", help="Draw entropy and effective keys: a .png or .svg."
+            "--figure", metavar="FILE", help="Draw entropy and effective keys as .png or .svg."
         ),
     ] = None
     plot: Annotated[Path | None, typer.Option("--plot", hidden=True)] = None
@@ -99,7 +115,9 @@ class PredictOptions:
 def predict(options: PredictOptions) -> None:
     """Predict every metric of an attention row from theory."""
     if options.sample == 1:
-        raise typer.BadParameter("a standard error takes 2 rows or more", param_hint="--sample")
+        raise typer.BadParameter(
+            "must be at least 2, to compute a standard error", param_hint="--sample"
+        )
     check_outputs({"--json": options.json, "--figure": options.figure, "--plot": options.plot})
     check_figure("--figure", options.figure)
     check_figure("--plot", options.plot)
@@ -153,5 +171,7 @@ def _numbers(name: str, text: str) -> float | list[float]:
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{name}: numbers between commas, such as 1,2,0.5, got {text!r}") from None
+        raise ValueError(
+            f"{name}: must be numbers separated by commas, such as 1,2,0.5, got {text!r}"
+        ) from None
     return values if len(values) > 1 or name == "q" else values[0]

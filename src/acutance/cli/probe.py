@@ -63,16 +63,18 @@ class ProbeOptions:
         typer.Option(
             "--text",
             metavar="FILE",
-            help="Text to read, '-' for standard input; repeat it for more.",
+            help="Text file to read, '-' for standard input; can be repeated.",
         ),
     ] = None
     length: Annotated[
         int | None,
         typer.Option(
-            "--length", min=2, help="Tokens in a window. Default: the model's longest, at most 512."
+            "--length", min=2, help="Tokens per window. Default: the model's maximum, at most 512."
         ),
     ] = None
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Windows run at once.")] = 8
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, help="Number of windows that run at once.")
+    ] = 8
     report: ReportTo = None
     json: JsonTo = None
     csv: CsvTo = None
@@ -80,7 +82,9 @@ class ProbeOptions:
     save: Annotated[
         Path | None,
         typer.Option(
-            "--save", metavar="FILE", help="Keep the state, as it grows: to merge, resume, reload."
+            "--save",
+            metavar="FILE",
+            help="Save the state after every batch, to resume, merge or reload.",
         ),
     ] = None
     resume: Resume = False
@@ -89,7 +93,9 @@ class ProbeOptions:
     shard: Annotated[
         str | None,
         typer.Option(
-            "--shard", metavar="I/N", help="Probe the I-th of N parts of the text; then 'merge'."
+            "--shard",
+            metavar="I/N",
+            help="Probe only part I of N of the text; join the parts with 'merge'.",
         ),
     ] = None
     figure: FigureTo = None
@@ -100,18 +106,24 @@ class ProbeOptions:
         typer.Option(
             "--keep-qk",
             metavar="FILE",
-            help="Write some queries and keys, for 'compare --from'; say what key lengths do.",
+            help=(
+                "Write a sample of queries and keys, for 'compare --from', and report the "
+                "effect of key norms."
+            ),
         ),
     ] = None
     verify: Annotated[
         bool | None,
         typer.Option(
             "--verify/--no-verify",
-            help="Rebuild each output and compare. Default: yes, but with --provide the first.",
+            help=(
+                "Recompute each output and compare. Default: every call; with --provide only "
+                "the first."
+            ),
         ),
     ] = None
     every: Annotated[
-        int, typer.Option("--every", metavar="K", min=1, help="Run one window of every K only.")
+        int, typer.Option("--every", metavar="K", min=1, help="Run only one window of every K.")
     ] = 1
     layers: Annotated[
         str | None,
@@ -124,14 +136,21 @@ class ProbeOptions:
     max_rows: Annotated[
         int | None,
         typer.Option(
-            "--max-rows", metavar="ROWS", min=2, help="Rows to read of a call, drawn at random."
+            "--max-rows",
+            metavar="ROWS",
+            min=2,
+            help="Maximum number of rows read per call, sampled at random.",
         ),
     ] = None
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Which rows --max-rows draws.")] = 0
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of --max-rows.")] = 0
     provide: Annotated[
         bool,
         typer.Option(
-            "--provide", help="Let acutance compute the attention it measures, in one pass."
+            "--provide",
+            help=(
+                "Let acutance's kernel compute the model's attention and its statistics in "
+                "one pass."
+            ),
         ),
     ] = False
     noise: Annotated[bool, typer.Option("--noise", help="Also measure noise_gain.")] = False
@@ -140,7 +159,8 @@ class ProbeOptions:
         typer.Option("--gaps", help="Also measure how many keys hold 90 % of a row's weight."),
     ] = False
     structure: Annotated[
-        bool, typer.Option("--structure", help="Also measure where weight lies, and name classes.")
+        bool,
+        typer.Option("--structure", help="Also measure where the weight goes, and classify heads."),
     ] = False
     examples: Annotated[
         int,
@@ -149,7 +169,9 @@ class ProbeOptions:
             metavar="ROWS",
             min=0,
             max=64,
-            help="Keep so many of each head's sharpest rows, with what they attend to.",
+            help=(
+                "Store this many of each head's sharpest rows, with the tokens that they attend to."
+            ),
         ),
     ] = 0
     law: Annotated[
@@ -157,8 +179,10 @@ class ProbeOptions:
         typer.Option(
             "--law",
             metavar="LAW",
-            help="Scale attention meanwhile: a file of 'calibrate -o', or a name as "
-            "ssmax or log_n:train_length=512.",
+            help=(
+                "Apply a law while probing: a file from 'calibrate -o', or a name such as "
+                "ssmax or log_n:train_length=512."
+            ),
         ),
     ] = None
     tokenizer: Tokenizer = None
@@ -170,7 +194,7 @@ class ProbeOptions:
 
     @property
     def targets(self) -> dict[str, Path | None]:
-        """Where each option's file goes."""
+        """The output file of each option."""
         return {
             "--report": self.report,
             "--json": self.json,
@@ -207,7 +231,8 @@ def probe(options: ProbeOptions) -> None:
     check_resume(options.resume, options.save)
     if options.resume and options.keep_qk is not None:
         raise typer.BadParameter(
-            "it may skip the first windows, which --keep-qk reads", param_hint="--resume"
+            "cannot be combined with --keep-qk, which reads the first windows",
+            param_hint="--resume",
         )
     with plain_errors():
         from acutance.corpus import ranks as distributed
@@ -304,7 +329,7 @@ def _run(
 
 
 def _show(outcome: "Outcome", options: ProbeOptions) -> None:
-    """Show and write what a run found."""
+    """Show and write the results of a run."""
     from acutance.probing.open_probe import ProbeError
     from acutance.report.screen import note
 
@@ -346,7 +371,7 @@ def _progress(
     from rich.text import Text
 
     class Rate(ProgressColumn):
-        """Tokens per second since the run began, and the time that the others take at this rate."""
+        """Tokens per second since the start of the run, and the remaining time at this rate."""
 
         def render(self, task: Task) -> Text:
             rate = task.fields["rate"]

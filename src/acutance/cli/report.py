@@ -1,4 +1,4 @@
-"""``acutance report``: show a saved state again; probe and merge show theirs in the same way."""
+"""``acutance report``: show a saved state; probe and merge show theirs in the same way."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,12 +33,12 @@ class ReportOptions:
     """The options of ``acutance report``."""
 
     state: Annotated[
-        Path, typer.Argument(metavar="STATE", help="What 'probe --save' or 'merge -o' wrote.")
+        Path, typer.Argument(metavar="STATE", help="State written by 'probe --save' or 'merge -o'.")
     ]
     html: Annotated[
         Path | None,
         typer.Option(
-            "--html", "--report", "-o", metavar="HTML", help="Write a page with the heat map."
+            "--html", "--report", "-o", metavar="HTML", help="Write an HTML page with all results."
         ),
     ] = None
     json: JsonTo = None
@@ -52,7 +52,7 @@ class ReportOptions:
 
 @command(ReportOptions, {READ: "metric", WRITE: "html json csv parquet figure chart dark"})
 def report(options: ReportOptions) -> None:
-    """Show a saved state again, as a table, page, figure or file. No model is run."""
+    """Show a saved state as a table, page, figure or file, without running the model."""
     targets = {
         "--report": options.html,
         "--json": options.json,

@@ -26,28 +26,30 @@ class ReproduceOptions:
 
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Experiments. Default: all of them."),
+        typer.Argument(metavar="[NAME]...", help="Experiments to run. Default: all."),
     ] = None
     quick: Annotated[
-        bool, typer.Option("--quick", help="Run at small sizes: a minute or two in all.")
+        bool, typer.Option("--quick", help="Run at small sizes: one or two minutes in total.")
     ] = False
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Where records and figures go.")
+        Path, typer.Option("--out", metavar="DIR", help="Directory for records and figures.")
     ] = Path("acutance-reproduce")
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, max=2**32 - 1, help="Of all random numbers.")
-    ] = 0
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed.")] = 0
     force: Annotated[
-        bool, typer.Option("--force", help="Measure again, and replace records of other runs.")
+        bool, typer.Option("--force", help="Repeat measurements and replace existing records.")
     ] = False
     figures: Annotated[
-        bool, typer.Option("--figures/--no-figures", help="Draw (needs acutance\\[plots]).")
+        bool, typer.Option("--figures/--no-figures", help="Draw figures (needs acutance\\[plots]).")
     ] = True
     json: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Write all records, '-' for standard output."),
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Write all records to one JSON file; '-' for standard output.",
+        ),
     ] = None
-    listing: Annotated[bool, typer.Option("--list", help="Show the experiments and end.")] = False
+    listing: Annotated[bool, typer.Option("--list", help="List the experiments and exit.")] = False
 
 
 @command(ReproduceOptions, {WRITE: "out force figures json"})
@@ -77,7 +79,7 @@ def reproduce(options: ReproduceOptions) -> None:
             except ValueError as error:
                 raise typer.BadParameter(str(error), param_hint="--out") from error
         if options.figures:
-            need("matplotlib", "plots", "drawing", ", or leave figures out: --no-figures")
+            need("matplotlib", "plots", "drawing", ", or skip figures with --no-figures")
         try:
             status = _run(chosen, options)
         except FloatingPointError as error:  # a training whose loss is no longer finite
@@ -87,7 +89,7 @@ def reproduce(options: ReproduceOptions) -> None:
 
 
 def _run(chosen: "Sequence[Experiment]", options: ReproduceOptions) -> int:
-    """Run experiments and print what they find; each prediction is printed before it begins.
+    """Run experiments and print their results; each prediction is printed before its experiment.
 
     Experiments that need a package which is not installed are left out, unless all do.
 
@@ -106,7 +108,7 @@ def _run(chosen: "Sequence[Experiment]", options: ReproduceOptions) -> int:
     left_out = [experiment for experiment in chosen if missing(experiment)]
     if len(left_out) < len(chosen):  # otherwise the run says what to install
         for experiment in left_out:
-            said = f"{experiment.name}: left out, it needs {experiment.needs}"
+            said = f"{experiment.name}: skipped, because it needs {experiment.needs}"
             notes.print(Text(said, style="yellow"))
         chosen = [experiment for experiment in chosen if experiment not in left_out]
     records: list[Record] = []
@@ -148,8 +150,8 @@ def _run(chosen: "Sequence[Experiment]", options: ReproduceOptions) -> int:
         notes.print(
             note(
                 ("interrupted", "yellow"),
-                f" after {len(records)} of {len(chosen)} experiments; "
-                "the same command goes on from there",
+                f" after {len(records)} of {len(chosen)} experiments; run the same command "
+                "again to continue",
             )
         )
     except Exception as error:  # what has finished is written first

@@ -23,7 +23,7 @@ def check_figure(option: str, path: Path | None) -> None:
     if path is None:
         return
     if path.suffix.lower() not in (".png", ".svg"):
-        raise typer.BadParameter(f"a figure ends in .png or .svg, got {path}", param_hint=option)
+        raise typer.BadParameter(f"must end in .png or .svg, got {path}", param_hint=option)
     need("matplotlib", "plots", option)
 
 
@@ -55,14 +55,14 @@ def misuse() -> Iterator[None]:
 
 
 def console(*, stderr: bool = True) -> Any:
-    """A console without markup, on standard error unless told otherwise."""
+    """A console without markup, by default on standard error."""
     from acutance.report.screen import Screen
 
     return Screen(stderr=stderr)
 
 
 class Commands(TyperGroup):
-    """The commands; what is said of misused options drives no terminal."""
+    """The command group; error messages contain no terminal control characters."""
 
     def make_context(self, *args: Any, **given: Any) -> Any:
         """Read the options of all commands."""
@@ -87,7 +87,7 @@ def _visible_misuse() -> Iterator[None]:
 
 
 def ended_as_interrupted() -> None:
-    """Let SIGTERM, which clusters send first, end a command as ^C does: state written, exit 130."""
+    """Let SIGTERM end a command like Ctrl-C: the state is written, exit code 130."""
     with suppress(ValueError):  # another thread than the main one takes no signals
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -108,7 +108,7 @@ def plain_errors() -> Iterator[None]:
 
 
 def _said(error: Exception) -> str:
-    """What an error says, in a sentence; what the system says of a file begins with its name."""
+    """The message of an error as one sentence; for file errors it begins with the file name."""
     if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__

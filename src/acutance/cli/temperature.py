@@ -15,9 +15,9 @@ from acutance.cli.shared import check_figure, misuse, plain_errors
 class TemperatureOptions:
     """The options of ``acutance temperature``."""
 
-    n: Annotated[int, typer.Option("--n", min=2, help="Keys that a row sees.")]
+    n: Annotated[int, typer.Option("--n", min=2, help="Number of keys that a row sees.")]
     fraction: Annotated[
-        float, typer.Option("--fraction", help="Information wanted, as a share of log n.")
+        float, typer.Option("--fraction", help="Target information, as a fraction of log n.")
     ] = 0.9
     d: Annotated[float | None, typer.Option("--d", help="Dimension of queries and keys.")] = None
     negatives: Annotated[
@@ -25,14 +25,14 @@ class TemperatureOptions:
         typer.Option(
             "--negatives",
             metavar="box|simplex|random",
-            help="How the other keys lie: anywhere, evenly, or at random (with --d).",
+            help="Arrangement of the other keys: anywhere, evenly spaced, or random (with --d).",
         ),
     ] = None
     json: JsonTo = None
     figure: Annotated[
         Path | None,
         typer.Option(
-            "--figure", metavar="FILE", help="Draw information by temperature: .png, .svg."
+            "--figure", metavar="FILE", help="Draw information against temperature as .png or .svg."
         ),
     ] = None
     plot: Annotated[Path | None, typer.Option("--plot", hidden=True)] = None
@@ -41,7 +41,7 @@ class TemperatureOptions:
 
 @command(TemperatureOptions, {WRITE: "json figure dark"})
 def temperature(options: TemperatureOptions) -> None:
-    """Recommend a temperature for a softmax of cosines, and say why."""
+    """Recommend a temperature for a softmax of cosines, with the reasons."""
     check_outputs({"--json": options.json, "--figure": options.figure, "--plot": options.plot})
     check_figure("--figure", options.figure)
     check_figure("--plot", options.plot)

@@ -96,7 +96,7 @@ def _resettable() -> bool:
 
 
 def _trim() -> None:
-    """Give freed heap back, so that what is allocated next shows; only glibc can."""
+    """Return freed memory to the system, so that new allocations are measured; glibc only."""
     gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -43,10 +43,10 @@ def draw(comparison: Comparison, path: str | os.PathLike[str], *, theme: Theme =
         if any(not math.isnan(result["effective_keys"].measured) for result in comparison.of(name))
     ]
     if not names:
-        raise ValueError("there is nothing to draw: no mechanism has effective keys")
+        raise ValueError("nothing to draw: no mechanism has effective keys")
     names.sort(key=lambda name: -comparison.of(name)[-1]["effective_keys"].measured)
     figure, [axes] = new_figure(
-        "How many keys a row really attends to",
+        "Effective number of keys per row",
         f"{heading(comparison)}. Lines: theory. Marks: measured.",
         theme=theme,
         height=max(5.2, 1.6 + 0.235 * len(names)),

@@ -116,7 +116,8 @@ def captured(
     """
     if n > sample.length:
         raise ValueError(
-            f"n is at most the {sample.length} tokens whose queries and keys were recorded, got {n}"
+            f"n must be at most the {sample.length} tokens whose queries and keys were "
+            f"recorded, got {n}"
         )
     chosen = sample.spread(heads)
     query = chosen.query[:, max(0, n - samples) : n]

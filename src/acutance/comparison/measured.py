@@ -18,9 +18,9 @@ from acutance.mechanisms.entry import Decay, Gated, Linear, Recurrence, Statisti
 __all__ = ["Cost", "Rows", "cost", "fixed_weights", "mean_and_error", "measure"]
 
 _MISSING = {
-    "entropy": "The weights are no distribution.",
-    "jacobian_trace": "These weights do not give it.",
-    "noise_gain": "These weights do not give it.",
+    "entropy": "The weights are not a distribution.",
+    "jacobian_trace": "Not defined for these weights.",
+    "noise_gain": "Not defined for these weights.",
 }
 
 
@@ -66,7 +66,7 @@ def measure(mechanism: Mechanism, inputs: Inputs, seed: int = 0) -> Rows:
         else:
             why[name] = _MISSING[name]
     if isinstance(mechanism.form, Gated):
-        why["query_gradient"] = "Its queries and keys are one sequence."
+        why["query_gradient"] = "Its queries and keys come from one sequence."
     else:
         values["query_gradient"] = query_gradient(mechanism, inputs, seed)
     return Rows(values, why, statistics)

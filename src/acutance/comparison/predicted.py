@@ -44,10 +44,10 @@ _NORMAL = (ScaledDot, Dot, GeneralScore)
 _POINTS, _PER_DOUBLING, _MOST_POINTS = 4, 3, 25
 
 
-_NO_GRADIENT = "There is no theory of it."
+_NO_GRADIENT = "There is no theory for it."
 
 
-_ONLY_SOFTMAX = "Theory has it for softmax weights only."
+_ONLY_SOFTMAX = "Theory covers softmax weights only."
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ def predict_rows(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows) -
 
 
 def _scored(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows, n: float) -> Predicted:
+    """Predictions for mechanisms that compute weights from scores."""
     law = str(mechanism.theory.law)
     distribution, form = inputs.law, mechanism.form
     variance = inputs.value_variance
@@ -210,7 +211,7 @@ def _spread(
 
 
 def _decays(form: Decay | Recurrence, inputs: Inputs, n: float) -> Predicted:
-    """Predict rows of geometric decay, each head or state by its own factor."""
+    """Predict rows of geometric decay, with one factor for each head or state."""
     each = form.decays(inputs.value) if isinstance(form, Recurrence) else (
         form.decays(inputs.query.shape[1]).repeat(inputs.query.shape[0])
     )  # fmt: skip
@@ -240,7 +241,7 @@ def _linear(form: Linear, inputs: Inputs, n: float) -> Predicted:
             sparsity[head, some] = torch.from_numpy(np.asarray(exact_values, np.float64))
     values = {"sparsity": sparsity, "effective_keys": n * sparsity.square()}
     why = dict.fromkeys(
-        ("entropy",), "The mean and covariance of key features do not say it."
+        ("entropy",), "Not determined by the mean and covariance of key features."
     ) | dict.fromkeys(("noise_gain", "jacobian_trace"), _ONLY_SOFTMAX)
     kind = "fixed" if exact else "plug-in"
     return Predicted(values, dict.fromkeys(values, kind), why)
@@ -281,6 +282,7 @@ def feature_moments(form: Linear, inputs: Inputs) -> tuple[Tensor, Tensor, Tenso
 
 
 def _of_law(chosen: FeatureMap, law: Gaussian, width: int) -> tuple[Tensor, Tensor]:
+    """Mean (width,) and covariance (width, width) of the features of Gaussian keys."""
     nowhere = torch.zeros(1, dtype=torch.int64)
     if chosen.name in _COMPONENTWISE:
         z = torch.linspace(-12, 12, _GRID, dtype=torch.float64)

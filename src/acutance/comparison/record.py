@@ -104,7 +104,9 @@ class Result:
 
     def __getitem__(self, name: str) -> Reading:
         if name not in COMPARED:
-            raise ValueError(f"no quantity is named {name!r}: choose from {', '.join(COMPARED)}")
+            raise ValueError(
+                f"there is no quantity named {name!r}: choose from {', '.join(COMPARED)}"
+            )
         return self.readings[name]
 
 
@@ -174,6 +176,7 @@ class Comparison:
 
 
 def _result(result: Result) -> dict[str, Any]:
+    """One mechanism at one n as plain JSON values."""
     return {
         "mechanism": result.mechanism,
         "n": result.n,

@@ -103,7 +103,9 @@ def heading(comparison: Comparison) -> str:
     if any(means):
         more += f", mean {means[0]:g}" + (f" and {means[1]:g}" if means[0] != means[1] else "")
     if stds != (1.0, 1.0):
-        more += f", deviation {stds[0]:g}" + (f" and {stds[1]:g}" if stds[0] != stds[1] else "")
+        more += (f", standard deviation {stds[0]:g}") + (
+            f" and {stds[1]:g}" if stds[0] != stds[1] else ""
+        )
     return f"Gaussian queries and keys, width {settings['d']}{more}; {rows}{causal}"
 
 
@@ -135,9 +137,9 @@ def _agreement(comparison: Comparison) -> str:
         return ""
     most, result, name = max(judged, key=lambda each: each[0])
     return (
-        f"Of {len(judged)} exact expectations the one farthest from what was measured is"
-        f" {most:.1f} standard errors away: {name.replace('_', ' ')} of {result.mechanism}"
-        f" at n = {result.n}."
+        f"Of {len(judged)} exact expectations, the one that differs most from the measurement "
+        f"is {most:.1f} standard errors away: {name.replace('_', ' ')} of {result.mechanism} "
+        f"at n = {result.n}."
     )
 
 
@@ -188,7 +190,7 @@ def legend(comparison: Comparison, wide: bool) -> list[str]:
         lines.append("tr J: " + COMPARED["jacobian_trace"].meaning)
     if any(not math.isnan(result.seconds) for result in comparison.results):
         lines.append(
-            "s, MiB: one head with n rows, statistics included, on"
-            f" {comparison.settings['threads']} threads; memory above the inputs."
+            "s, MiB: time and memory above the inputs of one head with n rows, including "
+            f"statistics, on {comparison.settings['threads']} threads."
         )
     return lines

@@ -193,6 +193,7 @@ def _check_installed(chosen: Sequence[Mechanism]) -> None:
 
 
 def _result(entry: Mechanism, sampled: Inputs, whole: Inputs | None, seed: int) -> Result:
+    """Measure and predict one mechanism at one n."""
     measured = measure(entry, sampled, seed)
     predicted = predict_rows(entry, sampled, measured)
     fixed, alike = fixed_weights(entry), heads_alike(entry)
@@ -229,5 +230,7 @@ def _pair(name: str, value: float | tuple[float, float]) -> tuple[float, float]:
     """Split one or two numbers into one for queries and one for keys."""
     both = value if isinstance(value, tuple | list) else (value, value)
     if len(both) != 2:
-        raise ValueError(f"{name} is one number, or one for queries and one for keys, got {value}")
+        raise ValueError(
+            f"{name} must be one number, or one for queries and one for keys, got {value}"
+        )
     return check_number(name, both[0]), check_number(name, both[1])

@@ -44,9 +44,9 @@ def not_loaded(model: nn.Module, report: Mapping[str, Any]) -> str | None:
         >>> names = {"module.weight", "module.bias"}
         >>> report = {"missing_keys": {"weight", "bias"}, "unexpected_keys": names}
         >>> print(not_loaded(nn.Linear(2, 2), report))
-        2 tensors missing from its files (bias, weight) and 2 there that fit nowhere (module.bias,
+        2 tensors missing from its files (bias, weight) and 2 that fit nowhere (module.bias,
         module.weight); the names in the files begin with 'module.' (DistributedDataParallel and
-        DataParallel add it): save the model inside it
+        DataParallel add it): save the wrapped model instead of its wrapper
     """
     every = set(map(str, report.get("missing_keys", ())))
     missing = {name for name in every if _BEHIND not in name.split(".") or "atten" in name}
@@ -65,15 +65,17 @@ def not_loaded(model: nn.Module, report: Mapping[str, Any]) -> str | None:
     parts = [
         f"{_count(missing)} missing from its files ({_listed(missing)})" if missing else "",
         (
-            f"{len(unexpected)} there that fit{'s' * (len(unexpected) == 1)} nowhere "
+            f"{len(unexpected)} that fit{'s' * (len(unexpected) == 1)} nowhere "
             f"({_listed(unexpected)})"
             if missing
-            else f"{_count(unexpected)} in its files that the model has no place for "
-            f"({_listed(unexpected)})"
+            else (
+                f"{_count(unexpected)} in its files that the model does not have "
+                f"({_listed(unexpected)})"
+            )
         )
         if unexpected
         else "",
-        f"{_count(shapes)} of another shape ({_listed(shapes)})" if shapes else "",
+        f"{_count(shapes)} of the wrong shape ({_listed(shapes)})" if shapes else "",
     ]
     if not any(parts):
         return None
@@ -106,8 +108,11 @@ def _cause(missing: Collection[str], unexpected: Iterable[str]) -> str:
     prefix, _ = before.most_common(1)[0]
     why = next((reason for part, reason in _WRAPPERS.items() if part in prefix.split(".")), "")
     if not why:
-        return f"the names in the files begin with {prefix!r}, without which they would fit"
-    return f"the names in the files begin with {prefix!r} ({why}): save the model inside it"
+        return f"the names in the files begin with {prefix!r}; without it they would match"
+    return (
+        f"the names in the files begin with {prefix!r} ({why}): save the wrapped model instead "
+        "of its wrapper"
+    )
 
 
 def _count(names: Collection[str]) -> str:

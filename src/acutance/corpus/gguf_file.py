@@ -1,4 +1,4 @@
-"""GGUF files: what a file says of itself, read and checked before transformers loads its weights.
+"""GGUF files: read and check the header before transformers loads the weights.
 
 Only the header is read here: names, sizes and places of the tensors. transformers reads the tensors
 and undoes their quantisation.
@@ -54,12 +54,12 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """The name of the architecture, such as ``llama``; empty if the file says none."""
+        """The name of the architecture, such as ``llama``; empty if there is none."""
         return str(self.metadata.get("general.architecture", ""))
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the file holds a vocabulary."""
+        """Whether the file has a vocabulary."""
         return bool(self.metadata.get("tokenizer.ggml.tokens"))
 
     @property
@@ -79,7 +79,7 @@ class GgufFile:
         return "GGUF, " + name.replace("MOSTLY_", "mostly ").replace("ALL_", "all ")
 
     def unread_positions(self, config: Any) -> str | None:
-        """The scaling of rotary positions that the file holds and the configuration lacks.
+        """The scaling of rotary positions that is in the file but not in the configuration.
 
         Args:
             config: what transformers made of the file.
@@ -104,12 +104,12 @@ def _is_scaled(rope: Any) -> bool:
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether a name ends in ``.gguf``, which transformers asks for."""
+    """Whether a name ends in ``.gguf``, as transformers requires."""
     return str(path).lower().endswith(".gguf")
 
 
 def starts_as_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins as GGUF files do, whatever its name."""
+    """Whether a file starts with the GGUF magic bytes, whatever its name."""
     try:
         with open(path, "rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -127,8 +127,8 @@ def read_gguf(path: Path) -> GgufFile:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise GgufError(
-            f"is a GGUF file, which is read with {' and '.join(missing)}; install with: "
-            'pip install "acutance[gguf]"'
+            f"is a GGUF file, and reading it needs {' and '.join(missing)}; install with: pip "
+            'install "acutance[gguf]"'
         )
     if split := _PART.search(path.name):
         raise GgufError(
@@ -151,24 +151,24 @@ class _Header:
         self._data, self._place = data, 0
 
     def read(self, path: Path) -> GgufFile:
+        """Parse the header; raises :class:`GgufError` if it is invalid or truncated."""
         if self._data[: len(_MAGIC)] != _MAGIC:
-            raise GgufError("is no GGUF file: its first four bytes are not GGUF")
+            raise GgufError("is not a GGUF file: its first four bytes are not GGUF")
         try:
             return self._read(path)
         except struct.error:
-            raise self._truncated("its header is not complete") from None
+            raise self._truncated("its header is incomplete") from None
         except (UnicodeDecodeError, KeyError, TypeError, ZeroDivisionError) as error:
-            raise GgufError(
-                f"is damaged: its header makes no sense at byte {self._place:,}"
-            ) from error
+            raise GgufError(f"is damaged: its header is invalid at byte {self._place:,}") from error
 
     def _read(self, path: Path) -> GgufFile:
+        """Parse version, metadata and tensors, and check that all tensors fit in the file."""
         self._place = len(_MAGIC)
         version = self._number("I")
         if version not in _VERSIONS:
             raise GgufError(
-                f"is GGUF of version {version}, and versions "
-                f"{' and '.join(map(str, _VERSIONS))} of the little-endian form are read"
+                f"has GGUF version {version}; only little-endian versions "
+                f"{' and '.join(map(str, _VERSIONS))} are supported"
             )
         count, keys = self._number("Q"), self._number("Q")
         metadata = {self._string(): self._value(self._number("I")) for _ in range(keys)}
@@ -205,7 +205,7 @@ class _Header:
         return self._data[start : self._place].decode("utf-8")
 
     def _skip(self, length: int) -> int:
-        """Go on by so many bytes; where they begin."""
+        """Skip a number of bytes and return their start."""
         if length > len(self._data) - self._place:
             raise struct.error
         self._place += length
@@ -241,14 +241,14 @@ def _bytes(name: str, kind: int, elements: int) -> int:
         block, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
     except (ValueError, KeyError):
         raise GgufError(
-            f"holds {name} in type {kind}, which the gguf package installed here does not know"
+            f"stores {name} in type {kind}, which the installed gguf package does not support"
         ) from None
     return elements // block * width
 
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """Let transformers' loader parse a file once, where it would three times, and show no bars.
+    """Parse a file once in transformers' loader instead of three times, without progress bars.
 
     It makes a reader for each of configuration, tokenizer and weights, and one table of names for
     each module; both depend on their arguments alone.

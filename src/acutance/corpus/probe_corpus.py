@@ -58,7 +58,7 @@ class Subset:
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            raise ValueError(f"every is at least 1, got {self.every}")
+            raise ValueError(f"every must be at least 1, got {self.every}")
 
     def describe(self) -> dict[str, Any]:
         """The options that differ from reading everything."""
@@ -166,7 +166,7 @@ def run_windows(
         batches = -(-len(pieces) // options.batch_size)
         if not options.shard.of(batches):
             raise ValueError(
-                f"shard {options.shard} holds no window: the text is {len(pieces)} windows, in "
+                f"shard {options.shard} has no windows: the text has {len(pieces)} windows, in "
                 f"{batches} batches of {options.batch_size}"
             )
     done = world.first(() if base is None else base.run.done)
@@ -232,7 +232,7 @@ def _check_same(run: Run, world: SingleProcess) -> None:
     """Raise ValueError if ranks have different settings, models or texts."""
     first = world.first(run)
     if difference := run.difference(first, "it", "the first rank"):
-        raise ValueError(f"ranks of one run have the same settings, and {difference}")
+        raise ValueError(f"all ranks of a run must have the same settings, but {difference}")
 
 
 def _implementation(loaded: TextModel) -> str:
@@ -334,6 +334,7 @@ class _Job:
         self._unsaved += sum(stop - start for start, stop in map(self._windows, turn))
 
     def _state(self) -> State | None:
+        """The merged state of all ranks on rank 0, None on the others."""
         summary, done = self._progress
         joined = self._world.collect(summary)
         if self._world.rank != 0:
@@ -427,7 +428,7 @@ def restore(path: str | os.PathLike[str], run: Run) -> State | None:
         raise ValueError(f"{name} cannot be resumed with other settings: {difference}")
     if state.run.shard != run.shard:
         raise ValueError(
-            f"{name} cannot be resumed with other settings: it is of shard {state.run.shard}, this "
-            f"run of shard {run.shard}"
+            f"{name} cannot be resumed with other settings: it is for shard {state.run.shard}, "
+            f"this run for shard {run.shard}"
         )
     return state

@@ -32,7 +32,7 @@ class RankError(RuntimeError):
 
 
 class LostRankError(RankError):
-    """A rank that no longer answers."""
+    """Another rank does not respond."""
 
     everywhere = True
 
@@ -65,8 +65,8 @@ def all_reduce_summary(
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            "all_reduce_summary joins the ranks of torch.distributed, which is not initialised: "
-            "call torch.distributed.init_process_group first"
+            "all_reduce_summary needs torch.distributed, which is not initialised: call "
+            "torch.distributed.init_process_group first"
         )
     problem, joined = "", None
     try:
@@ -74,7 +74,7 @@ def all_reduce_summary(
     except ValueError as error:
         problem = str(error)
     if dist.get_rank(group) == 0 and joined is None and not problem:
-        problem = "no rank has a summary: none of them saw attention"
+        problem = "no rank has a summary, because none captured attention"
     raw = _shared(_message(joined, problem), group)
     if raw.startswith(b"!"):
         raise ValueError(raw[1:].decode())
@@ -114,7 +114,7 @@ def _message(summary: HeadSummary | None, problem: str = "") -> bytes:
         try:
             return _pack(summary)
         except (TypeError, ValueError) as error:  # what it says about itself is no JSON
-            problem = f"a summary cannot be sent: {error}"
+            problem = f"cannot send the summary: {error}"
     return f"!{problem}".encode() if problem else b""
 
 
@@ -239,7 +239,7 @@ class Ranks(SingleProcess):
         raise RankError(f"rank {rank}: {messages[rank]}")
 
     def stopped(self) -> bool:
-        """Whether any rank was asked to stop, by ^C or by torchrun."""
+        """Whether any rank was told to stop by Ctrl-C or by torchrun."""
         return self._any(self._stop)
 
     def collect(self, summary: HeadSummary | None) -> HeadSummary | None:
@@ -276,7 +276,7 @@ def _answered() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise LostRankError(
-            f"{_me()}another rank has ended or does not answer, so this run stops; continue "
+            f"{_me()}another rank has exited or does not respond, so this run stops; continue "
             "from the saved state with --resume"
         ) from error
 

@@ -114,9 +114,9 @@ def probe_dataset(
     for name, value in (("actors", actors), ("batch_size", batch_size),
                         ("batches_per_task", batches_per_task)):  # fmt: skip
         if value < 1:
-            raise ValueError(f"{name} is at least 1, got {value}")
+            raise ValueError(f"{name} must be at least 1, got {value}")
     if resume and save is None:
-        raise ValueError("resume continues the file given by save, got save=None")
+        raise ValueError("resume needs save, the file to continue from, got save=None")
     if save is not None:
         refuse_replacing(save, resume=resume, overwrite=overwrite)
     loaded = _load(model, "cpu")
@@ -193,7 +193,7 @@ class _Prober:
         self._loaded = _load(model, options.device)
         if (model_digest_here := model_digest(self._loaded.model)) != digest:
             raise RuntimeError(
-                f"this node loaded another model than the driver: its digest is "
+                "this node loaded a different model than the driver: its digest is "
                 f"{model_digest_here}, the driver's {digest}"
             )
         self._options, self._about = options, about
@@ -279,12 +279,13 @@ def _texts(dataset: Any, column: str, ray_data: Any) -> list[corpus.Text]:
             content = row[column]
             if not isinstance(content, str):
                 raise ValueError(
-                    f"column: {column!r} holds text, got {type(content).__name__} in row {index}"
+                    f"column: {column!r} must contain text, got {type(content).__name__} in "
+                    f"row {index}"
                 )
             if content.strip():
                 texts.append(corpus.Text(f"row {index}", content))
     if not texts:
-        raise ValueError("the dataset holds no text")
+        raise ValueError("the dataset contains no text")
     return texts
 
 
@@ -312,7 +313,6 @@ def _ray_data() -> Any:
         import ray.data
     except ImportError as error:
         raise ImportError(
-            "acutance.corpus.ray_data probes Ray datasets; install ray with: "
-            'pip install "acutance[ray]"'
+            'acutance.corpus.ray_data needs Ray; install it with: pip install "acutance[ray]"'
         ) from error
     return ray.data

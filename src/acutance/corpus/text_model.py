@@ -57,13 +57,13 @@ class TextModel:
         """The window length: as requested, or the model's longest up to 512 tokens.
 
         Raises:
-            OptionError: if more is asked for than the model has positions.
+            OptionError: if more is asked for than the model has positions of.
         """
         if length is None:
             return min(self.positions or LONGEST_DEFAULT, LONGEST_DEFAULT)
         if self.positions is not None and length > self.positions:
             raise OptionError(
-                f"--length {length} is more than the {self.positions} positions {self.name} has"
+                f"--length {length} exceeds the {self.positions} positions of {self.name}"
             )
         return length
 
@@ -93,7 +93,7 @@ class TextModel:
             raise OptionError(f"--heads {law_heads}: {error}") from error
 
     def _configured_heads(self) -> int:
-        """Heads of a layer by the model's configuration; 0 if it does not say."""
+        """Heads of a layer by the model's configuration; 0 if it does not give them."""
         config: Any = getattr(self.model, "config", None)
         names = "num_attention_heads", "n_head", "encoder_attention_heads", "num_heads"
         parts = (config, config.get_text_config()) if hasattr(config, "get_text_config") else ()
@@ -112,8 +112,9 @@ class TextModel:
         largest = max((max(piece, default=0) for piece in pieces), default=0)
         if isinstance(rows, int) and largest >= rows:
             raise ModelError(
-                f"the tokenizer gives token {largest}, and the embedding of {self.name} has "
-                f"{rows} rows: it is another model's tokenizer; name the right one with --tokenizer"
+                f"the tokenizer produced token {largest}, but the embedding of {self.name} has "
+                f"{rows} rows, so it belongs to another model; name the correct one with "
+                "--tokenizer"
             )
 
     def run(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from acutance.files import check_regular
 
 
 class CorpusError(ValueError):
-    """A text that cannot be read or holds nothing."""
+    """A text that cannot be read or is empty."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ def read(names: Sequence[str]) -> list[Text]:
 
 
 def _read_one(name: str) -> Text:
+    """Read a text file, or standard input for "-"; raises CorpusError if it is not text."""
     label = "standard input" if name == "-" else name
     try:
         if name == "-":
@@ -63,7 +64,7 @@ def _read_one(name: str) -> Text:
     except FileNotFoundError:
         raise CorpusError(f"there is no text file at {name}") from None
     except IsADirectoryError:
-        raise CorpusError(f"{name} is a directory; give its files one by one") from None
+        raise CorpusError(f"{name} is a directory; pass its files one by one") from None
     except UnicodeDecodeError as error:
         raise CorpusError(
             f"{label} is not UTF-8 text: {error.reason} at byte {error.start}"
@@ -73,7 +74,7 @@ def _read_one(name: str) -> Text:
         pipe = "; pipe it to --text -" if problem.endswith("not a file") else ""
         raise CorpusError(problem + pipe) from None
     if not content.strip():
-        raise CorpusError(f"{label} holds no text")
+        raise CorpusError(f"{label} contains no text")
     return Text(label, content)
 
 
@@ -108,11 +109,12 @@ def windows(texts: Sequence[Text], tokenizer: Any, length: int) -> list[list[int
     for text in texts:
         ids = tokenizer(text.content, add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
-            raise CorpusError(f"{text.name} holds no token of this model's vocabulary")
+            raise CorpusError(f"{text.name} contains no token of this model's vocabulary")
         room = length - tokenizer.num_special_tokens_to_add(pair=False)
         if room < 1:
             raise CorpusError(
-                f"a window of {length} tokens has no room beside the model's special tokens"
+                f"a window of {length} tokens has no room for text in addition to the model's "
+                "special tokens"
             )
         for start in range(0, len(ids), room):
             pieces.append(_with_special_tokens(tokenizer, ids[start : start + room]))

@@ -1,1 +1,1 @@
-"""Data inside the package: `prose.txt`, a page of English, read when the caller gives no text."""
+"""Bundled data: `prose.txt`, a page of English text, the default text of the command."""

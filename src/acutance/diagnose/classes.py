@@ -1,4 +1,4 @@
-"""CLASSES: kinds of heads by what they mostly do, each with a sentence that gives the numbers."""
+"""CLASSES: the classes of heads, each with a rule and a sentence with the numbers."""
 
 from __future__ import annotations
 
@@ -54,15 +54,20 @@ class Class:
 CLASSES: dict[str, Class] = {
     name: Class(name, limit(name), rule, THRESHOLDS[name].source)
     for name, rule in {
-        "sink": "mean weight above 0.3 on the first visible key, or on special tokens, and above "
-        "twice an even share",
-        "local": "mean weight above 0.5 within 7 positions, and above twice what even weights have",
-        "previous-token": "mean weight above 0.5 on the position just before",
+        "sink": (
+            "mean weight above 0.3 on the first visible key and above twice a uniform share, "
+            "or above 0.3 on special tokens"
+        ),
+        "local": (
+            "mean weight above 0.5 within 7 positions, and above twice that of uniform weights"
+        ),
+        "previous-token": "mean weight above 0.5 on the previous position",
         "diffuse": "mean normalized entropy above 0.9, and no more than 0.98",
         "sharp": "mean largest weight above 0.5",
         "dead": "mean normalized entropy above 0.98",
-        "positional": "largest weight at one and the same relative position, up to 8 away, in more "
-        "than 90 % of rows",
+        "positional": (
+            "largest weight at the same relative position, up to 8 away, in more than 90 % of rows"
+        ),
     }.items()
 }
 
@@ -92,7 +97,7 @@ def classify(summary: Judged) -> list[tuple[HeadClass, ...]]:
         >>> [[found.name for found in head] for head in acutance.classify(probe.summary())]
         [['dead'], ['dead']]
         >>> print(acutance.classify(probe.summary())[0][0].sentence)
-        averages everything: its entropy is 1.000 of the most it could be over 40 keys
+        averages everything: its entropy is 1.000 of the maximum over 40 keys
     """
     return [tuple(_classes(judged)) for judged in summary.judgements]
 
@@ -108,7 +113,7 @@ def _classes(judged: Mapping[Kind, Judgement]) -> Iterator[HeadClass]:
 def _local(judgement: Judgement) -> str:
     near, even = judgement.numbers["near"], judgement.numbers["even"]
     return (
-        f"keeps {near:.0%} of its weight within {NEAR} positions, where even weights have "
+        f"has {near:.0%} of its weight within {NEAR} positions, where uniform weights have "
         f"{even:.0%}"
     )
 
@@ -117,7 +122,7 @@ def _dead(judgement: Judgement) -> str:
     n = judgement.numbers["n_keys"]
     over = f" over {n:.0f} keys" if math.isfinite(n) else ""
     share = judgement.numbers["normalized_entropy"]
-    return f"averages everything: its entropy is {share:.3f} of the most it could be{over}"
+    return f"averages everything: its entropy is {share:.3f} of the maximum{over}"
 
 
 def _positional(judgement: Judgement) -> str:
@@ -127,14 +132,14 @@ def _positional(judgement: Judgement) -> str:
         place, f"{away} positions {'back' if place < 0 else 'ahead'}"
     )
     share = judgement.numbers["share"]
-    return f"looks {where}: there stands the largest weight of {share:.0%} of its rows"
+    return f"attends to a fixed position: the largest weight is {where} in {share:.0%} of its rows"
 
 
 #: The class of each kind of judgement and its sentence, in the order of the table.
 _SENTENCES: dict[Kind, tuple[str, Callable[[Judgement], str]]] = {
     "sink": (
         "sink",
-        lambda judgement: f"puts {judgement.size:.0%} of its weight on the first key it sees",
+        lambda judgement: f"puts {judgement.size:.0%} of its weight on the first visible key",
     ),
     "special_sink": (
         "sink",
@@ -143,13 +148,12 @@ _SENTENCES: dict[Kind, tuple[str, Callable[[Judgement], str]]] = {
     "local": ("local", _local),
     "previous-token": (
         "previous-token",
-        lambda judgement: f"puts {judgement.size:.0%} of its weight on the token just before",
+        lambda judgement: f"puts {judgement.size:.0%} of its weight on the previous token",
     ),
     "diffuse": (
         "diffuse",
         lambda judgement: (
-            "spreads its weight widely: its entropy is "
-            f"{judgement.size:.3f} of the most it could be"
+            f"spreads its weight widely: its entropy is {judgement.size:.3f} of the maximum"
         ),
     ),
     "sharp": (

@@ -69,7 +69,7 @@ def _caveat(head: HeadFacts) -> str:
         rows = f"{head.record.rows} row{'s' * (head.record.rows != 1)}"
         parts.append(f" Only {rows} {'were' if head.record.rows != 1 else 'was'} read.")
     if head.record.status == "unverified":
-        parts.append(" Read from a softmax alone, so not checked.")
+        parts.append(" Captured only from a softmax, so not verified.")
     return "".join(parts)
 
 
@@ -96,8 +96,8 @@ def findings(summary: Judged) -> list[Finding]:
         >>> [(found.kind, found.head) for found in findings(probe.summary())]
         [('sharpest', 0), ('most_diffuse', 1), ('dead', 0), ('dead', 1), ('largest_logit', 0)]
         >>> print(findings(probe.summary())[2].sentence)
-        Layer 0 head 0 averages everything: its entropy is 1.000 of the most it could be over 40
-        keys. A head that hardly selects may be dead, untrained, or average by design.
+        Layer 0 head 0 averages everything: its entropy is 1.000 of the maximum over 40 keys. Such
+        a head may be dead, untrained, or averaging by design.
     """
     heads = [head for head in facts(summary) if head.record.status != "mismatch"]
     if summary.about.get("untrained") is True:
@@ -117,14 +117,14 @@ def findings(summary: Judged) -> list[Finding]:
             "collapsed",
             "entropy_collapse",
             _collapsed,
-            f"have less than {COLLAPSE:g} of the most entropy they could have",
+            f"have less than {COLLAPSE:g} of the maximal entropy",
         ),
         *_beyond(
             judged,
             "dead",
             "dead",
             _dead,
-            f"are above {DEAD:g} of the most entropy they could have",
+            f"have more than {DEAD:g} of the maximal entropy",
         ),
         *_largest_logit(judged),
     ]
@@ -139,9 +139,9 @@ def describe_key_norms(key_norms: Mapping[str, Any]) -> str:
         ...     {"module": "b", "mean": 0.3, "heads": [{}] * 4},
         ... ]
         >>> print(describe_key_norms({"tokens": 256, "mean": 0.2, "layers": layers}))
-        20% of the rows would have another top key if all keys of a head had one length (10% to 30%
-        by layer, most in b; 8 heads, 256 tokens). In those rows the length of a key decides, not
-        only its direction; cosine scores and QK-norm use the direction alone: see acutance compare
+        20% of the rows would have another top key if all keys of a head had the same norm (10% to
+        30% by layer, most in b; 8 heads, 256 tokens). In those rows the norm of a key decides, not
+        only its direction. Cosine scores and QK-norm use only the direction: see acutance compare
         --from.
     """
     layers = sorted(key_norms["layers"], key=lambda layer: float(layer["mean"]))
@@ -150,13 +150,15 @@ def describe_key_norms(key_norms: Mapping[str, Any]) -> str:
     by_layer = f"{low} to {high} by layer, most in {layers[-1]['module']}; " if low != high else ""
     return (
         f"{key_norms['mean']:.0%} of the rows would have another top key if all keys of a head "
-        f"had one length ({by_layer}{heads} head{'s' * (heads != 1)}, {key_norms['tokens']:,} "
-        "tokens). In those rows the length of a key decides, not only its direction; cosine scores "
-        "and QK-norm use the direction alone: see acutance compare --from."
+        f"had the same norm ({by_layer}{heads} head{'s' * (heads != 1)}, "
+        f"{key_norms['tokens']:,} tokens). In those rows the norm of a key decides, not only "
+        "its direction. Cosine scores and QK-norm use only the direction: see acutance "
+        "compare --from."
     )
 
 
 def _extremes(heads: list[HeadFacts]) -> list[Finding]:
+    """Findings for the sharpest and the most diffuse head."""
     for name in ("normalized_entropy", "entropy", "effective_keys"):
         measured = [head for head in heads if math.isfinite(head.mean(name))]
         if measured:
@@ -187,39 +189,40 @@ def _spread(head: HeadFacts, title: str) -> str:
             of = f" of {most:.2f}" if math.isfinite(most) else ""
             text += f" (entropy {entropy:.2f}{of} nats)"
     elif math.isfinite(share):
-        text = f"its rows have {share:.1%} of the entropy they could have on average"
+        text = f"its rows have {share:.1%} of the maximal entropy on average"
     else:
-        text = f"its rows have {entropy:.2f} nats of entropy on average"
+        text = f"its rows have an entropy of {entropy:.2f} nats on average"
     if keys < limit("few_keys"):
         text += ", close to picking one key"
     elif share > limit("diffuse"):
-        text += ", close to weighing all keys alike"
+        text += ", close to uniform weights"
     elif share < limit("part"):
-        text += ", a small part of what it could look at"
+        text += ", a small part of the visible keys"
     return f"{_name(head)} is {title}: {text}."
 
 
 def _sink(head: HeadFacts, value: float) -> tuple[str, str]:
     n = head.mean("n_keys")
-    even = f" (an even share of {_number(n)} keys is {1 / n:.1%})" if n > 1 else ""
+    even = f" (a uniform share of {_number(n)} keys is {1 / n:.1%})" if n > 1 else ""
     return (
         f"{_name(head)} gives {value:.0%} of its weight to the first visible key on average{even}.",
-        "It may be an attention sink, where a head parks weight it has no use for, or real "
-        "interest in that token (such as [CLS]).",
+        "It may be an attention sink, where a head puts weight that it does not need "
+        "elsewhere, or the token may really matter (such as [CLS]).",
     )
 
 
 def _collapsed(head: HeadFacts, value: float) -> tuple[str, str]:
+    """The sentence for a collapsed head, and what may cause it."""
     where = ""
     if (first := head.mean("first_weight")) > 0.5:
-        where = f", mostly the first visible one (weight {first:.2f})"
+        where = f", mostly on the first visible key (weight {first:.2f})"
     keys = head.mean("effective_keys")
-    amounts = f", {keys:.2f} effective keys in a row" if math.isfinite(keys) else ""
+    amounts = f", {keys:.2f} effective keys per row" if math.isfinite(keys) else ""
     return (
-        f"{_name(head)} looks collapsed: its entropy is {value:.3f} of the most it could be"
-        f"{amounts}{where}.",
-        "Heads that copy one position do this by design; if this one should not, its logits may "
-        "have grown too large, and little gradient passes through such rows.",
+        f"{_name(head)} looks collapsed: its entropy is {value:.3f} of the "
+        f"maximum{amounts}{where}.",
+        "Heads that copy one position do this by design. Otherwise its logits may have grown "
+        "too large, and such rows pass little gradient.",
     )
 
 
@@ -227,37 +230,37 @@ def _dead(head: HeadFacts, value: float) -> tuple[str, str]:
     n = head.mean("n_keys")
     of = f" over {_number(n)} keys" if math.isfinite(n) else ""
     return (
-        f"{_name(head)} averages everything: its entropy is {value:.3f} of the most it could be"
-        f"{of}.",
-        "A head that hardly selects may be dead, untrained, or average by design.",
+        f"{_name(head)} averages everything: its entropy is {value:.3f} of the maximum{of}.",
+        "Such a head may be dead, untrained, or averaging by design.",
     )
 
 
 def _largest_logit(judged: list[tuple[HeadFacts, dict[Rule, Judgement]]]) -> list[Finding]:
+    """The finding for the head with the largest logit; empty if none was recorded."""
     measured = [pair for pair in judged if math.isfinite(pair[0].high("max_logit"))]
     if not measured:
         return []
     head, rules = max(measured, key=lambda pair: pair[0].high("max_logit"))
     value, typical = head.high("max_logit"), head.mean("max_logit")
     text = (
-        f"{_name(head)} has the largest attention logit, {_number(value)}; its rows' maxima "
-        f"average {_number(typical)}."
+        f"{_name(head)} has the largest attention logit, {_number(value)}; the mean of its "
+        f"rows' largest logits is {_number(typical)}."
     )
     if "coarse_scores" in rules:
         step = rules["coarse_scores"].numbers["step"]
         off = math.expm1(step / 2)
         change = f"{off:.0%}" if off < 1 else f"a factor of {off + 1:.2g}"
         text += (
-            f" Scores of this size kept in {head.dtype} come in steps of {step:g}, so rounding "
+            f" Scores of this size in {head.dtype} have a resolution of {step:g}, so rounding "
             f"can change a weight by {change}."
         )
     if "large_logits" in rules:
         text += (
-            f" It is above {LARGE_LOGIT:g}: growth of this size in training is an early sign of "
-            "instability."
+            f" It is above {LARGE_LOGIT:g}; logits that grow this large during training are an "
+            "early sign of instability."
         )
     if not rules.keys() & {"large_logits", "coarse_scores"}:
-        text += " That is no size to worry about; watch whether it grows as training goes on."
+        text += " This size is not a problem; during training, watch whether it grows."
     return [_finding("largest_logit", head, value, text)]
 
 

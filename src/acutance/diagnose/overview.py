@@ -36,7 +36,7 @@ _IN_BRIEF = {
     "not_finite": ("scores not finite", "find the inf or NaN"),
     "large_logits": ("large logits", "clip with training.QKClip"),
     "coarse_scores": ("coarse scores", "keep them in float32"),
-    "entropy_collapse": ("collapsed", "raise entropy unless meant"),
+    "entropy_collapse": ("collapsed", "raise entropy unless intended"),
     "dilution": ("dilution with length", "acutance calibrate"),
     "sink": ("first token", "keep it in caches"),
     "dead": ("dead", "check what they contribute"),
@@ -154,7 +154,8 @@ def _unusual(heads: Sequence[HeadFacts]) -> list[str]:
             ranked.append((off, name, head, values[head.index], middle))
     ranked.sort(key=lambda row: -row[0])
     return [
-        f"unusual: {_place(head)}, {name} {value:.3g} (median {middle:.3g}, {off:.0f} deviations)"
+        f"unusual: {_place(head)}, {name} {value:.3g} (median {middle:.3g}, {off:.0f} "
+        "deviations from it)"
         for off, name, head, value, middle in ranked[:2]
     ]
 

@@ -32,11 +32,11 @@ Kind = Literal[
 #: Every kind, most urgent first, and what it is called.
 KINDS: dict[Kind, str] = {
     "mismatch": "Captured incorrectly",
-    "not_finite": "Scores that are not finite",
+    "not_finite": "Non-finite scores",
     "large_logits": "Large logits",
     "coarse_scores": "Scores too large for their precision",
     "entropy_collapse": "Hardly any entropy",
-    "dilution": "Dilutes as texts get longer",
+    "dilution": "Entropy grows with length",
     "sink": "Much weight on the first token",
     "dead": "Averages everything",
 }
@@ -44,7 +44,7 @@ KINDS: dict[Kind, str] = {
 NOTHING = "No head is beyond a threshold that calls for a change."
 
 #: Shown in its place where the model is untrained.
-UNTRAINED = "Load trained weights, or train the model, before judging its heads."
+UNTRAINED = "Untrained model: load trained weights before diagnosing its heads."
 
 _OF_ANY_WEIGHTS = {"mismatch", "not_finite"}  # told of an untrained model too
 _NAMED = 3  # layers named of a kind, in words
@@ -121,8 +121,8 @@ def recommendations(summary: Judged) -> list[Recommendation]:
         >>> with acutance.probe(layer) as probe:
         ...     _ = layer(*[torch.zeros(1, 40, 8)] * 3)
         >>> print(recommendations(probe.summary())[0].sentence)
-        Layer 0 heads 0–1: entropy is 1.000 of the most it could be over 40 keys; check whether
-        they contribute anything: the model may do as well without them, or training has stalled.
+        Layer 0 heads 0–1: entropy is 1.000 of the maximum over 40 keys; check whether they
+        contribute anything: the model may not need them, or training has stalled.
     """
     advice: list[Recommendation] = []
     judged: list[list[tuple[HeadFacts, Mapping[Rule, Judgement]]]] = [[] for _ in summary.layers]
@@ -173,7 +173,7 @@ def in_words(recommended: Sequence[Recommendation], nothing: str = NOTHING) -> l
             heads = sum(len(each.heads) for each in rest)
             layers = f"{len(rest)} more layer{'s' * (len(rest) > 1)}"
             what = f"{heads} heads of {layers}" if heads else layers
-            sentences[-1] += f" The same goes for {what}."
+            sentences[-1] += f" The same applies to {what}."
     return sentences
 
 
@@ -182,15 +182,16 @@ def _weight(recommendation: Recommendation) -> float:
 
 
 def _mismatch(layer: int, module: str, error: float | None) -> Recommendation:
+    """The recommendation for a layer whose recomputed output differs."""
     off = "" if error is None else f" by {error:.2g} of it"
     return Recommendation(
         "mismatch",
         layer,
         (),
         module,
-        f"the output rebuilt from what was captured differs from the model's{off}",
+        f"the output recomputed from the captured arguments differs from the model's{off}",
         {} if error is None else {"error": error},
-        "do not trust this layer's numbers, and report what its attention does",
+        "do not use this layer's numbers, and report how it computes attention",
         "measured",
     )
 

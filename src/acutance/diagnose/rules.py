@@ -189,6 +189,7 @@ def _collapse(head: HeadFacts) -> Judgement | None:
 
 
 def _dilution(head: HeadFacts) -> Judgement | None:
+    """Whether entropy grows significantly with n, with the fitted slope and its endpoints."""
     if head.mean("normalized_entropy") > DIFFUSE:
         return None
     slope = head.entropy_slope(octaves=OCTAVES, least_n=LEAST_KEYS)

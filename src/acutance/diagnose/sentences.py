@@ -45,7 +45,7 @@ def ranges(indices: list[int], noun: str) -> str:
 
 
 def _from_to(beyond: _Beyond, name: str, form: str) -> str:
-    """Format the range of a number over the heads; one number if both ends print alike."""
+    """Format the range of a number over heads; a single number if both ends print the same."""
     values = [judgement.numbers[name] for _, judgement in beyond]
     low, high = format(min(values), form), format(max(values), form)
     return low if low == high else f"{low} to {high}"
@@ -54,7 +54,7 @@ def _from_to(beyond: _Beyond, name: str, form: str) -> str:
 def _describe_not_finite(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     rows, lost = worst.numbers["rows"], worst.numbers["not_finite"]
     return (
-        f"the scores of {lost:,.0f} of {rows:,.0f} rows are not finite",
+        f"{lost:,.0f} of {rows:,.0f} rows have scores that are not finite",
         "find the source of inf or NaN: an overflow of float16, or a mask that hides whole rows",
         "measured",
     )
@@ -63,40 +63,41 @@ def _describe_not_finite(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> 
 def _describe_large(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     return (
         f"the largest logit is {_from_to(beyond, 'max_logit', ',.0f')}, above {LARGE_LOGIT:g}",
-        f"if the model is still trained, clip with acutance.training.QKClip at {LARGE_LOGIT:g}, "
-        "since growth of this size comes before instability",
+        f"if training continues, clip with acutance.training.QKClip at {LARGE_LOGIT:g}, since "
+        "such growth precedes instability",
         "measured",
     )
 
 
 def _describe_coarse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     return (
-        f"logits reach {_from_to(beyond, 'max_logit', ',.0f')}, where {head.dtype} has steps of "
-        f"{worst.numbers['step']:g}",
-        "keep the scores and their softmax in float32 (fused kernels do), or clip the logits",
+        f"logits reach {_from_to(beyond, 'max_logit', ',.0f')}, where {head.dtype} has a "
+        f"resolution of {worst.numbers['step']:g}",
+        "compute scores and softmax in float32 (fused kernels do), or clip the logits",
         "suspected",
     )
 
 
 def _describe_collapse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     return (
-        f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of what it could be, "
-        f"{_from_to(beyond, 'effective_keys', '.2f')} effective keys in a row",
-        "if they are not meant to pick one token, train with acutance.training's "
-        "EntropyRegularizer or SigmaReparam, or lower their scale with acutance calibrate",
+        f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of the maximum, "
+        f"{_from_to(beyond, 'effective_keys', '.2f')} effective keys per row",
+        "if they should not pick a single token, train with EntropyRegularizer or "
+        "SigmaReparam from acutance.training, or lower their scale with acutance calibrate",
         "suspected",
     )
 
 
 def _describe_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
+    """Reason, advice and certainty for heads whose entropy grows with n."""
     low_n, high_n = (f"{worst.numbers[name]:,.0f}" for name in ("low_n", "high_n"))
     low, off, high = (worst.numbers[name] for name in ("low_entropy", "low_error", "high_entropy"))
     error = max(judgement.numbers["error"] for _, judgement in beyond)
     return (
         f"entropy grows as {_from_to(beyond, 'value', '.2f')} log n (± {error:.2f}) from n ≈ "
         f"{low_n} to {high_n}",
-        f"run acutance calibrate, which aims to give layer {head.layer} head {head.head} at n ≈ "
-        f"{high_n} the {low:.2f} nats (± {off:.1g}) that it has at n ≈ {low_n}, in place of "
+        f"run acutance calibrate, which aims to give layer {head.layer} head {head.head} at n "
+        f"≈ {high_n} its entropy at n ≈ {low_n}, {low:.2f} nats (± {off:.1g}), instead of "
         f"{high:.2f}; then check the held-out loss",
         "fitted",
     )
@@ -104,21 +105,22 @@ def _describe_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Se
 
 def _describe_sink(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     return (
-        f"{_from_to(beyond, 'first_weight', '.0%')} of the weight lies on the first visible key",
-        "keep that token when truncating a cache or sliding a window; if it is a sink, which "
-        "weights alone do not show, a new run can use a learned sink or softmax_one instead",
+        f"{_from_to(beyond, 'first_weight', '.0%')} of the weight is on the first visible key",
+        "keep that token when truncating a cache or sliding a window. It may be an attention "
+        "sink, which weights alone do not show; a new model could use a learned sink or "
+        "softmax_one instead",
         "measured",
     )
 
 
 def _describe_dead(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
+    """Reason, advice and certainty for heads that average all keys."""
     n = worst.numbers["n_keys"]
     over = f" over {n:,.0f} keys" if math.isfinite(n) else ""
     they, them = ("it contributes", "it") if len(beyond) == 1 else ("they contribute", "them")
     return (
-        f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of the most it could be{over}",
-        f"check whether {they} anything: the model may do as well without {them}, or training has "
-        "stalled",
+        f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of the maximum{over}",
+        f"check whether {they} anything: the model may not need {them}, or training has stalled",
         "suspected",
     )
 
@@ -149,51 +151,57 @@ class MetricWords(NamedTuple):
 
 METRIC_WORDS: dict[str, MetricWords] = {
     "normalized_entropy": MetricWords(
-        "Sharpness", "sharp: one token has all", "diffuse: spread evenly"
+        "Sharpness", "sharp: all on one token", "diffuse: spread evenly"
     ),
     "entropy": MetricWords("Sharpness", "sharp: few tokens", "diffuse: many tokens"),
     "effective_keys": MetricWords(
         "Sharpness", "as if looking at one token", "as if looking at many"
     ),
     **{
-        f"keys_{percent}": MetricWords("Sharpness", "few tokens hold it", "it takes many tokens")
+        f"keys_{percent}": MetricWords("Sharpness", "few tokens hold it", "spread over many tokens")
         for percent in (50, 90, 95, 99)
     },
     "top_weight": MetricWords("Sharpness", "no token stands out", "one token has most"),
-    "information": MetricWords("Sharpness", "no choice made", "a sharp choice"),
+    "information": MetricWords("Sharpness", "no choice", "a sharp choice"),
     "sparsity": MetricWords("Sharpness", "sharp: few tokens", "diffuse: many tokens"),
     "collision": MetricWords("Sharpness", "diffuse: many tokens", "sharp: few tokens"),
     "first_weight": MetricWords(
-        "Where it looks", "ignores the first token", "parks on the first token"
+        "Where it looks", "none on the first token", "most on the first token"
     ),
-    "sink_mass": MetricWords("Where it looks", "all on tokens", "much on the sink"),
-    "attention_distance": MetricWords("Where it looks", "looks nearby", "looks far away"),
-    "mass_self": MetricWords("Where it looks", "looks elsewhere", "looks at itself"),
-    "mass_previous": MetricWords("Where it looks", "looks elsewhere", "looks at the token before"),
+    "sink_mass": MetricWords("Where it looks", "none on the sink", "most on the sink"),
+    "attention_distance": MetricWords("Where it looks", "nearby tokens", "distant tokens"),
+    "mass_self": MetricWords("Where it looks", "not on itself", "on itself"),
+    "mass_previous": MetricWords(
+        "Where it looks", "not on the previous token", "on the previous token"
+    ),
     "mass_same": MetricWords(
-        "Where it looks", "looks elsewhere", "looks at its token's other places"
+        "Where it looks",
+        "not on other occurrences of its token",
+        "on other occurrences of its token",
     ),
-    "mass_special": MetricWords("Where it looks", "all on plain tokens", "all on special tokens"),
-    "critical_ratio": MetricWords(
-        "Scores", "the largest scores share", "the largest outweighs all"
+    "mass_special": MetricWords(
+        "Where it looks", "none on special tokens", "all on special tokens"
     ),
+    "critical_ratio": MetricWords("Scores", "the largest share weight", "the largest dominates"),
     "max_logit": MetricWords("Scores", "small scores", "large scores"),
     "lse": MetricWords("Scores", "small scores", "large scores"),
     "logit_mean": MetricWords("Scores", "low on average", "high on average"),
-    "logit_std": MetricWords("Scores", "all scores alike", "scores far apart"),
-    "varentropy": MetricWords("Scores", "hard to sharpen or blur", "quick to sharpen or blur"),
-    "entropy_slope": MetricWords("Scores", "quick to sharpen", "hard to sharpen"),
+    "logit_std": MetricWords("Scores", "all scores similar", "scores far apart"),
+    "varentropy": MetricWords("Scores", "hard to sharpen or blur", "easy to sharpen or blur"),
+    "entropy_slope": MetricWords("Scores", "easy to sharpen", "hard to sharpen"),
     "gaussian_entropy": MetricWords("Predicted", "sharp expected", "diffuse expected"),
     "mean_field_entropy": MetricWords("Predicted", "low floor", "high floor"),
     "jensen_gap": MetricWords("Predicted", "tight bound", "loose bound"),
     "max_gap": MetricWords("Predicted", "tight bound", "loose bound"),
-    "first_gap": MetricWords("Scores", "the first token is ignored", "the first token wins"),
-    "rest_logit_std": MetricWords("Scores", "other scores alike", "other scores far apart"),
+    "first_gap": MetricWords(
+        "Scores", "little weight on the first token", "most weight on the first token"
+    ),
+    "rest_logit_std": MetricWords("Scores", "other scores similar", "other scores far apart"),
     "rest_jensen_gap": MetricWords("Scores", "no score stands out", "a few scores stand out"),
     "jacobian_trace": MetricWords(
         "Gradient and noise", "little gradient passes", "gradient passes"
     ),
-    "noise_gain": MetricWords("Gradient and noise", "noise averages out", "noise comes through"),
+    "noise_gain": MetricWords("Gradient and noise", "noise averages out", "noise passes through"),
     "n_keys": MetricWords("Rows", "few tokens visible", "many tokens visible"),
 }
 

@@ -85,7 +85,9 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
     ticks = (0.25, 0.5, 1, 2, 5, 10)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    plot_style.label(axes, x="deviation of the scores γ = σ‖q‖", y="sparsity S = E|a| / √E[a²]")
+    plot_style.label(
+        axes, x="standard deviation of the scores γ = σ‖q‖", y="sparsity S = E|a| / √E[a²]"
+    )
     plot_style.legend(axes, theme, where="lower left")
     return figure
 

@@ -57,6 +57,7 @@ def best_two_level(n: int, tau: float) -> tuple[float, int]:
 
 
 def _information(n: int, tau: float, counts: torch.Tensor) -> tuple[float, int]:
+    """Largest information of a row with the given numbers of keys at cosine +1, and its index."""
     place = torch.arange(n)
     best, which = -1.0, 0
     for part in counts.split(max(1, (1 << 20) // n)):

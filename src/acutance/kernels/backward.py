@@ -249,7 +249,7 @@ class _RowGradients:
 
 
 def _put_single(ds: Tensor, index: Tensor | None, grad: Tensor | None, tile: Tile) -> None:
-    """Add a row's gradient at one key, where that key lies in this tile."""
+    """Add a row's gradient at one key, if that key is in this tile."""
     if index is None or grad is None:
         return
     inside = (index >= tile.start) & (index < tile.stop)
@@ -297,5 +297,5 @@ class _SharedGradient:
         self._sum[where] += part
 
     def result(self) -> Tensor:
-        """The gradient in the mask's own shape and dtype."""
+        """The gradient in the mask's shape and dtype."""
         return self._sum.reshape(self._tensor.shape).to(self._tensor.dtype).contiguous()

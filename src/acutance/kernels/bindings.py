@@ -173,7 +173,7 @@ class Library:
         self._loaded = loaded
         loaded.acutance_abi.restype = ctypes.c_int64
         if (abi := loaded.acutance_abi()) != ABI:
-            raise OSError(f"{path.name} is of interface {abi}, not {ABI}: install acutance again")
+            raise OSError(f"{path.name} has interface {abi}, expected {ABI}: reinstall acutance")
         for name in ("acutance_cpu", "acutance_cpus", "acutance_compiler"):
             getattr(loaded, name).restype = ctypes.c_char_p
         loaded.acutance_use_cpu.argtypes = [ctypes.c_char_p]
@@ -226,8 +226,8 @@ class Library:
         """
         if self._loaded.acutance_use_cpu(None if name is None else name.encode()):
             raise ValueError(
-                f"{CPU_VARIABLE} names an instruction set of this machine and build, one of"
-                f" {', '.join(self.cpus)}, got {name!r}"
+                f"{CPU_VARIABLE} must name an instruction set of this machine and build, one "
+                f"of {', '.join(self.cpus)}, got {name!r}"
             )
         self.named = name
         self.most_queries = self._usual_most_queries()
@@ -248,7 +248,7 @@ class Library:
             raise ValueError(f"no pass {code} of dtype {dtype} by instruction set {place}")
 
     def row_cost(self, dtype: int, cost: float) -> None:
-        """Tell how many times longer a row takes alone than among many; 0: as it usually does.
+        """Set the time of a row computed alone relative to one among many; 0 for the default.
 
         Raises:
             ValueError: if there is no such dtype, or the factor is negative or NaN.
@@ -262,7 +262,7 @@ class Library:
         return status
 
     def exp(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Exp as the kernels take it, for measuring its error; float32 or float64."""
+        """The exponential of the native kernels in float32 or float64, for measuring its error."""
         numbers = numbers.contiguous()
         result = torch.empty_like(numbers)
         dtype = 1 if numbers.dtype == torch.float64 else 0

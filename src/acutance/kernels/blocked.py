@@ -99,7 +99,7 @@ def forward(call: KernelCall) -> Sums:
 
 @dataclass(frozen=True)
 class _Found:
-    """Where finished tile rows are written; every tensor but ``parts`` begins (B, H, group, L)."""
+    """Output tensors of finished tile rows; all but ``parts`` have shape (B, H, group, L, …)."""
 
     n: Tensor | None  # None where the floating count in ``parts`` is exact
     parts: Tensor  # (fields of Part and the first score, B, H, group, L)
@@ -112,7 +112,7 @@ class _Found:
 
     @property
     def raw(self) -> bool:
-        """Whether ``out`` takes Σ e v as it is, to be divided for all rows at once."""
+        """Whether ``out`` contains the unnormalised Σ e v, to be divided for all rows at once."""
         return self.out.dtype == self.parts.dtype
 
     def store(
@@ -158,7 +158,7 @@ class _Found:
 
 
 def _moderate(call: KernelCall) -> bool:
-    """Whether no score can be large, by ‖q‖ ‖k‖; only asked where it costs next to nothing."""
+    """Whether all scores are small, by ‖q‖ ‖k‖; checked only where that is cheap."""
     query, key, masking, rule = call.query, call.key, call.masking, call.rule
     if query.device.type != "cpu" or masking.additive or masking.alibi_slopes is not None:
         return False

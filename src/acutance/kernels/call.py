@@ -1,4 +1,4 @@
-"""What every kernel is given and what it returns: a validated call, its row sums, their gradients.
+"""The common interface of all kernels: a validated call, its row sums and their gradients.
 
 Rows are (B, Hq, L); a kernel's ``forward(call)`` gives :class:`Sums`, and its
 ``backward(grad, sums, call, wanted)`` gives :class:`Gradients`.
@@ -100,7 +100,7 @@ class SumGradients(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the inputs, in their dtypes; None for those that are not wanted."""
+    """Gradients of the inputs, in their dtypes; None for those not requested."""
 
     query: Tensor | None
     key: Tensor | None

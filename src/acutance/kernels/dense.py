@@ -109,6 +109,7 @@ def _scores(call: KernelCall) -> tuple[Tensor, Tensor | None, Tensor]:
 
 
 def _sums(call: KernelCall) -> Sums:
+    """The sums of every row from the whole score matrix."""
     query, _, value, masking, rule, noise, gaps = call
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries

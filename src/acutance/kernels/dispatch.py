@@ -1,4 +1,4 @@
-"""Which backend takes a call: by device, dtype, widths and what the call asks for.
+"""Choose the backend of a call by device, dtype, widths and options.
 
 ``native`` is the compiled CPU kernel, ``triton`` the CUDA one, ``blocked`` plain PyTorch on any
 device and the reference for behaviour, ``dense`` the whole matrix in plain PyTorch.
@@ -36,7 +36,7 @@ def check_backend(name: object, what: str = "backend") -> str:
     """
     if name != "auto" and name not in BACKENDS:
         allowed = ", ".join(repr(each) for each in ("auto", *BACKENDS))
-        raise ValueError(f"{what} is one of {allowed}, got {name!r}")
+        raise ValueError(f"{what} must be one of {allowed}, got {name!r}")
     return str(name)
 
 
@@ -59,7 +59,7 @@ def _most_queries() -> float:
 
 
 def why_not(backend: str, call: KernelCall) -> str | None:
-    """Why a backend cannot take a call, in a clause, or None if it can."""
+    """Why a backend does not support a call, as a clause; None if it does."""
     if backend == "native":
         return native.why_not(call)
     if backend == "triton":
@@ -76,7 +76,7 @@ def _gpu() -> ModuleType:
 
 
 def choose(backend: str, call: KernelCall) -> str:
-    """The backend that takes a call.
+    """The name of the backend for a call.
 
     Args:
         backend: its name, or "auto": then the one that :data:`BACKEND_VARIABLE` names, if it can
@@ -89,7 +89,7 @@ def choose(backend: str, call: KernelCall) -> str:
     if backend != "auto":
         reason = why_not(backend, call)
         if reason is not None:
-            raise ValueError(f"backend={backend!r} cannot take this call: {reason}")
+            raise ValueError(f"backend={backend!r} does not support this call: {reason}")
         return backend
     fastest = "triton"
     if call.query.device.type == "cpu":
@@ -109,7 +109,7 @@ def _instead(backend: str, reason: str) -> str:
         ValueError: if the call names the Triton kernels.
     """
     if backend == "triton":
-        raise ValueError(f"backend='triton' cannot take this call: {reason}")
+        raise ValueError(f"backend='triton' does not support this call: {reason}")
     return "blocked"
 
 
@@ -126,7 +126,7 @@ def ran(chosen: str, call: KernelCall) -> str:
 
 
 def forward(backend: str, call: KernelCall) -> Sums:
-    """The output and the row sums, by a backend that can take the call, or by what "auto" means."""
+    """Output and row sums from a given backend, or from the one that "auto" chooses."""
     chosen = choose(backend, call) if backend == "auto" else backend
     if chosen == "native":
         return native.forward(call)

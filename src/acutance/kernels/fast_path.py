@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 
 def _beginning(layout: Layout, last: str, after: str = "") -> struct.Struct:
-    """A structure of which all is 0 behind a member, except for what stands at its very end."""
+    """A C structure whose members are 0 except the first and last ones."""
     code = layout.code_until(last)
     rest = layout.words - layout.words_until(last) - len(after)
     return struct.Struct(f"={code}{8 * rest}x{after}")
@@ -50,18 +50,18 @@ _SUMS = _beginning(SUMS, "first_index").pack
 
 
 class PackedStatistics(RowStatistics):
-    """Statistics whose sums lie in one piece of memory until they are read."""
+    """Statistics whose sums share one memory block until they are read."""
 
     _rows: tuple[Any, torch.dtype, int, int, int]
 
     def __init__(self, rows: Any, dtype: torch.dtype, B: int, H: int, L: int) -> None:
-        """Hold the sums as the kernel left them: counts, first keys, then the other fields."""
+        """Store the sums as the kernel wrote them: counts, first keys, then the other fields."""
         own = self.__dict__
         own["_rows"] = rows, dtype, B, H, L
         own["backend"] = "native"
 
     def __reduce__(self) -> tuple[type[RowStatistics], tuple[RowState, str | None]]:
-        """What pickle, ``torch.save`` and ``copy`` keep: the sums, as tensors."""
+        """The sums as tensors, for pickle, ``torch.save`` and ``copy``."""
         return RowStatistics, (RowState(*(part.clone() for part in self.state)), self.backend)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -121,7 +121,7 @@ class PackedStatistics(RowStatistics):
 
 
 def packed_alike(left: RowStatistics, right: RowStatistics) -> bool:
-    """Whether both lie in one piece of memory each, of as many rows."""
+    """Whether two statistics are packed and have the same number of rows."""
     if not (isinstance(left, PackedStatistics) and isinstance(right, PackedStatistics)):
         return False
     return left._rows[1:] == right._rows[1:]
@@ -154,7 +154,7 @@ _BUFFERS: dict[int, Any] = {}
 
 
 def _memory(size: int) -> Any:
-    """A few bytes, kept alive by whoever reads them."""
+    """A small buffer that stays alive as long as it is referenced."""
     if size not in _BUFFERS:
         _BUFFERS[size] = ctypes.c_char * size
     return _BUFFERS[size]()

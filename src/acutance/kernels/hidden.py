@@ -1,4 +1,4 @@
-"""What is not finite at hidden keys, padding that holds NaN, and must reach no row.
+"""Non-finite values at hidden keys, such as NaN in padding, which must not affect any row.
 
 A weight of 0 does not hide a value or a key that is NaN: 0 · NaN is NaN. Kernels multiply all the
 same, which costs nothing where everything is finite, and what is not is sorted out here, once it
@@ -33,7 +33,7 @@ def hides_keys(masking: Masking) -> bool:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether every number is finite; not asked, and said to be so, of a device to wait for."""
+    """Whether all values are finite; assumed on devices where the check would wait."""
     if tensor.device.type != "cpu":
         return True
     return bool(tensor.sum(dtype=accumulate_dtype(tensor.dtype)).isfinite())

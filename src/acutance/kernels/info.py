@@ -61,17 +61,17 @@ class KernelInfo:
             others = ", ".join(name for name in self.cpus if name != self.cpu)
             kernel = f"{self.cpu} (also here: {others})" if others else str(self.cpu)
             built = f"{self.compiler}, {self.path}"
-            pool = "of torch's OpenMP" if self.openmp else "of its own"
+            pool = "of torch's OpenMP" if self.openmp else "of a separate OpenMP"
         else:
             kernel, built, pool = f"no: {self.why_not}", "-", "of torch"
         if self.forced != "auto":
-            why = f"{dispatch.BACKEND_VARIABLE} says so"
+            why = f"set by {dispatch.BACKEND_VARIABLE}"
         elif self.native:
-            why = "the fastest there is; blocked takes dropout and widths above 256"
+            why = "the fastest available; blocked handles dropout and widths above 256"
             if self.most_queries < math.inf:
                 why += f", and more than {self.most_queries:.0f} queries"
         else:
-            why = "plain PyTorch, the native kernel being absent"
+            why = "plain PyTorch, because the native kernel is absent"
         lines = {
             "native kernel": kernel,
             "built by": built,
@@ -81,12 +81,12 @@ class KernelInfo:
         }
         lines |= _chosen(self.choices)
         if any(choice.seconds for choice in self.choices):
-            lines["times kept in"] = str(self.times_file)
+            lines["times cached in"] = str(self.times_file)
         return "\n".join(f"{name:16} {text}" for name, text in lines.items())
 
 
 def _chosen(choices: tuple[Choice, ...]) -> dict[str, str]:
-    """A line for each dtype: what runs for each pass, and what each instruction set took."""
+    """A line for each dtype: the instruction set of each pass, and the measured times."""
     lines = {}
     for dtype in dict.fromkeys(choice.dtype for choice in choices):
         parts = []
@@ -101,7 +101,7 @@ def _chosen(choices: tuple[Choice, ...]) -> dict[str, str]:
 
 
 def info() -> KernelInfo:
-    """Which kernels are there, which one a call takes, and why.
+    """Which kernels are available, which one a call uses, and why.
 
     Kernels that were not timed yet on this machine are timed now, in less than 0.1 s, unless
     ``ACUTANCE_CPU`` or ``ACUTANCE_MEASURE=never`` says what runs.

@@ -1,4 +1,4 @@
-"""The native kernels' shared library, found in this folder and loaded on first use."""
+"""The shared library of the native kernels, in this folder, loaded on first use."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def load() -> Library | str:
         ValueError: if :data:`CPU_VARIABLE` names what is not to be had.
     """
     if struct.calcsize("P") != 8:
-        return "the native kernels are for 64-bit machines"
+        return "the native kernels need a 64-bit machine"
     folder = Path(os.environ.get(FOLDER_VARIABLE) or Path(__file__).parent)
     found = [folder / name for name in _NAMES if (folder / name).is_file()]
     if not found:
-        return "acutance was installed without its native kernels: no compiler built them then"
+        return "acutance was installed without its native kernels, because no compiler built them"
     try:
         library = Library(found[0])
     except (OSError, AttributeError) as problem:

@@ -52,7 +52,7 @@ def _why_no_library() -> str | None:
 
 
 def why_not(call: KernelCall) -> str | None:
-    """Why the native kernel cannot take a call, in a clause, or None if it can."""
+    """Why the native kernel does not support a call, as a clause; None if it does."""
     query, value = call.query, call.value
     if query.device.type != "cpu":
         return f"inputs on {query.device.type}, not on the CPU"
@@ -64,7 +64,7 @@ def why_not(call: KernelCall) -> str | None:
 
 
 def why_no_gradient(wanted: tuple[bool, ...]) -> str | None:
-    """Why the backward pass cannot give the gradients asked for, or None if it can."""
+    """Why the backward pass does not support the requested gradients; None if it does."""
     _, _, _, mask, bias, _ = wanted
     if mask or bias:
         return "the gradient of a bias or an additive mask"
@@ -74,7 +74,7 @@ def why_no_gradient(wanted: tuple[bool, ...]) -> str | None:
 def _library() -> Library:
     found = library.load()
     if isinstance(found, str):
-        raise RuntimeError(f"backend 'native' is not there: {found}")
+        raise RuntimeError(f"backend 'native' is not available: {found}")
     return found
 
 

@@ -61,7 +61,7 @@ class _Settings(NamedTuple):
 
 
 def _flat(call: KernelCall, backend: str) -> tuple[tuple[Tensor | None, ...], _Settings]:
-    """A call as the operator takes it: autograd and compilers look for tensors in no record."""
+    """The arguments of the operator; autograd and compilers do not look inside records."""
     query, key, value, masking, rule, noise, gaps = call
     tensors = (
         query,
@@ -164,7 +164,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
 def row_sums_backward(
     grads: _Tensors, sums: Sequence[Tensor], wanted: Sequence[bool], *inputs: Any
 ) -> list[Tensor]:
-    """Gradients of the inputs of :func:`row_sums`; those not wanted are empty tensors."""
+    """Gradients of the inputs of :func:`row_sums`; empty tensors for those not requested."""
     return _gradients(grads, sums, wanted, inputs[:_TENSORS], _Settings(*inputs[_TENSORS:]))
 
 
@@ -175,6 +175,7 @@ def _gradients(
     tensors: _Tensors,
     settings: _Settings,
 ) -> list[Tensor]:
+    """Gradients of the inputs from those of the sums, empty where not wanted."""
     call = _call(tensors, settings)
     query = call.query
     with torch.autocast(query.device.type, enabled=False):
@@ -213,6 +214,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _tensor_gradients(ctx: Any, needed: Sequence[bool], grads: _Tensors) -> list[Tensor | None]:
+    """Gradients of the tensor arguments, None where not needed."""
     saved, settings = ctx.saved_tensors, ctx.settings
     tensors, sums = saved[:_TENSORS], saved[_TENSORS:]
     wanted = [
@@ -239,7 +241,7 @@ row_sums.register_autograd(_backward, setup_context=_setup)
 
 
 def attend_rows(call: KernelCall, backend: str) -> tuple[Sums, str]:
-    """The output and the row sums, with their gradients, and the backend that summed them.
+    """Output and row sums of a call, differentiable, and the name of the backend used.
 
     Args:
         call: a validated call.
@@ -292,7 +294,7 @@ def _any_wants_gradient(tensors: _Tensors) -> bool:
 
 
 class _RowSums(torch.autograd.Function):
-    """:func:`row_sums` for autograd alone, and as :mod:`torch.func` wants it."""
+    """:func:`row_sums` as an autograd function that :mod:`torch.func` supports."""
 
     @staticmethod
     def forward(settings: _Settings, *tensors: Any) -> tuple[Tensor, ...]:
@@ -336,6 +338,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Second derivatives, by differentiating the dense computation."""
         settings, (tensors, cotangents, _) = ctx.settings, _split(ctx.saved_tensors)
         if settings.dropout_p > 0.0:
             raise RuntimeError(
@@ -412,7 +415,7 @@ def _mapped(
 
 
 def _whole(call: KernelCall) -> Sums:
-    """The sums without those of noise, made of operations that PyTorch differentiates itself."""
+    """The sums except those for noise, computed with differentiable PyTorch operations."""
     sinks = call.rule.sinks
     rows = weigh_rows(
         call._replace(noise=False, gaps=False), Softmax() if sinks is None else Sink(sinks)

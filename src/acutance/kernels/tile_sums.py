@@ -1,4 +1,4 @@
-"""The running sums of a tile row: what is kept of a row between one tile of keys and the next.
+"""The running sums of a row of tiles, from one tile of keys to the next.
 
 A tile leaves a :class:`Part`, moments about its own means. The parts of a row are merged once, when
 its last tile is through, and turned into the fields of a row state for many rows at a time: a
@@ -41,12 +41,12 @@ MODERATE = 64.0
 
 
 def finite(m: Tensor) -> Tensor:
-    """A maximum that can be subtracted: 0 for a row that has seen no key."""
+    """The maximum, or 0 for a row that has seen no key, so that it can be subtracted."""
     return torch.where(m == -torch.inf, 0.0, m)
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Quotient of a sum by its weight, 0 where both are 0 (a block that holds nothing)."""
+    """A sum divided by its weight, 0 if both are 0 (an empty block)."""
     return numerator / denominator.clamp(min=torch.finfo(denominator.dtype).tiny)
 
 
@@ -99,7 +99,7 @@ class Part(NamedTuple):
 
 
 def _merged(parts: list[Part], log2: float) -> Part:
-    """Merge the parts of a row's tiles, given in order, into one."""
+    """Merge the parts of a row's tiles, in order, into one."""
     if len(parts) == 1:
         return parts[0]
     n, total, m, Z, norm, average, W, offset, M2 = (
@@ -206,7 +206,7 @@ class Running:
         keep: Tensor | None,
         centre: Tensor | None,
     ) -> None:
-        """Add a tile, given its scores; they are overwritten."""
+        """Add a tile of scores, which are overwritten."""
         self._first(s, work, tile)
         hidden = tile.hidden
         # columns that nothing is hidden in leave no row without a key
@@ -285,7 +285,7 @@ class Running:
         return offset, torch.linalg.vector_norm(t, dim=-1).square_()
 
     def _first(self, s: Tensor, work: Work, tile: Tile) -> None:
-        """Keep the score and index of each row's first visible key."""
+        """Store the score and index of each row's first visible key."""
         if self._found:
             return
         first = tile.first()

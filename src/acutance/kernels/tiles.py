@@ -1,4 +1,4 @@
-"""Tiles: how a call is cut, how a tile's scores are made, and how its rows fold.
+"""Tiles: how a call is split, how scores are computed, and how rows are reshaped.
 
 A tile is some heads × some query rows × some keys. The query heads that share a key head become
 rows of one matrix product, so grouped queries never repeat a key.
@@ -53,7 +53,7 @@ class Buffers:
         self._views: dict[tuple[str | float, tuple[int, ...]], Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        """The tensor of that name, viewed in a shape; what it holds is whatever was left there."""
+        """A reusable, uninitialised tensor of that name and shape."""
         if (name, shape) not in self._views:
             count = prod(shape)
             if name not in self._store or self._store[name].numel() < count:
@@ -63,7 +63,7 @@ class Buffers:
         return self._views[name, shape]
 
     def full(self, value: float, *shape: int) -> Tensor:
-        """A tensor that holds one number; not to be written to."""
+        """A constant tensor, which must not be written to."""
         if (value, shape) not in self._views:
             self._views[value, shape] = self._like.new_full(shape, value, dtype=self._dtype)
         return self._views[value, shape]
@@ -144,6 +144,7 @@ def _blocks(masking: Masking, rows: int, width: int) -> Iterator[tuple[slice, sl
 
 
 def _work(call: KernelCall, region: Region, dtype: torch.dtype) -> Work:
+    """Keys and values of one region in the accumulation dtype, with its shape."""
     k, v = (
         None if tensor is None else tensor[region.batch, region.heads].to(dtype).flatten(0, 1)
         for tensor in (call.key, call.value)
@@ -215,7 +216,7 @@ def draw_kept(
 
 
 def dropout_generator(rule: Rule, device: torch.device) -> torch.Generator | None:
-    """A generator that draws a call's dropout alike in the forward and the backward pass."""
+    """A generator that gives a call the same dropout in the forward and backward pass."""
     if rule.dropout_p == 0.0:
         return None
     generator = torch.Generator(device=device)

@@ -1,4 +1,4 @@
-"""Attention by whole rows: for weights that need all scores of a row before they know one weight.
+"""Attention in blocks of whole rows, for weights that need all scores of a row.
 
 A block of query rows is taken against every key it can see, weighted, multiplied with the values
 and summed up. Memory is that of one block; under autograd a block keeps its inputs and is run again
@@ -100,7 +100,7 @@ def weigh_rows(
 
 
 def _ordinary(tensor: Tensor) -> bool:
-    """Whether all is finite, as far as that can be known without waiting or breaking a graph."""
+    """Whether all values are finite, if that can be known without waiting or a graph break."""
     if torch.compiler.is_compiling() or transformed() or tensor.device.type != "cpu":
         return False
     return all_finite(tensor)
@@ -139,6 +139,7 @@ def _block(
     score: ScoreTile | None,
     region: Region,
 ) -> _Found:
+    """Output and statistics of one region of whole rows."""
     query, key, value, masking, rule, noise, gaps = call
     dtype, softcap, dropout_p = accumulate_dtype(query.dtype), rule.softcap, rule.dropout_p
     q = query[region.batch, :, region.rows].to(dtype)

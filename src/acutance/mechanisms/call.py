@@ -1,4 +1,4 @@
-"""One call of linear attention: its tensors, of which features are taken a stretch at a time."""
+"""One call of linear attention: its tensors, whose features are computed in segments."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Call:
 
     @property
     def in_units(self) -> bool:
-        """Whether sums are kept relative to their own size; sums of signed weights need not be."""
+        """Whether sums are stored relative to their size; not needed for signed weights."""
         return self.underflows and self.feature_map.nonnegative
 
     @property
@@ -177,7 +177,7 @@ class Call:
 
     @property
     def closed(self) -> bool:
-        """Whether the feature map is one of ours, without parameters of its own."""
+        """Whether the feature map is built in and has no parameters."""
         return type(self.feature_map) in FEATURE_MAPS.values()
 
 
@@ -263,16 +263,19 @@ def _rate(decay: float | Tensor | None, log_decay: Tensor | None) -> float:
 
 
 def _check_key_mask(key_mask: Tensor, query: Tensor, key: Tensor) -> None:
+    """Check that ``key_mask`` is boolean, (B, S) and on the key's device."""
     shape = (key.shape[0], key.shape[2])
     if check_tensor("key_mask", key_mask).dtype != torch.bool:
-        raise TypeError(f"key_mask is boolean, True where a key takes part, got {key_mask.dtype}")
+        raise TypeError(f"key_mask must be boolean, True for visible keys, got {key_mask.dtype}")
     if tuple(key_mask.shape) != shape:
         raise ValueError(
-            f"key_mask is (B, S) = {shape}, got {tuple(key_mask.shape)} "
+            f"key_mask must have shape (B, S) = {shape}, got {tuple(key_mask.shape)} "
             f"({describe(query=query, key=key)})"
         )
     if key_mask.device != key.device:
-        raise ValueError(f"key_mask is on the key's device {key.device}, got {key_mask.device}")
+        raise ValueError(
+            f"key_mask must be on the key's device {key.device}, got {key_mask.device}"
+        )
 
 
 def _normalizes(normalize: bool | None, chosen: FeatureMap) -> bool:
@@ -286,7 +289,7 @@ def _normalizes(normalize: bool | None, chosen: FeatureMap) -> bool:
         return chosen.nonnegative
     if check_flag("normalize", normalize) and not chosen.nonnegative:
         raise ValueError(
-            f"normalize=True divides by the sum of the weights, which can be 0 for signed ones: "
-            f"feature_map={chosen.name!r} takes normalize=False"
+            "normalize=True divides by the sum of the weights, which can be 0 for signed "
+            f"ones: feature_map={chosen.name!r} requires normalize=False"
         )
     return normalize

@@ -85,19 +85,23 @@ def check_decay(decay: float | Tensor, heads: int, like: Tensor) -> Tensor:
     """
     if isinstance(decay, Tensor):
         if decay.dtype not in FLOATS:
-            raise TypeError(f"decay is a number or a floating Tensor, got {decay.dtype}")
+            raise TypeError(f"decay must be a number or a floating Tensor, got {decay.dtype}")
         if decay.dim() and tuple(decay.shape) != (heads,):
-            raise ValueError(f"decay is one number or (Hq,) = ({heads},), got {tuple(decay.shape)}")
+            raise ValueError(
+                f"decay must be one number or (Hq,) = ({heads},), got {tuple(decay.shape)}"
+            )
         if decay.device != like.device:
-            raise ValueError(f"decay is on the query's device {like.device}, got {decay.device}")
+            raise ValueError(
+                f"decay must be on the query's device {like.device}, got {decay.device}"
+            )
     elif isinstance(decay, bool) or not isinstance(decay, int | float):
-        raise TypeError(f"decay is a number or a floating Tensor, got {type(decay).__name__}")
+        raise TypeError(f"decay must be a number or a floating Tensor, got {type(decay).__name__}")
     values = torch.as_tensor(decay, dtype=like.dtype, device=like.device)
     if not torch.compiler.is_compiling():
         outside = ~((values > 0) & (values <= 1))  # NaN is outside too
         if bool(outside.any()):
             wrong = values.detach()[outside].flatten()[0].item()
-            raise ValueError(f"decay lies in (0, 1], got {wrong:g}")
+            raise ValueError(f"decay must be in (0, 1], got {wrong:g}")
     return values.expand(heads)
 
 
@@ -132,7 +136,7 @@ def decay_statistics(n: Tensor | int, decay: Tensor | float) -> WeightStatistics
     """
     keys = n if isinstance(n, Tensor) else torch.tensor(check_count("n", n, 0))
     if keys.is_floating_point() or keys.is_complex() or keys.dtype == torch.bool:
-        raise TypeError(f"n counts keys with integers, got {keys.dtype}")
+        raise TypeError(f"n must contain whole numbers of keys, got {keys.dtype}")
     dtype = torch.float32
     if isinstance(decay, Tensor):
         dtype = torch.float64 if decay.dtype == torch.float64 else dtype

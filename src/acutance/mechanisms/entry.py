@@ -94,7 +94,7 @@ class Form(ABC):
 
 @dataclass(frozen=True)
 class Rows(Form):
-    """A mechanism given by score, weighting and scaling, run by :func:`acutance.attention`.
+    """A mechanism defined by score, weighting and scaling, run by :func:`acutance.attention`.
 
     Args:
         options: the options of ``attention`` for tensors of given sizes.
@@ -245,8 +245,8 @@ class Gated(Form):
         query, key = self.images(call)
         if query.shape[2] != call.query.shape[2]:
             raise ValueError(
-                f"a gated attention unit attends to its own sequence: {call.query.shape[2]} rows"
-                f" from {call.query_offset} on lie in {call.key.shape[2]} keys"
+                f"a gated attention unit attends to its own sequence: {call.query.shape[2]} "
+                f"rows from {call.query_offset} on must lie within {call.key.shape[2]} keys"
             )
         out, stats = attention(
             query, key, call.value, is_causal=call.is_causal, query_offset=call.query_offset,

@@ -1,4 +1,4 @@
-r"""Feature maps: what takes q and k to q' and k', so that a weight is :math:`a = q' \cdot k'`.
+r"""Feature maps from q and k to q' and k', such that a weight is :math:`a = q' \cdot k'`.
 
 A map is a small record. It is named (``feature_map="elu1"``) or, with options of its own, given
 (``feature_map=CosFormer(length=4096)``); any function of a tensor is one too
@@ -160,8 +160,9 @@ class CosFormer(FeatureMap):
             low, high = int(positions.min()), int(positions.max())
             if low < 0 or high > self.length:
                 raise ValueError(
-                    f"positions of CosFormer lie in [0, length={self.length}], got {low} to {high}:"
-                    f" pass feature_map=CosFormer(length=...) of the longest sequence"
+                    f"positions of CosFormer must be in [0, length={self.length}], got {low} "
+                    f"to {high}: pass feature_map=CosFormer(length=...) with the length of the "
+                    "longest sequence"
                 )
         angle = (positions.double() * (math.pi / 2 / self.length)).unsqueeze(-1)
         positive = torch.relu(x)
@@ -172,7 +173,7 @@ class CosFormer(FeatureMap):
 
 @dataclass(frozen=True)
 class CallableMap(FeatureMap):
-    """A function of a tensor, or a module, as a feature map: what a callable is taken for.
+    """A function of a tensor, or a module, as a feature map.
 
     Args:
         function: takes queries or keys, (..., length, E), to features, (..., length, F); it sees a
@@ -201,26 +202,26 @@ class CallableMap(FeatureMap):
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise TypeError(f"function is callable, got {type(self.function).__name__}")
+            raise TypeError(f"function must be callable, got {type(self.function).__name__}")
         check_flag("nonnegative", self.nonnegative)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """What the function makes of x."""
+        """Apply the function to x."""
         found: object = self.function(x)
         if not isinstance(found, Tensor):
-            raise TypeError(f"a feature map gives a Tensor, got {type(found).__name__}")
+            raise TypeError(f"a feature map must return a Tensor, got {type(found).__name__}")
         if found.shape[:-1] != x.shape[:-1]:
             raise ValueError(
-                f"a feature map takes (..., length, E) to (..., length, F), got "
+                "a feature map must map (..., length, E) to (..., length, F), got "
                 f"{tuple(found.shape)} for {tuple(x.shape)}"
             )
         if self.nonnegative and not torch.compiler.is_compiling():
             below = found.detach() < 0
             if bool(below.any()):
                 raise ValueError(
-                    f"a callable feature map has no negative features, got "
-                    f"{found.detach()[below][0].item():g}: give signed ones as "
-                    f"CallableMap(function, nonnegative=False)"
+                    "a callable feature map must not have negative features, got "
+                    f"{found.detach()[below][0].item():g}: pass signed ones as "
+                    "CallableMap(function, nonnegative=False)"
                 )
         return found.to(x.dtype)
 
@@ -235,10 +236,10 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
 
 
 def feature_map(given: AnyMap | object) -> FeatureMap:
-    """The feature map of that name, the one given, or the one that a function is.
+    """The feature map for a name, a map or a function.
 
     Raises:
-        ValueError: if there is none of that name; it names the nearest.
+        ValueError: if there is not one of that name; it names the nearest.
         TypeError: if it is no name, FeatureMap or function.
 
     Example:
@@ -250,7 +251,7 @@ def feature_map(given: AnyMap | object) -> FeatureMap:
     if not isinstance(given, str):
         if isinstance(given, type) or not callable(given):
             raise TypeError(
-                f"feature_map is a name, a FeatureMap or a function of a tensor, got "
+                "feature_map must be a name, a FeatureMap or a function of a tensor, got "
                 f"{given.__name__ if isinstance(given, type) else type(given).__name__}"
             )
         return CallableMap(given)
@@ -258,5 +259,5 @@ def feature_map(given: AnyMap | object) -> FeatureMap:
         longer = [name for name in FEATURE_MAPS if given and name.startswith(given)]
         known = f": choose from {', '.join(FEATURE_MAPS)}"
         hint = did_you_mean(longer[0] if longer else given, FEATURE_MAPS, known)
-        raise ValueError(f"no feature map is named {given!r}{hint}")
+        raise ValueError(f"there is no feature map named {given!r}{hint}")
     return FEATURE_MAPS[given]()

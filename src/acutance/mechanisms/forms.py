@@ -1,4 +1,4 @@
-"""The two forms of a call: rows that see all keys, and rows that see keys up to their position."""
+"""The two forms of a call: rows that see all keys, and causal rows."""
 
 from __future__ import annotations
 
@@ -93,6 +93,7 @@ def full(call: Call, offset: int, *, squares: bool) -> Rows:
     def seeing_all(
         index: int, log_decay: Tensor | None, state: LinearState, query: Tensor, *sides: Tensor
     ) -> tuple[Rows, LinearState]:
+        """The rows of one segment when every row sees all keys."""
         piece = call.placed(parts[index], NO_ROWS, query=query)
         given = call.features(piece, log_decay)
         if sides:
@@ -145,7 +146,7 @@ def _stacked(above: Rows, below: Rows) -> Rows:
 
 
 def _blank(like: Rows, count: int, squares: bool, in_units: bool) -> Rows:
-    """Rows that see no key; without the sums that are not asked for."""
+    """Rows that see no key, without the sums that were not requested."""
 
     def zeros(part: Tensor, dim: int, value: float = 0) -> Tensor:
         shape = list(part.shape)

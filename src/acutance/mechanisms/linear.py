@@ -295,11 +295,12 @@ def _attend(
     eps: float,
     chunk: int,
 ) -> Tensor | tuple[Tensor, WeightStatistics]:
+    """Validate the call and compute its output and statistics in the requested form."""
     check_inputs(query, key, value, check_flag("enable_gqa", enable_gqa))
     check_flag("is_causal", is_causal)
     check_count("query_offset", query_offset, -(2**61))
     if rows not in ("sums", "blockwise"):
-        raise ValueError(f"rows is 'sums' or 'blockwise', got {rows!r}")
+        raise ValueError(f"rows must be 'sums' or 'blockwise', got {rows!r}")
     call = make_call(
         query,
         key,

@@ -60,22 +60,23 @@ def diagonal_recurrence(x: Tensor, decay: Tensor, state: Tensor | None = None) -
         if tensor is None:
             continue
         if check_tensor(name, tensor).dtype not in _PRECISIONS:
-            raise TypeError(f"{name} is of single or double precision, got {tensor.dtype}")
+            raise TypeError(f"{name} must have single or double precision, got {tensor.dtype}")
     if x.dim() < 2 or tuple(decay.shape) != (x.shape[-1],):
         raise ValueError(
-            f"x is (..., L, N) and decay (N,), got x {tuple(x.shape)}, decay {tuple(decay.shape)}"
+            f"x must have shape (..., L, N) and decay (N,), got x {tuple(x.shape)}, decay "
+            f"{tuple(decay.shape)}"
         )
     if not torch.compiler.is_compiling():
         size = decay.detach().abs()
         outside = ~((size > 0) & (size <= 1))
         if bool(outside.any()):
-            raise ValueError(f"|decay| lies in (0, 1], got {size[outside][0].item():g}")
+            raise ValueError(f"|decay| must be in (0, 1], got {size[outside][0].item():g}")
     dtype = torch.promote_types(x.dtype, decay.dtype)
     if state is not None:
         if state.shape != x.shape[:-2] + x.shape[-1:]:
             raise ValueError(
-                f"state is x without its length, {tuple(x.shape[:-2] + x.shape[-1:])}, got "
-                f"{tuple(state.shape)}"
+                "state must have the shape of x without its length, "
+                f"{tuple(x.shape[:-2] + x.shape[-1:])}, got {tuple(state.shape)}"
             )
         dtype = torch.promote_types(dtype, state.dtype)
     if x.shape[-2] == 0:
@@ -89,7 +90,7 @@ _PRECISIONS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 class _Recurrence(torch.autograd.Function):
-    """The scan, with a backward pass that keeps nothing but its result."""
+    """The scan, with a backward pass that stores only its result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
@@ -101,6 +102,7 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, ...]:
+        """Gradients by a reverse scan; differentiable if a second derivative is needed."""
         h, decay, state = ctx.saved_tensors
         if torch.is_grad_enabled():
             found = _by_operations(upstream[0], h, decay, state)
@@ -316,9 +318,9 @@ def lru_parameters(
     if not 0 <= r_min < r_max <= 1:
         raise ValueError(f"0 <= r_min < r_max <= 1, got r_min={r_min!r}, r_max={r_max!r}")
     if not 0 < check_number("max_phase", max_phase) <= 2 * math.pi:
-        raise ValueError(f"max_phase lies in (0, 2π], got {max_phase!r}")
+        raise ValueError(f"max_phase must be in (0, 2π], got {max_phase!r}")
     if dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"dtype is float32 or float64, got {dtype}")
+        raise TypeError(f"dtype must be float32 or float64, got {dtype}")
 
     def uniform() -> Tensor:  # in (0, 1]: its logarithm is taken
         draw = torch.rand(states, generator=generator, dtype=torch.float64, device=device)
@@ -375,14 +377,14 @@ def linear_recurrent_unit(
         Orvieto et al. (2023), arXiv:2303.06349.
     """
     if check_tensor("inputs", inputs).dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"inputs are float32 or float64, got {inputs.dtype}")
+        raise TypeError(f"inputs must be float32 or float64, got {inputs.dtype}")
     if inputs.dim() < 2 or inputs.shape[-1] != parameters.B.shape[-1]:
         raise ValueError(
-            f"inputs are (..., L, H) with H={parameters.B.shape[-1]} as B is "
+            f"inputs must have shape (..., L, H) with H={parameters.B.shape[-1]}, since B is "
             f"{tuple(parameters.B.shape)}, got {tuple(inputs.shape)}"
         )
     if inputs.shape[-2] == 0:
-        raise ValueError(f"inputs have a length of at least 1, got {tuple(inputs.shape)}")
+        raise ValueError(f"inputs must have a length of at least 1, got {tuple(inputs.shape)}")
     into = parameters.B * torch.exp(parameters.gamma_log).unsqueeze(-1)
     decay = lru_decays(parameters.nu_log, parameters.theta_log)
     D = parameters.D

@@ -1,4 +1,4 @@
-r"""Sums of decayed weights kept relative to their own size, where λ to the distance underflows.
+r"""Sums of decayed weights stored relative to their size, for decays that would underflow.
 
 Far from its last key, or under a fast decay, every weight of a row is below the smallest number,
 though their ratios are not. Here each feature of the carry has an exponent, :math:`k'_f =
@@ -52,7 +52,7 @@ def relative(carry: Carry) -> Carry:
 
 
 def advance(carry: Carry, log_decay: Tensor, steps: int) -> Carry:
-    """The carry seen from ``steps`` positions later, no key in between."""
+    """The carry ``steps`` positions later, without keys in between."""
     return carry._replace(exponents=carry.exponents + log_decay.unsqueeze(-1) * steps)
 
 

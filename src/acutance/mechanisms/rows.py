@@ -1,4 +1,4 @@
-"""Rows of linear attention formed after all, a block at a time: what sums alone cannot say."""
+"""Rows of linear attention in blocks, for statistics that sums cannot give."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def blockwise(call: Call, *, is_causal: bool, offset: int) -> WeightSums:
         unit: tuple[Tensor, Tensor] | None,
         *parts: Tensor | None,
     ) -> WeightSums:
+        """The weight sums of one block of rows."""
         piece = Piece(*parts)  # type: ignore[arg-type]
         a, distance, seen = formed(log_decay, piece)
         if log_decay is not None and unit is not None:
@@ -93,6 +94,6 @@ def blockwise(call: Call, *, is_causal: bool, offset: int) -> WeightSums:
 
 
 def _in_units(sums: WeightSums, exponents: Tensor) -> WeightSums:
-    """Sums of weights that each row has in a unit of its own, (B, H, G, L)."""
+    """Sums of weights (B, H, G, L), relative to a unit for each row."""
     unit = representable(exponents, sums.c.dtype).flatten(1, 2)
     return sums._replace(c=sums.c * unit, top=sums.top * unit, first=sums.first * unit)

@@ -1,4 +1,4 @@
-r"""The sums over keys that linear attention is made of, kept as a state and advanced in chunks.
+r"""Sums over keys for linear attention, stored as a state and advanced in chunks.
 
 With features q', k' and a decay λ, row i weighs key j by :math:`a_{ij} = \lambda^{i-j} q'_i \cdot
 k'_j`. Its numerator, sum and sum of squares are
@@ -93,7 +93,7 @@ def _powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
 
 
 def advance(carry: Carry, log_decay: Tensor | None, steps: int) -> Carry:
-    """The carry seen from ``steps`` positions later, no key in between."""
+    """The carry ``steps`` positions later, without keys in between."""
     if log_decay is None or steps == 0:
         return carry
     once = torch.exp(log_decay * steps).unsqueeze(-1)
@@ -230,7 +230,7 @@ def _seen(places: Tensor, strict: bool) -> Tensor:
 
 
 def fading(log_decay: Tensor, size: int, strict: bool, device: torch.device) -> Tensor:
-    """What a decay makes of the weights in a chunk, (H, G, 1, size, size): 0 where not seen."""
+    """The factor of a decay on the weights of a chunk, (H, G, 1, size, size); 0 for hidden keys."""
     places = torch.arange(size, device=device)
     fade = _powers(log_decay, (places[:, None] - places).clamp(min=0))
     return fade.masked_fill(~_seen(places, strict), 0.0).unsqueeze(2)

@@ -53,6 +53,7 @@ def _entry(
     options: str,
     run: Callable[[Sizes], Mapping[str, Any]],
 ) -> Mechanism:
+    """A table entry for a mechanism that runs through ``acutance.attention``."""
     code = f"acutance.attention(query, key, value{', ' if options else ''}{options})"
     return Mechanism(
         name, title, formula, source, can_concentrate, Theory(*theory), streaming, code, Rows(run)

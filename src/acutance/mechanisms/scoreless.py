@@ -52,6 +52,7 @@ _TITLES = {
 
 
 def _linear(name: str) -> Mechanism:
+    """The table entry for linear attention with a feature map."""
     title, phi, more = _TITLES[name]
     return Mechanism(
         f"linear_{name}", f"Linear attention, {title} features",
@@ -77,6 +78,7 @@ def _rings(heads: int) -> Tensor:
 
 def _decay(name: str, title: str, formula: str, source: str, more: str, decays: str,
            of: Callable[[int], Tensor]) -> Mechanism:  # fmt: skip
+    """The table entry for a decay without content."""
     ones = "torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1]), value"
     return Mechanism(
         name, title, formula, source,

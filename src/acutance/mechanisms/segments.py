@@ -1,4 +1,4 @@
-"""Sequences taken a stretch at a time: results in place, and gradients by going over them again.
+"""Process sequences in segments; the backward pass recomputes each segment.
 
 A stretch is small enough for a cache. What one leaves for the next is a state of fixed size; for
 the backward pass the states alone are kept, and each stretch is run again, last to first. Time and
@@ -34,7 +34,7 @@ class Part(NamedTuple):
         return cut(self.tensor, self.slices, self.dim)
 
     def piece(self, index: int) -> Tensor:
-        """One piece, where no gradient is to come back through it."""
+        """One segment, without gradients."""
         part = self.slices[index]
         return self.tensor.narrow(self.dim, part.start, part.stop - part.start)
 
@@ -162,6 +162,7 @@ class _Stretched(torch.autograd.Function):
         log_decay: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
+        """Run the segments in order, storing only the state before each."""
         ctx.set_materialize_grads(False)
         ctx.step, ctx.cuts, ctx.states = step, cuts, []
         ctx.save_for_backward(log_decay, *tensors)
@@ -175,6 +176,7 @@ class _Stretched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        """Recompute the segments from last to first and accumulate their gradients."""
         log_decay, *tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():

@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
 
 def begin(given: Features, squares: bool, *, in_units: bool = False) -> LinearState:
-    """The state before any key; ``in_units`` keeps each sum relative to its own size."""
+    """The state before any key; ``in_units`` stores each sum relative to its size."""
     batch, heads, _, _, features = given.k.shape
     group = 1 if given.log_decay is None else given.log_decay.shape[1]
     count = torch.zeros(batch, dtype=torch.int64, device=given.k.device)
@@ -104,7 +104,7 @@ def _noted(state: LinearState, given: Features, length: int) -> LinearState:
 
 
 def past(state: LinearState, given: Features, length: int) -> LinearState:
-    """The state after these keys and as many empty positions as make up ``length``."""
+    """The state after these keys, padded with empty positions to ``length``."""
     carry, empty = _carry(state), length - given.k.shape[-2]
     if given.log_decay is not None and relative.is_relative(carry):
         carry = relative.absorb(carry, given.k, given.v, given.log_decay)
@@ -157,7 +157,7 @@ def first_weight(
 
 
 def weight_sums(rows: Rows, nonnegative: bool) -> WeightSums:
-    """The sums as statistics take them, (B, Hq, L); sizes of signed weights are not known."""
+    """The sums for statistics, (B, Hq, L); absolute values of signed weights are unknown."""
     total = rows.sums.total.flatten(1, 2)
     n = rows.n[:, None].expand(total.shape)
     nothing_known = unknown(total)

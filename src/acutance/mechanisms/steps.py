@@ -1,4 +1,4 @@
-"""Linear attention step by step: a state of fixed size goes from each call to the next."""
+"""Linear attention step by step, with a state of fixed size."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def linear_state(
     heads = decay.numel() if isinstance(decay, Tensor) and decay.dim() else key.shape[1]
     if key.shape[1] and heads % key.shape[1]:
         raise ValueError(
-            f"decay has one number for each query head, a multiple of the key heads H="
-            f"{key.shape[1]}, got {heads}"
+            "decay must have one number for each query head, a multiple of the key heads "
+            f"H={key.shape[1]}, got {heads}"
         )
     call = make_call(
         key[:, :, :0].repeat_interleave(heads // max(1, key.shape[1]), 1),
@@ -170,12 +170,12 @@ def linear_step(
     check_inputs(query, key, value, check_flag("enable_gqa", enable_gqa))
     if query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"a step has a key for each query: query has L={query.shape[2]}, key has "
+            f"a step must have a key for each query: query has L={query.shape[2]}, key has "
             f"S={key.shape[2]} ({describe(query=query, key=key)})"
         )
     if check_flag("return_stats", return_stats) and not keeps_squares(state):
         raise ValueError(
-            "return_stats needs sums of squares: make the state with linear_state(..., "
+            "return_stats needs sums of squares: create the state with linear_state(..., "
             "statistics=True)"
         )
     place = int(state.position)
@@ -198,7 +198,7 @@ def linear_step(
         had, needed = getattr(state, name), getattr(fresh, name)
         if had.shape != needed.shape or had.dtype != needed.dtype:
             raise ValueError(
-                f"the state is of other heads, widths, feature map or decay: its {name} are "
+                f"the state has different heads, widths, feature map or decay: its {name} are "
                 f"{had.dtype} {tuple(had.shape)}, these tokens need {needed.dtype} "
                 f"{tuple(needed.shape)}"
             )

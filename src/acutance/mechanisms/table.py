@@ -31,7 +31,7 @@ def mechanism(name: str | Mechanism) -> Mechanism:
     """Look up a mechanism by name; an entry is returned as it is.
 
     Raises:
-        ValueError: if there is none of that name; it names the nearest.
+        ValueError: if there is not one of that name; it names the nearest.
         TypeError: if it is neither a name nor a Mechanism.
 
     Example:
@@ -39,16 +39,16 @@ def mechanism(name: str | Mechanism) -> Mechanism:
         "Only where the scores' mean β is below 0, "
         >>> mechanism("softmx")
         Traceback (most recent call last):
-        ValueError: no mechanism is named 'softmx'; did you mean 'scaled_dot'?
+        ValueError: there is no mechanism named 'softmx'; did you mean 'scaled_dot'?
     """
     if isinstance(name, Mechanism):
         return name
     if not isinstance(name, str):
-        raise TypeError(f"a mechanism is a name or a Mechanism, got {type(name).__name__}")
+        raise TypeError(f"a mechanism must be a name or a Mechanism, got {type(name).__name__}")
     if name not in MECHANISMS:
         close = difflib.get_close_matches(name, [*MECHANISMS, *_ALSO], n=1, cutoff=0.4)
         hint = f"choose from {', '.join(MECHANISMS)}"
         if close:
             hint = f"did you mean {_ALSO.get(close[0], close[0])!r}?"
-        raise ValueError(f"no mechanism is named {name!r}; {hint}")
+        raise ValueError(f"there is no mechanism named {name!r}; {hint}")
     return MECHANISMS[name]

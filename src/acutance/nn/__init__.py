@@ -1,4 +1,4 @@
-"""Modules that attend, and keep the statistics of their last forward.
+"""Attention modules that store the statistics of their last forward pass.
 
 A boolean ``key_padding_mask`` or ``attn_mask`` of a module is True where a key is **hidden**, as in
 ``torch.nn.MultiheadAttention``. In the rest of acutance ``key_mask`` and ``attn_mask`` are True

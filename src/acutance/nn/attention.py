@@ -18,7 +18,7 @@ __all__ = ["MultiheadAttention"]
 
 
 class MultiheadAttention(Remembering):
-    r"""``torch.nn.MultiheadAttention`` that says how sharply each row focuses.
+    r"""``torch.nn.MultiheadAttention`` with statistics of each row.
 
     Names and meaning of the arguments up to ``dtype``, the parameters' names, shapes and start are
     those of :class:`torch.nn.MultiheadAttention`; its state dict loads, and with the defaults of
@@ -127,13 +127,13 @@ class MultiheadAttention(Remembering):
         check_count("num_heads", num_heads, 1)
         if embed_dim % num_heads:
             raise ValueError(
-                f"num_heads divides embed_dim, got embed_dim={embed_dim}, num_heads={num_heads}"
+                f"num_heads must divide embed_dim, got embed_dim={embed_dim}, num_heads={num_heads}"
             )
         kv_heads = (
             num_heads if num_kv_heads is None else check_count("num_kv_heads", num_kv_heads, 1)
         )
         if num_heads % kv_heads:
-            raise ValueError(f"num_kv_heads divides num_heads={num_heads}, got {kv_heads}")
+            raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {kv_heads}")
         head_dim = embed_dim // num_heads
         super().__init__(
             embed_dim,
@@ -153,13 +153,11 @@ class MultiheadAttention(Remembering):
         self.positions = find_positions(positions)
         if self.positions is not None and (add_bias_kv or add_zero_attn):
             raise ValueError(
-                "positions go without add_bias_kv and add_zero_attn, whose keys have no position, "
-                f"got positions={positions!r}"
+                "positions cannot be combined with add_bias_kv or add_zero_attn, whose keys "
+                f"have no position, got positions={positions!r}"
             )
         if isinstance(self.positions, Rotary) and head_dim % 2:
-            raise ValueError(
-                f"positions='rotary' pairs components: a head's width is even, got {head_dim}"
-            )
+            raise ValueError(f"positions='rotary' needs an even head width, got {head_dim}")
         if isinstance(self.positions, Alibi):
             self.positions.of(num_heads)  # one for each head, or an error now
         self.score = hold_score(score, head_dim, num_heads, kv_heads, device=device, dtype=dtype)
@@ -206,8 +204,8 @@ class MultiheadAttention(Remembering):
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if check_tensor(name, tensor).dim() not in (2, 3) or tensor.dim() != query.dim():
                 raise ValueError(
-                    "query, key and value have three dimensions, or two without a batch, got "
-                    f"{describe(query=query, key=key, value=value)}"
+                    "query, key and value must have three dimensions, or two without a batch, "
+                    f"got {describe(query=query, key=key, value=value)}"
                 )
         batched = query.dim() == 3
         if key_padding_mask is not None and not batched:

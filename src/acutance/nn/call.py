@@ -1,4 +1,4 @@
-"""One call of a module's heads: streamed, or with its weights in memory when those are wanted."""
+"""One call of a module's heads: streamed, or with its weights in memory if requested."""
 
 from __future__ import annotations
 

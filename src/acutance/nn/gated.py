@@ -27,7 +27,7 @@ def check_sequence(x: Tensor, width: int) -> Tensor:
         ValueError: if its shape is another.
     """
     if check_tensor("x", x).dim() != 3 or x.shape[2] != width:
-        raise ValueError(f"x is (B, L, embed_dim={width}), got {tuple(x.shape)}")
+        raise ValueError(f"x must have shape (B, L, embed_dim={width}), got {tuple(x.shape)}")
     return x
 
 
@@ -107,7 +107,7 @@ class GatedAttentionUnit(Recorded):
         self.hidden = check_count("expansion", expansion, 1) * embed_dim
         self.positions = find_positions(positions, alibi=False)
         if self.positions is not None and key_dim % 2:
-            raise ValueError(f"positions='rotary' pairs components: key_dim is even, got {key_dim}")
+            raise ValueError(f"positions='rotary' needs an even key_dim, got {key_dim}")
         self.dropout = check_number("dropout", dropout, above=0.0, below=1.0, including=True)
         check_flag("bias", bias)
         wide = 2 * self.hidden + key_dim

@@ -58,12 +58,12 @@ class LinearHeads(Recorded):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_count("num_kv_heads", kv_heads, 1)
         if num_heads % kv_heads:
-            raise ValueError(f"num_kv_heads divides num_heads={num_heads}, got {kv_heads}")
+            raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {kv_heads}")
         for name, width in (("embed_dim", embed_dim), ("value_dim", value_dim)):
             if width % num_heads:
-                raise ValueError(f"num_heads={num_heads} divides {name}, got {width}")
+                raise ValueError(f"num_heads={num_heads} must divide {name}, got {width}")
         if rows not in ("sums", "blockwise"):
-            raise ValueError(f"rows is 'sums' or 'blockwise', got {rows!r}")
+            raise ValueError(f"rows must be 'sums' or 'blockwise', got {rows!r}")
         self.embed_dim, self.value_dim = embed_dim, value_dim
         self.num_heads, self.num_kv_heads = num_heads, kv_heads
         self.head_dim = embed_dim // num_heads

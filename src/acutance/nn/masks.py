@@ -18,7 +18,7 @@ __all__ = ["Masks", "key_mask", "translate"]
 
 
 class Masks(NamedTuple):
-    """Masks in the sense of :func:`acutance.attention`: True where a key takes part."""
+    """Masks in the sense of :func:`acutance.attention`: True for visible keys."""
 
     attn_mask: Tensor | None
     key_mask: Tensor | None
@@ -26,7 +26,7 @@ class Masks(NamedTuple):
 
 
 def key_mask(key_padding_mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
-    """A boolean padding mask turned round: (B, S), True where a key takes part.
+    """The inverse of a boolean padding mask: (B, S), True for visible keys.
 
     Raises:
         TypeError: if it is not boolean.
@@ -36,7 +36,7 @@ def key_mask(key_padding_mask: Tensor | None, batch: int, keys: int) -> Tensor |
         return None
     if check_tensor("key_padding_mask", key_padding_mask).dtype != torch.bool:
         raise TypeError(
-            f"key_padding_mask is boolean, True where a key is hidden, got {key_padding_mask.dtype}"
+            f"key_padding_mask must be boolean, True for hidden keys, got {key_padding_mask.dtype}"
         )
     _check_padding(key_padding_mask, batch, keys)
     return torch.logical_not(key_padding_mask)
@@ -45,7 +45,8 @@ def key_mask(key_padding_mask: Tensor | None, batch: int, keys: int) -> Tensor |
 def _check_padding(key_padding_mask: Tensor, batch: int, keys: int) -> None:
     if tuple(key_padding_mask.shape) != (batch, keys):
         raise ValueError(
-            f"key_padding_mask is (B, S) = ({batch}, {keys}), got {tuple(key_padding_mask.shape)}"
+            f"key_padding_mask must have shape (B, S) = ({batch}, {keys}), got "
+            f"{tuple(key_padding_mask.shape)}"
         )
 
 
@@ -60,7 +61,7 @@ def translate(
     is_causal: bool,
     extra: int,
 ) -> Masks:
-    """The masks of ``nn.MultiheadAttention`` for keys that ``extra`` more stand before.
+    """The masks of ``nn.MultiheadAttention`` for keys preceded by ``extra`` more.
 
     Raises:
         TypeError: if a mask is neither boolean nor floating.
@@ -94,17 +95,18 @@ def translate(
 def _check_kind(name: str, mask: Tensor) -> torch.dtype:
     dtype = check_tensor(name, mask).dtype
     if dtype != torch.bool and dtype not in FLOATS:
-        raise TypeError(f"{name} is boolean (True hides) or floating (added), got {dtype}")
+        raise TypeError(f"{name} must be boolean (True hides) or floating (added), got {dtype}")
     return dtype
 
 
 def _four_dimensional(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
+    """A mask (L, S) or (B·Hq, L, S) as (1, 1, L, S) or (B, Hq, L, S)."""
     if tuple(mask.shape) == (queries, keys):
         return mask[None, None]
     if tuple(mask.shape) == (batch * heads, queries, keys):
         return mask.view(batch, heads, queries, keys)
     raise ValueError(
-        f"attn_mask is (L, S) = ({queries}, {keys}) or (B·Hq, L, S) = "
+        f"attn_mask must have shape (L, S) = ({queries}, {keys}) or (B·Hq, L, S) = "
         f"({batch * heads}, {queries}, {keys}), got {tuple(mask.shape)}"
     )
 

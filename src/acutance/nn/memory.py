@@ -58,7 +58,7 @@ class Remembering(Projected):
         for name, tensor in (("key", key), ("value", value)):
             if check_tensor(name, tensor).dim() not in (2, 3) or tensor.dim() != key.dim():
                 raise ValueError(
-                    "key and value have three dimensions, or two without a batch, got "
+                    "key and value must have three dimensions, or two without a batch, got "
                     f"{describe(key=key, value=value)}"
                 )
         batched = key.dim() == 3
@@ -87,7 +87,7 @@ class Remembering(Projected):
             query_offset: position of query 0 among the keys.
         """
         if check_tensor("query", query).dim() not in (2, 3):
-            raise ValueError(f"query has two or three dimensions, got {tuple(query.shape)}")
+            raise ValueError(f"query must have two or three dimensions, got {tuple(query.shape)}")
         batched = query.dim() == 3
         out, _ = self._attend(
             self._batch_first(query, batched),
@@ -128,7 +128,7 @@ class Remembering(Projected):
         """
         if not self.packed:
             raise ValueError(
-                "a step is self-attention: it needs kdim = vdim = embed_dim, got "
+                "a step needs self-attention with kdim = vdim = embed_dim, got "
                 f"embed_dim={self.embed_dim}, kdim={self.kdim}, vdim={self.vdim}"
             )
         offset = 0 if past is None else past.key.shape[2]
@@ -136,7 +136,7 @@ class Remembering(Projected):
         if past is not None:
             if past.key.shape[0] != new.key.shape[0]:
                 raise ValueError(
-                    f"past is of batch size {past.key.shape[0]}, x of {new.key.shape[0]}"
+                    f"past has batch size {past.key.shape[0]}, but x has {new.key.shape[0]}"
                 )
             new = KeyValues(*(torch.cat(pair, 2) for pair in zip(past, new, strict=True)))
         return self.recall(x, new, is_causal=True, query_offset=offset), new
@@ -152,11 +152,13 @@ class Remembering(Projected):
         return out if self.batch_first else out.transpose(0, 1)
 
     def _remember(self, key: Tensor, value: Tensor, offset: int) -> KeyValues:
+        """Project keys and values, split heads and apply positions from ``offset`` on."""
         self._check_width("key", key, self.kdim)
         self._check_width("value", value, self.vdim)
         if key.shape[:2] != value.shape[:2]:
             raise ValueError(
-                f"key and value share batch and source length, got {describe(key=key, value=value)}"
+                "key and value must have the same batch size and source length, got "
+                f"{describe(key=key, value=value)}"
             )
         k = split_heads(self._project(1, key), self.num_kv_heads)
         v = split_heads(self._project(2, value), self.num_kv_heads)
@@ -169,7 +171,7 @@ class Remembering(Projected):
     def _check_width(self, name: str, x: Tensor, width: int) -> None:
         if x.shape[-1] != width:
             raise ValueError(
-                f"{name} has the width {width}, got {x.shape[-1]} ({describe(**{name: x})})"
+                f"{name} must have the width {width}, got {x.shape[-1]} ({describe(**{name: x})})"
             )
 
     def _attend(
@@ -192,8 +194,8 @@ class Remembering(Projected):
         keys, (k, v) = memory.key.shape[2], self._with_extra(memory)
         if rows.shape[0] != k.shape[0]:
             raise ValueError(
-                f"query and key share the batch size: query has B={rows.shape[0]}, key has "
-                f"B={k.shape[0]} ({describe(query=rows)})"
+                f"query and key must have the same batch size: query has B={rows.shape[0]}, "
+                f"key has B={k.shape[0]} ({describe(query=rows)})"
             )
         extra = k.shape[2] - keys
         masks = translate(
@@ -236,7 +238,7 @@ class Remembering(Projected):
         return self.out_proj(join_heads(out)), None
 
     def _slopes(self, like: Tensor) -> Tensor | None:
-        """ALiBi's slopes, made anew: a buffer would be rounded where a module is cast."""
+        """ALiBi's slopes, not a buffer, since casting the module would round it."""
         if not isinstance(self.positions, Alibi):
             return None
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32

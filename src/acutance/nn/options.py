@@ -1,4 +1,4 @@
-"""Scores and weightings as a module holds them, so that what they train is trained with it."""
+"""Scores and weightings as submodules, so that their parameters are trained."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def hold_score(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> Score:
-    """The score of a name, trained where it has parameters, or the one given.
+    """The score for a name, trainable if it has parameters, or the given score.
 
     Raises:
-        ValueError: if there is none of that name, or its parameters cannot be guessed.
+        ValueError: if there is not one of that name, or its parameters cannot be guessed.
         TypeError: if it is no score, or a record that would hide its parameters from training.
     """
     if score == "general":
@@ -54,14 +54,14 @@ def hold_score(
         if isinstance(part, nn.Parameter):
             kind = type(score).__name__
             raise TypeError(
-                f"score={kind}(...) holds the Parameter {name}, which this module would not "
-                f"train: give the module scores.{kind}Score"
+                f"score={kind}(...) contains the Parameter {name}, which this module would not "
+                f"train: pass the module scores.{kind}Score"
             )
     return scores.get(score)
 
 
 class HeldWeights(nn.Module):
-    """A weighting whose tensors move, are saved and are trained with the module that holds it.
+    """A weighting whose tensors are parameters or buffers of the module.
 
     Args:
         weights: a name or a weighting. ``"sink"`` trains a sink for each head, from 0.

@@ -49,7 +49,9 @@ def rotate(x: Tensor, offset: int = 0, *, base: float = 10_000.0) -> Tensor:
     """
     width = check_tensor("x", x).shape[-1]
     if x.dim() < 2 or width % 2:
-        raise ValueError(f"rotary embedding takes (..., L, E) with E even, got {tuple(x.shape)}")
+        raise ValueError(
+            f"rotary embedding needs shape (..., L, E) with E even, got {tuple(x.shape)}"
+        )
     check_number("base", base, above=0.0)
     half = width // 2
     exact = torch.float32 if x.device.type == "mps" else torch.float64  # Metal has no float64
@@ -113,7 +115,9 @@ class Alibi:
             return -torch.log(alibi_decays(heads, dtype=torch.float64)).to(dtype).to(device)
         slopes = torch.tensor([check_number("slopes", m) for m in self.slopes], dtype=torch.float64)
         if slopes.shape != (heads,):
-            raise ValueError(f"slopes has one number for each of {heads} heads, got {len(slopes)}")
+            raise ValueError(
+                f"slopes must have one number for each of {heads} heads, got {len(slopes)}"
+            )
         return slopes.to(dtype).to(device)
 
 
@@ -122,7 +126,7 @@ Positions: TypeAlias = str | Rotary | Alibi | None
 
 
 def find_positions(positions: Positions, *, alibi: bool = True) -> Rotary | Alibi | None:
-    """The positions of a name, or those given.
+    """The positions for a name, or those given.
 
     Raises:
         ValueError: if the name is unknown, or ALiBi has no place there.
@@ -135,10 +139,12 @@ def find_positions(positions: Positions, *, alibi: bool = True) -> Rotary | Alib
     known = "None, 'rotary' or 'alibi'" if alibi else "None or 'rotary'"
     if isinstance(positions, str):
         if positions not in ("rotary", "alibi"):
-            raise ValueError(f"positions is {known}, got {positions!r}")
+            raise ValueError(f"positions must be {known}, got {positions!r}")
         positions = Rotary() if positions == "rotary" else Alibi()
     if isinstance(positions, Alibi) and not alibi:
-        raise ValueError(f"positions is {known}, got 'alibi': these weights take no bias")
+        raise ValueError(
+            f"positions must be {known}, got 'alibi': these weights do not support a bias"
+        )
     if positions is not None and not isinstance(positions, Rotary | Alibi):
-        raise TypeError(f"positions is {known}, got {type(positions).__name__}")
+        raise TypeError(f"positions must be {known}, got {type(positions).__name__}")
     return positions

@@ -75,7 +75,7 @@ class Projected(Recorded):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the input projections anew, as ``nn.MultiheadAttention`` does; zero the biases."""
+        """Reinitialise the input projections like ``nn.MultiheadAttention``; zero the biases."""
         for name in ("in_proj_weight", *_SEPARATE):
             weight = getattr(self, name)
             if weight is not None:

@@ -1,4 +1,4 @@
-"""What every module here keeps of its last forward: the statistics of its rows."""
+"""Storage of the statistics of a module's last forward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Recording = Literal["detached", "graph", "off"]
 
 
 class Recorded(nn.Module):
-    """A module that keeps the statistics of its last forward.
+    """A module that stores the statistics of its last forward pass.
 
     Statistics are in no ``state_dict``, and a copy or a pickle of the module has none.
 
@@ -31,7 +31,7 @@ class Recorded(nn.Module):
         last_statistics: of the last forward or step; None before the first, and when switched off.
 
     Raises:
-        ValueError: if ``statistics`` is none of the three.
+        ValueError: if ``statistics`` is not one of the three.
     """
 
     last_statistics: RowStatistics | WeightStatistics | None
@@ -43,7 +43,7 @@ class Recorded(nn.Module):
 
     @property
     def statistics(self) -> Recording:
-        """What is kept: ``"detached"``, ``"graph"`` or ``"off"``."""
+        """Which statistics are stored: ``"detached"``, ``"graph"`` or ``"off"``."""
         if _listeners and (listener := _listeners.get(id(self))) is not None:
             return listener.recording
         return self._statistics
@@ -52,7 +52,7 @@ class Recorded(nn.Module):
     def statistics(self, value: Recording) -> None:
         if value not in get_args(Recording):
             raise ValueError(
-                f"statistics is one of {', '.join(get_args(Recording))}, got {value!r}"
+                f"statistics must be one of {', '.join(get_args(Recording))}, got {value!r}"
             )
         self._statistics: Recording = value
         if value == "off":
@@ -91,7 +91,7 @@ def listen(
     recording: Recording,
     hear: Callable[[Recorded, RowStatistics | WeightStatistics | None], None],
 ) -> Iterator[None]:
-    """Call back with what each of these modules records, in the context; the innermost one hears.
+    """Call a function with what each of these modules records, in the context; contexts nest.
 
     Args:
         modules: who records.

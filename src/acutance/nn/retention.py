@@ -24,18 +24,22 @@ def _decays(decay: str | float | Tensor, heads: int) -> Tensor:
     """λ of each head in float64, (Hq,)."""
     if isinstance(decay, str):
         if decay not in _PRESETS:
-            raise ValueError(f"decay is a number, a Tensor, 'retnet' or 'alibi', got {decay!r}")
+            raise ValueError(
+                f"decay must be a number, a Tensor, 'retnet' or 'alibi', got {decay!r}"
+            )
         return _PRESETS[decay](heads, dtype=torch.float64)
     if isinstance(decay, Tensor):
         if tuple(decay.shape) not in ((), (heads,)):
-            raise ValueError(f"decay is one number or (Hq,) = ({heads},), got {tuple(decay.shape)}")
+            raise ValueError(
+                f"decay must be one number or (Hq,) = ({heads},), got {tuple(decay.shape)}"
+            )
         values = decay.detach().double()
     else:
         values = torch.tensor(check_number("decay", decay), dtype=torch.float64)
     values = values.expand(heads).clone()
     outside = ~((values > 0) & (values <= 1))
     if bool(outside.any()):
-        raise ValueError(f"decay lies in (0, 1], got {values[outside][0].item():g}")
+        raise ValueError(f"decay must be in (0, 1], got {values[outside][0].item():g}")
     return values
 
 
@@ -119,16 +123,14 @@ class DecayAttention(LinearHeads):
             self.scale = self.head_dim**-0.5
         found = find_positions(positions, alibi=False)
         if isinstance(found, Rotary) and self.head_dim % 2:
-            raise ValueError(
-                f"positions='rotary' pairs components: a head's width is even, got {self.head_dim}"
-            )
+            raise ValueError(f"positions='rotary' needs an even head width, got {self.head_dim}")
         self.positions = found if isinstance(found, Rotary) else None
         start = _decays(decay, num_heads)
         # numbers, not a buffer: a module cast to bfloat16 would round 1 − 2⁻¹⁰ to 1
         self._fixed = tuple(start.tolist())
         if check_flag("learned", learned):
             if max(self._fixed) >= 1:
-                raise ValueError("learned decays start below 1, got 1")
+                raise ValueError("learned decays must start below 1, got 1")
             nu = torch.log(-torch.log(start))
             self.nu = nn.Parameter(nu.to(device=device, dtype=dtype or torch.get_default_dtype()))
         else:

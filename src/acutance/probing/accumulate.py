@@ -143,6 +143,7 @@ class Records:
             record.waiting, record.size = [], 0
 
     def _summed(self, rows: Rows) -> tuple[Moments, OptionalParts]:
+        """The moments and optional parts of the rows of one call."""
         stats, structured = rows.stats, rows.structured
         values = stats.as_dict(name for name in stats.available if name in self._metrics)
         for name in self._metrics:
@@ -157,6 +158,7 @@ class Records:
         return moments, self._beside(stacked, rows)
 
     def _beside(self, stacked: Tensor, rows: Rows) -> OptionalParts:
+        """Profile by n, positions and distances of the rows of one call."""
         profile = None
         if self._profile:
             profile = Profile.of(stacked, rows.stats.state.n, rows.kept)

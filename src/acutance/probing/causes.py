@@ -24,7 +24,7 @@ _DROPPED = {
     "window": ("the window is left out", "it seems to ignore it"),
     "softcap": ("the softcap is left out", "it seems to drop it"),
     "bias": ("the bias is left out", "it seems to ignore it"),
-    "key_mask": ("padding takes part", "it seems to ignore its mask"),
+    "key_mask": ("padding is included", "it seems to ignore its mask"),
     "attn_mask": ("the mask is left out", "it seems to ignore it"),
     "cu_seqlens": ("documents see each other", "it seems to ignore their lengths"),
 }
@@ -88,7 +88,11 @@ def _changes(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[_C
     group = call.query.shape[1] // call.key.shape[1]
     if group > 1 and call.key.shape[1] > 1:
         turned = {name: getattr(call, name).repeat(1, group, 1, 1) for name in ("key", "value")}
-        yield turned, "query heads take the key heads in turn", "it seems to group them otherwise"
+        yield (
+            turned,
+            "query heads are assigned to key heads in turn",
+            "it seems to group heads differently",
+        )
     for names in itertools.combinations(left_out, 2):
         agrees = " and ".join(_DROPPED[name][0] for name in names)
         yield dict.fromkeys(names), agrees, "it seems to ignore both"
@@ -98,7 +102,7 @@ def _windows(call: AttentionCall) -> Iterator[_Change]:
     """Windows off by one, told by ``window`` or by the mask."""
     if call.window is not None:
         for window in (call.window + 1, call.window - 1):
-            means = f"it seems to count another way than the {call.window} that it is given"
+            means = f"it seems to count the window differently from the given {call.window}"
             yield {"window": window}, f"the window is {window} keys", means
     mask, queries, keys = call.attn_mask, call.query.shape[2], call.key.shape[2]
     if mask is None or mask.dim() != 4 or mask.shape[-2:] != (queries, keys):
@@ -109,7 +113,7 @@ def _windows(call: AttentionCall) -> Iterator[_Change]:
     last = int(torch.where(seen, away, 0).max())
     if last + 1 >= keys:  # no window: the last row sees the first key
         return
-    means = f"it seems to count another way than the {last + 1} of its mask"
+    means = f"it seems to count the window differently from the {last + 1} of its mask"
     for window, wider in (
         (last + 2, seen | (away == last + 1)),
         (last, seen & (away < last)),
@@ -129,7 +133,7 @@ def _scales(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[_Ch
             named.append((float(factor), f", from the module's {kept:g}"))
     for factor, said in named:
         if abs(factor - call.factor) > 1e-6 * abs(call.factor):
-            means = f"it seems not to use the {call.factor:.4g} that it is given"
+            means = f"it seems not to use the given {call.factor:.4g}"
             yield {"scale": factor}, f"the scale is {factor:.4g}{said}", means
 
 
@@ -140,28 +144,28 @@ def _added(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[_Cha
         if name == "sinks":
             fits = isinstance(value, Tensor) and value.numel() == call.query.shape[1]
             if fits and isinstance(value, Tensor):
-                means = "the call does not show them"
-                yield {name: value.detach().reshape(-1)}, "the module's sinks take part", means
+                means = "the call does not pass them"
+                yield {name: value.detach().reshape(-1)}, "the module's sinks are included", means
         elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             kind = {"window": int, "softcap": float}[name]
-            means = "the call does not show it"
-            yield {name: kind(value)}, f"the module's {name} of {value:g} takes part", means
+            means = "the call does not pass it"
+            yield {name: kind(value)}, f"the module's {name} of {value:g} is applied", means
 
 
 def _causal(call: AttentionCall) -> Iterator[_Change]:
     """A causal mask that is not there, that is, or that is aligned to the other end."""
     end = call.key.shape[2] - call.query.shape[2]
     if call.is_causal:
-        yield {"is_causal": False}, "it is not causal", "it seems to ignore that it should be"
+        yield {"is_causal": False}, "it is not causal", "it seems to ignore is_causal"
     elif call.cu_seqlens is None:
         means = "it seems to hide later keys by itself"
         yield {"is_causal": True, "query_offset": end}, "it is causal", means
     if end and (call.is_causal or call.window is not None):
         offset, where = (0, "first") if call.query_offset else (end, "last")
         means = f"it seems to count positions from the {where} key"
-        yield {"query_offset": offset}, f"query 0 stands at key {offset}", means
+        yield {"query_offset": offset}, f"query 0 is at key {offset}", means
     if call.attn_mask is not None and not call.is_causal:
-        means = "it seems to take its causality alone"
+        means = "it seems to use only the causal part"
         changes = {"attn_mask": None, "is_causal": True, "query_offset": end}
         yield changes, "the mask is only causal", means
 

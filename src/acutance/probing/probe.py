@@ -108,11 +108,11 @@ class Probe:
         rows: Tensor | str = "real",
     ) -> None:
         if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if verify not in (True, False, "first"):
-            raise ValueError(f'verify is True, False or "first", got {verify!r}')
+            raise ValueError(f'verify must be True, False or "first", got {verify!r}')
         if isinstance(metrics, str):
-            raise TypeError(f"metrics is a sequence of names, got the string {metrics!r}")
+            raise TypeError(f"metrics must be a sequence of names, got the string {metrics!r}")
         check_flag("gaps", gaps)
         if metrics is None:
             wanted = list(metric_names(noise=noise, gaps=gaps))
@@ -122,7 +122,7 @@ class Probe:
         gaps = gaps or any(METRICS[name].needs_gaps for name in wanted)
         self.metrics: tuple[str, ...] = tuple(name for name in METRICS if name in wanted)
         if not self.metrics:
-            raise ValueError("metrics names at least one metric, got none")
+            raise ValueError("metrics must name at least one metric, got none")
         self._structure: StructureReader | None = None
         if structure or examples:
             self._structure = StructureReader(model, tokenizer, special, examples)
@@ -279,7 +279,7 @@ class Probe:
             ProbeError: if the probe was not opened with ``keep=True``, or kept nothing.
         """
         if self._reader.keeper is None:
-            raise ProbeError("queries and keys are kept by a probe opened with keep=True")
+            raise ProbeError("queries and keys are recorded only by a probe opened with keep=True")
         order = sorted(self._records.names(), key=self._listener.modules.order)
         try:
             return self._reader.keeper.sample(order)

@@ -154,25 +154,27 @@ def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
         about = parse(header, "sample")
         heads, causal = about.get("heads"), about.get("is_causal")
         if set(parts) != {"query", "key", "value"}:
-            raise ValueError(f"its arrays are query, key and value, got {', '.join(sorted(parts))}")
+            raise ValueError(
+                f"its arrays must be query, key and value, got {', '.join(sorted(parts))}"
+            )
         if not isinstance(heads, list) or not all(isinstance(head, str) for head in heads):
-            raise ValueError("its heads are names")
+            raise ValueError("its heads must be names")
         if not isinstance(causal, bool):
-            raise ValueError(f"is_causal is true or false, got {causal!r:.60}")
+            raise ValueError(f"is_causal must be true or false, got {causal!r:.60}")
         query, key, value = parts["query"], parts["key"], parts["value"]
         alike = query.dim() == value.dim() == 3 and query.shape == key.shape
         if not alike or value.shape[:2] != query.shape[:2] or len(heads) != len(query):
             shapes = ", ".join(f"{which} {tuple(part.shape)}" for which, part in parts.items())
             raise ValueError(
-                f"its arrays are (heads, n, width) of {len(heads)} heads, got {shapes}"
+                f"its arrays must have shape (heads, n, width) of {len(heads)} heads, got {shapes}"
             )
         if not min(*query.shape, value.shape[2]):
             raise ValueError(f"it is empty: query is {tuple(query.shape)}")
         for which, part in parts.items():
             if part.dtype != torch.float32 or not _usable(part):
-                raise ValueError(f"{which} holds numbers in float32 of at most {LARGEST:g}")
+                raise ValueError(f"{which} must contain float32 numbers of at most {LARGEST:g}")
     except ValueError as error:
-        raise ValueError(f"{name} is no whole sample of queries and keys: {error}") from error
+        raise ValueError(f"{name} is not a complete sample of queries and keys: {error}") from error
     return QueryKeySample(query, key, value, tuple(heads), causal)
 
 
@@ -231,8 +233,8 @@ class Keeper:
         names = [name for name in order if name in self._layers and self._layers[name].usable]
         if not names:
             raise ValueError(
-                "no queries and keys were kept: the model ran no self-attention over a whole"
-                " sequence that shows them, or none whose numbers are finite"
+                "no queries and keys were recorded: the model ran no self-attention over a "
+                "whole sequence with visible queries and keys, or none with finite values"
             )
         like = self._layers[names[0]]
         alike = {

@@ -26,7 +26,7 @@ from acutance.summary.head_summary import Layer, Status
 __all__ = ["REBUILT", "Read", "Reader"]
 
 #: Begins the doubt about a call of which something was missed.
-REBUILT = "do not trust its rows: the output rebuilt from what was captured differs"
+REBUILT = "do not trust its rows: the output recomputed from the captured arguments differs"
 
 
 class Read(NamedTuple):
@@ -219,7 +219,7 @@ class Reader:
         theirs = part.of(output())
         if theirs.shape != rebuilt.shape:
             raise ValueError(
-                f"its output is {tuple(theirs.shape)} where {tuple(rebuilt.shape)} was expected"
+                f"its output has shape {tuple(theirs.shape)}, expected {tuple(rebuilt.shape)}"
             )
         kept = part.kept(stats)
         errors, tolerance = differences(part.call, rebuilt, stats.state.m, theirs, kept)
@@ -291,7 +291,7 @@ class Reader:
             return None
         heads = self._heads.of(total)
         if not heads:
-            raise ValueError(f"none of the heads asked for is among its {total}")
+            raise ValueError(f"none of the requested heads is among its {total}")
         return heads
 
     def _part(
@@ -320,7 +320,7 @@ class Reader:
 
 def _check_whole(*tensors: Tensor) -> None:
     if any(torch._C._functorch.is_batchedtensor(tensor) for tensor in tensors):
-        raise ValueError("it runs inside torch.vmap, where each call stands for many")
+        raise ValueError("it runs inside torch.vmap, where one call stands for many")
 
 
 def _numbers(first: int, heads: list[int] | range) -> tuple[int, ...]:

@@ -96,13 +96,13 @@ def why_not(call: AttentionCall) -> str | None:
     Example:
         >>> x = torch.zeros(1, 1, 2, 4)
         >>> why_not(AttentionCall("layer", "sdpa", x, x, x, dropout_p=0.1))
-        'dropout draws its weights at random'
+        'dropout makes its weights random'
     """
     if call.dropout_p > 0.0:
-        return "dropout draws its weights at random"
+        return "dropout makes its weights random"
     for tensor in (call.query, call.key, call.value):
         if type(tensor) not in (Tensor, torch.nn.Parameter):
-            return f"its tensors are of type {type(tensor).__name__}"
+            return f"its tensors have type {type(tensor).__name__}"
         if tensor.layout is not torch.strided:
             return "its tensors are nested or sparse"
     if torch._C._functorch.maybe_current_level() is not None:

@@ -65,15 +65,15 @@ class StructureReader:
         self, model: torch.nn.Module, tokenizer: Any, special: Iterable[int] | None, examples: int
     ) -> None:
         if type(examples) is not int:
-            raise TypeError(f"examples is a whole number, got {examples!r}")
+            raise TypeError(f"examples must be a whole number, got {examples!r}")
         if not 0 <= examples <= MOST_ROWS:
-            raise ValueError(f"examples is 0 to {MOST_ROWS} rows of each head, got {examples}")
+            raise ValueError(f"examples must be 0 to {MOST_ROWS} rows of each head, got {examples}")
         if special is None:
             named = getattr(tokenizer, "all_special_ids", None)
             special = special_ids(model) if named is None else named
         self._special = tuple(special)
         if not all(isinstance(each, int) for each in self._special):
-            raise TypeError(f"special holds token ids, got {self._special!r}")
+            raise TypeError(f"special must contain token ids, got {self._special!r}")
         self._word: Callable[[int], str] | None = None
         if tokenizer is not None:
             self._word = lambda token: _word(tokenizer, token)

@@ -41,6 +41,7 @@ class Tokens:
         return follow_inputs(_embeddings(model), self._take)
 
     def _take(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Record the token ids of an embedding call, and append them to those of the cache."""
         ids = args[0] if args else kwargs.get("input")
         if rerun() or not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() > 2:
             return
@@ -80,6 +81,7 @@ class Tokens:
 
 
 def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The embedding tables that receive token ids."""
     tables = [each for each in model.modules() if isinstance(each, torch.nn.Embedding)]
     try:
         named = unwrap(model).get_input_embeddings()  # type: ignore[operator]

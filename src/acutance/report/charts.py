@@ -35,8 +35,8 @@ __all__ = ["CHARTS", "draw", "draw_layers", "draw_lengths", "draw_theory"]
 
 #: What ``acutance report --figure`` can draw, by name.
 CHARTS: dict[str, str] = {
-    "heads": "heat map of a metric, layer × head",
-    "layers": "a metric's heads, median and quartiles, layer by layer",
+    "heads": "heat map of a metric, layers by heads",
+    "layers": "a metric of each head by layer, with median and quartiles",
     "lengths": "a metric against the number of visible keys, a line for each head",
     "theory": "entropy measured and predicted from the logits' deviation, a point for each head",
 }
@@ -68,11 +68,13 @@ def draw(
         ValueError: if there is no such chart or metric, or the summary lacks what it shows.
     """
     if chart not in CHARTS:
-        raise ValueError(f"chart: one of {', '.join(CHARTS)}, got {chart!r}")
+        raise ValueError(f"chart: must be one of {', '.join(CHARTS)}, got {chart!r}")
     theme = DARK if dark else LIGHT
     if chart == "theory":
         if metric is not None:
-            raise ValueError("metric: the chart 'theory' is of entropy and takes no other metric")
+            raise ValueError(
+                "metric: the chart 'theory' shows entropy only and accepts no other metric"
+            )
         draw_theory(summary, path, theme=theme)
         return
     drawing: Callable[..., None] = {
@@ -105,13 +107,13 @@ def draw_layers(
     """
     grid = [[value for value in row if math.isfinite(value)] for row in summary.grid(metric)]
     if not any(grid):
-        raise ValueError(f"there is nothing to draw: no head has a row that counts for {metric}")
+        raise ValueError(f"nothing to draw: no head has a valid row for {metric}")
     name, entry = metric.replace("_", " "), describe(metric)
     scale = colour_scale(metric, (value for row in grid for value in row))
     figure, [axes] = new_figure(
         f"{subject(summary)}{name} by layer",
-        f"A dot is a head's mean over rows, the line the layer's median, the band its quartiles. "
-        f"{entry.meaning[0].upper()}{entry.meaning[1:]}.",
+        "Each dot is a head's mean over rows, the line the layer's median, the band its "
+        f"quartiles. {entry.meaning[0].upper()}{entry.meaning[1:]}.",
         theme=theme,
     )
     line, dot = _two(theme)
@@ -170,21 +172,23 @@ def draw_lengths(
     profile: Any = getattr(summary, "profile", None)
     if profile is None:
         raise ValueError(
-            "this state does not say how its rows change with n: it is of an older version; probe "
-            "the model again"
+            "this state does not record how metrics depend on n, because an older version "
+            "wrote it: probe the model again"
         )
     count = profile.count[:, column].numpy()
     count = np.where(_enough(profile.rows.sum(0).numpy()), count, 0)
     mean = np.where(count > 0, profile.mean[:, column].numpy(), np.nan)
     n = np.where(count > 0, np.exp(profile.log_n.numpy()), np.nan)
     if not count.any():
-        raise ValueError(f"there is nothing to draw: no head has a row that counts for {metric}")
+        raise ValueError(f"nothing to draw: no head has a valid row for {metric}")
     octaves = int((count.sum(0) > 0).sum())
     note = (
-        "A line is a head; a point is its mean over the rows that see 1, 2–3, 4–7, … keys."
+        "Each line is a head; a point is its mean over the rows that see 1, 2–3, 4–7, … keys."
         if octaves > 2
-        else "All rows see nearly as many keys, as in a model that looks both ways: probe it at "
-        "several lengths to see a slope."
+        else (
+            "All rows see nearly the same number of keys, as in a bidirectional model: probe "
+            "several lengths to see the dependence on n."
+        )
     )
     figure, [axes] = new_figure(
         f"{subject(summary)}{metric.replace('_', ' ')} by number of keys", note, theme=theme
@@ -211,7 +215,7 @@ def draw_lengths(
     if metric == "entropy":
         along = np.geomspace(low, high, 50)
         axes.plot(along, np.log(along), color=theme.muted, linewidth=1.3, linestyle=(0, (1, 1.5)),
-                  label="log n: all keys alike")  # fmt: skip
+                  label="log n: uniform weights")  # fmt: skip
         legend(axes, theme, where="upper left")
     axes.set_xscale("log", base=2)
     ticks = [2**power for power in range(33) if low * 0.99 <= 2**power <= high * 1.01]
@@ -263,14 +267,14 @@ def draw_theory(
         )
     finite = np.isfinite(means).all(0)
     if not finite.any():
-        raise ValueError("there is nothing to draw: no head has a row that counts")
+        raise ValueError("nothing to draw: no head has a valid row")
     expected, entropy, spread = means[:, finite]
     places = [place for place, is_finite in zip(summary.places, finite, strict=True) if is_finite]
     off = entropy - expected
     figure, [left, right] = new_figure(
         f"{subject(summary)}entropy measured and predicted",
-        f"A point is a head, its colour its layer. {text} The three heads farthest from it are "
-        "named, as layer.head.",
+        f"Each point is a head, coloured by layer. {text} The three heads furthest from it "
+        "are named, as layer.head.",
         panels=2,
         theme=theme,
         height=5.4,

@@ -53,19 +53,22 @@ def print_diff(changes: Diff, console: Console, metrics: Sequence[str], top: int
     for which, only in zip(("first", "second"), changes.matched.only, strict=True):
         for part in only:
             say(f"! Only in the {which}: {part}.", "yellow")
-    title(f"How many of {len(changes.matched.places):,} heads moved; median and largest change")
+    title(
+        f"Number of {len(changes.matched.places):,} heads that moved, with median and largest "
+        "change"
+    )
     console.print(_overview(changes, ascii_only))
     for metric in metrics:
         unit = describe(metric).unit
         name = metric.replace("_", " ") + ("" if unit == "1" else f" ({unit})")
         changed = [head for head in changes.moved(metric) if head.verdict != "equal"]
-        title(f"Heads whose {name} changed most, those that moved first")
+        title(f"Heads whose {name} changed most; heads that moved come first")
         if not changed:
-            say("None: it is the same in both, or no head has rows in both.")
+            say("None: no change, or no head has rows in both states.")
             continue
         console.print(_heads(changed[:top], metric, console.width, ascii_only))
         if (rest := len(changed) - top) > 0:
-            say(f"and {rest:,} more: --top, --csv and --json show them", "dim")
+            say(f"and {rest:,} more; show them with --top, --csv or --json", "dim")
         title(f"Layer by layer: mean {name} over heads")
         console.print(_layers(changes, metric, console.width, ascii_only))
     console.print()
@@ -129,6 +132,7 @@ def _overview(changes: Diff, ascii_only: bool) -> NumberTable:
 
 
 def _heads(heads: Sequence[Any], metric: str, width: int, ascii_only: bool) -> NumberTable:
+    """The table of the heads that changed most."""
     wide = width >= _WIDE
     names = ["layer", "head", "before", "after", "change", "± error"]
     table = _table(ascii_only, 2, *names, *(["interval"] if wide else []), "verdict")
@@ -153,6 +157,7 @@ def _heads(heads: Sequence[Any], metric: str, width: int, ascii_only: bool) -> N
 
 
 def _layers(changes: Diff, metric: str, width: int, ascii_only: bool) -> NumberTable:
+    """The table of mean changes by layer."""
     wide = width >= _WIDE
     layers = changes.layers(metric)
     names = ["layer", "before", "after", "change", "± error", "moved", "most"]
@@ -197,18 +202,21 @@ def _bar(value: float, reach: float, ascii_only: bool) -> str:
 def _below(changes: Diff) -> Iterator[str]:
     """Notes on how to read the numbers and what they assume."""
     yield (
-        "Moved: the interval of the change leaves out 0. Intervals are wide enough that those of "
-        f"all heads of a metric hold together with {CONFIDENCE:.0%}."
+        "Moved: the confidence interval of the change excludes 0. Intervals hold for all "
+        f"heads of a metric simultaneously with probability {CONFIDENCE:.0%}."
     )
     if changes.how != "sequences":
         yield f"Unclear: {VERDICTS['unclear']}."
     yield (
-        f"±: one standard error of the change; for a layer, at most that. {changes.assumes} "
-        "The two states are treated as independent; where both read the same text, a change is "
+        f"±: one standard error of the change (for a layer, an upper bound). {changes.assumes} "
+        "The two states are treated as independent; if both read the same text, changes are "
         "more certain than stated."
     )
     if changes.how == "bound":
-        yield "States that this version writes keep how sequences differ: probe again to say more."
+        yield (
+            "States written by this version record how sequences differ: probe again for "
+            "better errors."
+        )
 
 
 def _number(value: float, metric: str) -> str:

@@ -49,7 +49,7 @@ def draw_diff(
     """
     changed = changes.moved(metric, _NAMED)
     if not changed:
-        raise ValueError(f"there is nothing to draw: no head has rows in both states for {metric}")
+        raise ValueError(f"nothing to draw: no head has rows in both states for {metric}")
     entry = describe(metric)
     name = metric.replace("_", " ")
     unit = "" if entry.unit == "1" else f", {entry.unit}"
@@ -57,9 +57,9 @@ def draw_diff(
     layers = changes.layers(metric)
     figure, [left, middle, right] = new_figure(
         f"Change of {name}: {models[0]} → {models[1]}",
-        "Left: every head; a ring marks those that moved. Middle: the heads that changed most, with"
-        " the intervals that decide it. Right: mean change of each layer's heads, ± one standard "
-        "error at most.",
+        "Left: every head, with a ring around those that moved. Middle: the heads that "
+        "changed most, with confidence intervals. Right: mean change of each layer's heads, "
+        "± at most one standard error.",
         panels=3,
         theme=theme,
         height=min(9.0, max(4.9, 2.6 + 0.16 * len(layers))),

@@ -43,13 +43,13 @@ def draw_heads(
         from matplotlib.patches import FancyBboxPatch
     except ImportError as error:
         raise ImportError(
-            "acutance.report.figures draws with matplotlib; "
-            'install it with: pip install "acutance[plots]"'
+            "acutance.report.figures needs matplotlib; install it with: pip install "
+            '"acutance[plots]"'
         ) from error
     grid = summary.grid(metric)
     layers, heads = len(grid), max((len(row) for row in grid), default=0)
     if not heads:
-        raise ValueError(f"draw_heads draws at least one head, got a summary of {layers} layers")
+        raise ValueError(f"draw_heads needs at least one head, got a summary of {layers} layers")
     scale = colour_scale(metric, (value for row in grid for value in row))
     name, entry = metric.replace("_", " "), describe(metric)
 

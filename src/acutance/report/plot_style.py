@@ -134,8 +134,8 @@ def new_figure(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "acutance.report.plot_style draws with matplotlib; "
-            'install it with: pip install "acutance[plots]"'
+            "acutance.report.plot_style needs matplotlib; install it with: pip install "
+            '"acutance[plots]"'
         ) from error
     width = 8.0 if panels == 1 else 5.5 * panels
     figure = Figure(figsize=(width, height), dpi=_DPI, facecolor=theme.page, layout="constrained")
@@ -301,7 +301,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
     ending = Path(path).suffix.lower()
     if ending not in (".png", ".svg"):
-        raise ValueError(f"figures are written as .png or .svg, got {os.fspath(path)!r}")
+        raise ValueError(f"the name of a figure must end in .png or .svg, got {os.fspath(path)!r}")
     kind = ending[1:]
     metadata: dict[str, Any] = {"Software": None} if kind == "png" else {"Date": None}
     with matplotlib.rc_context({"svg.hashsalt": "acutance", "svg.fonttype": "path"}):

@@ -31,12 +31,12 @@ _HOTTEST = 8.0
 _TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 #: For each mechanism the parameter along the horizontal axis, and what to call it.
 _AXES = {
-    "softmax": ("logit_std", "deviation of the logits γ"),
+    "softmax": ("logit_std", "standard deviation of the logits γ"),
     "scaled_dot": ("scale", "scale of the dot products"),
     "dot": ("scale", "scale of the dot products"),
     "cosine": ("tau", "scale of the cosines 1/τ"),
-    "relu2": ("logit_std", "deviation of the scores γ"),
-    "identity": ("logit_std", "deviation of the scores γ"),
+    "relu2": ("logit_std", "standard deviation of the scores γ"),
+    "identity": ("logit_std", "standard deviation of the scores γ"),
     "decay": ("lam", "decay per key λ"),
 }
 
@@ -57,8 +57,8 @@ def draw_prediction(
     """
     if prediction.mechanism not in _AXES:
         raise ValueError(
-            f"{prediction.mechanism} has no scale to draw along: leave out the plot, or choose from"
-            f" {', '.join(_AXES)}"
+            f"{prediction.mechanism} has no scale to plot against: omit --figure, or choose "
+            f"from {', '.join(_AXES)}"
         )
     parameters = {name: value for name, value in prediction.parameters.items() if value is not None}
     n = parameters.pop("n")
@@ -119,9 +119,9 @@ def draw_temperatures(advice: Any, path: str | os.PathLike[str], *, theme: Theme
         [np.geomspace(1e-3, 0.1, 16), np.linspace(0.12, 0.95, 44), 1 - np.geomspace(0.04, 2e-3, 16)]
     )
     figure, [axes] = new_figure(
-        f"What a row of {advice.n:,} cosines can say at a temperature",
-        f"Information log n − H as a share of log {advice.n:,} = {math.log(advice.n):.2f} nat; the"
-        " least entropy that each arrangement of keys reaches.",
+        f"Information of a row of {advice.n:,} cosines against temperature",
+        f"Information log n − H as a fraction of log {advice.n:,} = {math.log(advice.n):.2f} "
+        "nat, for the lowest entropy of each arrangement of keys.",
         theme=theme,
     )
     settings = advice.settings
@@ -151,7 +151,7 @@ _WORDS = {
     "dot": "Softmax of dot products",
     "cosine": "Softmax of cosines",
     "relu2": "relu² weights",
-    "identity": "Weights of both signs, by size",
+    "identity": "Signed weights, absolute values",
     "decay": "Geometric decay",
 }
 
@@ -164,7 +164,7 @@ def _rest(prediction: Prediction, name: str) -> str:
         for key, value in parameters.items()
         if key not in (name, "n", "value_variance") and value is not None
     ]
-    return f" Held fixed: {', '.join(bars)}." if bars else ""
+    return f" Fixed: {', '.join(bars)}." if bars else ""
 
 
 def _curve_scales(prediction: Prediction, name: str, here: float) -> list[float]:

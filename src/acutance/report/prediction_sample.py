@@ -71,8 +71,8 @@ def _draw(prediction: Prediction, rows: int, n: int, generator: torch.Generator)
         law, gamma = as_family(given["family"], **named), given["scale"]
     else:
         raise ValueError(
-            "rows are drawn and measured for softmax weights: softmax, cosine, dot and scaled_dot,"
-            f" got {prediction.mechanism}"
+            "sampling is available for softmax weights only (softmax, cosine, dot, "
+            f"scaled_dot), got {prediction.mechanism}"
         )
     uniform = torch.rand(rows, n, generator=generator, dtype=torch.float64)
     logits = torch.from_numpy(law.quantile(torch.logit(uniform, eps=1e-17).numpy())) * gamma

@@ -106,10 +106,10 @@ def remarks(prediction: Prediction) -> list[str]:
     Example:
         >>> from acutance import theory
         >>> print("\n".join(remarks(theory.predict("softmax", 4096, logit_std=2.0))[:2]))
-        Entropy: log n − γ²/2 = 6.318 is 0.033 nat below the exact 6.351; it holds while the
-        deviation of the logits γ is well below √(2 log n) = 4.08, and γ is 2.
+        Entropy: log n − γ²/2 = 6.318 is 0.033 nat below the exact 6.351. It holds while the
+        standard deviation of the logits γ is well below √(2 log n) = 4.08, and γ is 2.
         Sparsity: exp(−γ²/2) = 0.1353 does not hold at this n, where the exact mean is 0.1892 (40 %
-        more): it breaks about γ = √(log n / 2) = 2.04, half as far as the entropy's.
+        more): it fails above about γ = √(log n / 2) = 2.04, half of the limit for the entropy.
     """
     return [_MINUS.sub("−", sentence) for sentence in _remarks(prediction)]
 
@@ -146,6 +146,7 @@ def logit_deviation(prediction: Prediction) -> float | None:
 
 
 def _remarks(row: Prediction) -> Iterator[str]:
+    """Sentences that say where the formulas hold for this row."""
     n = float(row.parameters["n"])
     gamma = logit_deviation(row)
     if gamma is not None and n >= 2:
@@ -160,25 +161,27 @@ def _remarks(row: Prediction) -> Iterator[str]:
         yield from _decay_remarks(row, n)
     elif row.mechanism == "identity":
         yield (
-            f"Sparsity of weights of both signs is never below √(2/π) = 0.798 for many normal"
-            f" scores, whatever their scale; here it is {_number(row.sparsity)}."
+            "For many normal scores, the sparsity of signed weights is never below √(2/π) = "
+            f"0.798, whatever their scale; here it is {_number(row.sparsity)}."
         )
     elif row.mechanism == "linear":
         yield (
-            "The values are those of a population with this mean and covariance; with the mean and"
-            " covariance of the n keys themselves they are exact."
+            "The values hold for many keys with this mean and covariance; with the mean and "
+            "covariance of the n keys themselves they are exact."
         )
     if "mean_field_entropy" in row.kinds and "entropy" in row.kinds:
         bound = row.mean_field_entropy
-        verdict = f"guarantees {bound:.2f} nat" if bound > 0 else "says nothing (it is negative)"
+        verdict = f"guarantees {bound:.2f} nat" if bound > 0 else "is negative and says nothing"
         yield (
-            f"The mean-field bound log n − (max − mean) {verdict} of the {row.entropy:.2f}: it"
-            f" loses {row.jensen_gap:.2f} to the logsumexp and {row.max_gap:.2f} to the maximum."
+            f"The mean-field bound log n − (max − mean) {verdict}, compared with the exact "
+            f"{row.entropy:.2f}: it loses {row.jensen_gap:.2f} to the logsumexp and "
+            f"{row.max_gap:.2f} to the maximum."
         )
     yield from _why(row)
 
 
 def _gaussian_remarks(row: Prediction, n: float, gamma: float) -> Iterator[str]:
+    """Sentences for Gaussian logits: entropy, sparsity and effective keys."""
     sparse_to, entropy_to = gaussian_break_points(n)
     limit = row.population
     if "entropy" in row.kinds:
@@ -188,54 +191,56 @@ def _gaussian_remarks(row: Prediction, n: float, gamma: float) -> Iterator[str]:
             side = f"is {_small(gap)} nat {'below' if gap < 0 else 'above'}"
             side = "agrees with" if abs(gap) < 1e-6 else side
             yield (
-                f"Entropy: log n − γ²/2 = {limit.entropy:.3f} {side} the"
-                f" exact {row.entropy:.3f}; it holds while the deviation of the logits γ is well"
-                f" below √(2 log n) = {entropy_to:.2f}, and {where}."
+                f"Entropy: log n − γ²/2 = {limit.entropy:.3f} {side} the exact "
+                f"{row.entropy:.3f}. It holds while the standard deviation of the logits γ is "
+                f"well below √(2 log n) = {entropy_to:.2f}, and {where}."
             )
         else:
             frozen = float(expected_max_gauss(n)) / gamma
             near = ""
             if frozen < 1:
-                near = " (the law of frozen weights, ψ(1) − ψ(1 − M/γ), gives"
+                near = " (the formula for frozen weights, ψ(1) − ψ(1 − M/γ), gives"
                 near += f" {float(frozen_entropy(frozen)):.3g})"
             yield (
-                f"Entropy: log n − γ²/2 = {limit.entropy:.3g} does not hold: {where}, above"
-                f" √(2 log n) = {entropy_to:.2f}, where a few keys take all the weight. The exact"
-                f" mean is {row.entropy:.4g}{near}."
+                f"Entropy: log n − γ²/2 = {limit.entropy:.3g} does not hold: {where}, above "
+                f"√(2 log n) = {entropy_to:.2f}, where a few keys receive all the weight. The "
+                f"exact mean is {row.entropy:.4g}{near}."
             )
     if "sparsity" in row.kinds:
         ratio = row.sparsity / limit.sparsity if limit.sparsity else math.inf
         if abs(ratio - 1) <= HOLDS:
             yield (
-                f"Sparsity: exp(−γ²/2) = {_number(limit.sparsity)} holds within 1 %; it would break"
-                f" about γ = √(log n / 2) = {sparse_to:.2f}."
+                f"Sparsity: exp(−γ²/2) = {_number(limit.sparsity)} holds within 1 %; it fails "
+                f"above about γ = √(log n / 2) = {sparse_to:.2f}."
             )
         else:
             away = f"{abs(ratio - 1):.0%} {'more' if ratio > 1 else 'less'}".replace("%", " %")
             more = away if ratio < 3 else f"{ratio:.3g} times"
             yield (
-                f"Sparsity: exp(−γ²/2) = {limit.sparsity:.4g} does not hold at this n, where the"
-                f" exact mean is {row.sparsity:.4g} ({more}): it breaks about γ = √(log n / 2) ="
-                f" {sparse_to:.2f}, half as far as the entropy's."
+                f"Sparsity: exp(−γ²/2) = {limit.sparsity:.4g} does not hold at this n, where "
+                f"the exact mean is {row.sparsity:.4g} ({more}): it fails above about γ = "
+                f"√(log n / 2) = {sparse_to:.2f}, half of the limit for the entropy."
             )
     if "effective_keys" in row.kinds and "collision" in row.kinds:
         pooled = 1 / row.collision
         if row.effective_keys > 1.05 * pooled:
             yield (
-                f"Rows differ: their mean of effective keys is {row.effective_keys:.4g}, one over"
-                f" their mean collision only {pooled:.4g}, and the formula n exp(−γ²) gives"
-                f" {limit.effective_keys:.4g}."
+                "Rows differ: their mean number of effective keys is "
+                f"{row.effective_keys:.4g}, but the reciprocal of their mean collision "
+                f"probability only {pooled:.4g}, and the formula n exp(−γ²) gives "
+                f"{limit.effective_keys:.4g}."
             )
 
 
 def _family_remarks(row: Prediction) -> Iterator[str]:
+    """Sentences for logits from other families."""
     limit = row.population
     if "entropy" not in row.kinds:
         return
     if math.isnan(limit.entropy):
         yield (
-            "There is no formula for many keys: the mean of exp(logit) is infinite, so a few keys"
-            " carry every sum at any n. The expected values are exact all the same."
+            "There is no formula for many keys: the mean of exp(logit) is infinite, so a few "
+            "keys dominate every sum at any n. The expected values are still exact."
         )
         return
     gap = abs(limit.entropy - row.entropy)
@@ -247,36 +252,41 @@ def _family_remarks(row: Prediction) -> Iterator[str]:
     )
     if "sparsity" in row.kinds and abs(limit.sparsity / row.sparsity - 1) > HOLDS:
         yield (
-            f"Sparsity: the formula for many keys gives {_number(limit.sparsity)} where the exact"
-            f" mean is {_number(row.sparsity)}: what is made of Σp² breaks at half the scale."
+            f"Sparsity: the formula for many keys gives {_number(limit.sparsity)}, but the "
+            f"exact mean is {_number(row.sparsity)}: formulas based on Σp² fail at half the "
+            "scale."
         )
 
 
 def _relu2_remarks(row: Prediction, n: float) -> Iterator[str]:
+    """Sentences for squared ReLU weights."""
     from scipy.special import ndtr
 
     parameters = row.parameters
     ratio = parameters["logit_mean"] / parameters["logit_std"]
     active, floor = n * float(ndtr(ratio)), n**-0.5
     yield (
-        f"Only the ratio of mean to deviation counts, {ratio:.3g}: {active:.3g} of {n:,.0f} keys"
-        f" are active on average. A common factor of the scores changes nothing."
+        f"Only the ratio of mean to standard deviation matters, {ratio:.3g}: {active:.3g} of "
+        f"{n:,.0f} keys are active on average. Multiplying all scores by a factor has no "
+        "effect."
     )
     if "sparsity" in row.kinds and abs(row.population.sparsity / row.sparsity - 1) > HOLDS:
         yield (
-            f"Sparsity: the formula for many keys, {row.population.sparsity:.4g}, does not hold at"
-            f" this n: the exact mean is {row.sparsity:.4g}, and none is below 1/√n = {floor:.4g}."
+            f"Sparsity: the formula for many keys, {row.population.sparsity:.4g}, does not "
+            f"hold at this n: the exact mean is {row.sparsity:.4g}, and no row is below 1/√n = "
+            f"{floor:.4g}."
         )
 
 
 def _decay_remarks(row: Prediction, n: float) -> Iterator[str]:
+    """A sentence on the limit of a decay's effective keys."""
     lam = row.parameters["lam"]
     if lam < 1:
         limit = (1 + lam) / (1 - lam)
         yield (
-            f"Effective keys tend to (1 + λ)/(1 − λ) = {limit:.4g} as n grows, here"
-            f" {float(effective_keys_decay(lam, n)):.4g}; sparsity falls to 0 only because keys"
-            " without weight are appended."
+            f"Effective keys approach (1 + λ)/(1 − λ) = {limit:.4g} as n grows, here "
+            f"{float(effective_keys_decay(lam, n)):.4g}. Sparsity falls to 0 only because keys "
+            "without weight are added."
         )
 
 
@@ -288,7 +298,10 @@ def _why(row: Prediction) -> Iterator[str]:
     for reason, names in grouped.items():
         yield f"Not predicted: {', '.join(names)}. {reason}"
     if any(kind == "plug-in" for kind in row.kinds.values()):
-        yield "≈ marks a formula at expected values; it is not the metric's own expectation."
+        yield (
+            "≈ marks a formula evaluated at expected values; it is not the expectation of the "
+            "metric."
+        )
 
 
 def _heading(row: Prediction) -> str:
@@ -301,6 +314,7 @@ def _heading(row: Prediction) -> str:
 
 
 def _verdict(exact: float, limit: float, kind: str) -> str:
+    """One of holds, near and off, with the relative difference; empty if there is no formula."""
     if math.isnan(limit) or not math.isfinite(exact):
         return ""
     if exact == limit:

@@ -107,11 +107,11 @@ def advise(n: int, fraction: float, d: float | None = None, negatives: str | Non
         0.069818793
     """
     if d is not None and not (math.isfinite(d) and d >= 2):
-        raise ValueError(f"d: the dimension is finite and at least 2, got d={d:g}")
+        raise ValueError(f"d: must be finite and at least 2, got d={d:g}")
     if negatives is None:
         negatives = "simplex" if d is None else "random"
     if negatives not in NEGATIVES:
-        raise ValueError(f"negatives: one of {', '.join(NEGATIVES)}, got {negatives!r}")
+        raise ValueError(f"negatives: must be one of {', '.join(NEGATIVES)}, got {negatives!r}")
     if negatives == "random" and d is None:
         raise ValueError('d: "random" negatives need the dimension, got d=None')
     settings = _settings(n, fraction, d)
@@ -122,6 +122,7 @@ def advise(n: int, fraction: float, d: float | None = None, negatives: str | Non
 
 
 def _settings(n: int, fraction: float, d: float | None) -> tuple[Setting, ...]:
+    """The temperature for each arrangement of keys, the best first."""
     log_n = math.log(n) if n >= 1 else math.nan
     free = float(tau_for_information(n, fraction))
     even = float(tau_for_information(n, fraction, setting="simplex"))
@@ -153,38 +154,42 @@ def _settings(n: int, fraction: float, d: float | None) -> tuple[Setting, ...]:
 def _sentences(
     n: int, fraction: float, d: float | None, settings: tuple[Setting, ...], chosen: Setting
 ) -> list[str]:
+    """Sentences that explain the recommended temperature."""
     log_n = math.log(n)
     free, even = settings[0], settings[1]
     share = f"{fraction * log_n:.4g} nat ({100 * fraction:.6g} % of log {n:,})"
     sentences = [
-        f"Use τ = {chosen.tau:.4g}: multiply the cosines by {1 / chosen.tau:.4g}, as in"
-        f" scaled_dot_product_attention of normalised q and k with scale={1 / chosen.tau:.4g}."
+        f"Use τ = {chosen.tau:.4g}: multiply the cosines by {1 / chosen.tau:.4g}, for example "
+        f"with scale={1 / chosen.tau:.4g} in scaled_dot_product_attention of normalised q and "
+        "k."
     ]
     count = int(cosine_best_count(n, free.tau))
     tops = "1 key at +1" if count == 1 else f"{count:,} keys at +1"
     sentences.append(
-        f"Box bound: no τ above {free.tau:.4g} lets a row say {share}, even with every cosine"
-        f" chosen freely in [−1, 1] ({tops}, {n - count:,} at −1)."
+        f"Box bound: no τ above {free.tau:.4g} reaches {share} in a row, even with every "
+        f"cosine chosen freely in [−1, 1] ({tops}, {n - count:,} at −1)."
         + ("" if count == 1 else " That optimum is not attention to a single key.")
     )
     weight = 1 / (1 + (n - 1) * math.exp(-n / (n - 1) / even.tau))
     sentences.append(
-        f"Aligned pairs: if every query equals its own key and the other{'s' * (n > 2)} ({n - 1:,})"
-        f" lie evenly, at cosine {-1 / (n - 1):.3g}, every row reaches it at τ = {even.tau:.4g},"
-        f" with weight {weight:.3f} on its key; rows cannot do better all at once."
+        f"Aligned pairs: if every query equals its key and the other{'s' * (n > 2)} "
+        f"({n - 1:,}) are evenly spaced, at cosine {-1 / (n - 1):.3g}, every row reaches it at "
+        f"τ = {even.tau:.4g}, with weight {weight:.3f} on its key. Rows cannot all do better "
+        "at the same time."
     )
     if d is None:
         sentences.append(
-            f"Such an even arrangement needs d ≥ {n - 1:,}; --d says what random keys do."
+            f"This arrangement needs d ≥ {n - 1:,}; pass --d to see the result for random keys."
         )
     else:
         sentences += _dimension_sentences(n, d, even, settings[2])
     limit = float(information_range_limit(1.0))
     assert free.at_one is not None
     sentences.append(
-        f"At τ = 1 a row says at most {free.at_one:.4f} nat, {100 * free.at_one / log_n:.3g} % of"
-        f" log n, and never above {limit:.4f} however many the keys: entropy stays within"
-        f" [log n − {limit:.4f}, log n], so cosines need a temperature."
+        f"At τ = 1 the information of a row is at most {free.at_one:.4f} nat, "
+        f"{100 * free.at_one / log_n:.3g} % of log n, and never above {limit:.4f} for any "
+        f"number of keys: entropy stays within [log n − {limit:.4f}, log n], so cosines need a "
+        "temperature."
     )
     return [
         sentence.replace("-", "−") if "cosine -" in sentence else sentence for sentence in sentences
@@ -192,31 +197,32 @@ def _sentences(
 
 
 def _dimension_sentences(n: int, d: float, even: Setting, random: Setting) -> list[str]:
+    """Sentences on random keys in d dimensions."""
     best = round(float(expected_max(n - 1, "cosine", d=d)), 6) + 0.0
-    trust = "an estimate, within half a per cent of log n where it was checked"
+    trust = "an estimate, within half a per cent of log n where tested"
     if n < _CHECKED_KEYS or d < _CHECKED_DIMENSION:
-        trust = "a rough estimate: it is made for many keys and dimensions"
+        trust = "a rough estimate: it assumes many keys and dimensions"
     sentences = [
-        f"Random keys: in d = {d:g} other keys have cosines of about ±{d**-0.5:.3g}, the best of"
-        f" {n - 1:,} about {best:.3g}; a match at cosine 1 then says it at τ = {random.tau:.4g}"
-        f" ({trust})."
+        f"Random keys: in d = {d:g} other keys have cosines of about ±{d ** (-0.5):.3g}, the "
+        f"largest of {n - 1:,} about {best:.3g}; a match at cosine 1 then reaches it at τ = "
+        f"{random.tau:.4g} ({trust})."
     ]
     if not even.feasible:
         sentences.append(
-            f"With d = {d:g} the even arrangement does not exist for all rows: it needs"
-            f" d ≥ {n - 1:,}."
+            f"With d = {d:g} the evenly spaced arrangement is not possible for all rows: it "
+            f"needs d ≥ {n - 1:,}."
         )
     least = float(match_dimension(n))
     if d >= least:
         sentences.append(
-            f"d = {d:g} is enough for a match to hold half the weight among {n - 1:,} random keys:"
-            f" that takes d ≥ 2 log(n − 1) = {least:.3g}."
+            f"d = {d:g} is enough for a match to have half the weight among {n - 1:,} random "
+            f"keys, which needs d ≥ 2 log(n − 1) = {least:.3g}."
         )
     else:
         sentences.append(
-            f"d = {d:g} is below 2 log(n − 1) = {least:.3g}: were cosines normal, no temperature"
-            " would give a match half the weight. They are bounded, so a low one still does, but"
-            " other keys come close."
+            f"d = {d:g} is below 2 log(n − 1) = {least:.3g}: if cosines were normal, no "
+            "temperature would give a match half the weight. They are bounded, so a low "
+            "temperature does, but other keys come close."
         )
     return sentences
 

@@ -53,8 +53,8 @@ def console_table(summary: HeadSummary, metric: str | None = None) -> ConsoleRen
         layer    h0    h1 │  mean
             0  1.00  1.00 │  1.00
         <BLANKLINE>
-        4 rows read for each head; left out: 0 padded, 0 that see no key.
-        Verified: the call's output was rebuilt from what was captured and agrees
+        4 rows read per head; left out: 0 padded, 0 that see no key.
+        Verified: every call's output was recomputed from the captured arguments and agrees
         (relative difference up to 0.0e+00).
     """
     return _HeadTable(summary, metric)
@@ -87,6 +87,7 @@ class _HeadTable:
             yield text
 
     def _lines(self, width: int) -> Iterator[_Line]:
+        """All lines: notices, title, table and notes."""
         for notice in notices(self.summary.about):
             yield [(f"! {notice}", Style(bold=True, color="red"))]
             yield []
@@ -99,13 +100,14 @@ class _HeadTable:
             yield [(line, style)]
 
     def _head(self, width: int) -> Iterator[_Line]:
+        """The title and the colour scale."""
         name = self.metric.replace("_", " ")
         bold, dim = Style(bold=True), Style(dim=True)
         if self.metric == "normalized_entropy":
             title, low, high = (
                 "How diffuse attention is: ",
                 "sharp, one key",
-                "diffuse, all keys alike",
+                "diffuse, uniform weights",
             )
         else:
             title, low, high = "", "low", "high" + (", log scale" if self.scale.log else "")
@@ -121,6 +123,7 @@ class _HeadTable:
         yield [(f"{ends[0]} ", dim), *ramp, (f" {ends[1]}", dim)]
 
     def _body(self, width: int) -> Iterator[_Line]:
+        """The heat map of the heads, or the distribution in each layer if it does not fit."""
         widest = max(len(row) for row in self.grid)
         texts = [self._text(value) for row in self.grid for value in row]
         cell = max(4, *map(len, texts), *map(len, self.names))
@@ -140,6 +143,7 @@ class _HeadTable:
             yield from self._folded(chunk, widest, cell, label)
 
     def _folded(self, chunk: int, widest: int, cell: int, label: int) -> Iterator[_Line]:
+        """The heat map, with long layers folded over several lines."""
         bold, dim = Style(bold=True), Style(dim=True)
         pad = " " if cell % 2 == 0 else ""  # a six-wide cell has a space on both sides
         folded = chunk < widest
@@ -194,7 +198,8 @@ class _HeadTable:
         left = f" No room for: {', '.join(missing)}." if missing else ""
         yield [
             (
-                "The heads do not fit side by side: the spread over each layer's heads." + left,
+                "The heads do not fit side by side, so this shows their distribution "
+                "in each layer." + left,
                 dim,
             )
         ]
@@ -262,7 +267,7 @@ def _below(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
     counts = Counter(one.name for head in classify(summary) for one in head)
     if counts:
         class_counts = ", ".join(f"{name} {counts[name]}" for name in CLASSES if name in counts)
-        yield f"Heads by what they do: {class_counts}.", None
+        yield f"Heads by class: {class_counts}.", None
     for sentence, wrong in status_sentences(layers):
         yield sentence, Style(bold=True, color="red") if wrong else None
     if len(layers) > 1 or not layers:
@@ -274,7 +279,7 @@ def _below(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
         for reason in summary.unread:
             yield f"  – {reason}", None
     if summary.not_provided:
-        yield "Attention that acutance was to provide and left to the model:", Style(bold=True)
+        yield "Attention left to the model, which acutance could not provide:", Style(bold=True)
         for reason in summary.not_provided:
             yield f"  – {reason}", None
 
@@ -285,9 +290,9 @@ def row_sentences(layers: tuple[Layer, ...]) -> list[str]:
     Example:
         >>> for said in row_sentences((Layer("a", 2, rows=9, padded=3, padded_by="key_mask"),)):
         ...     print(said)
-        9 rows read for each head; left out: 3 padded (by key_mask), 0 that see no key.
+        9 rows read per head; left out: 3 padded (by key_mask), 0 that see no key.
         >>> print(row_sentences((Layer("a", 2, rows=9, unseen=2),))[1])
-        2 are of tokens that no row sees: if that is padding, give the probe attention_mask=.
+        2 belong to tokens that no row sees: if padding, pass attention_mask= to the probe.
     """
     names = sorted({name for layer in layers for name in layer.padded_by.split(", ")} - {""})
     left = [
@@ -295,15 +300,15 @@ def row_sentences(layers: tuple[Layer, ...]) -> list[str]:
         + (f" (by {', '.join(names)})" if names else ""),
         f"{span(layer.empty for layer in layers)} that see no key",
     ]
-    for field, why in (("excluded", "not asked for"), ("skipped", "not drawn")):
+    for field, why in (("excluded", "not selected"), ("skipped", "not drawn")):
         if any(getattr(layer, field) for layer in layers):
             left.append(f"{span(getattr(layer, field) for layer in layers)} {why}")
     read = span(layer.rows for layer in layers)
-    sentences = [f"{read} rows read for each head; left out: {', '.join(left)}."]
+    sentences = [f"{read} rows read per head; left out: {', '.join(left)}."]
     if any(layer.unseen for layer in layers):
         sentences.append(
-            f"{span(layer.unseen for layer in layers)} are of tokens that no row sees: "
-            "if that is padding, give the probe attention_mask=."
+            f"{span(layer.unseen for layer in layers)} belong to tokens that no row sees: if "
+            "these are padding, pass attention_mask= to the probe."
         )
     return sentences
 
@@ -341,7 +346,7 @@ def status_sentences(layers: tuple[Layer, ...]) -> list[tuple[str, bool]]:
 
     Example:
         >>> status_sentences((Layer("a", 1, "verified", error=1e-6), Layer("b", 1, "verified")))
-        [("Verified: the call's output was rebuilt from what was captured and agrees
+        [("Verified: every call's output was recomputed from the captured arguments and agrees
         (relative difference up to 1.0e-06).", False)]
     """
     sentences = []

@@ -43,8 +43,9 @@ class _Bins(NamedTuple):
 
 
 def _bins(state: RowState) -> _Bins:
+    """Key counts, distances and weights of each histogram bin; raises if there is no histogram."""
     if not has_gaps(state):
-        raise ValueError("these statistics have no gap histogram: ask for it with gaps=True")
+        raise ValueError("these statistics have no gap histogram: compute them with gaps=True")
     dtype, device = state.Z.dtype, state.Z.device
     m, Z = state.m.detach(), state.Z.detach()
     known = (state.n > 0) & m.isfinite() & (Z > 0)
@@ -110,7 +111,7 @@ def keys_holding(state: RowState, share: float) -> Tensor:
         [1.0, 2.0, 5.0, 5.0]
     """
     if not 0.0 < share <= 1.0:
-        raise ValueError(f"share is above 0 and at most 1, got {share!r}")
+        raise ValueError(f"share must be above 0 and at most 1, got {share!r}")
     bins = _bins(state)
     before = bins.top.unsqueeze(-1) + torch.cumsum(bins.mass, -1) - bins.mass
     wanted = share - before  # from each bin on
@@ -148,7 +149,7 @@ def mass_of_largest(state: RowState, keys: int) -> Tensor:
         (tensor(0.7112), tensor(1.))
     """
     if type(keys) is not int or keys < 1:
-        raise ValueError(f"keys is a whole number, at least 1, got {keys!r}")
+        raise ValueError(f"keys must be a whole number, at least 1, got {keys!r}")
     bins = _bins(state)
     before = 1.0 + torch.cumsum(bins.keys, -1) - bins.keys
     some = bins.keys > 0
@@ -183,7 +184,7 @@ def mass_below(state: RowState, gap: float) -> Tensor:
         tensor(0.2888)
     """
     if not gap >= 0.0:
-        raise ValueError(f"gap is a number of nats, 0 or more, got {gap!r}")
+        raise ValueError(f"gap must be a number of nats, 0 or more, got {gap!r}")
     bins = _bins(state)
     span = bins.far - bins.near
     part = torch.where(

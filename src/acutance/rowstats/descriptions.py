@@ -54,7 +54,7 @@ DESCRIPTIONS: dict[str, Description] = {
             r"H / \log n",
             "1",
             "[0, 1]",
-            "entropy as a share of the most it could be; 0 is one key, 1 is all alike",
+            "entropy divided by its maximum, log n; 0 is one key, 1 is uniform weights",
             SU_ROBUST,
         ),
         Description(
@@ -62,7 +62,7 @@ DESCRIPTIONS: dict[str, Description] = {
             r"\log n - H",
             "nat",
             "[0, log n]",
-            "what the row knows beyond attending to all keys alike",
+            "how far the entropy is below that of uniform weights",
             SU_ROBUST,
         ),
         Description(
@@ -70,7 +70,7 @@ DESCRIPTIONS: dict[str, Description] = {
             r"N_\mathrm{eff} = 1/\sum_j p_j^2",
             "keys",
             "[1, n]",
-            "how many equally weighted keys the row amounts to",
+            "number of equally weighted keys that the row is equivalent to",
             SU_SPARSITY,
         ),
         Description(
@@ -86,7 +86,7 @@ DESCRIPTIONS: dict[str, Description] = {
             r"\sum_j p_j^2",
             "1",
             "[1/n, 1]",
-            "chance that two draws from the row are the same key",
+            "probability that two draws from the row are the same key",
             "Rényi (1961), the exponential of the order-2 entropy",
         ),
         Description(
@@ -110,7 +110,7 @@ DESCRIPTIONS: dict[str, Description] = {
             r"p_\mathrm{sink}",
             "1",
             "[0, 1]",
-            "weight given to a sink outside the keys",
+            "weight on a sink outside the keys",
             "gpt-oss model card (2025), arXiv:2508.10925",
         ),
         Description(
@@ -134,7 +134,7 @@ DESCRIPTIONS: dict[str, Description] = {
             r"\bar s",
             "logit",
             "real",
-            "plain mean of the scores",
+            "unweighted mean of the scores",
             "Chan, Golub & LeVeque (1983), The American Statistician 37:242",
         ),
         Description(
@@ -142,7 +142,7 @@ DESCRIPTIONS: dict[str, Description] = {
             r"\sigma_s",
             "logit",
             "[0, ∞)",
-            "plain standard deviation of the scores",
+            "unweighted standard deviation of the scores",
             "Chan, Golub & LeVeque (1983), The American Statistician 37:242",
         ),
         Description(
@@ -158,7 +158,7 @@ DESCRIPTIONS: dict[str, Description] = {
             r"dH/d\log\lambda",
             "nat",
             "(−∞, 0]",
-            "change of entropy per unit of log scale, at the present scale",
+            "derivative of the entropy with respect to the log of the scale",
             SU_INVARIANCE,
         ),
         Description(
@@ -174,7 +174,7 @@ DESCRIPTIONS: dict[str, Description] = {
             "J",
             "nat",
             "[0, ∞)",
-            "what the bound loses by taking the mean for the logsumexp",
+            "error of the bound from replacing the logsumexp by the mean",
             SU_INVARIANCE,
         ),
         Description(
@@ -182,7 +182,7 @@ DESCRIPTIONS: dict[str, Description] = {
             "G",
             "nat",
             "[0, ∞)",
-            "what the bound loses by taking the maximum for the weighted mean",
+            "error of the bound from replacing the weighted mean by the maximum",
             SU_INVARIANCE,
         ),
         Description(
@@ -190,7 +190,7 @@ DESCRIPTIONS: dict[str, Description] = {
             r"E\,H(n, \sigma_s)",
             "nat",
             "[0, log n]",
-            "entropy expected of n normal scores of the same spread",
+            "expected entropy of n normal scores with the same standard deviation",
             "Derrida (1981), Phys. Rev. B 24:2613; exact quadrature at finite n",
         ),
         Description(
@@ -206,7 +206,7 @@ DESCRIPTIONS: dict[str, Description] = {
             r"\sigma_{j>1}",
             "logit",
             "[0, ∞)",
-            "plain standard deviation of the scores without the first visible key's",
+            "unweighted standard deviation of the scores without the first visible key's",
             "Chan, Golub & LeVeque (1983), The American Statistician 37:242",
         ),
         Description(
@@ -214,7 +214,7 @@ DESCRIPTIONS: dict[str, Description] = {
             r"J_{j>1}",
             "nat",
             "[0, ∞)",
-            "logsumexp less log(n − 1) less mean of the scores without the first visible key's",
+            "logsumexp minus log(n − 1) minus mean of the scores without the first visible key's",
             SU_INVARIANCE,
         ),
         Description(

@@ -326,7 +326,7 @@ def noise_gain(state: RowState) -> Tensor:
     It carries no gradient: the kernel has none for the values' moments.
     """
     if not has_noise(state):
-        raise ValueError("noise_gain needs values: ask for it with value=... and noise=True")
+        raise ValueError("noise_gain needs values: pass value=... and noise=True")
     state = RowState(*(part.detach() for part in state))
     full = _with_sink(state)
     empty = state.n == 0
@@ -431,5 +431,5 @@ def metric(name: str) -> Metric:
     """
     if name not in METRICS:
         hint = did_you_mean(name, METRICS, f": choose from {', '.join(METRICS)}")
-        raise ValueError(f"no metric is named {name!r}{hint}")
+        raise ValueError(f"there is no metric named {name!r}{hint}")
     return METRICS[name]

@@ -70,7 +70,7 @@ def all_reduce_keys(
 
     Raises:
         RuntimeError: if torch.distributed is not initialised.
-        TypeError: if ``state`` is none of the four records.
+        TypeError: if ``state`` is not one of the four records.
         ValueError: on every rank, if ranks differ in shape, dtype or kind, if two of them hold the
             same first key of a row, or if a ``first_key`` does not fit its state; and if this
             process is not in the group.
@@ -92,16 +92,16 @@ def all_reduce_keys(
     """
     if not isinstance(state, RowState | WeightSums | RowStatistics | WeightStatistics):
         raise TypeError(
-            "state is a RowState, WeightSums, RowStatistics or WeightStatistics, got "
+            "state must be a RowState, WeightSums, RowStatistics or WeightStatistics, got "
             f"{type(state).__name__}"
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            "all_reduce_keys joins the ranks of torch.distributed, which is not initialised: call "
+            "all_reduce_keys needs torch.distributed, which is not initialised: call "
             "torch.distributed.init_process_group first"
         )
     if dist.get_rank(group) < 0:
-        raise ValueError("group is a process group that this rank belongs to, and it does not")
+        raise ValueError("group must be a process group that this rank belongs to")
     with torch.no_grad():
         if isinstance(state, RowState):
             return _rows(state, group, first_key)
@@ -117,6 +117,7 @@ def all_reduce_keys(
 
 
 def _rows(state: RowState, group: dist.ProcessGroup | None, first_key: int | Tensor) -> RowState:
+    """Merge row states of softmax over the ranks of a group."""
     state = RowState(*(field.detach() for field in state))
     index, problem = _placed(state.first_index, first_key)
     noisy = has_noise(state)
@@ -182,6 +183,7 @@ def _rows(state: RowState, group: dist.ProcessGroup | None, first_key: int | Ten
 def _weights(
     sums: WeightSums, group: dist.ProcessGroup | None, first_key: int | Tensor
 ) -> WeightSums:
+    """Merge the weight sums of all ranks of a group."""
     sums = WeightSums(*(field.detach() for field in sums))
     index, problem = _placed(sums.first_index, first_key)
     _alike("WeightSums", sums.c, group)
@@ -241,22 +243,22 @@ def _placed(index: Tensor, first_key: int | Tensor) -> tuple[Tensor, str | None]
     index = torch.where(index < 0, index - UNPLACED, index)  # among this rank's keys
     if isinstance(first_key, int):
         if first_key < 0:
-            return index, f"first_key is a position, 0 or more, got {first_key}"
+            return index, f"first_key must be a position, 0 or more, got {first_key}"
         return torch.where(some, index + torch.where(some, first_key, 0), NO_KEY), None
     if first_key.dim() != 1 or first_key.dtype != torch.int64:
         return index, (
-            "first_key is an int or the positions of this rank's keys, (S,) int64, got "
+            "first_key must be an int or the positions of this rank's keys, (S,) int64, got "
             f"{tuple(first_key.shape)} {first_key.dtype}"
         )
     if len(first_key) > 1 and not bool((first_key.diff() > 0).all()):
-        return index, "first_key holds the positions of this rank's keys in ascending order"
+        return index, "first_key must contain the positions of this rank's keys in ascending order"
     if not bool(some.any()):
         return index, None
     last = int(index[some].max())
     if last >= len(first_key):
         return index, (
-            f"first_key holds a position for each key of this rank: it has {len(first_key)}, and "
-            f"a row's first key is number {last}"
+            "first_key must contain a position for each key of this rank: it has "
+            f"{len(first_key)}, but a row's first key is number {last}"
         )
     return torch.where(some, first_key.to(index.device)[torch.where(some, index, 0)], NO_KEY), None
 
@@ -278,8 +280,8 @@ def _first(
     if bool((owners > 1).any()):
         shared = int(lowest[owners > 1][0])
         raise ValueError(
-            f"ranks hold different keys, and {int(owners.max())} of them hold key {shared}: say "
-            "with first_key where each rank's keys lie among all keys"
+            f"ranks must hold different keys, but {int(owners.max())} of them hold key "
+            f"{shared}: give the position of each rank's keys with first_key"
         )
     return lowest, joint
 
@@ -300,6 +302,6 @@ def _alike(what: str, rows: Tensor, group: dist.ProcessGroup | None, width: int 
     high, low = pair.tolist()
     if high != -low:
         raise ValueError(
-            f"all ranks hold the same rows: rank {dist.get_rank(group)} has {shape}, another rank "
-            "has other rows"
+            f"all ranks must hold the same rows: rank {dist.get_rank(group)} has {shape}, "
+            "another rank has different rows"
         )

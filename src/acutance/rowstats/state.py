@@ -371,7 +371,7 @@ def check_state(part: object, kind: type, function: str, attribute: str) -> None
     if not isinstance(part, kind):
         name = type(part).__name__
         advice = f": pass its .{attribute}" if hasattr(part, attribute) else ""
-        raise TypeError(f"{function} takes two {kind.__name__}, got {name}{advice}")
+        raise TypeError(f"{function} needs two {kind.__name__}, got {name}{advice}")
 
 
 def _middle(state: RowState, reference: Tensor) -> Tensor:

@@ -168,7 +168,9 @@ class RowStatistics(NamedMetrics):
             TypeError: if ``other`` is no :class:`RowStatistics`.
         """
         if not isinstance(other, RowStatistics):
-            raise TypeError(f"RowStatistics merge with RowStatistics, got {type(other).__name__}")
+            raise TypeError(
+                f"RowStatistics can be merged only with RowStatistics, got {type(other).__name__}"
+            )
         parts = (
             part._replace(first_index=unplaced(part.first_index))
             for part in (self.state, other.state)

@@ -347,7 +347,8 @@ class WeightStatistics(NamedMetrics):
         """
         if not isinstance(other, WeightStatistics):
             raise TypeError(
-                f"WeightStatistics merge with WeightStatistics, got {type(other).__name__}"
+                "WeightStatistics can be merged only with WeightStatistics, got "
+                f"{type(other).__name__}"
             )
         scores = None
         if self.scores is not None and other.scores is not None:

@@ -96,7 +96,7 @@ def get(scaling: str | AnyScaling | None) -> AnyScaling:
     """A scaling by name or as it is; None for no scaling.
 
     Raises:
-        ValueError: if there is none of that name, naming the nearest, or it needs parameters.
+        ValueError: if there is not one of that name, naming the nearest, or it needs parameters.
         TypeError: if it is neither a name nor a scaling.
 
     Example:
@@ -108,13 +108,13 @@ def get(scaling: str | AnyScaling | None) -> AnyScaling:
     if isinstance(scaling, Scaling | LearnedScaling):
         return scaling
     if not isinstance(scaling, str):
-        raise TypeError(f"scaling is a name or a Scaling, got {type(scaling).__name__}")
+        raise TypeError(f"scaling must be a name or a Scaling, got {type(scaling).__name__}")
     kind = _named(scaling)
     needed = [part.name for part in fields(kind) if part.default is MISSING]
     lacks = _UNDECIDED.get(scaling, " and ".join(needed))
     if lacks:
         raise ValueError(
-            f"scaling={scaling!r} has parameters: give scaling.{kind.__name__}(...) with {lacks}"
+            f"scaling={scaling!r} has parameters: pass scaling.{kind.__name__}(...) with {lacks}"
         )
     return kind()
 
@@ -131,7 +131,9 @@ def from_dict(record: Mapping[str, Any]) -> Scaling:
         ClipLogN(train_length=8192)
     """
     if "name" not in record:
-        raise ValueError(f"a scaling's record has a name, got {', '.join(record) or 'nothing'}")
+        raise ValueError(
+            f"a scaling's record must have a name, got {', '.join(record) or 'nothing'}"
+        )
     kind = _named(record["name"])
     arguments = {key: value for key, value in record.items() if key != "name"}
     known = [part.name for part in fields(kind)]
@@ -181,12 +183,12 @@ def apply_scaling(
     """
     law = get(scaling)
     if check_tensor("query", query).dim() != 4:
-        raise ValueError(f"query is (B, Hq, L, E), got {tuple(query.shape)}")
+        raise ValueError(f"query must have shape (B, Hq, L, E), got {tuple(query.shape)}")
     rows = tuple(query.shape[:3])
     for name, value in {"n": n, "positions": positions, "entropy": entropy}.items():
         if value is not None and not _fits(check_tensor(name, value), rows):
             raise ValueError(
-                f"{name} broadcasts to (B, Hq, L) = {rows}, got {tuple(value.shape)} "
+                f"{name} must broadcast to (B, Hq, L) = {rows}, got {tuple(value.shape)} "
                 f"(query {tuple(query.shape)})"
             )
     if isinstance(law, NoScaling):
@@ -195,9 +197,9 @@ def apply_scaling(
     factor = law.factor(n, positions, entropy=entropy, dtype=dtype)
     if not _fits(factor, rows):
         raise ValueError(
-            f"the scaling's factors broadcast to (B, Hq, L) = {rows}, got {tuple(factor.shape)}: "
-            f"it has parameters for {factor.shape[-2] if factor.dim() > 1 else 1} heads "
-            f"(query {tuple(query.shape)})"
+            f"the scaling's factors must broadcast to (B, Hq, L) = {rows}, got "
+            f"{tuple(factor.shape)}: it has parameters for "
+            f"{factor.shape[-2] if factor.dim() > 1 else 1} heads (query {tuple(query.shape)})"
         )
     return query * factor.to(query.dtype).unsqueeze(-1)
 
@@ -211,8 +213,8 @@ def _fits(tensor: Tensor, rows: tuple[int, ...]) -> bool:
 
 def _named(name: object) -> type[Scaling]:
     if not isinstance(name, str):
-        raise TypeError(f"a scaling's name is text, got {type(name).__name__}")
+        raise TypeError(f"a scaling's name must be text, got {type(name).__name__}")
     if name not in SCALINGS:
         hint = did_you_mean(name, SCALINGS)
-        raise ValueError(f"scaling={name!r} is none of {', '.join(SCALINGS)}{hint}")
+        raise ValueError(f"scaling={name!r} is not one of {', '.join(SCALINGS)}{hint}")
     return SCALINGS[name]

@@ -114,10 +114,10 @@ def gather_rows(
     """Check and convert the arguments of :meth:`Scaling.factor`."""
     if not isinstance(n, Tensor):
         if isinstance(n, bool) or not isinstance(n, int):
-            raise TypeError(f"n is a Tensor or an integer, got {type(n).__name__}")
+            raise TypeError(f"n must be a Tensor or an integer, got {type(n).__name__}")
         n = torch.tensor(check_count("n", n, 0))
     if n.dtype == torch.bool or n.is_complex():
-        raise TypeError(f"n counts visible keys, got a Tensor of {n.dtype}")
+        raise TypeError(f"n must contain whole numbers of visible keys, got a Tensor of {n.dtype}")
     if dtype is None:
         dtype = n.dtype if n.dtype in (torch.float32, torch.float64) else torch.get_default_dtype()
     if positions is None:
@@ -141,25 +141,26 @@ def check_per_head(
     if isinstance(value, Tensor):
         if value.requires_grad:
             raise TypeError(
-                f"{name} of a record is constant, got a Tensor that requires a gradient: use the "
-                f"Learned module of this scaling, or detach it"
+                f"{name} of a record must be constant, got a Tensor that requires a gradient: "
+                "use the Learned module of this scaling, or detach it"
             )
         if value.dim() > 1:
-            raise ValueError(f"{name} is a number or (Hq,), got {tuple(value.shape)}")
+            raise ValueError(f"{name} must be a number or (Hq,), got {tuple(value.shape)}")
         value = value.tolist()
     numbers: Iterable[float] = value if isinstance(value, Sequence) else (value,)
     checked = []
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise TypeError(
-                f"{name} is a number or one for each head, got {number!r} ({type(number).__name__})"
+                f"{name} must be a number or one for each head, got {number!r} "
+                f"({type(number).__name__})"
             )
         if not (math.isfinite(number) and number > above):
             bound = "" if above == -math.inf else f" above {above:g}"
-            raise ValueError(f"{name} is finite{bound}, got {number!r}")
+            raise ValueError(f"{name} must be finite{bound}, got {number!r}")
         checked.append(float(number))
     if not checked:
-        raise ValueError(f"{name} has one number for each head, got none")
+        raise ValueError(f"{name} must have one number for each head, got none")
     return tuple(checked) if isinstance(value, Sequence) else checked[0]
 
 

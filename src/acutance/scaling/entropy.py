@@ -57,7 +57,7 @@ class EntropyTarget(Scaling):
     def __post_init__(self) -> None:
         lengths = check_lengths(self.lengths)
         if lengths is None:
-            raise ValueError("entropy_target has the lengths it was fitted at, got None")
+            raise ValueError("entropy_target must have the lengths it was fitted at, got None")
         rows = check_table(self.factors)
         check_widths(rows if rows and isinstance(rows[0], tuple) else (rows,), lengths)
         self._set(lengths=lengths, factors=rows)
@@ -95,12 +95,12 @@ class EntropyTarget(Scaling):
         targets = check_per_head("target", target, above=0.0)
         places = check_lengths(lengths)
         if places is None:
-            raise ValueError("lengths are where to fit, got None")
+            raise ValueError("lengths must be given for a fit, got None")
         aim = torch.tensor(targets, dtype=torch.float64)
         if float(aim.max()) >= math.log(places[0]):
             raise ValueError(
-                f"target is below log n at every length, got {float(aim.max()):g} nats where "
-                f"log {places[0]} is {math.log(places[0]):.4g}"
+                f"target must be below log n at every length, got {float(aim.max()):g} nats "
+                f"where log {places[0]} is {math.log(places[0]):.4g}"
             )
         scales, scale = [], torch.ones_like(aim)
         for n in places:
@@ -183,7 +183,7 @@ def fit_entropy(
     aim = torch.as_tensor(target, dtype=torch.float64)
     scale = torch.as_tensor(start, dtype=torch.float64, device=aim.device).broadcast_to(aim.shape)
     if not bool((scale > 0).all()):
-        raise ValueError(f"start is positive, got {start!r}")
+        raise ValueError(f"start must be positive, got {start!r}")
     low, high = torch.zeros_like(aim), torch.full_like(aim, math.inf)
     for _ in range(steps):
         entropy, varentropy = (
@@ -200,8 +200,8 @@ def fit_entropy(
         between = torch.where(low > 0, (low * high).sqrt(), high / 8)
         scale = torch.where(inside | between.isinf(), moved, between)
     warnings.warn(
-        f"after {steps} measurements the entropy was still {away:.2g} nats from its target, more "
-        f"than {tolerance:g}: raise steps, or is the target out of reach?",
+        f"after {steps} measurements the entropy was still {away:.2g} nats from its target, "
+        f"more than {tolerance:g}: increase steps, or choose a reachable target",
         stacklevel=2,
     )
     return scale

@@ -99,7 +99,9 @@ class LearnedSSMax(LearnedScaling):
     ) -> None:
         super().__init__(num_heads)
         if s is not None and train_length is not None:
-            raise ValueError(f"give s or train_length, got s={s!r}, train_length={train_length!r}")
+            raise ValueError(
+                f"pass either s or train_length, got s={s!r}, train_length={train_length!r}"
+            )
         if train_length is not None:
             s = 1 / math.log(check_count("train_length", train_length, 2))
         first = 0.43 if s is None else check_number("s", s)

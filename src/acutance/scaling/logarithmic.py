@@ -70,7 +70,7 @@ class LogN(Scaling):
     def __post_init__(self) -> None:
         if (self.train_length is None) == (self.base is None):
             raise ValueError(
-                "log_n has one of train_length and base, got "
+                "log_n must have one of train_length and base, got "
                 f"train_length={self.train_length!r}, base={self.base!r}"
             )
         if self.train_length is not None:
@@ -274,7 +274,7 @@ class Critical(Scaling):
         self._set(gamma=check_number("gamma", self.gamma, above=0.0))
         if (self.gap is None) == (self.critical_scale is None):
             raise ValueError(
-                f"critical has one of gap and critical_scale, got gap={self.gap!r}, "
+                f"critical must have one of gap and critical_scale, got gap={self.gap!r}, "
                 f"critical_scale={self.critical_scale!r}"
             )
         for name in ("gap", "critical_scale"):
@@ -283,7 +283,9 @@ class Critical(Scaling):
         if self.length is not None:
             check_count("length", self.length, 2)
             if self.critical_scale is None:
-                raise ValueError(f"length goes with critical_scale, got length={self.length}, gap")
+                raise ValueError(
+                    f"length can be used only with critical_scale, got length={self.length}, gap"
+                )
 
     def law(self, rows: Rows) -> Tensor:
         """Log n over the gap, or what was measured."""

@@ -53,7 +53,7 @@ class Yarn(Scaling):
     def __post_init__(self) -> None:
         if (self.s is None) == (self.train_length is None):
             raise ValueError(
-                f"yarn has one of s and train_length, got s={self.s!r}, "
+                f"yarn must have one of s and train_length, got s={self.s!r}, "
                 f"train_length={self.train_length!r}"
             )
         if self.s is not None:
@@ -181,7 +181,7 @@ class AdaptivePoly(Scaling):
         coefficients = check_per_head("coefficients", self.coefficients)
         if not isinstance(coefficients, tuple):
             raise TypeError(
-                f"coefficients are numbers from the highest power down, got {coefficients!r}"
+                f"coefficients must be numbers from the highest power down, got {coefficients!r}"
             )
         self._set(coefficients=coefficients)
         self._set(threshold=check_number("threshold", self.threshold, above=0.0, including=True))
@@ -201,15 +201,15 @@ class AdaptivePoly(Scaling):
         """The polynomial of the measured entropy."""
         if rows.entropy is None:
             raise ValueError(
-                "adaptive_poly reads the measured entropy of each row: give factor(n, entropy=...)"
+                "adaptive_poly needs the measured entropy of each row: pass factor(n, entropy=...)"
             )
         H = rows.entropy.nan_to_num(0.0)  # a row without keys
         if not torch.compiler.is_compiling():
             beyond, total = int((H.detach() > self.upper_limit).sum()), H.numel()
             if beyond:
                 warnings.warn(
-                    f"adaptive_poly does nothing above {self.upper_limit:.2f} nats: {beyond} of "
-                    f"{total} rows are there and stay as they are",
+                    f"adaptive_poly has no effect above {self.upper_limit:.2f} nats: {beyond} "
+                    f"of {total} rows are above and stay unchanged",
                     stacklevel=3,
                 )
         scaled = self._polynomial(H).clamp(min=1.0)

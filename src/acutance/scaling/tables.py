@@ -48,10 +48,12 @@ class HeadTable(Scaling):
         lengths = check_lengths(self.lengths)
         rows = check_table(self.factors)
         if not rows:
-            raise ValueError("factors has one entry for each head, got none")
+            raise ValueError("factors must have one entry for each head, got none")
         if lengths is None:
             if any(isinstance(row, tuple) for row in rows):
-                raise ValueError("factors is (Hq,) without lengths, got two dimensions")
+                raise ValueError(
+                    "factors must have shape (Hq,) without lengths, got two dimensions"
+                )
         else:
             check_widths(rows, lengths)
         self._set(factors=rows, lengths=lengths)
@@ -71,7 +73,7 @@ def check_lengths(lengths: Sequence[int] | None) -> tuple[int, ...] | None:
     checked = tuple(check_count("lengths", n, 1) for n in lengths)
     rising = all(a < b for a, b in pairwise(checked))
     if not checked or not rising:
-        raise ValueError(f"lengths rise, and there is at least one, got {list(checked)}")
+        raise ValueError(f"lengths must be ascending and not empty, got {list(checked)}")
     return checked
 
 
@@ -79,13 +81,17 @@ def check_table(factors: object) -> tuple[float, ...] | tuple[tuple[float, ...],
     """Check a table of positive factors; return nested tuples."""
     if isinstance(factors, Tensor):
         if check_tensor("factors", factors).dim() not in (1, 2):
-            raise ValueError(f"factors is (Hq,) or (Hq, P), got {tuple(factors.shape)}")
+            raise ValueError(
+                f"factors must have shape (Hq,) or (Hq, P), got {tuple(factors.shape)}"
+            )
         factors = factors.tolist()
     if not isinstance(factors, Sequence) or isinstance(factors, str):
-        raise TypeError(f"factors is a table of numbers, got {type(factors).__name__}")
+        raise TypeError(f"factors must be a table of numbers, got {type(factors).__name__}")
     rows = tuple(check_per_head("factors", row, above=0.0) for row in factors)
     if len({isinstance(row, tuple) for row in rows}) > 1:
-        raise ValueError("factors is (Hq,) or (Hq, P), got numbers beside rows")
+        raise ValueError(
+            "factors must have shape (Hq,) or (Hq, P), got a mixture of numbers and rows"
+        )
     return rows  # type: ignore[return-value]
 
 
@@ -94,7 +100,7 @@ def check_widths(rows: Sequence[object], lengths: tuple[int, ...]) -> None:
     widths = [len(row) if isinstance(row, tuple) else 0 for row in rows]
     if set(widths) != {len(lengths)}:
         raise ValueError(
-            f"each head has one factor for each of the {len(lengths)} lengths, got {widths}"
+            f"each head must have one factor for each of the {len(lengths)} lengths, got {widths}"
         )
 
 

@@ -83,7 +83,7 @@ def get(
     """A score by name or as it is; a function becomes a :class:`FunctionScore`.
 
     Raises:
-        ValueError: if there is none of that name, naming the nearest, or it needs parameters.
+        ValueError: if there is not one of that name, naming the nearest, or it needs parameters.
         TypeError: if it is neither a name nor a score nor callable.
 
     Example:
@@ -93,15 +93,15 @@ def get(
     if isinstance(score, str):
         if score not in SCORES:
             hint = did_you_mean(score, SCORES)
-            raise ValueError(f"score={score!r} is none of {', '.join(SCORES)}{hint}")
+            raise ValueError(f"score={score!r} is not one of {', '.join(SCORES)}{hint}")
         if score in _PARAMETERS:
-            raise ValueError(f"score={score!r} has parameters: give scores.{_PARAMETERS[score]}")
+            raise ValueError(f"score={score!r} has parameters: pass scores.{_PARAMETERS[score]}")
         instance: DotScore | TileScore = SCORES[score]()
         return instance
     if isinstance(score, type):
-        raise TypeError(f"score is an instance, got the class {score.__name__}")
+        raise TypeError(f"score must be an instance, got the class {score.__name__}")
     if isinstance(score, DotScore | TileScore):
         return score
     if callable(score):
         return FunctionScore(score)
-    raise TypeError(f"score is a name, a score or a function, got {type(score).__name__}")
+    raise TypeError(f"score must be a name, a score or a function, got {type(score).__name__}")

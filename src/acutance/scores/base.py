@@ -83,7 +83,7 @@ class FunctionScore:
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise TypeError(f"function is callable, got {type(self.function).__name__}")
+            raise TypeError(f"function must be callable, got {type(self.function).__name__}")
 
     def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
         """The function's scores, with their shape checked."""
@@ -133,7 +133,7 @@ def check_pair(query: Tensor, key: Tensor, *, same_width: bool = True) -> None:
     """
     for name, tensor in {"query": query, "key": key}.items():
         if check_tensor(name, tensor).dtype not in FLOATS:
-            raise TypeError(f"{name} is a floating Tensor, got {tensor.dtype}")
+            raise TypeError(f"{name} must be a floating Tensor, got {tensor.dtype}")
 
     def shapes() -> str:
         return describe(query=query, key=key)
@@ -141,16 +141,18 @@ def check_pair(query: Tensor, key: Tensor, *, same_width: bool = True) -> None:
     for name, tensor in {"query": query, "key": key}.items():
         if tensor.dim() != 4:
             raise ValueError(
-                f"{name} has four dimensions (batch, heads, length, width), got {tensor.dim()} "
-                f"({shapes()})"
+                f"{name} must have four dimensions (batch, heads, length, width), got "
+                f"{tensor.dim()} ({shapes()})"
             )
     if query.shape[0] != key.shape[0]:
-        raise ValueError(f"query and key share the batch size B ({shapes()})")
+        raise ValueError(f"query and key must have the same batch size B ({shapes()})")
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise ValueError(f"the query heads are a multiple of the key heads ({shapes()})")
+        raise ValueError(
+            f"the number of query heads must be a multiple of the number of key heads ({shapes()})"
+        )
     if same_width and query.shape[3] != key.shape[3]:
         raise ValueError(
-            f"query and key share the width E: query has E={query.shape[3]}, key has "
+            f"query and key must have the same width E: query has E={query.shape[3]}, key has "
             f"E={key.shape[3]} ({shapes()})"
         )
 
@@ -172,12 +174,14 @@ def check_parameter(name: str, value: Tensor, what: str, shape: tuple[int, ...])
         ValueError: if its shape does not fit.
     """
     if check_tensor(name, value).dtype not in FLOATS:
-        raise TypeError(f"{name} is a floating Tensor, got {value.dtype}")
+        raise TypeError(f"{name} must be a floating Tensor, got {value.dtype}")
     trailing = value.shape[-len(shape) :] if value.dim() >= len(shape) else ()
     fits = value.dim() in (len(shape), len(shape) + 1) and all(
         size > 0 and want in (0, size) for size, want in zip(trailing, shape, strict=True)
     )
     if not fits or value.shape[0] == 0:
-        raise ValueError(f"{name} is {what}, or one for each head before it, got "
-                         f"{tuple(value.shape)}")  # fmt: skip
+        raise ValueError(
+            f"{name} must have shape {what}, or one such parameter per head, got "
+            f"{tuple(value.shape)}"
+        )  # fmt: skip
     return value

@@ -77,6 +77,7 @@ class Additive:
         return _Projected(vector), projected, y @ self.key_weight.to(y.dtype).mT
 
     def _check(self, query: Tensor, key: Tensor) -> None:
+        """Check the heads and widths of the parameters against query and key."""
         for name, parameter, tensor, sizes in (
             ("query_weight", self.query_weight, query, 2),
             ("key_weight", self.key_weight, key, 2),
@@ -87,12 +88,12 @@ class Additive:
                 continue
             if parameter.dim() > sizes and parameter.shape[0] != tensor.shape[1]:
                 raise ValueError(
-                    f"{name} is for {parameter.shape[0]} heads, there are {tensor.shape[1]} "
+                    f"{name} has {parameter.shape[0]} heads, but there are {tensor.shape[1]} "
                     f"({name} {tuple(parameter.shape)}, {describe(query=query, key=key)})"
                 )
             if sizes == 2 and parameter.shape[-1] != tensor.shape[3]:
                 raise ValueError(
-                    f"{name} is for width {parameter.shape[-1]}, got {tensor.shape[3]} "
+                    f"{name} must be for width {parameter.shape[-1]}, got {tensor.shape[3]} "
                     f"({name} {tuple(parameter.shape)}, {describe(query=query, key=key)})"
                 )
 
@@ -128,6 +129,7 @@ class _AdditiveTile(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients by recomputing the tanh in chunks of hidden units."""
         a, b, v = ctx.saved_tensors
         da, db, dv = torch.zeros_like(a), torch.zeros_like(b), torch.zeros_like(v)
         for part in _chunks(a, b):

@@ -115,7 +115,7 @@ class AdditiveScore(nn.Module):
         hidden = query_width if hidden is None else hidden
         key_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads is None and num_kv_heads is not None:
-            raise ValueError(f"num_kv_heads={num_kv_heads} goes with num_heads, got None")
+            raise ValueError(f"num_kv_heads={num_kv_heads} needs num_heads, got None")
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -225,7 +225,7 @@ def _shape(heads: int | None, **sizes: int) -> tuple[int, ...]:
 
 def _check_init(init: Init) -> Init:
     if init not in get_args(Init):
-        raise ValueError(f"init is one of {', '.join(get_args(Init))}, got {init!r}")
+        raise ValueError(f"init must be one of {', '.join(get_args(Init))}, got {init!r}")
     return init
 
 

@@ -123,7 +123,7 @@ class General:
 
     Raises:
         TypeError: if the weight is no floating Tensor.
-        ValueError: if its shape is none of the two.
+        ValueError: if its shape is not one of the two.
 
     Example:
         >>> import torch
@@ -149,8 +149,9 @@ class General:
         heads = self.weight.shape[0] if self.weight.dim() == 3 else query.shape[1]
         if tuple(self.weight.shape[-2:]) != want or heads != query.shape[1]:
             raise ValueError(
-                f"weight is (Eq, Ek) = {want} or (Hq, Eq, Ek) = {(query.shape[1], *want)}, got "
-                f"{tuple(self.weight.shape)} ({describe(query=query, key=key)})"
+                f"weight must have shape (Eq, Ek) = {want} or (Hq, Eq, Ek) = "
+                f"{(query.shape[1], *want)}, got {tuple(self.weight.shape)} "
+                f"({describe(query=query, key=key)})"
             )
         return query @ self.weight.to(query.dtype), key, 1.0
 
@@ -214,7 +215,7 @@ class Location:
 
     Raises:
         TypeError: if the weight is no floating Tensor.
-        ValueError: if its shape is none of the two, or a source is longer than S_max.
+        ValueError: if its shape is not one of the two, or a source is longer than S_max.
 
     Example:
         >>> import torch
@@ -251,6 +252,7 @@ class Location:
         return self, query, key
 
     def _rows(self, query: Tensor, key: Tensor, start: int) -> Tensor:
+        """The rows of W for the given keys, as keys (..., S, E); raises if there are too few."""
         heads, count = key.shape[1], key.shape[2]
         weight = self.weight
 
@@ -259,17 +261,17 @@ class Location:
 
         if weight.shape[-1] != query.shape[3]:
             raise ValueError(
-                f"weight has the query's width E={query.shape[3]}, got {weight.shape[-1]} "
-                f"({shapes()})"
+                f"weight must have the query's width E={query.shape[3]}, got "
+                f"{weight.shape[-1]} ({shapes()})"
             )
         if weight.dim() == 3 and weight.shape[0] != heads:
             raise ValueError(
-                f"weight is for {weight.shape[0]} key heads, there are {heads} ({shapes()})"
+                f"weight has {weight.shape[0]} key heads, but there are {heads} ({shapes()})"
             )
         if start < 0 or start + count > weight.shape[-2]:
             raise ValueError(
-                f"weight has a row for each of at most S_max={weight.shape[-2]} keys, got keys "
-                f"{start} to {start + count} ({shapes()})"
+                f"weight must have a row for each of at most S_max={weight.shape[-2]} keys, "
+                f"got keys {start} to {start + count} ({shapes()})"
             )
         rows = weight[..., start : start + count, :].to(query.dtype)
         return rows.expand(query.shape[0], heads, -1, -1)

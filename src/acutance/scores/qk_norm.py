@@ -196,7 +196,7 @@ class QKNorm(nn.Module):
         for name, value, kinds in (("kind", kind, Kind), ("sides", sides, Sides)):
             if value not in get_args(kinds):
                 names = ", ".join(get_args(kinds))
-                raise ValueError(f"{name} is one of {names}, got {value!r}")
+                raise ValueError(f"{name} must be one of {names}, got {value!r}")
         self.width = check_count("width", width, 1)
         self.kind, self.sides = kind, sides
         self.eps = check_number("eps", eps, above=0.0)
@@ -222,7 +222,7 @@ class QKNorm(nn.Module):
         check_pair(query, key)
         if query.shape[3] != self.width:
             raise ValueError(
-                f"query and key have the width E={self.width} of the normalisation "
+                f"query and key must have the width E={self.width} of the normalisation "
                 f"({describe(query=query, key=key)})"
             )
         x, y = precise(query), precise(key)
@@ -234,7 +234,7 @@ class QKNorm(nn.Module):
             factor = self.gain()
             if tuple(factor.shape) not in ((), (1,), (query.shape[1],)):
                 raise ValueError(
-                    f"the gain is one number or (Hq,) = ({query.shape[1]},), got "
+                    f"the gain must be one number or (Hq,) = ({query.shape[1]},), got "
                     f"{tuple(factor.shape)} ({describe(query=query)})"
                 )
             x = x * factor.to(x.dtype).reshape(-1, 1, 1)

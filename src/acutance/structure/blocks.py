@@ -89,6 +89,7 @@ def blocks(call: KernelCall, at: Region | None = None) -> Iterator[Block]:
 
 
 def _regions(masking: Masking) -> Iterator[Region]:
+    """Regions of rows whose scores fill at most one block."""
     keys = max(1, masking.keys)
     if masking.window is not None:
         keys = min(keys, 2 * masking.window + _FEW_ROWS)
@@ -108,6 +109,7 @@ def _regions(masking: Masking) -> Iterator[Region]:
 
 
 def _block(call: KernelCall, region: Region, tile: Tile) -> Block:
+    """The scores of one region, (B, H, g, L, S), with its visible keys and positions."""
     masking, rule, dtype = call.masking, call.rule, accumulate_dtype(call.query.dtype)
     b, h, r = region.batch, region.heads, region.rows
     group = masking.group

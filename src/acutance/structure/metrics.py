@@ -42,21 +42,21 @@ STRUCTURE: dict[str, StructureMetric] = {
             r"\sum_j p_j |i - j|",
             "keys",
             "[0, ∞)",
-            "how far away a row attends on average, in positions",
+            "mean distance to the attended keys, in positions",
             "Vig & Belinkov (2019), arXiv:1906.04284",
         ),
         StructureMetric(
             "mass_self", "p_i", "1", "[0, 1]", "weight on the query's own position", _CLARK
         ),
         StructureMetric(
-            "mass_previous", "p_{i-1}", "1", "[0, 1]", "weight on the position just before", _CLARK
+            "mass_previous", "p_{i-1}", "1", "[0, 1]", "weight on the previous position", _CLARK
         ),
         StructureMetric(
             "mass_same",
             r"\sum_{j \ne i,\ t_j = t_i} p_j",
             "1",
             "[0, 1]",
-            "weight on other positions that hold the query's own token",
+            "weight on other positions with the query's token",
             "Wang et al. (2022), arXiv:2211.00593",
         ),
         StructureMetric(
@@ -72,7 +72,7 @@ STRUCTURE: dict[str, StructureMetric] = {
             r"\beta / \Lambda",
             "1",
             "[0, ∞)",
-            "scale over the one from which on the largest score stands alone",
+            "scale divided by the scale above which the largest score dominates",
             "Hayase & Karakida (2026), arXiv:2605.12697",
         ),
     )
@@ -91,7 +91,7 @@ def structure_metric(name: str) -> StructureMetric:
     """
     found = describe(name)
     if isinstance(found, Metric):
-        raise ValueError(f"{name!r} is one of METRICS; STRUCTURE has {', '.join(STRUCTURE)}")
+        raise ValueError(f"{name!r} is one of METRICS, not of STRUCTURE: {', '.join(STRUCTURE)}")
     return found
 
 
@@ -111,4 +111,4 @@ def describe(name: str) -> Metric | StructureMetric:
         return STRUCTURE[name]
     names = [*METRICS, *STRUCTURE]
     hint = did_you_mean(name, names, f": choose from {', '.join(names)}")
-    raise ValueError(f"no metric is named {name!r}{hint}")
+    raise ValueError(f"there is no metric named {name!r}{hint}")

@@ -147,9 +147,9 @@ def statistics(
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     query, key, _ = check_inputs(query, key, None, enable_gqa)
     if isinstance(critical_every, bool) or not isinstance(critical_every, int):
-        raise TypeError(f"critical_every is an integer, got {critical_every!r}")
+        raise TypeError(f"critical_every must be an integer, got {critical_every!r}")
     if critical_every < 0:
-        raise ValueError(f"critical_every is at least 0, got {critical_every}")
+        raise ValueError(f"critical_every must be at least 0, got {critical_every}")
     masking = check_masking(query, key, attn_mask, is_causal, **masks)
     rule = Rule(
         scale=query.shape[3] ** -0.5 if scale is None else check_number("scale", scale),
@@ -167,7 +167,7 @@ def statistics(
         if marks:
             marked = torch.isin(tokens, torch.tensor(marks, device=tokens.device))
     elif marks:
-        raise ValueError("special names token ids and so needs tokens, got None")
+        raise ValueError("special needs tokens, got None")
     asked = None if tokens is None else tokens_at(tokens, positions)
     places = Places(positions, tokens, asked, marked, critical_every)
     return observe_structure(KernelCall(query, key, None, masking, rule), places)
@@ -177,14 +177,14 @@ def _ids(name: str, value: Tensor, batch: int, length: int, like: Tensor) -> Ten
     """Integers of each position, (1 or B, length)."""
     check_tensor(name, value)
     if value.dtype not in INTEGERS:
-        raise TypeError(f"{name} is an integer Tensor, got {value.dtype}")
+        raise TypeError(f"{name} must be an integer Tensor, got {value.dtype}")
     if tuple(value.shape) not in ((length,), (1, length), (batch, length)):
         raise ValueError(
-            f"{name} is ({length},) or ({batch}, {length}), got {tuple(value.shape)} "
-            f"({describe(query=like)})"
+            f"{name} must have shape ({length},) or ({batch}, {length}), got "
+            f"{tuple(value.shape)} ({describe(query=like)})"
         )
     if value.device != like.device:
-        raise ValueError(f"{name} is on {value.device}, query on {like.device}")
+        raise ValueError(f"{name} is on {value.device}, but query is on {like.device}")
     return (value if value.dim() == 2 else value.unsqueeze(0)).long()
 
 

@@ -325,7 +325,7 @@ class Profile(HeadArrays):
         """
         octaves = tensors["rows"].shape[-1] if tensors["rows"].dim() else -1
         if not 0 <= octaves <= MOST_OCTAVES:
-            raise ValueError(f"a profile has 0 to {MOST_OCTAVES} octaves, got {octaves}")
+            raise ValueError(f"a profile must have 0 to {MOST_OCTAVES} octaves, got {octaves}")
 
         def possible(name: str, part: Tensor) -> Tensor:
             if name in _INTEGERS:

@@ -134,7 +134,7 @@ class Distances(HeadArrays):
         """
         octaves = tensors["mass"].shape[-1] if tensors["mass"].dim() else -1
         if not 0 <= octaves <= MOST_DISTANCES:
-            raise ValueError(f"distances have 0 to {MOST_DISTANCES} octaves, got {octaves}")
+            raise ValueError(f"distances must have 0 to {MOST_DISTANCES} octaves, got {octaves}")
 
         def possible(name: str, part: Tensor) -> Tensor:
             return (part >= 0) & (part <= (1 << 53 if name in ("rows", "peaks") else 1 + 1e-3))

@@ -153,6 +153,7 @@ class Examples(HeadArrays):
         return examples._sharpest(most)
 
     def _put(self, head: int, place: int, row: Row) -> None:
+        """Store a row as one of the sharpest rows of a head."""
         at = (head, place)
         self.information[at], self.entropy[at] = row.information, row.entropy
         self.position[at], self.n_keys[at], self.query[at] = row.position, row.n_keys, row.query
@@ -281,7 +282,7 @@ class Examples(HeadArrays):
         """
         depth = tensors["query"].shape[1] if tensors["query"].dim() == 2 else -1
         if not 0 <= depth <= MOST_ROWS:
-            raise ValueError(f"examples are 0 to {MOST_ROWS} rows of a head, got {depth}")
+            raise ValueError(f"examples must be 0 to {MOST_ROWS} rows of a head, got {depth}")
 
         def possible(name: str, part: Tensor) -> Tensor:
             if name not in _FLOATS:
@@ -294,9 +295,9 @@ class Examples(HeadArrays):
         known: dict[int, str] = {}
         for token, word in words.items():
             if not (token.isascii() and token.isdigit() and len(token) < 19):
-                raise ValueError("the words of examples are named by token ids")
+                raise ValueError("the words of examples must be keyed by token ids")
             if not isinstance(word, str):
-                raise ValueError("the words of examples are text")
+                raise ValueError("the words of examples must be text")
             known[int(token)] = word
         return Examples(**dict(tensors), words=known)
 

@@ -69,7 +69,7 @@ def read(
     name = os.fspath(path)
     check_regular(path)
     if (size := Path(path).stat().st_size) > MOST_BYTES:
-        raise ValueError(f"{name} has {size} bytes, more than any state")
+        raise ValueError(f"{name} has {size} bytes, which is too large for a state")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
@@ -84,12 +84,12 @@ def read(
     if header.get("schema") != schema:
         schema_read = str(header.get("schema"))[:60] if "schema" in header else None
         raise ValueError(
-            f"{name} is not a {what} this version reads: its schema is {schema_read!r}, expected "
-            f"{schema!r}"
+            f"{name} is not a {what} that this version can read: its schema is "
+            f"{schema_read!r}, expected {schema!r}"
         )
     seal = header.pop(SEAL, None)
     if seal is not None and seal != sealed(header, tensors)[SEAL]:
-        raise ValueError(f"{name} is damaged: it does not hold what was written")
+        raise ValueError(f"{name} is damaged: its content does not match its digest")
     return header, tensors
 
 
@@ -129,7 +129,7 @@ def parse(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
         raise ValueError(f"{field!r} is not JSON: {_line(error)}") from None
     if not isinstance(record, kind):
         what = "JSON object" if kind is dict else kind.__name__
-        raise ValueError(f"{field!r} is a {what}, got {type(record).__name__}")
+        raise ValueError(f"{field!r} must be a {what}, got {type(record).__name__}")
     return record
 
 
@@ -143,26 +143,28 @@ def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
     kinds = {"layers": list, "metrics": list, "about": dict, "unread": list}
     for field, kind in kinds.items():
         if not isinstance(record.get(field), kind):
-            raise ValueError(f"{field!r} is a {kind.__name__}, got {_short(record.get(field))}")
+            raise ValueError(
+                f"{field!r} must be a {kind.__name__}, got {_short(record.get(field))}"
+            )
     left = record.get("not_provided", [])
     if not isinstance(left, list):
-        raise ValueError(f"'not_provided' is a list, got {_short(left)}")
+        raise ValueError(f"'not_provided' must be a list, got {_short(left)}")
     for field, texts in (("unread", record["unread"]), ("not_provided", left)):
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{field!r} holds sentences")
+            raise ValueError(f"{field!r} must contain sentences")
     metrics = record["metrics"]
     for name in metrics:
         if not isinstance(name, str) or not (name in METRICS or name in STRUCTURE):
-            raise ValueError(f"{_short(name)} is no metric of this version")
+            raise ValueError(f"{_short(name)} is not a metric of this version")
     if len(set(metrics)) != len(metrics):
-        raise ValueError("a metric is named twice")
+        raise ValueError("a metric occurs twice")
     for layer in record["layers"]:
         _check_layer(layer)
     if (heads := sum(layer["heads"] for layer in record["layers"])) > MOST_HEADS:
-        raise ValueError(f"a state is of at most {MOST_HEADS} heads, got {heads}")
+        raise ValueError(f"a state must be of at most {MOST_HEADS} heads, got {heads}")
     modules = [layer["module"] for layer in record["layers"]]
     if len(set(modules)) != len(modules):
-        raise ValueError("a layer is named twice")
+        raise ValueError("a layer occurs twice")
     return record
 
 
@@ -177,8 +179,9 @@ def checked_words(header: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _check_layer(layer: Any) -> None:
+    """Check the fields of one layer of a state file."""
     if not isinstance(layer, dict):
-        raise ValueError(f"a layer is an object, got {_short(layer)}")
+        raise ValueError(f"a layer must be an object, got {_short(layer)}")
     missing = [name for name in ("module", "heads") if name not in layer]
     if missing:
         raise ValueError(f"a layer has no {missing[0]!r}")
@@ -186,24 +189,26 @@ def _check_layer(layer: Any) -> None:
         raise ValueError(f"a layer has no field {_short(unknown[0])}")
     for name in ("module", "source", "padded_by"):
         if not isinstance(layer.get(name, ""), str):
-            raise ValueError(f"a layer's {name} is text, got {_short(layer[name])}")
+            raise ValueError(f"a layer's {name} must be text, got {_short(layer[name])}")
     if layer.get("status", "captured") not in tuple(STATUSES):
-        raise ValueError(f"a layer's status is {_short(layer['status'])}")
+        raise ValueError(f"a layer's status is invalid: {_short(layer['status'])}")
     for name in ("heads", *_COUNTS):
         value = layer.get(name, 0)
         if type(value) is not int or not (name == "heads") <= value <= MOST:
-            raise ValueError(f"a layer's {name} is a count, got {_short(value)}")
+            raise ValueError(f"a layer's {name} must be a count, got {_short(value)}")
     chosen = layer.get("chosen", [])
     if not isinstance(chosen, list) or not all(
         type(head) is int and 0 <= head <= MOST for head in chosen
     ):
         raise ValueError(f"a layer's chosen heads are numbers, got {_short(chosen)}")
     if chosen and (len(chosen) != layer["heads"] or sorted(set(chosen)) != chosen):
-        raise ValueError(f"a layer has {layer['heads']} heads, chosen are {_short(chosen)}")
+        raise ValueError(
+            f"a layer has {layer['heads']} heads, but its chosen heads are {_short(chosen)}"
+        )
     error = layer.get("error")
     size = type(error) is float or (type(error) is int and error <= MOST)
     if error is not None and not (size and error >= 0):
-        raise ValueError(f"a layer's error is a size, got {_short(error)}")
+        raise ValueError(f"a layer's error must be a size, got {_short(error)}")
 
 
 def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> dict[str, Tensor]:
@@ -221,7 +226,7 @@ def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> 
     if missing := [name for name in arrays if name not in tensors]:
         raise ValueError(f"the array {missing[0]!r} is missing")
     if unknown := sorted(set(tensors) - set(arrays)):
-        raise ValueError(f"the array {_short(unknown[0])} is not of a summary")
+        raise ValueError(f"the array {_short(unknown[0])} does not belong to a summary")
     for name, dtype in arrays.items():
         shape = (heads, metrics, BINS) if name == "histogram" else (heads, metrics)
         if tuple(tensors[name].shape) != shape or tensors[name].dtype != dtype:
@@ -252,7 +257,7 @@ def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> 
         if not bool(good.all()):
             head, metric = (~good).nonzero()[0].tolist()
             raise ValueError(
-                f"the array {name!r} holds impossible values, at head {head}, metric {metric}"
+                f"the array {name!r} has invalid values, at head {head}, metric {metric}"
             )
     return {name: tensors[name] for name in (*_ARRAYS, *_ADDED)}
 

@@ -62,4 +62,4 @@ def check_arrays(
                 f"{tuple(part.shape)} of {part.dtype}"
             )
         if not bool(possible(name, part).all()):
-            raise ValueError(f"the array {name!r} of {what} holds impossible values")
+            raise ValueError(f"the array {name!r} of {what} has invalid values")

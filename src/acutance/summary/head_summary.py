@@ -122,7 +122,8 @@ class HeadSummary:
         expected = (heads, len(self.metrics))
         if tuple(self.moments.count.shape) != expected:
             raise ValueError(
-                f"moments are (heads, metrics) = {expected}, got {tuple(self.moments.count.shape)}"
+                f"moments must have shape (heads, metrics) = {expected}, got "
+                f"{tuple(self.moments.count.shape)}"
             )
 
     def column(self, name: str) -> int:
@@ -227,8 +228,8 @@ class HeadSummary:
         """
         if self.metrics != other.metrics:
             raise ValueError(
-                f"summaries merge when they recorded the same metrics: {', '.join(self.metrics)} "
-                f"against {', '.join(other.metrics)}"
+                "summaries can be merged only if they recorded the same metrics: "
+                f"{', '.join(self.metrics)} against {', '.join(other.metrics)}"
             )
         mine, theirs = self._by_module(), other._by_module()
         names = list(mine) + [name for name in theirs if name not in mine]
@@ -263,6 +264,7 @@ class HeadSummary:
         )
 
     def _by_module(self) -> dict[str, tuple[Layer, Moments, OptionalParts]]:
+        """Layer, moments and optional parts by module name."""
         by_module, start = {}, 0
         for layer in self.layers:
             stop = start + layer.heads

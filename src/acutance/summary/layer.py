@@ -22,12 +22,16 @@ Status = Literal["verified", "checked", "captured", "unverified", "mismatch"]
 
 #: What each status means, for reports; the most to be trusted first.
 STATUSES: dict[Status, str] = {
-    "verified": "the call's output was rebuilt from what was captured and agrees",
-    "checked": "the first call's output was rebuilt from what was captured and agrees; later calls "
-    "were read in the same way",
-    "captured": "read from the call's own arguments, output not rebuilt",
-    "unverified": "read from a softmax alone, so what came before it is not known",
-    "mismatch": "the output rebuilt from what was captured differs: do not trust these rows",
+    "verified": "every call's output was recomputed from the captured arguments and agrees",
+    "checked": (
+        "the first call's output was recomputed from the captured arguments and agrees; later "
+        "calls were read in the same way"
+    ),
+    "captured": "read from the call's arguments; its output was not recomputed",
+    "unverified": "read from a softmax alone, so the computation of its scores is not known",
+    "mismatch": (
+        "the output recomputed from the captured arguments differs: do not trust these rows"
+    ),
 }
 
 
@@ -95,13 +99,13 @@ class Layer:
         """Combine the counts of two records of the same layer and heads."""
         if (self.module, self.heads) != (other.module, other.heads):
             raise ValueError(
-                f"only records of one layer merge: {self.module} with {self.heads} heads is not "
-                f"{other.module} with {other.heads}"
+                f"only records of the same layer can be merged: {self.module} with "
+                f"{self.heads} heads is not {other.module} with {other.heads}"
             )
         if self.numbers != other.numbers:
             raise ValueError(
-                f"layers merge where they have the same heads or none in common: {self.module} "
-                f"has {list(self.numbers)} and {list(other.numbers)}"
+                "layers can be merged only if they have the same heads or none in common: "
+                f"{self.module} has {list(self.numbers)} and {list(other.numbers)}"
             )
         errors = [error for error in (self.error, other.error) if error is not None]
         seen = [part for part in (self, other) if part.calls] or [self]
@@ -152,8 +156,8 @@ def notices(about: Mapping[str, Any]) -> list[str]:
         >>> notices({"complete": True, "windows": 8})
         []
         >>> notices({"complete": False, "windows": 28, "windows_in_all": 1092, "tokens": 14336})
-        ['Incomplete: 28 of 1,092 windows were read (14,336 tokens); every number below is of that
-        part of the text.']
+        ['Incomplete: 28 of 1,092 windows were read (14,336 tokens); all numbers below refer to
+        that part of the text.']
     """
     sentences = []
     if (missing := about.get(NOT_LOADED)) is not None:
@@ -162,15 +166,15 @@ def notices(about: Mapping[str, Any]) -> list[str]:
         done, total = about.get("windows"), about.get("windows_in_all")
         tokens, shard = about.get("tokens"), about.get("shard")
         of = f", of shard {shard}" if shard else ""
-        amount = "a part of the windows was read"
+        amount = "only a part of the windows was read"
         if isinstance(done, int) and isinstance(total, int):
             many = f" ({tokens:,} tokens{of})" if isinstance(tokens, int) else ""
             amount = f"{done:,} of {total:,} windows were read{many}"
-        sentences.append(f"Incomplete: {amount}; every number below is of that part of the text.")
+        sentences.append(f"Incomplete: {amount}; all numbers below refer to that part of the text.")
     if about.get("untrained") is True:
         sentences.append(
-            "Untrained: every norm has its initial gain and the weights look drawn at random. The "
-            "numbers below describe an initialisation, not what a model has learned."
+            "Untrained: every norm has its initial gain and the weights look random. The "
+            "numbers below describe an initialisation, not a trained model."
         )
     return sentences
 
@@ -181,7 +185,7 @@ def not_loaded_sentence(text: str) -> str:
     Args:
         text: what :func:`acutance.corpus.checkpoint.not_loaded` gave.
     """
-    return f"The model did not load: {text}. Random numbers stand for what is missing."
+    return f"The model did not load: {text}. Missing weights are random numbers."
 
 
 def coverage_line(modules: Sequence[str], unread: Sequence[str]) -> str:

@@ -68,6 +68,7 @@ def edges(name: str) -> list[float]:
 
 
 def _edges(scale: Scale) -> list[float]:
+    """Histogram edges of a scale, BINS + 1 of them."""
     steps = [index / BINS for index in range(BINS + 1)]
     if scale == "nats":
         return [_MOST_NATS * step for step in steps]

@@ -112,5 +112,5 @@ class OptionalParts:
             known |= {f"{name}.{array}" for array in names}
             parts[name] = kind.checked({array: arrays[array] for array in names}, *arguments)
         if unknown := sorted(set(tensors) - known):
-            raise ValueError(f"the array {unknown[0][:60]!r} is not of a summary")
+            raise ValueError(f"the array {unknown[0][:60]!r} does not belong to a summary")
         return OptionalParts(**parts)

@@ -25,11 +25,17 @@ How = Literal["sequences", "bound", "unknown"]
 
 #: What each way to a standard error means, for reports.
 HOW: dict[str, str] = {
-    "sequences": "Errors are from sequence to sequence, so rows of one sequence may be as alike as "
-    "they are; sequences are taken as independent.",
-    "bound": "Errors are upper bounds: all rows of a sequence count as one observation, since a "
-    "state does not keep how its sequences differ.",
-    "unknown": "Errors are unknown: a state does not say how many sequences it holds.",
+    "sequences": (
+        "Standard errors come from the variation between sequences, which are assumed "
+        "independent; rows of one sequence need not be."
+    ),
+    "bound": (
+        "Standard errors are upper bounds: all rows of a sequence count as one observation, "
+        "since the state does not record how its sequences differ."
+    ),
+    "unknown": (
+        "Standard errors are unknown, because a state does not record its number of sequences."
+    ),
 }
 
 

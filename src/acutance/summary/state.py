@@ -47,7 +47,7 @@ class Shard:
         number, slash, count = text.partition("/")
         plain = slash and all(part.isascii() and part.isdigit() for part in (number, count))
         if not plain or len(text) > 20 or not 1 <= int(number) <= int(count):
-            raise ValueError(f"a shard is i/n with 1 ≤ i ≤ n, as 2/4, got {text[:40]!r}")
+            raise ValueError(f"a shard must be i/n with 1 ≤ i ≤ n, as 2/4, got {text[:40]!r}")
         return Shard(int(number), int(count))
 
     def of(self, batches: int) -> list[int]:
@@ -103,7 +103,7 @@ class Run:
             if isinstance(left, list) and isinstance(right, list) and len(left + right) < _FEW:
                 sides = (mine, left, right), (theirs, right, left)
                 more = [
-                    f"{_describe(only)} in {where} alone"
+                    f"{_describe(only)} only in {where}"
                     for where, here, others in sides
                     if (only := [part for part in here if part not in others])
                 ]
@@ -138,14 +138,14 @@ class Run:
         for name in ("total", "tokens"):
             value = record.get(name)
             if type(value) is not int or not 0 <= value <= MOST:
-                raise ValueError(f"its run's {name} is no count")
+                raise ValueError(f"its run's {name} is not a count")
         total, last = record["total"], 0
         if not isinstance(done, list):
             raise ValueError("its run lists no windows")
         for part in done:
             pair = isinstance(part, list) and len(part) == 2 and all(type(x) is int for x in part)
             if not pair or not last <= part[0] < part[1] <= total:
-                raise ValueError(f"its windows are ascending ranges below {total}")
+                raise ValueError(f"its windows must be ascending ranges below {total}")
             last = part[1]
         shard = Shard.parse(str(record.get("shard")))
         joined = ranges(index for part in done for index in (tuple(part),))
@@ -229,8 +229,8 @@ def load_state(path: str | os.PathLike[str]) -> State:
     header, tensors = read(path, SCHEMA)
     if "run" not in header:
         raise ValueError(
-            f"{name} does not record which windows it holds, as files of acutance probe --save "
-            "do; merge summaries saved from Python with HeadSummary.merge"
+            f"{name} does not record which windows it contains, as files of acutance probe "
+            "--save do; merge summaries saved from Python with HeadSummary.merge"
         )
     try:
         return State(from_parts(header, tensors), Run.from_record(parse(header, "run")))
@@ -251,10 +251,10 @@ def merge_states(paths: Sequence[str | os.PathLike[str]]) -> State:
     Example:
         >>> merge_states([])
         Traceback (most recent call last):
-        ValueError: merge joins at least one state, got none
+        ValueError: merge needs at least one state, got none
     """
     if not paths:
-        raise ValueError("merge joins at least one state, got none")
+        raise ValueError("merge needs at least one state, got none")
     joined: State | None = None
     names: list[tuple[int, int, str]] = []
     for path in paths:
@@ -265,19 +265,21 @@ def merge_states(paths: Sequence[str | os.PathLike[str]]) -> State:
                 if first <= last:
                     which = f"window {first}" if first == last else f"windows {first} to {last}"
                     raise ValueError(
-                        f"{other} and {name} both hold {which} of {state.run.total}: rows would "
-                        "count twice"
+                        f"{other} and {name} both contain {which} of {state.run.total}, so "
+                        "rows would count twice"
                     )
         names += [(start, stop, name) for start, stop in state.run.done]
         if joined is None:
             joined = state
             continue
         if difference := joined.run.difference(state.run, os.fspath(paths[0]), name):
-            raise ValueError(f"shards of one run have the same settings, and {difference}")
+            raise ValueError(f"shards of one run must have the same settings, but {difference}")
         try:
             joined = joined.join(state)
         except ValueError as error:
-            raise ValueError(f"{name} does not fit {os.fspath(paths[0])}: {error}") from error
+            raise ValueError(
+                f"{name} cannot be merged with {os.fspath(paths[0])}: {error}"
+            ) from error
     assert joined is not None
     return replace(joined, run=replace(joined.run, shard=WHOLE)).updated()
 

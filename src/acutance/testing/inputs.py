@@ -198,7 +198,7 @@ def attention_case(
     sizes = draw.sizes
     mask = sizes.choice(list(MASKS)) if mask is None else mask
     if mask not in MASKS:
-        raise ValueError(f"mask is one of {', '.join(MASKS)}, got {mask!r}")
+        raise ValueError(f"mask must be one of {', '.join(MASKS)}, got {mask!r}")
     dtype = sizes.choice(DTYPES) if dtype is None else dtype
     batch, heads, group = sizes.randint(1, 3), sizes.randint(1, 3), sizes.randint(1, 3)
     width, value_width = sizes.choice([1, 4, 16]), sizes.choice([1, 3, 8])

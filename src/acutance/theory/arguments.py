@@ -30,10 +30,10 @@ def require(name: str, values: Array, valid: NDArray[np.bool_], rule: str, what:
     The message has the rule and the first invalid value, labelled ``what``, by default ``name``.
 
     Example:
-        >>> require("tau", np.array([1.0, -2.0]), np.array([True, False]), "it is positive")
+        >>> require("tau", np.array([1.0, -2.0]), np.array([True, False]), "it must be positive")
         Traceback (most recent call last):
             ...
-        ValueError: tau: it is positive, got tau=-2
+        ValueError: tau: it must be positive, got tau=-2
     """
     valid = np.asarray(valid)
     if not valid.all():
@@ -53,7 +53,7 @@ def checked(
     """Convert to float64; ValueError unless every value is finite, in [least, most] and > above.
 
     Example:
-        >>> checked("gamma", [0, 2], "a deviation is finite and at least 0", 0.0)
+        >>> checked("gamma", [0, 2], "a deviation must be finite and at least 0", 0.0)
         array([0., 2.])
     """
     values = np.asarray(value, dtype=np.float64)
@@ -64,12 +64,12 @@ def checked(
 
 def checked_keys(name: str, n: ArrayLike) -> Array:
     """Check a number of keys: at least 2, not only integers."""
-    return checked(name, n, "the number of keys is at least 2", 2.0)
+    return checked(name, n, "the number of keys must be at least 2", 2.0)
 
 
 def checked_dimension(d: ArrayLike) -> Array:
     """Check the dimension of queries and keys: at least 2, not only integers."""
-    return checked("d", d, "the dimension is finite and at least 2", 2.0)
+    return checked("d", d, "the dimension must be finite and at least 2", 2.0)
 
 
 def result(values: ArrayLike) -> float | Array:
@@ -99,8 +99,8 @@ def pointwise_rows(
     point: Callable[[float, float], float], n: ArrayLike, gamma: ArrayLike, least: float = 1.0
 ) -> float | Array:
     """Check numbers of keys n and logit scales gamma, then evaluate at each broadcast pair."""
-    keys = checked("n", n, f"the number of keys is finite and at least {least:g}", least)
-    scale = checked("gamma", gamma, "the scale of the logits is finite and at least 0", 0.0)
+    keys = checked("n", n, f"the number of keys must be finite and at least {least:g}", least)
+    scale = checked("gamma", gamma, "the scale of the logits must be finite and at least 0", 0.0)
     return pointwise(point, *np.broadcast_arrays(keys, scale))
 
 

@@ -205,7 +205,7 @@ def scale_gradmax_annealed(n: ArrayLike) -> float | Array:
     Source:
         Su Jianlin, kexue.fm/archives/9812.
     """
-    keys = checked("n", n, "the number of keys is finite and at least 1", 1.0)
+    keys = checked("n", n, "the number of keys must be finite and at least 1", 1.0)
     excess = lambertw(keys * (np.exp(0.5) / 2)).real - 0.5
     # one Newton step for x = lambda²: (1 + 2x) e^x = n
     excess = np.maximum(excess, 0.0)
@@ -298,5 +298,5 @@ def frozen_jacobian_fro2(m: ArrayLike) -> float | Array:
 
 
 def _freezing(m: ArrayLike) -> Array:
-    rule = "the freezing parameter is at least 0 and below 1"
+    rule = "the freezing parameter must be at least 0 and below 1"
     return checked("m", m, rule, 0.0, np.nextafter(1.0, 0.0))

@@ -93,15 +93,15 @@ def entropy_bounds(
     """
     from acutance.theory.cosine import cosine_entropy_lower_bound
 
-    keys = checked("n", n, "the number of keys is finite and at least 2", 2.0)
-    top = checked("s_max", s_max, "the largest logit is finite")
-    average = checked("mean", mean, "the mean of the logits is finite")
-    length = checked("spread", spread, "the range of the logits is finite and at least 0", 0.0)
-    factor = checked("scale", scale, "the scale of the logits is finite and at least 0", 0.0)
+    keys = checked("n", n, "the number of keys must be finite and at least 2", 2.0)
+    top = checked("s_max", s_max, "the largest logit must be finite")
+    average = checked("mean", mean, "the mean of the logits must be finite")
+    length = checked("spread", spread, "the range of the logits must be finite and at least 0", 0.0)
+    factor = checked("scale", scale, "the scale of the logits must be finite and at least 0", 0.0)
     with np.errstate(over="ignore"):
         below = top - average
         slack = _TOLERANCE * (np.abs(top) + length)
-        rule = "the mean of the logits is between s_max - spread and s_max"
+        rule = "the mean of the logits must be between s_max - spread and s_max"
         require("mean", average, (below >= -slack) & (below <= length + slack), rule)
         log_n = np.log(keys)
         mean_field = log_n - factor * np.maximum(below, 0)
@@ -111,7 +111,7 @@ def entropy_bounds(
     lower = np.minimum(np.maximum(mean_field, box), log_n)
     upper = log_n
     if p_max is not None:
-        rule = "the largest weight is between 1/n and 1"
+        rule = "the largest weight must be between 1/n and 1"
         share = checked("p_max", p_max, rule, 0.0, 1 + _TOLERANCE)
         require("p_max", share, share * keys >= 1 - _TOLERANCE, rule)
         share = np.clip(share, 1 / keys, 1)
@@ -148,8 +148,10 @@ def entropy_lower_bound(n: ArrayLike, logit_norm: ArrayLike) -> float | Array:
     Source:
         Zhai et al. (2023), arXiv:2303.06296, theorem 3.1.
     """
-    keys = checked("n", n, "the number of keys is finite and at least 2", 2.0)
-    norm = checked("logit_norm", logit_norm, "the norm of the logits is finite and at least 0", 0)
+    keys = checked("n", n, "the number of keys must be finite and at least 2", 2.0)
+    norm = checked(
+        "logit_norm", logit_norm, "the norm of the logits must be finite and at least 0", 0
+    )
     return result(onehot_entropy_of_gap(keys, norm * np.sqrt(keys / (keys - 1))))
 
 
@@ -188,9 +190,11 @@ def entropy_floor_from_spectral_norm(
     Source:
         Zhai et al. (2023), arXiv:2303.06296, theorem 3.1, who take scale = 1.
     """
-    size = checked("spectral_norm", spectral_norm, "a spectral norm is finite and at least 0", 0.0)
-    gram = checked("gram_norm", gram_norm, "a spectral norm is finite and at least 0", 0.0)
-    factor = checked("scale", scale, "the scale of the logits is finite and at least 0", 0.0)
+    size = checked(
+        "spectral_norm", spectral_norm, "a spectral norm must be finite and at least 0", 0.0
+    )
+    gram = checked("gram_norm", gram_norm, "a spectral norm must be finite and at least 0", 0.0)
+    factor = checked("scale", scale, "the scale of the logits must be finite and at least 0", 0.0)
     return entropy_lower_bound(n, factor * size * gram)
 
 
@@ -252,7 +256,7 @@ def set_bound(mass: ArrayLike, oscillation: ArrayLike) -> float | Array:
     Source:
         Monotonicity of softmax in its logits.
     """
-    a = checked("mass", mass, "a weight lies in [0, 1]", 0.0, 1.0)
+    a = checked("mass", mass, "a weight must be in [0, 1]", 0.0, 1.0)
     return result(_gain(a, 1 - a, _oscillation(oscillation)))
 
 
@@ -325,5 +329,5 @@ def _diameter(points: Array) -> float:
 
 def _oscillation(oscillation: ArrayLike) -> Array:
     omega = np.asarray(oscillation, dtype=np.float64)
-    require("oscillation", omega, omega >= 0, "max - min of the noise is at least 0")
+    require("oscillation", omega, omega >= 0, "max - min of the noise must be at least 0")
     return omega

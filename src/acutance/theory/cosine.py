@@ -219,14 +219,16 @@ def tau_for_information(
         Su (2023), https://kexue.fm/archives/9593, for the free setting.
     """
     keys, share = _keys(n), np.asarray(fraction, np.float64)
-    require("fraction", share, (share > 0) & (share < 1), "the fraction is above 0 and below 1")
+    require(
+        "fraction", share, (share > 0) & (share < 1), "the fraction must be above 0 and below 1"
+    )
     if setting not in ("free", "simplex", "random_keys"):
         raise ValueError(
-            f'setting: one of "free", "simplex" and "random_keys", got setting={setting!r}'
+            f'setting: must be one of "free", "simplex" and "random_keys", got setting={setting!r}'
         )
     if (d is not None) != (setting == "random_keys"):
         raise ValueError(
-            f'd: the dimension goes with setting="random_keys", got d={d!r} and setting="{setting}"'
+            f'd: can be used only with setting="random_keys", got d={d!r} and setting="{setting}"'
         )
     dimension = checked_dimension(2.0 if d is None else d)
     keys, share, dimension = np.broadcast_arrays(keys, share, dimension)
@@ -385,8 +387,10 @@ def _entropy_excess(u: float) -> float:
 
 
 def _span(temperature: ArrayLike, extent: ArrayLike) -> Array:
-    tau = checked("tau", temperature, "the temperature is finite and greater than 0", above=0.0)
-    width = checked("width", extent, "the width is finite and greater than 0", above=0.0)
+    tau = checked(
+        "tau", temperature, "the temperature must be finite and greater than 0", above=0.0
+    )
+    width = checked("width", extent, "the width must be finite and greater than 0", above=0.0)
     with np.errstate(over="ignore"):
         return np.asarray(np.clip(width / tau, 1e-300, 1e300), np.float64)
 

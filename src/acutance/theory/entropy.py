@@ -204,7 +204,7 @@ def uniform_entropy_drop(half_range: ArrayLike) -> float | Array:
         Differential entropy of an exponential density cut to an interval; kexue.fm/archives/9034
         treats the same logits.
     """
-    size = checked("half_range", half_range, "half the range is finite and at least 0", 0.0)
+    size = checked("half_range", half_range, "half the range must be finite and at least 0", 0.0)
     low, high = np.minimum(size, 1), np.maximum(size, 1)
     series = low * low * np.polynomial.polynomial.polyval(low * low, _DROP)
     capped = np.minimum(high, 300)  # from where on coth is 1
@@ -235,17 +235,19 @@ def onehot_entropy(n: ArrayLike, lam: ArrayLike) -> float | Array:
     Source:
         Su Jianlin, kexue.fm/archives/9034 (its comments take lam = n).
     """
-    keys = checked("n", n, "the number of keys is finite and at least 1", 1.0)
-    gap = checked("lam", lam, "the distance of the top logit is finite and at least 0", 0.0)
+    keys = checked("n", n, "the number of keys must be finite and at least 1", 1.0)
+    gap = checked("lam", lam, "the distance of the top logit must be finite and at least 0", 0.0)
     return result(onehot_entropy_of_gap(keys, gap))
 
 
 def _gaps(logits: ArrayLike, scale: ArrayLike) -> Array:
     """Check arguments; return lambda (s_max - s_j), shape (..., n), at most float64's largest."""
-    rows = checked("logits", logits, "logits are finite")
-    factor = checked("scale", scale, "the scale of the logits is finite and at least 0", 0.0)
+    rows = checked("logits", logits, "logits must be finite")
+    factor = checked("scale", scale, "the scale of the logits must be finite and at least 0", 0.0)
     if rows.ndim == 0 or rows.shape[-1] == 0:
-        raise ValueError(f"logits: a row has the shape (..., n) with n >= 1, got {rows.shape}")
+        raise ValueError(
+            f"logits: a row must have the shape (..., n) with n >= 1, got {rows.shape}"
+        )
     with np.errstate(over="ignore"):
         below = np.minimum(rows.max(axis=-1, keepdims=True) - rows, _LARGE)
         gaps: Array = np.minimum(factor[..., None] * below, _LARGE)

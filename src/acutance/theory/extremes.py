@@ -60,7 +60,7 @@ def expected_max(
     """
     cells = grid(as_family(family, **parameter))
     cells.require_mean("the expected maximum")
-    keys = checked("n", n, "the number of scores is at least 1", 1.0)
+    keys = checked("n", n, "the number of scores must be at least 1", 1.0)
     for count in keys.ravel():
         cells.require_tail(float(count))
     rest = np.exp((keys[..., None, None] - 1) * log_expit(cells.log_odds))
@@ -165,7 +165,7 @@ def hazard_scale(
         largest values.
     """
     keys = checked_keys("n", n)
-    factor = checked("c", c, "the factor is finite and greater than 0", above=0.0)
+    factor = checked("c", c, "the factor must be finite and greater than 0", above=0.0)
     name, parameter = _family_parameter(family, _HAZARDS, {"d": d, "rho": rho, "a": a})
     if name is None:
         law = _scipy_law(family)
@@ -222,7 +222,7 @@ def _family_parameter(
     if isinstance(family, str):
         if family not in table:
             known = ", ".join(f'"{known}"' for known in table)
-            raise ValueError(f'family: one of {known}, got family="{family}"')
+            raise ValueError(f'family: must be one of {known}, got family="{family}"')
         name, (parameter, least, closed) = family, _PARAMETERS.get(family, (None, 0.0, False))
     for other, value in parameters.items():
         if other != parameter and value is not None:
@@ -241,6 +241,6 @@ def _family_parameter(
         parameter,
         values,
         np.isfinite(values) & ((values >= least) if closed else (values > least)),
-        f"the parameter is finite and {'at least' if closed else 'greater than'} {least:g}",
+        f"the parameter must be finite and {'at least' if closed else 'greater than'} {least:g}",
     )
     return name, values

@@ -326,30 +326,32 @@ def as_family(
         raise ValueError(f'{parameter}: the family "{family}" needs {parameter}, got None')
     if not (isinstance(value_given, Real) and least <= float(value_given) < np.inf):
         raise ValueError(
-            f'{parameter}: the {parameter} of the family "{family}" is one finite number of at'
-            f" least {least:g}, got {parameter}={value_given}"
+            f'{parameter}: the family "{family}" needs a finite number of at least {least:g}, '
+            f"got {parameter}={value_given}"
         )
     return kind(**{parameter: float(value_given)})
 
 
 def _look_up(family: Any) -> tuple[Family | type[Family], str | None, float]:
+    """The family or its class, its parameter's name (None without one) and least value."""
     if isinstance(family, str):
         if family not in FAMILIES:
             known = ", ".join(f'"{name}"' for name in FAMILIES)
-            raise ValueError(f'family: one of {known}, got "{family}"')
+            raise ValueError(f'family: must be one of {known}, got "{family}"')
         return FAMILIES[family]
     if isinstance(family, Family):
         return family, None, 0.0
     if not _is_continuous_law(family):
         raise TypeError(
-            "family: a name or a frozen continuous distribution of scipy.stats, such as"
-            f" scipy.stats.norm(0, 2), got {type(family).__name__} {_distribution_name(family)}"
+            "family: must be a name or a frozen continuous distribution of scipy.stats, such "
+            f"as scipy.stats.norm(0, 2), got {type(family).__name__} "
+            f"{_distribution_name(family)}"
         )
     median = np.asarray(family.median())
     if median.ndim or not np.isfinite(median):
         raise ValueError(
-            "family: a frozen distribution has scalar parameters inside its domain,"
-            f" got {type(family).__name__} {_distribution_name(family)} with median {median}"
+            "family: a frozen distribution must have scalar parameters inside its domain, got "
+            f"{type(family).__name__} {_distribution_name(family)} with median {median}"
         )
     return Scipy(family), None, 0.0
 

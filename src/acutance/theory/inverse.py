@@ -149,17 +149,18 @@ def scale_for_information(
 def _entropy_scale(n: float, entropy: float, family: Family) -> float:
     if not 0 < entropy < math.log(n):
         raise ValueError(
-            f"entropy: a scale gives entropies between 0 (one key has all the weight) and log n ="
-            f" {math.log(n):.6g} (all have the same), without these two, got entropy={entropy:g}"
+            "entropy: must be strictly between 0 (one key has all the weight) and log n = "
+            f"{math.log(n):.6g} (uniform weights), got entropy={entropy:g}"
         )
     return _root(lambda scale: float(expected_entropy(n, scale, family)) / entropy, family)
 
 
 def _effective_scale(n: float, effective_keys: float, family: Family) -> float:
+    """The scale at which 1 / (expected collision probability) is ``effective_keys``."""
     if not 1 < effective_keys < n:
         raise ValueError(
-            "effective_keys: a scale gives numbers between 1 (one key has all the weight) and n ="
-            f" {n:g} (all have the same), without these two, got effective_keys={effective_keys:g}"
+            "effective_keys: must be strictly between 1 (one key has all the weight) and n = "
+            f"{n:g} (uniform weights), got effective_keys={effective_keys:g}"
         )
 
     def ratio(scale: float) -> float:
@@ -169,10 +170,11 @@ def _effective_scale(n: float, effective_keys: float, family: Family) -> float:
 
 
 def _information_scale(n: float, fraction: float, family: Family) -> float:
+    """The scale at which the expected information is a fraction of log n."""
     if not 0 < fraction < 1:
         raise ValueError(
-            "fraction: a scale gives shares between 0 (all keys have the same weight) and 1 (one"
-            f" has all of it), without these two, got fraction={fraction:g}"
+            "fraction: must be strictly between 0 (uniform weights) and 1 (one key has all "
+            f"the weight), got fraction={fraction:g}"
         )
     log_n = math.log(n)
     rest = (1 - fraction) * log_n
@@ -211,7 +213,7 @@ def _solve(
 ) -> float | Array:
     """Check n, then solve at each pair of n and target."""
     law = as_family(family, **parameter)
-    keys = checked("n", n, "the number of keys is finite and at least 2", 2.0)
+    keys = checked("n", n, "the number of keys must be finite and at least 2", 2.0)
     return pointwise(
         lambda count, aim: point(count, aim, law),
         *np.broadcast_arrays(keys, np.asarray(target, dtype=np.float64)),

@@ -121,22 +121,32 @@ def scaling_exponent(
     """
     if target not in ("effective_keys", "entropy_fraction"):
         raise ValueError(
-            f'target: one of "effective_keys" and "entropy_fraction", got target={target!r}'
+            f'target: must be one of "effective_keys" and "entropy_fraction", got target={target!r}'
         )
     name, values = _family_parameter(family, _LAWS, {"d": d, "rho": rho, "a": a})
     if name is None:
         raise ValueError(
-            "family: the growth of a SciPy distribution's scale is not known, take"
-            f" hazard_scale(family, n) at each n, got {as_family(family)!r}"
+            "family: the growth of a SciPy distribution's scale is not known; use "
+            f"hazard_scale(family, n) at each n, got {as_family(family)!r}"
         )
     parameter = float(values)
     for argument, value, holds, rule in (
-        ("gap", gap, 0 < gap < math.inf, "the gap is finite and greater than 0"),
-        ("sigma", sigma, 0 <= sigma < math.inf, "the standard deviation is finite, at least 0"),
-        ("rho", parameter, name != "stretched" or parameter >= 1, "the exponent is at least 1"),
+        ("gap", gap, 0 < gap < math.inf, "the gap must be finite and greater than 0"),
+        (
+            "sigma",
+            sigma,
+            0 <= sigma < math.inf,
+            "the standard deviation must be finite, at least 0",
+        ),
+        (
+            "rho",
+            parameter,
+            name != "stretched" or parameter >= 1,
+            "the exponent must be at least 1",
+        ),
         ("effective_keys", effective_keys, 1 < effective_keys < math.inf, "the number exceeds 1"),
-        ("fraction", fraction, 0 < fraction < 1, "the fraction is above 0 and below 1"),
-        ("n", n, n is None or 2 <= n < math.inf, "the number of keys is at least 2"),
+        ("fraction", fraction, 0 < fraction < 1, "the fraction must be above 0 and below 1"),
+        ("n", n, n is None or 2 <= n < math.inf, "the number of keys must be at least 2"),
     ):
         if not holds:
             raise ValueError(f"{argument}: {rule}, got {argument}={value}")
@@ -209,11 +219,12 @@ def _uniform_law(aim: _Aim, _: float) -> ScalingLaw:
 
 
 def _cosine_law(aim: _Aim, d: float) -> ScalingLaw:
+    """The scaling law for cosines of random directions in d dimensions."""
     if aim.n is not None and math.log(aim.n) < d / 2:
         factor = aim.inverse_m if aim.few else math.sqrt(1 - aim.value)
         condition = (
             f"Cosines of random directions while log n is far below d = {d:g}, as for Gaussian"
-            " logits of deviation 1/sqrt(d); nearer to d the power lies between 1/2 and 1."
+            " logits of deviation 1/sqrt(d); closer to d the power is between 1/2 and 1."
         )
         return _law(0.5, "log n", math.sqrt(2 * d) * factor, condition)
     a = (d - 1) / 2
@@ -235,6 +246,7 @@ def _edge_law(aim: _Aim, a: float, log_density: float, condition: str) -> Scalin
 
 
 def _pareto_law(aim: _Aim, a: float) -> ScalingLaw:
+    """The scaling law for logits with a power-law tail."""
     rare = -math.log1p(-1 / aim.value) if aim.few else -math.log(aim.value)
     exponent = -1 / a
     return ScalingLaw(

@@ -144,42 +144,42 @@ def log_sparsity_linear_iid(q: ArrayLike, mu: ArrayLike, sigma: ArrayLike) -> fl
 
 def _spread_linear(q: ArrayLike, mu: ArrayLike, Sigma: ArrayLike) -> Array:
     """Standard deviation of q·k over its mean, each factor scaled so that nothing overflows."""
-    query = checked("q", q, "query features are finite")
-    mean = checked("mu", mu, "means of key features are finite")
-    cov = checked("Sigma", Sigma, "covariances of key features are finite")
+    query = checked("q", q, "query features must be finite")
+    mean = checked("mu", mu, "means of key features must be finite")
+    cov = checked("Sigma", Sigma, "covariances of key features must be finite")
     d = query.shape[-1] if query.ndim else 0
     if d == 0 or mean.shape[-1:] != (d,) or cov.shape[-2:] != (d, d):
         raise ValueError(
-            "q, mu and Sigma share the number of features d >= 1 in the shapes (..., d), (..., d) "
-            f"and (..., d, d), got q {query.shape}, mu {mean.shape}, Sigma {cov.shape}"
+            "q, mu and Sigma must have the same number of features d >= 1, with shapes (..., "
+            f"d), (..., d) and (..., d, d), got q {query.shape}, mu {mean.shape}, Sigma "
+            f"{cov.shape}"
         )
     size_q, size_mu = _largest(query, -1), _largest(mean, -1)
     size_cov = _largest(cov, (-2, -1))
     query, mean = query / size_q[..., None], mean / size_mu[..., None]
     cov = cov / size_cov[..., None, None]
     if (np.abs(cov - np.swapaxes(cov, -2, -1)) > 1e-9).any():
-        raise ValueError("Sigma: a covariance matrix is symmetric, got a matrix that is not")
+        raise ValueError("Sigma: must be a symmetric matrix")
     centre = np.einsum("...i,...i->...", query, mean)
     variance = np.einsum("...i,...ij,...j->...", query, cov, query)
     rounding = 1e-12 * np.einsum("...i,...ij,...j->...", abs(query), abs(cov), abs(query))
     with np.errstate(over="ignore"):
         score, square = centre * size_mu * size_q, variance * size_cov * size_q * size_q
-        require("mu", score, centre > 0, "the mean score q·mu is positive", "q·mu")
-        rule = "a covariance matrix is positive semidefinite"
+        require("mu", score, centre > 0, "the mean score q·mu must be positive", "q·mu")
+        rule = "a covariance matrix must be positive semidefinite"
         require("Sigma", square, variance >= -rounding, rule, "q'Sigma q")
         deviation = np.sqrt(np.maximum(variance, 0))
         return np.asarray(deviation / centre * (np.sqrt(size_cov) / size_mu))
 
 
 def _spread_iid(q: ArrayLike, mu: ArrayLike, sigma: ArrayLike) -> Array:
-    query = checked("q", q, "query features are finite and at least 0", 0.0)
+    """Relative deviation of q·φ(k) for independent key features, checked."""
+    query = checked("q", q, "query features must be finite and at least 0", 0.0)
     if query.ndim == 0 or not query.any(axis=-1).all():
-        raise ValueError(
-            f"q: query features, of shape (..., d), are not all 0, got q of shape {query.shape}"
-        )
-    mean = checked("mu", mu, "the mean of the key components is finite and positive", 0.0)
-    require("mu", mean, mean > 0, "the mean of the key components is finite and positive")
-    rule = "the standard deviation of the key components is finite and at least 0"
+        raise ValueError(f"q: query features must not all be 0, got q of shape {query.shape}")
+    mean = checked("mu", mu, "the mean of the key components must be finite and positive", 0.0)
+    require("mu", mean, mean > 0, "the mean of the key components must be finite and positive")
+    rule = "the standard deviation of the key components must be finite and at least 0"
     deviation = checked("sigma", sigma, rule, 0.0)
     query = query / _largest(query, -1)[..., None]
     shape = np.sqrt((query * query).sum(axis=-1)) / query.sum(axis=-1)
@@ -295,9 +295,9 @@ def effective_keys_decay(lam: ArrayLike, n: ArrayLike) -> float | Array:
 
 
 def _decay_arguments(lam: ArrayLike, n: ArrayLike) -> tuple[Array, Array]:
-    decay = checked("lam", lam, "a decay is above 0 and at most 1", 0.0, 1.0)
-    require("lam", decay, decay > 0, "a decay is above 0 and at most 1")
-    keys = checked("n", n, "the number of keys is finite and at least 1", 1.0)
+    decay = checked("lam", lam, "a decay must be above 0 and at most 1", 0.0, 1.0)
+    require("lam", decay, decay > 0, "a decay must be above 0 and at most 1")
+    keys = checked("n", n, "the number of keys must be finite and at least 1", 1.0)
     theta, keys = np.broadcast_arrays(-np.log(decay), keys)
     return theta, keys
 

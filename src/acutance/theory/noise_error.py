@@ -75,15 +75,18 @@ def noisy_row(p: ArrayLike, v: ArrayLike) -> NoisyRow:
     shapes = f"(p {weights.shape}, v {values.shape})"
     if weights.size != values.shape[0]:
         raise ValueError(
-            f"p and v share the number of keys n: {weights.size}, {values.shape[0]} {shapes}"
+            f"p and v must have the same number of keys n: {weights.size}, {values.shape[0]} "
+            f"{shapes}"
         )
     if weights.size == 0:
-        raise ValueError(f"p: a row has at least one key {shapes}")
+        raise ValueError(f"p: a row must have at least one key {shapes}")
     if (weights < 0).any():
-        raise ValueError(f"p: weights are at least 0, got {weights.min():g} {shapes}")
+        raise ValueError(f"p: weights must be at least 0, got {weights.min():g} {shapes}")
     total = float(weights.sum())
     if abs(total - 1) > _SUM_TOLERANCE:
-        raise ValueError(f"p: weights sum to 1 within {_SUM_TOLERANCE:g}, got {total!r} {shapes}")
+        raise ValueError(
+            f"p: weights must sum to 1 within {_SUM_TOLERANCE:g}, got {total!r} {shapes}"
+        )
     live = weights > 0
     weights, values = weights[live] / total, values[live]
     values = values - values[weights.argmax()]
@@ -94,7 +97,7 @@ def one_number(value: ArrayLike, name: str = "scale") -> Array:
     """Convert to a 0-d array; ValueError unless it is one number."""
     array = np.asarray(value, dtype=np.float64)
     if array.ndim:
-        raise ValueError(f"{name}: one row takes one number, got shape {array.shape}")
+        raise ValueError(f"{name}: must be one number for one row, got shape {array.shape}")
     return array
 
 
@@ -103,9 +106,11 @@ def finite(name: str, x: ArrayLike, ndim: int) -> Array:
     array = np.asarray(x, dtype=np.float64)
     if array.ndim != ndim:
         form = {1: "(n,)", 2: "(n, dim)"}[ndim]
-        raise ValueError(f"{name} has shape {form}: got {array.shape}")
+        raise ValueError(f"{name} must have shape {form}, got {array.shape}")
     if not np.isfinite(array).all():
-        raise ValueError(f"{name}: every entry is finite, got {name} with NaN or inf {array.shape}")
+        raise ValueError(
+            f"{name}: every entry must be finite, got {name} with NaN or inf {array.shape}"
+        )
     return array
 
 

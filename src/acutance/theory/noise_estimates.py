@@ -195,7 +195,7 @@ def quantization_noise(
     shapes = f"(query {q.shape}, key {k.shape}, value {values.shape})"
     if q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"query and key share the dimension d: {q.shape[1]}, {k.shape[1]} {shapes}"
+            f"query and key must have the same dimension d: {q.shape[1]}, {k.shape[1]} {shapes}"
         )
     if k.shape[0] != values.shape[0]:
         rule = "key and value share the number of keys n"
@@ -203,9 +203,9 @@ def quantization_noise(
     if min(q.shape + k.shape + values.shape) == 0:
         raise ValueError(f"query, key and value: no dimension may be empty {shapes}")
     if not 2 <= bits <= 32:
-        raise ValueError(f"bits: symmetric integers have 2 to 32 bits, got bits={bits}")
+        raise ValueError(f"bits: must be 2 to 32, got bits={bits}")
     if per not in ("row", "tensor"):
-        raise ValueError(f"per: a step is shared per 'row' or per 'tensor', got per={per!r}")
+        raise ValueError(f"per: must be 'row' or 'tensor', got per={per!r}")
     factor = 1 / math.sqrt(q.shape[1]) if scale is None else float(one_number(scale))
 
     (q_low, q_step), (k_low, k_step) = (_quantized(x, bits, per) for x in (q, k))

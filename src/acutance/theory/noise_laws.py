@@ -125,7 +125,7 @@ def noise_central_moment(kind: NoiseKind, order: int, scale: ArrayLike) -> float
         Su (2023), https://kexue.fm/archives/9593, for the second moment.
     """
     if order not in (2, 3, 4):
-        raise ValueError(f"order: the central moments of order 2, 3 and 4 are known, got {order}")
+        raise ValueError(f"order: must be 2, 3 or 4, got {order}")
     b = check_scale(kind, scale, moment=order)
     if order == 2:
         return noise_variance_ratio(kind, scale)
@@ -194,8 +194,8 @@ def check_scale(kind: str, scale: ArrayLike, moment: int = 0) -> Array:
     if kind not in _KINDS:
         near = get_close_matches(str(kind).lower(), _KINDS, n=1, cutoff=0.0)[0]
         names = ", ".join(_KINDS)
-        raise ValueError(f"kind: the noise laws are {names}, got {kind!r}; the nearest is {near!r}")
-    b = checked("scale", scale, "the scale of the noise is finite and at least 0", 0.0)
+        raise ValueError(f"kind: must be one of {names}, got {kind!r}; the nearest is {near!r}")
+    b = checked("scale", scale, "the scale of the noise must be finite and at least 0", 0.0)
     wide = b[(moment * b >= 1) & (kind in _HEAVY)]
     if wide.size:
         name = {2: "second", 3: "third", 4: "fourth"}[moment]
@@ -319,6 +319,7 @@ def noise_quantiles(kind: NoiseKind, scale: float, depth: float) -> tuple[float,
 
 
 def _density(kind: NoiseKind, scale: float, noise: Array) -> Array:
+    """Density of the noise."""
     z = noise / scale
     if kind == "gaussian":
         density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
@@ -332,6 +333,7 @@ def _density(kind: NoiseKind, scale: float, noise: Array) -> Array:
 
 
 def _survival(kind: NoiseKind, scale: float, noise: Array) -> Array:
+    """Probability that the noise exceeds a value."""
     z = noise / scale
     survivals: dict[str, Callable[[], Array]] = {
         "gaussian": lambda: ndtr(-z),

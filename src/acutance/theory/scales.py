@@ -76,10 +76,12 @@ def needle_scale(
         Derrida (1981), Phys. Rev. B 24, 2613, with a planted level.
     """
     keys, weight = checked_keys("n", n), np.asarray(mass, np.float64)
-    top = checked("gap", gap, "the gap is finite and greater than 0", above=0.0)
-    spread = checked("sigma", sigma, "the standard deviation is finite and at least 0", 0.0)
+    top = checked("gap", gap, "the gap must be finite and greater than 0", above=0.0)
+    spread = checked("sigma", sigma, "the standard deviation must be finite and at least 0", 0.0)
     keys, top, spread, weight = np.broadcast_arrays(keys, top, spread, weight)
-    require("mass", weight, (weight * keys >= 1 - _EPS) & (weight < 1), "the mass lies in [1/n, 1)")
+    require(
+        "mass", weight, (weight * keys >= 1 - _EPS) & (weight < 1), "the mass must be in [1/n, 1)"
+    )
     c = np.log1p(np.maximum(keys * weight - 1, 0.0) / (1 - weight))
     room = 1 - 2 * c * (spread / top) ** 2
     require(
@@ -127,12 +129,12 @@ def needle_scale_for_entropy(
         https://kexue.fm/archives/8823.
     """
     keys, nats = checked_keys("n", n), np.asarray(entropy, np.float64)
-    top = checked("gap", gap, "the gap is finite and greater than 0", above=0.0)
+    top = checked("gap", gap, "the gap must be finite and greater than 0", above=0.0)
     keys, nats, top = np.broadcast_arrays(keys, nats, top)
     from scipy.optimize import brentq  # takes its time to load
 
     most = np.log(keys)
-    require("entropy", nats, (nats > 0) & (nats <= most * (1 + _EPS)), "it lies in (0, log n]")
+    require("entropy", nats, (nats > 0) & (nats <= most * (1 + _EPS)), "it must be in (0, log n]")
 
     def logit(count: float, target: float) -> float:
         others = np.log(count - 1)
@@ -178,7 +180,7 @@ def gauss_invariant_scale(n: ArrayLike, n0: ArrayLike, gamma0: ArrayLike = 1.0) 
         Derrida (1981), Phys. Rev. B 24, 2613, for the entropy.
     """
     keys, start = checked_keys("n", n), checked_keys("n0", n0)
-    first = checked("gamma0", gamma0, "the standard deviation is finite and at least 0", 0.0)
+    first = checked("gamma0", gamma0, "the standard deviation must be finite and at least 0", 0.0)
     keys, start, first = np.broadcast_arrays(keys, start, first)
     near = np.abs(keys - start) < 0.5 * start
     log_ratio = np.where(
@@ -189,7 +191,7 @@ def gauss_invariant_scale(n: ArrayLike, n0: ArrayLike, gamma0: ArrayLike = 1.0) 
         "n",
         keys,
         (log_ratio >= 0) | (first >= step),
-        "log n is at least the entropy to keep, n >= n0 exp(-gamma0²/2)",
+        "log n must be at least the entropy to keep, n >= n0 exp(-gamma0²/2)",
     )
     shrunk = np.sqrt(np.maximum(first - step, 0.0)) * np.sqrt(first + step)
     return result(np.where(log_ratio >= 0, np.hypot(first, step), shrunk))
@@ -225,9 +227,11 @@ def match_dimension(n: ArrayLike, mass: ArrayLike = 0.5) -> float | Array:
         growth with log n is that of Johnson & Lindenstrauss, see https://kexue.fm/archives/9588.
     """
     keys, weight = np.asarray(n, np.float64), np.asarray(mass, np.float64)
-    require("n", keys, (keys >= 2) & np.isfinite(keys), "the number of keys is at least 2")
+    require("n", keys, (keys >= 2) & np.isfinite(keys), "the number of keys must be at least 2")
     keys, weight = np.broadcast_arrays(keys, weight)
-    require("mass", weight, (weight * keys >= 1 - _EPS) & (weight < 1), "the mass lies in [1/n, 1)")
+    require(
+        "mass", weight, (weight * keys >= 1 - _EPS) & (weight < 1), "the mass must be in [1/n, 1)"
+    )
     return result(2 * np.log1p(np.maximum(keys * weight - 1, 0.0) / (1 - weight)))
 
 
@@ -263,7 +267,7 @@ def retrieval_capacity(d: ArrayLike, mass: ArrayLike = 0.5) -> float | Array:
         The planted row of the random energy model, Derrida (1981), Phys. Rev. B 24, 2613.
     """
     dimension, weight = checked_dimension(d), np.asarray(mass, np.float64)
-    require("mass", weight, (weight > 0) & (weight < 1), "the mass lies between 0 and 1")
+    require("mass", weight, (weight > 0) & (weight < 1), "the mass must be between 0 and 1")
     with np.errstate(over="ignore"):
         others = np.exp(np.sqrt(dimension) - 0.5) * ((1 - weight) / weight)
     return result(1 + others)
@@ -299,7 +303,7 @@ def gap_count(scores: ArrayLike, t: ArrayLike) -> float | Array:
         Hayase & Karakida (2026), arXiv:2605.12697.
     """
     rows, reach = np.asarray(scores), np.asarray(t, np.float64)
-    require("t", reach, reach >= 0, "the gap is at least 0")
+    require("t", reach, reach >= 0, "the gap must be at least 0")
     counts = np.empty((math.prod(rows.shape[:-1]), reach.size))
     for block, gaps in _sorted_gaps(rows):
         counts[block] = [
@@ -357,7 +361,9 @@ def _sorted_gaps(rows: NDArray[Any]) -> Iterator[tuple[slice, Array]]:
     A masked key has gap infinity, and in a row without a visible key all have.
     """
     if rows.ndim == 0 or rows.shape[-1] == 0:
-        raise ValueError(f"scores: rows of at least one key, shape (..., n), got {rows.shape}")
+        raise ValueError(
+            f"scores: must be rows of at least one key, shape (..., n), got {rows.shape}"
+        )
     rows = rows[None] if rows.ndim == 1 else rows
     lead = rows.shape[:-1]
     count, step = math.prod(lead), max(1, _BLOCK // rows.shape[-1])
@@ -366,7 +372,9 @@ def _sorted_gaps(rows: NDArray[Any]) -> Iterator[tuple[slice, Array]]:
         gaps = rows[np.unravel_index(np.arange(block.start, block.stop), lead)].astype(np.float64)
         top = gaps.max(axis=-1, keepdims=True)
         if np.isnan(top).any() or (top == np.inf).any():
-            raise ValueError("scores: finite, or -inf where a key is masked, got NaN or +inf")
+            raise ValueError(
+                "scores: must be finite, or -inf where a key is masked, got NaN or +inf"
+            )
         np.subtract(np.where(np.isinf(top), 0.0, top), gaps, out=gaps)
         gaps.sort(axis=-1)
         yield block, gaps

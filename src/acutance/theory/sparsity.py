@@ -242,8 +242,8 @@ def effective_keys(sparsity: ArrayLike, n: ArrayLike) -> float | Array:
     Source:
         Hoyer (2004), JMLR 5, 1457, for the ratio of norms as a measure of sparsity.
     """
-    value = checked("sparsity", sparsity, "a sparsity is between 0 and 1", 0.0, 1.0)
-    keys = checked("n", n, "the number of keys is finite and at least 1", 1.0)
+    value = checked("sparsity", sparsity, "a sparsity must be between 0 and 1", 0.0, 1.0)
+    keys = checked("n", n, "the number of keys must be finite and at least 1", 1.0)
     return result(keys * value * value)
 
 
@@ -255,10 +255,10 @@ def _log_exp(gamma: ArrayLike) -> Array:
 
 def _ratio(beta: ArrayLike, gamma: ArrayLike) -> Array:
     """Check the arguments; return u = beta / gamma, clipped to ±1e200."""
-    mean = checked("beta", beta, "the mean of the scores is finite")
+    mean = checked("beta", beta, "the mean of the scores must be finite")
     deviation = _deviation(gamma)
     if ((mean == 0) & (deviation == 0)).any():
-        raise ValueError("beta, gamma: not both are 0, got beta=0, gamma=0")
+        raise ValueError("beta, gamma: must not both be 0, got beta=0, gamma=0")
     with np.errstate(over="ignore", divide="ignore"):
         u: Array = np.clip(mean / deviation, -_FAR, _FAR)
     return u
@@ -328,5 +328,5 @@ def _normal_density(u: Array) -> Array:
 
 
 def _deviation(gamma: ArrayLike) -> Array:
-    rule = "the standard deviation of the scores is finite and at least 0"
+    rule = "the standard deviation of the scores must be finite and at least 0"
     return checked("gamma", gamma, rule, 0.0)

@@ -136,7 +136,9 @@ def expected_head_metrics(
     values = [np.asarray(value, dtype=np.float64) for value in given.values()]
     for name, value in zip(given, values, strict=True):
         least = -np.inf if name == "first_gap" else 0.0
-        checked(name, np.nan_to_num(value), "it is finite, and not negative but for a gap", least)
+        checked(
+            name, np.nan_to_num(value), "it must be finite, and not negative but for a gap", least
+        )
     keys, gap, spread, std, jensen = np.broadcast_arrays(keys, *values)
     shape = keys.shape
     keys, gap, spread, std, jensen = (part.ravel() for part in (keys, gap, spread, std, jensen))

@@ -59,7 +59,7 @@ def vmf_entropy_drop(d: ArrayLike, kappa: ArrayLike) -> float | Array:
         Mardia & Jupp (2000), Directional Statistics, section 9.3.
     """
     dimension = checked_dimension(d)
-    scale = checked("kappa", kappa, "the scale is finite and at least 0", 0.0)
+    scale = checked("kappa", kappa, "the scale must be finite and at least 0", 0.0)
     return pointwise(
         lambda dim, k: von_mises_fisher(dim, k)[2], *np.broadcast_arrays(dimension, scale)
     )

@@ -36,7 +36,7 @@ class ExactMaxima:
         """Maxima (heads,) by layer over all ranks; unchanged without torch.distributed.
 
         Raises:
-            ValueError: if ranks disagree on the heads of a layer.
+            ValueError: if ranks have different numbers of heads for a layer.
         """
         if ranks(self.group)[1] == 1:
             return dict(maxima)
@@ -49,6 +49,7 @@ class ExactMaxima:
     def _reduce(
         self, maxima: dict[str, Tensor], device: torch.device
     ) -> tuple[dict[str, Tensor], bool]:
+        """The maxima over ranks of all known modules, and whether a rank has an unknown one."""
         unknown = any(self._layout.get(name) != len(value) for name, value in maxima.items())
         parts = [
             maxima[name].to(device, torch.float64)
@@ -66,6 +67,7 @@ class ExactMaxima:
         return by_layer, bool(values[-1] > 0)
 
     def _agree(self, maxima: dict[str, Tensor]) -> None:
+        """Exchange the numbers of heads of all modules; raises if ranks differ."""
         mine = {**self._layout, **{name: len(value) for name, value in maxima.items()}}
         everyone: list[Any] = [None] * ranks(self.group)[1]
         dist.all_gather_object(everyone, mine, group=self.group)
@@ -74,7 +76,8 @@ class ExactMaxima:
             for name, heads in theirs.items():
                 if layout.setdefault(name, heads) != heads:
                     raise ValueError(
-                        f"ranks disagree on the heads of {name}: {layout[name]} and {heads}"
+                        f"ranks have different numbers of heads for {name}: {layout[name]} and "
+                        f"{heads}"
                     )
         self._layout = layout
 
@@ -112,7 +115,8 @@ def gather_rows(rows: Tensor, group: Any = None) -> Tensor:
     dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
     if int(counts[0]) != -int(counts[1]):
         raise ValueError(
-            f"every rank has as many rows, got from {-int(counts[1])} to {int(counts[0])}"
+            f"every rank must have the same number of rows, got from {-int(counts[1])} to "
+            f"{int(counts[0])}"
         )
     gathered: Tensor = _Gather.apply(rows, group)  # type: ignore[no-untyped-call]
     return gathered
@@ -149,8 +153,8 @@ def multiply(weight: Tensor, dim: int, start: int, size: int, factor: float) -> 
             if part.shape[dim] != last - first:
                 raise ValueError(
                     f"rank {mesh.get_local_rank(axis)} of {mesh.size(axis)} has "
-                    f"{part.shape[dim]} of {weight.shape[dim]} entries where {last - first} were "
-                    "expected: a weight sharded more than once cannot be scaled by head"
+                    f"{part.shape[dim]} of {weight.shape[dim]} entries, expected "
+                    f"{last - first}: a weight sharded more than once cannot be scaled by head"
                 )
             end = min(start + size, last)
             start = max(start, first)

@@ -116,6 +116,7 @@ def agrees(
 def _proportional(
     scored: Tensor, output: Tensor, slices: Sequence[HeadSlices], cut: int
 ) -> bool | None:
+    """Whether scored queries or keys are a rotation or multiple of the output; None if unclear."""
     batch, _, rows, width = scored.shape
     if output.dim() < 2 or output.shape[:-1].numel() != batch * rows or batch * rows < 2:
         return None

@@ -57,7 +57,7 @@ class Alarm:
     def __str__(self) -> str:
         head = f"head {self.head} of {self.module}"
         if self.kind == "entropy_collapse":
-            return f"{head} has {self.value:.2g} of the entropy log n, below {self.threshold:g}"
+            return f"{head} has a normalized entropy of {self.value:.2g}, below {self.threshold:g}"
         if self.kind == "logit_growth":
             return f"{head} has a logit of {self.value:.4g}, above {self.threshold:g}"
         return f"{head} has {self.value:.0f} rows whose scores are not finite"
@@ -79,7 +79,9 @@ class Thresholds:
         if self.collapse is not None:
             check_number("collapse", self.collapse, above=0.0)
             if self.collapse >= 1:
-                raise ValueError(f"collapse is a share of log n, below 1, got {self.collapse!r}")
+                raise ValueError(
+                    f"collapse must be a fraction of log n below 1, got {self.collapse!r}"
+                )
         if self.growth is not None:
             check_number("growth", self.growth)
 
@@ -88,6 +90,7 @@ class Thresholds:
         return tuple(self._exceeding(summary, step))
 
     def _exceeding(self, summary: HeadSummary, step: int) -> Iterator[Alarm]:
+        """An alarm for each head and threshold that it exceeds."""
         columns = [summary.metrics.index(name) for name in NEEDED]
         counts, means, highs = (
             part[:, columns].tolist()

@@ -78,13 +78,13 @@ class EntropyRegularizer(nn.Module):
     ) -> None:
         super().__init__()
         if (target is None) == (floor is None):
-            raise ValueError(f"give target or floor, got target={target!r}, floor={floor!r}")
+            raise ValueError(f"pass either target or floor, got target={target!r}, floor={floor!r}")
         if unit not in get_args(Unit):
-            raise ValueError(f"unit is one of {', '.join(get_args(Unit))}, got {unit!r}")
+            raise ValueError(f"unit must be one of {', '.join(get_args(Unit))}, got {unit!r}")
         name, value = ("target", target) if target is not None else ("floor", floor)
         self.aim = check_number(name, value, above=0.0, including=True)  # type: ignore[arg-type]
         if unit == "fraction" and self.aim > 1:
-            raise ValueError(f"{name} is a fraction of log n, at most 1, got {value!r}")
+            raise ValueError(f"{name} must be a fraction of log n, at most 1, got {value!r}")
         self.is_floor, self.unit = floor is not None, unit
         self.weight = check_number("weight", weight, above=0.0, including=True)
         self.margin = check_number("margin", margin, above=0.0, including=True)
@@ -97,7 +97,7 @@ class EntropyRegularizer(nn.Module):
             rows: an :class:`AttentionWatch` after its context, or statistics with their graph.
 
         Raises:
-            TypeError: if it is none of these.
+            TypeError: if it is not one of these.
             ValueError: if there is no row, or no gradient although gradients are enabled.
         """
         losses, means = [], []
@@ -128,7 +128,7 @@ def read_rows(rows: Rows) -> list[tuple[RowStatistics, Tensor]]:
     """Pairs of statistics and a boolean (B, Hq, L) mask of the rows to count.
 
     Raises:
-        TypeError: if it is none of :data:`Rows`.
+        TypeError: if it is not one of :data:`Rows`.
         ValueError: if there is no row, or no gradient although gradients are enabled.
     """
     if isinstance(rows, AttentionWatch):
@@ -142,19 +142,19 @@ def read_rows(rows: Rows) -> list[tuple[RowStatistics, Tensor]]:
             statistics_read.append((part, part.state.n > 0))
         else:
             raise TypeError(
-                "rows are an AttentionWatch, WatchedRows or RowStatistics, got "
+                "rows must be an AttentionWatch, WatchedRows or RowStatistics, got "
                 f"{type(part).__name__}"
             )
     statistics_read = [
         (statistics, counted) for statistics, counted in statistics_read if bool(counted.any())
     ]
     if not statistics_read:
-        raise ValueError("rows has at least one row that sees a key, got none")
+        raise ValueError("rows must have at least one row that sees a key, got none")
     if torch.is_grad_enabled() and not any(
         part.state.Z.requires_grad for part, _ in statistics_read
     ):
         raise ValueError(
-            "rows carry no gradient: run the model with gradients enabled, watch it with "
+            "rows have no gradient: run the model with gradients enabled, watch it with "
             "gradients=True, and without reentrant checkpointing"
         )
     return statistics_read
@@ -199,7 +199,7 @@ class ZLoss(nn.Module):
             rows: as for :class:`EntropyRegularizer`.
 
         Raises:
-            TypeError: if it is none of these.
+            TypeError: if it is not one of these.
             ValueError: if there is no row, or no gradient although gradients are enabled.
         """
         losses = [part.lse[counted].square().mean() for part, counted in read_rows(rows)]

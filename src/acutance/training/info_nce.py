@@ -118,13 +118,14 @@ class InfoNCE(nn.Module):
         super().__init__()
         if temperature not in get_args(Temperature):
             raise ValueError(
-                f"temperature is one of {', '.join(get_args(Temperature))}, got {temperature!r}"
+                f"temperature must be one of {', '.join(get_args(Temperature))}, got "
+                f"{temperature!r}"
             )
         self.temperature = temperature
         start = -math.log(check_number("tau", tau, above=1 / _LARGEST, including=True))
         self.minimum = check_number("minimum", minimum, above=1 / _LARGEST, including=True)
         if temperature == "learned" and tau < minimum:
-            raise ValueError(f"tau is at least minimum={minimum!r}, got {tau!r}")
+            raise ValueError(f"tau must be at least minimum={minimum!r}, got {tau!r}")
         self.coefficient = check_number("coefficient", coefficient, above=0.0)
         self.target = check_number("target", target, above=0.0, below=1.0)
         self.symmetric = check_flag("symmetric", symmetric)
@@ -164,11 +165,11 @@ class InfoNCE(nn.Module):
             across = ranks(group)[1] if self.gather else 1
             if across * len(first) + (0 if extra is None else len(extra)) < 2:
                 raise ValueError(
-                    "a row has at least one negative: give two pairs or more, or negatives, got "
-                    f"anchor {tuple(anchor.shape)}"
+                    "a row must have at least one negative: pass two or more pairs, or "
+                    f"negatives, got anchor {tuple(anchor.shape)}"
                 )
             if self.symmetric and across * len(first) < 2:
-                raise ValueError("symmetric needs two pairs or more, got one")
+                raise ValueError("symmetric needs at least two pairs, got one")
             sides = [self._side(first, second, extra)]
             if self.symmetric:
                 sides.append(self._side(second, first, None))
@@ -219,6 +220,8 @@ class InfoNCE(nn.Module):
     def _keep(
         self, losses: Tensor, sides: list[tuple[Tensor, Tensor, RowStatistics, Tensor]]
     ) -> None:
+        """Store the report of the last call."""
+
         def mean(parts: list[Tensor]) -> float:
             return float(torch.stack([part.detach().double().mean() for part in parts]).mean())
 
@@ -271,24 +274,25 @@ def _tie(match: Tensor, scale: Tensor) -> Tensor:
 
 
 def _check(anchor: Tensor, positive: Tensor, negatives: Tensor | None) -> None:
+    """Check dtypes, devices and shapes of the embeddings."""
     arguments = {"anchor": anchor, "positive": positive}
     if negatives is not None:
         arguments["negatives"] = negatives
     for name, part in arguments.items():
         if check_tensor(name, part).dtype not in FLOATS:
-            raise TypeError(f"{name} is a floating Tensor, got {part.dtype}")
+            raise TypeError(f"{name} must be a floating Tensor, got {part.dtype}")
         if part.dim() != 2 or part.shape[1] != anchor.shape[-1] or part.shape[1] == 0:
             raise ValueError(
-                f"{name} is (rows, d) with the d of anchor {tuple(anchor.shape)}, got "
-                f"{tuple(part.shape)}"
+                f"{name} must have shape (rows, d) with the same d as anchor "
+                f"{tuple(anchor.shape)}, got {tuple(part.shape)}"
             )
         if part.dtype != anchor.dtype or part.device != anchor.device:
             raise TypeError(
-                f"{name} has the dtype and device of anchor, {anchor.dtype} on {anchor.device}, "
-                f"got {part.dtype} on {part.device}"
+                f"{name} must have the dtype and device of anchor, {anchor.dtype} on "
+                f"{anchor.device}, got {part.dtype} on {part.device}"
             )
     if len(anchor) != len(positive) or len(anchor) == 0:
         raise ValueError(
-            f"anchor and positive are pairs, at least one, got anchor {tuple(anchor.shape)}, "
-            f"positive {tuple(positive.shape)}"
+            "anchor and positive must contain at least one pair, got anchor "
+            f"{tuple(anchor.shape)}, positive {tuple(positive.shape)}"
         )

@@ -67,19 +67,21 @@ def initial_scale(
     check_count("n", n, 2)
     for name, value, kinds in (("unit", unit, Unit), ("score", score, Score)):
         if value not in get_args(kinds):
-            raise ValueError(f"{name} is one of {', '.join(get_args(kinds))}, got {value!r}")
+            raise ValueError(f"{name} must be one of {', '.join(get_args(kinds))}, got {value!r}")
     aim = check_number("target", target, above=0.0)
     entropy = aim * math.log(n) if unit == "fraction" else aim
     if entropy >= math.log(n):
         most = "1" if unit == "fraction" else f"log n = {math.log(n):.6g} nats"
-        raise ValueError(f"target is below {most}, which is the entropy of scale 0, got {target!r}")
+        raise ValueError(
+            f"target must be below {most}, which is the entropy of scale 0, got {target!r}"
+        )
     if score == "cosine":
         try:
             return float(theory.scale_for_entropy(n, entropy, "cosine", d=d))
         except ValueError:
             raise ValueError(
-                "target must be larger: at the scale it needs, float64 does not resolve cosines,"
-                f" got {target!r} for n={n} and d={d}"
+                "target must be larger: float64 cannot resolve cosines at the scale that it "
+                f"needs, got {target!r} for n={n} and d={d}"
             ) from None
     fixed = float(theory.scale_for_entropy(n, entropy)) / math.sqrt(d)
     keys = torch.full((_NODES,), float(n), dtype=torch.float64)

@@ -111,12 +111,12 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         group: Any = None,
     ) -> None:
         if isinstance(metrics, str):
-            raise TypeError(f"metrics is a sequence of names, got the string {metrics!r}")
+            raise TypeError(f"metrics must be a sequence of names, got the string {metrics!r}")
         if on_alarm is not None and not callable(on_alarm):
-            raise TypeError(f"on_alarm is a function of an Alarm, got {on_alarm!r}")
+            raise TypeError(f"on_alarm must be a function of an Alarm, got {on_alarm!r}")
         if histograms not in get_args(Histograms):
             allowed = ", ".join(map(repr, get_args(Histograms)))
-            raise ValueError(f"histograms is one of {allowed}, got {histograms!r}")
+            raise ValueError(f"histograms must be one of {allowed}, got {histograms!r}")
         self.every = check_count("every", every, 1)
         self.metrics = tuple(dict.fromkeys(metric(name).name for name in metrics))
         self.layers, self.heads = layers, heads
@@ -157,11 +157,12 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
             ValueError: if another model was watched in this step.
         """
         if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         return self._watching(model) if self.due else nullcontext()
 
     @contextmanager
     def _watching(self, model: torch.nn.Module) -> Iterator[None]:
+        """Keep the probe of this step open during one forward pass."""
         if self._probe is None:
             self._model = model
             self._probe = probe(
@@ -177,8 +178,8 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
             )
         elif self._model is not model:
             raise ValueError(
-                f"a monitor watches one model, and {type(self._model).__name__} was watched in "
-                f"this step before {type(model).__name__}: give each a monitor of its own"
+                f"a monitor can watch only one model, but {type(self._model).__name__} was "
+                f"watched in this step before {type(model).__name__}: use a monitor for each"
             )
         opened = self._probe
         opened.__enter__()
@@ -314,7 +315,9 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         told = set()
         for place in state_dict["told"]:
             if not isinstance(place, list | tuple) or len(place) != 3:
-                raise ValueError(f"told holds a kind, a module and a head each, got {place!r}")
+                raise ValueError(
+                    f"told must contain a kind, a module and a head each, got {place!r}"
+                )
             kind, module, head = place
             told.add((str(kind), str(module), check_count("head", head, 0)))
         self.steps, self._measured, self._told = steps, measured, told

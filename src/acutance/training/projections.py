@@ -146,12 +146,16 @@ def find_layouts(module: nn.Module, heads: int, width: int) -> tuple[Projections
     for name in _NORMS:
         norm = getattr(module, name, None)
         if isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity):
-            raise ValueError(f"{kind}.{name} normalises, which undoes any factor on the weights")
+            raise ValueError(
+                f"{kind}.{name} normalises queries or keys, which undoes any factor on the weights"
+            )
     limit = getattr(module, "clip_qkv", None) or getattr(
         getattr(module, "config", None), "clip_qkv", None
     )
     if limit is not None:
-        raise ValueError(f"{kind} clamps queries and keys at clip_qkv={limit!r}, after the weights")
+        raise ValueError(
+            f"{kind} clamps queries and keys at clip_qkv={limit!r} after the projections"
+        )
     if isinstance(module, MultiheadAttention):
         return (_ours(module),)
     if isinstance(module, nn.MultiheadAttention):
@@ -170,8 +174,8 @@ def find_layouts(module: nn.Module, heads: int, width: int) -> tuple[Projections
             both_ways = _packed(f"{kind}.{name}", packed, heads, width)
             return both_ways if name in _PACKED else both_ways[::-1]
     raise ValueError(
-        f"{kind} has no projections that are known: it has none of "
-        f"{', '.join(a for a, _ in _PAIRS)}, {', '.join((*_PACKED, *_BY_HEAD))}"
+        f"{kind} has no known projections: it has none of {', '.join((a for a, _ in _PAIRS))}, "
+        f"{', '.join((*_PACKED, *_BY_HEAD))}"
     )
 
 
@@ -185,8 +189,7 @@ def _slices(
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or not weight.is_floating_point():
         raise ValueError(
-            f"{name} ({type(module).__name__}) has no floating weight matrix of its own that could "
-            "be scaled"
+            f"{name} ({type(module).__name__}) has no floating weight matrix that could be scaled"
         )
     # transformers' Conv1D is (in, out); fully_shard makes a subclass
     dim = 1 if any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) else 0
@@ -202,20 +205,21 @@ def _cut(
     slices = tuple(_slices(name, module, start, stride, size, group))
     for _, length in slices:
         if length != whole:
-            raise ValueError(f"{name} has {length} outputs where {whole} were expected")
+            raise ValueError(f"{name} has {length} outputs, expected {whole}")
     return tuple(part for part, _ in slices)
 
 
 def _pair(
     kind: str, query: nn.Module, key: nn.Module, heads: int, width: int, keys: int | None = None
 ) -> Projections:
+    """The row slices of separate query and key projections."""
     slices = tuple(_slices(f"{kind}'s key projection", key, 0, width, width))
     rows = slices[0][1]
     count = rows // width if keys is None else keys
     if rows % width or count == 0 or heads % count:
         raise ValueError(
-            f"{kind}'s key projection has {rows} outputs: no number of heads of width {width} "
-            f"that divides {heads}"
+            f"{kind}'s key projection has {rows} outputs, which is not a number of heads of "
+            f"width {width} that divides {heads}"
         )
     return Projections(
         heads,
@@ -233,8 +237,8 @@ def _packed(name: str, packed: nn.Module, heads: int, width: int) -> tuple[Proje
     keys = rest // (2 * width)
     if rest <= 0 or rest % (2 * width) or heads % keys:
         raise ValueError(
-            f"{name} has {rows} outputs: not queries of {heads} heads of width {width}, then keys "
-            "and values of as many or of a divisor"
+            f"{name} has {rows} outputs, which are not queries of {heads} heads of width "
+            f"{width} followed by keys and values of as many heads or a divisor"
         )
     group, makers = heads // keys, (packed, packed)
     blocks = Projections(
@@ -265,8 +269,9 @@ def _latent(module: Any, heads: int, width: int) -> Projections:
     sizes = [getattr(module, f"{name}_head_dim", 0) for name in ("qk_nope", "qk_rope", "v")]
     if not all(isinstance(size, int) and size > 0 for size in sizes) or sum(sizes[:2]) != width:
         raise ValueError(
-            f"{kind} has kv_b_proj but not the sizes of latent attention: qk_nope_head_dim, "
-            f"qk_rope_head_dim and v_head_dim are {sizes} for queries of width {width}"
+            f"{kind} has kv_b_proj but not the sizes of multi-head latent attention: "
+            f"qk_nope_head_dim, qk_rope_head_dim and v_head_dim are {sizes} for queries of "
+            f"width {width}"
         )
     unrotated, rotary, value = sizes
     query: Any = getattr(module, "q_b_proj", None) or getattr(module, "q_proj", None)
@@ -294,13 +299,14 @@ def _torch(module: nn.MultiheadAttention) -> Projections:
 
 
 def _ours(module: MultiheadAttention) -> Projections:
+    """The projections of a module of ``acutance.nn``."""
     score = module.score
     if isinstance(score, QKNorm) or not isinstance(
         scores.get(score), scores.Dot | scores.ScaledDot
     ):
         raise ValueError(
-            f"{type(module).__name__}'s score is {score!r}: a factor on the weights is one on the "
-            "logits for dot and scaled dot products alone"
+            f"{type(module).__name__}'s score is {score!r}: scaling weights scales logits only "
+            "for dot and scaled dot products"
         )
     return _packed_parameters(module, module.num_heads, module.num_kv_heads, module.head_dim)
 

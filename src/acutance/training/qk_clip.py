@@ -104,7 +104,7 @@ class QKClip:
         self.tau = check_number("tau", tau, above=0.0)
         self.alpha = check_number("alpha", alpha, above=0.0, including=True)
         if alpha > 1:
-            raise ValueError(f"alpha is between 0 and 1, got {alpha!r}")
+            raise ValueError(f"alpha must be between 0 and 1, got {alpha!r}")
         self.steps = 0
         self.clips: dict[str, Tensor] = {}
         self._exact = ExactMaxima(group)
@@ -143,13 +143,14 @@ class QKClip:
             return
         if self._watch.unread:
             raise ValueError(
-                f"layers could not be read, leave them out with layers=: "
+                "some layers could not be read; exclude them with layers=: "
                 f"{'; '.join(self._watch.unread)}"
             )
         for seen in rows:
             self._take(seen)
 
     def _take(self, seen: WatchedRows) -> None:
+        """Update the largest logit of each head with one attention call."""
         name = seen.module.partition("#")[0]
         stats = seen.statistics
         # a kernel's maximum may pass over what is no number; the logsumexp does not
@@ -253,8 +254,8 @@ class QKClip:
             layers.append(LayerClip(name, tuple(largest), tuple(factors)))
         if not layers:
             raise ProbeError(
-                f"QKClip has seen no attention of {type(self._model).__name__} since its last "
-                f"step: run the model inside 'with clip:' before step()"
+                f"QKClip captured no attention of {type(self._model).__name__} since its last "
+                "step: run the model inside 'with clip:' before step()"
             )
         for (_, dim, start, size), (part, factor) in smallest.items():
             multiply(part.tensor, dim, start, size, factor)
@@ -306,9 +307,10 @@ class QKClip:
         ways = self._weights(name, heads, width)
         if layout == _OTHERS:
             raise ValueError(
-                f"{name} cannot be clipped, leave it out with layers=: its queries and keys are "
-                "not what its projections give, but for a rotation or a factor: a normalisation, a "
-                "clamp, a term that is added or an unknown order of heads lies between"
+                f"{name} cannot be clipped; exclude it with layers=. Its queries and keys are "
+                "not just rotated or scaled outputs of its projections: there is a "
+                "normalisation, a clamp, an added term or an unknown order of heads in "
+                "between"
             )
         return next((w for w in ways if LAYOUTS.index(w.layout) == layout), ways[0])
 
@@ -326,7 +328,7 @@ class QKClip:
                     break
                 place = place.rpartition(".")[0]
                 module = self._modules.get(place, self._model)
-        raise ValueError(f"{name} cannot be clipped, leave it out with layers=: {reason}")
+        raise ValueError(f"{name} cannot be clipped; exclude it with layers=: {reason}")
 
     def state_dict(self) -> dict[str, Any]:
         """Steps, counts, the maxima since the last step, and how weights are laid out."""

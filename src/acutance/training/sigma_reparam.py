@@ -50,18 +50,18 @@ class SigmaReparam(nn.Module):
         super().__init__()
         if check_tensor("weight", weight).dim() != 2 or not weight.is_floating_point():
             raise ValueError(
-                f"weight is a floating matrix, got {tuple(weight.shape)} of {weight.dtype}"
+                f"weight must be a floating matrix, got {tuple(weight.shape)} of {weight.dtype}"
             )
         if dim not in (0, 1):
-            raise ValueError(f"dim is 0 or 1, got {dim!r}")
+            raise ValueError(f"dim must be 0 or 1, got {dim!r}")
         if weight.shape[dim] % check_count("parts", parts, 1):
-            raise ValueError(f"parts divides {weight.shape[dim]}, got {parts}")
+            raise ValueError(f"parts must divide {weight.shape[dim]}, got {parts}")
         self.parts, self.dim = parts, dim
         blocks = self._blocks(weight.detach())
         if not bool(blocks.flatten(1).any(1).all()):
             raise ValueError(
-                "weight has an entry other than 0 in each part: where σ(W) is 0, γ W / σ(W) is no "
-                f"number, got zeros of shape {tuple(weight.shape)} in {parts} parts"
+                "weight must have a nonzero entry in each part, since γ W / σ(W) is undefined "
+                f"if σ(W) is 0, got zeros of shape {tuple(weight.shape)} in {parts} parts"
             )
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(parts, blocks.shape[2], generator=generator).to(blocks)

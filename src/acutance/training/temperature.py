@@ -86,8 +86,8 @@ class ClampedTemperature(LearnedTemperature):
         self.maximum = check_number("maximum", maximum, above=0.0)
         if not self.minimum <= start <= self.maximum:
             raise ValueError(
-                f"minimum ≤ start ≤ maximum, got minimum={minimum!r}, start={start!r}, "
-                f"maximum={maximum!r}"
+                f"minimum ≤ start ≤ maximum must hold, got minimum={minimum!r}, "
+                f"start={start!r}, maximum={maximum!r}"
             )
 
     def law(self, rows: Rows) -> Tensor:

@@ -63,7 +63,7 @@ class AttentionWatch:
 
     Raises:
         TypeError: if an argument is of the wrong kind.
-        ValueError: if a part of ``layers`` is no layer of the model.
+        ValueError: if a part of ``layers`` is not a layer of the model.
 
     Example:
         >>> import torch
@@ -115,7 +115,7 @@ class AttentionWatch:
         if kind is None and not self.rows:
             if listener.heard and not self.unread:
                 raise ProbeError(
-                    f"layers={self.layers!r} names none of the attention that ran: "
+                    f"layers={self.layers!r} matches none of the layers that ran: "
                     f"{', '.join(listener.heard)}"
                 )
             raise ProbeError(listener.nothing())
@@ -178,6 +178,7 @@ class AttentionWatch:
         query: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """Store the statistics of one attention call, with the rows that count."""
         counted = stats.state.n > 0
         if real is not None:
             counted = counted & real[:, None, :]
@@ -197,7 +198,7 @@ class AttentionWatch:
             width = getattr(module, "head_dim", 0)
             self.rows.append(WatchedRows(name, stats, stats.state.n > 0, width))
         else:
-            self._listener.unreadable(name, "its weights are no softmax of its scores")
+            self._listener.unreadable(name, "its weights are not a softmax of its scores")
 
 
 def _products(call: AttentionCall) -> AttentionCall:

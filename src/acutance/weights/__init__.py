@@ -58,10 +58,10 @@ def get(weights: str | Weighting) -> Weighting:
     if isinstance(weights, Weighting):
         return weights
     if not isinstance(weights, str):
-        raise TypeError(f"weights is a name or a Weighting, got {type(weights).__name__}")
+        raise TypeError(f"weights must be a name or a Weighting, got {type(weights).__name__}")
     if weights == Sink.name:
-        raise ValueError("weights='sink' has a parameter: give weights.Sink(sinks), sinks (Hq,)")
+        raise ValueError("weights='sink' has a parameter: pass weights.Sink(sinks), sinks (Hq,)")
     if weights not in WEIGHTS:
         hint = did_you_mean(weights, WEIGHTS)
-        raise ValueError(f"weights={weights!r} is none of {', '.join(WEIGHTS)}{hint}")
+        raise ValueError(f"weights={weights!r} is not one of {', '.join(WEIGHTS)}{hint}")
     return WEIGHTS[weights]()

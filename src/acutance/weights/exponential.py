@@ -112,7 +112,9 @@ class Sink(Weighting):
     def __post_init__(self) -> None:
         sinks = check_tensor("sinks", self.sinks)
         if sinks.dim() != 1:
-            raise ValueError(f"sinks is (Hq,), one logit for each head, got {tuple(sinks.shape)}")
+            raise ValueError(
+                f"sinks must have shape (Hq,), one logit for each head, got {tuple(sinks.shape)}"
+            )
 
     @property
     def distribution(self) -> bool:
@@ -123,8 +125,8 @@ class Sink(Weighting):
         """Softmax over the keys and the sink."""
         if scores.dim() < 3 or self.sinks.shape[0] not in (1, scores.shape[-3]):
             raise ValueError(
-                f"sinks (Hq,) has one logit for each query head: it is {tuple(self.sinks.shape)},"
-                f" scores are {tuple(scores.shape)}"
+                f"sinks must have one logit per query head: sinks {tuple(self.sinks.shape)}, "
+                f"scores {tuple(scores.shape)}"
             )
         sinks = self.sinks.to(scores.dtype).view(-1, 1, 1)
         return _softmax_with_sink(masked(scores, visible), sinks.expand_as(scores[..., :1]))
@@ -162,7 +164,7 @@ class Exp(Weighting):
 
     def __post_init__(self) -> None:
         if self.normalize not in ("none", "l2"):
-            raise ValueError(f"normalize is 'none' or 'l2', got {self.normalize!r}")
+            raise ValueError(f"normalize must be 'none' or 'l2', got {self.normalize!r}")
 
     @property
     def distribution(self) -> bool:

@@ -24,7 +24,7 @@ __all__ = ["Identity", "L1", "L2", "Power", "ReLU", "ReLU2", "Sigmoid"]
 
 def _check_normalization(by: str) -> None:
     if by not in get_args(Normalization):
-        raise ValueError(f"normalize is 'n', 'sum' or 'none', got {by!r}")
+        raise ValueError(f"normalize must be 'n', 'sum' or 'none', got {by!r}")
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Sigmoid(Weighting):
         if isinstance(self.bias, Tensor) and self.bias.dim():
             if scores.dim() < 3 or self.bias.shape != scores.shape[-3:-2]:
                 raise ValueError(
-                    f"bias (Hq,) has one number for each query head: it is"
-                    f" {tuple(self.bias.shape)}, scores are {tuple(scores.shape)}"
+                    f"bias must have one number per query head: bias {tuple(self.bias.shape)}, "
+                    f"scores {tuple(scores.shape)}"
                 )
             return torch.sigmoid(scores + self.bias.to(scores.dtype).view(-1, 1, 1))
         return torch.sigmoid(scores + self.bias)
@@ -208,7 +208,7 @@ class Identity(Weighting):
     def __post_init__(self) -> None:
         if self.normalize not in ("n", "none"):
             raise ValueError(
-                f"normalize is 'n' or 'none' for signed weights, got {self.normalize!r}"
+                f"normalize must be 'n' or 'none' for signed weights, got {self.normalize!r}"
             )
 
     @property

@@ -21,12 +21,13 @@ _SORTED = 64
 
 
 def _entmax() -> ModuleType:
+    """The entmax package; raises with installation instructions if it is missing."""
     try:
         import entmax
     except ImportError as error:
         raise ImportError(
-            "sparsemax and entmax weights are computed by the entmax library; install it with:"
-            ' pip install "acutance[entmax]"'
+            "sparsemax and entmax weights need the entmax library; install it with: pip "
+            'install "acutance[entmax]"'
         ) from error
     return cast(ModuleType, entmax)
 

@@ -72,7 +72,7 @@ def test_the_page_says_what_it_shows(summary_of: Make, show: Show) -> None:
         "2 layers, 40 rows (query tokens) each",
     ]
     assert "2 of 2 layers" in page.text("#tiles")
-    assert page.text("#low") == "sharp: one token has all"
+    assert page.text("#low") == "sharp: all on one token"
     assert page.run("document.querySelectorAll('#map .head').length") == 5
     assert page.run("document.querySelector('#map .head').getAttribute('aria-label')").startswith(
         "layer 0, head 0: 0.6"
@@ -131,7 +131,7 @@ def test_pointing_clicking_and_choosing(summary_of: Make, show: Show) -> None:
     assert "Layer 0 · head 1 opened" in page.text("#say")
     page.choose("max logit")
     assert page.text("#layers-title") == "Max logit, layer by layer"
-    assert page.text("#histogram-title") == "Max logit over its rows"
+    assert page.text("#histogram-title") == "Max logit over rows"
     assert page.run("location.hash") == "#L0H1:max_logit"
     page.click("#next")
     assert page.text("#head-name") == "Layer 0 · head 2"
@@ -282,7 +282,7 @@ def test_the_table_sorts_and_the_filter_filters(summary_of: Make, show: Show) ->
     assert page.run("document.querySelectorAll('#table tbody tr').length") == 3
     for letter in " nosuch<1":
         page.key(letter, letter)
-    assert page.text("#filter-hint") == "No metric is called nosuch. 3 heads found."
+    assert page.text("#filter-hint") == "There is no metric named nosuch. 3 heads found."
 
 
 @pytest.mark.parametrize(
@@ -302,11 +302,11 @@ def test_the_table_sorts_and_the_filter_filters(summary_of: Make, show: Show) ->
         ("entropy, nat < 1", "1 head found.", ["L0H2"]),
         ("verified", "5 heads found.", None),
         ("entropy", "Give entropy a bound, such as entropy > 1.", None),
-        ("sharpness", "No module, status or class has “sharpness” in its name.", None),
-        ("< 3", "“<3” has no metric before it.", None),
-        ("entropy <", "Give entropy a bound, such as entropy > 1. “<” is no bound: write a metric, "
-         "< or >, and a number.", None),
-        ("tokens > 300", "No metric is called tokens.", None),
+        ("sharpness", "No module, status or class contains “sharpness”.", None),
+        ("< 3", "“<3” needs a metric before it.", None),
+        ("entropy <", "Give entropy a bound, such as entropy > 1. “<” is not a valid bound: write "
+         "a metric, < or >, and a number.", None),
+        ("tokens > 300", "There is no metric named tokens.", None),
     ],
 )  # fmt: skip
 def test_the_find_box_takes_names_and_labels_with_spaces(

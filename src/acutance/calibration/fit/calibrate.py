@@ -1,4 +1,4 @@
-"""acutance.calibrate: the scale of every head that keeps a target constant in n."""
+"""acutance.calibrate: fit the scale of every head that keeps a target constant in n."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ def calibrate(
         Su (2021), https://kexue.fm/archives/8823 (keep the entropy as n grows).
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if resume and save is None:
-        raise ValueError("resume continues the file given by save, got save=None")
+        raise ValueError("resume needs save, the file to continue from, got save=None")
     if save is not None:
         refuse_replacing(save, resume=resume, overwrite=overwrite)
     found = batches_by_length(batches)
@@ -181,7 +181,7 @@ class _Job:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Layers that were seen and not fitted, and why."""
+        """Layers that ran and were not fitted, with the reasons."""
         found = self._progress.passes[0].found
         pairs = (text.partition(": ") for text in found.unread)
         skipped = {name: why for name, _, why in pairs}
@@ -192,7 +192,7 @@ class _Job:
         return skipped
 
     def run(self, advance: Advance | None) -> None:
-        """Go on until the law is found, or all passes are made."""
+        """Run passes until the law has converged or the maximum number is reached."""
         passes, asked = self._progress.passes, self._asked
         if advance is not None:
             for p, one in enumerate(passes):
@@ -337,7 +337,7 @@ class _Job:
         return found.T if found.dim() == 2 else found.unsqueeze(1).expand(-1, len(heads))
 
     def fitted(self) -> list[FittedLayer]:
-        """Everything that is known of each layer, for the result."""
+        """The results of each layer."""
         passes = self._progress.passes
         history = self._history(len(passes))
         found = []

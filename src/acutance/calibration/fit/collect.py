@@ -28,7 +28,7 @@ SUMS = 6
 
 @dataclass(frozen=True)
 class Target:
-    """A number that a law can hold constant.
+    """A metric that a law can keep constant.
 
     Attributes:
         name: of the metric.
@@ -45,7 +45,7 @@ class Target:
     by_ratio: bool = False
 
     def limits(self, n: float) -> tuple[float, float]:
-        """Between which values it lies for rows of n keys."""
+        """The possible range of the metric for rows with n keys."""
         return {
             "entropy": (0.0, math.log(n)),
             "normalized_entropy": (0.0, 1.0),
@@ -115,7 +115,7 @@ class LayerSums:
         )
 
     def add(self, other: LayerSums) -> None:
-        """Take in the rows of the other too."""
+        """Add the rows of another."""
         self.sums += other.sums
         self.top = torch.maximum(self.top, other.top)
         self.longest = torch.maximum(self.longest, other.longest)
@@ -206,11 +206,11 @@ class Collector:
         self._collect(module, stats, real.rows, None)
 
     def _leaves_out(self, name: str, window: int | None) -> bool:
-        """Whether a call is left out, which is then listed, since its rows see a window only."""
+        """Whether a call is skipped because its rows see only a window; it is then listed."""
         narrow = self._windowed.get(name, False) or window is not None
         if self.windowed or not narrow:
             return False
-        self._listener.unreadable(name, "its rows see a window only (windowed=True fits it too)")
+        self._listener.unreadable(name, "its rows see only a window (windowed=True fits it too)")
         return True
 
     def _collect(

@@ -25,7 +25,7 @@ __all__ = ["Measured", "measure"]
 
 @dataclass(frozen=True)
 class Measured:
-    """What :func:`measure` found.
+    """The result of :func:`measure`.
 
     Attributes:
         metric: what was measured.
@@ -102,7 +102,7 @@ def measure(
                 [64., 64.]], dtype=torch.float64)
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     kind, found = check_target(target), batches_by_length(batches)
     places = check_lengths(lengths, found)
     check_positions(model, places)

@@ -77,7 +77,7 @@ def predicted(
     *,
     before: Before | None = None,
 ) -> Tensor:
-    """The value to expect at the next factor, by the same line that chose it."""
+    """The value expected at the next factor, from the line by which it was chosen."""
     slope = _combined(factor, value, slope, before)
     grown = ((following / factor).square() - 1) / 2
     return value + slope * grown
@@ -110,7 +110,7 @@ _MARGIN = 5e-4
 
 @dataclass(frozen=True)
 class Aim:
-    """What is wanted of one layer.
+    """The target values of one layer.
 
     Attributes:
         target: the metric.

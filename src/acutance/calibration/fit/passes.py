@@ -1,4 +1,4 @@
-"""One pass over all windows under a law, turn by turn, so that it can be stopped and gone on."""
+"""One pass over all windows with a law, in turns, so that it can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run_pass(
     seed: int = 0,
     after: Callable[[PassSums, Turn], None] = lambda *_: None,
 ) -> PassSums:
-    """Run the turns that are left under a law, and add what they give.
+    """Run the remaining turns with a law and add their results.
 
     Args:
         model: any module; it is in evaluation mode meanwhile.
@@ -123,7 +123,7 @@ def _take(so_far: PassSums, collector: Collector) -> None:
             so_far.layers[name] = found
         elif have.sums.shape != found.sums.shape:
             raise ValueError(
-                f"{name} has {found.sums.shape[2]} heads where it had {have.sums.shape[2]}"
+                f"{name} has {found.sums.shape[2]} heads, but had {have.sums.shape[2]} before"
             )
         else:
             have.add(found)
@@ -137,7 +137,7 @@ def _take(so_far: PassSums, collector: Collector) -> None:
 
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode, and each module's own mode again."""
+    """Evaluation mode for all modules, restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""The state of a calibration in a file: killed at any moment, it goes on with no window twice."""
+"""Save and resume a calibration; no window is counted twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from acutance.summary.files import MOST, parse, read, sealed
 __all__ = ["PassState", "Progress"]
 
 SCHEMA = "acutance.calibration/1"
-_TOLD = {"model": "another model", "text": "another text, or other windows of it"}
+_TOLD = {"model": "another model", "text": "another text, or different windows of it"}
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Progress:
 
     @classmethod
     def resume(cls, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> Progress:
-        """What a file holds, or nothing where there is none yet.
+        """The saved progress of a file; an empty one if there is no file.
 
         Raises:
             OSError: if the file cannot be read.
@@ -105,12 +105,14 @@ class Progress:
             made = cls(settings, [_pass(p, one, tensors) for p, one in enumerate(passes)])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             said = " ".join(str(error).split())[:200]
-            raise ValueError(f"{name} holds no calibration that can be resumed: {said}") from error
+            raise ValueError(
+                f"{name} contains no calibration that can be resumed: {said}"
+            ) from error
         for key, mine in settings.items():
             theirs = had.get(key) if isinstance(had, dict) else None
             if theirs != json.loads(json.dumps(mine)):
                 if key in _TOLD:
-                    what = f"it is of {_TOLD[key]}"
+                    what = f"it is for {_TOLD[key]}"
                 else:
                     label = key.replace("_", " ")
                     what = f"its {label} is {theirs!r:.60}, this run's {mine!r:.60}"
@@ -122,7 +124,7 @@ class Progress:
 def _pass(p: int, one: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> PassState:
     found = PassSums()
     if type(one["done"]) is not int or not 0 <= one["done"] <= MOST:
-        raise ValueError(f"a pass has done a count of turns, got {one['done']!r:.60}")
+        raise ValueError(f"a pass must have done a count of turns, got {one['done']!r:.60}")
     found.done = one["done"]
     for i, name in enumerate(one["layers"]):
         sums, top, longest = (tensors[f"{p}/{i}/{part}"] for part in ("sums", "top", "longest"))
@@ -139,12 +141,12 @@ def _pass(p: int, one: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Pass
             and bool((longest >= 0).all())
         )
         if not fits:
-            raise ValueError(f"the sums of {name!r:.60} are not what a calibration writes")
+            raise ValueError(f"the sums of {name!r:.60} are invalid")
         found.layers[str(name)] = LayerSums(sums, top, longest)
     for i, (name, k) in enumerate(one["scales"]):
         scales = tensors[f"{p}/{i}/scales"]
         if scales.dim() != 2 or not scales.is_floating_point() or bool((scales < 0).any()):
-            raise ValueError(f"the scales of {name!r:.60} are not what a calibration writes")
+            raise ValueError(f"the scales of {name!r:.60} are invalid")
         found.scales[str(name), int(k)] = scales
     found.unread = tuple(map(str, one["unread"]))
     names = one["factors"]
@@ -153,5 +155,5 @@ def _pass(p: int, one: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Pass
         factors = {str(name): tensors[f"{p}/{i}/factors"] for i, name in enumerate(names)}
         for name, part in factors.items():
             if part.dim() != 2 or not bool(((part > 0) & part.isfinite()).all()):
-                raise ValueError(f"the factors of {name!r:.60} are not what a calibration writes")
+                raise ValueError(f"the factors of {name!r:.60} are invalid")
     return PassState(factors, bool(one["family"]), found)

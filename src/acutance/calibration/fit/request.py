@@ -1,4 +1,4 @@
-"""What a calibration is asked for, checked before anything runs."""
+"""The arguments of a calibration, validated before anything runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ALIASES = {"information_fraction": "normalized_entropy"}
 
 @dataclass(frozen=True)
 class Asked:
-    """What is wanted, as far as it does not depend on the model.
+    """The arguments of a calibration that do not depend on the model.
 
     Attributes:
         target: the metric to hold.
@@ -72,14 +72,16 @@ def check_asked(
     kind = check_target(target)
     if law not in FITTED:
         hint = did_you_mean(law, FITTED)
-        raise ValueError(f"law={law!r:.40} is none of {', '.join(FITTED)}{hint}")
+        raise ValueError(f"law={law!r:.40} is not one of {', '.join(FITTED)}{hint}")
     at = check_reference(reference, lengths)
     if value is not None:
         value = _check_value(kind, value, lengths)
         if law in ("sqrt_log_n", "clip_log_n"):
-            raise ValueError(f"law={law!r} is 1 at the reference: leave value out")
+            raise ValueError(f"law={law!r} is 1 at the reference, so value cannot be given")
     if kind.name == "max_logit" and law not in ("table", "constant"):
-        raise ValueError(f"target='max_logit' is a bound, which law={law!r} cannot keep: use table")
+        raise ValueError(
+            f"target='max_logit' is a bound, which law={law!r} cannot keep: use law='table'"
+        )
     return Asked(
         kind,
         value,
@@ -97,11 +99,11 @@ def check_reference(reference: int | None, lengths: Sequence[int]) -> int:
 
     Raises:
         TypeError: if it is no whole number.
-        ValueError: if it is none of the lengths.
+        ValueError: if it is not one of the lengths.
     """
     at = lengths[0] if reference is None else check_count("reference", reference, 2)
     if at not in lengths:
-        raise ValueError(f"reference is one of the lengths {list(lengths)}, got {at}")
+        raise ValueError(f"reference must be one of the lengths {list(lengths)}, got {at}")
     return at
 
 
@@ -110,14 +112,15 @@ def check_target(target: str) -> Target:
 
     Raises:
         TypeError: if it is no text.
-        ValueError: if there is none of that name, naming the nearest.
+        ValueError: if there is not one of that name, naming the nearest.
     """
     if not isinstance(target, str):
-        raise TypeError(f"target is the name of a metric, got {type(target).__name__}")
+        raise TypeError(f"target must be the name of a metric, got {type(target).__name__}")
     name = _ALIASES.get(target, target)
     if name not in TARGETS:
         raise ValueError(
-            f"target={target!r:.40} is none of {', '.join(TARGETS)}{did_you_mean(target, TARGETS)}"
+            f"target={target!r:.40} is not one of "
+            f"{', '.join(TARGETS)}{did_you_mean(target, TARGETS)}"
         )
     return TARGETS[name]
 
@@ -135,7 +138,7 @@ def _check_value(target: Target, value: float, lengths: Sequence[int]) -> float:
     if not low < value < high:
         unit = "" if target.unit == "1" else f" {target.unit}"
         raise ValueError(
-            f"value: {target.name} of rows of {n} keys lies {said}, got {value:g}{unit}"
+            f"value: {target.name} of rows with {n} keys must be {said}, got {value:g}{unit}"
         )
     return value
 
@@ -149,7 +152,7 @@ def check_positions(model: torch.nn.Module, lengths: Sequence[int]) -> None:
     limit = longest(model)
     if limit is None or lengths[-1] <= limit:
         return
-    said = f"lengths reach {lengths[-1]}, the model has {limit} positions"
+    said = f"lengths reach {lengths[-1]}, but the model has {limit} positions"
     if positions_are_learned(model):
         raise ValueError(said)
     warnings.warn(said, stacklevel=3)
@@ -169,7 +172,7 @@ def check_windows(turns: Sequence[Turn], lengths: Sequence[int]) -> dict[int, in
     for length in reversed(lengths):
         if len(parts[length]) < 2:
             raise ValueError(
-                f"calibration takes at least 2 windows of {length} tokens, got {found[length]}: "
-                f"give more text, or shorter lengths"
+                f"calibration needs at least 2 windows of {length} tokens, got "
+                f"{found[length]}: give more text, or shorter lengths"
             )
     return found

@@ -1,4 +1,4 @@
-"""Calibration: a fitted law, and what is known about each head's part of it."""
+"""The result of a calibration: a law, with the measurements of each head."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["STATUSES", "Calibration", "HeadCalibration"]
 
 #: What each status of a length means.
 STATUSES = {
-    "held": "within 5 % of the target under the law",
-    "missed": "further than 5 % from the target under the law",
-    "kept": "left as it is: without a law it differs from the target by noise, or by too little",
-    "impossible": "no row of so many keys can have the target",
-    "limited": "the factor is at its limit and the target not reached",
+    "held": "within 5 % of the target with the law",
+    "missed": "more than 5 % from the target with the law",
+    "kept": "unchanged: without a law its difference from the target is insignificant or below 1 %",
+    "impossible": "the target cannot be reached with this number of keys",
+    "limited": "the factor is at its limit and the target is not reached",
 }
 Numbers = tuple[float, ...]
 
@@ -76,7 +76,7 @@ class HeadCalibration:
 
 @dataclass(frozen=True)
 class Calibration(Law):
-    """What :func:`acutance.calibrate` finds: a law that can be applied and saved, and its reasons.
+    """The result of :func:`acutance.calibrate`: a law to apply and save, with its measurements.
 
     :meth:`Law.save` writes the law alone, :meth:`to_json` everything.
 
@@ -156,6 +156,6 @@ class Calibration(Law):
 
 #: What a table does where nothing was measured.
 BEYOND = (
-    "beyond the longest calibrated length each head's factor goes on by its fitted family, which "
-    "was not measured there; shorter rows than the shortest length have its factor"
+    "beyond the longest calibrated length each head's factor is extrapolated by its fitted "
+    "family, without measurement; rows shorter than the shortest length use its factor"
 )

@@ -24,7 +24,7 @@ __all__ = ["FittedLayer", "summarise"]
 
 @dataclass(frozen=True)
 class FittedLayer:
-    """What is known of one layer after the last pass.
+    """The results of one layer after the last pass.
 
     Attributes:
         name: of the module.

@@ -83,12 +83,12 @@ def check_lengths(
         found = ready or [longest >> step for step in (3, 2, 1, 0)]
         return tuple(sorted({n for n in found if n >= 2}))
     if not isinstance(lengths, list | tuple | range):
-        raise TypeError(f"lengths is a list of whole numbers, got {lengths!r}")
+        raise TypeError(f"lengths must be a list of whole numbers, got {lengths!r}")
     places = tuple(check_count("lengths", n, 2) for n in lengths)
     if not places or any(b <= a for a, b in itertools.pairwise(places)):
-        raise ValueError(f"lengths rise, and there is at least one, got {list(places)}")
+        raise ValueError(f"lengths must be ascending and not empty, got {list(places)}")
     if places[-1] > longest:
-        raise ValueError(f"lengths reach {places[-1]}, the longest batch has {longest} tokens")
+        raise ValueError(f"lengths reach {places[-1]}, but the longest batch has {longest} tokens")
     if ready and (lacking := [n for n in places if n not in batches]):
         raise ValueError(f"there are no windows of {lacking[0]} tokens, only of {ready}")
     return places
@@ -115,12 +115,12 @@ def batches_by_length(batches: AnyBatches) -> dict[int, list[AnyBatch]]:
         return ready
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise TypeError(
-            f"batches is a list of tensors (B, L) or of keywords for the model, got "
-            f"{type(batches).__name__}: put a single batch into a list"
+            "batches must be a list of tensors (B, L) or of keyword arguments for the model, "
+            f"got {type(batches).__name__}: put a single batch into a list"
         )
     found = list(batches)
     if not found:
-        raise ValueError("batches holds at least one batch, got none")
+        raise ValueError("batches must contain at least one batch, got none")
     for batch in found:
         _length(batch)
     return {0: found}
@@ -178,7 +178,7 @@ def digest(turns: Sequence[Turn]) -> str:
 
 
 def _pieces(batch: AnyBatch, length: int, pieces: int) -> tuple[AnyBatch, Tensor | None]:
-    """Windows of a batch, and which of them hold a token, None where all do."""
+    """The windows of a batch, and which of them contain tokens (None if all do)."""
     if isinstance(batch, Tensor):
         return _cut(batch, length, pieces), None
     whole, own = _length(batch), _rows(batch)
@@ -210,19 +210,20 @@ def _cut(tensor: Tensor, length: int, pieces: int) -> Tensor:
 
 
 def _tensor(batch: AnyBatch) -> Tensor:
-    """The tensor that says how many windows and tokens a batch has."""
+    """The tensor of a batch that gives its numbers of windows and tokens."""
     found: Any = batch
     if isinstance(batch, Mapping):
         named = [batch[name] for name in _FIRST if name in batch]
         found = next((part for part in (*named, *batch.values()) if isinstance(part, Tensor)), None)
     if not isinstance(found, Tensor):
         raise TypeError(
-            f"a batch is a tensor (B, L) or keywords for the model with such a tensor, got "
-            f"{type(batch).__name__}"
+            "a batch must be a tensor (B, L) or keyword arguments for the model with such a "
+            f"tensor, got {type(batch).__name__}"
         )
     if found.dim() < 2 or found.shape[0] < 1 or found.shape[1] < 2:
         raise ValueError(
-            f"a batch has windows first and at least 2 tokens second, got {tuple(found.shape)}"
+            "a batch must have windows in the first and at least 2 tokens in the second "
+            f"dimension, got {tuple(found.shape)}"
         )
     return found
 
@@ -302,7 +303,7 @@ def draw(
         whole = [piece for piece in pieces if len(piece) == length]
         if len(whole) < 2:
             raise ValueError(
-                f"calibration takes at least 2 windows of {length} tokens, and the text has "
+                f"calibration needs at least 2 windows of {length} tokens, but the text has "
                 f"{tokens} tokens: give more text, or shorter --lengths"
             )
         chosen = spread(len(whole), most or len(whole), seed)
@@ -347,8 +348,8 @@ def describe_samples(samples: Mapping[int, Sample]) -> str:
     if all(len(one.pieces) == one.whole for one in samples.values()):
         return f"reads every whole window of the text: {', '.join(parts)}"
     return (
-        f"reads windows spread over the text: {', '.join(parts)}; --windows changes their number, "
-        f"0 reads all"
+        f"reads windows spread over the text: {', '.join(parts)}; change their number with "
+        "--windows, 0 reads all"
     )
 
 

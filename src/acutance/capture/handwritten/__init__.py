@@ -1,1 +1,1 @@
-"""Attention written out by hand: from a softmax back to the products that made its scores."""
+"""Attention written with torch operations: trace a softmax back to the products of its scores."""

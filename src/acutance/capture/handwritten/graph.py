@@ -1,4 +1,4 @@
-"""How tensors were made of matrix products, and making them once more without."""
+"""How tensors were computed from matrix products, to recompute them with changed products."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class LineageError(ValueError):
-    """Scores were made in a way that cannot be run again."""
+    """Scores whose computation cannot be repeated."""
 
 
 Call: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -35,7 +35,7 @@ View: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """How a tensor was made, with the ones before it that were made of products.
+    """How a tensor was computed, with the earlier tensors that depend on products.
 
     Attributes:
         func: what made it.
@@ -80,7 +80,7 @@ class Fixed:
 
 
 def again(made: Made, known: dict[int, Any], version: Callable[[Tensor], Version]) -> Any:
-    """Run what made a tensor once more, from products at zero; each step once."""
+    """Recompute a tensor with its products set to zero; each step runs once."""
     if id(made) in known:
         return known[id(made)][0]
     if made.broken:
@@ -103,7 +103,7 @@ def _value(each: Any, known: dict[int, Any], version: Callable[[Tensor], Version
         return again(each, known, version)
     if isinstance(each, Fixed):
         if each.version != version(each.tensor):
-            raise LineageError("what its scores were made with was overwritten since")
+            raise LineageError("a tensor that its scores depend on was overwritten")
         return each.tensor
     if isinstance(each, dict):
         return {name: _value(part, known, version) for name, part in each.items()}
@@ -132,7 +132,7 @@ def after(first: View, then: View) -> View:
 
 
 def written_through(view: View, base: Tensor, value: Tensor) -> None:
-    """Write to a tensor what a view of it was made to be."""
+    """Record a write to a tensor through a view of it."""
     view(base).copy_(value)
 
 
@@ -145,5 +145,5 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def shares_memory(view: Any, base: Tensor) -> bool:
-    """Whether two tensors lie in one piece of memory."""
+    """Whether two tensors share the same storage."""
     return isinstance(view, Tensor) and storage_address(view) == storage_address(base) != 0

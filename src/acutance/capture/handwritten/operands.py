@@ -1,4 +1,4 @@
-"""The queries and keys of a matrix product that scores are made of."""
+"""The queries and keys of the matrix products that scores are computed from."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def einsum_terms(given: Sequence[Any]) -> tuple[list[str], list[Any], str] | Non
 
 
 def _of_einsum(given: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    unknown = f"which factor of its einsum is the queries is not known: {given[0]!r:.60}"
+    unknown = f"it is not known which factor of its einsum is the queries: {given[0]!r:.60}"
     terms = einsum_terms(given)
     if terms is None:
         raise ValueError(unknown)
@@ -101,7 +101,7 @@ def _of_einsum(given: Sequence[Any]) -> tuple[Tensor, Tensor]:
 
 
 def stand_for(pair: tuple[Tensor, Tensor], scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors as (B, Hq, L, E) and (B, H, S, E), for scores (B, Hq, L, S) made of them.
+    """The factors as (B, Hq, L, E) and (B, H, S, E), for scores (B, Hq, L, S).
 
     Raises:
         ValueError: if they do not have the sizes of the scores.
@@ -119,10 +119,10 @@ def stand_for(pair: tuple[Tensor, Tensor], scores: Tensor) -> tuple[Tensor, Tens
         four = part.unflatten(0, (batch, heads)) if three else part
         if four.dim() != 4 or four.shape[0] != batch or four.shape[2] != length:
             raise ValueError(
-                f"its scores have shape {tuple(scores.shape)} and a factor of their product "
-                f"{tuple(part.shape)}"
+                f"its scores have shape {tuple(scores.shape)}, but a factor of their product "
+                f"has {tuple(part.shape)}"
             )
         found.append(four)
     if found[0].shape[1] != heads or heads % found[1].shape[1]:
-        raise ValueError(f"its product has {found[0].shape[1]} heads of queries, not {heads}")
+        raise ValueError(f"its product has {found[0].shape[1]} heads of queries, expected {heads}")
     return found[0], found[1]

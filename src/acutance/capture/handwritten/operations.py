@@ -94,7 +94,7 @@ def target_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tens
 def why_not(
     plain: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], marked: list[Tensor]
 ) -> str:
-    """Why a function is not affine in what was made of products; empty if it is."""
+    """Why a function is not affine in the products; empty if it is."""
     if kwargs.get("out") is not None:
         return "are written to with out="
     if "dropout" in plain:
@@ -117,7 +117,7 @@ def is_shift(plain: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
 
 def _along_last(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a value is taken over the last dimension, or over everything."""
+    """Whether a function reduces over the last dimension or over everything."""
     scores = args[0] if args else kwargs.get("input")
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if not isinstance(scores, Tensor) or isinstance(dim, Tensor) or "other" in kwargs:
@@ -126,7 +126,7 @@ def _along_last(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_bound(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether scores are held above a value so low that only masked ones are."""
+    """Whether a clamp is so low that it affects only masked scores."""
     given = [*args[1:], *(kwargs.get(name) for name in ("other", "min", "max"))]
     bounds = [each for each in given if each is not None]
     if len(bounds) != 1:
@@ -152,7 +152,7 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 def owner_of_keys(name: str, args: Sequence[Any]) -> Tensor | None:
-    """The factor of a product that its last dimension comes from; None if that is not known.
+    """The factor of a product that its last dimension belongs to; None if unknown.
 
     Example:
         >>> queries, keys = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)

@@ -1,4 +1,4 @@
-"""What the product that takes attention weights says of their dimensions: keys, queries, heads.
+"""Keys, queries and heads among the dimensions of a softmax, from the product that uses it.
 
 The values have no dimension of queries. Where they come from a projection, a token's values hold
 its heads side by side, so that heads lie closer together in memory than keys do.
@@ -45,7 +45,7 @@ def layout_of(tensor: Tensor) -> Layout:
 def places_in_product(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor, result: Layout
 ) -> Places:
-    """Which dimensions of a softmax's result are queries and heads, by the product that takes it.
+    """The query and head dimensions of a softmax, from the product that uses it.
 
     Args:
         name: the product's.
@@ -151,7 +151,7 @@ def _by_strides(pair: Sequence[Any], step: int) -> list[Tensor]:
 
 
 def _label(term: str, operand: Tensor, step: int) -> str:
-    """The label of the dimension whose entries lie so far apart; empty if it has none."""
+    """The label of the dimension with this stride; empty if there is none."""
     before, dots, after = term.partition("...")
     missing = operand.dim() - len(before) - len(after)
     labels: list[str] = [*before, *([""] * missing if dots else []), *after]

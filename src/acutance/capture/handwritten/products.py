@@ -1,4 +1,4 @@
-"""What the scores of a hand-written softmax are made of: matrix products, and what is added.
+"""Trace the scores of a hand-written softmax to matrix products and added terms.
 
 A law multiplies the products alone. What they become on their way to the softmax (scaled, masked,
 moved, with a bias added) is followed as it happens, so that it can be run once more with every
@@ -92,7 +92,7 @@ class Lineage:
         self._written.clear()
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a function, and note what it makes of products.
+        """Run a function and record how its result depends on products.
 
         Args:
             func: any function of PyTorch.
@@ -120,7 +120,7 @@ class Lineage:
         return result
 
     def weights(self, tensor: Tensor) -> None:
-        """A softmax gave this tensor: what it is multiplied with makes no scores."""
+        """Register a softmax result: products with it are outputs, not scores."""
         self._mark(tensor, Made(torch.softmax, broken="go through softmax", weights=True))
 
     def is_active(self, scores: Tensor) -> bool:
@@ -143,7 +143,7 @@ class Lineage:
                 found: Tensor = again(made, {}, self._version)
                 return found.expand(scores.shape)
             except RuntimeError as error:
-                raise LineageError(f"its scores cannot be made again: {error}") from error
+                raise LineageError(f"its scores cannot be recomputed: {error}") from error
 
     def pairs(self, scores: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
         """Queries (..., L, E) and keys (..., S, E) of each product that went into scores.
@@ -180,14 +180,14 @@ class Lineage:
     def _multiply(
         self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run a matrix product; one that takes the weights of a softmax makes no scores."""
+        """Run a matrix product; one with attention weights gives no scores."""
         out = kwargs.get("out")
         factors = [each for each in tensors_of(args, kwargs) if each is not out]
         given = [self._known[id(each)][1] for each in factors if id(each) in self._known]
         if self._by_hand is not None:
             for each in given:
                 if each.broken == _BY_HAND and each.active:
-                    self._by_hand(f"its scores {_BY_HAND}, with no softmax that could be seen")
+                    self._by_hand(f"its scores {_BY_HAND}, without a softmax call")
         made, owner, weights = None, None, any(each.weights for each in given)
         if not weights:
             owner = owner_of_keys(name, args if name == "einsum" else factors)
@@ -210,7 +210,7 @@ class Lineage:
     def _noted(
         self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Made | None:
-        """How the result of a call is made, None where products end."""
+        """How the result of a call depends on products; None if it does not."""
         plain = plain_name(name)
         if any(word in plain for word in ENDS) or plain.endswith("_like") or plain[:4] == "new_":
             return None
@@ -237,7 +237,7 @@ class Lineage:
         reason = next((each.broken for each in given if each.broken and not each.shift), reason)
         reason = _by_hand(plain, given) or reason or why_not(plain, name, args, kwargs, marked)
         if not reason and made.steps > _STEPS:
-            reason = f"are made in more than {_STEPS} steps"
+            reason = f"are computed in more than {_STEPS} steps"
         if reason:
             return replace(made, broken=reason)
         if fixed and any(each.broken == _LOG for each in shifts):
@@ -263,7 +263,7 @@ class Lineage:
         factors: Sequence[Tensor],
         kwargs: Mapping[str, Any],
     ) -> Made:
-        """A product as the zeros that stand for it, or what ``baddbmm`` adds it to."""
+        """A product as zeros, or what ``baddbmm`` adds it to."""
         shape, dtype, device = result.shape, result.dtype, result.device
         active = not any(map(is_weight, factors if owner is None else [owner]))
         beta = kwargs.get("beta", 1)
@@ -309,7 +309,7 @@ class Lineage:
             return
         made = replace(made, part=part)
         if made.kept > max(_MEMORY * tensor.nbytes, _LEAST):
-            made = replace(made, args=(), kwargs={}, broken="are made of too many tensors")
+            made = replace(made, args=(), kwargs={}, broken="are computed from too many tensors")
         if args and isinstance(args[0], Tensor) and shares_memory(tensor, args[0]):
             view = viewing(made, args[1:], kwargs)
             known = self._known.get(id(args[0]))
@@ -352,7 +352,7 @@ class Lineage:
         return Fixed(tensor, self._version(tensor))
 
     def _kept(self, value: Any) -> Any:
-        """Arguments with what was made of products as :class:`Made`."""
+        """The arguments, with tensors that depend on products as :class:`Made`."""
         if isinstance(value, Tensor):
             made = self._of(value)
             return self._fixed(value) if made is None or made.shift else made
@@ -374,7 +374,7 @@ class Lineage:
 def _mixes(
     known: tuple[Any, Made, Version] | None, name: str, owner: Tensor, factors: Sequence[Tensor]
 ) -> bool:
-    """Whether parameters mix scores over heads: what comes out is affine in what they were."""
+    """Whether parameters mix scores over heads, which is affine in them."""
     others = [each for each in factors if each is not owner]
     if known is None or not known[1].active or not others or name == "baddbmm":
         return False

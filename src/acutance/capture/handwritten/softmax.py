@@ -1,4 +1,4 @@
-"""Attention written out by hand: a softmax whose result a matrix product then takes.
+"""Attention written with torch operations: a softmax followed by a matrix product.
 
 A softmax alone may be a gate, a mixture or a classifier. What makes it attention is a matrix
 product that sums over the dimension that was normalised, so a softmax waits here until one comes.
@@ -67,7 +67,7 @@ FEWEST = 3  # dimensions: routers and classifiers have two
 
 
 class Softmax:
-    """One softmax that no product has taken yet.
+    """A softmax that no product has used yet.
 
     Attributes:
         scores: what it was taken of, the dimension that was normalised last.
@@ -113,14 +113,14 @@ class Softmax:
         self.inplace = result.numel() > 0 and result.data_ptr() == scores.data_ptr()
 
     def passes(self, given: Tensor, result: Tensor) -> None:
-        """A function gave ``result`` for ``given``: a view, the same entry by entry, or neither."""
+        """Follow a softmax through a view or an elementwise function."""
         alike = given.shape == result.shape and given.stride() == result.stride()
         self.relaid |= not (alike or shares_memory(result, given))
 
     def note_product(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor
     ) -> None:
-        """A product takes it: note which dimension is which, where copies moved none."""
+        """Record which dimensions are which, for a product that uses a softmax."""
         if not self.relaid and len(self.layout) == 4:
             self.places = places_in_product(name, args, kwargs, weights, self.layout)
 
@@ -192,7 +192,7 @@ class Softmaxes:
         log: bool = False,
         why_not: str = "",
     ) -> None:
-        """A softmax, or its logarithm, was taken over a dimension, in this module.
+        """Register a softmax, or its logarithm, over a dimension in this module.
 
         Args:
             scores: of three dimensions or more.
@@ -248,7 +248,7 @@ class Softmaxes:
         self._waiting.clear()
 
     def finish(self) -> None:
-        """No product will come: a graph of gradients may keep results alive."""
+        """Drop softmaxes that no product used."""
         for softmax in {id(each): each for _, each in self._waiting.values()}.values():
             self._unused(softmax)
         self.clear()
@@ -277,7 +277,7 @@ class Softmaxes:
 
 
 def _gates(name: str, args: Sequence[Any], weights: Tensor) -> bool:
-    """Whether a multiplication makes weights a gate of values, where a mask would keep them."""
+    """Whether a multiplication turns weights into a gate of values, unlike a mask."""
     if name.strip("_").removeprefix("r").removeprefix("i") != "mul":
         return False
     others = [each for each in tensors_in(args) if each is not weights]
@@ -320,7 +320,7 @@ def _doubt(softmax: Softmax, weights: Tensor) -> str | None:
     dtypes = (weights.dtype, scores.dtype, softmax.dtype)
     tolerance = max(VERIFY_TOLERANCE.get(dtype, 1e-4) for dtype in dtypes)
     if difference > tolerance:
-        return f"its weights were changed by as much as {difference:.2g} after the softmax"
+        return f"its weights changed by up to {difference:.2g} after the softmax"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Reads a call of :func:`acutance.attention`, made by a model or told by its author."""
+"""Read calls of :func:`acutance.attention`, and those reported with :func:`acutance.tap`."""
 
 from __future__ import annotations
 

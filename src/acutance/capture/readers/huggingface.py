@@ -45,10 +45,10 @@ class Observer(Protocol):
     def observe(
         self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
     ) -> None:
-        """Record a call that took place."""
+        """Handle one attention call."""
 
     def unreadable(self, module: str, reason: str) -> None:
-        """List attention that took place and could not be read."""
+        """List attention that could not be read."""
 
     def muted(self) -> bool:
         """Whether the present code is inside a call that is being captured."""
@@ -58,10 +58,10 @@ class Observer(Protocol):
 
 
 class Changer(Protocol):
-    """May change the query of a call before it runs, and before any observer sees it."""
+    """Changes the query of a call before it runs and before observers see it."""
 
     def changed_query(self, call: InterfaceCall) -> Tensor | None:
-        """The query to use instead, None for the call's own."""
+        """The changed query; None to keep the call's."""
 
     def mute(self) -> Any:
         """Context in which the functions that the call uses are left alone."""
@@ -138,7 +138,7 @@ _KNOWN = {
     *("past_key_values", "past_key_value", "position_embeddings", "num_items_in_batch"),
     *("output_router_logits", "seq_idx"),
 }
-_PAGED = "paged attention keeps its keys in a cache of its own"
+_PAGED = "paged attention stores its keys in a separate cache"
 
 #: Open captures, innermost last, and open changes. The first of them to open wraps
 #: ``get_interface``, the last to close restores it.
@@ -157,7 +157,7 @@ def capture(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def change(changer: Changer) -> Iterator[None]:
-    """Let a changer have every query first, for the length of the context."""
+    """Let a changer change every query in the context."""
     with _among(_changers, changer):
         yield
 
@@ -279,12 +279,12 @@ def _of(result: Any) -> Tensor:
 
 
 def _keeps(implementation: str, kwargs: dict[str, Any]) -> str | None:
-    """Why a function's own result is needed, None if its output is all there is to it."""
+    """Why the function's own result is needed; None if only its output is."""
     kind = _base_name(implementation)
     if kind != "sdpa" and not uses_flash_masks(implementation):
-        return f"{kind} attention may return its weights, which only it forms"
+        return f"{kind} attention may return its weights, which only it computes"
     if kwargs.get("output_attentions"):
-        return "its weights are asked for"
+        return "its weights are requested"
     return None
 
 
@@ -351,7 +351,7 @@ def _mask(
     if not isinstance(mask, Tensor):
         if hasattr(mask, "mask_mod"):
             return {"attn_mask": _block_mask(mask, query, key)}
-        raise ValueError(f"an attention mask of type {type(mask).__name__} is not understood")
+        raise ValueError(f"an attention mask of type {type(mask).__name__} is not supported")
     if mask.dim() == 2:
         return {"key_mask": mask[:, :keys].bool()}
     mask = mask[..., :keys]
@@ -361,7 +361,7 @@ def _mask(
 
 
 def _block_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
-    """The boolean mask a flex BlockMask stands for."""
+    """The boolean mask equivalent to a flex BlockMask."""
     from torch.nn.attention.flex_attention import create_mask
 
     batch, heads = query.shape[0], query.shape[1]
@@ -421,7 +421,7 @@ def _flash(
 
 
 def _sinks(kind: str, given: dict[str, Any], module: Any) -> Tensor | None:
-    """Learned sinks; sdpa has no place for them, eager ones read their module's own."""
+    """Learned sinks: not supported by sdpa; eager functions read them from their module."""
     if kind == "sdpa":
         return None
     sinks = given.get("s_aux")
@@ -431,7 +431,7 @@ def _sinks(kind: str, given: dict[str, Any], module: Any) -> Tensor | None:
 
 
 def is_cross(name: str, module: Any = None) -> bool:
-    """Whether a module's queries are of another sequence than its keys, as far as it says."""
+    """Whether a module is known to be cross-attention."""
     if getattr(module, "is_cross_attention", False):
         return True
     last = name.lower().split(".")[-2:]

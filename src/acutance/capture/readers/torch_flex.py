@@ -1,4 +1,4 @@
-"""Reads FlexAttention: a score_mod becomes a bias, a BlockMask the mask that it stands for."""
+"""Read FlexAttention: score_mod becomes a bias, BlockMask a boolean mask."""
 
 from __future__ import annotations
 

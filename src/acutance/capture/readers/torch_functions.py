@@ -77,11 +77,11 @@ _KINDS: dict[Any, str] = {
 _KINDS |= {door: _KINDS[function] for door, function in ATTENTION_DOORS.items()}
 _OPERATORS = {OpOverload, OpOverloadPacket}
 #: Begins the reason of a softmax that is listed as not read.
-NO_PRODUCT = "no matrix product takes a softmax over the last dimension of"
+NO_PRODUCT = "no matrix product uses a softmax over the last dimension of"
 
 
 class FunctionObserver(Observer, Protocol):
-    """The observer of a :class:`FunctionCapture`; it also knows which module is running."""
+    """The observer of a :class:`FunctionCapture`; it also tracks the running module."""
 
     def noticed(self) -> None:
         """Note a call of a function that is or may be attention."""
@@ -98,7 +98,7 @@ class FunctionObserver(Observer, Protocol):
     def observe_scores(
         self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
     ) -> None:
-        """Record rows from their scores alone; ``doubt`` says what speaks against them."""
+        """Record rows from their scores; ``doubt`` gives a reason not to trust them."""
 
 
 @runtime_checkable
@@ -116,7 +116,7 @@ class ProductObserver(FunctionObserver, Protocol):
 
 
 class FunctionCapture(TorchFunctionMode):
-    """Sees every torch function called in its context, and records those that are attention."""
+    """A torch-function mode that records the attention calls in its context."""
 
     def __init__(self, observer: FunctionObserver) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class FunctionCapture(TorchFunctionMode):
         return output
 
     def saw(self, given: dict[str, Any], output: Tensor) -> None:
-        """Record a call that another probe provided, so that it never came by here."""
+        """Record a call that another probe provided, which this mode does not see."""
         if self.observer.muted():
             return
         name = self.observer.here()
@@ -216,9 +216,9 @@ class FunctionCapture(TorchFunctionMode):
     def _multi_head(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Watch the SDPA call inside; where weights are asked for there is none, so run once more.
+        """Watch the SDPA call inside, or run the call again if weights are requested.
 
-        The second run asks for no weights and drops nothing; its result is compared, not used.
+        The second run requests no weights and has no dropout; its result is only compared.
         """
         name = self.observer.here()
         if name is None:
@@ -242,7 +242,7 @@ class FunctionCapture(TorchFunctionMode):
             return None if output is None else as_given(output, call)
 
         if substitute is not None and given.get("need_weights", True):
-            reason = "its weights are asked for: call it with need_weights=False"
+            reason = "its weights are requested: call it with need_weights=False"
             substitute.provide(_refused, name, _refused, reason)
         with observer.mute(), watch_sdpa(instead=instead) as seen:
             result = func(*args, **kwargs)
@@ -254,7 +254,9 @@ class FunctionCapture(TorchFunctionMode):
             if not seen:
                 again, _ = run_again(func, given, seen)
                 if not dropping and not agree(again, result[0]):
-                    raise ValueError("multi-head attention gave another output when run again")
+                    raise ValueError(
+                        "multi-head attention returned a different output when run again"
+                    )
             return attention(seen[-1][0])
 
         whole = bool(seen) or not dropping  # the output compared is the one the model used
@@ -264,7 +266,7 @@ class FunctionCapture(TorchFunctionMode):
     def _operator(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """An operator called by its own name: SDPA's is read, kernels of attention are listed."""
+        """Handle an operator called directly: SDPA is read, other attention kernels are listed."""
         space, _, name = str(func).partition(".")
         plain = name.partition(".")[0] if space == "aten" else ""
         if plain == "scaled_dot_product_attention":
@@ -275,7 +277,7 @@ class FunctionCapture(TorchFunctionMode):
         if attends and "backward" not in name and space != "acutance":
             module = self.observer.running()
             if module is not None:
-                reason = f"{func} is called directly: tell what it computes with acutance.tap"
+                reason = f"{func} is called directly: report what it computes with acutance.tap"
                 self.observer.unreadable(module, reason)
         result = func(*args, **kwargs)
         if self._softmaxes:
@@ -289,7 +291,7 @@ class FunctionCapture(TorchFunctionMode):
         if func in NOISY:  # (logits, tau, hard, eps, dim)
             scores = args[0] if args else kwargs.get("logits")
             dim = kwargs.get("dim", args[4] if len(args) > 4 else -1)
-            why_not = f"{func.__name__} adds noise of its own to its scores"
+            why_not = f"{func.__name__} adds noise to its scores"
         else:
             scores, dim = scores_of(args, kwargs)
         version = version_of(scores)
@@ -321,7 +323,7 @@ class FunctionCapture(TorchFunctionMode):
         return self._lineage.call(func, args, kwargs)
 
     def _weighed(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
-        """A product took the softmax of these scores, of any rank."""
+        """Record the scores of a softmax that a matrix product used, of any rank."""
         name = self.observer.here()
         if name is None:
             return
@@ -371,7 +373,7 @@ class FunctionCapture(TorchFunctionMode):
         self.observer.observe_products(products.masked_fill(hidden, -torch.inf), query, key, name)
 
     def _unused(self, softmax: Softmax) -> None:
-        """A softmax came to nothing; of four dimensions it may still be meant as attention."""
+        """Handle a softmax that no product used: with four dimensions it may still be attention."""
         if softmax.log:  # log-probabilities that nobody exponentiates: of an output, not weights
             return
         shape = tuple(softmax.scores.shape)
@@ -399,7 +401,7 @@ class FunctionCapture(TorchFunctionMode):
 
 
 def _refused() -> Any:
-    """Reads and computes nothing: ``provide`` has a reason to refuse, and asks for neither."""
+    """Whether ``provide`` refuses a call, without reading or computing anything."""
     raise AssertionError("a call that is refused is not read")
 
 

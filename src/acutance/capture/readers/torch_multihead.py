@@ -39,7 +39,7 @@ _softmax: Callable[..., Tensor] = F.softmax
 
 @contextmanager
 def watch_sdpa(*, alone: bool = False, instead: _Instead | None = None) -> Iterator[_Calls]:
-    """Arguments and results of this thread's SDPA calls made through ``torch.nn.functional``.
+    """Arguments and results of this thread's SDPA calls through ``torch.nn.functional``.
 
     Args:
         alone: hide the calls from the contexts around this one.
@@ -68,7 +68,7 @@ def watch_sdpa(*, alone: bool = False, instead: _Instead | None = None) -> Itera
 
 @contextmanager
 def changing_sdpa(change: _Change) -> Iterator[_Calls]:
-    """Change the arguments of this thread's SDPA calls, as :func:`watch_sdpa` then sees them.
+    """Change the arguments of this thread's SDPA calls, in a way that :func:`watch_sdpa` sees.
 
     Inside a function that a mode handles no mode is active, so that only the name in
     ``torch.nn.functional`` is left to get between.
@@ -84,7 +84,7 @@ def changing_sdpa(change: _Change) -> Iterator[_Calls]:
 
 @contextmanager
 def changing_softmax(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Change the scores of this thread's softmaxes taken through ``torch.nn.functional``."""
+    """Change the scores of this thread's softmax calls through ``torch.nn.functional``."""
     global _changers, _softmax
     outer: tuple[Callable[[Tensor], Tensor], ...] = getattr(_thread, "scores", ())
     _thread.scores = (*outer, change)
@@ -110,11 +110,11 @@ def _changed(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class _Known(Exception):  # noqa: N818 - it is no error
-    """Raised to stop a call once the wanted arguments are known."""
+    """Raised to stop a call once its arguments are known."""
 
 
 def sdpa_instead(func: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of SDPA that multi-head attention would call if no weights were asked of it.
+    """The SDPA arguments that multi-head attention would use if no weights were requested.
 
     Args:
         func: ``F.multi_head_attention_forward``, which goes no further than that call.

@@ -112,7 +112,7 @@ def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
     """A jagged tensor (B, H, l, E) with zeros where a sequence has ended, and boolean (B, L)."""
     ragged = getattr(nested, "_ragged_idx", None)
     if not nested.is_nested or nested.layout is not torch.jagged or ragged != 2:
-        raise ValueError("of nested tensors only jagged ones, (B, H, lengths, E), are read")
+        raise ValueError("only jagged nested tensors are read, (B, H, lengths, E)")
     starts = nested.offsets()[:-1]  # type: ignore[attr-defined]
     lengths = nested.lengths()  # type: ignore[attr-defined]
     lengths = nested.offsets().diff() if lengths is None else lengths  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def refusal(given: Mapping[str, Any]) -> str | None:
-    """Why a call's output has to be the model's own, None if nothing speaks against another."""
+    """Why a call's output cannot be provided; None if it can."""
     nested = any(given[part].is_nested for part in ("query", "key", "value"))
     return "its tensors are nested" if nested else None
 
@@ -136,7 +136,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def as_given(output: Tensor, given: Mapping[str, Any]) -> Tensor:
-    """An output (B, Hq, L, Ev) with the dimensions that SDPA would give it."""
+    """An output (B, Hq, L, Ev) with the dimensions that SDPA would return."""
     parts = [given[part] for part in ("query", "key", "value")]
     rank = parts[0].dim()
     if rank == 4:
@@ -149,7 +149,7 @@ def as_given(output: Tensor, given: Mapping[str, Any]) -> Tensor:
 
 
 def four(tensor: Tensor) -> Tensor:
-    """Give an output of SDPA its four dimensions."""
+    """Expand an output of SDPA to four dimensions."""
     if tensor.is_nested:
         return _padded(tensor)[0]
     if tensor.dim() == 2:

@@ -54,7 +54,7 @@ class Run:
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed is a whole number from 0 to {MAX_SEED}, got {self.seed}")
+            raise ValueError(f"seed must be a whole number from 0 to {MAX_SEED}, got {self.seed}")
 
     @cached_property
     def generator(self) -> torch.Generator:

@@ -396,7 +396,7 @@ def load(path: str | os.PathLike[str]) -> Record:
     try:
         read = read_json(path)
         if (schema := read.pop("schema", None)) != SCHEMA:
-            raise ValueError(f"its schema is {schema!r:.60}, this version reads {SCHEMA}")
+            raise ValueError(f"its schema is {schema!r:.60}, but this version reads {SCHEMA}")
         for name in ("verdict", "as_expected"):  # judged anew
             read.pop(name, None)
         claims = read.get("claims")
@@ -430,14 +430,14 @@ class _StoredRow:
         """The row, whether it agrees judged by its claim alone."""
         predicted, value, error = map(_decode, (self.predicted, self.measured, self.error))
         if error < 0:
-            raise ValueError(f"a standard error is at least 0, got {error}")
+            raise ValueError(f"a standard error must be at least 0, got {error}")
         if self.samples < 0:
-            raise ValueError(f"a number of samples is at least 0, got {self.samples}")
+            raise ValueError(f"a number of samples must be at least 0, got {self.samples}")
         measured = Estimate(value, error, self.samples, self.skewness)
         if not self.claim:
             return seen(self.quantity, measured, self.condition)
         if self.claim not in claims:
-            raise ValueError(f"a row is of the claim {self.claim!r:.60}, which is not there")
+            raise ValueError(f"a row refers to claim {self.claim!r:.60}, which does not exist")
         claim = claims[self.claim]
         bound = self.condition.get(claim.bound) if claim.bound else 0
         words = isinstance(bound, str) and bound not in ("inf", "-inf")
@@ -487,5 +487,5 @@ def _encode(value: Any) -> Any:
 def _decode(value: float | str) -> float:
     """A number, be it text because it is not finite."""
     if isinstance(value, str) and value not in ("inf", "-inf", "nan"):
-        raise ValueError(f"a number is one, or inf, -inf or nan, got {value!r:.60}")
+        raise ValueError(f"a number must be a float, inf, -inf or nan, got {value!r:.60}")
     return float(value)

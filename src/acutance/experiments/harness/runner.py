@@ -42,7 +42,7 @@ def pick(names: Sequence[str], experiments: Mapping[str, Experiment]) -> list[Ex
     """The experiments of these names, each once, in their own order; all if there is no name.
 
     Raises:
-        ValueError: if there is none of a name; it says which is nearest.
+        ValueError: if there is not one of a name; it says which is nearest.
     """
     for name in names:
         if name not in experiments:
@@ -138,8 +138,8 @@ def run(
             plot_style.new_figure("")  # fails here rather than after a measurement
         except ImportError as error:
             raise ImportError(
-                'figures need matplotlib; install it with: pip install "acutance[plots]", '
-                "or leave them out: --no-figures, in Python figures=False"
+                'figures need matplotlib; install it with: pip install "acutance[plots]", or '
+                "skip them with --no-figures (in Python, figures=False)"
             ) from error
     experiments = list(experiments)
     for experiment in experiments:
@@ -192,9 +192,9 @@ def check_others(
             continue
         if record.seed != seed or (quick and not record.quick):
             raise ValueError(
-                f"{path} is a record of {named(record.quick, record.seed)}, and this run is of "
-                f"{named(quick, seed)}: write to another directory, or replace it with --force, in "
-                "Python force=True"
+                f"{path} is a record of {named(record.quick, record.seed)}, but this run is "
+                f"for {named(quick, seed)}: write to another directory, or replace it with "
+                "--force (in Python, force=True)"
             )
 
 

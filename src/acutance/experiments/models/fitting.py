@@ -149,6 +149,7 @@ def _save(
     identity: dict[str, Any],
     step: int,
 ) -> None:
+    """Write a training checkpoint atomically."""
     state = {
         "identity": identity,
         "step": step,

@@ -47,7 +47,7 @@ def files(part: Part, folder: Path | None = None) -> list[Path]:
         FileNotFoundError: if there is no source file, as where the library is one zip file.
     """
     if part not in ("training", "held out"):
-        raise ValueError(f"part is 'training' or 'held out', got {part!r}")
+        raise ValueError(f"part must be 'training' or 'held out', got {part!r}")
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
     found = [
         path

@@ -50,8 +50,8 @@ def directory(seed: int = 0) -> Path:
     """
     if seed not in SEEDS:
         raise ValueError(
-            f"the decoder that comes with acutance has seed {', '.join(map(str, SEEDS))}, "
-            f"got {seed!r}: tools/train_decoder.py trains others"
+            f"the bundled decoder has seed {', '.join(map(str, SEEDS))}, got {seed!r}: train "
+            "others with tools/train_decoder.py"
         )
     return Path(str(importlib.resources.files("acutance.data"))) / "decoder" / f"seed{seed}"
 
@@ -161,11 +161,12 @@ def configuration() -> LlamaConfig:
 
 
 def _transformers() -> Any:
+    """The transformers package; raises with installation instructions if it is missing."""
     try:
         import transformers
     except ImportError as error:
         raise ImportError(
-            "acutance.reproduce.decoder() is a transformers model; "
-            'install it with: pip install "acutance[hf]"'
+            "acutance.reproduce.decoder() needs transformers; install it with: pip install "
+            '"acutance[hf]"'
         ) from error
     return transformers

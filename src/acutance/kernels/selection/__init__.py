@@ -104,7 +104,7 @@ class Selection:
         return tuple(self.choice(dtype, name) for dtype in DTYPE_CODES for name in PASSES)
 
     def complete(self) -> None:
-        """Time what was not timed yet, unless the environment says what runs."""
+        """Time what has not been timed yet, unless the environment selects a kernel."""
         if self.library.named is None and mode() != "never":
             for dtype in DTYPE_CODES:
                 if dtype not in self.times:
@@ -129,7 +129,7 @@ class Selection:
             )
 
     def measure(self, dtype: str) -> None:
-        """Time the kernels for a dtype, choose, and keep the times."""
+        """Time the kernels for a dtype, choose the fastest, and store the times."""
         library = self.library
         times: dict[str, dict[str, float]] = {}
         for name in PASSES:
@@ -163,7 +163,7 @@ def _most_queries(native: float, few: float, many: float) -> float:
 
 
 def _time_blocked() -> dict[str, float]:
-    """Seconds of CPU of the plain PyTorch kernel, by number of queries; empty where it is seen."""
+    """CPU seconds of the plain PyTorch kernel, by number of queries; empty if it is observed."""
     if not unobserved():
         return {}
     keys = _SHAPES["forward"][1]
@@ -172,7 +172,7 @@ def _time_blocked() -> dict[str, float]:
 
 
 class _Watch:
-    """Counts the work that the library is given, and has a dtype timed once it is enough."""
+    """Counts the library's work, and times the kernels of a dtype after enough work."""
 
     _head = struct.Struct("=9q")  # abi, dtype, batch, heads, group, queries, keys, two widths
 
@@ -196,6 +196,7 @@ class _Watch:
         return status
 
     def _count(self, call: bytes) -> None:
+        """Add the work of a call, and time the kernels once a dtype has done enough."""
         _, code, *sizes, width, values = self._head.unpack_from(call)
         self._calls += 1
         self._work[code] += math.prod(sizes) * (width + values)
@@ -217,14 +218,16 @@ class _Watch:
 
 
 def mode() -> str:
-    """What :data:`MEASURE_VARIABLE` says.
+    """The value of the environment variable :data:`MEASURE_VARIABLE`.
 
     Raises:
         ValueError: if it says something else than ``auto``, ``never`` or ``again``.
     """
     said = os.environ.get(MEASURE_VARIABLE) or "auto"
     if said not in ("auto", "never", "again"):
-        raise ValueError(f"{MEASURE_VARIABLE} is one of 'auto', 'never', 'again', got {said!r}")
+        raise ValueError(
+            f"{MEASURE_VARIABLE} must be one of 'auto', 'never', 'again', got {said!r}"
+        )
     return said
 
 

@@ -1,4 +1,4 @@
-"""Measured times of the native kernels, kept on disk from one process to the next.
+"""Measured times of the native kernels, cached on disk.
 
 One small file for each processor, library and torch. A file that is damaged, of another machine or
 not to be read is no file; one that cannot be written is not written. Processes that measure at the
@@ -82,7 +82,7 @@ def cache_file(library: Library) -> Path | None:
 
 
 def read(library: Library) -> Times | None:
-    """The times kept for this machine and build, or None."""
+    """The cached times for this machine and build, or None."""
     path = cache_file(library)
     if path is None:
         return None
@@ -114,7 +114,7 @@ def _checked(seconds: Any) -> Times:
 
 
 def write(library: Library, times: Times) -> None:
-    """Keep times for the next process; nothing happens where that is not possible."""
+    """Cache the times; errors are ignored."""
     path = cache_file(library)
     if path is None:
         return

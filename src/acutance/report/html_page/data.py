@@ -84,6 +84,7 @@ def _packed(
     head_classes: list[tuple[HeadClass, ...]],
     level: Level,
 ) -> str:
+    """The arrays of the page as base64 text, at a precision level."""
     packer = Packer()
     parts = {
         "mean": summary.moments.mean.masked_fill(summary.moments.count == 0, math.nan),

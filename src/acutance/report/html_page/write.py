@@ -39,7 +39,7 @@ class Report:
         >>> with acutance.probe(layer) as probe:
         ...     _ = layer(*[torch.zeros(1, 4, 8)] * 3)
         >>> Report.of(probe.summary())
-        Report of 0.4 MB: show it in a notebook, or write it with save(path)
+        Report (0.4 MB): display it in a notebook, or write it with save(path)
     """
 
     html: str
@@ -63,7 +63,7 @@ class Report:
 
     def __repr__(self) -> str:
         size = len(self.html.encode()) / 1e6
-        return f"Report of {size:.1f} MB: show it in a notebook, or write it with save(path)"
+        return f"Report ({size:.1f} MB): display it in a notebook, or write it with save(path)"
 
 
 def write_html(

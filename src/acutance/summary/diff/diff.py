@@ -61,8 +61,8 @@ def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bo
     metrics = tuple(name for name in left.summary.metrics if name in right.summary.metrics)
     if not metrics:
         raise ValueError(
-            f"the two states share no metric: one has {', '.join(left.summary.metrics)}, the other "
-            f"{', '.join(right.summary.metrics)}"
+            "the two states have no metric in common: one has "
+            f"{', '.join(left.summary.metrics)}, the other {', '.join(right.summary.metrics)}"
         )
     keys = None
     if equal_n:
@@ -193,8 +193,8 @@ def take_at_equal_n(
     for which, side, chosen in zip(("first", "second"), sides, rows, strict=True):
         if side.summary.profile is None:
             raise ValueError(
-                f"the {which} state does not say how its rows change with n: it is of an older "
-                "version; probe the model again"
+                f"the {which} state does not record how metrics depend on n, because an older "
+                "version wrote it: probe the model again"
             )
         profiles.append(_part(side.summary.profile, chosen, _columns(side, metrics)))
     octaves = max(profile.octaves for profile in profiles)
@@ -207,8 +207,8 @@ def take_at_equal_n(
             f"{float(n.min()):.0f} to {float(n.max()):.0f}" if n.numel() else "no" for n in seen
         ]
         raise ValueError(
-            f"the two states share no number of keys: rows see {spans[0]} in one and {spans[1]} in "
-            "the other, by octaves"
+            f"the two states have no number of keys in common: by octaves, rows see {spans[0]} "
+            f"keys in one and {spans[1]} in the other"
         )
     shared = near[:, None] & (one.count > 0) & (other.count > 0)
     weight = torch.where(shared, torch.minimum(one.count, other.count), 0).double()

@@ -71,7 +71,7 @@ def match(one: HeadSummary, other: HeadSummary) -> Matched:
                 rows[1].append(starts[1][right] + theirs[head])
     if not places:
         raise ValueError(
-            f"the two states share no head: one has {_named(one.layers)}, the other "
+            f"the two states have no head in common: one has {_named(one.layers)}, the other "
             f"{_named(other.layers)}"
         )
     return Matched(
@@ -164,7 +164,7 @@ class Side:
         if isinstance(source, State):
             return Side(source.summary, source.run)
         if not isinstance(source, HeadSummary):
-            raise TypeError(f"diff compares summaries or states, got {type(source).__name__}")
+            raise TypeError(f"diff needs summaries or states, got {type(source).__name__}")
         return Side(source)
 
     def fact(self, name: str, setting: str = "") -> Any:
@@ -180,12 +180,12 @@ def warnings(one: Side, other: Side, matched: Matched, *, equal_n: bool = False)
     kinds = [side.get("architecture", side.get("model")) for side in about]
     if _differ(*kinds):
         yield (
-            f"The models are of different kinds, {_describe(kinds[0])} and {_describe(kinds[1])}: "
-            "heads of the same number need not do the same."
+            f"The models are of different kinds, {_describe(kinds[0])} and "
+            f"{_describe(kinds[1])}: heads with the same number need not correspond."
         )
     if matched.by_order:
         yield (
-            "No module has the same name in both, so layers are matched by their order, which may "
+            "No module has the same name in both, so layers are matched by order, which may "
             "be wrong."
         )
     models, texts = _pair(one, other, "model"), _texts(one, other)
@@ -194,21 +194,24 @@ def warnings(one: Side, other: Side, matched: Matched, *, equal_n: bool = False)
     lengths = (one.fact("window_length", "length"), other.fact("window_length", "length"))
     keys = _keys(one.summary, other.summary, matched)
     if _differ(*lengths) and equal_n:
-        yield f"Windows are of {lengths[0]} and {lengths[1]} tokens; rows of as many keys compare."
+        yield (
+            f"The window lengths differ ({lengths[0]} and {lengths[1]} tokens); rows with the "
+            "same number of keys are comparable."
+        )
     elif _differ(*lengths):
         yield (
-            f"Windows are of {lengths[0]} and {lengths[1]} tokens: entropy, information and "
-            "effective keys change with the number of keys even where a head does not; "
-            f"normalized_entropy compares best{_or_equal_n(one, other)}."
+            f"The window lengths differ ({lengths[0]} and {lengths[1]} tokens): entropy, "
+            "information and effective keys change with the number of keys even if a head "
+            f"does not. Compare normalized_entropy{_or_equal_n(one, other)}."
         )
     elif keys is not None and not equal_n:
         yield (
-            f"Rows see {keys[0]:.4g} and {keys[1]:.4g} keys on average: metrics that depend on n "
-            "change with it even where a head does not."
+            f"Rows see {keys[0]:.4g} and {keys[1]:.4g} keys on average: metrics that depend on "
+            "n differ even if a head does not."
         )
     if _differ(*models) and (texts is not None or _differ(*lengths)):
         what = "text" if texts is not None else "length"
-        yield f"Model and {what} differ: a change cannot be put down to one of them."
+        yield f"Model and {what} differ, so changes cannot be attributed to one of them."
     for name, label in _SETTINGS.items():
         pair = (one.fact(name), other.fact(name))
         if _differ(*pair):
@@ -245,12 +248,13 @@ def _texts(one: Side, other: Side) -> str | None:
     digests = (settings[0].get("text"), settings[1].get("text"))
     if _differ(*names):
         return (
-            f"They read different texts, {_describe(names[0])} and {_describe(names[1])}: "
-            "a part of each change may be due to the texts."
+            f"They read different texts, {_describe(names[0])} and {_describe(names[1])}: part "
+            "of each change may be due to the text."
         )
     if same_cut and _differ(*digests):
         return (
-            "They read different texts or other tokens of one: a part of each change may be that."
+            "They read different texts or different tokens of the same text: part of each "
+            "change may be due to that."
         )
     return None
 
@@ -290,10 +294,7 @@ def _shared_windows(one: Side, other: Side) -> Iterator[str]:
         for other_start, other_stop in other.run.done
     )
     if both:
-        yield (
-            f"Both are of one run, and {both} of its windows are in both: what they share shows no "
-            "change."
-        )
+        yield f"Both belong to one run and share {both} windows, which show no change."
 
 
 def _differ(one: Any, other: Any) -> bool:

@@ -22,11 +22,13 @@ __all__ = ["CONFIDENCE", "ORDER", "VERDICTS", "Diff", "HeadChange", "LayerChange
 SCHEMA = "acutance.diff/1"
 Verdict = Literal["moved", "unclear", "within noise", "equal"]
 VERDICTS: dict[str, str] = {
-    "moved": "the change is larger than another text of the same kind would make it",
-    "unclear": "larger than if all rows were independent, but how much sequences differ is not "
-    "known well enough to say more",
-    "within noise": "no larger than another text of the same kind could make it",
-    "equal": "the same but for rounding",
+    "moved": "the change is larger than that from choosing another text of the same kind",
+    "unclear": (
+        "larger than for independent rows, but the variation between sequences is not known "
+        "well enough to say more"
+    ),
+    "within noise": "no larger than the change from choosing another text of the same kind",
+    "equal": "no change except rounding",
 }
 #: Verdicts by what ``Diff.verdicts`` holds.
 ORDER: tuple[Verdict, ...] = ("equal", "within noise", "unclear", "moved")
@@ -278,6 +280,7 @@ class Diff:
 
 
 def _layer(metric: str, heads: list[HeadChange]) -> LayerChange:
+    """The mean change of one layer's heads."""
     judged = [head for head in heads if head.verdict is not None]
 
     def mean(values: list[float]) -> float:

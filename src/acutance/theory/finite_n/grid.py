@@ -97,16 +97,17 @@ class Grid:
         """Raise ValueError if the scores have no mean within float64."""
         if not self.has_mean:
             raise ValueError(
-                f"family: the mean of {self.name} is infinite, or carried by scores beyond float64,"
-                f" which rules out {what}"
+                f"family: the mean of {self.name} is infinite, or dominated by scores beyond "
+                f"float64, so {what} cannot be computed"
             )
 
     def require_tail(self, n: float) -> None:
         """Raise ValueError if the largest of n scores may lie beyond the cells."""
         if not n * expit(-self.end) < _MISSED:
             raise ValueError(
-                f"n: quantiles of {self.name} are known up to probability {expit(-self.end):.1g}"
-                f" of a larger score, too few for the largest of n, got n={n:g}"
+                f"n: quantiles of {self.name} are known only up to probability "
+                f"{expit(-self.end):.1g} of a larger score, which does not suffice for the "
+                f"largest of n, got n={n:g}"
             )
 
 
@@ -144,11 +145,14 @@ def grid(family: Family) -> Grid:
 
 
 def _grid(family: Family) -> Grid:
+    """The quadrature grid of a family, refined until each cell is resolved."""
     lower, upper = family.offset(np.array([-1.1, 1.1]))
     unit = max(float(upper - lower), family.rounding(), 1e-290)
     ends, resolved = zip(*(_reach(family, side, unit) for side in (-1, 1)), strict=True)
     if min(-ends[0], ends[1]) < _CELL:
-        raise ValueError(f"family: scores stay below {_LARGEST:g} in size, got {family}")
+        raise ValueError(
+            f"family: scores must stay below {_LARGEST:g} in absolute value, got {family}"
+        )
     below, above = np.arange(ends[0], 0.0, _CELL), np.arange(0.0, ends[1] + 1, _CELL)
     edges = np.concatenate([below, above])
     start, stop = edges[:-1], edges[1:]

@@ -192,7 +192,7 @@ def expected_power_sum(
         Derrida (1981), Phys. Rev. B 24, 2613.
     """
     if np.ndim(k) != 0 or not 1 <= k <= 1000:
-        raise ValueError(f"k: the power is one number between 1 and 1000, got k={k}")
+        raise ValueError(f"k: the power must be one number between 1 and 1000, got k={k}")
     power = float(k)
     return expectation(partial(expected_power, k=power), n, gamma, family, parameter)
 
@@ -270,6 +270,7 @@ def expected_weighted_mean(
 
 @lru_cache(maxsize=1024)
 def _expected_entropy(n: float, gamma: float, family: Family) -> float:
+    """Expected entropy of n independent logits, as one quadrature."""
     if gamma == 0 or n == 1:
         return math.log(n)
     row, scale = (
@@ -292,6 +293,7 @@ def _expected_logsumexp(n: float, gamma: float, family: Family) -> float:
 
 
 def _expected_mean(n: float, gamma: float, family: Family) -> float:
+    """Expected weighted mean of n independent logits."""
     cells = grid(family)
     cells.require_mean("the weighted mean and log Z")
     if gamma == 0 or n == 1:
@@ -331,8 +333,8 @@ def expected_power(n: float, gamma: float, family: Family, k: float) -> float:
     rare = n * expit(-cells.end) * expit(gap - math.log(n - 1)) ** k if n > 2 else 0.0
     if rare > _RARE * value:
         raise ValueError(
-            f"k: this power of the weights is that of rows with scores beyond the known quantiles"
-            f" of {family}, got k={k:g} with n={n:g} and gamma={gamma:g}"
+            "k: this power of the weights is dominated by scores beyond the known quantiles "
+            f"of {family}, got k={k:g} with n={n:g} and gamma={gamma:g}"
         )
     return value
 
@@ -341,8 +343,8 @@ def _within(value: float, least: float, most: float, gamma: float, family: Famil
     """Clip rounding errors at the bounds; ValueError for a value further outside."""
     if not least * (1 - 1e-8) <= value <= most * (1 + 1e-8):
         raise ValueError(
-            f"gamma: at this scale the gaps that matter are below what float64 resolves of the"
-            f" scores of {family}, got gamma={gamma:g}"
+            "gamma: at this scale the relevant gaps are below the float64 resolution of the "
+            f"scores of {family}, got gamma={gamma:g}"
         )
     return min(max(value, least), most)
 

@@ -135,6 +135,7 @@ class RowQuadrature:
     def _add_narrow(
         self, y: Array, sums: Array, values: Callable[[Array, Array, Array], list[Array]]
     ) -> None:
+        """Add the contribution of scores within reach of the kernels."""
         logits = self.gamma * self.scores
         mass = np.concatenate([[0.0], np.cumsum(self.weights)])
         mass_above = np.concatenate([np.cumsum(self.weights[::-1])[::-1], [0.0]])
@@ -162,6 +163,7 @@ class RowQuadrature:
     def _add_wide(
         self, y: Array, sums: Array, values: Callable[[Array, Array, Array], list[Array]]
     ) -> None:
+        """Add the contribution of wide cells, out of or partly within reach of the kernels."""
         low, high = self.wide.T
         # Scores out of the kernels' reach from each y: whole cells, and a part of one.
         end = y - self.panels[-1]

@@ -225,6 +225,7 @@ def _effective_keys(n: float, gamma: float, family: Family) -> float:
 
 @lru_cache(maxsize=1024)
 def _sparsity(n: float, gamma: float, family: Family) -> float:
+    """Expected sparsity of n independent logits."""
     if n == 1 or gamma == 0:
         return 1.0
     row = _doubled(n, gamma, family)
@@ -238,6 +239,7 @@ def _sparsity(n: float, gamma: float, family: Family) -> float:
 
 @lru_cache(maxsize=1024)
 def _varentropy(n: float, gamma: float, family: Family) -> float:
+    """Expected varentropy of n independent logits."""
     if n == 1 or gamma == 0:
         return 0.0
 
@@ -251,6 +253,7 @@ def _varentropy(n: float, gamma: float, family: Family) -> float:
 
 @lru_cache(maxsize=1024)
 def _jacobian_fro2(n: float, gamma: float, family: Family) -> float:
+    """Expected squared Frobenius norm of the softmax Jacobian."""
     if n == 1:
         return 0.0
     if gamma == 0:

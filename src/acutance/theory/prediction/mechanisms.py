@@ -158,10 +158,12 @@ def predict(
     }  # fmt: skip
     if mechanism not in PREDICTED_MECHANISMS:
         known = ", ".join(f'"{name}"' for name in PREDICTED_MECHANISMS)
-        raise ValueError(f"mechanism: one of {known}, got {mechanism!r}")
+        raise ValueError(f"mechanism: must be one of {known}, got {mechanism!r}")
     entry = PREDICTED_MECHANISMS[mechanism]
-    keys = _number("n", n, 1.0, "the number of keys is finite and at least 1")
-    variance = _number("value_variance", value_variance, 0.0, "a variance is finite and at least 0")
+    keys = _number("n", n, 1.0, "the number of keys must be finite and at least 1")
+    variance = _number(
+        "value_variance", value_variance, 0.0, "a variance must be finite and at least 0"
+    )
     for name, value in arguments.items():
         if value is not None and name not in entry.takes:
             raise ValueError(
@@ -205,26 +207,32 @@ def _softmax(
     rho: float | None = None,
     a: float | None = None,
 ) -> _Case:
+    """The formulas of a row of softmax weights."""
     law = as_family(family, d=d, rho=rho, a=a)
     mean, variance = score_moments(law)
     if (logit_std is None) == (scale is None):
         raise ValueError(
-            f'logit_std, scale: "{mechanism}" takes one of the two, got logit_std={logit_std!r} and'
-            f" scale={scale!r}"
+            f'logit_std, scale: "{mechanism}" needs exactly one of the two, got '
+            f"logit_std={logit_std!r} and scale={scale!r}"
         )
     if logit_std is not None:
         deviation = _deviation(logit_std)
         if math.isnan(variance):
             raise ValueError(
-                f"logit_std: the scores' law {law} has no variance within float64; give scale"
+                f"logit_std: the scores' distribution {law} has no variance within float64; "
+                "give scale"
             )
         gamma = deviation / math.sqrt(variance)
     else:
-        gamma = _number("scale", scale, 0.0, "the scale of the logits is finite and at least 0")
+        gamma = _number(
+            "scale", scale, 0.0, "the scale of the logits must be finite and at least 0"
+        )
     shift = 0.0
     if logit_mean is not None:
         if math.isnan(mean):
-            raise ValueError(f"logit_mean: the scores' law {law} has no mean within float64")
+            raise ValueError(
+                f"logit_mean: the scores' distribution {law} has no mean within float64"
+            )
         shift = _mean(logit_mean) - gamma * mean
     arguments = {"d": d, "rho": rho, "a": a, "logit_mean": logit_mean}
     parameters = {"family": family, "logit_std" if isinstance(law, Gaussian) else "scale": gamma}
@@ -241,11 +249,12 @@ def _dot(
     scale: float | None = None,
     query_norm: float | None = None,
 ) -> _Case:
-    dimension = _needed(mechanism, "d", d, 1.0, "the dimension is finite and at least 1")
+    """The formulas of dot products with Gaussian keys."""
+    dimension = _needed(mechanism, "d", d, 1.0, "the dimension must be finite and at least 1")
     usual = 1.0 if mechanism == "dot" else dimension**-0.5
-    factor = _number("scale", usual if scale is None else scale, 0.0, "a scale is at least 0")
+    factor = _number("scale", usual if scale is None else scale, 0.0, "a scale must be at least 0")
     norm = math.sqrt(dimension) if query_norm is None else query_norm
-    norm = _number("query_norm", norm, 0.0, "a length is finite and at least 0")
+    norm = _number("query_norm", norm, 0.0, "a length must be finite and at least 0")
     parameters = {"d": dimension, "scale": factor, "query_norm": norm}
     return _row(n, factor * norm, as_family("gaussian"), 0.0, value_variance, parameters)
 
@@ -258,8 +267,9 @@ def _cosine(
     tau: float | None = None,
     d: float | None = None,
 ) -> _Case:
-    dimension = _needed(mechanism, "d", d, 2.0, "the dimension is finite and at least 2")
-    rule = "the temperature is finite and greater than 0"
+    """The formulas of a softmax of cosines."""
+    dimension = _needed(mechanism, "d", d, 2.0, "the dimension must be finite and at least 2")
+    rule = "the temperature must be finite and greater than 0"
     temperature = _needed(mechanism, "tau", tau, 1e-300, rule)
     law = as_family("cosine", d=dimension)
     parameters = {"tau": temperature, "d": dimension}
@@ -274,6 +284,7 @@ def _row(
     value_variance: float,
     parameters: dict[str, Any],
 ) -> _Case:
+    """Exact and population formulas of a softmax row."""
     return _Case(
         softmax_formulas(n, gamma, law, shift, value_variance),
         softmax_population(n, gamma, law, shift, value_variance),
@@ -289,7 +300,8 @@ def _normal_scores(
     logit_std: float | None = None,
     logit_mean: float | None = None,
 ) -> _Case:
-    rule = "the deviation of the scores is finite and greater than 0"
+    """The formulas of squared ReLU or signed weights of normal scores."""
+    rule = "the deviation of the scores must be finite and greater than 0"
     deviation = _needed(mechanism, "logit_std", logit_std, 1e-300, rule)
     mean = _mean(0.0 if logit_mean is None else logit_mean)
     if mechanism == "relu2":
@@ -315,19 +327,20 @@ def _linear(
     Sigma: ArrayLike | None = None,
     sigma: float | None = None,
 ) -> _Case:
+    """The formulas of linear attention from means and covariances of key features."""
     if q is None or mu is None or (Sigma is None) == (sigma is None):
         missing = [name for name, value in (("q", q), ("mu", mu)) if value is None]
         named = ", ".join(missing) or "Sigma, sigma"
-        raise ValueError(f'{named}: "{mechanism}" takes q, mu and one of Sigma and sigma')
+        raise ValueError(f'{named}: "{mechanism}" needs q, mu and one of Sigma and sigma')
     query = np.asarray(q, np.float64)
     if query.ndim != 1:
-        raise ValueError(f"q: the features of one query have shape (d,), got {query.shape}")
+        raise ValueError(f"q: the features of one query must have shape (d,), got {query.shape}")
     if sigma is None:
         assert Sigma is not None
         value = float(sparsity_linear(query, mu, Sigma))
         mean = float(query @ np.asarray(mu, np.float64))
     else:
-        rule = "beside sigma it is one number, the mean of every key component"
+        rule = "beside sigma it must be one number, the mean of every key component"
         component = _number("mu", mu, -math.inf, rule)
         value = float(sparsity_linear_iid(query, component, sigma))
         mean = float(query.sum()) * component
@@ -338,7 +351,7 @@ def _linear(
 
 
 def _decay(mechanism: str, n: float, value_variance: float, *, lam: float | None = None) -> _Case:
-    rule = "a decay is above 0 and at most 1"
+    rule = "a decay must be above 0 and at most 1"
     factor = _needed(mechanism, "lam", lam, 1e-300, rule, 1.0)
     return _Case(
         decay_formulas(n, factor, value_variance),
@@ -350,12 +363,13 @@ def _decay(mechanism: str, n: float, value_variance: float, *, lam: float | None
 def _trained_head(
     mechanism: str, n: float, value_variance: float, **numbers: float | None
 ) -> _Case:
+    """The formulas of a trained head from its four numbers."""
     keys = _number("n", n, 3.0, "a trained head has a first key and at least two others")
     numbers.setdefault("first_gap_std", 0.0)
-    rule = "a deviation or a Jensen gap is finite and at least 0"
+    rule = "a deviation or a Jensen gap must be finite and at least 0"
     given = {
         name: _needed(mechanism, name, numbers.get(name), *(
-            (-math.inf, "the log-odds are finite") if name == "first_gap" else (0.0, rule)
+            (-math.inf, "the log-odds must be finite") if name == "first_gap" else (0.0, rule)
         ))
         for name in HEAD_NUMBERS
     }  # fmt: skip
@@ -379,13 +393,14 @@ PREDICTED_MECHANISMS: dict[str, _Mechanism] = {
 
 
 def _wanted(metrics: Iterable[str] | None) -> set[str]:
+    """The requested metric names, all if None; raises for an unknown one."""
     if metrics is None:
         return set(NAMES)
     if isinstance(metrics, str):
-        raise ValueError(f"metrics: names in a list or tuple, got {metrics!r}")
+        raise ValueError(f"metrics: must be a list or tuple of names, got {metrics!r}")
     requested = set(metrics)
     if unknown := requested - set(NAMES):
-        raise ValueError(f"metrics: no metric is named {min(unknown)!r}")
+        raise ValueError(f"metrics: there is no metric named {min(unknown)!r}")
     return requested
 
 
@@ -398,11 +413,13 @@ def _needed(
 
 
 def _deviation(value: Any) -> float:
-    return _number("logit_std", value, 0.0, "the deviation of the logits is finite and at least 0")
+    return _number(
+        "logit_std", value, 0.0, "the deviation of the logits must be finite and at least 0"
+    )
 
 
 def _mean(value: Any) -> float:
-    return _number("logit_mean", value, -math.inf, "the mean of the logits is finite")
+    return _number("logit_mean", value, -math.inf, "the mean of the logits must be finite")
 
 
 def _number(name: str, value: Any, least: float, rule: str, most: float = math.inf) -> float:

@@ -62,7 +62,7 @@ class MetricRecord:
 
     def __getitem__(self, name: str) -> Any:
         if name not in NAMES:
-            raise ValueError(f"no metric is named {name!r}: choose from {', '.join(NAMES)}")
+            raise ValueError(f"there is no metric named {name!r}: choose from {', '.join(NAMES)}")
         return getattr(self, name)
 
     def as_dict(self) -> dict[str, Any]:

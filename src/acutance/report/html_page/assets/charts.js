@@ -46,8 +46,8 @@ const drawHistogram = (page, box, at) => {
   if (!bins) {
     box.replaceChildren();
     note.textContent = one.first === null
-      ? `In a report of so many heads, ${label(one)} keeps no distribution: on average ${number(one.mean[at])} ± ${number(one.std[at], 2)}${range}.`
-      : "No row of this head counts for this metric.";
+      ? `A report with this many heads has no distribution of ${label(one)}. Mean ${number(one.mean[at])} ± ${number(one.std[at], 2)}${range}.`
+      : "This head has no valid rows for this metric.";
     return;
   }
   const used = bins.filter((bin) => bin.share).map((bin) => bin.bin);
@@ -79,8 +79,8 @@ const drawHistogram = (page, box, at) => {
       Plot.tip(bins.filter((bin) => bin.share), Plot.pointerX({ x: (bin) => bin.bin + 0.5, y: "share", title: (bin) => `${number(bin.low, 3)} to ${number(bin.high, 3)}\n${percent(bin.share)} of rows` })),
     ],
   });
-  const axis = { keys: " The axis is logarithmic.", positive: " The axis is logarithmic.", signed: " The axis is tighter towards large sizes." }[one.kind] || "";
-  note.textContent = `Height: share of its ${some(page.rows(one, at), "row")}. On average ${number(one.mean[at], 3)} ± ${number(one.std[at], 2)}${range}.${axis}`;
+  const axis = { keys: " The axis is logarithmic.", positive: " The axis is logarithmic.", signed: " The axis compresses large values." }[one.kind] || "";
+  note.textContent = `Height: share of its ${some(page.rows(one, at), "row")}. Mean ${number(one.mean[at], 3)} ± ${number(one.std[at], 2)}${range}.${axis}`;
 };
 
 // -- measured and predicted entropy of one head ------------------------------------------------------
@@ -89,13 +89,13 @@ const drawRange = (page, box, at) => {
   const note = $("range-note");
   if (measured === null || predicted === null) {
     box.replaceChildren();
-    note.textContent = "There is no prediction for this head: it needs softmax weights over at least 8 tokens, no sink outside of them, and the metrics first_gap, rest_logit_std and rest_jensen_gap.";
+    note.textContent = "No prediction for this head. A prediction needs softmax weights over at least 8 tokens without an extra sink, and the metrics first_gap, rest_logit_std and rest_jensen_gap.";
     return;
   }
   const most = Math.log(keys), off = measured - predicted;
   put(box, {
     height: 98, marginLeft: 10, marginRight: 10, marginTop: 24, marginBottom: 42,
-    ariaLabel: `Entropy measured ${number(measured)}, predicted ${number(predicted)}, at most ${number(most)} nats`,
+    ariaLabel: `Measured entropy ${number(measured)}, predicted ${number(predicted)}, maximum ${number(most)} nats`,
     x: { domain: [0, most], ticks: 5, label: "entropy, nats", labelAnchor: "center", labelArrow: "none", labelOffset: 34 },
     y: { axis: null, domain: [0, 1] },
     marks: [
@@ -106,9 +106,9 @@ const drawRange = (page, box, at) => {
     ],
   });
   const meaning = Math.abs(off) < 0.25
-    ? "They describe the head well."
-    : `These four numbers do not describe the head well: it is ${off < 0 ? "sharper" : "more diffuse"} than they say.`;
-  note.textContent = `Rows with about ${number(keys, 3)} visible tokens; the right end, ${number(most, 3)}, is equal weight on all of them. Line: ${number(predicted, 3)}, predicted from how far the first token's score stands above the others, how much that varies, and the spread and upper tail of the other scores. ${meaning}`;
+    ? "These numbers describe the head well."
+    : `They do not describe the head well: it is ${off < 0 ? "sharper" : "more diffuse"} than predicted.`;
+  note.textContent = `Rows with about ${number(keys, 3)} visible tokens; the right end, ${number(most, 3)}, is uniform weight. Line: ${number(predicted, 3)}, predicted from four numbers: how far the first token's score is above the others, how much this varies, and the standard deviation and upper tail of the other scores. ${meaning}`;
 };
 
 // -- a metric against the number of visible tokens ----------------------------------------------------
@@ -149,7 +149,7 @@ const drawDistances = (page, box, { mass, even, wide }) => {
       Plot.rectY(kept, { x1: (point) => point.at - 0.5, x2: (point) => point.at + 0.5, y: "mass", fill: "var(--bar)", insetLeft: 1, insetRight: 1 }),
       Plot.lineY(kept, { x: "at", y: "even", stroke: "var(--mark)", strokeWidth: 1.8 }),
       Plot.ruleY([0], { stroke: "var(--muted)" }),
-      Plot.tip(kept, Plot.pointerX({ x: "at", y: "mass", title: (point) => `${point.octave ? `${name(point.octave)} ${point.ahead ? "ahead" : "back"}` : "the token itself"}\n${percent(point.mass)} of the weight\n${percent(point.even)} if all were alike` })),
+      Plot.tip(kept, Plot.pointerX({ x: "at", y: "mass", title: (point) => `${point.octave ? `${name(point.octave)} ${point.ahead ? "ahead" : "back"}` : "the token itself"}\n${percent(point.mass)} of the weight\n${percent(point.even)} with uniform weights` })),
     ],
   });
 };
@@ -178,7 +178,7 @@ const drawLayers = (page) => {
       Plot.tip(points, Plot.pointer({ x: "x", y: "y", title: lines })),
     ],
   }));
-  $("layer-note").textContent = "Each dot is a head, the line a layer's mean over all its rows; the ring is the head that is open. Click a dot to open its head.";
+  $("layer-note").textContent = "Each dot is a head, and the line is the layer's mean over all rows. The ring marks the open head. Click a dot to open its head.";
 };
 
 const drawTheory = (page) => {
@@ -186,7 +186,7 @@ const drawTheory = (page) => {
   const measured = theory ? theory.measured : entropy?.mean, predicted = theory ? theory.predicted : gaussian?.mean;
   if (!measured || !predicted) {
     box.replaceChildren();
-    $("theory-note").textContent = "Entropy and its prediction were not both recorded.";
+    $("theory-note").textContent = "Entropy or its prediction was not recorded.";
     return;
   }
   const whole = page.places.map(([layer], at) => ({ at, layer, x: predicted[at], y: measured[at] })).filter((point) => point.x !== null && point.y !== null);
@@ -207,8 +207,8 @@ const drawTheory = (page) => {
     ],
   }));
   const off = whole.map((point) => Math.abs(point.x - point.y)).sort((a, b) => a - b);
-  const half = `Half of the heads are within ${number(off[Math.floor(off.length / 2)] ?? null, 2)} nats of it. Dark dots are early layers, bright ones late.`;
+  const half = `Half of the heads are within ${number(off[Math.floor(off.length / 2)] ?? null, 2)} nats of the prediction. Dark dots are early layers, bright dots late layers.`;
   $("theory-note").textContent = theory
-    ? `Rows with about ${number(theory.n, 3)} visible tokens. Predicted from four numbers of each head: how far the first token's score stands above the others together, how much that varies, and the spread and the upper tail of the other scores. It explains ${number(100 * theory.r2, 3)} % of the differences between heads. ${half}`
-    : `Predicted: the entropy that normally distributed scores of the same spread, and as many, would have. ${half}`;
+    ? `Rows with about ${number(theory.n, 3)} visible tokens. Predicted from four numbers of each head: how far the first token's score is above all others, how much this varies, and the standard deviation and upper tail of the other scores. The prediction explains ${number(100 * theory.r2, 3)} % of the variance between heads. ${half}`
+    : `Predicted for the same number of normally distributed scores with the same standard deviation. ${half}`;
 };

@@ -7,7 +7,7 @@ const drawFacts = (page) => {
   document.title = `${model} · attention report`;
   $("title").textContent = model;
   $("title").dir = "auto";
-  $("lead").textContent = "For every token a model reads, each attention head spreads a weight of 100% over the tokens it may look at. This page shows how sharply each head focuses: a sharp head puts nearly all weight on a few tokens, a diffuse head spreads it over many. The measure is entropy: 0 where one token has all the weight, log n nats where n tokens have equal shares; the map shows it as a share of that most, from 0 (sharp) to 1 (diffuse). Neither is wrong, but heads that stand out are worth a look.";
+  $("lead").textContent = "For every token that a model reads, each attention head distributes weights that sum to 100% over the tokens it can see. This page shows how sharply each head focuses: a sharp head puts nearly all weight on a few tokens, a diffuse head spreads it over many. The measure is entropy: 0 if one token has all the weight, log n nats if n tokens have equal weight. The map shows it relative to that maximum, from 0 (sharp) to 1 (diffuse). Neither is wrong, but heads that stand out are worth a look.";
   const tile = (name, value, more) => { const box = make("div"); box.append(make("dt", name), make("dd", value, "big"), make("dd", more, "small muted")); return box; };
   const sorted = (name) => (page.named(name) ? page.named(name).mean.filter((value) => value !== null).sort((a, b) => a - b) : []);
   const middle = (values) => (values.length ? values[Math.floor((values.length - 1) / 2)] : null);
@@ -16,9 +16,9 @@ const drawFacts = (page) => {
   const worst = Math.max(0, ...layers.map((layer) => layer.error || 0)), wrong = layers.filter((layer) => layer.status === "mismatch").length;
   $("tiles").append(
     tile("Measured", some(places.length, "head"), `${some(layers.length, "layer")}, ${layers.length ? spread(layers.map((layer) => layer.rows)) : 0} rows (query tokens) each`),
-    tile("A row can see", seen.length ? `${number(middle(seen), 3)} tokens` : "–", seen.length && seen[seen.length - 1] - seen[0] > 0.01 ? `on average; from ${number(seen[0], 3)} to ${number(seen[seen.length - 1], 3)} by head` : "on average, padding left out"),
-    tile("A typical head looks at", keys.length ? `${number(middle(keys), 2)} tokens` : "–", keys.length ? `effectively; the sharpest at ${number(keys[0], 2)}, the most diffuse at ${number(keys[keys.length - 1], 2)}` : "not recorded"),
-    tile("Checked", layers.length ? `${checked.length} of ${some(layers.length, "layer")}` : "–", checked.length ? `outputs rebuilt, at most ${number(worst, 1)} apart` : "no output was rebuilt; run with verify to check"),
+    tile("A row can see", seen.length ? `${number(middle(seen), 3)} tokens` : "–", seen.length && seen[seen.length - 1] - seen[0] > 0.01 ? `on average; from ${number(seen[0], 3)} to ${number(seen[seen.length - 1], 3)} by head` : "on average, without padding"),
+    tile("A typical head attends to", keys.length ? `${number(middle(keys), 2)} tokens` : "–", keys.length ? `effectively; the sharpest to ${number(keys[0], 2)}, the most diffuse to ${number(keys[keys.length - 1], 2)}` : "not recorded"),
+    tile("Verified", layers.length ? `${checked.length} of ${some(layers.length, "layer")}` : "–", checked.length ? `outputs recomputed; largest relative difference ${number(worst, 1)}` : "no output was recomputed; use verify"),
   );
   $("brief").hidden = !data.overview.length;
   $("overview").append(...data.overview.map((said) => {
@@ -41,7 +41,7 @@ const drawFacts = (page) => {
   if (data.heads.some((kinds) => kinds.length)) {
     const counts = data.classes.map((_, index) => data.heads.filter((kinds) => kinds.some(([kind]) => kind === index)).length);
     $("classes").hidden = false;
-    $("classes").append(make("li", "Heads by what they do:", "muted"));
+    $("classes").append(make("li", "Heads by class:", "muted"));
     data.classes.forEach((kind, index) => {
       if (!counts[index]) return;
       const item = make("li"), chip = button(`${kind.label} ${counts[index]}`, "chip", () => {
@@ -92,15 +92,15 @@ const drawFacts = (page) => {
   });
   if (places.length && !data.recommendations.length) card("Recommendation", null, null, data.nothing);
   data.findings.forEach((found) => card(found.label, found.layer, found.head, found.sentence));
-  if (!data.findings.length && !data.recommendations.length) $("findings").append(make("li", "Nothing to name: no head has rows of the metrics that findings are made from."));
+  if (!data.findings.length && !data.recommendations.length) $("findings").append(make("li", "No findings: no head has valid rows of the metrics that findings use."));
 
   // -- what was probed ----------------------------------------------------------------------------------------
   const fact = (name, value, bad) => $("about").append(quoted("dt", name), quoted("dd", value, bad ? "bad" : ""));
   data.about.forEach(([name, value]) => fact(name.replaceAll("_", " "), value));
   const total = (part) => layers.reduce((sum, layer) => sum + layer[part], 0);
   const told = [...new Set(layers.flatMap((layer) => (layer.padded_by || "").split(", ")))].filter(Boolean).join(", ");
-  if (layers.length) fact("rows", `${count(rows)} over all layers; left out: ${count(total("padded"))} of padding${told ? ` (by ${told})` : ""}, ${count(total("empty"))} that see no token${total("excluded") ? `, ${count(total("excluded"))} not asked for` : ""}${total("skipped") ? `, ${count(total("skipped"))} not drawn` : ""}`);
-  if (total("unseen")) fact("of tokens that no row sees", `${count(total("unseen"))} rows: if that is padding, give the probe attention_mask=`);
+  if (layers.length) fact("rows", `${count(rows)} over all layers; left out: ${count(total("padded"))} padding${told ? ` (by ${told})` : ""}, ${count(total("empty"))} that see no token${total("excluded") ? `, ${count(total("excluded"))} not selected` : ""}${total("skipped") ? `, ${count(total("skipped"))} not sampled` : ""}`);
+  if (total("unseen")) fact("of tokens that no row sees", `${count(total("unseen"))} rows: if padding, pass attention_mask= to the probe`);
   new Set(layers.map((layer) => layer.status)).forEach((status) => fact("status", `${status}: ${data.statuses[status]}`, status === "mismatch"));
   const head = make("thead"), body = make("tbody"), text = (value, name = "text") => quoted("td", value, name);
   head.append(row(["layer", make("th", "module", "text"), "heads", "calls", "rows", "padded", "empty", make("th", "status", "text"), "difference", make("th", "read from", "text")], "th"));
@@ -111,8 +111,8 @@ const drawFacts = (page) => {
     list.append(...said.map((reason) => quoted("li", reason)));
     $(id).append(make("h3", title), said.length ? list : make("p", none));
   };
-  reasons("unread", "Attention that could not be read", data.unread, "None: every attention call that was seen could be read.");
-  if (data.not_provided.length) reasons("not-provided", "Attention that acutance was to provide and left to the model", data.not_provided);
+  reasons("unread", "Attention that could not be read", data.unread, "None: every captured attention call could be read.");
+  if (data.not_provided.length) reasons("not-provided", "Attention left to the model, which acutance could not provide", data.not_provided);
 
   // -- what the numbers mean ------------------------------------------------------------------------------------
   metrics.forEach((one) => {
@@ -121,6 +121,6 @@ const drawFacts = (page) => {
     $("glossary").append(make("dt", label(one)), meaning);
   });
   data.classes.forEach((kind) => { const rule = make("dd", `${capital(kind.rule)}. `); rule.append(make("span", kind.source, "muted")); $("glossary").append(make("dt", `class ${kind.label}`), rule); });
-  const coarse = { 4: "", 2: " Means here have four digits, spreads and extremes two or three.", 1: " Numbers here are coarse." }[data.level.mean === 2 && data.level.rest === 2 ? 4 : data.level.mean];
-  $("foot").textContent = `A row is one query token of one head; its n keys are the tokens it may see, so padding and masked positions do not count. Means, standard deviations and extremes are over rows; the outermost bars of a histogram also hold what lies beyond its scale.${coarse} Findings say which heads are worth a look first; they prove nothing about the model. This file needs no network and holds all it shows.`;
+  const coarse = { 4: "", 2: " Means have four digits here, standard deviations and extremes two or three.", 1: " Numbers have reduced precision." }[data.level.mean === 2 && data.level.rest === 2 ? 4 : data.level.mean];
+  $("foot").textContent = `A row is one query token of one head; its n keys are the tokens that it can see, without padding and masked positions. Means, standard deviations and extremes are over rows. The outermost bars of a histogram include values beyond its range.${coarse} Findings point to heads that are worth a look; they prove nothing about the model. This file is self-contained and needs no network.`;
 };

@@ -49,11 +49,11 @@ const drawHead = (page) => {
       most: told && told[octave] !== null ? mean + told[octave] : null,
       range: `${part === "profile" ? "visible tokens" : "tokens of the window"} ${count(2 ** octave)}${octave ? ` to ${count(2 ** (octave + 1) - 1)}` : ""}`,
     })).filter((point) => point.mean !== null);
-    $("profile-title").textContent = part === "profile" ? `${capital(label(one))} against visible tokens` : `${capital(label(one))} against place in the window`;
-    drawProfile(page, $("profile"), points, one, part === "profile" ? "tokens the row can see, n" : "place in the window; 1 is the first token");
-    const bars = points.some((point) => point.error) ? " Upright bars: standard error from sequence to sequence." : "";
-    const lines = predicted?.length ? ` Line without points: predicted.${told ? " Dotted: the most possible." : ""}` : "";
-    $("profile-note").textContent = `A point is the mean over the rows of one octave: 4 to 7, 8 to 15, and so on.${lines}${bars}`;
+    $("profile-title").textContent = part === "profile" ? `${capital(label(one))} against visible tokens` : `${capital(label(one))} against position in the window`;
+    drawProfile(page, $("profile"), points, one, part === "profile" ? "tokens the row can see, n" : "position in the window; 1 is the first token");
+    const bars = points.some((point) => point.error) ? " Vertical bars: standard error between sequences." : "";
+    const lines = predicted?.length ? ` Line without points: predicted.${told ? " Dotted: the maximum." : ""}` : "";
+    $("profile-note").textContent = `Each point is the mean over the rows in one octave of n: 4 to 7, 8 to 15, and so on.${lines}${bars}`;
   };
 
   const distances = (at) => {
@@ -97,7 +97,7 @@ const drawHead = (page) => {
   const numbers = (at) => {
     const head = make("thead"), body = make("tbody");
     const drawn = metrics.some((one) => one.off);
-    head.append(row(["metric", "mean", ...(drawn ? ["± of the draw"] : []), "std", "min", "max"], "th"));
+    head.append(row(["metric", "mean", ...(drawn ? ["± sampling"] : []), "std", "min", "max"], "th"));
     metrics.forEach((one, index) => {
       const name = make("th"), pick = button(label(one), "pick", () => page.setMetric(index));
       name.append(pick, make("span", label(one).includes(one.unit) ? "" : unit(one), "unit"));
@@ -115,7 +115,7 @@ const drawHead = (page) => {
     $("head-where").textContent = `${layer.module}${layer.crossing} · ${some(layer.rows, "row")} · ${layer.status}`;
     words(at);
     drawRange(page, $("range"), at);
-    $("histogram-title").textContent = `${capital(label(page.now()))} over its rows`;
+    $("histogram-title").textContent = `${capital(label(page.now()))} over rows`;
     drawHistogram(page, $("histogram"), at);
     profile(at);
     distances(at);

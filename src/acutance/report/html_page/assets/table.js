@@ -33,7 +33,7 @@ const parseFilter = (page, typed) => {
     if (one && !before) {
       bound(one, { "<": ">", "<=": ">=" }[found[2]], +found[1]);
       bound(one, found[4], +found[5]);
-    } else unknown.push(`No metric is called ${missing || before}.`);
+    } else unknown.push(`There is no metric named ${missing || before}.`);
     rest = rest.replace(found[0], " ");
   }
   const pattern = new RegExp(`^(.*?)\\s*(${side})\\s*(${number})(?=\\s|$)`);
@@ -42,7 +42,7 @@ const parseFilter = (page, typed) => {
     const [one, before, missing] = named(found[1]);
     words += ` ${before}`;
     if (one) bound(one, found[2], +found[3]);
-    else unknown.push(missing ? `No metric is called ${missing}.` : `“${found[2]}${found[3]}” has no metric before it.`);
+    else unknown.push(missing ? `There is no metric named ${missing}.` : `“${found[2]}${found[3]}” needs a metric before it.`);
     rest = rest.slice(found[0].length);
   }
   rest = `${words} ${rest}`.replace(/\blayer\s+(\d+)(?:[\s,·]+head\s+(\d+))?/g, (_, layer, head) => `l${layer}${head === undefined ? "" : `h${head}`}`).replace(/\bl(\d+)\s+h(\d+)\b/g, "l$1h$2");
@@ -53,9 +53,9 @@ const parseFilter = (page, typed) => {
       continue;
     }
     const texts = (at) => [page.layerOf(at).module.toLowerCase(), page.layerOf(at).status, ...page.classesOf(at).map((kind) => kind.label.toLowerCase())];
-    if (/[<>=]/.test(part)) unknown.push(`“${part}” is no bound: write a metric, < or >, and a number.`);
+    if (/[<>=]/.test(part)) unknown.push(`“${part}” is not a valid bound: write a metric, < or >, and a number.`);
     else if (page.places.some((_, at) => texts(at).some((text) => text.includes(part)))) tests.push((at) => texts(at).some((text) => text.includes(part)));
-    else unknown.push(calls.some(([name]) => name === part.replaceAll("_", "")) ? `Give ${part} a bound, such as ${part} > 1.` : `No module, status or class has “${part}” in its name.`);
+    else unknown.push(calls.some(([name]) => name === part.replaceAll("_", "")) ? `Give ${part} a bound, such as ${part} > 1.` : `No module, status or class contains “${part}”.`);
   }
   return { test: (at) => tests.every((one) => one(at)), some: tests.length > 0, unknown };
 };
