@@ -206,6 +206,14 @@ def _parts() -> Iterable[Case]:
         )  # fmt: skip
 
 
+def _gaps() -> Iterable[Case]:
+    for kind in _KINDS:
+        yield _square(
+            f"gaps-{kind}-4096", 4096, kind, "statistics",
+            contenders=(REFERENCE, "statistics", "gaps"),
+        )  # fmt: skip
+
+
 def _few() -> Iterable[Case]:
     read = (REFERENCE, "acutance-unread", "acutance")
     for queries, keys in product((1, 2, 4), (1024, 8192, 32768)):
@@ -274,7 +282,7 @@ def _memory() -> Iterable[Case]:
 #: Every case, by name.
 CASES: dict[str, Case] = {
     case.name: case
-    for part in (_forward, _parts, _few, _dtypes, _masks, _gradients, _memory)
+    for part in (_forward, _parts, _gaps, _few, _dtypes, _masks, _gradients, _memory)
     for case in part()
 }
 #: The groups, each a set of cases.

@@ -288,6 +288,12 @@ CONTENDERS: dict[str, Contender] = {
         products=1,
         wide=True,
     ),
+    "gaps": Contender(
+        "row_statistics(…, gaps=True): nine read, keys counted by their gaps",
+        partial(ours, values=False, gaps=True),
+        products=1,
+        wide=True,
+    ),
     "noise": Contender(
         "attention(…, return_stats=True, noise=True): ten read",
         partial(ours, noise=True, read=(*STATISTICS, "noise_gain")),

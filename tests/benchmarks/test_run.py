@@ -127,7 +127,7 @@ FORMS = [
 def test_every_contender_passes_the_gate(case: Case) -> None:
     gate = Gate(make_inputs(case))
     counts = {}
-    for name in (*RUNNABLE, "dense", "statistics", "noise", "acutance-avx512"):
+    for name in (*RUNNABLE, "dense", "statistics", "gaps", "noise", "acutance-avx512"):
         try:
             checks = gate.check(CONTENDERS[name])
         except UnavailableError:
@@ -139,7 +139,7 @@ def test_every_contender_passes_the_gate(case: Case) -> None:
         assert wrong == (["entropy"] if lost else []), name
         counts[name] = len(checks)
     assert counts["sdpa"] == 1
-    assert counts["statistics"] == 9
+    assert counts["statistics"] == counts["gaps"] == 9
     assert counts["acutance"] == counts["acutance-unread"] == 11
     assert counts["acutance-metrics"] == 11  # the others are formulas of theory
     assert counts["noise"] == 12

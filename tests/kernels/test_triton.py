@@ -431,24 +431,42 @@ def test_attention_runs_here_when_asked_to(kernels: Kernels) -> None:
 
 
 #: Registers, bytes of stack (what registers do not hold), bytes of shared memory, instructions a
-#: pair: at most, by capability, with 64 rows, 64 keys and 4 warps; bfloat16, 64 wide, causal.
+#: pair: at most, by capability, with 64 rows, 64 keys and 4 warps; bfloat16, 64 wide, causal. At
+#: twice the width with 128 rows and 8 warps. Of the histogram with one of sixteen sums.
 BUDGETS = {
     "80": {
-        "forward_kernel": (255, 40, 24576, 21.0),
+        "chunk_kernel": (124, 0, 20480, 0.0),
+        "running_kernel": (90, 0, 32, 0.0),
+        "rows_kernel": (128, 0, 8192, 0.0),
+        "forward_kernel": (255, 40, 24576, 16.4),
+        "forward_kernel, 128 wide": (255, 128, 65536, 20.7),
+        "gaps_kernel": (232, 0, 10240, 25.2),
         "queries_kernel": (188, 0, 32768, 14.4),
         "keys_kernel": (255, 8, 33792, 19.4),
     },
     "90": {
-        "forward_kernel": (252, 0, 40960, 19.2),
+        "chunk_kernel": (124, 0, 20480, 0.0),
+        "running_kernel": (92, 0, 32, 0.0),
+        "rows_kernel": (138, 0, 16384, 0.0),
+        "forward_kernel": (188, 0, 40960, 15.0),
+        "forward_kernel, 128 wide": (255, 32, 98304, 17.2),
+        "gaps_kernel": (158, 0, 16384, 22.6),
         "queries_kernel": (168, 0, 49152, 11.2),
         "keys_kernel": (255, 32, 50176, 15.2),
     },
     "100": {
-        "forward_kernel": (255, 120, 41984, 18.7),
+        "chunk_kernel": (124, 0, 20480, 0.0),
+        "running_kernel": (92, 0, 32, 0.0),
+        "rows_kernel": (120, 0, 16392, 0.0),
+        "forward_kernel": (255, 64, 41984, 13.7),
+        "forward_kernel, 128 wide": (255, 272, 102432, 15.8),
+        "gaps_kernel": (152, 0, 16392, 22.6),
         "queries_kernel": (152, 0, 58368, 13.4),
         "keys_kernel": (255, 160, 67584, 15.6),
     },
 }
+#: Kernels that every call with all masks and gradients runs; those of keys' sums need none.
+MASKED = {"forward_kernel", "gaps_kernel", "queries_kernel", "keys_kernel", "largest_kernel"}
 
 
 @pytest.mark.slow
@@ -475,14 +493,15 @@ def test_every_kernel_compiles_within_its_budget_without_a_device(
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     budgets = BUDGETS[arguments[0]]
-    assert set(found["shared"]) == ({*budgets, "largest_kernel"} if arguments[1:] else set())
+    assert set(found["shared"]) == (MASKED if arguments[1:] else set())
     assert all(0 < size <= 99 << 10 for size in found["shared"].values())
     assert set(found["plain"]) == set(budgets)
     for kernel, budget in budgets.items():
         names = ("registers", "stack", "shared", "instructions")
         for name, most in zip(names, budget, strict=True):
             assert found["plain"][kernel][name] <= most, (kernel, name)
-        assert found["plain"][kernel]["instructions"] > 8  # else it is not the loop that is counted
+        # else it is not the loop that is counted
+        assert found["plain"][kernel]["instructions"] > (8 if budget[-1] else -1)
 
 
 # -- what is refused --------------------------------------------------------------------------

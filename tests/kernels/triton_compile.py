@@ -2,8 +2,8 @@
 
 A process of its own, since Triton decides when it is imported whether kernels are interpreted, and
 keeps what it compiled by device. Prints one JSON object: of each kernel of a plain causal call of
-width 64 what :func:`resources` counts; and where a dtype is given, with every mask and every
-gradient at once, its shared memory, bytes.
+width 64, and of the forward kernel at width 128, what :func:`resources` counts; and where a dtype
+is given, with every mask and every gradient at once, its shared memory, bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SMALL = {"BLOCK_M": 32, "BLOCK_N": 32}
 #: Rows, keys, warps and stages of the plain call, a candidate of every kernel and capability.
 PLAIN = {"BLOCK_M": 64, "BLOCK_N": 64}
-WARPS, STAGES, WIDTH = 4, 2, 64
+WARPS, STAGES = 4, 2
+#: Of twice the width: as many pairs a thread.
+WIDE_ROWS, WIDE_WARPS = 128, 8
+#: Rows of a plain call: so many that the keys are summed.
+LENGTH = 1024
 
 
 class NoDevice:
@@ -58,7 +62,8 @@ def resources(kernel: Any) -> dict[str, float]:
     """What a kernel takes, from its machine code.
 
     Registers a thread; bytes of the stack a thread, which hold what the registers do not; shared
-    memory, bytes; and instructions a thread for each pair of a query and a key in whole tiles.
+    memory, bytes; and instructions a thread for each pair of a query and a key in whole tiles, 0
+    for kernels that meet no pairs.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -67,16 +72,22 @@ def resources(kernel: Any) -> dict[str, float]:
         listing = run("nvdisasm", "-c", file.name)
     found = {name: int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK")}
     pairs = PLAIN["BLOCK_M"] * PLAIN["BLOCK_N"] / (32 * WARPS)
+    name = kernel.metadata.name
+    length = 0
+    if name == "gaps_kernel":
+        length = shortest_loop(listing, "MMA", 1)  # counts four bins once
+    elif name not in ("chunk_kernel", "running_kernel", "rows_kernel"):
+        length = shortest_loop(listing, "MUFU.EX2", int(pairs))  # an exponential of every pair
     return {
         "registers": found["REG"],
         "stack": found["STACK"],
         "shared": kernel.metadata.shared,
-        "instructions": shortest_loop(listing, int(pairs)) / pairs,
+        "instructions": length / pairs,
     }
 
 
-def shortest_loop(listing: str, pairs: int) -> int:
-    """Instructions of the shortest loop that takes an exponential of every pair.
+def shortest_loop(listing: str, what: str, times: int) -> int:
+    """Instructions of the shortest loop that has ``what`` so often.
 
     That of the tiles without masks: those of the edges do more, and outer loops hold both.
     """
@@ -92,7 +103,7 @@ def shortest_loop(listing: str, pairs: int) -> int:
         target = re.search(r"BRA.*(\.L_x_\d+)", instruction)
         if target and labels.get(target[1], end + 1) <= end:
             body = code[labels[target[1]] : end + 1]
-            if sum("MUFU.EX2" in each for each in body) >= pairs:
+            if sum(what in each for each in body) >= times:
                 lengths.append(len(body))
     return min(lengths)
 
@@ -103,9 +114,14 @@ def main(capability: int, dtype: torch.dtype | None) -> None:
     sizes: dict[str, int] = dict(SMALL)
 
     def compile_only(self: Any, blocks: Callable[[Any], int], given: Mapping[str, Any]) -> None:
-        grid = (blocks(sizes),)
-        options = {"num_warps": WARPS, "num_stages": STAGES}
-        kernel = self._kernel.warmup(**given, **sizes, grid=grid, **options)
+        tile, (warps, stages) = sizes, (WARPS, STAGES)
+        if sizes["BLOCK_M"] == WIDE_ROWS:
+            warps = WIDE_WARPS
+        if self._fixed:
+            rows, keys, warps, stages = self._tiles[0]
+            tile = {"BLOCK_M": rows, "BLOCK_N": keys}
+        options = {"num_warps": warps, "num_stages": stages}
+        kernel = self._kernel.warmup(**given, **tile, grid=(blocks(tile),), **options)
         assert kernel.asm["cubin"], "no machine code"
         compiled[kernel.metadata.name] = kernel
 
@@ -116,8 +132,11 @@ def main(capability: int, dtype: torch.dtype | None) -> None:
     found: dict[str, Any] = {"shared": {name: k.metadata.shared for name, k in compiled.items()}}
     compiled.clear()
     sizes |= PLAIN
-    plain()
+    plain(64)
     found["plain"] = {name: resources(kernel) for name, kernel in compiled.items()}
+    sizes["BLOCK_M"] = WIDE_ROWS
+    plain(128)
+    found["plain"]["forward_kernel, 128 wide"] = resources(compiled["forward_kernel"])
     print(json.dumps(found))
 
 
@@ -143,7 +162,7 @@ def everything(dtype: torch.dtype) -> None:
     )
     rule = Rule(scale=0.3, softcap=5.0, sinks=torch.zeros(2))
     call = KernelCall(query, key, value, masking, rule)
-    sums: Sums = gpu.forward(call._replace(noise=True))
+    sums: Sums = gpu.forward(call._replace(noise=True, gaps=True))
     rows = torch.zeros(1, 2, 40)
     grad = SumGradients(torch.zeros(1, 2, 40, 12, dtype=dtype), *[rows] * 9)
     wanted = (True, True, True, False, True, True)
@@ -152,13 +171,15 @@ def everything(dtype: torch.dtype) -> None:
     gpu.forward(KernelCall(query, key, None, plain, Rule(scale=0.3)))
 
 
-def plain() -> None:
+def plain(width: int) -> None:
     """Causal attention in bfloat16, and gradients of the output and of the entropy."""
-    query = torch.zeros(1, 1, 256, WIDTH, dtype=torch.bfloat16)
-    masking = Masking(batch=1, heads=1, group=1, queries=256, keys=256, causal=True)
-    call = KernelCall(query, query, query, masking, Rule(scale=0.125))
+    query = torch.zeros(1, 1, LENGTH, width, dtype=torch.bfloat16)
+    masking = Masking(batch=1, heads=1, group=1, queries=LENGTH, keys=LENGTH, causal=True)
+    call = KernelCall(query, query, query, masking, Rule(scale=0.125), gaps=True)
     sums: Sums = gpu.forward(call)
-    rows = torch.zeros(1, 1, 256)
+    if width > 64:
+        return
+    rows = torch.zeros(1, 1, LENGTH)
     parts = dict.fromkeys(SumGradients._fields) | {"out": query, "Z": rows, "U": rows}
     wanted = (True, True, True, False, False, False)
     gpu.backward(SumGradients(**parts), sums, call, wanted)

@@ -233,3 +233,39 @@ def test_what_was_not_asked_for_says_how_to_ask() -> None:
         stats.mass_below(-1.0)
     with pytest.raises(TypeError, match="gaps"):
         acutance.row_statistics(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), gaps=1)
+
+
+@pytest.mark.parametrize("sigma", [0.3, 1.0, 4.0])
+def test_bounds_hold_the_mass(sigma: float) -> None:
+    """Of sorted rows; also where the row reaches below the grid, and with ties of the maximum."""
+    scores = rows(sigma)
+    scores[0, :300] = scores[0].max()
+    scores[1] *= 10
+    stats = RowStatistics(observe(scores, gaps=True))
+    weights = torch.softmax(scores, -1)
+    ordered = weights.sort(-1, descending=True).values.cumsum(-1)
+    for keys in (1, 2, 30, 600, 1000):
+        bounds, exact = stats.mass_bounds(keys=keys), ordered[:, min(keys, 600) - 1]
+        assert (bounds.least <= exact + 1e-12).all()
+        assert (exact <= bounds.most + 1e-12).all()
+        assert (bounds.most <= math.exp(WIDTH) * bounds.least + 1e-12).all()
+    below = scores.amax(-1, keepdim=True) - scores
+    for gap in (0.0, 0.3, 2.0, 5.1, 15.9, 40.0):
+        bounds, exact = stats.mass_bounds(gap=gap), (weights * (below > gap)).sum(-1)
+        assert (bounds.least <= exact + 1e-12).all()
+        assert (exact <= bounds.most + 1e-12).all()
+        assert (bounds.most - bounds.least < 0.6)[2:].all()
+
+
+def test_bounds_are_of_keys_or_of_a_gap() -> None:
+    stats = RowStatistics(observe(rows(1.0), gaps=True))
+    empty_row = RowStatistics(observe(torch.full((1, 3), -math.inf), gaps=True))
+    assert empty_row.mass_bounds(keys=1).least.isnan().all()
+    for options, match in (
+        ({}, "give keys or gap, one of them"),
+        ({"keys": 1, "gap": 1.0}, "give keys or gap, one of them"),
+        ({"keys": 0}, "at least 1, got 0"),
+        ({"gap": -1.0}, "0 or more, got -1.0"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            stats.mass_bounds(**options)

@@ -16,7 +16,8 @@ from torch import Tensor
 from acutance.rowstats.gaps import BINS, WIDTH, edge
 from acutance.rowstats.state import RowState, has_gaps
 
-__all__ = ["critical_ratio", "keys_holding", "mass_below", "mass_of_largest"]
+__all__ = ["MassBounds", "critical_ratio", "keys_holding", "mass_below", "mass_bounds"]
+__all__ += ["mass_of_largest"]
 
 #: Part of a key by which a number of keys may be above a whole number without being the next one.
 _ROUNDING = 1e-3
@@ -195,6 +196,72 @@ def mass_below(state: RowState, gap: float) -> Tensor:
         fall > 0, -torch.expm1(-part * span) / torch.where(fall > 0, fall, 1.0), part
     )
     return (bins.mass * (1.0 - above)).sum(-1) + (bins.top - bins.top)
+
+
+class MassBounds(NamedTuple):
+    """What a share of each row's mass lies between, both (...)."""
+
+    least: Tensor
+    most: Tensor
+
+
+def mass_bounds(
+    state: RowState, *, keys: int | None = None, gap: float | None = None
+) -> MassBounds:
+    r"""What :func:`mass_of_largest` or :func:`mass_below` lies between, whatever the keys of a bin.
+
+    A key of a bin weighs between :math:`e^{-far}` and :math:`e^{-near}` of the largest, by the
+    edges of the bin. That bounds the mass of some bins from both sides and that of the others, and
+    the two make up the normaliser, which is exact: of each bound the nearer one counts.
+
+    Args:
+        state: of rows whose statistics were asked for with ``gaps=True``.
+        keys: bound the share of so many largest keys, at least 1.
+        gap: bound the share of keys more than this below the maximum, 0 or more.
+
+    Returns:
+        The bounds, which hold up to the rounding of the normaliser; NaN for a row without keys.
+
+    Raises:
+        ValueError: unless one of the two is given and is such a number, or if the state has no gap
+            histogram.
+
+    Example:
+        >>> import torch
+        >>> from acutance.rowstats import observe
+        >>> state = observe(torch.tensor([2.0, 0.3, 0.0, 0.0]), gaps=True)
+        >>> mass_of_largest(state, 2), mass_bounds(state, keys=2)
+        (tensor(0.8100), MassBounds(least=tensor(0.8076), most=tensor(0.8138)))
+    """
+    if (keys is None) == (gap is None):
+        raise ValueError(f"give keys or gap, one of them, got keys={keys!r} and gap={gap!r}")
+    if keys is not None and (type(keys) is not int or keys < 1):
+        raise ValueError(f"keys is a whole number, at least 1, got {keys!r}")
+    limit = 0.0 if gap is None else gap
+    if not limit >= 0.0:
+        raise ValueError(f"gap is a number of nats, 0 or more, got {gap!r}")
+    bins = _bins(state)
+    Z = state.Z.detach()
+    heavy = torch.exp(-bins.near)
+    light = torch.cat([torch.exp(-bins.far[..., :-1]), torch.zeros_like(heavy[..., :1])], -1)
+    if keys is not None:
+        before = 1.0 + torch.cumsum(bins.keys, -1) - bins.keys
+        inside = torch.minimum((keys - before).clamp(min=0.0), bins.keys)
+        outside = bins.keys - inside
+        least, most = 1.0 + (inside * light).sum(-1), 1.0 + (inside * heavy).sum(-1)
+        rest_least, rest_most = (outside * light).sum(-1), (outside * heavy).sum(-1)
+    else:
+        end = torch.cat([bins.far[..., :-1], torch.full_like(heavy[..., :1], torch.inf)], -1)
+        below, not_above = bins.near > limit, end > limit
+        least = torch.where(below, bins.keys * light, 0.0).sum(-1)
+        most = bins.keys * torch.minimum(heavy, heavy.new_tensor(limit).neg().exp())
+        most = torch.where(not_above, most, 0.0).sum(-1)
+        rest_least = 1.0 + torch.where(not_above, 0.0, bins.keys * light).sum(-1)
+        rest_most = 1.0 + torch.where(below, 0.0, bins.keys * heavy).sum(-1)
+    unknown = bins.top - bins.top
+    least = torch.maximum(least, Z - rest_most) / Z
+    most = torch.minimum(most, Z - rest_least) / Z
+    return MassBounds(least.clamp(0.0, 1.0) + unknown, most.clamp(0.0, 1.0) + unknown)
 
 
 def critical_ratio(state: RowState) -> Tensor:

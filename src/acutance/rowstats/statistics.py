@@ -150,6 +150,21 @@ class RowStatistics(NamedMetrics):
         """
         return coverage.mass_below(self.state, gap)
 
+    def mass_bounds(
+        self, *, keys: int | None = None, gap: float | None = None
+    ) -> coverage.MassBounds:
+        """What :meth:`mass_of_largest` or :meth:`mass_below` lies between; needs ``gaps=True``.
+
+        Args:
+            keys: bound the share of so many largest keys.
+            gap: bound the share of keys more than this below the maximum.
+
+        Raises:
+            ValueError: unless one of the two is given and is such a number, or if the call had no
+                ``gaps=True``.
+        """
+        return coverage.mass_bounds(self.state, keys=keys, gap=gap)
+
     def critical_ratio(self) -> Tensor:
         """Scale over the one from which on a row's largest key stands alone; needs ``gaps=True``.
 

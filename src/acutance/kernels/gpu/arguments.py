@@ -13,7 +13,8 @@ from acutance.kernels.gpu.language import interpreted, why_unavailable
 from acutance.kernels.gpu.scores import Flags
 from acutance.masks import mask_limit
 
-__all__ = ["WIDEST", "dense_rows", "flags", "mask_arguments", "padded", "supported", "why_not"]
+__all__ = ["WIDEST", "dense_rows", "flags", "mask_arguments", "padded", "strides"]
+__all__ += ["supported", "why_not"]
 
 #: Widest head, of queries or of values.
 WIDEST = 256
@@ -62,8 +63,6 @@ def why_not(call: KernelCall) -> str | None:
         return f"{str(query.dtype).removeprefix('torch.')} inputs"
     if call.rule.dropout_p > 0.0:
         return "dropout"
-    if call.gaps:
-        return "the gap histogram"
     if max(tensor.shape[-1] for tensor in (query, value) if tensor is not None) > WIDEST:
         return f"heads wider than {WIDEST}"
     return None
@@ -83,6 +82,12 @@ def padded(width: int) -> int:
 def dense_rows(tensor: Tensor) -> Tensor:
     """The tensor, copied only if its last dimension has gaps."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def strides(name: str, tensor: Tensor) -> dict[str, int]:
+    """The first three strides of a tensor by the kernels' names for them."""
+    axes = ("batch", "head", "row")
+    return {f"{name}_{axis}": tensor.stride(place) for place, axis in enumerate(axes)}
 
 
 def flags(call: KernelCall) -> Flags:
@@ -107,6 +112,7 @@ def flags(call: KernelCall) -> Flags:
         precision="ieee" if exact else "tf32x3",
         # the interpreter has no bfloat16 arithmetic of its own
         widen=interpreted() and query.dtype == torch.bfloat16,
+        interpreted=interpreted(),
     )
 
 

@@ -23,6 +23,7 @@ from acutance.kernels.call import Gradients, KernelCall, Rule, SumGradients, Sum
 from acutance.kernels.gpu.arguments import flags, supported
 from acutance.kernels.gpu.backward import backward
 from acutance.kernels.gpu.forward import forward
+from acutance.kernels.gpu.key_moments import FEWEST_CHUNKS, chunk_size, has_moments
 from acutance.kernels.gpu.language import interpreted
 from acutance.kernels.gpu.tuning import one_size, tried
 from acutance.masks import Masking
@@ -30,11 +31,13 @@ from acutance.masks import Masking
 __all__ = ["forget", "refusal_reason", "gradient_refusal_reason"]
 
 #: Rows, keys and window of the small call: for tiles of 128 × 128 two blocks of rows, and whole
-#: tiles between two edges; and for the interpreter's tiles of 16 × 32.
-SIZES, SMALL_SIZES = (150, 775, 512), (20, 135, 88)
+#: tiles between two edges; and for the interpreter's tiles of 16 × 32. So few keys are not summed.
+SIZES, SMALL_SIZES = (150, 511, 400), (20, 135, 88)
 #: Largest difference allowed, as a share of the largest value: of sums, which are float32, and in
 #: units of the dtype's epsilon of outputs and gradients, whose terms are rounded to that dtype.
 TOLERANCE, OUTPUT_STEPS, GRADIENT_STEPS = 1e-4, 2.0, 8.0
+#: Share of keys that may be counted in another bin.
+MOVED = 1e-3
 
 #: Of each configuration why it is refused, None if it is not, and what to warn of once: the
 #: configuration, or the kind of failure, which many configurations may share.
@@ -71,7 +74,7 @@ def gradient_refusal_reason(
         wanted: which gradients are asked for.
         warn: issue a warning if the configuration is refused.
     """
-    call = call._replace(noise=False)
+    call = call._replace(noise=False, gaps=False)
     if interpreted() or supported(call) is not None:
         return None
     present = tuple(part is not None and part.numel() > 0 for part in grad)
@@ -149,7 +152,7 @@ def _named(call: KernelCall) -> str:
 
 def _kind(call: KernelCall) -> tuple[Any, ...]:
     """The configuration of a call: all that kernels and tile sizes depend on."""
-    query, _, value, masking, rule, noise, _ = call
+    query, _, value, masking, rule, noise, gaps = call
     masks = (masking.attn_mask, masking.bias, masking.alibi_slopes)
     given = (*masks, masking.query_documents, masking.key_documents, rule.sinks)
     return (
@@ -160,7 +163,9 @@ def _kind(call: KernelCall) -> tuple[Any, ...]:
         (min(query.shape[2], SIZES[0]) - 1).bit_length(),
         tuple(None if part is None else part.dtype for part in given),
         noise,
+        gaps,
         masking.group > 1,
+        has_moments(call),
         flags(call),
     )
 
@@ -218,6 +223,13 @@ def _differing(
     for name, ours, theirs in zip(want._fields, found, want, strict=True):
         if ours is None or theirs is None or not theirs.numel():
             continue
+        if name == "gaps":  # a score may be rounded across the edge of its bin
+            moved, most = float((ours - theirs).abs().sum()), MOVED * float(theirs.sum())
+            if moved > most:
+                return (
+                    f"its {name} differ from the blocked path's by {moved:g}, of {most:g} allowed"
+                )
+            continue
         if not theirs.is_floating_point():
             wrong = int((ours != theirs).sum())
             if wrong:
@@ -264,8 +276,10 @@ class _Draw:
 
 def _small_call(call: KernelCall) -> KernelCall:
     """A call of the same kind, of normal queries, keys and values."""
-    query, _, value, masking, rule, noise, _ = call
+    query, _, value, masking, rule, noise, gaps = call
     rows, keys, window = SMALL_SIZES if query.device.type == "cpu" else SIZES
+    if has_moments(call):  # two chunks of keys for the first rows
+        rows, keys = SIZES[0], FEWEST_CHUNKS * chunk_size(query.shape[-1]) + SIZES[0]
     rows = min(query.shape[2], rows)  # few rows take other tile sizes
     group = 2 if masking.group > 1 else 1
     draw = _Draw(query.device, 3)
@@ -310,12 +324,13 @@ def _small_call(call: KernelCall) -> KernelCall:
         small,
         Rule(scale=scale, softcap=None if rule.softcap is None else 3.0, sinks=sinks),
         noise,
+        gaps,
     )
 
 
 def _exact(call: KernelCall) -> KernelCall:
     """Convert a call to float64."""
-    query, key, value, masking, rule, noise, _ = call
+    query, key, value, masking, rule, noise, gaps = call
 
     def wide(part: Tensor | None) -> Tensor | None:
         return part.double() if part is not None and part.is_floating_point() else part
@@ -327,4 +342,4 @@ def _exact(call: KernelCall) -> KernelCall:
         alibi_slopes=wide(masking.alibi_slopes),
     )
     rule = replace(rule, sinks=wide(rule.sinks))
-    return KernelCall(query.double(), key.double(), wide(value), masking, rule, noise)
+    return KernelCall(query.double(), key.double(), wide(value), masking, rule, noise, gaps)

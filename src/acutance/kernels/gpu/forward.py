@@ -7,13 +7,24 @@ from torch import Tensor
 
 from acutance.kernels import blocked
 from acutance.kernels.call import KernelCall, Sums
-from acutance.kernels.gpu.arguments import dense_rows, flags, mask_arguments, padded, supported
+from acutance.kernels.gpu.arguments import (
+    dense_rows,
+    flags,
+    mask_arguments,
+    padded,
+    strides,
+    supported,
+)
 from acutance.kernels.gpu.forward_kernel import forward_kernel
-from acutance.kernels.gpu.tuning import FORWARD, Launcher, size_class
+from acutance.kernels.gpu.gaps_kernel import gaps_kernel
+from acutance.kernels.gpu.key_moments import chunk_size, has_moments, row_moments
+from acutance.kernels.gpu.tuning import FORWARD, GAPS, Launcher, size_class
+from acutance.rowstats.gaps import BINS
 
 __all__ = ["forward"]
 
-_launch = Launcher(forward_kernel, FORWARD, ["size", "E", "EV", "NOISE", "FLAGS"])
+_launch = Launcher(forward_kernel, FORWARD, ["size", "E", "EV", "NOISE", "CHUNK", "FLAGS"])
+_count = Launcher(gaps_kernel, GAPS, [], fixed=True)
 
 
 def forward(call: KernelCall) -> Sums:
@@ -29,7 +40,7 @@ def forward(call: KernelCall) -> Sums:
     """
     if supported(call) is not None:
         return blocked.forward(call)
-    query, key, value, _, rule, noise, _ = call
+    query, key, value, _, rule, noise, gaps = call
     B, Hq, L, E = query.shape
     width = 0 if value is None else value.shape[-1]
     query, key = dense_rows(query), dense_rows(key)
@@ -47,15 +58,19 @@ def forward(call: KernelCall) -> Sums:
         O=rows(kept),
         R1=rows(kept),
         R2=(rows() if value is not None else rows().zero_()) if noise else rows(0),
-        gaps=rows(0, dtype=torch.int32),
+        gaps=rows(BINS if gaps else 0, dtype=torch.int32).zero_(),
     )
     noise = noise and value is not None
     centre = values.float().mean(2) if noise else query
+    summed = has_moments(call)
+    means, squares = row_moments(query, key, call) if summed else (query, query)
     arguments = {
         "QUERY": query,
         "KEY": key,
         "VALUE": values,
         "CENTRE": centre,
+        "ROW_MEANS": means,
+        "ROW_SQUARES": squares,
         "OUT": sums.out,
         "N": sums.n,
         "M": sums.m,
@@ -71,11 +86,9 @@ def forward(call: KernelCall) -> Sums:
         "SUM": sums.O,
         "NOISE_MEAN": sums.R1,
         "NOISE_SPREAD": sums.R2,
-        **{
-            f"{name}_{axis}": tensor.stride(place)
-            for name, tensor in (("query", query), ("key", key), ("value", values))
-            for place, axis in enumerate(("batch", "head", "row"))
-        },
+        **strides("query", query),
+        **strides("key", key),
+        **strides("value", values),
         **mask_arguments(call),
         "size": size_class(L),
         "E": E,
@@ -84,7 +97,20 @@ def forward(call: KernelCall) -> Sums:
         "BLOCK_V": padded(max(1, width)),
         "HAS_SINKS": rule.sinks is not None,
         "NOISE": noise,
+        "CHUNK": chunk_size(E) if summed else 0,
         "FLAGS": flags(call),
     }
     _launch(lambda sizes: B * Hq * -(-L // sizes["BLOCK_M"]), arguments)
+    if gaps:
+        names = ("QUERY", "KEY", "M", "E", "BLOCK_E", "FLAGS")
+        _count(
+            lambda sizes: B * Hq * -(-L // sizes["BLOCK_M"]),
+            {
+                "GAPS": sums.gaps,
+                **{name: arguments[name] for name in names},
+                **strides("query", query),
+                **strides("key", key),
+                **{name: part for name, part in mask_arguments(call).items() if name != "SINKS"},
+            },
+        )
     return sums

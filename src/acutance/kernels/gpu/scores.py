@@ -52,6 +52,7 @@ class Flags(NamedTuple):
     data: bool  # a mask that is data may hide any key
     precision: str  # of products of float32
     widen: bool  # multiply in float32 whatever the inputs are
+    interpreted: bool  # multiply-adds round twice
 
 
 @jit

@@ -1,0 +1,153 @@
+"""The gap histogram: how many keys lie how far below each row's maximum, in a second pass.
+
+Of :mod:`acutance.rowstats.gaps` by another way: the maximum is known, so a score's bin is too. Four
+neighbouring bins are the four bytes of a number, and a tile's keys are summed as such numbers, one
+sum for each four bins that any key of the tile is in.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# (what a kernel is given are pointers and numbers of the device: Python has no types for them)
+
+from __future__ import annotations
+
+from acutance.kernels.gpu.gradients import load
+from acutance.kernels.gpu.language import constant, jit, tl
+from acutance.kernels.gpu.scores import at_head, band, in_place, natural, visible
+
+__all__ = ["gaps_kernel"]
+
+BINS = constant(64)
+STEPS = constant(4.0)  # bins of a unit of logit
+WORDS = constant(16)
+
+
+@jit
+def count_tile(
+    q,
+    KEY,
+    to,
+    top,
+    there,
+    start,
+    i,
+    masks,
+    scale,
+    keys,
+    key_row,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EDGE: tl.constexpr,
+    FLAGS: tl.constexpr,
+):
+    """Count a tile's keys."""
+    columns = start + tl.arange(0, BLOCK_N)
+    j = columns[None, :]
+    k = load(KEY, columns, columns < keys, key_row, E, BLOCK_E, FLAGS)
+    x = tl.dot(q, tl.trans(k), input_precision=FLAGS.precision)
+    s, _ = natural(x, i, j, masks, scale, FLAGS)
+    if EDGE:
+        s, seen = visible(s, in_place(i, j, masks, FLAGS), i, j, masks, FLAGS)
+    gap = top[:, None] - tl.floor(s * STEPS)
+    inside = gap < BINS  # not where it is NaN
+    if EDGE:
+        inside = inside & seen
+    bin = tl.where(inside, tl.maximum(gap, 0.0), BINS).to(tl.int32)
+    word = bin >> 2
+    one = 1 << ((bin & 3) * 8)
+    place = tl.arange(0, 4)[None, :]
+    least = tl.min(word)
+    most = tl.max(tl.where(inside, word, -1))
+    for each in tl.range(least, most + 1):
+        total = tl.sum(tl.where(word == each, one, 0), 1)  # bytes, of at most BLOCK_N each
+        found = (total[:, None] >> (place * 8)) & 255
+        tl.atomic_add(to + each * 4 + place, found, mask=there[:, None], sem="relaxed")
+
+
+@jit
+def gaps_kernel(
+    QUERY,
+    KEY,
+    M,
+    GAPS,
+    MASK,
+    BIAS,
+    KEY_MASK,
+    ROW_DOCUMENTS,
+    KEY_DOCUMENTS,
+    SLOPES,
+    query_batch,
+    query_head,
+    query_row,
+    key_batch,
+    key_head,
+    key_row,
+    mask_batch,
+    mask_head,
+    mask_row,
+    mask_key,
+    mask_limit,
+    bias_batch,
+    bias_head,
+    bias_row,
+    bias_key,
+    bias_limit,
+    row_documents,
+    key_documents,
+    query_heads,
+    group,
+    queries,
+    keys,
+    offset,
+    window,
+    softcap,
+    scale,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: the histograms of ``BLOCK_M`` rows of one head, which hold zeros before."""
+    blocks = tl.cdiv(queries, BLOCK_M)
+    block = tl.program_id(0) % blocks
+    whole_head = tl.program_id(0) // blocks
+    batch = whole_head // query_heads
+    head = whole_head % query_heads
+    masks = at_head(
+        (
+            (queries, keys, offset, window, softcap),
+            (MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit),
+            (BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit),
+            (KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES),
+        ),
+        batch,
+        head,
+        FLAGS,
+    )
+    first_row = block * BLOCK_M
+    at = first_row + tl.arange(0, BLOCK_M)
+    there = at < queries
+    i = at[:, None]
+    batch = batch.to(tl.int64)
+    QUERY += batch * query_batch + head.to(tl.int64) * query_head
+    KEY += batch * key_batch + (head // group).to(tl.int64) * key_head
+    q = load(QUERY, at, there, query_row, E, BLOCK_E, FLAGS)
+    row = whole_head.to(tl.int64) * queries + at
+    top = tl.floor(tl.load(M + row, mask=there, other=0.0) * STEPS)
+    to = GAPS + row[:, None] * BINS
+    last_row = tl.minimum(first_row + BLOCK_M, queries) - 1
+    start, all_start, all_stop, stop = band(first_row, last_row, masks, BLOCK_N, 0, FLAGS)
+    left = (all_start - start + BLOCK_N - 1) // BLOCK_N
+    right = (stop - all_stop + BLOCK_N - 1) // BLOCK_N
+    for index in tl.range(0, left + right):
+        tile = tl.where(index < left, start + index * BLOCK_N, all_stop + (index - left) * BLOCK_N)
+        count_tile(
+            q, KEY, to, top, there, tile, i, masks, scale, keys, key_row, E, BLOCK_E, BLOCK_N,
+            True, FLAGS,
+        )  # fmt: skip
+    for tile in tl.range(all_start, all_stop, BLOCK_N):
+        count_tile(
+            q, KEY, to, top, there, tile, i, masks, scale, keys, key_row, E, BLOCK_E, BLOCK_N,
+            False, FLAGS,
+        )  # fmt: skip

@@ -1,0 +1,168 @@
+"""Triton's passes around the forward kernel: moments of logits from sums over keys; gaps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from acutance import row_statistics
+from acutance.kernels.call import KernelCall, Rule
+from acutance.rowstats import dense_statistics, observe
+from acutance.shapes import check_masking
+from acutance.testing import assert_close_to_oracle, score_error
+
+pytest.importorskip("triton", reason="triton is not installed (pip install triton, on Linux)")
+
+from acutance.kernels.gpu import key_moments
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """The interpreter computes with numpy, which warns where a GPU gives infinity and NaN."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+
+def call(query: Tensor, key: Tensor, **options: Any) -> KernelCall:
+    scale = options.pop("scale", query.shape[-1] ** -0.5)
+    masking = check_masking(query, key, **options)
+    return KernelCall(query, key, None, masking, Rule(scale=scale))
+
+
+# -- moments of logits from sums over keys ------------------------------------------------------
+
+CAUSAL = {"is_causal": True, "query_offset": 400}
+
+
+@pytest.mark.parametrize("options", [CAUSAL, {}], ids=["causal", "full"])
+def test_moments_of_rows_are_those_of_their_dot_products(options: dict[str, Any]) -> None:
+    query, key = normal(1, 2, 130, 20, seed=0), normal(1, 1, 530, 20, seed=1) + 5
+    means, squares = key_moments.row_moments(query, key, call(query, key, **options))
+    products = query.double() @ key.double().mT
+    chunk = key_moments.chunk_size(20)
+    assert chunk == 128
+    for first in (0, 128):
+        rows = slice(first, min(first + 128, 130))
+        seen = min(530, first + 401) if options else 530
+        part = products[:, :, rows, chunk : seen // chunk * chunk]
+        want = part.mean(-1) - products[:, :, rows, 0]
+        assert (means[:, :, rows] - want).abs().max() <= 1e-5
+        want = (part - part.mean(-1, keepdim=True)).square().sum(-1)
+        assert (squares[:, :, rows] / want - 1).abs().max() <= 2e-6
+
+
+ALIKE = normal(1, 1, 530, 1, seed=3) * normal(1, 1, 1, 20, seed=4)
+#: Keys, and whether their products can be trusted for most rows.
+KEYS = {
+    "an offset that all share": (normal(1, 1, 530, 20, seed=1) + 300, True),
+    "channels of unequal size": (
+        normal(1, 1, 530, 20, seed=1) * torch.logspace(-2, 2, 20, device=DEVICE),
+        True,
+    ),
+    "almost all along one line": (1000 * ALIKE + normal(1, 1, 530, 20, seed=1), False),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_moments_hold_where_keys_are_large_or_alike(name: str) -> None:
+    """Where the products of keys cancel, the kernel looks at the pairs themselves."""
+    key, exact = KEYS[name]
+    query = normal(1, 1, 130, 20, seed=0)
+    if name == "almost all along one line":  # rows at right angles to it
+        line = ALIKE[0, 0, :1] / ALIKE[0, 0, :1].norm()
+        query = query - (query @ line.mT) * line
+    _, squares = key_moments.row_moments(query, key, call(query, key, **CAUSAL))
+    assert (squares.isfinite().double().mean() > 0.9) == exact
+    stats = row_statistics(query, key, backend="triton", **CAUSAL)
+    oracle = dense_statistics(query, key, **CAUSAL)
+    assert_close_to_oracle(stats, oracle, score_error=score_error(query, key), name=name)
+
+
+def test_keys_that_are_all_equal_leave_no_spread() -> None:
+    query, key = normal(1, 1, 130, 20, seed=0), torch.full((1, 1, 530, 20), 1e4 / 3, device=DEVICE)
+    stats = row_statistics(query, key, backend="triton", **CAUSAL)
+    assert stats.logit_std.eq(0).all()
+    assert stats.varentropy.abs().max() <= 1e-20
+    assert (stats.entropy - stats.n_keys.log()).abs().max() <= 1e-6
+
+
+def test_a_key_without_numbers_spoils_only_rows_that_see_it() -> None:
+    query, key = normal(1, 1, 130, 16, seed=0), normal(1, 1, 530, 16, seed=1)
+    clean = row_statistics(query, key, backend="triton", **CAUSAL)
+    key[0, 0, 450, 3] = torch.nan
+    found = row_statistics(query, key, backend="triton", **CAUSAL)
+    for name in ("logit_mean", "logit_std", "entropy"):
+        assert torch.equal(found[name][..., :50], clean[name][..., :50])
+        assert found[name][..., 50:].isnan().all()
+
+
+def test_which_calls_sum_their_keys() -> None:
+    query, key = normal(1, 1, 130, 16, seed=0), normal(1, 1, 530, 16, seed=1)
+    for options, expected in (
+        ({}, True),
+        (CAUSAL, True),
+        ({"window": 600}, False),
+        ({"alibi_slopes": torch.ones(1, device=DEVICE)}, False),
+        ({"key_mask": torch.ones(1, 530, dtype=torch.bool, device=DEVICE)}, False),
+        ({"scale": -1.0}, False),
+    ):
+        assert key_moments.has_moments(call(query, key, **options)) == expected
+    assert not key_moments.has_moments(call(query[:, :, :128], key))
+    assert not key_moments.has_moments(call(query, key[:, :, :511]))
+
+
+# -- the gap histogram --------------------------------------------------------------------------
+
+
+def whole_numbers(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, shape, generator=generator).float()
+
+
+MASKED: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal, rows without keys": {"is_causal": True, "query_offset": -3},
+    "causal window": {"is_causal": True, "window": 50, "query_offset": 60},
+    "mask": {"attn_mask": whole_numbers(20, 90, seed=2) > 0},
+    "bias": {"bias": whole_numbers(1, 2, 20, 90, seed=3)},
+    "negative scale": {"scale": -1 / 8},
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_counts_are_the_definition_s(name: str, dtype: torch.dtype) -> None:
+    """Scores that every order of summation makes exactly, from one bin to beyond all of them."""
+    options = {"scale": 1 / 8, **MASKED[name]}
+    options = {
+        key: part.to(DEVICE) if isinstance(part, Tensor) else part for key, part in options.items()
+    }
+    query = whole_numbers(1, 2, 20, 8, seed=0).to(DEVICE, dtype)
+    key = whole_numbers(1, 1, 90, 8, seed=1).to(DEVICE, dtype)
+    found, want = (
+        row_statistics(query, key, gaps=True, enable_gqa=True, backend=backend, **options)
+        for backend in ("triton", "blocked")
+    )
+    assert found.backend == "triton"
+    assert torch.equal(found.state.gaps, want.state.gaps)
+    assert torch.equal(found.n_keys, want.n_keys)
+    if name == "full":
+        scores = query.double() @ key.double().mT / 8
+        assert torch.equal(found.state.gaps, observe(scores, gaps=True).gaps)
+        assert (found.state.gaps.sum(-1) < 90).any()
+    torch.testing.assert_close(found.keys_90, want.keys_90)
