@@ -248,3 +248,27 @@ def test_random_numbers_are_left_alone() -> None:
     attention(*inputs())
     assert first_use._verdicts
     assert torch.equal(torch.rand(3), want)
+
+
+def test_a_wrong_histogram_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, forward_module, "_count", nothing)
+    options = {"return_stats": True, "gaps": True}
+    _, stats = attention(*inputs(), **options)
+    assert stats.backend == "triton"
+    first_use.forget()
+    plant(monkeypatch, forward_module, "_count", lambda given: given["GAPS"][..., 3:5].zero_())
+    with pytest.warns(RuntimeWarning, match=r"its gaps differ from the blocked path's by"):
+        _, stats = attention(*inputs(), **options)
+    assert stats.backend == "blocked"
+
+
+def test_wrong_sums_of_keys_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calls that use them: with fewer keys the same kernel is right."""
+    moments = importlib.import_module("acutance.kernels.gpu.key_moments")
+    plant(monkeypatch, moments, "_rows", lambda given: given["ROW_MEANS"].add_(1.0))
+    query, key = normal(1, 1, 130, 8), normal(1, 1, 512, 8, seed=1)
+    with pytest.warns(RuntimeWarning, match="its mean differs from the blocked path's by"):
+        _, stats = attention(query, key, key, return_stats=True)
+    assert stats.backend == "blocked"
+    _, stats = attention(query, key[:, :, :200], key[:, :, :200], return_stats=True)
+    assert stats.backend == "triton"
