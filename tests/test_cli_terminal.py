@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from acutance import cli
 from acutance.cli import shared
-from acutance.cli.probe import _progress
+from acutance.cli.progress import progress
 from acutance.corpus import load_model, ranks
 from acutance.escapes import in_spreadsheet, visible
 from acutance.report.exports import csv_bytes
@@ -222,7 +222,7 @@ def test_the_decoder_is_the_file_in_its_package_or_a_directory_of_that_name(
 def test_the_bar_tells_windows_rate_and_time_left() -> None:
     words = io.StringIO()
     screen = Console(file=words, force_terminal=True, width=100, color_system=None)
-    with _progress(6, 600, screen) as advance:
+    with progress("probing", 6, 600, screen) as advance:
         advance(100, 1, False)  # of the run that is resumed: it took no time
         time.sleep(0.2)
         advance(300, 3, True)

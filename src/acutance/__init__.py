@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from acutance import (
         calibration,
         comparison,
+        judging,
         kernels,
         mechanisms,
         nn,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from acutance.comparison import compare
     from acutance.corpus.load_model import load_model
     from acutance.diagnose.classes import classify
+    from acutance.judging import LossComparison, judge
     from acutance.mechanisms import MECHANISMS, Mechanism
     from acutance.probing.open_probe import Probe, ProbeError, probe
     from acutance.rowstats import METRICS, Metric, RowState, RowStatistics
@@ -46,6 +48,7 @@ __all__ = [
     "Calibration",
     "HeadSummary",
     "Law",
+    "LossComparison",
     "Mechanism",
     "Metric",
     "Probe",
@@ -60,6 +63,8 @@ __all__ = [
     "classify",
     "compare",
     "comparison",
+    "judge",
+    "judging",
     "kernels",
     "key_mass",
     "load",
@@ -96,6 +101,8 @@ _HOMES = {
     "calibrate": "acutance.calibration",
     "compare": "acutance.comparison",
     "load_model": "acutance.corpus.load_model",
+    "LossComparison": "acutance.judging",
+    "judge": "acutance.judging",
     "MECHANISMS": "acutance.mechanisms",
     "Mechanism": "acutance.mechanisms",
     "METRICS": "acutance.rowstats",
@@ -113,6 +120,7 @@ _HOMES = {
 _MODULES = (
     "calibration",
     "comparison",
+    "judging",
     "kernels",
     "mechanisms",
     "nn",

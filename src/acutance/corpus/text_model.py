@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,14 @@ from acutance.capture.find_layers import most_heads
 from acutance.capture.layer_choice import HeadChoice
 from acutance.summary.layer import NOT_LOADED
 
-__all__ = ["LONGEST_DEFAULT", "ModelError", "OptionError", "TextModel"]
+__all__ = [
+    "LONGEST_DEFAULT",
+    "HeadError",
+    "ModelError",
+    "OptionError",
+    "TextModel",
+    "automatic_class",
+]
 
 LONGEST_DEFAULT = 512
 
@@ -25,6 +32,10 @@ class OptionError(ModelError):
     """An option that this model does not support."""
 
     exit_code = 2
+
+
+class HeadError(ModelError):
+    """A model without a language-model head: it predicts no token, so it has no loss."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,12 @@ class TextModel:
                 f"--length {length} exceeds the {self.positions} positions of {self.name}"
             )
         return length
+
+    @property
+    def base(self) -> TextModel:
+        """The same model without its head, on the same weights."""
+        base = getattr(self.model, "base_model", self.model)
+        return replace(self, model=base if isinstance(base, torch.nn.Module) else self.model)
 
     @property
     def pad(self) -> int:
@@ -123,3 +140,25 @@ class TextModel:
         if getattr(self.model.config, "is_encoder_decoder", False):
             inputs |= {"decoder_input_ids": input_ids, "decoder_attention_mask": attention_mask}
         self.model(**inputs)
+
+
+def automatic_class(label: str, config: Any, head: bool) -> Any:
+    """The class of transformers that loads a model, without a head or with the one it has.
+
+    Raises:
+        HeadError: if models of its kind have no language-model head.
+    """
+    import transformers
+
+    if not head:
+        return transformers.AutoModel
+    masked, causal = transformers.AutoModelForMaskedLM, transformers.AutoModelForCausalLM
+    names = [str(name) for name in getattr(config, "architectures", None) or ()]
+    either = [auto for auto in (masked, causal) if type(config) in auto._model_mapping]
+    if not either:
+        raise HeadError(
+            f"{label} is of a kind that has no language-model head ({config.model_type})"
+        )
+    if any("Causal" in name or "LMHead" in name for name in names):
+        return causal if causal in either else either[0]
+    return either[0]  # encoders have causal twins, decoders no masked ones

@@ -117,16 +117,16 @@ def windows(texts: Sequence[Text], tokenizer: Any, length: int) -> list[list[int
                 "special tokens"
             )
         for start in range(0, len(ids), room):
-            pieces.append(_with_special_tokens(tokenizer, ids[start : start + room]))
+            pieces.append(with_special_tokens(tokenizer, ids[start : start + room]))
     return pieces
 
 
-def _with_special_tokens(tokenizer: Any, ids: list[int]) -> list[int]:
+def with_special_tokens(tokenizer: Any, ids: list[int]) -> list[int]:
     """Wrap a window as the tokenizer wraps a whole text."""
     if tokenizer.num_special_tokens_to_add(pair=False) == 0:
         return ids
-    if hasattr(tokenizer, "build_inputs_with_special_tokens"):
-        return list(tokenizer.build_inputs_with_special_tokens(ids))
+    if hasattr(tokenizer, "build_inputswith_special_tokens"):
+        return list(tokenizer.build_inputswith_special_tokens(ids))
     before, after = _special_tokens(tokenizer)
     return [*before, *ids, *after]
 

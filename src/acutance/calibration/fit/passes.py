@@ -102,7 +102,7 @@ def run_pass(
     for (name, k), scales in so_far.scales.items():
         collector.scales[name, k] = [scales]
     with ExitStack() as context:
-        context.enter_context(_evaluating(model))
+        context.enter_context(evaluating(model))
         context.enter_context(torch.no_grad())
         if law is not None:
             context.enter_context(apply(model, law, windowed=windowed))
@@ -136,7 +136,7 @@ def _take(so_far: PassSums, collector: Collector) -> None:
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode for all modules, restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -58,7 +58,11 @@ class Observer(Protocol):
 
 
 class Changer(Protocol):
-    """Changes the query of a call before it runs and before observers see it."""
+    """Changes the query of a call before it runs and before observers see it.
+
+    A changer may also have a method ``changed_output(call, output)``: it receives the output
+    (B, L, Hq, Ev) and returns the changed one, or None to keep it.
+    """
 
     def changed_query(self, call: InterfaceCall) -> Tensor | None:
         """The changed query; None to keep the call's."""
@@ -208,6 +212,16 @@ def _wrap(interface: Any) -> None:
 def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def attend(*args: Any, **kwargs: Any) -> Any:
+        result = listened(*args, **kwargs)
+        for changer in tuple(_changers):
+            if (changed_output := getattr(changer, "changed_output", None)) is not None:
+                call = InterfaceCall(function, implementation, args, kwargs)
+                output = changed_output(call, _of(result))
+                if output is not None:
+                    result = (output, *result[1:]) if isinstance(result, tuple) else output
+        return result
+
+    def listened(*args: Any, **kwargs: Any) -> Any:
         if _changers:
             call = InterfaceCall(function, implementation, args, kwargs)
             for changer in tuple(_changers):

@@ -1,0 +1,27 @@
+"""Judging: what a law, or any other change of attention, does to a model's loss.
+
+:func:`judge` compares losses on the same windows with and without each law. A law that makes
+attention look better and the loss worse is no remedy.
+"""
+
+from __future__ import annotations
+
+from acutance.judging.judge_model import judge
+from acutance.judging.losses import Loss, LossError, MaskedTokens, NextToken, Scored
+from acutance.judging.paired import LawComparison, LossComparison, Part
+from acutance.judging.remedies import HeadsOff, LawRemedy, Remedy
+
+__all__ = [
+    "HeadsOff",
+    "LawComparison",
+    "LawRemedy",
+    "Loss",
+    "LossComparison",
+    "LossError",
+    "MaskedTokens",
+    "NextToken",
+    "Part",
+    "Remedy",
+    "Scored",
+    "judge",
+]

@@ -1,0 +1,322 @@
+"""acutance.judge: what a law does to a model's loss, on the same windows with and without it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.calibration.passes import evaluating
+from acutance.calibration.request import check_positions
+from acutance.calibration.windows import (
+    AnyBatches,
+    Turn,
+    batches_by_length,
+    check_lengths,
+    cut,
+    digest,
+)
+from acutance.corpus.probe_corpus import model_digest
+from acutance.files import refuse_replacing
+from acutance.judging.losses import AnyLoss, Loss, LossError, choose_loss
+from acutance.judging.paired import LossComparison, compare_losses, octaves
+from acutance.judging.remedies import Remedy, as_remedies
+from acutance.judging.state import Sums
+from acutance.shapes import check_count
+
+__all__ = ["Advance", "Windows", "judge", "judge_windows"]
+
+#: Called after each run of the model: tokens, windows that are now done, and whether they ran now
+#: rather than in the run that is resumed.
+Advance = Callable[[int, int, bool], None]
+#: Texts from which errors are those between texts.
+SEVERAL = 5
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows to judge on, in batches, and the group that each belongs to.
+
+    Attributes:
+        turns: batches; the groups of a batch are one number for each of its windows, from 0.
+        unit: what a group is: ``window``, ``text`` or ``part of the text``.
+    """
+
+    turns: tuple[Turn, ...]
+    unit: str
+
+    @property
+    def count(self) -> int:
+        """Number of windows."""
+        return sum(turn.groups.numel() for turn in self.turns)
+
+    @property
+    def groups(self) -> Tensor:
+        """The group of every window, int64."""
+        return torch.cat([turn.groups for turn in self.turns])
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of windows, rising."""
+        return tuple(sorted({turn.length for turn in self.turns}))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all windows."""
+        return sum(turn.length * turn.groups.numel() for turn in self.turns)
+
+    def by_text(self, texts: Sequence[Hashable]) -> Windows:
+        """Grouped by text instead, where there are several; ``texts`` names that of each group."""
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        if len(numbers) < SEVERAL:
+            return self
+        group = torch.tensor([numbers[text] for text in texts])
+        turns = tuple(replace(turn, groups=group[turn.groups]) for turn in self.turns)
+        return Windows(turns, "text")
+
+
+def judge(
+    model: torch.nn.Module,
+    windows: AnyBatches | Tensor,
+    laws: Any,
+    *,
+    loss: AnyLoss | None = None,
+    lengths: Sequence[int] | None = None,
+    texts: Sequence[Hashable] | None = None,
+    save: str | os.PathLike[str] | None = None,
+    save_every: int = 1,
+    resume: bool = False,
+    overwrite: bool = False,
+    advance: Advance | None = None,
+) -> LossComparison:
+    r"""Compare a model's loss with and without each law, on the same windows.
+
+    Every window is read once as the model is and once under each law. What is compared is the
+    difference of the two losses of the same token, so what makes one window harder than another
+    cancels. Means are given for all predictions and by octave of n, the number of tokens that a
+    prediction could read: its position for a causal model, the window's length for a masked one.
+
+    Args:
+        model: a language model with its head, or any model with a loss of your own; it is put into
+            evaluation mode meanwhile.
+        windows: text that no law was fitted to: tokens (B, L), read one window at a time, or a
+            list of such tensors or of mappings of the model's keywords, with ``input_ids``, each
+            read at once; windows first, tokens second. Errors take windows for independent, and
+            there are at least 2.
+        laws: a law as :func:`acutance.apply` takes it, a name or file of one, a
+            :class:`~acutance.judging.Remedy`; or a list of these, or a mapping from names to them.
+        loss: None or ``"next_token"``, the cross-entropy of each token given those before it; a
+            :class:`~acutance.judging.MaskedTokens`; or a function of model and batch that returns
+            the loss of each token, (B, L), NaN where nothing is predicted.
+        lengths: windows are cut into parts of these lengths, rising; None leaves them whole.
+        texts: the text that each window is from. From 5 texts on, errors are those from text to
+            text, else from window to window.
+        save: file that keeps the state after each run of the model, to go on from.
+        save_every: windows between two writes, at least.
+        resume: go on from what ``save`` holds.
+        overwrite: replace what ``save`` holds.
+        advance: called after each run of the model with the tokens it read, the windows that are
+            done with it, and whether it ran now.
+
+    Returns:
+        For each law the differences with standard errors and simultaneous 95 % intervals
+        (Student's t with Bonferroni's correction), and a verdict: ``helps``, ``hurts``, ``mixed``
+        or ``no difference found``.
+
+    Raises:
+        ApplyError: if a law changes nothing of the model.
+        FileExistsError: if the file of ``save`` is there, and is neither resumed nor overwritten.
+        LossError: if the model has no such loss, or a loss is not a number.
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if there are fewer than two windows, a law is unknown, lengths are beyond the
+            model's learned positions, or the state to resume is of another run.
+
+    Warns:
+        UserWarning: if lengths are beyond positions that are not learned.
+
+    Example:
+        >>> import acutance
+        >>> from acutance.experiments.models.trained import decoder
+        >>> text = "".join(f"{n} times {n} is {n * n}; " for n in range(160)).encode()
+        >>> windows = torch.tensor(list(text[:2048])).view(4, 512)  # trained on windows of 128
+        >>> result = acutance.judge(decoder(), windows, "clip_log_n:train_length=128")
+        >>> result.laws[0].delta < 0
+        True
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+    batches = batches_by_length(windows.split(1) if isinstance(windows, Tensor) else windows)
+    turns = _whole(batches) if lengths is None else cut(batches, check_lengths(lengths, batches))
+    rows = sum(len(_ids(batch)) for batch in batches[0]) if 0 in batches else 0
+    groups = 1 + max(int(turn.groups.max()) for turn in turns)
+    found = Windows(tuple(turns), "window" if groups == rows or not rows else "part of the text")
+    if texts is not None:
+        if len(texts) != groups:
+            raise ValueError(
+                f"texts names the text of each window, got {len(texts)} for {groups} windows"
+            )
+        found = found.by_text(texts)
+    return judge_windows(
+        model, found, as_remedies(laws), choose_loss(model, loss), save=save,
+        save_every=save_every, resume=resume, overwrite=overwrite, advance=advance,
+    )  # fmt: skip
+
+
+def judge_windows(
+    model: torch.nn.Module,
+    windows: Windows,
+    remedies: Sequence[Remedy],
+    loss: Loss,
+    *,
+    save: str | os.PathLike[str] | None = None,
+    save_every: int = 1,
+    resume: bool = False,
+    overwrite: bool = False,
+    advance: Advance | None = None,
+) -> LossComparison:
+    """:func:`judge` for windows whose groups are known."""
+    if resume and save is None:
+        raise ValueError("resume continues the file given by save, got save=None")
+    if save is not None:
+        refuse_replacing(save, resume=resume, overwrite=overwrite)
+    check_count("save_every", save_every, 1)
+    groups, lengths = windows.groups, windows.lengths
+    if len(groups.unique()) < 2:
+        raise ValueError(
+            f"a comparison takes at least 2 windows of {lengths[-1]} tokens, got "
+            f"{len(groups.unique())}: give more text, or shorter windows"
+        )
+    check_positions(model, lengths)
+    ranges = octaves(lengths[-1])
+    settings = {
+        "model": model_digest(model),
+        "text": digest(windows.turns),
+        "laws": [one.words for one in remedies],
+        "loss": loss.words,
+        "lengths": list(lengths),
+        "dtype": str(next((part.dtype for part in model.parameters()), None)),
+        "attention": str(getattr(getattr(model, "config", None), "_attn_implementation", "")),
+    }
+    sums = Sums.none(settings, 1 + len(remedies), len(windows.turns), windows.count, len(ranges))
+    if resume and save is not None:
+        sums.resume(save)
+    job = _Job(model, windows, remedies, loss, ranges, sums, save, save_every)
+    with evaluating(model), torch.inference_mode():
+        job.run(advance)
+    return LossComparison(
+        laws=compare_losses([one.name for one in remedies], sums.loss, sums.count, groups, ranges),
+        loss=loss.words,
+        mean_loss=float(sums.loss[0].sum() / sums.count.sum()),
+        windows=windows.count,
+        tokens=windows.tokens,
+        lengths=lengths,
+        groups=len(groups.unique()),
+        unit=windows.unit,
+    )
+
+
+class _Job:
+    """The runs of one comparison: every batch as the model is, and then under each law."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        windows: Windows,
+        remedies: Sequence[Remedy],
+        loss: Loss,
+        ranges: Sequence[tuple[int, int]],
+        sums: Sums,
+        save: str | os.PathLike[str] | None,
+        save_every: int,
+    ) -> None:
+        self._model, self._windows, self._remedies = model, windows, remedies
+        self._loss, self._ranges, self._sums = loss, ranges, sums
+        self._save, self._save_every, self._unsaved = save, save_every, 0
+        self._device = next((part.device for part in model.parameters()), None)
+
+    def run(self, advance: Advance | None) -> None:
+        """Go on until all is done; what is done is saved if ^C comes."""
+        done, last = self._sums.done, len(self._remedies)
+        if not bool(done.all()):
+            self._loss.check(self._model, self._batch(self._windows.turns[0]))
+        try:
+            row = 0
+            for index, turn in enumerate(self._windows.turns):
+                rows = slice(row, row + turn.groups.numel())
+                row = rows.stop
+                for place in range(last + 1):
+                    before = bool(done[index, place])
+                    if not before:
+                        self._step(turn, index, place, rows)
+                    if advance is not None:
+                        count = turn.groups.numel()
+                        advance(turn.length * count, count if place == last else 0, not before)
+        except KeyboardInterrupt:
+            self._write()
+            raise
+        self._write()
+
+    def _step(self, turn: Turn, index: int, place: int, rows: slice) -> None:
+        """One run of the model; what it adds is written in one go, and only then called done."""
+        remedy = None if place == 0 else self._remedies[place - 1]
+        with nullcontext() if remedy is None else remedy.applied(self._model):
+            scored = self._loss.score(self._model, self._batch(turn))
+        known = ~scored.loss.isnan()
+        if remedy is not None and bool((known & scored.loss.isinf()).any()):
+            raise LossError(f"a loss is infinite under {remedy.name}")
+        sums, counts = [], []
+        for first, last in self._ranges:
+            least = 0 if first == 1 else first
+            here = known & (scored.n >= least) & (scored.n <= last)
+            sums.append(torch.where(here, scored.loss, 0.0).sum(1))
+            counts.append(here.sum(1))
+        count = torch.stack(counts, 1).double()
+        if place == 0:
+            self._sums.count[rows] = count
+        elif not torch.equal(self._sums.count[rows], count):
+            name = self._remedies[place - 1].name
+            raise LossError(f"a loss is not a number under {name}, and is without it")
+        self._sums.loss[place, rows] = torch.stack(sums, 1)
+        self._sums.done[index, place] = True
+        self._unsaved += turn.groups.numel() if place == len(self._remedies) else 0
+        if self._unsaved >= self._save_every:
+            self._write()
+
+    def _write(self) -> None:
+        if self._save is not None:
+            self._sums.save(self._save)
+        self._unsaved = 0
+
+    def _batch(self, turn: Turn) -> Mapping[str, Any]:
+        batch = turn.batch if isinstance(turn.batch, Mapping) else {"input_ids": turn.batch}
+        return {
+            name: part.to(self._device) if isinstance(part, Tensor) else part
+            for name, part in batch.items()
+        }
+
+
+def _whole(batches: Mapping[int, Iterable[Any]]) -> list[Turn]:
+    """Batches as they are, each window a group; windows of different lengths by their number."""
+    turns = []
+    for part in batches.values():
+        start = 0
+        for batch in part:
+            count, length = _ids(batch).shape[:2]
+            turns.append(Turn(length, batch, torch.arange(start, start + count)))
+            start += count
+    return turns
+
+
+def _ids(batch: Any) -> Tensor:
+    """The tensor of a batch that says how many windows and tokens it has."""
+    if isinstance(batch, Tensor):
+        return batch
+    named = batch.get("input_ids")
+    if isinstance(named, Tensor):
+        return named
+    return next(part for part in batch.values() if isinstance(part, Tensor) and part.dim() > 1)

@@ -1,0 +1,213 @@
+"""What a model can be judged under: a law for the scale, or heads that are switched off."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from acutance.calibration.apply_law import ApplyError, apply
+from acutance.calibration.law import AnyLaw, Law
+from acutance.calibration.named_law import named_law
+from acutance.capture import huggingface
+from acutance.capture.find_layers import attention_layers, uses_interface
+from acutance.capture.layer_choice import choose_layers
+from acutance.capture.module_names import class_name
+
+__all__ = ["HeadsOff", "LawRemedy", "Remedy", "as_remedies", "named_remedy"]
+
+
+@runtime_checkable
+class Remedy(Protocol):
+    """A change of a model that can be undone, to be judged by the loss."""
+
+    @property
+    def name(self) -> str:
+        """What a table calls it."""
+
+    @property
+    def words(self) -> str:
+        """What it is, different for different changes: a run is resumed only with the same."""
+
+    def applied(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """A context in which the model is changed."""
+
+
+@dataclass(frozen=True)
+class LawRemedy:
+    """A law for the scale of attention, see :func:`acutance.apply`."""
+
+    name: str
+    law: AnyLaw
+
+    @property
+    def words(self) -> str:
+        """The law, or a digest of its file."""
+        if not isinstance(self.law, Law):
+            return str(self.law)
+        record = json.dumps(self.law.record(), sort_keys=True)
+        return f"law {hashlib.sha256(record.encode()).hexdigest()[:16]}"
+
+    def applied(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """The law in force; leaving raises ApplyError if it changed no call."""
+        return apply(model, self.law)
+
+
+@dataclass(frozen=True)
+class HeadsOff:
+    """Heads whose output is zero: what the model loses without them.
+
+    Attributes:
+        heads: layers, each with its heads; None is all of them.
+
+    Example:
+        >>> HeadsOff({3: [0, 2], 5: None}).name
+        'off:3.0,3.2,5'
+    """
+
+    heads: Mapping[int | str, Sequence[int] | None]
+
+    @property
+    def name(self) -> str:
+        """As the command takes it."""
+        parts = [
+            str(layer) if some is None else f"{layer}.{head}"
+            for layer, some in self.heads.items()
+            for head in (some if some is not None else [0])
+        ]
+        return f"off:{','.join(parts)}"
+
+    @property
+    def words(self) -> str:
+        """The same as :attr:`name`."""
+        return self.name
+
+    @contextmanager
+    def applied(self, model: torch.nn.Module) -> Iterator[None]:
+        """Zero the heads' outputs in every call of transformers' attention interface.
+
+        Raises:
+            ApplyError: if a layer does not use it, or none of them ran.
+            ValueError: if there is no such layer or head.
+        """
+        layers = attention_layers(model)
+        switched: dict[int, Sequence[int] | None] = {}
+        for layer, heads in self.heads.items():
+            for name in choose_layers(model, layer, "layer"):
+                module = layers.get(name)
+                if module is None or not uses_interface(module):
+                    raise ApplyError(
+                        f"heads of {name} cannot be switched off: {class_name(model)} does not run "
+                        "it through transformers' attention interface"
+                    )
+                switched[id(module)] = heads
+        change = _Silence(switched)
+        with huggingface.change(change):
+            yield
+        if not change.calls:
+            raise ApplyError(f"{self.name} changed no call of {class_name(model)}: it did not run")
+
+
+class _Silence:
+    """Zeroes some heads of what attention returns."""
+
+    def __init__(self, switched: Mapping[int, Sequence[int] | None]) -> None:
+        self._switched, self.calls = switched, 0
+
+    def changed_query(self, call: huggingface.InterfaceCall) -> None:
+        """The query stays."""
+
+    def changed_output(
+        self, call: huggingface.InterfaceCall, output: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The output (B, L, Hq, Ev) with zeros; None where the call is of another layer."""
+        module = call["module"]
+        if id(module) not in self._switched:
+            return None
+        self.calls += 1
+        heads = self._switched[id(module)]
+        if heads is None:
+            return torch.zeros_like(output)
+        if (most := max(heads)) >= output.shape[2]:
+            raise ValueError(f"there is no head {most}: the layer has {output.shape[2]} heads")
+        output = output.clone()
+        output[:, :, list(heads)] = 0.0
+        return output
+
+    def mute(self) -> AbstractContextManager[None]:
+        """Nothing else is changed."""
+        return _nothing()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def named_remedy(text: str) -> LawRemedy | HeadsOff:
+    """What a command names: a law, a law's file, or heads to switch off.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ValueError: if nothing has that name, or a number in it is wrong.
+
+    Example:
+        >>> named_remedy("log_n:train_length=512").law
+        LogN(train_length=512, base=None, n_min=16)
+        >>> named_remedy("off:3.0,3.2").heads
+        {3: [0, 2]}
+    """
+    kind, colon, rest = text.partition(":")
+    if kind == "off" and colon and not os.path.exists(text):
+        return HeadsOff(_heads(rest))
+    return LawRemedy(text, named_law(text))
+
+
+def _heads(text: str) -> dict[int | str, Sequence[int] | None]:
+    found: dict[int | str, Sequence[int] | None] = {}
+    for part in text.split(","):
+        layer, dot, head = part.strip().partition(".")
+        if not layer.isdecimal() or (dot and not head.isdecimal()):
+            raise ValueError(f"law: heads are LAYER.HEAD, as in off:3.0,3.2, got {part!r}")
+        before = found.get(int(layer), [])
+        if int(layer) in found and (before is None or not dot):
+            raise ValueError(f"law: off:{text} names layer {layer} and heads of it")
+        found[int(layer)] = [*(before or []), int(head)] if dot else None
+    return found
+
+
+def as_remedies(laws: Any) -> list[Remedy]:
+    """A law, several, or several by name, as remedies with different names.
+
+    Raises:
+        TypeError: if something is no law.
+        ValueError: if there is none, or two have one name.
+    """
+    if isinstance(laws, Mapping) and all(isinstance(name, str) for name in laws):
+        pairs = list(laws.items())
+    elif isinstance(laws, list | tuple):
+        pairs = [("", one) for one in laws]
+    else:
+        pairs = [("", laws)]
+    remedies = [_remedy(name, one) for name, one in pairs]
+    if not remedies:
+        raise ValueError("laws names at least one law, got none")
+    names = [one.name for one in remedies]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"laws have different names, got {twice!r} twice")
+    return remedies
+
+
+def _remedy(name: str, one: Any) -> Remedy:
+    if isinstance(one, Remedy):
+        return one
+    if isinstance(one, str):
+        remedy = named_remedy(one)
+        return LawRemedy(name, remedy.law) if name and isinstance(remedy, LawRemedy) else remedy
+    return LawRemedy(name or (f"law ({one.target})" if isinstance(one, Law) else str(one)), one)

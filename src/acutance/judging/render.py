@@ -1,0 +1,119 @@
+"""A comparison of losses in the terminal: one table, and what it means in sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from acutance.judging.paired import HELPS, HURTS, MIXED, LawComparison, LossComparison, Part
+from acutance.report.screen import NumberTable
+
+__all__ = ["sentences", "show", "verdict_sentence"]
+
+_STYLE = {HELPS: "green", HURTS: "red", MIXED: "yellow"}
+
+
+def show(comparison: LossComparison) -> RenderableType:
+    """Table and sentences, for a rich console."""
+    title = Text(
+        f"Loss with each law minus loss without, {comparison.loss}, nats a token", style="bold"
+    )
+    lines = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in sentences(comparison)]
+    return Group(title, "", _table(comparison), "", *lines)
+
+
+def _table(comparison: LossComparison) -> NumberTable:
+    table = NumberTable(keys=1, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("law")
+    table.add_column("Δ loss", justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    parts = comparison.laws[0].by_position
+    for part in parts if len(parts) > 1 else ():
+        table.add_column(f"n = {_range(part)}", justify="right", no_wrap=True)
+    for law in comparison.laws:
+        shown = law.by_position if len(parts) > 1 else ()
+        table.add_row(
+            law.name,
+            Text(_with_error(law.overall), style="bold"),
+            Text(law.verdict, style=_STYLE.get(law.verdict, "")),
+            *[Text(_with_error(part), style=_style(part)) for part in shown],
+        )
+    return table
+
+
+def _style(part: Part) -> str:
+    return _STYLE[HELPS] if part.helps else _STYLE[HURTS] if part.hurts else "dim"
+
+
+def sentences(comparison: LossComparison) -> Iterator[str]:
+    """What a reader should know besides the table."""
+    for law in comparison.laws:
+        yield verdict_sentence(law)
+    yield (
+        f"Without a law the mean loss is {comparison.mean_loss:.3f} nats a token, over "
+        f"{comparison.windows} windows of {_listed(comparison.lengths)} tokens."
+    )
+    groups, unit = comparison.groups, comparison.unit
+    yield (
+        f"± is a standard error from {unit} to {unit} ({groups} of them); verdicts are from "
+        "simultaneous 95 % intervals (Student's t with Bonferroni's correction)."
+    )
+    if groups < 6:
+        yield f"{groups} are few: intervals are wide, and small effects go unseen. Read more text."
+
+
+def verdict_sentence(law: LawComparison) -> str:
+    """The verdict of one law, with its numbers.
+
+    Example:
+        >>> parts = (Part(1, 64, 0.3, 0.02, 0.2, 0.4, 3.0), Part(65, 128, 0.0, 0.01, -0.1, 0.1, 2))
+        >>> verdict_sentence(LawComparison("log_n", Part(1, 128, 0.15, 0.01, 0.1, 0.2, 2.5), parts))
+        'log_n hurts: loss changes by +0.15 ± 0.01 nat in all (between +0.1 and +0.2).'
+    """
+    whole = law.overall
+    if law.verdict in (HELPS, HURTS) and (whole.helps or whole.hurts):
+        other = [p for p in law.by_position if (p.hurts if whole.helps else p.helps)]
+        what = "hurts" if whole.helps else "helps"
+        but = f", but {what} at n = {_places(other)}" if other else ""
+        return (
+            f"{law.name} {law.verdict}: loss changes by {_with_error(whole)} nat in all (between "
+            f"{whole.low:+.2g} and {whole.high:+.2g}){but}."
+        )
+    in_all = f"no difference found in all (at most {_most(whole)})"
+    helps = [part for part in law.by_position if part.helps]
+    hurts = [part for part in law.by_position if part.hurts]
+    found = [f"helps at n = {_places(helps)}"] if helps else []
+    found += [f"hurts at n = {_places(hurts)}"] if hurts else []
+    if found:
+        return f"{law.name} {' and '.join(found)}; {in_all}."
+    return f"{law.name}: {in_all}."
+
+
+def _places(parts: Sequence[Part]) -> str:
+    return ", ".join(f"{_range(part)} ({_with_error(part)})" for part in parts)
+
+
+def _most(part: Part) -> str:
+    return f"{part.most:.2g} nat" if math.isfinite(part.most) else "unknown"
+
+
+def _range(part: Part) -> str:
+    return f"{part.first}" if part.first == part.last else f"{part.first}–{part.last}"
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return ", ".join(map(str, lengths))
+
+
+def _with_error(part: Part) -> str:
+    """A difference with its standard error, to the error's first digits."""
+    if not math.isfinite(part.error):
+        return f"{part.delta:+.2g}"
+    if part.error <= 0 or abs(part.delta) + part.error < 1e-5:
+        return f"{part.delta:+.1g}" if abs(part.delta) >= 1e-5 else "0"
+    digits = min(5, max(2, 1 - math.floor(math.log10(part.error)) - 1))
+    return f"{part.delta:+.{digits}f} ± {part.error:.{digits}f}"

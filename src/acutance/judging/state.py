@@ -1,0 +1,90 @@
+"""The state of a comparison in a file: killed at any moment, it goes on with no window twice."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.files import tidy, write_bytes
+from acutance.summary.files import parse, read, sealed
+
+__all__ = ["Sums"]
+
+SCHEMA = "acutance.judgement_state/1"
+_DIFFERENT = {"model": "another model", "text": "another text, or other windows of it"}
+
+
+@dataclass
+class Sums:
+    """Losses so far.
+
+    Attributes:
+        settings: everything that decides the numbers, in the order in which it is compared.
+        loss: sums, (1 + laws, windows, octaves) float64; the first without a law.
+        count: predictions, (windows, octaves) float64.
+        done: calls of the model that are done, boolean (batches, 1 + laws).
+    """
+
+    settings: Mapping[str, Any]
+    loss: Tensor
+    count: Tensor
+    done: Tensor
+
+    @classmethod
+    def none(
+        cls, settings: Mapping[str, Any], runs: int, batches: int, windows: int, parts: int
+    ) -> Sums:
+        """Before the first call."""
+        return cls(
+            settings,
+            torch.zeros(runs, windows, parts, dtype=torch.float64),
+            torch.zeros(windows, parts, dtype=torch.float64),
+            torch.zeros(batches, runs, dtype=torch.bool),
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything as one safetensors file, whole or not at all."""
+        from safetensors.torch import save
+
+        tensors = {"loss": self.loss, "count": self.count, "done": self.done}
+        header = {"schema": SCHEMA, "settings": json.dumps(dict(self.settings))}
+        write_bytes(path, save(tensors, metadata=sealed(header, tensors)))
+
+    def resume(self, path: str | os.PathLike[str]) -> None:
+        """Take over what a file holds; nothing where there is no file yet.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if it is no such state, or one of other settings, which the message names.
+        """
+        name = os.fspath(path)
+        if not os.path.exists(path):
+            return
+        try:
+            header, tensors = read(path, SCHEMA, "state of a comparison of losses")
+            before = parse(header, "settings")
+        except ValueError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{name} holds no comparison to resume: {reason}") from error
+        for key, mine in self.settings.items():
+            if before.get(key) == json.loads(json.dumps(mine)):
+                continue
+            what = f"its {key} is {before.get(key)!r:.80}, this run's {mine!r:.80}"
+            if key in _DIFFERENT:
+                what = f"it is of {_DIFFERENT[key]}"
+            raise ValueError(f"{name} cannot be resumed with other settings: {what}")
+        mine_by_name = {"loss": self.loss, "count": self.count, "done": self.done}
+        for key, mine in mine_by_name.items():
+            theirs = tensors.get(key)
+            if theirs is None or theirs.shape != mine.shape or theirs.dtype != mine.dtype:
+                raise ValueError(f"{name} holds no comparison to resume: its {key} is wrong")
+            if not bool(theirs.isfinite().all()) or bool((theirs < 0).any()):
+                raise ValueError(f"{name} holds no comparison to resume: its {key} is wrong")
+        self.loss, self.count, self.done = (tensors[key] for key in mine_by_name)
+        tidy(path)
