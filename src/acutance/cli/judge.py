@@ -134,7 +134,7 @@ def _compare(options: JudgeOptions, lengths: tuple[int, ...] | None) -> "LossCom
     import warnings
     from importlib.metadata import version
 
-    from acutance.calibration.request import check_positions
+    from acutance.calibration.fit.request import check_positions
     from acutance.corpus import texts as corpus
     from acutance.judging.judge_model import judge_windows
     from acutance.judging.remedies import as_remedies

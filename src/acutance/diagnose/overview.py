@@ -34,12 +34,12 @@ _COMPARED = ("max_logit", "logit_std", "attention_distance", "normalized_entropy
 _IN_BRIEF = {
     "mismatch": ("captured incorrectly", "do not trust its numbers"),
     "not_finite": ("scores not finite", "find the inf or NaN"),
-    "large_logits": ("large logits", "clip with training.QKClip"),
+    "large_logits": ("large logits", "monitor them in training"),
     "coarse_scores": ("coarse scores", "keep them in float32"),
-    "entropy_collapse": ("collapsed", "raise entropy unless intended"),
-    "dilution": ("dilution with length", "acutance calibrate"),
+    "entropy_collapse": ("collapsed", "often by design"),
+    "dilution": ("dilution with length", "not a fault in itself"),
     "sink": ("first token", "keep it in caches"),
-    "dead": ("dead", "check what they contribute"),
+    "dead": ("dead", "judge the loss without"),
 }
 
 

@@ -1,8 +1,9 @@
-"""Recommendations: what to change about a model's attention, why, and how certain that is.
+"""Recommendations: what is unusual about a model's attention, and how to find out what it means.
 
-Each repeats what was measured, says what would help and never more than the measurement holds: a
-growth is told only where a fitted slope is beyond its standard error, and what may be by design is
-called suspected.
+Each repeats what was measured. Statistics of attention do not show what a change does to the loss,
+so the advice says how to measure that (:func:`acutance.judge`), or what costs nothing. Growth is
+reported only where a fitted slope is beyond its standard error, and what may be by design is called
+suspected.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ KINDS: dict[Kind, str] = {
     "dead": "Averages everything",
 }
 #: Shown where there is nothing to recommend.
-NOTHING = "No head is beyond a threshold that calls for a change."
+NOTHING = "No head is beyond a threshold that calls for a look."
 
 #: Shown in its place where the model is untrained.
 UNTRAINED = "Untrained model: load trained weights before diagnosing its heads."
@@ -52,16 +53,16 @@ _NAMED = 3  # layers named of a kind, in words
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A change to consider for heads of one layer.
+    """Something unusual about heads of one layer.
 
     Attributes:
         kind: one of :data:`KINDS`.
         layer: index of the layer, in model order.
         heads: numbers of the heads; empty where it is about the whole layer.
         module: qualified name of the layer's module.
-        reason: what was found.
+        reason: what is unusual.
         numbers: the numbers it was found by, of the head furthest beyond the threshold.
-        advice: what to do.
+        advice: how to find out what it means, or a remedy that costs nothing.
         certainty: "measured", "fitted" (a slope with its standard error), or "suspected" (what is
             measured can be by design).
     """
@@ -104,7 +105,7 @@ class Recommendation:
 
 
 def recommendations(summary: Judged) -> list[Recommendation]:
-    """Changes to consider, most urgent first, one for each kind and layer.
+    """What is unusual, most urgent first, one for each kind and layer.
 
     Args:
         summary: any head summary; growth with n needs one of this version, with rows of at least
@@ -122,7 +123,7 @@ def recommendations(summary: Judged) -> list[Recommendation]:
         ...     _ = layer(*[torch.zeros(1, 40, 8)] * 3)
         >>> print(recommendations(probe.summary())[0].sentence)
         Layer 0 heads 0–1: entropy is 1.000 of the maximum over 40 keys; check whether they
-        contribute anything: the model may not need them, or training has stalled.
+        contribute anything: acutance judge --law off:LAYER.HEAD measures the loss without them.
     """
     advice: list[Recommendation] = []
     judged: list[list[tuple[HeadFacts, Mapping[Rule, Judgement]]]] = [[] for _ in summary.layers]

@@ -63,8 +63,8 @@ def _describe_not_finite(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> 
 def _describe_large(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     return (
         f"the largest logit is {_from_to(beyond, 'max_logit', ',.0f')}, above {LARGE_LOGIT:g}",
-        f"if training continues, clip with acutance.training.QKClip at {LARGE_LOGIT:g}, since "
-        "such growth precedes instability",
+        "if training continues, monitor them with acutance.training.AttentionMonitor, since such "
+        "growth precedes instability",
         "measured",
     )
 
@@ -73,7 +73,7 @@ def _describe_coarse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sent
     return (
         f"logits reach {_from_to(beyond, 'max_logit', ',.0f')}, where {head.dtype} has a "
         f"resolution of {worst.numbers['step']:g}",
-        "compute scores and softmax in float32 (fused kernels do), or clip the logits",
+        "compute scores and softmax in float32, as fused kernels do",
         "suspected",
     )
 
@@ -82,8 +82,8 @@ def _describe_collapse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Se
     return (
         f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of the maximum, "
         f"{_from_to(beyond, 'effective_keys', '.2f')} effective keys per row",
-        "if they should not pick a single token, train with EntropyRegularizer or "
-        "SigmaReparam from acutance.training, or lower their scale with acutance calibrate",
+        "heads that pick a single token by design look the same; acutance judge --law "
+        "off:LAYER.HEAD measures the loss without them",
         "suspected",
     )
 
@@ -95,10 +95,10 @@ def _describe_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Se
     error = max(judgement.numbers["error"] for _, judgement in beyond)
     return (
         f"entropy grows as {_from_to(beyond, 'value', '.2f')} log n (± {error:.2f}) from n ≈ "
-        f"{low_n} to {high_n}",
-        f"run acutance calibrate, which aims to give layer {head.layer} head {head.head} at n "
-        f"≈ {high_n} its entropy at n ≈ {low_n}, {low:.2f} nats (± {off:.1g}), instead of "
-        f"{high:.2f}; then check the held-out loss",
+        f"{low_n} to {high_n}: layer {head.layer} head {head.head} has {low:.2f} nats "
+        f"(± {off:.1g}) and then {high:.2f}",
+        "this is not a fault in itself, and a law that keeps entropy constant can raise the loss: "
+        "measure a law with acutance judge before you use it",
         "fitted",
     )
 
@@ -106,9 +106,8 @@ def _describe_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Se
 def _describe_sink(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
     return (
         f"{_from_to(beyond, 'first_weight', '.0%')} of the weight is on the first visible key",
-        "keep that token when truncating a cache or sliding a window. It may be an attention "
-        "sink, which weights alone do not show; a new model could use a learned sink or "
-        "softmax_one instead",
+        "keep that token when truncating a cache or sliding a window, which costs one key. It may "
+        "be an attention sink, which weights alone do not show",
         "measured",
     )
 
@@ -120,7 +119,8 @@ def _describe_dead(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Senten
     they, them = ("it contributes", "it") if len(beyond) == 1 else ("they contribute", "them")
     return (
         f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of the maximum{over}",
-        f"check whether {they} anything: the model may not need {them}, or training has stalled",
+        f"check whether {they} anything: acutance judge --law off:LAYER.HEAD measures the loss "
+        f"without {them}",
         "suspected",
     )
 

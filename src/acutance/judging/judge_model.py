@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.passes import evaluating
-from acutance.calibration.request import check_positions
-from acutance.calibration.windows import (
+from acutance.calibration.fit.passes import evaluating
+from acutance.calibration.fit.request import check_positions
+from acutance.calibration.fit.windows import (
     AnyBatches,
     Turn,
     batches_by_length,

@@ -75,6 +75,7 @@ class _Logits(Loss):
         #: by model, whether it needs all its logits at once
         self._whole: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 
+    @torch.no_grad()
     def check(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> None:
         """Compare the loss in pieces with that of the model's whole logits, on a few tokens."""
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -101,6 +102,7 @@ class _Logits(Loss):
                 equal = False  # a head that reads more of the model than its hidden states
             self._whole[model] = not equal
 
+    @torch.no_grad()
     def score(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
         """Run the model on one batch and return the loss of every prediction."""
         if model not in self._whole:

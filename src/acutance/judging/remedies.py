@@ -15,10 +15,10 @@ import torch
 from acutance.calibration.apply_law import ApplyError, apply
 from acutance.calibration.law import AnyLaw, Law
 from acutance.calibration.named_law import named_law
-from acutance.capture import huggingface
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.layer_choice import choose_layers
 from acutance.capture.module_names import class_name
+from acutance.capture.readers import huggingface
 
 __all__ = ["HeadsOff", "LawRemedy", "Remedy", "as_remedies", "named_remedy"]
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from acutance.calibration.sample import spread
-from acutance.calibration.windows import Turn
+from acutance.calibration.fit.windows import Turn, spread
 from acutance.corpus.load_model import TextModel
 from acutance.corpus.texts import Text, with_special_tokens
 from acutance.judging.judge_model import Windows
