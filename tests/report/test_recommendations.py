@@ -61,7 +61,7 @@ def test_a_kind_is_found_beyond_its_threshold_only(
 def test_what_may_be_by_design_is_not_named_as_a_fault(summary_of: Make) -> None:
     found = only(summary_of((2,), first_weight={(0, 1): 0.4}))
     assert "sink" not in KINDS[found.kind].lower()  # weight was measured, no purpose
-    assert "weights alone do not show" in found.advice
+    assert "which weights alone do not show" in found.advice
     assert "collapse" not in KINDS["entropy_collapse"].lower()
 
 
@@ -203,7 +203,7 @@ def test_growth_with_n_is_told_with_its_error_and_what_to_expect() -> None:
     assert high / low == pytest.approx(8, rel=0.4)
     drop = found.numbers["high"] - found.numbers["low"]
     assert drop == pytest.approx(found.numbers["value"] * math.log(high / low))
-    assert "measure one with acutance judge before you use it" in found.advice
+    assert "measure a law with acutance judge before you use it" in found.advice
     assert "calibrate" not in found.advice  # nothing that may raise the loss
     assert "layer 0 head 1 has" in found.reason
     assert high == pytest.approx(184, rel=0.05)  # n = 256 itself is alone in its octave
