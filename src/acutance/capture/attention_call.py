@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from acutance.attend import attention, row_statistics
+from acutance.kernels.call import accumulate_dtype
 from acutance.masks import Masking, hidden_scores, hides
 from acutance.rowstats import RowState, RowStatistics, observe
-from acutance.shapes import check_masking
+from acutance.shapes import cast_inputs, check_masking
 
 #: Largest relative error of a rebuilt output, by dtype: some hundred roundings of it.
 VERIFY_TOLERANCE = {
@@ -117,6 +118,51 @@ class AttentionCall:
             gaps=gaps,
             **self._options,
         )
+
+    def weight_on(self, groups: Tensor) -> Tensor:
+        """The weight of each row on groups of keys, (B, Hq, L, K), in float32 at least.
+
+        It is the output that values of 1 in the group's component have.
+
+        Args:
+            groups: (B or 1, S, K), 1 where a key belongs to a group.
+        """
+        query, key, _ = cast_inputs(self.query, self.key, None)
+        dtype = accumulate_dtype(query.dtype)
+        value = groups.to(dtype).unsqueeze(1).expand(len(key), key.shape[1], -1, -1)
+        with torch.autocast(query.device.type, enabled=False):
+            weights: Tensor = attention(query.to(dtype), key.to(dtype), value, **self._options)
+        return weights
+
+    def even_weight_on(self, groups: Tensor) -> Tensor:
+        """The same if every visible key had the same weight, (B, 1, L, K), sinks aside.
+
+        (B, Hq, L, K) where masks differ from head to head.
+
+        Args:
+            groups: (B or 1, S, K), 1 where a key belongs to a group.
+        """
+        masks, heads = self._masks, 1
+        masks["bias"] = None
+        for mask in (self.attn_mask, self.bias):
+            if mask is None:
+                continue
+            seen = mask if mask.dtype == torch.bool else torch.logical_not(hides(mask))
+            if mask is self.bias and bool(seen.all()):
+                continue
+            before = masks["attn_mask"] if mask is self.bias else None
+            masks["attn_mask"] = seen if before is None else before & seen
+            heads = max(heads, seen.shape[-3] if seen.dim() > 2 else 1)
+        dtype = accumulate_dtype(self.query.dtype)
+        batch, queries, keys = len(self.query), self.query.shape[2], self.key.shape[2]
+        query, key = (
+            torch.zeros(batch, heads, size, 1, dtype=dtype, device=self.query.device)
+            for size in (queries, keys)
+        )
+        value = groups.to(dtype).unsqueeze(1).expand(batch, heads, -1, -1)
+        with torch.autocast(self.query.device.type, enabled=False):
+            weights: Tensor = attention(query, key, value, **masks)
+        return weights
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -323,3 +369,29 @@ def observe_scores(scores: Tensor, gaps: bool = False) -> tuple[RowStatistics, T
         if getattr(parts[0], name) is not None
     }
     return RowStatistics(RowState(**joined)), seen
+
+
+def weights_on(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of scores that exist already on groups of keys, and those of uniform attention.
+
+    Args:
+        scores: (B, H, L, S); values a mask would hold hide their key.
+        groups: (B or 1, S, K), 1 where a key belongs to a group.
+
+    Returns:
+        Two tensors (B, H, L, K), in float32 at least.
+    """
+    dtype = accumulate_dtype(scores.dtype)
+    batch, heads, _, keys = scores.shape
+    rows = max(1, _ROWS_AT_ONCE // max(1, batch * heads * keys))
+    groups = groups.to(dtype).unsqueeze(1)
+    parts: list[tuple[Tensor, Tensor]] = []
+    with torch.autocast(scores.device.type, enabled=False):
+        for part in scores.detach().split(rows, dim=2):
+            visible = torch.logical_not(hidden_scores(part))
+            weights = part.to(dtype).masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
+            even = visible.to(dtype)
+            even = even / even.sum(-1, keepdim=True).clamp(min=1.0)
+            parts.append((weights @ groups, even @ groups))
+    mass, even = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    return mass, even

@@ -168,6 +168,23 @@ def check_chart(chart: str, metric: str | None = None) -> None:
         )
 
 
+def parse_spans(texts: Iterable[str]) -> dict[str, tuple[int, int | None]]:
+    """Read ``NAME=START:STOP`` of each --span; without STOP it goes to the end."""
+    spans: dict[str, tuple[int, int | None]] = {}
+    for text in texts:
+        name, equals, places = text.rpartition("=")
+        start, colon, stop = places.partition(":")
+        plain = all(part.isascii() and part.isdigit() for part in (start, stop or "0"))
+        if not (name and equals and colon and plain) or len(places) > 20:
+            raise typer.BadParameter(
+                f"a span is NAME=START:STOP, as system=0:31, got {text}", param_hint="--span"
+            )
+        if name in spans:
+            raise typer.BadParameter(f"{name} is given twice", param_hint="--span")
+        spans[name] = (int(start), int(stop) if stop else None)
+    return spans
+
+
 def check_metrics(names: Iterable[str]) -> None:
     """Refuse a name that no metric has, and name the nearest; a state may still lack it."""
     from acutance.structure import describe

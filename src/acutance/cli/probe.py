@@ -34,6 +34,7 @@ from acutance.cli.options import (
     check_resume,
     command,
     load_model,
+    parse_spans,
 )
 from acutance.cli.outputs import Overwrite, check_outputs
 from acutance.cli.progress import progress
@@ -175,6 +176,14 @@ class ProbeOptions:
             ),
         ),
     ] = 0
+    span: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--span",
+            metavar="NAME=START:STOP",
+            help="Also measure weight on these tokens of each window; repeat it for more.",
+        ),
+    ] = None
     law: Annotated[
         str | None,
         typer.Option(
@@ -213,7 +222,7 @@ class ProbeOptions:
         READ: "text length tokenizer law attention device trust_remote_code allow_pickle "
         "allow_missing",
         WRITE: "report json csv parquet save figure chart dark keep_qk noise gaps structure "
-        "examples verify overwrite",
+        "examples span verify overwrite",
         LESS: "every layers heads max_rows seed provide batch_size",
         MANY: "shard resume save_every",
     },
@@ -235,14 +244,19 @@ def probe(options: ProbeOptions) -> None:
             "cannot be combined with --keep-qk, which reads the first windows",
             param_hint="--resume",
         )
+    spans = parse_spans(options.span or [])
     with plain_errors():
         from acutance.corpus import ranks as distributed
         from acutance.corpus.probe_corpus import Subset
+        from acutance.probing.spans import check_spans
         from acutance.summary.state import Shard
 
         if options.shard is not None:
             with misuse():
                 Shard.parse(options.shard)
+        if spans:
+            with misuse():
+                check_spans(spans)
         subset = Subset(
             options.every,
             options.layers,
@@ -260,13 +274,17 @@ def probe(options: ProbeOptions) -> None:
         ranks = ExitStack()
         world = ranks.enter_context(distributed.world())
     with ranks, plain_errors():  # what went wrong is said before the other ranks are let go
-        finished = _run(options, subset, law, world)
+        finished = _run(options, subset, spans, law, world)
     if not finished:
         raise typer.Exit(INTERRUPTED)
 
 
 def _run(
-    options: ProbeOptions, subset: "Subset", law: "Law | None", world: "SingleProcess"
+    options: ProbeOptions,
+    subset: "Subset",
+    spans: dict[str, tuple[int, int | None]],
+    law: "Law | None",
+    world: "SingleProcess",
 ) -> bool:
     """Load, run, show and write; whether all windows are done, which ^C prevents.
 
@@ -311,6 +329,7 @@ def _run(
         gaps=options.gaps,
         structure=options.structure or options.examples > 0,
         examples=options.examples,
+        spans=spans or None,
         subset=subset,
         keep=first and options.keep_qk is not None,
         shard=part,

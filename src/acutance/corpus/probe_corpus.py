@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -82,6 +82,7 @@ class Options:
         gaps: also measure how many keys hold 90 % of the weight, and its like.
         structure: also measure where weight lies.
         examples: sharpest rows of each head to keep.
+        spans: named parts of every window, first token and one past the last; None is its end.
         keep: also keep a sample of queries and keys.
         subset: what is left out.
         shard: the part of the corpus to run.
@@ -99,6 +100,7 @@ class Options:
     gaps: bool = False
     structure: bool = False
     examples: int = 0
+    spans: Mapping[str, tuple[int, int | None]] | None = None
     keep: bool = False
     subset: Subset = ALL
     shard: Shard = WHOLE
@@ -156,6 +158,7 @@ def run_windows(
     """
     with world.together():
         probe = open_probe(loaded, options)
+        probe.expect_tokens(max(map(len, pieces), default=0))
         run = Run(run_settings(loaded, pieces, options, probe), len(pieces), shard=options.shard)
     with world.together():
         _check_same(run, world)
@@ -198,6 +201,7 @@ def open_probe(loaded: TextModel, options: Options) -> Probe:
         structure=options.structure,
         tokenizer=loaded.tokenizer,
         examples=options.examples,
+        spans=options.spans,
         layers=options.subset.layers,
         heads=options.subset.heads,
         max_rows=options.subset.max_rows,
@@ -223,9 +227,17 @@ def run_settings(
             "metrics": list(probe.metrics),
         }
         | ({"examples": options.examples} if options.examples else {})
+        | ({"spans": _span_texts(options.spans)} if options.spans else {})
         | ({"law": options.law} if options.law is not None else {})
         | options.subset.describe()
     )
+
+
+def _span_texts(spans: Mapping[str, tuple[int, int | None]]) -> list[str]:
+    """Spans as the command has them, ``name=start:stop``."""
+    return [
+        f"{name}={start}:{'' if stop is None else stop}" for name, (start, stop) in spans.items()
+    ]
 
 
 def _check_same(run: Run, world: SingleProcess) -> None:

@@ -17,6 +17,7 @@ from acutance.summary.distances import Distances
 from acutance.summary.examples import Example, Examples
 from acutance.summary.head_summary import SCHEMA, STATUSES, HeadSummary, Layer, load
 from acutance.summary.moments import Moments, edges
+from acutance.summary.spans import Spans
 from acutance.summary.standard_errors import Slope, slope
 from acutance.summary.state import Run, Shard, State, load_state, merge_states
 
@@ -46,6 +47,7 @@ __all__ = [
     "Run",
     "Shard",
     "Slope",
+    "Spans",
     "State",
     "Tap",
     "Threshold",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from acutance.kernels.fast_path import joined_state, packed_alike
 from acutance.probing.row_sampling import Sample
+from acutance.probing.spans import SpanWeights
 from acutance.probing.structure import Structured
 from acutance.rowstats import RowStatistics
 from acutance.structure import STRUCTURE
@@ -19,6 +21,7 @@ from acutance.summary.distances import Distances
 from acutance.summary.head_summary import Layer
 from acutance.summary.moments import Moments, stack, summarise_stacked
 from acutance.summary.optional_parts import OptionalParts
+from acutance.summary.spans import Spans
 
 __all__ = ["Records", "Rows"]
 
@@ -35,27 +38,24 @@ class Rows(NamedTuple):
         kept: boolean (B, H, L), rows that count.
         sample: how they were drawn, None where they are all.
         structured: where their weight lies, if that was read.
+        on_spans: their weight on spans of the input, likewise.
     """
 
     stats: RowStatistics
     kept: Tensor
     sample: Sample | None = None
     structured: Structured | None = None
+    on_spans: SpanWeights | None = None
 
 
 class _Record:
     """One layer."""
 
-    def __init__(self, layer: Layer, metrics: int, structure: bool, profile: bool) -> None:
+    def __init__(self, layer: Layer, nothing: OptionalParts, metrics: int) -> None:
         self.layer = layer
         self.alike: Counter[Layer] = Counter()  # of further calls, which merge into the layer
         self.moments = Moments.none(layer.heads, metrics)
-        nothing = Profile.none(layer.heads, metrics)
-        self.beside = OptionalParts(
-            profile=nothing if profile else None,
-            positions=nothing if structure else None,
-            distances=Distances.none(layer.heads) if structure else None,
-        )
+        self.beside = nothing
         self.waiting: list[Rows] = []
         self.size = 0
 
@@ -84,10 +84,13 @@ class Records:
     Args:
         metrics: what is recorded of their rows.
         profile: record it by octave of n too.
+        spans: names of spans of the input, None where their weight is not recorded.
     """
 
-    def __init__(self, metrics: tuple[str, ...], profile: bool = True) -> None:
-        self._metrics, self._profile = metrics, profile
+    def __init__(
+        self, metrics: tuple[str, ...], profile: bool = True, spans: tuple[str, ...] | None = None
+    ) -> None:
+        self._metrics, self._profile, self._spans = metrics, profile, spans
         self._structure = any(name in STRUCTURE for name in metrics)
         self._lock = threading.Lock()
         self._records: dict[str, _Record] = {}
@@ -102,11 +105,12 @@ class Records:
             ValueError: if the layer had other heads before.
         """
         large = rows.sample is not None or rows.kept.numel() > MOST_WAITING // 4
-        found = self._summed(rows) if large or self._structure else None
+        now = large or self._structure or self._spans is not None
+        found = self._summed(rows) if now else None
         with self._lock:
             record = self._records.get(layer.module)
             if record is None:
-                record = _Record(layer, len(self._metrics), self._structure, self._profile)
+                record = _Record(layer, self._nothing(layer.heads), len(self._metrics))
                 self._records[layer.module] = record
             else:
                 record.add(layer)
@@ -157,22 +161,34 @@ class Records:
             moments = moments.sampled(rows.sample.total, rows.sample.taken)
         return moments, self._beside(stacked, rows)
 
+    def _nothing(self, heads: int) -> OptionalParts:
+        """What is recorded of no rows."""
+        profile, structure = Profile.none(heads, len(self._metrics)), self._structure
+        return OptionalParts(
+            profile=profile if self._profile else None,
+            positions=profile if structure else None,
+            distances=Distances.none(heads) if structure else None,
+            spans=None if self._spans is None else Spans.none(heads, self._spans),
+        )
+
     def _beside(self, stacked: Tensor, rows: Rows) -> OptionalParts:
-        """Profile by n, positions and distances of the rows of one call."""
-        profile = None
+        """Profile by n, positions, distances and spans of the rows of one call."""
+        parts = self._nothing(rows.kept.shape[1])
         if self._profile:
-            profile = Profile.of(stacked, rows.stats.state.n, rows.kept)
-        if not self._structure:
-            return OptionalParts(profile)
-        heads, structured = rows.kept.shape[1], rows.structured
-        positions = Profile.none(heads, len(self._metrics))
-        distances = Distances.none(heads)
+            parts = replace(parts, profile=Profile.of(stacked, rows.stats.state.n, rows.kept))
+        structured, weights = rows.structured, rows.on_spans
         if structured is not None and structured.positions is not None:
             places = structured.positions.unsqueeze(1) + 1
-            positions = Profile.of(stacked, places.clamp(min=1), rows.kept)
             found = structured.statistics
-            distances = Distances.from_rows(found.octaves, found.even, found.peak, rows.kept)
-        return OptionalParts(profile, positions, distances)
+            parts = replace(
+                parts,
+                positions=Profile.of(stacked, places.clamp(min=1), rows.kept),
+                distances=Distances.from_rows(found.octaves, found.even, found.peak, rows.kept),
+            )
+        if weights is not None and self._spans is not None:
+            spans = Spans.from_rows(*weights, rows.kept, self._spans)
+            parts = replace(parts, spans=spans)
+        return parts
 
 
 def _alike(left: Rows, right: Rows) -> bool:

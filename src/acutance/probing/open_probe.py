@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from acutance.capture.layer_choice import Chosen
 from acutance.probing.probe import Probe, ProbeError
+from acutance.probing.spans import Span
 
 __all__ = ["Probe", "ProbeError", "probe"]
 
@@ -33,6 +34,7 @@ def probe(
     special: Iterable[int] | None = None,
     examples: int = 0,
     profile: bool = True,
+    spans: Mapping[str, Span] | None = None,
     attention_mask: Tensor | None = None,
     rows: Tensor | str = "real",
 ) -> Probe:
@@ -70,6 +72,13 @@ def probe(
             (implies ``structure``).
         profile: also record each metric by octave of n (:attr:`HeadSummary.profile`), which errors
             and slopes are made of. False saves that where only heads' numbers are wanted.
+        spans: named parts of the input, as ``{"system": (0, 31), "document": (31, 800)}``: also
+            record how much weight the rows of each part, and all rows, put on each part
+            (:attr:`HeadSummary.spans`). A part is a pair of the first token and one past the last
+            (None: to the end), a list of such pairs, one for each sequence of the batch, or a
+            boolean (B, S). Tokens are counted from the first column of the input, padding included,
+            also while a cache is decoded. Set :attr:`Probe.spans` for each batch. Costs a second
+            pass over the scores.
         attention_mask: which tokens are real, (B, T), 1 or True; their rows count, those of padding
             do not. Needed only where the model is called without such a mask: one that a module
             gets as ``attention_mask``, ``mask``, ``key_padding_mask`` or ``padding_mask`` is read
@@ -85,8 +94,9 @@ def probe(
     Raises:
         TypeError: if ``model`` is no module, or an option of another type than it says.
         ValueError: if a metric does not exist (naming the nearest), layers choose nothing, heads
-            are more than the model has, a number is too small, or ``attention_mask`` or ``rows``
-            has another shape or other values.
+            are more than the model has, a number is too small, ``attention_mask`` or ``rows`` has
+            another shape or other values, or ``spans`` are empty, negative or overlap. Leaving the
+            context raises it if a span ends beyond the longest sequence that the model got.
 
     Example:
         >>> import torch, acutance
@@ -115,6 +125,7 @@ def probe(
         special=special,
         examples=examples,
         profile=profile,
+        spans=spans,
         attention_mask=attention_mask,
         rows=rows,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from acutance.probing.accumulate import Records, Rows
 from acutance.probing.query_key_sample import QueryKeySample
 from acutance.probing.read_call import Read, Reader
 from acutance.probing.repeated_calls import joined
+from acutance.probing.spans import Span, SpanReader
 from acutance.probing.structure import StructureReader
 from acutance.probing.untrained import is_untrained
 from acutance.rowstats import METRICS, metric
@@ -33,6 +34,10 @@ from acutance.summary.moments import Moments
 from acutance.summary.optional_parts import OptionalParts
 
 __all__ = ["Probe", "ProbeError"]
+
+
+#: Methods for runs over a corpus; ``dir`` leaves them out.
+_OF_A_CORPUS = ("number_passes", "expect_tokens")
 
 
 class _Recorder:
@@ -72,7 +77,8 @@ class _Recorder:
         return provided.output, record
 
     def _record(self, read: Read, name: str) -> None:
-        self.records.add(read.layer, Rows(read.stats, read.kept, read.sample, read.structured))
+        rows = Rows(read.stats, read.kept, read.sample, read.structured, read.on_spans)
+        self.records.add(read.layer, rows)
         if read.doubt is not None:
             self.listener.unreadable(name, read.doubt)
 
@@ -104,6 +110,7 @@ class Probe:
         special: Iterable[int] | None = None,
         examples: int = 0,
         profile: bool = True,
+        spans: Mapping[str, Span] | None = None,
         attention_mask: Tensor | None = None,
         rows: Tensor | str = "real",
     ) -> None:
@@ -131,7 +138,9 @@ class Probe:
         if heads is not None and (most := most_heads(model)) is not None:
             HeadChoice(heads).check(most, class_name(model))
         self._model = model
-        self._records = Records(self.metrics, check_flag("profile", profile))
+        self._spans = None if spans is None else SpanReader(model, spans)
+        names = None if self._spans is None else self._spans.names
+        self._records = Records(self.metrics, check_flag("profile", profile), names)
         recorder = _Recorder(self._records)
         self._listener = recorder.listener = Listener(
             model,
@@ -153,6 +162,7 @@ class Probe:
             seed=check_count("seed", seed, 0),
             provide=provide,
             structure=self._structure,
+            spans=self._spans,
             thread=self._listener.modules.thread,
             rows=self._listener.rows,
         )
@@ -172,6 +182,8 @@ class Probe:
         self._listener.__exit__(kind, error, trace)
         if kind is None and not self._listener.calls:
             raise ProbeError(self._listener.nothing())
+        if kind is None and self._spans is not None:
+            self._spans.check_length()
 
     def _tokens(self) -> AbstractContextManager[None]:
         if self._structure is None:
@@ -201,9 +213,32 @@ class Probe:
     def attention_mask(self, mask: Tensor | None) -> None:
         self._listener.rows.mask = checked_mask(mask)
 
+    @property
+    def spans(self) -> Mapping[str, Span] | None:
+        """The named spans of the next batches; set others, of the same names, for each batch.
+
+        None where the probe was opened without.
+        """
+        return None if self._spans is None else self._spans.given
+
+    @spans.setter
+    def spans(self, spans: Mapping[str, Span]) -> None:
+        if self._spans is None:
+            raise ValueError("spans are read by a probe that is opened with spans=")
+        self._spans.given = spans
+
     def number_passes(self, turn: int | None) -> None:
         """Give the next forward passes this number, which decides the rows drawn; None counts."""
         self._listener.passes.turn = turn
+
+    def expect_tokens(self, longest: int) -> None:
+        """Check spans against the longest sequence to come, which may run elsewhere or earlier.
+
+        Raises:
+            ValueError: if a span ends beyond it.
+        """
+        if self._spans is not None:
+            self._spans.expect(longest)
 
     def tap(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Any) -> Tap:
         """:func:`acutance.tap`, told to this probe alone; nothing while it is closed.
@@ -293,7 +328,7 @@ class Probe:
 
     def __dir__(self) -> list[str]:
         """What users call, without what runs of a corpus call."""
-        return [name for name in super().__dir__() if name != "number_passes"]
+        return [name for name in super().__dir__() if name not in _OF_A_CORPUS]
 
     def findings(self) -> Any:
         """The heads worth a look first, a list of :class:`~acutance.report.Finding`.

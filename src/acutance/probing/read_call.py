@@ -16,9 +16,11 @@ from acutance.capture.layer_choice import Chosen, HeadChoice
 from acutance.capture.module_stack import Running
 from acutance.kernels.fast_path import PackedStatistics
 from acutance.probing.causes import likely_cause
+from acutance.probing.input_places import PlaceReader
 from acutance.probing.query_key_sample import Keeper
 from acutance.probing.replace_attention import Provided, Provider
 from acutance.probing.row_sampling import Sample, draw, take_heads, take_rows
+from acutance.probing.spans import SpanReader, SpanWeights
 from acutance.probing.structure import Structured, StructureReader
 from acutance.rowstats import RowState, RowStatistics
 from acutance.summary.head_summary import Layer, Status
@@ -38,6 +40,7 @@ class Read(NamedTuple):
         kept: boolean (B, H, L), rows that count.
         sample: how they were drawn; None where all are there.
         structured: where their weight lies, if that was asked for and can be read.
+        on_spans: their weight on spans of the input, likewise.
         doubt: why the rows are not to be trusted, None if nothing speaks against them.
     """
 
@@ -46,6 +49,7 @@ class Read(NamedTuple):
     kept: Tensor
     sample: Sample | None
     structured: Structured | None = None
+    on_spans: SpanWeights | None = None
     doubt: str | None = None
 
 
@@ -145,6 +149,7 @@ class Reader:
         seed: int,
         provide: bool,
         structure: StructureReader | None,
+        spans: SpanReader | None,
         thread: Running,
         rows: RowReader,
     ) -> None:
@@ -160,10 +165,11 @@ class Reader:
             seed: which rows are drawn.
             provide: compute calls in the model's stead.
             structure: reads where rows' weight lies, None if that is not asked for.
+            spans: reads their weight on spans of the input, likewise.
             thread: what is running.
             rows: decides which rows are padding.
         """
-        self.structure = structure
+        self.structure, self.spans, self._places = structure, spans, PlaceReader()
         self._verify, self._noise, self._gaps = verify, noise, gaps
         self._agreed: set[tuple[object, ...]] = set()
         self._asked: set[str] = set()
@@ -194,9 +200,8 @@ class Reader:
             state = RowState(*(part.of(field) for field in stats.state))
             stats = RowStatistics(state, stats.backend)
         status: Status = "checked" if found.error is None else "verified"
-        return self._with_structure(
-            part, call, part.read(stats, status, found.error, provided=True)
-        )
+        read = part.read(stats, status, found.error, provided=True)
+        return self._with_places(part, call, read, module)
 
     def call(
         self,
@@ -214,7 +219,7 @@ class Reader:
         if output is None or not known or not (self._verify or doubted) or agreed:
             status: Status = "checked" if agreed else "captured"
             read = part.read(part.call.statistics(self._noise, self._gaps), status)
-            return self._with_structure(part, call, read)
+            return self._with_places(part, call, read, module)
         rebuilt, stats = part.call.rebuilt(self._noise, self._gaps)
         theirs = part.of(output())
         if theirs.shape != rebuilt.shape:
@@ -233,7 +238,7 @@ class Reader:
             cause = self._cause(part, call, output(), kept, module)
             why = f"; {cause}" if cause else call.unknown_keywords()
             read = read._replace(doubt=f"{REBUILT} by {error:.2g} of its size{why}")
-        return self._with_structure(part, call, read)
+        return self._with_places(part, call, read, module)
 
     def _cause(
         self,
@@ -253,18 +258,33 @@ class Reader:
                 kept = kept & part.rows.counted[:, None, :]
         return likely_cause(call, output, kept, module)
 
-    def _with_structure(self, part: _Part, whole: AttentionCall, read: Read) -> Read:
-        """Add statistics of where each row's weight lies, if requested."""
-        if self.structure is None:
+    def _with_places(
+        self, part: _Part, whole: AttentionCall, read: Read, module: torch.nn.Module | None
+    ) -> Read:
+        """Add where each row's weight lies, and its weight on spans, if requested."""
+        if self.structure is None and self.spans is None:
             return read
         call = part.call
         if read.layer.provided:  # computed whole: cut only now
             call = call if part.heads is None else take_heads(call, part.heads)
             call = call if part.sample is None else take_rows(call, part.sample)
-        found, rows, tokens = self.structure.read(call, whole, part.sample, read.stats)
-        name = read.layer.module
-        self.structure.keep(name, rows, read.stats, read.kept, found.positions, tokens)
-        return read._replace(structured=found)
+        places = self._places.of(whole, call.masking(), part.sample, module)
+        if self.structure is not None:
+            found, rows, tokens = self.structure.read(call, whole, read.stats, places)
+            name = read.layer.module
+            self.structure.keep(name, rows, read.stats, read.kept, found.positions, tokens)
+            read = read._replace(structured=found)
+        return self._with_spans(read, lambda spans: spans.read(call, whole, places))
+
+    def _with_spans(self, read: Read, weigh: Callable[[SpanReader], SpanWeights | None]) -> Read:
+        """Add the weight on spans, or why it is not known."""
+        if self.spans is None:
+            return read
+        try:
+            return read._replace(on_spans=weigh(self.spans))
+        except ValueError as error:
+            why = f"its weight on the spans is not known: {error}"
+            return read._replace(doubt=why if read.doubt is None else f"{read.doubt}; {why}")
 
     def scores(
         self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
@@ -273,7 +293,8 @@ class Reader:
         _check_whole(scores)
         total, queries = scores.shape[1:3]
         heads = self._chosen(total)
-        stats, seen = observe_scores(scores if heads is None else scores[:, heads], self._gaps)
+        chosen = scores if heads is None else scores[:, heads]
+        stats, seen = observe_scores(chosen, self._gaps)
         counting = self.rows.of_scores(scores, module, stats.state.n, seen)
         none = scores[..., :0]
         call = AttentionCall(module, "softmax", none, none, none)
@@ -283,7 +304,8 @@ class Reader:
         self._asked.add(module)
         against = doubt() if doubt is not None and asked else None
         read = part.read(stats, "unverified" if against is None else "mismatch")
-        return read._replace(doubt=against)
+        read = read._replace(doubt=against)
+        return self._with_spans(read, lambda spans: spans.read_scores(chosen))
 
     def _chosen(self, total: int) -> list[int] | None:
         """Heads that are read of so many; None is all."""

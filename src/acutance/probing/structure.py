@@ -12,13 +12,13 @@ from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.kernels.call import KernelCall, Rule
-from acutance.masks import Masking, Region
-from acutance.probing.row_sampling import Sample
+from acutance.masks import Region
+from acutance.probing.input_places import InputPlaces
 from acutance.probing.tokens import Tokens, special_ids
 from acutance.rowstats import RowStatistics
 from acutance.rowstats.state import has_gaps
 from acutance.structure import StructureStatistics
-from acutance.structure.blocks import blocks, exact, last_visible
+from acutance.structure.blocks import blocks, exact
 from acutance.structure.parts import Places
 from acutance.structure.statistics import observe_structure, tokens_at
 from acutance.summary.examples import MOST_ROWS, Examples, Row
@@ -86,27 +86,26 @@ class StructureReader:
         self,
         call: AttentionCall,
         whole: AttentionCall,
-        sample: Sample | None,
         stats: RowStatistics,
+        places: InputPlaces,
     ) -> tuple[Structured, KernelCall, Tensor | None]:
         """The structure of a call's rows.
 
         Args:
             call: of the heads and rows that are read.
             whole: the call before rows were drawn from it.
-            sample: how they were drawn; None if all are there.
             stats: of these rows; their gap histogram gives every row's ``critical_ratio``.
+            places: where they stand.
 
         Returns:
             The structure, and what :meth:`keep` needs: the rows, and the tokens of the keys.
         """
         rows = _kernel_call(call)
-        positions = _positions(whole, rows.masking, sample)
+        positions = places.queries
         tokens = asked = special = None
         batch, _, queries, _ = whole.query.shape
         if positions is not None and positions.numel():
-            last = int(_positions_of_last(whole, positions))
-            tokens = self.tokens.keys(batch, queries, whole.key.shape[2], last)
+            tokens = self.tokens.keys(batch, queries, whole.key.shape[2], places.last)
         if tokens is not None and positions is not None:
             tokens = tokens.to(call.query.device)
             asked = tokens_at(tokens, positions)
@@ -193,31 +192,6 @@ def _kernel_call(call: AttentionCall) -> KernelCall:
     """Convert a captured call to the kernel call that the structure pass runs on."""
     rule = Rule(call.factor, call.softcap, call.sinks)
     return KernelCall(call.query, call.key, None, call.masking(), rule)
-
-
-def _positions(whole: AttentionCall, masking: Masking, sample: Sample | None) -> Tensor | None:
-    """Where the queries of a call stand among its keys, (1 or B, L).
-
-    A call whose queries are as many as its keys, or that says where they begin, is believed. Else
-    queries are the last of a longer sequence, in a cache, and stand at the last key they see.
-    """
-    if whole.cross:
-        return None
-    queries, keys, device = whole.query.shape[2], whole.key.shape[2], whole.query.device
-    if queries >= keys or whole.is_causal or whole.query_offset:
-        first = whole.query_offset
-        if sample is not None:
-            return sample.positions.to(device) + first
-        return torch.arange(first, first + queries, device=device)[None]
-    return last_visible(masking)
-
-
-def _positions_of_last(whole: AttentionCall, positions: Tensor) -> Tensor:
-    """Position of a call's last query, even if the drawn rows do not include it."""
-    queries, keys = whole.query.shape[2], whole.key.shape[2]
-    if queries >= keys or whole.is_causal or whole.query_offset:
-        return torch.tensor(whole.query_offset + queries - 1)
-    return positions.max()
 
 
 def _weights(rows: KernelCall, batch: int, head: int, row: int) -> tuple[Tensor, int]:

@@ -25,7 +25,7 @@ from acutance.structure import STRUCTURE
 from acutance.summary.layer import LEFT_OUT, STATUSES, Layer
 from acutance.summary.moments import BINS
 
-__all__ = ["checked_record", "checked_tensors", "checked_words", "parse", "read", "sealed"]
+__all__ = ["checked_record", "checked_tensors", "optional", "parse", "read", "sealed"]
 
 #: Counts stay exact in float64, and sums of two cannot overflow.
 MOST = 1 << 53
@@ -168,14 +168,13 @@ def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
     return record
 
 
-def checked_words(header: Mapping[str, str]) -> dict[str, Any]:
-    """Texts by token id from the header; empty where it has none.
+def optional(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
+    """Decode a JSON object or list of the header (:func:`parse`); an empty one if it has none.
 
     Raises:
-        ValueError: if they are anything but a JSON object.
+        ValueError: if it is anything else.
     """
-    words: dict[str, Any] = parse(header, "words") if "words" in header else {}
-    return words
+    return parse(header, field, kind) if field in header else kind()
 
 
 def _check_layer(layer: Any) -> None:

@@ -22,11 +22,12 @@ from acutance.summary.by_octave import Profile
 from acutance.summary.compact import compact, expand
 from acutance.summary.distances import Distances
 from acutance.summary.examples import Examples
-from acutance.summary.files import checked_record, checked_tensors, checked_words, read, sealed
+from acutance.summary.files import checked_record, checked_tensors, optional, read, sealed
 from acutance.summary.layer import LEFT_OUT, STATUSES, Layer, Status, coverage_line, notices
 from acutance.summary.moments import Moments, edges
 from acutance.summary.optional_parts import OptionalParts
 from acutance.summary.predicted import PREDICTED_FROM, PredictedHeads, predict_heads
+from acutance.summary.spans import OTHER, Spans
 
 if TYPE_CHECKING:
     import pyarrow
@@ -57,7 +58,7 @@ class HeadSummary:
         about: what was probed: model, text, versions.
         unread: attention that could not be read, each with its reason.
         optional_parts: what else is recorded of the heads: see :attr:`profile`, :attr:`positions`,
-            :attr:`distances` and :attr:`examples`.
+            :attr:`distances`, :attr:`examples` and :attr:`spans`.
         not_provided: attention that a probe was to provide and left to the model, each with its
             reason.
 
@@ -116,6 +117,11 @@ class HeadSummary:
     def examples(self) -> Examples | None:
         """The sharpest rows of each head; None where they were not asked for."""
         return self.optional_parts.examples
+
+    @property
+    def spans(self) -> Spans | None:
+        """Mean weight on named parts of the input; None where they were not asked for."""
+        return self.optional_parts.spans
 
     def __post_init__(self) -> None:
         heads = sum(layer.heads for layer in self.layers)
@@ -224,7 +230,8 @@ class HeadSummary:
         """Combine the rows of two summaries layer by layer; layers of only one are included.
 
         Raises:
-            ValueError: if they recorded different metrics, or a layer's head counts differ.
+            ValueError: if they recorded different metrics or spans, or a layer's head counts
+                differ.
         """
         if self.metrics != other.metrics:
             raise ValueError(
@@ -286,7 +293,9 @@ class HeadSummary:
         mean, standard deviation, smallest and largest value over rows, and where rows were drawn
         the standard error that gives the mean. With structure, also the mean weight by octave of
         distance, ``mass_octave_<k>`` behind and ``mass_octave_ahead_<k>`` ahead, and ``classes``,
-        the names :func:`classify` gives.
+        the names :func:`classify` gives. With spans, the mean weight of all rows on each of them,
+        ``weight_on_<span>``, its standard error over sequences, ``weight_on_<span>_error``, and
+        what equal weights would give, ``weight_on_<span>_even``.
         """
         places = self.places
         table: dict[str, list[Any]] = {
@@ -313,6 +322,13 @@ class HeadSummary:
                     values = self.distances.mass[:, side, octave].masked_fill(none, math.nan)
                     table[f"mass_octave_{where}{octave}"] = values.tolist()
             table["classes"] = [" ".join(one.name for one in each) for each in classify(self)]
+        if self.spans is not None:
+            none, error = self.spans.rows[:, -1] == 0, self.spans.error
+            for column, name in enumerate((*self.spans.names, OTHER)):
+                parts = {"": self.spans.mean, "_error": error, "_even": self.spans.even}
+                for part, values in parts.items():
+                    values = values[:, -1, column].masked_fill(none, math.nan)
+                    table[f"weight_on_{name}{part}"] = values.tolist()
         return table
 
     def to_arrow(self) -> pyarrow.Table:
@@ -381,7 +397,7 @@ class HeadSummary:
         }
 
     def _add_optional_parts(self, heads: list[dict[str, Any]]) -> None:
-        """Add profiles, distances and examples to heads' JSON values."""
+        """Add profiles, distances, examples and spans to heads' JSON values."""
         for title, profile in (("by_n", self.profile), ("by_position", self.positions)):
             if profile is None:
                 continue
@@ -392,6 +408,8 @@ class HeadSummary:
                 entry["distances"] = self.distances.to_dict(index)
             if self.examples is not None:
                 entry["examples"] = [finite(row.to_dict()) for row in self.examples.rows(index)]
+            if self.spans is not None:
+                entry["spans"] = self.spans.to_dict(index)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict` as a JSON file, atomically."""
@@ -411,6 +429,8 @@ class HeadSummary:
         header = {"schema": SCHEMA, "summary": json.dumps(record)}
         if self.examples is not None and self.examples.words:
             header["words"] = self.examples.header()
+        if self.spans is not None:
+            header["spans"] = self.spans.header()
         return header, tensors
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, str] | None = None) -> None:
@@ -444,9 +464,10 @@ def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Head
     arrays = {name: tensor for name, tensor in tensors.items() if "." not in name}
     moments = Moments(**checked_tensors(arrays, heads, len(metrics)))
     more = {name: tensor for name, tensor in tensors.items() if "." in name}
-    optional = OptionalParts.checked(more, heads, len(metrics), checked_words(header))
+    words, spans = optional(header, "words"), optional(header, "spans", list)
+    parts = OptionalParts.checked(more, heads, len(metrics), words, spans)
     left = tuple(record.get("not_provided", ()))
-    return HeadSummary(layers, metrics, moments, record["about"], unread, optional, left)
+    return HeadSummary(layers, metrics, moments, record["about"], unread, parts, left)
 
 
 def load(path: str | os.PathLike[str]) -> HeadSummary:

@@ -1,8 +1,8 @@
-"""OptionalParts: profiles, distances and examples of a summary; each may be absent."""
+"""OptionalParts: profiles, distances, examples and spans of a summary; each may be absent."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,8 +11,12 @@ from torch import Tensor
 from acutance.summary.by_octave import Profile
 from acutance.summary.distances import Distances
 from acutance.summary.examples import Examples
+from acutance.summary.spans import Spans
 
 __all__ = ["OptionalParts"]
+
+#: Fields of parts that are no arrays: a file's header holds them.
+_TEXTS = ("words", "names")
 
 
 @dataclass(frozen=True)
@@ -27,15 +31,21 @@ class OptionalParts:
         positions: metrics by octave of position, with structure.
         distances: weight by octave of distance, with structure.
         examples: the sharpest rows, on request.
+        spans: weight on parts of the input, on request.
     """
 
     profile: Profile | None = None
     positions: Profile | None = None
     distances: Distances | None = None
     examples: Examples | None = None
+    spans: Spans | None = None
 
     def merge(self, other: OptionalParts) -> OptionalParts:
-        """Merge each part that both records have."""
+        """Merge each part that both records have.
+
+        Raises:
+            ValueError: if their spans have other names.
+        """
         merged: dict[str, Any] = {}
         for name, mine, theirs in self._pairs(other):
             both = mine is not None and theirs is not None
@@ -77,7 +87,11 @@ class OptionalParts:
 
     @staticmethod
     def checked(
-        tensors: Mapping[str, Tensor], heads: int, metrics: int, words: Mapping[str, Any]
+        tensors: Mapping[str, Tensor],
+        heads: int,
+        metrics: int,
+        words: Mapping[str, Any],
+        spans: Sequence[Any] = (),
     ) -> OptionalParts:
         """Build the parts from the arrays of a file, after checking them.
 
@@ -86,6 +100,7 @@ class OptionalParts:
             heads: heads of all layers.
             metrics: number of metrics.
             words: text of token ids.
+            spans: names of spans.
 
         Raises:
             ValueError: naming the first array that does not fit.
@@ -95,6 +110,7 @@ class OptionalParts:
             "positions": (Profile, (heads, metrics)),
             "distances": (Distances, (heads,)),
             "examples": (Examples, (heads, words)),
+            "spans": (Spans, (heads, spans)),
         }
         parts: dict[str, Any] = {}
         known: set[str] = set()
@@ -106,7 +122,7 @@ class OptionalParts:
             }
             if not arrays:
                 continue
-            names = [field.name for field in fields(kind) if field.name != "words"]
+            names = [field.name for field in fields(kind) if field.name not in _TEXTS]
             if missing := [array for array in names if array not in arrays]:
                 raise ValueError(f"the array {f'{name}.{missing[0]}'!r} is missing")
             known |= {f"{name}.{array}" for array in names}

@@ -33,6 +33,7 @@ from acutance.report.html_page.packing import (
     encode,
     rounded,
 )
+from acutance.report.html_page.spans import span_metrics, span_tables
 from acutance.report.terminal import module_sentences
 from acutance.structure import describe
 from acutance.summary.by_octave import Profile
@@ -104,7 +105,9 @@ def _packed(
         )
         for index in range(len(summary.metrics))
     ]
+    metrics += span_metrics(summary, level, packer)
     more = structure(summary, level, packer) | classes(head_classes, level)
+    more |= span_tables(summary.spans, level, packer)
     return packer.text({**record, **more, "metrics": metrics, "level": asdict(level)})
 
 

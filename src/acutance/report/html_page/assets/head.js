@@ -64,6 +64,25 @@ const drawHead = (page) => {
     drawDistances(page, $("distances"), { mass: take("mass"), even: take("even"), wide });
   };
 
+  const spans = (at) => {
+    const stored = data.spans, part = $("spans-part"), wide = stored && stored.keys.length, size = stored && wide * stored.rows.length;
+    const [mean, even] = stored ? ["mean", "even"].map((name) => data.arrays[`spans.${name}`].subarray(at * size, (at + 1) * size)) : [];
+    part.hidden = !stored || mean.every((code) => code === 65535);
+    if (part.hidden) return;
+    const head = make("thead"), body = make("tbody"), share = (codes, cell) => (codes[cell] / 65534).toFixed(2);
+    head.append(row(["rows of", ...stored.keys.map((name) => `on ${name}`)], "th"));
+    stored.rows.forEach((name, index) => {
+      if (mean[index * wide] === 65535) return;
+      const cells = stored.keys.map((_, column) => {
+        const cell = make("td", share(mean, index * wide + column));
+        cell.append(make("span", `(${share(even, index * wide + column)})`, "unit"));
+        return cell;
+      });
+      body.append(row([name, ...cells]));
+    });
+    $("spans").replaceChildren(head, body);
+  };
+
   /** Whether tokens bring the spaces between words with them, as bytes and most pieces do, and word pieces do not. */
   const spaced = (data.examples || []).flat().some((one) => [...one.context, ...one.attended].some(([word]) => word.startsWith(" ")));
   const token = (word) => quoted("code", word.trim() || word.replaceAll(" ", "␣"));
@@ -119,6 +138,7 @@ const drawHead = (page) => {
     drawHistogram(page, $("histogram"), at);
     profile(at);
     distances(at);
+    spans(at);
     samples(at);
     numbers(at);
   };

@@ -41,7 +41,7 @@ const start = (data) => {
     setMetric: (at) => { page.metric = at; page.changed("metric"); },
     /** Head and metric of an address such as #L3H5:entropy; false for any other. */
     go: (hash) => {
-      const found = /^#L(\d+)H(\d+)(?::(\w+))?$/.exec(hash);
+      const found = /^#L(\d+)H(\d+)(?::(.+))?$/.exec(decodeURIComponent(hash));
       const at = found ? page.find(+found[1], +found[2]) : undefined;
       if (at === undefined) return false;
       page.chosen = at;

@@ -1,0 +1,211 @@
+"""Spans: the mean weight that rows of each part of the input put on each part of it, by head."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.summary.head_arrays import HeadArrays, check_arrays
+
+__all__ = ["ALL_ROWS", "MOST_SPANS", "OTHER", "Spans"]
+
+#: Name of the tokens in no span, and of the rows of all tokens together.
+OTHER, ALL_ROWS = "other", "all"
+MOST_SPANS = 32
+
+
+@dataclass(frozen=True)
+class Spans(HeadArrays):
+    """Mean weight of rows on named spans of the input.
+
+    With K spans, the last axis has K + 1 entries: the keys of each span, in the order of ``names``,
+    then all others. The axis before has K + 2: the rows of each span, of all other tokens, and of
+    all tokens together.
+
+    Attributes:
+        rows: (heads, K + 2) int64.
+        mean: (heads, K + 2, K + 1), mean weight of these rows on these keys; 0 without rows. Rows
+            add up to 1, less what sinks take.
+        even: (heads, K + 2, K + 1), the same for rows that weigh all keys they see alike.
+        groups: (heads, K + 2) int64, sequences the rows are of, counted anew in each call.
+        between: (heads, K + 2, K + 1), Σ over sequences of rows times the squared deviation of the
+            sequence's mean.
+        names: of the spans.
+    """
+
+    rows: Tensor
+    mean: Tensor
+    even: Tensor
+    groups: Tensor
+    between: Tensor
+    names: tuple[str, ...] = ()
+
+    @staticmethod
+    def none(heads: int, names: Sequence[str]) -> Spans:
+        """The record of no rows: the identity of :meth:`merge`."""
+        size = (heads, len(names) + 2)
+        return Spans(
+            rows=torch.zeros(size, dtype=torch.int64, device="cpu"),
+            groups=torch.zeros(size, dtype=torch.int64, device="cpu"),
+            names=tuple(names),
+            **{
+                name: torch.zeros(*size, len(names) + 1, dtype=torch.float64, device="cpu")
+                for name in ("mean", "even", "between")
+            },
+        )
+
+    @staticmethod
+    def from_rows(
+        mass: Tensor, even: Tensor, labels: Tensor | None, counted: Tensor, names: Sequence[str]
+    ) -> Spans:
+        """The record of one call's rows.
+
+        Args:
+            mass: (B, heads, L, K + 1), weight of each row on the keys of each span and all others.
+            even: (B, heads or 1, L, K + 1), the same where every visible key has the same weight.
+            labels: (B or 1, L), number of the span that holds each query, K for none of them; None
+                where the queries are no part of the input.
+            counted: boolean (B, heads, L), True for rows that count.
+            names: of the K spans.
+        """
+        if mass.device.type == "mps":  # it has no float64
+            mass, even, counted = mass.cpu(), even.cpu(), counted.cpu()
+            labels = None if labels is None else labels.cpu()
+        batch, _, queries, width = mass.shape
+        counted = counted & mass.isfinite().all(-1)  # a model that overflows has rows of NaN
+        if labels is None:
+            labels = torch.full((1, queries), width - 1, device=mass.device)
+        member = torch.nn.functional.one_hot(labels.expand(batch, -1), width)
+        member = torch.cat([member, torch.ones_like(member[..., :1])], -1).unsqueeze(1)
+        share = (member * counted.unsqueeze(-1)).to(torch.float64)  # (B, heads, L, K + 2)
+        mass = torch.where(counted.unsqueeze(-1), mass.detach(), 0.0).to(torch.float64)
+        count = share.sum(2)
+        total = share.mT @ mass
+        alike = share.mT @ even.detach().to(torch.float64).expand_as(mass)
+        rows = count.sum(0)
+        divisor = rows.clamp(min=1.0).unsqueeze(-1)
+        mean = total.sum(0) / divisor
+        away = total / count.clamp(min=1.0).unsqueeze(-1) - mean
+        return Spans(
+            rows=rows.round().long().cpu(),
+            mean=mean.cpu(),
+            even=(alike.sum(0) / divisor).cpu(),
+            groups=(count > 0).sum(0).cpu(),
+            between=(count.unsqueeze(-1) * away.square()).sum(0).cpu(),
+            names=tuple(names),
+        )
+
+    @property
+    def error(self) -> Tensor:
+        """Standard error of each mean, from differences between sequences; NaN for one sequence."""
+        groups = self.groups.double().masked_fill(self.groups < 2, math.nan)
+        return torch.sqrt(self.between / (self.rows * (groups - 1)).unsqueeze(-1))
+
+    def weight(self, span: str, rows: str = ALL_ROWS) -> Tensor:
+        """Mean weight on a span, (heads,); NaN where no row counts.
+
+        Args:
+            span: a name, or ``"other"`` for keys in no span.
+            rows: of which rows: a name, ``"other"``, or ``"all"``.
+
+        Raises:
+            ValueError: if there is no such span.
+        """
+        row, column = self._place(rows, (OTHER, ALL_ROWS)), self._place(span, (OTHER,))
+        return self.mean[:, row, column].masked_fill(self.rows[:, row] == 0, math.nan)
+
+    def _place(self, name: str, more: tuple[str, ...]) -> int:
+        known = (*self.names, *more)
+        if name not in known:
+            raise ValueError(f"{name!r} is no span; there are {', '.join(known)}")
+        return known.index(name)
+
+    def merge(self, other: Spans) -> Spans:
+        """The record of both sets of rows.
+
+        Raises:
+            ValueError: if their spans have other names.
+        """
+        if self.names != other.names:
+            raise ValueError(
+                f"summaries merge when they have the same spans: {', '.join(self.names)} against "
+                f"{', '.join(other.names)}"
+            )
+        rows = self.rows + other.rows
+        share = (other.rows.double() / rows.clamp(min=1).double()).unsqueeze(-1)
+        step = other.mean - self.mean
+        gap = step.square() * self.rows.unsqueeze(-1) * share
+        return Spans(
+            rows=rows,
+            mean=self.mean + step * share,
+            even=self.even + (other.even - self.even) * share,
+            groups=self.groups + other.groups,
+            between=self.between + other.between + gap,
+            names=self.names,
+        )
+
+    @classmethod
+    def join(cls, parts: list[Spans]) -> Spans:
+        """Concatenate records of different heads.
+
+        Raises:
+            ValueError: if their spans have other names.
+        """
+        for part in parts[1:]:
+            parts[0].heads(0, 0).merge(part.heads(0, 0))  # says which names differ
+        return super().join(parts)
+
+    def header(self) -> str:
+        """The names as JSON, for a file's header."""
+        return json.dumps(self.names)
+
+    def to_dict(self, head: int) -> dict[str, Any]:
+        """One head's numbers as plain JSON values: for each kind of row, the weight on each span.
+
+        Kinds of rows that none counts are left out; ``error`` is None for a single sequence.
+        """
+        table = {}
+        errors = self.error
+        for row, kind in enumerate((*self.names, OTHER, ALL_ROWS)):
+            if not int(self.rows[head, row]):
+                continue
+            keys = {}
+            for column, name in enumerate((*self.names, OTHER)):
+                error = float(errors[head, row, column])
+                keys[name] = {
+                    "mean": float(self.mean[head, row, column]),
+                    "error": error if math.isfinite(error) else None,
+                    "even": float(self.even[head, row, column]),
+                }
+            table[kind] = {
+                "rows": int(self.rows[head, row]),
+                "sequences": int(self.groups[head, row]),
+                "weight_on": keys,
+            }
+        return table
+
+    @staticmethod
+    def checked(tensors: Mapping[str, Tensor], heads: int, names: Sequence[Any]) -> Spans:
+        """Build a record from the arrays and names of a file, after checking them.
+
+        Raises:
+            ValueError: naming the first thing that does not fit.
+        """
+        if not all(isinstance(name, str) for name in names) or not 1 <= len(names) <= MOST_SPANS:
+            raise ValueError(f"spans are 1 to {MOST_SPANS} names")
+        if len({*names, OTHER, ALL_ROWS}) != len(names) + 2:
+            raise ValueError("a span is named twice")
+
+        def possible(name: str, part: Tensor) -> Tensor:
+            if name in ("mean", "even"):
+                return (part >= 0) & (part <= 1 + 1e-3)
+            return (part >= 0) & (part < 1 << 53)
+
+        check_arrays("spans", tensors, Spans.none(heads, names), possible)
+        return Spans(**dict(tensors), names=tuple(names))
