@@ -390,3 +390,16 @@ def test_statistics_can_be_a_loss() -> None:
             query -= 0.5 * grad
     assert abs(first - 1.0) > 0.5
     assert row_statistics(query, key).entropy.item() == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["auto", "blocked", "dense"])
+@pytest.mark.parametrize("shape", [(0, 3, 5), (1, 0, 5), (1, 3, 0)])
+def test_no_rows_or_keys_have_gradients(shape: tuple[int, int, int], backend: Any) -> None:
+    batch, queries, keys = shape
+    query = normal(batch, 2, queries, 4).requires_grad_()
+    key, value = (normal(batch, 2, keys, 4).requires_grad_() for _ in range(2))
+    out, stats = attention(query, key, value, return_stats=True, backend=backend)
+    (out.sum() + torch.where(stats.n_keys > 0, stats.entropy, 0.0).sum()).backward()
+    for tensor in (query, key, value):
+        assert tensor.grad is not None
+        assert not tensor.grad.any()

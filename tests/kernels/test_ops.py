@@ -286,6 +286,21 @@ def test_autocast_casts_what_pytorch_casts_and_nothing_inside(dtype: torch.dtype
     assert [grad.dtype for grad in grads] == [torch.float32] * 3
 
 
+@pytest.mark.parametrize("weights", ["relu2", "sigmoid", "entmax15"])
+def test_autocast_casts_nothing_inside_whole_rows(weights: str) -> None:
+    query, key, value = inputs()
+    options: dict[str, Any] = {"enable_gqa": True, "is_causal": True, "weights": weights}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, stats = attention(query, key, value, return_stats=True, **options)
+    half = [part.to(torch.bfloat16) for part in (query, key, value)]
+    want, expected = attention(*half, return_stats=True, **options)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, want)
+    torch.testing.assert_close(
+        stats.effective_keys, expected.effective_keys, rtol=0, atol=0, equal_nan=True
+    )
+
+
 def test_autocast_leaves_float64_alone() -> None:
     query, key, value = inputs(torch.float64)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -40,7 +40,12 @@ def backward(
         name: None if part is None or not part.numel() else rows(part.to(dtype))
         for name, part in grad._asdict().items()
     }
-    given = {name: rows(part) for name, part in sums._asdict().items() if part.numel()}
+    shape = (B, H * g, L)  # of sums that are there, also where there are no rows
+    given = {
+        name: rows(part)
+        for name, part in sums._asdict().items()
+        if part.numel() or part.shape == shape
+    }
     sink = None if rule.sinks is None else rule.sinks.to(dtype).view(1, H, g, 1)
     found = row_coefficients(given, grads, sink)
 

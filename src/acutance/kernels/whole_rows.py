@@ -77,7 +77,8 @@ def weigh_rows(
     )
 
     def block(region: Region) -> _Found:
-        return _block(call, weighting, row_scale, score, region)
+        with torch.autocast(call.query.device.type, enabled=False):  # the inputs are cast already
+            return _block(call, weighting, row_scale, score, region)
 
     grad = grad or (torch.is_grad_enabled() and (score is not None or _learned(weighting)))
     grad = grad and not transformed()  # torch.func knows no checkpoints
