@@ -1,4 +1,4 @@
-"""``acutance probe --span``: options, the terminal, states and the page."""
+"""``acutance probe --span`` and ``--map``: options, the terminal, states and the page."""
 
 from __future__ import annotations
 
@@ -127,3 +127,53 @@ def test_a_narrow_terminal_cuts_no_number(summary: Any, width: int) -> None:
     print_summary(summary, Screen(file=stream, width=width))
     cells = re.findall(r"\d\.\d\d \(\d\.\d\d\)", stream.getvalue())
     assert len(cells) == 3 * 4
+
+
+# -- rows of named heads --------------------------------------------------------------------------
+
+
+def test_rows_of_a_head_are_in_state_json_and_page(run: Callable[..., Any], tmp_path: Path) -> None:
+    state, page, target = tmp_path / "state.safetensors", tmp_path / "a.html", tmp_path / "a.json"
+    rows = ("--map", "1.3:0,5-6")
+    result = run("--save", state, "--report", page, "--json", target, *rows)
+    assert result.exit_code == 0, result.output
+    summary = acutance.load(state)
+    assert 1 < len(summary.maps) <= 8
+    first = summary.maps[0]
+    assert (first.name, first.head, first.positions) == ("1.3", 3, (0, 5, 6))
+    assert first.module == summary.layers[1].module
+    assert first.tokens[:2] == ("[CLS]", "the")
+    torch.testing.assert_close(first.weights.sum(1), torch.ones(3))
+    assert json.loads(target.read_text())["maps"][0]["weights"] == first.weights.tolist()
+    data = re.search(r'<script type="text/plain" id="data">([^<]*)', page.read_text())
+    assert data is not None
+    drawn = unpack(data[1])[0]["maps"][str(summary.places.index((1, 3)))]
+    assert len(drawn) == 8
+    assert drawn[1]["position"] == 5
+    assert drawn[1]["weights"] == (first.weights[1] * 1000).round().int().tolist()
+    again = run("--save", state, "--resume", *rows)
+    assert again.exit_code == 0
+    assert len(acutance.load(state).maps) == len(summary.maps)
+    other = run("--save", state, "--resume", "--map", "1.3:0")
+    assert other.exit_code == 1
+    assert "maps differ" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "why"),
+    [
+        ("1.3", 2, "a map is LAYER.HEAD:ROWS"),
+        ("1.3:", 2, "a map is LAYER.HEAD:ROWS"),
+        ("1.3:-4", 2, "a map is LAYER.HEAD:ROWS"),
+        ("1.3:0-64", 2, "at most 64 rows of a head in each sequence, and '1.3' names 65"),
+        ("13:0", 2, "names heads as 'layer 5 head 3'"),
+        ("7.3:0", 1, "maps=7 is no layer of the model"),
+        ("1.12:0", 1, "names head 12"),
+    ],
+)
+def test_bad_maps_are_one_sentence(
+    run: Callable[..., Any], given: str, status: int, why: str
+) -> None:
+    result = run("--map", given)
+    assert result.exit_code == status
+    assert why in " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.stderr).split())

@@ -78,6 +78,22 @@ AllowMissing = Annotated[
         help="Continue even if weights did not load, with random numbers in their place.",
     ),
 ]
+Spans = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--span",
+        metavar="NAME=START:STOP",
+        help="Also measure weight on these tokens of each window; repeat it for more.",
+    ),
+]
+Maps = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--map",
+        metavar="LAYER.HEAD:ROWS",
+        help="Keep these rows of a head's weights, as 5.3:0,10,20-29; repeat it for more.",
+    ),
+]
 ReportTo = Annotated[
     Path | None,
     typer.Option("--report", metavar="HTML", help="Write an HTML page with all results."),
@@ -166,6 +182,26 @@ def check_chart(chart: str, metric: str | None = None) -> None:
         raise typer.BadParameter(
             "'theory' shows entropy only; remove --metric", param_hint="--chart"
         )
+
+
+def parse_maps(texts: Iterable[str]) -> dict[str, list[int]]:
+    """Read ``LAYER.HEAD:ROWS`` of each --map; rows are numbers and ranges, ``0,10,20-29``."""
+    maps: dict[str, list[int]] = {}
+    for text in texts:
+        name, _, places = text.rpartition(":")
+        rows: list[int] = []
+        for part in places.split(","):
+            first, dash, last = part.partition("-")
+            plain = all(one.isascii() and one.isdigit() for one in (first, last or first))
+            if not (name and plain) or bool(dash) != bool(last) or len(part) > 20:
+                raise typer.BadParameter(
+                    f"a map is LAYER.HEAD:ROWS, as 5.3:0,10,20-29, got {text}", param_hint="--map"
+                )
+            rows += range(int(first), min(int(last or first), int(first) + 1000) + 1)
+        if name in maps:
+            raise typer.BadParameter(f"{name} is given twice", param_hint="--map")
+        maps[name] = rows
+    return maps
 
 
 def parse_spans(texts: Iterable[str]) -> dict[str, tuple[int, int | None]]:

@@ -23,17 +23,20 @@ from acutance.cli.options import (
     Device,
     FigureTo,
     JsonTo,
+    Maps,
     Model,
     ParquetTo,
     ReportTo,
     Resume,
     SaveEvery,
+    Spans,
     Tokenizer,
     TrustRemoteCode,
     check_chart,
     check_resume,
     command,
     load_model,
+    parse_maps,
     parse_spans,
 )
 from acutance.cli.outputs import Overwrite, check_outputs
@@ -176,14 +179,8 @@ class ProbeOptions:
             ),
         ),
     ] = 0
-    span: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--span",
-            metavar="NAME=START:STOP",
-            help="Also measure weight on these tokens of each window; repeat it for more.",
-        ),
-    ] = None
+    span: Spans = None
+    map: Maps = None
     law: Annotated[
         str | None,
         typer.Option(
@@ -222,7 +219,7 @@ class ProbeOptions:
         READ: "text length tokenizer law attention device trust_remote_code allow_pickle "
         "allow_missing",
         WRITE: "report json csv parquet save figure chart dark keep_qk noise gaps structure "
-        "examples span verify overwrite",
+        "examples span map verify overwrite",
         LESS: "every layers heads max_rows seed provide batch_size",
         MANY: "shard resume save_every",
     },
@@ -244,19 +241,22 @@ def probe(options: ProbeOptions) -> None:
             "cannot be combined with --keep-qk, which reads the first windows",
             param_hint="--resume",
         )
-    spans = parse_spans(options.span or [])
+    spans, maps = parse_spans(options.span or []), parse_maps(options.map or [])
     with plain_errors():
         from acutance.corpus import ranks as distributed
         from acutance.corpus.probe_corpus import Subset
+        from acutance.probing.head_maps import check_maps
         from acutance.probing.spans import check_spans
         from acutance.summary.state import Shard
 
         if options.shard is not None:
             with misuse():
                 Shard.parse(options.shard)
-        if spans:
-            with misuse():
+        with misuse():
+            if spans:
                 check_spans(spans)
+            if maps:
+                check_maps(maps)
         subset = Subset(
             options.every,
             options.layers,
@@ -274,7 +274,7 @@ def probe(options: ProbeOptions) -> None:
         ranks = ExitStack()
         world = ranks.enter_context(distributed.world())
     with ranks, plain_errors():  # what went wrong is said before the other ranks are let go
-        finished = _run(options, subset, spans, law, world)
+        finished = _run(options, subset, {"spans": spans or None, "maps": maps or None}, law, world)
     if not finished:
         raise typer.Exit(INTERRUPTED)
 
@@ -282,7 +282,7 @@ def probe(options: ProbeOptions) -> None:
 def _run(
     options: ProbeOptions,
     subset: "Subset",
-    spans: dict[str, tuple[int, int | None]],
+    parts: dict[str, Any],
     law: "Law | None",
     world: "SingleProcess",
 ) -> bool:
@@ -329,7 +329,7 @@ def _run(
         gaps=options.gaps,
         structure=options.structure or options.examples > 0,
         examples=options.examples,
-        spans=spans or None,
+        **parts,
         subset=subset,
         keep=first and options.keep_qk is not None,
         shard=part,

@@ -83,6 +83,7 @@ class Options:
         structure: also measure where weight lies.
         examples: sharpest rows of each head to keep.
         spans: named parts of every window, first token and one past the last; None is its end.
+        maps: heads whose rows of weights are kept, with the rows.
         keep: also keep a sample of queries and keys.
         subset: what is left out.
         shard: the part of the corpus to run.
@@ -101,6 +102,7 @@ class Options:
     structure: bool = False
     examples: int = 0
     spans: Mapping[str, tuple[int, int | None]] | None = None
+    maps: Mapping[str, Sequence[int]] | None = None
     keep: bool = False
     subset: Subset = ALL
     shard: Shard = WHOLE
@@ -202,6 +204,7 @@ def open_probe(loaded: TextModel, options: Options) -> Probe:
         tokenizer=loaded.tokenizer,
         examples=options.examples,
         spans=options.spans,
+        maps=options.maps,
         layers=options.subset.layers,
         heads=options.subset.heads,
         max_rows=options.subset.max_rows,
@@ -228,6 +231,11 @@ def run_settings(
         }
         | ({"examples": options.examples} if options.examples else {})
         | ({"spans": _span_texts(options.spans)} if options.spans else {})
+        | (
+            {"maps": [f"{name}:{list(rows)}" for name, rows in options.maps.items()]}
+            if options.maps
+            else {}
+        )
         | ({"law": options.law} if options.law is not None else {})
         | options.subset.describe()
     )

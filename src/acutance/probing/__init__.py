@@ -15,6 +15,7 @@ from acutance.summary.diff.diff import diff
 from acutance.summary.diff.records import Diff, HeadChange, LayerChange
 from acutance.summary.distances import Distances
 from acutance.summary.examples import Example, Examples
+from acutance.summary.head_maps import HeadMap
 from acutance.summary.head_summary import SCHEMA, STATUSES, HeadSummary, Layer, load
 from acutance.summary.moments import Moments, edges
 from acutance.summary.spans import Spans
@@ -36,6 +37,7 @@ __all__ = [
     "Examples",
     "HeadChange",
     "HeadClass",
+    "HeadMap",
     "HeadSummary",
     "Layer",
     "LayerChange",

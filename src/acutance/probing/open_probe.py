@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.layer_choice import Chosen
+from acutance.probing.head_maps import MapRows
 from acutance.probing.probe import Probe, ProbeError
 from acutance.probing.spans import Span
 
@@ -35,6 +36,7 @@ def probe(
     examples: int = 0,
     profile: bool = True,
     spans: Mapping[str, Span] | None = None,
+    maps: Mapping[Any, MapRows] | None = None,
     attention_mask: Tensor | None = None,
     rows: Tensor | str = "real",
 ) -> Probe:
@@ -79,6 +81,10 @@ def probe(
             boolean (B, S). Tokens are counted from the first column of the input, padding included,
             also while a cache is decoded. Set :attr:`Probe.spans` for each batch. Costs a second
             pass over the scores.
+        maps: rows of attention weights to keep, as ``{"layer 5 head 3": [0, 10, 511]}``: for each
+            head the positions of its rows in the input, a number, several or a slice, at most 64
+            (:attr:`Probe.maps`). A head is named ``"layer 5 head 3"``, ``"5.3"`` or ``(5, 3)``;
+            layers as for ``layers``. With ``tokenizer`` keys have words.
         attention_mask: which tokens are real, (B, T), 1 or True; their rows count, those of padding
             do not. Needed only where the model is called without such a mask: one that a module
             gets as ``attention_mask``, ``mask``, ``key_padding_mask`` or ``padding_mask`` is read
@@ -126,6 +132,7 @@ def probe(
         examples=examples,
         profile=profile,
         spans=spans,
+        maps=maps,
         attention_mask=attention_mask,
         rows=rows,
     )

@@ -19,16 +19,19 @@ from acutance.capture.module_names import class_name
 from acutance.capture.padding import checked_mask
 from acutance.capture.tap import Tap, tap
 from acutance.probing.accumulate import Records, Rows
+from acutance.probing.head_maps import MapReader, MapRows
 from acutance.probing.query_key_sample import QueryKeySample
 from acutance.probing.read_call import Read, Reader
 from acutance.probing.repeated_calls import joined
 from acutance.probing.spans import Span, SpanReader
 from acutance.probing.structure import StructureReader
+from acutance.probing.tokens import Tokens
 from acutance.probing.untrained import is_untrained
 from acutance.rowstats import METRICS, metric
 from acutance.rowstats.metrics import metric_names
 from acutance.shapes import check_count, check_flag
 from acutance.structure import STRUCTURE
+from acutance.summary.head_maps import HeadMap
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.moments import Moments
 from acutance.summary.optional_parts import OptionalParts
@@ -111,6 +114,7 @@ class Probe:
         examples: int = 0,
         profile: bool = True,
         spans: Mapping[str, Span] | None = None,
+        maps: Mapping[Any, MapRows] | None = None,
         attention_mask: Tensor | None = None,
         rows: Tensor | str = "real",
     ) -> None:
@@ -140,6 +144,11 @@ class Probe:
         self._model = model
         self._spans = None if spans is None else SpanReader(model, spans)
         names = None if self._spans is None else self._spans.names
+        self._tokens = None if self._structure is None else self._structure.tokens
+        self._maps: MapReader | None = None
+        if maps is not None:
+            self._tokens = self._tokens or Tokens()
+            self._maps = MapReader(model, maps, tokenizer, self._tokens)
         self._records = Records(self.metrics, check_flag("profile", profile), names)
         recorder = _Recorder(self._records)
         self._listener = recorder.listener = Listener(
@@ -150,7 +159,7 @@ class Probe:
             attention_mask=attention_mask,
             rows=rows,
             provides=provide,
-            around=self._tokens,
+            around=self._follow_tokens,
         )
         self._reader = recorder.reader = Reader(
             verify=verify,
@@ -163,6 +172,7 @@ class Probe:
             provide=provide,
             structure=self._structure,
             spans=self._spans,
+            maps=self._maps,
             thread=self._listener.modules.thread,
             rows=self._listener.rows,
         )
@@ -185,10 +195,8 @@ class Probe:
         if kind is None and self._spans is not None:
             self._spans.check_length()
 
-    def _tokens(self) -> AbstractContextManager[None]:
-        if self._structure is None:
-            return nullcontext()
-        return self._structure.tokens.follow(self._model)
+    def _follow_tokens(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._tokens is None else self._tokens.follow(self._model)
 
     @property
     def unread(self) -> list[str]:
@@ -226,6 +234,15 @@ class Probe:
         if self._spans is None:
             raise ValueError("spans are read by a probe that is opened with spans=")
         self._spans.given = spans
+
+    @property
+    def maps(self) -> dict[str, list[HeadMap]]:
+        """Rows of the heads that ``maps=`` names, by name; one entry for each layer and sequence.
+
+        Rows of different sequences are not comparable, so nothing is averaged. The first eight
+        sequences are kept.
+        """
+        return {} if self._maps is None else self._maps.maps()
 
     def number_passes(self, turn: int | None) -> None:
         """Give the next forward passes this number, which decides the rows drawn; None counts."""
@@ -290,6 +307,7 @@ class Probe:
             unread=(*self.unread, *self._not_read(records)),
             optional_parts=OptionalParts.join(besides),
             not_provided=tuple(self.not_provided),
+            maps=tuple(one for each in self.maps.values() for one in each),
         )
 
     def _not_read(self, records: Iterable[str]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from acutance.capture.layer_choice import Chosen, HeadChoice
 from acutance.capture.module_stack import Running
 from acutance.kernels.fast_path import PackedStatistics
 from acutance.probing.causes import likely_cause
+from acutance.probing.head_maps import MapReader
 from acutance.probing.input_places import PlaceReader
 from acutance.probing.query_key_sample import Keeper
 from acutance.probing.replace_attention import Provided, Provider
@@ -150,6 +151,7 @@ class Reader:
         provide: bool,
         structure: StructureReader | None,
         spans: SpanReader | None,
+        maps: MapReader | None,
         thread: Running,
         rows: RowReader,
     ) -> None:
@@ -166,10 +168,12 @@ class Reader:
             provide: compute calls in the model's stead.
             structure: reads where rows' weight lies, None if that is not asked for.
             spans: reads their weight on spans of the input, likewise.
+            maps: keeps rows of named heads, likewise.
             thread: what is running.
             rows: decides which rows are padding.
         """
-        self.structure, self.spans, self._places = structure, spans, PlaceReader()
+        self.structure, self.spans, self.maps = structure, spans, maps
+        self._places = PlaceReader()
         self._verify, self._noise, self._gaps = verify, noise, gaps
         self._agreed: set[tuple[object, ...]] = set()
         self._asked: set[str] = set()
@@ -262,7 +266,7 @@ class Reader:
         self, part: _Part, whole: AttentionCall, read: Read, module: torch.nn.Module | None
     ) -> Read:
         """Add where each row's weight lies, and its weight on spans, if requested."""
-        if self.structure is None and self.spans is None:
+        if self.structure is None and self.spans is None and self.maps is None:
             return read
         call = part.call
         if read.layer.provided:  # computed whole: cut only now
@@ -274,6 +278,8 @@ class Reader:
             name = read.layer.module
             self.structure.keep(name, rows, read.stats, read.kept, found.positions, tokens)
             read = read._replace(structured=found)
+        if self.maps is not None:
+            self.maps.read(whole, places, part.rows.counted)
         return self._with_spans(read, lambda spans: spans.read(call, whole, places))
 
     def _with_spans(self, read: Read, weigh: Callable[[SpanReader], SpanWeights | None]) -> Read:

@@ -25,7 +25,7 @@ from acutance.summary.examples import MOST_ROWS, Examples, Row
 from acutance.summary.head_summary import Layer
 from acutance.summary.optional_parts import OptionalParts
 
-__all__ = ["CRITICAL_ROWS", "Structured", "StructureReader"]
+__all__ = ["CRITICAL_ROWS", "Structured", "StructureReader", "kernel_call", "token_text"]
 
 #: Rows of each sequence of a call whose scores are sorted for ``critical_ratio``, where the gap
 #: histogram does not give it for all.
@@ -76,7 +76,7 @@ class StructureReader:
             raise TypeError(f"special must contain token ids, got {self._special!r}")
         self._word: Callable[[int], str] | None = None
         if tokenizer is not None:
-            self._word = lambda token: _word(tokenizer, token)
+            self._word = lambda token: token_text(tokenizer, token)
         self._most = examples
         self._examples: dict[str, Examples] = {}
         self._lock = threading.Lock()
@@ -100,7 +100,7 @@ class StructureReader:
         Returns:
             The structure, and what :meth:`keep` needs: the rows, and the tokens of the keys.
         """
-        rows = _kernel_call(call)
+        rows = kernel_call(call)
         positions = places.queries
         tokens = asked = special = None
         batch, _, queries, _ = whole.query.shape
@@ -176,7 +176,7 @@ class StructureReader:
         return replace(beside, examples=found if self._word is None else found.named(self._word))
 
 
-def _word(tokenizer: Any, token: int) -> str:
+def token_text(tokenizer: Any, token: int) -> str:
     """Text of a token; its name in the vocabulary if it is not a whole character."""
     decoded = str(tokenizer.decode([token])) if hasattr(tokenizer, "decode") else ""
     named = hasattr(tokenizer, "convert_ids_to_tokens")
@@ -188,7 +188,7 @@ def _word(tokenizer: Any, token: int) -> str:
     return name or decoded or f"#{token}"
 
 
-def _kernel_call(call: AttentionCall) -> KernelCall:
+def kernel_call(call: AttentionCall) -> KernelCall:
     """Convert a captured call to the kernel call that the structure pass runs on."""
     rule = Rule(call.factor, call.softcap, call.sinks)
     return KernelCall(call.query, call.key, None, call.masking(), rule)

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from acutance.summary.compact import compact, expand
 from acutance.summary.distances import Distances
 from acutance.summary.examples import Examples
 from acutance.summary.files import checked_record, checked_tensors, optional, read, sealed
+from acutance.summary.head_maps import HeadMap, checked_maps, few_enough, merged_maps
 from acutance.summary.layer import LEFT_OUT, STATUSES, Layer, Status, coverage_line, notices
 from acutance.summary.moments import Moments, edges
 from acutance.summary.optional_parts import OptionalParts
@@ -61,6 +62,7 @@ class HeadSummary:
             :attr:`distances`, :attr:`examples` and :attr:`spans`.
         not_provided: attention that a probe was to provide and left to the model, each with its
             reason.
+        maps: rows of attention weights of named heads, on request.
 
     Example:
         >>> import torch, acutance
@@ -79,6 +81,7 @@ class HeadSummary:
     unread: tuple[str, ...] = ()
     optional_parts: OptionalParts = field(default_factory=OptionalParts)
     not_provided: tuple[str, ...] = ()
+    maps: tuple[HeadMap, ...] = ()
 
     def __repr__(self) -> str:
         heads = sum(layer.heads for layer in self.layers)
@@ -268,6 +271,7 @@ class HeadSummary:
             tuple(unread),
             OptionalParts.join(optional),
             left,
+            merged_maps(self.maps, other.maps),
         )
 
     def _by_module(self) -> dict[str, tuple[Layer, Moments, OptionalParts]]:
@@ -394,7 +398,15 @@ class HeadSummary:
             "unread": list(self.unread),
             "coverage": self.coverage,
             "not_provided": list(self.not_provided),
-        }
+        } | self._maps_to_dict()
+
+    def _maps_to_dict(self) -> dict[str, Any]:
+        """Rows of named heads as JSON values, or how many there are where they are too many."""
+        if not self.maps:
+            return {}
+        if not few_enough(self.maps):
+            return {"maps_left_out": len(self.maps)}
+        return {"maps": [one.record() | {"weights": one.weights.tolist()} for one in self.maps]}
 
     def _add_optional_parts(self, heads: list[dict[str, Any]]) -> None:
         """Add profiles, distances, examples and spans to heads' JSON values."""
@@ -431,10 +443,15 @@ class HeadSummary:
             header["words"] = self.examples.header()
         if self.spans is not None:
             header["spans"] = self.spans.header()
+        if self.maps:
+            header["maps"] = json.dumps([one.record() for one in self.maps])
+            tensors |= {f"maps.{i}": one.weights.contiguous() for i, one in enumerate(self.maps)}
         return header, tensors
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, str] | None = None) -> None:
         """Write the summary as a safetensors file, atomically; :func:`load` reads it exactly.
+
+        Maps of more than 262,144 weights are left out, and ``about`` says so.
 
         Args:
             path: where to.
@@ -442,7 +459,11 @@ class HeadSummary:
         """
         from safetensors.torch import save
 
-        header, tensors = self.parts()
+        stored = self
+        if not few_enough(self.maps):
+            text = f"{len(self.maps)} maps were too large for the state"
+            stored = replace(self, maps=(), about={**self.about, "maps": text})
+        header, tensors = stored.parts()
         header, tensors = compact(header | dict(extra or {}), tensors)
         # save_file has a temporary file of its own, whose name a killed run would leave behind
         whole = save(tensors, metadata=sealed(header, tensors))
@@ -464,10 +485,12 @@ def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Head
     arrays = {name: tensor for name, tensor in tensors.items() if "." not in name}
     moments = Moments(**checked_tensors(arrays, heads, len(metrics)))
     more = {name: tensor for name, tensor in tensors.items() if "." in name}
+    rows = {name[5:]: more.pop(name) for name in list(more) if name.startswith("maps.")}
+    maps = checked_maps(optional(header, "maps", list), rows)
     words, spans = optional(header, "words"), optional(header, "spans", list)
     parts = OptionalParts.checked(more, heads, len(metrics), words, spans)
     left = tuple(record.get("not_provided", ()))
-    return HeadSummary(layers, metrics, moments, record["about"], unread, parts, left)
+    return HeadSummary(layers, metrics, moments, record["about"], unread, parts, left, maps)
 
 
 def load(path: str | os.PathLike[str]) -> HeadSummary:

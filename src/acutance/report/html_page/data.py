@@ -33,7 +33,7 @@ from acutance.report.html_page.packing import (
     encode,
     rounded,
 )
-from acutance.report.html_page.spans import span_metrics, span_tables
+from acutance.report.html_page.spans import head_rows, span_metrics, span_tables
 from acutance.report.terminal import module_sentences
 from acutance.structure import describe
 from acutance.summary.by_octave import Profile
@@ -107,7 +107,7 @@ def _packed(
     ]
     metrics += span_metrics(summary, level, packer)
     more = structure(summary, level, packer) | classes(head_classes, level)
-    more |= span_tables(summary.spans, level, packer)
+    more |= span_tables(summary.spans, level, packer) | head_rows(summary)
     return packer.text({**record, **more, "metrics": metrics, "level": asdict(level)})
 
 

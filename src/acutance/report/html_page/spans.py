@@ -1,4 +1,4 @@
-"""The page's data on spans of the input: a metric for each span, and each head's table."""
+"""The page's data on parts of the input: weight on spans, and rows of named heads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from acutance.report.html_page.packing import SOFT, Level, Packer, encode, round
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.spans import ALL_ROWS, OTHER, Spans
 
-__all__ = ["span_metrics", "span_tables"]
+__all__ = ["MOST_MAP_KEYS", "head_rows", "span_metrics", "span_tables"]
+
+#: Rows of a head's weights that the page shows, and keys of each.
+MOST_MAP_ROWS, MOST_MAP_KEYS = 8, 1024
 
 
 def span_metrics(summary: HeadSummary, level: Level, packer: Packer) -> list[dict[str, Any]]:
@@ -78,3 +81,33 @@ def span_tables(spans: Spans | None, level: Level, packer: Packer) -> dict[str, 
         packer.add(f"spans.{part}", codes.astype(np.uint16))
     names = [visible(name) for name in spans.names]
     return {"spans": {"rows": [*names, OTHER, ALL_ROWS], "keys": [*names, OTHER]}}
+
+
+def head_rows(summary: HeadSummary) -> dict[str, Any]:
+    """The rows of named heads, by index of the head; {} where none were asked for.
+
+    Weights are in thousandths. At most 8 rows of a head and 1024 keys of each are shown.
+    """
+    modules = {layer.module: index for index, layer in enumerate(summary.layers)}
+    places = {place: index for index, place in enumerate(summary.places)}
+    shown: dict[int, list[dict[str, Any]]] = {}
+    for one in summary.maps:
+        head = places.get((modules.get(one.module, -1), one.head))
+        if head is None:
+            continue
+        rows = shown.setdefault(head, [])
+        for position, weights in zip(one.positions, one.weights, strict=True):
+            if len(rows) >= MOST_MAP_ROWS:
+                break
+            used = int(weights.nonzero()[-1]) + 1 if bool(weights.any()) else 0
+            keys = min(used, MOST_MAP_KEYS)
+            rows.append(
+                {
+                    "sequence": one.sequence,
+                    "position": position,
+                    "keys": used,
+                    "weights": (weights[:keys] * 1000).round().int().tolist(),
+                    "tokens": [visible(token) for token in one.tokens[:keys]],
+                }
+            )
+    return {"maps": {str(head): rows for head, rows in shown.items()}} if shown else {}

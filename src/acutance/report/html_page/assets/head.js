@@ -113,6 +113,24 @@ const drawHead = (page) => {
     }));
   };
 
+  const maps = (at) => {
+    const rows = (data.maps && data.maps[at]) || [];
+    $("maps-part").hidden = !rows.length;
+    $("maps").replaceChildren(...rows.map((one) => {
+      const item = make("div", undefined, "sample"), text = quoted("p", undefined, "context strip"), heaviest = Math.max(...one.weights, 1);
+      const glued = one.tokens.some((word) => word.startsWith(" "));
+      one.weights.forEach((weight, index) => {
+        const mark = make("span", one.tokens[index] || "·", index === one.position ? "query" : "word");
+        if (weight) mark.style.setProperty("--weight", `${Math.round(70 * weight / heaviest)}%`);
+        mark.title = `${percent(weight / 1000)} · position ${count(index)}`;
+        text.append(index && one.tokens.length && !glued && !(one.tokens[index] || "").startsWith("##") ? " " : "", mark);
+      });
+      const cut = one.keys > one.weights.length ? `, of which the first ${count(one.weights.length)} are shown` : "";
+      item.append(make("p", `Row ${count(one.position)} of sequence ${count(one.sequence)}: ${some(one.keys, "key")} with weight${cut}`, "small"), text);
+      return item;
+    }));
+  };
+
   const numbers = (at) => {
     const head = make("thead"), body = make("tbody");
     const drawn = metrics.some((one) => one.off);
@@ -139,6 +157,7 @@ const drawHead = (page) => {
     profile(at);
     distances(at);
     spans(at);
+    maps(at);
     samples(at);
     numbers(at);
   };

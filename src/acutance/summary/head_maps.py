@@ -1,0 +1,112 @@
+"""HeadMap: rows of attention weights of one head over one sequence, and how files hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["MOST_STORED", "HeadMap", "checked_maps", "few_enough", "merged_maps"]
+
+#: Sequences of which a head's rows are kept, and weights that a file holds: 1 MiB.
+MOST_SEQUENCES, MOST_STORED = 8, 1 << 18
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """Rows of attention weights of one head over one sequence.
+
+    Attributes:
+        name: as the rows were asked for.
+        module: the layer's.
+        head: its number in the layer.
+        sequence: number of the sequence, in the order in which the layer met them.
+        positions: where the rows' queries stand in the input, ascending.
+        weights: (rows, keys) float32 on the CPU; 0 for keys that a row does not see.
+        tokens: text of the keys, empty where no tokenizer is known.
+    """
+
+    name: str
+    module: str
+    head: int
+    sequence: int
+    positions: tuple[int, ...]
+    weights: Tensor
+    tokens: tuple[str, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """Everything but the weights, as plain JSON values."""
+        return {
+            "name": self.name,
+            "module": self.module,
+            "head": self.head,
+            "sequence": self.sequence,
+            "positions": list(self.positions),
+            "tokens": list(self.tokens),
+        }
+
+
+def few_enough(maps: Sequence[HeadMap]) -> bool:
+    """Whether files hold these maps."""
+    return sum(one.weights.numel() for one in maps) <= MOST_STORED
+
+
+def merged_maps(first: Sequence[HeadMap], second: Sequence[HeadMap]) -> tuple[HeadMap, ...]:
+    """The maps of two runs: the second's sequences are counted on; those above eight are left out.
+
+    Rows of different sequences are not comparable, so nothing is averaged.
+    """
+    after: dict[tuple[str, str, int], int] = {}
+    for one in first:
+        key = (one.name, one.module, one.head)
+        after[key] = max(after.get(key, 0), one.sequence + 1)
+    more = [
+        HeadMap(**{**vars(one), "sequence": one.sequence + after[key]}) if key in after else one
+        for one in second
+        for key in [(one.name, one.module, one.head)]
+    ]
+    return (*first, *(one for one in more if one.sequence < MOST_SEQUENCES))
+
+
+def checked_maps(records: Sequence[Any], arrays: Mapping[str, Tensor]) -> tuple[HeadMap, ...]:
+    """Build maps from the records and arrays of a file, after checking them.
+
+    Args:
+        records: what :meth:`HeadMap.record` gave.
+        arrays: their weights by number, ``"0"`` and so on.
+
+    Raises:
+        ValueError: naming the first thing that does not fit.
+    """
+    if set(arrays) != {str(index) for index in range(len(records))}:
+        raise ValueError(f"there are {len(records)} maps and {len(arrays)} arrays of maps")
+    maps = []
+    kinds = {"name": str, "module": str, "head": int, "sequence": int}
+    for index, record in enumerate(records):
+        weights = arrays[str(index)]
+        if not isinstance(record, dict) or set(record) != {*kinds, "positions", "tokens"}:
+            raise ValueError("a map has a name, module, head, sequence, positions and tokens")
+        if any(type(record[field]) is not kind for field, kind in kinds.items()):
+            raise ValueError("a map has texts for names and numbers for head and sequence")
+        positions, tokens = record["positions"], record["tokens"]
+        if not isinstance(positions, list) or not all(type(one) is int for one in positions):
+            raise ValueError("a map's positions are numbers")
+        if not isinstance(tokens, list) or not all(isinstance(one, str) for one in tokens):
+            raise ValueError("a map's tokens are texts")
+        if weights.dtype != torch.float32 or weights.dim() != 2 or len(weights) != len(positions):
+            raise ValueError(
+                f"a map is ({len(positions)}, keys) of torch.float32, got {tuple(weights.shape)} "
+                f"of {weights.dtype}"
+            )
+        if tokens and len(tokens) != weights.shape[1]:
+            raise ValueError(f"a map of {weights.shape[1]} keys has {len(tokens)} tokens")
+        if not bool(((weights >= 0) & (weights <= 1 + 1e-3)).all()):
+            raise ValueError("a map holds impossible weights")
+        fields = {field: record[field] for field in kinds}
+        maps.append(
+            HeadMap(**fields, positions=tuple(positions), weights=weights, tokens=tuple(tokens))
+        )
+    return tuple(maps)

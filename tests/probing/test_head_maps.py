@@ -1,0 +1,128 @@
+"""Rows of attention weights of named heads, against the model's own maps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import acutance
+
+transformers = pytest.importorskip("transformers")
+
+
+def test_rows_are_those_of_the_models_own_maps(case: Any) -> None:
+    with torch.no_grad():
+        output = case.eager(**case.inputs, output_attentions=True)
+    for kind, model in case.models.items():
+        if case.statuses.get(kind) == "unverified":
+            continue  # its weights are made outside any function that tells queries and keys
+        with acutance.probe(model, maps={"*.3": [0, 4, 8]}) as probe, torch.no_grad():
+            model(**case.inputs)
+        maps = probe.maps["*.3"]
+        modules = [layer.module for layer in probe.summary().layers]
+        for index, (field, place) in enumerate(case.layers):
+            expected, real = output[field][place], case.real[field]
+            rows = [one for one in maps if one.module == modules[index]]
+            there = [[i for i in (0, 4, 8) if i < real.shape[1] and each[i]] for each in real]
+            assert [one.sequence for one in rows] == [b for b, some in enumerate(there) if some]
+            for one in rows:
+                assert list(one.positions) == there[one.sequence]
+                want = expected[one.sequence, 3][list(one.positions)]
+                torch.testing.assert_close(one.weights, want, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_of_a_sequence_that_is_decoded(llama_models: Any, random_tokens: Any) -> None:
+    ids = random_tokens(2, 8)
+    model = llama_models["sdpa"]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with acutance.probe(model, maps={(1, 2): slice(6, 12, 2), "layer 0 head 0": 0}) as probe:
+        answer = model.generate(ids, **options)
+    with torch.no_grad():
+        maps = llama_models["eager"](answer[:, :-1], output_attentions=True).attentions
+    found = probe.maps
+    assert list(found) == ["layer 1 head 2", "layer 0 head 0"]
+    assert [one.weights.tolist() for one in found["layer 0 head 0"]] == [[[1.0] + [0.0] * 7]] * 2
+    for one in found["layer 1 head 2"]:
+        assert one.positions == (6, 8, 10)
+        want = maps[1][one.sequence, 2, [6, 8, 10], :11]
+        torch.testing.assert_close(one.weights, want, rtol=1e-4, atol=1e-6)
+
+
+def probed(minilm: Any, **options: Any) -> acutance.probing.Probe:
+    model = minilm.models["sdpa"]
+    probe = acutance.probe(model, **options)
+    with probe, torch.no_grad():
+        model(**minilm.inputs)
+    return probe
+
+
+class Words:
+    """A tokenizer that names ids."""
+
+    all_special_ids = (101, 102)
+
+    def decode(self, ids: list[int]) -> str:
+        return f"word{ids[0]}"
+
+
+def test_files_hold_what_is_small(minilm: Any, tmp_path: Path) -> None:
+    probe = probed(minilm, maps={"5.3": [0, 5]}, tokenizer=Words())
+    summary = probe.summary()
+    first = probe.maps["5.3"][0]
+    ids = minilm.inputs["input_ids"][0]
+    assert first.tokens == tuple(f"word{i}" for i in ids.tolist())
+    summary.save(tmp_path / "state.safetensors")
+    loaded = acutance.load(tmp_path / "state.safetensors")
+    assert len(loaded.maps) == len(summary.maps) == 7
+    for one, other in zip(loaded.maps, summary.maps, strict=True):
+        assert one.record() == other.record()
+        assert torch.equal(one.weights, other.weights)
+    assert summary.to_dict()["maps"][0]["weights"] == first.weights.tolist()
+    assert [one.sequence for one in summary.merge(loaded).maps] == [*range(7), 7]
+    wide = torch.zeros(2, 1 << 18)
+    large = [type(first)("5.3", "a", 3, 0, (0, 1), wide)]
+    big = type(summary)(summary.layers, summary.metrics, summary.moments, maps=tuple(large))
+    big.save(tmp_path / "large.safetensors")
+    assert acutance.load(tmp_path / "large.safetensors").about["maps"] == (
+        "1 maps were too large for the state"
+    )
+    assert big.to_dict()["maps_left_out"] == 1
+
+
+@pytest.mark.parametrize(
+    ("maps", "error", "why"),
+    [
+        ({}, TypeError, "maps names heads with their rows"),
+        ({"head 3": 0}, ValueError, "as 'layer 5 head 3', '5.3' or"),
+        ({"9.3": 0}, ValueError, "maps=9 is no layer of the model: its blocks are numbered 0 to 5"),
+        ({"2.12": 0}, ValueError, "names head 12, and the layers of BertModel have 12"),
+        ({"2.3": range(65)}, ValueError, "at most 64 rows .* '2.3' names 65"),
+        ({"2.3": slice(3, None)}, ValueError, "end somewhere"),
+        ({"2.3": [-1]}, ValueError, "numbers from 0"),
+        ({"2.3": []}, ValueError, "numbers from 0"),
+        ({"2.3": "0"}, TypeError, "numbers or a slice"),
+    ],
+)
+def test_bad_maps_are_refused(minilm: Any, maps: Any, error: type[Exception], why: str) -> None:
+    with pytest.raises(error, match=why):
+        acutance.probe(minilm.eager, maps=maps)
+
+
+def test_damaged_files_are_refused(minilm: Any, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    header, tensors = probed(minilm, maps={"5.3": [0, 5]}).summary().parts()
+    changes: list[tuple[dict[str, str], dict[str, Any], str]] = [
+        ({"maps": "[]"}, {}, "0 maps and 7 arrays"),
+        ({"maps": header["maps"].replace('"head"', '"tail"', 1)}, {}, "has a name"),
+        ({}, {"maps.0": -tensors["maps.0"]}, "impossible weights"),
+        ({}, {"maps.0": tensors["maps.0"][:1].clone()}, r"is \(2, keys\)"),
+    ]
+    for headers, arrays, why in changes:
+        path = tmp_path / "state.safetensors"
+        save_file(tensors | arrays, path, metadata=header | headers)
+        with pytest.raises(ValueError, match=why):
+            acutance.load(path)
