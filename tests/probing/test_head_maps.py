@@ -97,8 +97,12 @@ def test_files_hold_what_is_small(minilm: Any, tmp_path: Path) -> None:
     [
         ({}, TypeError, "maps names heads with their rows"),
         ({"head 3": 0}, ValueError, "as 'layer 5 head 3', '5.3' or"),
-        ({"9.3": 0}, ValueError, "maps=9 is no layer of the model: its blocks are numbered 0 to 5"),
-        ({"2.12": 0}, ValueError, "names head 12, and the layers of BertModel have 12"),
+        (
+            {"9.3": 0},
+            ValueError,
+            "maps=9 is not a layer of the model: its blocks are numbered 0 to 5",
+        ),
+        ({"2.12": 0}, ValueError, "head 12.*12"),
         ({"2.3": range(65)}, ValueError, "at most 64 rows .* '2.3' names 65"),
         ({"2.3": slice(3, None)}, ValueError, "end somewhere"),
         ({"2.3": [-1]}, ValueError, "numbers from 0"),

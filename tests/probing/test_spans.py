@@ -331,7 +331,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         ({"spans": '["system"]'}, {}, "spans is"),
         ({"spans": '["system", "system"]'}, {}, "named twice"),
         ({"spans": '["system", 3]'}, {}, "names"),
-        ({"spans": "{}"}, {}, "is a list"),
+        ({"spans": "{}"}, {}, "must be a list"),
         ({}, {"spans.mean": -tensors["spans.mean"]}, "impossible"),
     ]
     for headers, arrays, why in changes:
