@@ -332,7 +332,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         ({"spans": '["system", "system"]'}, {}, "named twice"),
         ({"spans": '["system", 3]'}, {}, "names"),
         ({"spans": "{}"}, {}, "must be a list"),
-        ({}, {"spans.mean": -tensors["spans.mean"]}, "impossible"),
+        ({}, {"spans.mean": -tensors["spans.mean"]}, "invalid values"),
     ]
     for headers, arrays, why in changes:
         path = tmp_path / "state.safetensors"
