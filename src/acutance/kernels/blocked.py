@@ -13,6 +13,7 @@ an ulp of the score itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -28,11 +29,11 @@ from acutance.kernels.tile_sums import (
     row_fields,
 )
 from acutance.kernels.tiles import (
-    Buffers,
     Work,
     draw_kept,
     dropout_generator,
     fold_rows,
+    lent_buffers,
     sink_rows,
     tile_rows,
     tile_scores,
@@ -56,15 +57,19 @@ def forward(call: KernelCall) -> Sums:
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
     width = 0 if value is None else value.shape[-1]
+    # small scores take log₂ e along from the query, others are multiplied about their maximum
+    folds = rule.softcap is None and _moderate(call)
+    scale, log2 = (rule.scale * LOG2E, 1.0) if folds else (rule.scale, LOG2E)
     q5 = query.reshape(B, H, g, L, query.shape[-1])
 
     def rows(*extra: int, dtype: torch.dtype = dtype) -> Tensor:
         return query.new_empty(B, H, g, L, *extra, dtype=dtype)
 
     kept = width if noise else 0
+    many = masking.keys > EXACT
     found = _Found(
-        n=rows(dtype=torch.int64) if masking.keys > EXACT else None,
-        parts=query.new_empty(len(Part._fields) + 1, B, H, g, L, dtype=dtype),
+        n=rows(dtype=torch.int64) if many else None,
+        parts=query.new_zeros(len(Part._fields), B * H * g * L, dtype=dtype),
         first_index=rows(dtype=torch.int64).zero_(),
         out=rows(width, dtype=query.dtype),
         O=rows(kept),
@@ -72,26 +77,28 @@ def forward(call: KernelCall) -> Sums:
         R2=rows() if noise else rows(0),
         gaps=rows(BINS if gaps else 0, dtype=torch.int32),
     )
-    _, tile_width = tile_shape(masking)
-    scratch = Buffers(query, dtype)
+    tile_width = tile_shape(masking)[1]
     generator = dropout_generator(rule, query.device)
-    small = _moderate(call)
-    # small scores take log₂ e along from the query, others are multiplied about their maximum
-    folds = small and rule.softcap is None
-    scale, log2 = (rule.scale * LOG2E, 1.0) if folds else (rule.scale, LOG2E)
-    for work in tile_rows(call):
-        q = fold_rows(q5, work).to(dtype) * scale
-        running = Running(q, small, log2, gaps)
-        centre = work.value.mean(1, keepdim=True) if noise and work.value is not None else None
-        for tile in masking.tiles(work.region, tile_width):
-            s = tile_scores(q, work, tile, rule.softcap, scratch)
-            keep = draw_kept(tuple(s.shape), rule, generator, s)
-            running.observe(s, work, tile, scratch, keep, centre)
-        found.store(running, work, rule, masking, centre)
-    fields = row_fields(found.parts, log2)
+    with lent_buffers(query, dtype) as scratch:
+        for work in tile_rows(call):
+            region, q = work.region, fold_rows(q5, work).to(dtype)
+            q = torch.mul(q, scale, out=scratch("query", *q.shape))
+            centre = work.value.mean(1, keepdim=True) if noise and work.value is not None else None
+            start, stop, *_ = masking.band(region.rows.start, region.rows.stop - 1)
+            # the sums of a single tile are written where they belong
+            single = found.raw and centre is None and 0 < stop - start <= tile_width
+            places = found.places(work, masking) if single else (None, None)
+            running = Running(q, log2, gaps, many, *places)
+            for tile in masking.tiles(region, tile_width):
+                s = tile_scores(q, work, tile, rule.softcap, scratch)
+                keep = draw_kept(tuple(s.shape), rule, generator, s)
+                running.observe(s, work, tile, scratch, keep, centre)
+            found.store(running, work, rule, masking, centre)
+    fields, decay = row_fields(Part(*found.by_head(masking)), log2)
     if found.raw:
         sink = None if rule.sinks is None else rule.sinks.to(dtype).view(H, g, 1)
-        found.out.mul_(inverse_normaliser(fields["Z"], fields["m"], sink).unsqueeze(-1))
+        factor = inverse_normaliser(fields["Z"], fields["m"], sink).mul_(decay)
+        found.out.mul_(factor.unsqueeze(-1))
     fields |= {name: getattr(found, name) for name in _AS_FOUND}
     fields["n"] = fields["n"].to(torch.int64) if found.n is None else found.n
     return Sums(**{name: part.view(B, H * g, *part.shape[3:]) for name, part in fields.items()})
@@ -102,7 +109,7 @@ class _Found:
     """Output tensors of finished tile rows; all but ``parts`` have shape (B, H, group, L, …)."""
 
     n: Tensor | None  # None where the floating count in ``parts`` is exact
-    parts: Tensor  # (fields of Part and the first score, B, H, group, L)
+    parts: Tensor  # (fields of Part, rows): whole tile rows, one after the other
     first_index: Tensor
     out: Tensor
     O: Tensor
@@ -114,6 +121,39 @@ class _Found:
     def raw(self) -> bool:
         """Whether ``out`` contains the unnormalised Σ e v, to be divided for all rows at once."""
         return self.out.dtype == self.parts.dtype
+
+    def part(self, work: Work, masking: Masking) -> Part:
+        """The place of a tile row's sums, each (blocks, rows)."""
+        _, _, group, rows = work.fold
+        region, size = work.region, work.blocks * group * rows
+        head = region.batch.start * masking.heads + region.heads.start
+        start = group * (region.rows.start * masking.batch * masking.heads + head * rows)
+        cut = self.parts[:, start : start + size].view(-1, work.blocks, group * rows)
+        return Part(*cut.unbind())
+
+    def places(self, work: Work, masking: Masking) -> tuple[Part, Tensor | None]:
+        """The places of a tile row's sums and, if it is one block of ``out``, of Σ e v."""
+        region, (batch, heads, group, rows) = work.region, work.fold
+        whole = (batch == 1 or heads == masking.heads) and (group == 1 or rows == masking.queries)
+        out = None
+        if work.blocks == group == 1 and self.out.numel():
+            head = region.batch.start * masking.heads + region.heads.start
+            start = head * masking.queries + region.rows.start
+            out = self.out.view(1, -1, self.out.shape[-1])[:, start : start + rows]
+        elif whole and self.out.numel():
+            out = self.out[region.batch, region.heads, :, region.rows]
+            out = out.view(work.blocks, group * rows, -1)
+        return self.part(work, masking), out
+
+    def by_head(self, masking: Masking) -> Tensor:
+        """All sums, (fields of Part, B, H, group, L)."""
+        heads = (masking.batch, masking.heads, masking.group)
+        each, rows = self.parts.shape[0], tile_shape(masking)[0]
+        if rows >= masking.queries:
+            return self.parts.view(each, *heads, masking.queries)
+        return torch.cat(
+            [part.view(each, *heads, -1) for part in self.parts.split(rows * prod(heads), -1)], -1
+        )
 
     def store(
         self, running: Running, work: Work, rule: Rule, masking: Masking, centre: Tensor | None
@@ -128,33 +168,35 @@ class _Found:
             elif rows.numel():
                 where.copy_(rows.view(where.shape))
 
-        part = running.part()
-        if self.n is not None:
-            put(self.n, running.count())
-        first = torch.zeros_like(part.Z) if running.first is None else running.first
-        where = self.parts[:, region.batch, region.heads, :, region.rows]
-        where.copy_(torch.stack([*part, first]).view(where.shape))
+        part, values = running.finish(about_maximum=not self.raw or centre is not None)
+        if self.n is not None and running.count is not None:
+            put(self.n, running.count)
+        if part is not running.rows:
+            for place, sums in zip(self.part(work, masking), part, strict=True):
+                place.copy_(sums)
         if isinstance(running.first_index, Tensor) or running.first_index > 0:
             put(self.first_index, running.first_index)
-        put(self.gaps, 0.0 if running.gaps is None else running.gaps)
-        if running.O is None:  # no values, or no key in sight
+        if self.gaps.numel():
+            put(self.gaps, 0.0 if running.gaps is None else running.gaps)
+        if values is None:  # no values, or no key in sight
             for target in (self.out, self.O, self.R1, self.R2):
                 put(target, 0.0)
             return
-        if centre is not None and running.R1 is not None and running.R2 is not None:
+        if centre is not None and values.R1 is not None and values.R2 is not None:
             # moments of the values about their own e²-weighted mean: no cancellation on merging
             Q = part.norm.square().unsqueeze(-1)
-            average = running.R1 * ratio(torch.ones_like(Q), Q)
-            put(self.O, running.O if running.whole is None else running.whole)
+            average = values.R1 * ratio(torch.ones_like(Q), Q)
+            put(self.O, values.O if values.whole is None else values.whole)
             put(self.R1, torch.where(Q == 0, 0.0, average + centre))
-            spread = running.R2 - Q * average.square().sum(-1, keepdim=True)
+            spread = values.R2 - Q * average.square().sum(-1, keepdim=True)
             put(self.R2, spread.clamp(min=0.0))
         if self.raw:
-            put(self.out, running.O)
+            if values.O is not running.out:
+                put(self.out, values.O)
         else:
             m = part.m * running.unit
             inverse = inverse_normaliser(part.Z, m, sink_rows(rule, work, masking, m))
-            put(self.out, running.O.mul_(inverse.unsqueeze(-1)))
+            put(self.out, values.O.mul_(inverse.unsqueeze(-1)))
 
 
 def _moderate(call: KernelCall) -> bool:
@@ -162,8 +204,6 @@ def _moderate(call: KernelCall) -> bool:
     query, key, masking, rule = call.query, call.key, call.masking, call.rule
     if query.device.type != "cpu" or masking.additive or masking.alibi_slopes is not None:
         return False
-    if rule.softcap is not None and rule.softcap < MODERATE:
-        return True
     if masking.queries < 256 or not key.numel() or not query.numel():
         return False
     longest = [

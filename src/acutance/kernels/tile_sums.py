@@ -38,6 +38,13 @@ FLOOR = -1e18
 NO_KEY = torch.iinfo(torch.int64).max
 #: Scores below this leave the mean of a float32 tile exact enough to take its deviations from.
 MODERATE = 64.0
+#: Maxima that lie no further above the means, in nats, of tiles at least so wide: distances from
+#: the means are then as exact as those from the maxima, and cost two passes less.
+REACH, LONG = 8.0, 256
+#: Smallest number that sums are divided by.
+TINY = torch.finfo(torch.float32).tiny
+#: Tiles of a row that wait to be merged.
+PENDING = 32
 
 
 def finite(m: Tensor) -> Tensor:
@@ -47,32 +54,13 @@ def finite(m: Tensor) -> Tensor:
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """A sum divided by its weight, 0 if both are 0 (an empty block)."""
-    return numerator / denominator.clamp(min=torch.finfo(denominator.dtype).tiny)
-
-
-def row_dot(left: Tensor, right: Tensor) -> Tensor:
-    """Row-wise inner product of contiguous (blocks, rows, keys) tensors.
-
-    As a batched matrix product it needs no temporary, but only long rows, laid out exactly so,
-    reach the fast path of the matrix library (0.13 ns an element was measured, against 0.15 for a
-    product and a sum, and 0.8 for other layouts).
-    """
-    blocks, rows, keys = left.shape
-    if keys < 512:
-        return torch.mul(left, right).sum(-1)
-    return torch.bmm(left.view(-1, 1, keys), right.view(-1, 1, keys).mT).view(blocks, rows)
+    return numerator / denominator.clamp(min=TINY)
 
 
 def inverse_normaliser(Z: Tensor, m: Tensor, sink: Tensor | None) -> Tensor:
     """1 / (Z + e^(sink − m)); 0 for a row with nothing to attend to."""
     whole = Z if sink is None else Z + torch.exp(sink - finite(m))
     return torch.where(whole == 0, 0.0, 1.0 / whole)
-
-
-def moderate(largest: Tensor) -> bool:
-    """Whether maxima are of ordinary size; one that is no number does not count."""
-    size = largest.abs()
-    return not bool(((size >= MODERATE) & (size != torch.inf)).any())
 
 
 def _erase(values: Tensor, hidden: Hidden | None, work: Work) -> None:
@@ -84,118 +72,174 @@ def _erase(values: Tensor, hidden: Hidden | None, work: Work) -> None:
 class Part(NamedTuple):
     """Sums over the keys of one tile, or of several; every field (blocks, rows).
 
-    ``t`` are the scores' distances from ``m`` in units of log 2, ``e`` = 2^t.
+    ``t`` are the scores' distances from ``reference`` in units of log 2, ``e`` = 2^t.
     """
 
     n: Tensor  #: visible keys
-    total: Tensor  #: Σ s
-    m: Tensor  #: maximum of this tile and of those before it
+    mean: Tensor  #: plain mean of the scores
+    reference: Tensor  #: a tile's mean, or its maximum
+    m: Tensor  #: maximum
+    offset: Tensor  #: plain mean of t
     Z: Tensor  #: Σ e
     norm: Tensor  #: √Σ e²
     average: Tensor  #: weighted mean of t
     W: Tensor  #: Σ e (t − average)²
-    offset: Tensor  #: plain mean of t, less ``average``
-    M2: Tensor  #: squared deviations of t from its plain mean
+    spread: Tensor  #: √Σ (t − offset)²
+    first: Tensor  #: score of the first visible key; 0 without one
 
 
-def _merged(parts: list[Part], log2: float) -> Part:
-    """Merge the parts of a row's tiles, in order, into one."""
-    if len(parts) == 1:
-        return parts[0]
-    n, total, m, Z, norm, average, W, offset, M2 = (
-        torch.stack(field) for field in zip(*parts, strict=True)
-    )
-    # a maximum only rises: what a tile without a key calls its maximum takes no part
-    drop = (finite(m) - finite(m[-1])).clamp_(FLOOR, 0.0).mul_(log2)
-    decay = torch.exp2(drop)
-    Z, W = Z * decay, W * decay
-    mean = average + offset + drop
-    average = average + drop
-    whole, count = Z.sum(0), n.sum(0)
-    centre = ratio((Z * average).sum(0), whole)
-    middle = (n * mean).sum(0) / count.clamp(min=1.0)
-    return Part(
-        n=count,
-        total=total.sum(0),
-        m=m[-1],
-        Z=whole,
-        norm=torch.linalg.vector_norm(norm * decay, dim=0),
-        average=centre,
-        W=(W + Z * (average - centre).square()).sum(0),
-        offset=middle - centre,
-        M2=(M2 + n * (mean - middle).square()).sum(0),
-    )
+class ValueSums(NamedTuple):
+    """Weighted sums of values over the keys of one tile, or of several, (blocks, rows, Ev)."""
+
+    O: Tensor  #: Σ e v, with dropout
+    whole: Tensor | None  #: Σ e v without it, where dropout and the noise metrics are asked for
+    R1: Tensor | None  #: Σ e² (v − centre)
+    R2: Tensor | None  #: Σ e² ‖v − centre‖²
 
 
 def _unit(log2: float) -> float:
-    """Factor that converts a score to natural units: 1 if no factor was folded into it."""
+    """Factor that makes a score natural: 1 if nothing was multiplied into it."""
     return LN2 if log2 == 1.0 else 1.0
 
 
-def row_fields(stacked: Tensor, log2: float) -> dict[str, Tensor]:
-    """Fields of a row state, in natural units.
+def _about_maximum(part: Part, m: Tensor, log2: float | Tensor) -> tuple[Part, Tensor]:
+    """The same sums with distances from ``m``, the row's maximum, and what that makes of e."""
+    drop = (part.reference - finite(m)).clamp_(FLOOR, 0.0).mul_(log2)
+    decay = torch.exp2(drop)
+    moved = part._replace(
+        reference=m,
+        m=m,
+        offset=part.offset + drop,
+        Z=part.Z * decay,
+        norm=part.norm * decay,
+        average=part.average + drop,
+        W=part.W * decay,
+    )
+    return moved, decay
+
+
+def _merged(tiles: list[Part], log2: float) -> tuple[Part, Tensor]:
+    """Merge the parts of a row's tiles into one; also each tile's decay, (tiles, blocks, rows)."""
+    parts = Part(*(torch.stack(field) for field in zip(*tiles, strict=True)))
+    parts, decay = _about_maximum(parts, parts.m.amax(0), log2)
+    whole, count = parts.Z.sum(0), parts.n.sum(0)
+    seen = count.clamp(min=1.0)
+    average = ratio((parts.Z * parts.average).sum(0), whole)
+    offset = (parts.n * parts.offset).sum(0) / seen
+    apart = parts.spread.square() + parts.n * (parts.offset - offset).square()
+    part = Part(
+        n=count,
+        mean=(parts.n * parts.mean).sum(0) / seen,
+        reference=parts.m,
+        m=parts.m,
+        offset=offset,
+        Z=whole,
+        norm=torch.linalg.vector_norm(parts.norm, dim=0),
+        average=average,
+        W=(parts.W + parts.Z * (parts.average - average).square()).sum(0),
+        spread=apart.sum(0).sqrt_(),
+        first=parts.first[-1],
+    )
+    return part, decay
+
+
+def row_fields(part: Part, log2: float) -> tuple[dict[str, Tensor], Tensor]:
+    """Fields of a row state, in natural units, and the factor of sums about the reference.
 
     Args:
-        stacked: the fields of :class:`Part` and, last, the scores of the first visible keys.
+        part: the sums of all rows.
         log2: what turns their scores into units of log 2.
     """
-    part, first = Part(*stacked[:-1]), stacked[-1]
+    part, decay = _about_maximum(part, part.m, log2)
     average, unit = part.average * LN2, _unit(log2)
     # a visible score of −inf has no weight, and weight times score is no number
-    known = torch.where(part.total == -torch.inf, torch.nan, 0.0)
-    return {
+    known = torch.where(part.mean == -torch.inf, torch.nan, 0.0)
+    row = {
         "n": part.n,
         "m": part.m * unit,
-        "Z": part.Z.clone(),
+        "Z": part.Z,
         "U": average * part.Z + known,
-        "W": part.W * LN2**2 + known,
+        "W": part.W.clamp(min=0.0) * LN2**2 + known,
         "Q": part.norm.square(),
-        "mean": part.total * unit / part.n.clamp(min=1.0),
-        "M2": part.M2 * LN2**2 + known,
+        "mean": part.mean * unit,
+        "M2": part.spread.square() * LN2**2 + known,
         "depth": torch.where(part.n == 0, 0.0, (part.average + part.offset) * -LN2),
-        "first": first * unit,
+        "first": part.first * unit,
     }
+    return row, decay
+
+
+class _Anywhere:
+    """Fields of :class:`Part` for ``out``: None, a tensor of its own."""
+
+    mean = m = Z = norm = average = W = spread = None
 
 
 class Running:
     """One tile row on its way through the keys."""
 
-    def __init__(self, like: Tensor, moderate: bool, log2: float, gaps: bool = False) -> None:
+    def __init__(
+        self,
+        like: Tensor,
+        log2: float,
+        gaps: bool,
+        count: bool,
+        rows: Part | None,
+        out: Tensor | None,
+    ) -> None:
         """Begin a row.
 
         Args:
             like: (blocks, rows, …), the row's queries.
-            moderate: no score of this call exceeds :data:`MODERATE`.
             log2: what turns a score into units of log 2.
             gaps: also count keys by their distance below the maximum.
+            count: also count keys by integers, where ``Part.n`` is not exact.
+            rows: where the sums go if there is only one tile.
+            out: where its sums of values go then.
         """
-        self._like, self._moderate, self._log2 = like, moderate, log2
+        self._like, self._log2, self.rows, self.out = like, log2, rows, out
         self.unit = _unit(log2)
         self._parts: list[Part] = []
         self.first: Tensor | None = None
         self.first_index: Tensor | int = NO_KEY
         self._found = False
-        self.O: Tensor | None = None
-        self.R1: Tensor | None = None
-        self.R2: Tensor | None = None
+        self._values: list[ValueSums] = []
+        self.count = like.new_zeros(like.shape[:2], dtype=torch.int64) if count else None
         self._gaps = gaps
         self.gaps: Tensor | None = None
-        self.top: Tensor | None = None  # the bin of the maximum that ``gaps`` is about
-        self.whole: Tensor | None = None  # O before dropout, where the noise sums need it
+        self._m: Tensor | None = None  # the maximum so far, and its bin, that ``gaps`` is about
+        self._top: Tensor | None = None
 
-    def part(self) -> Part:
-        """The sums over all tiles; those of a row without a tile are empty."""
-        if self._parts:
-            return _merged(self._parts, self._log2)
-        zero = self._like.new_zeros(self._like.shape[:2])
-        return Part(*[zero] * len(Part._fields))._replace(m=torch.full_like(zero, -torch.inf))
+    def finish(self, about_maximum: bool) -> tuple[Part, ValueSums | None]:
+        """The sums over all tiles; those of a row without a tile are empty.
 
-    def count(self) -> Tensor:
-        """Number of keys each row has seen so far, (blocks, rows); exact, unlike ``part().n``."""
+        Args:
+            about_maximum: whether the maximum must be the reference of a single tile too.
+        """
         if not self._parts:
-            return torch.zeros(self._like.shape[:2], dtype=torch.int64, device=self._like.device)
-        counts = torch.stack([part.n for part in self._parts])
-        return counts.sum(0, dtype=torch.float64).to(torch.int64)
+            zero = self._like.new_zeros(self._like.shape[:2])
+            part = Part(*[zero] * len(Part._fields))
+            return part._replace(m=torch.full_like(zero, -torch.inf)), None
+        if len(self._parts) > 1 or about_maximum:
+            self._merge()
+        return self._parts[0], self._values[0] if self._values else None
+
+    def _merge(self) -> None:
+        """Replace the sums of all tiles so far by one."""
+        part, decay = _merged(self._parts, self._log2)
+        self._parts = [part]
+        if self._values:
+            decay = decay.unsqueeze(-1)
+            squared = decay.square()
+            O, whole, R1, R2 = zip(*self._values, strict=True)
+            self._values = [
+                ValueSums(
+                    _decayed(O, decay),
+                    None if whole[0] is None else _decayed(whole, decay),
+                    None if R1[0] is None else _decayed(R1, squared),
+                    None if R2[0] is None else _decayed(R2, squared),
+                )
+            ]
 
     def observe(
         self,
@@ -212,9 +256,10 @@ class Running:
         # columns that nothing is hidden in leave no row without a key
         populated = hidden is None or hidden.width < tile.width
         bounded = self._log2 == 1.0  # then no score is infinite, and hiding takes fewer steps
+        into = _Anywhere if self.rows is None else self.rows
         if hidden is None:
             n = scratch.full(tile.width, *s.shape[:2])
-            total = s.sum(-1)
+            mean = torch.sum(s, -1, out=into.mean).div_(n)
         else:
             n = expand_rows(hidden.visible(tile.width, s.dtype), work)
             folded = as_mask_shape(s, work)
@@ -222,67 +267,71 @@ class Running:
                 hidden.erase(folded)
             else:
                 hidden.blank(folded)
-            total = s.sum(-1)
+            mean = torch.sum(s, -1, out=into.mean).div_(n if populated else n.clamp(min=1.0))
             hidden.bury(folded, FLOOR if bounded and populated else -torch.inf)
-        m = s.amax(-1)
-        if self._parts:
-            m = torch.maximum(self._parts[-1].m, m)
+        m = torch.amax(s, -1, out=into.m)
+        if self.count is not None:
+            self.count += n.to(torch.int64)
         if self._gaps:
             self._count_gaps(s, m, scratch)
-        shift = m if populated and bounded else finite(m)
-        t = s.sub_(shift.unsqueeze(-1))
+        near = self._near(m, mean, tile)
+        reference = mean if near else m if populated and bounded else finite(m)
+        t = s.sub_(reference.unsqueeze(-1))
         if self._log2 != 1.0:
             t.mul_(self._log2)
         if hidden is not None and not (bounded and populated):
             folded[..., hidden.start : hidden.stop].clamp_(min=FLOOR)
         e = torch.exp2(t, out=scratch("weights", *t.shape))
-        self._add_values(e, shift, work, tile, keep, centre)
-        Z, norm = e.sum(-1), torch.linalg.vector_norm(e, dim=-1)
-        # moments about the tile's own means, in units of log 2
-        average = ratio(row_dot(e, t), Z)
-        t.sub_(average.unsqueeze(-1))
-        W = row_dot(e.mul_(t), t)
-        mean = total / (n if populated else n.clamp(min=1.0))
-        offset = mean.sub_(shift).mul_(self._log2).sub_(average)
-        offset, M2 = self._spread(t, n, offset, shift, hidden, work)
-        self._parts.append(Part(n, total, m, Z, norm, average, W, offset, M2))
+        if work.value is not None:
+            self._values.append(_weigh(e, columns(work.value, tile), keep, centre, self.out))
+        Z = torch.sum(e, -1, out=into.Z)
+        norm = torch.linalg.vector_norm(e, dim=-1, out=into.norm)
+        e.mul_(t)
+        U = e.sum(-1)
+        average = torch.div(U, Z if populated else Z.clamp(min=TINY), out=into.average)
+        if near:  # what is subtracted is of the order of what is left
+            offset = scratch.full(0.0, *Z.shape)
+            _erase(t, hidden, work)
+            spread = torch.linalg.vector_norm(t, dim=-1, out=into.spread)
+            W = torch.sum(e.mul_(t), -1, out=into.W).addcmul_(U, average, value=-1.0)
+        else:
+            offset = (mean - reference).mul_(self._log2)
+            t.sub_(average.unsqueeze(-1))
+            W = torch.sum(e.mul_(t), -1, out=into.W)
+            t.sub_((offset - average).unsqueeze(-1))
+            _erase(t, hidden, work)
+            spread = torch.linalg.vector_norm(t, dim=-1, out=into.spread)
+        assert self.first is not None
+        part = Part(n, mean, reference, m, offset, Z, norm, average, W, spread, self.first)
+        if self.rows is not None:
+            self.rows.n.copy_(n)
+            self.rows.reference.copy_(reference)
+            self.rows.first.copy_(self.first)
+            if not near:  # it is 0 at first
+                self.rows.offset.copy_(offset)
+            part = self.rows
+        self._parts.append(part)
+        if len(self._parts) == PENDING:
+            self._merge()
+
+    def _near(self, m: Tensor, mean: Tensor, tile: Tile) -> bool:
+        """Whether scores may be measured from their means; of no device that must be waited for."""
+        if tile.width < LONG or m.device.type != "cpu":
+            return False
+        if float((m - mean).max()) * self.unit > REACH:
+            return False
+        return self._log2 == 1.0 or float(m.abs().max()) <= MODERATE
 
     def _count_gaps(self, s: Tensor, m: Tensor, scratch: Buffers) -> None:
         """Count a tile's keys by their distance below the maximum so far."""
         steps = self.unit / histogram.WIDTH
-        top = torch.floor(m * steps)
+        self._m = m if self._m is None else torch.maximum(self._m, m)
+        top = torch.floor(self._m * steps)
         room = torch.mul(s, steps, out=scratch("gaps", *s.shape))
         found = histogram.fold(room, top)
-        if self.gaps is not None and self.top is not None:
-            found = found + histogram.aligned(self.gaps, self.top, top)
-        self.gaps, self.top = found, top
-
-    def _spread(
-        self,
-        t: Tensor,
-        n: Tensor,
-        offset: Tensor,
-        shift: Tensor,
-        hidden: Hidden | None,
-        work: Work,
-    ) -> tuple[Tensor, Tensor]:
-        """Plain mean and squared deviations of ``t``, whose mean is close to ``offset``.
-
-        Scores of ordinary size leave the mean exact enough, and where the mean is no further out
-        than three deviations the square sum can be corrected for it. Only the other tiles pay for
-        another pass or two; a device that would have to be waited for always does.
-        """
-        waits = t.device.type != "cpu"
-        _erase(t, hidden, work)
-        if waits or not (self._moderate or moderate(shift)):
-            offset = t.sum(-1).div_(n.clamp(min=1.0))
-        squares = torch.linalg.vector_norm(t, dim=-1).square_()
-        corrected = torch.addcmul(squares, offset, n * offset, value=-1.0)
-        if not waits and not bool((corrected < 0.1 * squares).any()):
-            return offset, corrected
-        t.sub_(offset.unsqueeze(-1))
-        _erase(t, hidden, work)
-        return offset, torch.linalg.vector_norm(t, dim=-1).square_()
+        if self.gaps is not None and self._top is not None:
+            found = found + histogram.aligned(self.gaps, self._top, top)
+        self.gaps, self._top = found, top
 
     def _first(self, s: Tensor, work: Work, tile: Tile) -> None:
         """Store the score and index of each row's first visible key."""
@@ -304,39 +353,23 @@ class Running:
         self.first, self.first_index = score, index
         self._found = first is None or bool((index != NO_KEY).all())
 
-    def _add_values(
-        self,
-        e: Tensor,
-        shift: Tensor,
-        work: Work,
-        tile: Tile,
-        keep: Tensor | None,
-        centre: Tensor | None,
-    ) -> None:
-        """Add a tile's Σ e v, with dropout if ``keep`` is given.
 
-        If ``centre`` is given, also add Σ e² (v - centre) and Σ e² ‖v - centre‖².
-        """
-        if work.value is None:
-            return
-        decay = None
-        if self._parts:
-            drop = (finite(self._parts[-1].m) - shift).clamp_(FLOOR, 0.0)
-            decay = torch.exp2(drop.mul_(self._log2)).unsqueeze(-1)
-        value = columns(work.value, tile)
-        self.O = _add(self.O, decay, e if keep is None else e * keep, value)
-        if centre is None:
-            return
-        if keep is not None:
-            self.whole = _add(self.whole, decay, e, value)
-        decay = None if decay is None else decay.square()
-        squared, v = e * e, value - centre
-        self.R1 = _add(self.R1, decay, squared, v)
-        self.R2 = _add(self.R2, decay, squared, v.square().sum(-1, keepdim=True))
+def _decayed(tiles: tuple[Tensor, ...], decay: Tensor) -> Tensor:
+    """Sums of tiles, each multiplied by its decay."""
+    return torch.stack(tiles).mul_(decay).sum(0)
 
 
-def _add(sums: Tensor | None, decay: Tensor | None, weights: Tensor, values: Tensor) -> Tensor:
-    """Decay what was summed before, and add the weighted sum of a tile's values."""
-    if sums is None or decay is None:
-        return torch.bmm(weights, values)
-    return sums.mul_(decay).baddbmm_(weights, values)
+def _weigh(
+    e: Tensor, value: Tensor, keep: Tensor | None, centre: Tensor | None, out: Tensor | None
+) -> ValueSums:
+    """A tile's weighted sums of values; of the noise metrics too, if ``centre`` is given."""
+    O = torch.bmm(e if keep is None else e * keep, value, out=out)
+    if centre is None:
+        return ValueSums(O, None, None, None)
+    squared, v = e * e, value - centre
+    return ValueSums(
+        O,
+        None if keep is None else torch.bmm(e, value),
+        torch.bmm(squared, v),
+        torch.bmm(squared, v.square().sum(-1, keepdim=True)),
+    )
