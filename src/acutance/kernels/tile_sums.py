@@ -163,7 +163,7 @@ def row_fields(part: Part, log2: float) -> tuple[dict[str, Tensor], Tensor]:
         "Q": part.norm.square(),
         "mean": part.mean * unit,
         "M2": part.spread.square() * LN2**2 + known,
-        "depth": torch.where(part.n == 0, 0.0, (part.average + part.offset) * -LN2),
+        "depth": torch.where(part.n == 0, 0.0, part.offset * -LN2),
         "first": part.first * unit,
     }
     return row, decay
