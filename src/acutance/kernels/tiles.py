@@ -65,6 +65,10 @@ class Buffers:
             self._views[name, shape] = self._store[name][:count].view(shape)
         return self._views[name, shape]
 
+    def names(self) -> set[str]:
+        """What there are tensors for."""
+        return set(self._store)
+
     def trim(self) -> None:
         """Forget views, and what is larger than a tile."""
         self._views = {}
@@ -95,12 +99,12 @@ def lent_buffers(like: Tensor, dtype: torch.dtype) -> Iterator[Buffers]:
     New memory is given page by page by the operating system, which costs a call of 1,024 keys a
     tenth of its time. What is held between calls is a few tiles for each thread.
     """
-    if like.device.type != "cpu":
-        yield Buffers(like, dtype)
+    if like.device.type != "cpu" or torch.is_inference_mode_enabled():
+        yield Buffers(like, dtype)  # what is made in inference mode is of no use outside of it
         return
     name = (like.device, dtype)
-    buffers = _POOL.free.pop(name, None) or Buffers(like.new_empty(0), dtype)
-    yield buffers
+    buffers = _POOL.free.pop(name, None) or Buffers(torch.empty(0, device=like.device), dtype)
+    yield buffers  # those of a call that fails are not used again
     buffers.trim()
     _POOL.free[name] = buffers
 
