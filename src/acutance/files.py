@@ -234,7 +234,7 @@ def refuse_replacing(path: str | os.PathLike[str], *, resume: bool, overwrite: b
 
     Args:
         path: where the state is to be kept.
-        resume: go on from it.
+        resume: continue from it.
         overwrite: replace it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Published claims about attention, tested: predicted beside measured, with a verdict on each.
+"""Published claims about attention, tested: prediction, measurement and verdict for each.
 
 One experiment is one file of ``acutance.experiments``. It states its prediction and the verdict it
 expects before it runs, measures with what measures everything else in acutance, compares with

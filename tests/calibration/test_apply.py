@@ -383,7 +383,7 @@ def test_a_gradient_is_that_of_the_scaled_rows() -> None:
 
 
 def test_a_law_that_changed_nothing_is_reported(built: Built, ids: Tensor) -> None:
-    model, match = built("llama"), "changed no call of LlamaForCausalLM: it did not run"
+    model, match = built("llama"), "scaled no call of LlamaForCausalLM: it did not run"
     with pytest.raises(acutance.ApplyError, match=match), acutance.apply(model, LAW):
         pass
     model, match = built("mistral"), r"2 layers, model\.layers\.0\.self_attn: its rows see a win"
@@ -398,12 +398,12 @@ def test_a_law_that_changed_nothing_is_reported(built: Built, ids: Tensor) -> No
     [
         ("ssmaxx", ValueError, "did you mean 'ssmax'"),
         ("log_n", ValueError, "with train_length or base"),
-        (3, TypeError, "law is a scaling or its name, a Law, or a mapping"),
+        (3, TypeError, "law must be a scaling or its name, a Law, or a mapping"),
         ({}, ValueError, "at least one layer"),
         ({(2, 0): LAW}, ValueError, "layer=2 is not a layer of the model: its blocks are"),
         ({("model.layers.1.self_atn", 0): LAW}, ValueError, r"mean 'model\.layers\.1\.self_attn'"),
         ({1.5: LAW}, TypeError, "a number, a range or the name of a module"),
-        ({(0, -1): LAW}, ValueError, "head is a whole number"),
+        ({(0, -1): LAW}, ValueError, "head must be a non-negative whole number"),
         ({(0, 0): LAW, 0: LAW}, ValueError, "one scaling or one for each head"),
     ],
 )

@@ -381,7 +381,9 @@ class Additive(ByHand):
 )
 def test_scores_that_cannot_be_scaled_are_refused_by_name(kind: type[ByHand], why: str) -> None:
     model, x = made(kind)
-    match = f"the law cannot be applied to {kind.__name__}: {why}; give the law by layer to leave"
+    match = (
+        f"the law cannot be applied to {kind.__name__}: {why}; to exclude it, give the law by layer"
+    )
     with pytest.raises(acutance.ApplyError, match=match), acutance.apply(model, LAW):
         model(x)
 

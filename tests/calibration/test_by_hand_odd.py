@@ -236,7 +236,7 @@ def test_what_may_be_attention_and_was_left_alone_is_listed() -> None:
     with acutance.apply(both, LAW) as applied:
         both(x)
     assert applied.calls == {"0": 1}
-    assert "no matrix product takes its softmax" in applied.skipped["1"]
+    assert "no matrix product uses its softmax" in applied.skipped["1"]
 
 
 # -- laws within laws, interrupts, threads --------------------------------------------------------

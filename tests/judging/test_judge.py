@@ -281,7 +281,7 @@ def test_another_run_is_not_resumed(
         ({"laws": []}, ValueError, "at least one law"),
         ({"laws": "nothing"}, ValueError, "there is no file nothing"),
         ({"laws": ["ssmax", "ssmax"]}, ValueError, "'ssmax' twice"),
-        ({"laws": 7}, TypeError, "law is a scaling or its name"),
+        ({"laws": 7}, TypeError, "law must be a scaling or its name"),
         ({"laws": "off:a.b"}, ValueError, "heads are LAYER.HEAD"),
         ({"laws": "off:0.9"}, ValueError, "the layer has 4 heads"),
         ({"model": "bert-base", "loss": "next_token"}, LossError, "no language-model head"),

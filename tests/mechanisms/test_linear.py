@@ -460,7 +460,7 @@ def test_a_step_that_does_not_fit_its_state_is_named() -> None:
         linear_step(state, *one, enable_gqa=True, return_stats=True)
     with pytest.raises(ValueError, match="of other heads, widths, feature map or decay"):
         linear_step(state, *one, enable_gqa=True, feature_map="hedgehog")
-    with pytest.raises(ValueError, match="a step has a key for each query"):
+    with pytest.raises(ValueError, match="a step must have a key for each query"):
         linear_step(state, query, *one[1:], enable_gqa=True)
     with pytest.raises(ValueError, match="a multiple of the key heads H=2, got 3"):
         linear_state(key, value, decay=torch.tensor([0.5, 0.5, 0.5]))

@@ -245,7 +245,7 @@ def test_every_output_says_what_was_left_out_and_why(tmp_path: Any) -> None:
     console = Console(width=200, record=True, file=StringIO())
     console.print(console_table(again))
     told = console.export_text()
-    assert "left out: 5 padded (by mask), 0 that see no key, 4 not asked for." in told
+    assert "left out: 5 padded (by mask), 0 that see no key, 4 not selected." in told
     (layer,) = unpack(packed(again))[0]["layers"]
     assert (layer["padded"], layer["padded_by"], layer["excluded"]) == (5, "mask", 4)
 

@@ -61,7 +61,7 @@ def test_a_tap_that_says_something_else_is_a_mismatch() -> None:
     with acutance.probe(model, verify=True) as probe:
         model(*given)
     assert [layer.status for layer in probe.summary().layers] == ["mismatch"]
-    assert "the output rebuilt from what was captured differs by" in probe.unread[0]
+    assert "the output recomputed from the captured arguments differs by" in probe.unread[0]
 
 
 @pytest.mark.parametrize(("off", "status"), [(1.0, "verified"), (1.004, "mismatch")])

@@ -78,7 +78,9 @@ def test_what_cannot_be_drawn_is_said(
     probed: HeadSummary, summary_of: Make, tmp_path: Path
 ) -> None:
     target = tmp_path / "x.png"
-    with pytest.raises(ValueError, match="chart: one of heads, layers, lengths, theory, got 'pie'"):
+    with pytest.raises(
+        ValueError, match="chart: must be one of heads, layers, lengths, theory, got 'pie'"
+    ):
         draw(probed, target, chart="pie")
     with pytest.raises(ValueError, match="'theory' is of entropy and takes no other metric"):
         draw(probed, target, chart="theory", metric="lse")

@@ -127,9 +127,9 @@ def test_what_was_left_out_and_how_far_to_trust_it(summary_of: Make) -> None:
     )
     text = printed(summary, 200)
     assert "1,752 rows read per head; left out: 0 to 371 padded, 0 to 2 that see" in text
-    assert "Verified (layers 0, 2): the call's output was rebuilt" in text
+    assert "Verified (layers 0, 2): every call's output was recomputed" in text
     assert "Captured (layer 3): " in text
-    assert "Mismatch (layer 1): the output rebuilt from what was captured differs" in text
+    assert "Mismatch (layer 1): the output recomputed from the captured arguments differs" in text
     assert "(relative difference 2.5e-01)" in text
     assert "layers 0–3: model.layers.*.attn" in text
     assert "could not be read:\n  – decoder.0.cross: dropout is on" in text

@@ -92,7 +92,7 @@ def test_hostile_names_are_shown_and_drive_nothing(summary_of: Make, tmp_path: P
 def test_all_equal_lists_no_head(summary_of: Make) -> None:
     one = summary_of((2, 2))
     text = printed(diff(one, one), 80)
-    assert "None: it is the same in both" in text
+    assert "None: no change, or no head has rows" in text
     assert "Layer by layer" not in text
 
 

@@ -106,7 +106,7 @@ def test_the_largest_logit_says_what_bfloat16_makes_of_it(summary_of: Make) -> N
     large = only(summary_of((2,), max_logit={(0, 1): 67.0}, about=narrow), "largest_logit")
     huge = only(summary_of((2,), max_logit={(0, 1): 1e4}, about=narrow), "largest_logit")
     wide = only(summary_of((2,), max_logit={(0, 1): 101.0}), "largest_logit")
-    assert "no size to worry about" in calm.sentence
+    assert "This size is not a problem" in calm.sentence
     assert "steps of 0.5, so rounding can change a weight by 28%" in large.sentence
     assert "steps of 64, so rounding can change a weight by a factor of 7.9e+13" in huge.sentence
     assert "above 100: growth" in huge.sentence

@@ -128,7 +128,9 @@ def test_a_mismatched_layer_is_said_to_be_no_more(summary_of: Make) -> None:
     )
     found = only(summary)
     assert (found.kind, found.layer, found.heads) == ("mismatch", 0, ())
-    assert found.sentence.startswith("Layer 0: the output rebuilt from what was captured differs")
+    assert found.sentence.startswith(
+        "Layer 0: the output recomputed from the captured arguments differs"
+    )
     assert "by 0.25 of it" in found.sentence
 
 

@@ -113,7 +113,7 @@ def test_a_dark_page_is_dark(tmp_path: Path) -> None:
 
 
 def test_other_endings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"written as \.png or \.svg, got '.*figure\.jpg'"):
+    with pytest.raises(ValueError, match=r"must end in \.png or \.svg, got '.*figure\.jpg'"):
         plot_style.save(a_figure(plot_style.LIGHT), tmp_path / "figure.jpg")
     assert not list(tmp_path.iterdir())
 

@@ -383,5 +383,7 @@ def test_what_is_no_tensor_or_state_is_named() -> None:
     with pytest.raises(TypeError, match=message):
         merge_weights(sums, sums)  # type: ignore[arg-type]
     for mine, other in ((stats, stats.state), (sums, sums.sums)):
-        with pytest.raises(TypeError, match=r"Statistics merge with .*Statistics, got "):
+        with pytest.raises(
+            TypeError, match=r"Statistics can be merged only with .*Statistics, got "
+        ):
             mine.merge(other)  # type: ignore[arg-type]

@@ -264,7 +264,7 @@ def test_varentropy_is_the_slope_of_the_entropy() -> None:
 def test_only_what_is_asked_for_is_computed() -> None:
     row = theory.predict("softmax", 64, logit_std=2.0, metrics=["entropy", "lse"])
     assert list(row.kinds) == ["entropy", "lse"]
-    assert row.why["sparsity"] == "It was not asked for."
+    assert row.why["sparsity"] == "It was not requested."
     assert math.isnan(row.sparsity)
 
 

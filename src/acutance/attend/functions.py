@@ -147,7 +147,7 @@ def attention(
     Returns:
         The output (B, Hq, L, Ev) in the query's dtype; with ``return_stats`` also the
         :class:`~acutance.rowstats.RowStatistics`, rows (B, Hq, L), accumulated in float32 at least,
-        or for weights that are no softmax the :class:`~acutance.rowstats.WeightStatistics`.
+        or for weights that are not softmax the :class:`~acutance.rowstats.WeightStatistics`.
         A row with no visible key has output 0, ``n_keys`` 0, ``lse`` and ``max_logit`` −inf, and
         NaN for the rest.
 

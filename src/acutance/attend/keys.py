@@ -44,7 +44,7 @@ def key_mass(
         is_causal: row i sees keys j ≤ i + query_offset.
         scale: factor of the scores; None is the score's own.
         enable_gqa: let Hq be a multiple of H.
-        weights: name or weighting. Weights that are no softmax are summed as they are, signs
+        weights: name or weighting. Weights that are not softmax are summed as they are, signs
             included.
         options: ``query_offset``, ``window``, ``key_mask``, ``document_ids``, ``cu_seqlens``,
             ``bias``, ``alibi_slopes``, ``softcap``, ``sinks``, ``score``, ``scaling`` and

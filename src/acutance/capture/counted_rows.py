@@ -35,7 +35,7 @@ class CountedRows(NamedTuple):
     Attributes:
         counted: boolean (B, L); None where all do.
         padded: rows that do not, because they are padding.
-        excluded: rows that do not, because others were asked for.
+        excluded: rows that do not, because others were requested.
         source: what told of padding.
         unseen: boolean (B, L), tokens that no row sees, where nothing told of padding.
     """

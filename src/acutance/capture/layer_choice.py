@@ -63,7 +63,7 @@ class LayerChoice:
     module around it.
 
     Args:
-        given: what was asked for.
+        given: what was requested.
         names: of all modules of the model, without wrappers.
         attention: names of its attention layers, in order.
         argument: what ``given`` is called in errors.

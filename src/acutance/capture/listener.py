@@ -1,6 +1,6 @@
 """Listener: captures every attention call of a model without changing the model.
 
-One listener has the model's :class:`ModuleStack`, knows which layers are asked for and which rows
+One listener has the model's :class:`ModuleStack`, knows which layers are requested and which rows
 are padding, and opens every way of capture: transformers' attention interface, and PyTorch's
 functions (SDPA, ``nn.MultiheadAttention``, FlexAttention, softmaxes written by hand,
 :func:`acutance.attention`, :func:`acutance.tap`). What it hears it hands to a :class:`Receiver`: a
@@ -100,7 +100,7 @@ class Listener:
         attention_mask: a user's mask over tokens, (B, T).
         rows: which rows count, as for :func:`acutance.probe`.
         gradients: leave the graph on what is handed over.
-        products: the receiver wants the products in scores that the model forms itself, in place of
+        products: the receiver wants the products in scores that the model forms itself, instead of
             the scores.
         provides: the receiver computes calls in the model's stead.
         lists: errors that are listed in ``unread``; others end the forward pass.
@@ -334,7 +334,7 @@ class Listener:
         with self.mute(), self._graph(), unwatched():
             try:
                 tell()
-            except self._lists as problem:  # the model goes on; the reason is listed
+            except self._lists as problem:  # the model continues; the reason is listed
                 self._list(self.unread, module, problem)
                 return
         with self._lock:

@@ -49,7 +49,7 @@ _PADDED = (
 )
 #: A module that takes one of these begins a sequence of its own: no mask around it is about that.
 _INPUTS = {"input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values"}
-#: Unless it takes this too: then it is a layer, which goes on with the sequence around it.
+#: Unless it takes this too: then it is a layer, which continues with the sequence around it.
 _STATES = "hidden_states"
 #: A mask of a module that takes one of these is about keys, which may be of another sequence.
 _KEYS = {"key", "keys", "k"}

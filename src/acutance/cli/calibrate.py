@@ -257,7 +257,7 @@ def _target(text: str) -> tuple[str, float | None]:
 
 @contextmanager
 def _progress(tokens: int, screen: Any) -> "Iterator[Advance]":
-    """A bar on standard error; silent where that is no terminal."""
+    """A bar on standard error; silent where that is not a terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (

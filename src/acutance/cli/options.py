@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from acutance.corpus.load_model import TextModel
 
 Given = TypeVar("Given", bound="DataclassInstance")
-#: What help shows in place of the type of a switch.
+#: What help shows instead of the type of a switch.
 NO_TYPE = " "
 #: Headings of a help page with many options.
 READ, MEASURE, FIT, WRITE = "What to read", "What to measure", "What to fit", "What to write"
@@ -167,7 +167,7 @@ def read_lengths(text: str) -> tuple[int, ...]:
 
 
 def check_resume(resume: bool, save: Path | None) -> None:
-    """Refuse to go on from nothing."""
+    """Refuse to continue from nothing."""
     if resume and save is None:
         raise typer.BadParameter("needs --save, the file to continue from", param_hint="--resume")
 

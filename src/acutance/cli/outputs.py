@@ -21,7 +21,7 @@ __all__ = ["Overwrite", "check_outputs", "write_and_show"]
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing state file.")]
 Files = Mapping[str, "str | Path | Iterable[str | Path] | None"]
-#: What may go to standard output, in place of the table.
+#: What may go to standard output, instead of the table.
 _TEXTS = ("--json", "--csv")
 #: Files of a saved model: what a model directory holds besides them is not read.
 _MODEL = (
@@ -48,7 +48,7 @@ def check_outputs(
         outputs: where each option's file goes; None where it was not asked for.
         inputs: what each option or argument reads: a file, several, or the directory of a model.
         state: the option whose file is a state that takes long to make, "" for none.
-        resume: whether the run goes on from that state; None where it cannot.
+        resume: whether the run continues from that state; None where it cannot.
         overwrite: whether that state may be replaced.
 
     Raises:
@@ -165,7 +165,7 @@ def _read(inputs: Files) -> Iterator[tuple[str, Path]]:
 
 
 def _identity(path: Path) -> tuple[int, int] | str | None:
-    """What two names of one file share; None for what is no regular file."""
+    """What two names of one file share; None for what is not a regular file."""
     try:
         found = path.stat()
     except OSError:

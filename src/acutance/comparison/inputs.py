@@ -107,7 +107,7 @@ def captured(
     Args:
         sample: read by :func:`acutance.probing.load_queries_keys`.
         n: keys.
-        heads: at most so many, evenly spaced over the model.
+        heads: at most this many, evenly spaced over the model.
         samples: rows of each head.
         is_causal: whether rows see the keys up to their own place only.
 

@@ -54,7 +54,7 @@ class Reading:
         predicted: what theory says of these rows; NaN where it says nothing.
         kind: of the prediction, a key of :data:`acutance.theory.KINDS`; "" without one.
         z: standard errors that measurement and prediction are apart, row by row; NaN where the
-            prediction is no expectation.
+            prediction is not an expectation.
         why: why one of the two is missing, in a sentence; "" where both are there.
     """
 
@@ -115,7 +115,7 @@ class Comparison:
     """The results of all mechanisms at all lengths.
 
     Attributes:
-        results: in the order they were asked for, all lengths of one mechanism together.
+        results: in the order they were requested, all lengths of one mechanism together.
         settings: what they were run on.
         complete: False if it was interrupted.
     """

@@ -68,7 +68,7 @@ def compare(
             for :data:`DEFAULT_MECHANISMS`.
         n: numbers of keys, each at least 2.
         d: width of queries, keys and values.
-        heads: heads, each with keys of its own; with a source at most so many.
+        heads: heads, each with keys of its own; with a source at most this many.
         batch: sequences.
         samples: rows of each head.
         mean: of the components, or a pair for queries and keys. Scores have the mean

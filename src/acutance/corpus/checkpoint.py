@@ -1,8 +1,9 @@
 """Which tensors of a saved model did not load, which of them matter, and the likely cause.
 
-transformers fills a parameter that its files lack with random numbers and goes on; what is measured
-then is noise. Some differences are normal: files of a language model hold a head that the model
-without it has no place for, and lack the pooler that some models add behind the last layer.
+transformers fills a parameter that its files lack with random numbers and continues; the
+measurements are then noise. Some differences are normal: files of a language model hold a head that
+the model without it has no place for, and lack the pooler that some models add behind the last
+layer.
 """
 
 from __future__ import annotations

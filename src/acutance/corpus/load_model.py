@@ -70,7 +70,7 @@ def load_model(
         device: where to run.
         trust_remote_code: run code that comes with the model.
         allow_pickle: load weights that are not safetensors.
-        allow_missing: go on with weights that are random, where the files lack them or hold
+        allow_missing: continue with weights that are random, where the files lack them or hold
             others: the model then says which, in ``not_loaded``.
         head: with the language-model head, which predicts tokens; else without any head.
 

@@ -87,9 +87,9 @@ class Options:
         keep: also keep a sample of queries and keys.
         subset: what is left out.
         shard: the part of the corpus to run.
-        save: where the state is kept as the run goes on.
+        save: where the state is kept as the run continues.
         save_every: windows between two writes, at least; a batch is never split.
-        resume: go on from what ``save`` holds.
+        resume: continue from what ``save`` holds.
         law: the scaling law that is on the model, in words that differ with it; None for none.
     """
 
@@ -118,7 +118,7 @@ class Outcome:
 
     Attributes:
         state: the summary and the windows it is of; None on the other ranks.
-        finished: whether every window that was asked for is done.
+        finished: whether every window that was requested is done.
         resumed: windows that were done before.
         probe: the probe itself; None if nothing was left to run.
     """
@@ -434,7 +434,7 @@ def restore(path: str | os.PathLike[str], run: Run) -> State | None:
 
     Args:
         path: where the state is kept.
-        run: what is asked for now.
+        run: what is requested now.
 
     Raises:
         OSError: if it cannot be read.

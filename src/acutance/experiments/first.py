@@ -58,7 +58,7 @@ def train(run: Run, law: str, length: int, seed: int) -> Encoder:
     with seeded(seed):
         model = Encoder(
             3, 1, width=16, heads=1, hidden=64, layers=2, law=LAWS[law], kinds=3
-        )  # positions are told apart as start, first, any other
+        )  # positions are distinguished as start, first, any other
     plan = Plan(f"first-{law}-{length}", run.size(400, 500), 1e-3, seed=seed)
     fit(
         model, lambda model, generator: loss(model, strings(8, length, generator)), plan,

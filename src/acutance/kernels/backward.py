@@ -54,7 +54,7 @@ def backward(
         grad: gradients of the results.
         sums: what the forward call returned.
         call: what it was given.
-        wanted: whether each field of :class:`~acutance.kernels.call.Gradients` is asked for.
+        wanted: whether each field of :class:`~acutance.kernels.call.Gradients` is requested.
     """
     query, key, value, masking, rule, *_ = call
     dtype = accumulate_dtype(query.dtype)

@@ -47,7 +47,7 @@ _Tensors: TypeAlias = Sequence[Tensor | None]
 
 
 class _Settings(NamedTuple):
-    """What of a call is no tensor: the operator's last arguments."""
+    """What of a call is not a tensor: the operator's last arguments."""
 
     causal: bool
     offset: int

@@ -119,7 +119,7 @@ def full(call: Call, offset: int, *, squares: bool) -> Rows:
 
 
 def _finished(call: Call, rows: Rows) -> Rows:
-    """Rows with their output in place of its numerator: 0 where all weights are 0."""
+    """Rows with their output instead of its numerator: 0 where all weights are 0."""
     sums = rows.sums
     out = sums.values
     in_units = sums.exponents.shape == sums.total.shape

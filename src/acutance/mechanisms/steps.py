@@ -26,7 +26,7 @@ def linear_state(
     key_mask: Tensor | None = None,
     statistics: bool = False,
 ) -> LinearState:
-    """The state after a prompt's keys, for :func:`linear_step` to go on from.
+    """The state after a prompt's keys, for :func:`linear_step` to continue from.
 
     Args:
         key: (B, H, S, E); S may be 0, for the state before any key.

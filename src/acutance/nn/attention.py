@@ -29,7 +29,7 @@ class MultiheadAttention(Remembering):
         opposite of :func:`acutance.attention` and of
         :func:`~torch.nn.functional.scaled_dot_product_attention`, where True takes part.
 
-    It differs from PyTorch's in four points. ``need_weights`` is False unless asked for, since
+    It differs from PyTorch's in four points. ``need_weights`` is False unless requested, since
     those weights are an L×S matrix and nothing else here is. ``is_causal=True`` applies the causal
     mask, with or without ``attn_mask``; it is no mere hint. A row whose every key is hidden gives
     0 before the output projection, not NaN. The keys of ``add_bias_kv`` and ``add_zero_attn`` are
@@ -61,7 +61,7 @@ class MultiheadAttention(Remembering):
 
     Attributes:
         last_statistics: of the last forward, rows (B, Hq, L):
-            :class:`~acutance.rowstats.RowStatistics`, or for weights that are no softmax
+            :class:`~acutance.rowstats.RowStatistics`, or for weights that are not softmax
             :class:`~acutance.rowstats.WeightStatistics`; before dropout.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The gated attention unit: one head whose output is gated, in place of attention and network."""
+"""The gated attention unit: one head whose output is gated, instead of attention and network."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GatedAttentionUnit(Recorded):
     the norm before it nor the residual sum is part of the module: ``x + unit(norm(x))``.
 
     The articles differ in constants. Su divides by :math:`n s` as here. The first article's code
-    has :math:`\mathrm{relu}(q \cdot k / n)^2`, 1/n² in all, and a relative bias in place of rotary
+    has :math:`\mathrm{relu}(q \cdot k / n)^2`, 1/n² in all, and a relative bias instead of rotary
     positions. Here n is the number of keys that the row sees, not the padded length.
 
     Args:

@@ -1,4 +1,4 @@
-"""The probe and what it finds: capture, records, summaries."""
+"""The probe: capture attention calls, record statistics, and summarise them."""
 
 from __future__ import annotations
 

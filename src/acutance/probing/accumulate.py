@@ -67,7 +67,7 @@ class _Record:
             self.alike[layer] += 1
 
     def settle(self) -> None:
-        """Merge what is known of further calls: those that are alike by one step."""
+        """Merge the pending calls, those of the same kind in one step."""
         for layer, calls in self.alike.items():
             self.layer = self.layer.merge(layer.times(calls))
         self.alike.clear()

@@ -99,7 +99,7 @@ def _changes(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[_C
 
 
 def _windows(call: AttentionCall) -> Iterator[_Change]:
-    """Windows off by one, told by ``window`` or by the mask."""
+    """Windows off by one, in the call's ``window`` or its mask."""
     if call.window is not None:
         for window in (call.window + 1, call.window - 1):
             means = f"it seems to count the window differently from the given {call.window}"

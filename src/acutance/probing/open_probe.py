@@ -58,7 +58,7 @@ def probe(
         layers: read these only: numbers of blocks (3 is ``encoder.layer.3``, −1 the last), ranges,
             patterns of module names, or text of several (``"0-3,-1,decoder.*"``).
         heads: read these heads of each layer only: numbers and ranges.
-        max_rows: read at most so many rows of a call, drawn at random; the summary tells the
+        max_rows: read at most this many rows of a call, drawn at random; the summary tells the
             standard error that this gives each mean.
         seed: which rows are drawn.
         provide: let acutance's kernel compute the attention that it measures, in one pass, so that
@@ -70,7 +70,7 @@ def probe(
         tokenizer: with ``structure``, names the special tokens and has words for examples.
         special: ids of special tokens instead of the tokenizer's; without both, those of the
             model's configuration.
-        examples: keep so many of each head's sharpest rows, with the tokens they attend to
+        examples: keep this many of each head's sharpest rows, with the tokens they attend to
             (implies ``structure``).
         profile: also record each metric by octave of n (:attr:`HeadSummary.profile`), which errors
             and slopes are made of. False saves that where only heads' numbers are wanted.

@@ -1,4 +1,4 @@
-"""Probe: records the attention that a listener hears, and sums it up."""
+"""Probe: record the attention calls that a listener captures, and summarise them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OF_A_CORPUS = ("number_passes", "expect_tokens")
 
 
 class _Recorder:
-    """Reads what a probe's listener hears, and records it.
+    """Reads and records the calls that a probe's listener captures.
 
     Attributes:
         records: takes what was read.
@@ -65,7 +65,7 @@ class _Recorder:
         self._record(self.reader.call(call, output, module), call.module)
 
     def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
-        """Read rows of which only the scores are known, and record them."""
+        """Record rows of which only the scores are known."""
         self._record(self.reader.scores(scores, name, doubt), name)
 
     def compute(
@@ -245,7 +245,7 @@ class Probe:
         return {} if self._maps is None else self._maps.maps()
 
     def number_passes(self, turn: int | None) -> None:
-        """Give the next forward passes this number, which decides the rows drawn; None counts."""
+        """Number the next forward passes, which decides the sampled rows; None counts them."""
         self._listener.passes.turn = turn
 
     def expect_tokens(self, longest: int) -> None:
@@ -258,7 +258,7 @@ class Probe:
             self._spans.expect(longest)
 
     def tap(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Any) -> Tap:
-        """:func:`acutance.tap`, told to this probe alone; nothing while it is closed.
+        """:func:`acutance.tap` for this probe only; no effect while it is closed.
 
         Args:
             query: (B, Hq, L, E).
@@ -326,7 +326,7 @@ class Probe:
                 yield f"{name}: {kind} ran, and {NOT_READ}"
 
     def queries_keys(self) -> QueryKeySample:
-        """The queries, keys and values that were kept: four heads a layer, one sequence.
+        """The recorded queries, keys and values: four heads per layer, one sequence.
 
         Raises:
             ProbeError: if the probe was not opened with ``keep=True``, or kept nothing.

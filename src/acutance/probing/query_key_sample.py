@@ -95,7 +95,7 @@ class QueryKeySample:
         return torch.stack(shares)
 
     def key_norms(self) -> dict[str, Any]:
-        """Give :meth:`key_norm_effect` by layer and head, as ``probe --keep-qk --json`` writes it.
+        """:meth:`key_norm_effect` by layer and head, as ``probe --keep-qk --json`` writes it.
 
         Returns:
             ``tokens``, ``is_causal``, ``mean`` over all heads, and ``layers``, each with its
@@ -179,7 +179,7 @@ def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
 
 
 class _Layer(NamedTuple):
-    """Queries, keys and values kept of one layer."""
+    """Queries, keys and values recorded from one layer."""
 
     query: Tensor
     key: Tensor
@@ -194,13 +194,13 @@ class _Layer(NamedTuple):
 
 
 class Keeper:
-    """Takes the queries and keys of a probe's first calls."""
+    """Records the queries and keys of a probe's first calls."""
 
     def __init__(self) -> None:
         self._layers: dict[str, _Layer] = {}
 
     def take(self, call: AttentionCall, real: Tensor | None) -> None:
-        """Keep the longest sequence of a module's first call, if that is self-attention."""
+        """Record the longest sequence of a module's first call, if it is self-attention."""
         query, key, value = call.query, call.key, call.value
         whole = query.shape[2] == key.shape[2] and query.shape[3] == key.shape[3]
         if call.module in self._layers or call.cross or not whole:
@@ -220,7 +220,7 @@ class Keeper:
         self._layers[call.module] = _Layer(kept[0], kept[1], kept[2], heads, causal)
 
     def sample(self, order: list[str]) -> QueryKeySample:
-        """Combine the kept queries and keys into one sample, layers in the model's order.
+        """Combine the recorded queries and keys into one sample, layers in model order.
 
         Layers whose shapes differ from those of the first are left out.
 

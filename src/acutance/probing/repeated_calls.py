@@ -17,7 +17,7 @@ from acutance.summary.optional_parts import OptionalParts
 
 __all__ = ["MOST_CALLS", "joined"]
 
-#: Calls of one module in one pass that are told apart; more are merged.
+#: Calls of one module in one pass that are distinguished; more are merged.
 MOST_CALLS = 64
 
 Found: TypeAlias = tuple[Layer, Moments, OptionalParts]
@@ -49,7 +49,7 @@ def joined(records: Mapping[str, Found], heads_of: Callable[[str], int | None]) 
 
 
 def _heads(found: Mapping[int, Found], heads: int | None) -> Found | None:
-    """Calls that took a layer's heads in turn, as one; None where they did not."""
+    """Calls for different heads of a layer, joined into one; None if they are not."""
     layers = [layer for layer, _, _ in found.values()]
     count, few = len(found), layers[0].heads
     whole = list(found) == list(range(count)) and heads is not None

@@ -24,7 +24,7 @@ __all__ = ["Provided", "Provider", "why_not"]
 
 
 class Provided(NamedTuple):
-    """An output in place of the model's own.
+    """An output instead of the model's own.
 
     Attributes:
         output: (B, Hq, L, Ev), with its gradient.
@@ -39,7 +39,7 @@ class Provided(NamedTuple):
 
 
 class Provider:
-    """Decides which calls are provided, and remembers which kinds of them were found equal.
+    """Decides which calls are provided, and remembers which kinds agreed with the model.
 
     Attributes:
         suspects: layers whose own output differed, by name.

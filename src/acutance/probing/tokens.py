@@ -1,4 +1,4 @@
-"""Tokens: which token stands at each key, as the model's embedding was asked for them."""
+"""The token at each key, from the inputs of the model's embedding."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Tokens:
         self._seen = _Seen()
 
     def follow(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Note the ids that a model's embeddings are asked for, in the context."""
+        """Record the inputs of a model's embeddings, in the context."""
         return follow_inputs(_embeddings(model), self._take)
 
     def _take(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -54,11 +54,11 @@ class Tokens:
         seen.past = torch.cat([past, ids], 1)[:, -_MOST:]
 
     def forget(self) -> None:
-        """Nothing was seen, in this thread."""
+        """Forget all tokens seen in this thread."""
         self._seen.ids = self._seen.past = None
 
     def keys(self, batch: int, queries: int, keys: int, last: int) -> Tensor | None:
-        """Ids of a call's keys, (B, S), −1 where they are not known; None where none is.
+        """Token ids of a call's keys, (B, S), −1 where unknown; None if none is known.
 
         Args:
             batch: B.

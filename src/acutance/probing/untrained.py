@@ -72,7 +72,7 @@ def _readable(parameter: Tensor) -> bool:
 
 
 def _drawn(matrix: Tensor) -> bool:
-    """Whether the mean squares of rows and of columns differ by no more than chance lets them."""
+    """Whether mean squares of rows and of columns vary no more than for random weights."""
     squares = matrix.square()
     mean = float(squares.mean())
     if not 0 < mean < math.inf:

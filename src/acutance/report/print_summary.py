@@ -1,4 +1,4 @@
-"""What the terminal shows of a summary: the table, what stands out in it, what to do about it."""
+"""Terminal output of a summary: the table, findings and recommendations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def print_summary(
     metric: str | None = None,
     key_norms: Mapping[str, Any] | None = None,
 ) -> None:
-    """Print the table, then what stands out in it and what to do about it."""
+    """Print the table, then findings and recommendations."""
     output.print(console_table(summary, metric))
     ascii_only = output.options.ascii_only
     sections = {

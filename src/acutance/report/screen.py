@@ -68,7 +68,7 @@ class NumberTable(Table):
 
     Other columns, of words, fold. Where that does not make room, the gaps narrow to one space, and
     then the columns are laid out in blocks, one below the other, each after the key columns. Only a
-    number that is wider than the terminal itself goes on in the next line.
+    number that is wider than the terminal itself continues in the next line.
 
     Args:
         *headers: columns, as for a rich table.

@@ -97,7 +97,7 @@ def keys_holding(state: RowState, share: float) -> Tensor:
     """The fewest keys that hold a share of each row's mass, (...); NaN for a row without keys.
 
     Args:
-        state: of rows whose statistics were asked for with ``gaps=True``.
+        state: of rows whose statistics were requested with ``gaps=True``.
         share: above 0, at most 1.
 
     Raises:
@@ -133,10 +133,10 @@ def keys_holding(state: RowState, share: float) -> Tensor:
 
 
 def mass_of_largest(state: RowState, keys: int) -> Tensor:
-    """Share of each row's mass on its largest so many keys, (...); NaN for a row without keys.
+    """Share of each row's mass on its ``keys`` largest keys, (...); NaN for a row without keys.
 
     Args:
-        state: of rows whose statistics were asked for with ``gaps=True``.
+        state: of rows whose statistics were requested with ``gaps=True``.
         keys: how many, at least 1.
 
     Raises:
@@ -170,7 +170,7 @@ def mass_below(state: RowState, gap: float) -> Tensor:
     That is what dropping them loses. NaN for a row without keys.
 
     Args:
-        state: of rows whose statistics were asked for with ``gaps=True``.
+        state: of rows whose statistics were requested with ``gaps=True``.
         gap: nats below the maximum, 0 or more. A threshold on weights relative to the largest, τ,
             is a gap of −log τ.
 
@@ -273,7 +273,7 @@ def critical_ratio(state: RowState) -> Tensor:
     told as that. NaN for a row with fewer than two keys.
 
     Args:
-        state: of rows whose statistics were asked for with ``gaps=True``.
+        state: of rows whose statistics were requested with ``gaps=True``.
 
     Raises:
         ValueError: if the state has no gap histogram.

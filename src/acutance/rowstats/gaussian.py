@@ -114,7 +114,7 @@ def _basis(t: Tensor, intervals: int) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 @constant
 def spline_table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The spline's coefficients, flat; read from the package once, then kept per device."""
+    """The spline's coefficients, flat; read from the package once, then cached per device."""
     key = (dtype, device)
     if key in _tables:
         return _tables[key]

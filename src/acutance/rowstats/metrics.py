@@ -32,7 +32,7 @@ class Metric:
         source: article or textbook.
         compute: the function of the state; NaN for a row with no visible key unless said.
         needs_values: whether it exists only when values were given and noise metrics asked for.
-        needs_gaps: whether it exists only when the gap histogram was asked for.
+        needs_gaps: whether it exists only when the gap histogram was requested.
     """
 
     name: str
@@ -137,7 +137,7 @@ def entropy(state: RowState) -> Tensor:
 
 
 def information(state: RowState) -> Tensor:
-    r""":math:`\log n - H`, in nats: how far the row is from attending to all keys alike."""
+    r""":math:`\log n - H`, in nats: how far the entropy is below that of uniform weights."""
     return torch.log(_count(state)) - entropy(state)
 
 
@@ -170,7 +170,7 @@ def entropy_slope(state: RowState) -> Tensor:
 
 
 def collision(state: RowState) -> Tensor:
-    r""":math:`\sum_j p_j^2`, the chance that two draws from the row meet (sink included)."""
+    r""":math:`\sum_j p_j^2`, the probability that two draws from the row agree (sink included)."""
     full = _with_sink(state)
     return _where_any(state, full.Q / torch.where(state.n == 0, 1.0, full.Z).square())
 
@@ -221,7 +221,7 @@ def logit_std(state: RowState) -> Tensor:
 
 
 def mean_field_entropy(state: RowState) -> Tensor:
-    r""":math:`\log n - (s_\max - \bar s)`: a lower bound on H, negative where it says nothing.
+    r""":math:`\log n - (s_\max - \bar s)`: a lower bound on H, useless if negative.
 
     :math:`H = H_{mf} + J + G` exactly, with :func:`jensen_gap` J and :func:`max_gap` G. With a sink
     the identity holds and the bound does not.
@@ -253,7 +253,7 @@ def max_gap(state: RowState) -> Tensor:
 
 
 def gaussian_entropy(state: RowState) -> Tensor:
-    """The entropy to expect of n independent normal scores of this ``logit_std``, beside H."""
+    """The expected entropy of n independent normal scores with this ``logit_std``."""
     n = _where_any(state, state.n.to(state.Z.dtype), 2.0)
     spread = torch.where(state.n == 0, 1.0, logit_std(state))
     return _where_any(state, expected_entropy(n, spread))
@@ -310,7 +310,7 @@ def jacobian_trace(state: RowState) -> Tensor:
 
 
 def sink_mass(state: RowState) -> Tensor:
-    """Weight of the sink, which takes part in the normaliser without being a key; 0 without one."""
+    """Weight of the sink, which is in the normaliser but is not a key; 0 without a sink."""
     if not has_sink(state):
         return _where_any(state, torch.zeros_like(state.Z))
     full = _with_sink(state)
@@ -400,8 +400,8 @@ def metric_names(*, noise: bool = False, gaps: bool = False) -> tuple[str, ...]:
     """Names of the metrics that statistics have, in the table's order.
 
     Args:
-        noise: whether they were asked for with ``noise=True``.
-        gaps: whether they were asked for with ``gaps=True``.
+        noise: whether they were requested with ``noise=True``.
+        gaps: whether they were requested with ``gaps=True``.
 
     Example:
         >>> set(metric_names(gaps=True)) - set(metric_names()) == {

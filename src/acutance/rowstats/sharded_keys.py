@@ -39,7 +39,7 @@ State = TypeVar("State", RowState, WeightSums, RowStatistics, WeightStatistics)
 def all_reduce_keys(
     state: State, group: dist.ProcessGroup | None = None, *, first_key: int | Tensor = 0
 ) -> State:
-    r"""The state of all ranks' keys, exactly: the same rows, each rank having seen its own keys.
+    r"""Merge the states of all ranks, which have the same rows and different keys, exactly.
 
     Every rank of the group calls it, with rows of the same shape and dtype; every rank gets the
     same result. With :math:`m = \max_r m_r` and each rank's sums shifted to it,

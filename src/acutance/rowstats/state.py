@@ -1,4 +1,4 @@
-"""The sums a row of attention is known by: build them, merge them.
+"""The sums that describe a row of attention: build and merge them.
 
 A :class:`RowState` holds, for each row, sums over its visible keys taken relative to the row's
 largest score. :func:`observe` makes one from scores, :func:`merge` joins the states of two sets of
@@ -45,11 +45,11 @@ class RowState(NamedTuple):
         sink: logit of a sink that shares the normaliser without being a key; no element, (..., 0),
             without one.
         O: :math:`\sum_j e_j v_j`, (..., Ev); like the next two, it has no element, (..., 0), unless
-            noise metrics were asked for.
+            noise metrics were requested.
         R1: :math:`\sum_j e_j^2 v_j / Q`, (..., Ev).
         R2: :math:`\sum_j e_j^2 \lVert v_j - R_1 \rVert^2`.
         gaps: (..., 64) int32, visible keys by their distance below ``m``
-            (:mod:`acutance.rowstats.gaps`); no element, (..., 0), unless it was asked for.
+            (:mod:`acutance.rowstats.gaps`); no element, (..., 0), unless it was requested.
 
     The maximum inside ``Z, U, W, Q`` is a reference point, not a variable: autograd treats it as a
     constant there, and every metric is a function of the state for which that is exact.
@@ -139,7 +139,7 @@ def empty(
 
 
 def _no_values(rows: Tensor) -> dict[str, Tensor]:
-    """The optional fields where they are absent: tensors, so that ``vmap`` takes them."""
+    """Empty tensors for the optional fields, so that ``vmap`` accepts them."""
     none = _nothing(rows)
     return {"O": none, "R1": none, "R2": none, "gaps": histogram.absent(rows)}
 
@@ -200,7 +200,7 @@ def observe_visible(
     first_key: int | None = None,
     gaps: bool = False,
 ) -> RowState:
-    """:func:`observe` where ``seen``, shaped as the scores, alone says which keys are visible.
+    """:func:`observe` with ``seen``, of the scores' shape, as the only mask.
 
     A visible score of −inf (a product that overflowed) has weight 0 and leaves NaN in the sums that
     multiply weights by scores.
@@ -360,14 +360,14 @@ def _finite(m: Tensor) -> Tensor:
 
 
 def _same_sink(left: RowState, right: RowState) -> Tensor:
-    """The rows' sink: a row has one, so states that both know it agree."""
+    """The rows' sink; states that both have one must agree."""
     if has_sink(left) and has_sink(right):
         return torch.maximum(left.sink, right.sink)
     return left.sink if has_sink(left) else right.sink
 
 
 def check_state(part: object, kind: type, function: str, attribute: str) -> None:
-    """Raise TypeError unless ``part`` is of the kind of sums that a merging function takes."""
+    """Raise TypeError unless ``part`` is of the kind of sums that a merge function needs."""
     if not isinstance(part, kind):
         name = type(part).__name__
         advice = f": pass its .{attribute}" if hasattr(part, attribute) else ""

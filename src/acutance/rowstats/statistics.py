@@ -63,7 +63,7 @@ class NamedMetrics(ABC):
     @property
     @abstractmethod
     def available(self) -> tuple[str, ...]:
-        """Names of the metrics this result can give, in the table's order."""
+        """Names of the metrics that are defined for this result, in the table's order."""
 
     def __repr__(self) -> str:
         return (
@@ -114,7 +114,7 @@ class RowStatistics(NamedMetrics):
 
     @property
     def available(self) -> tuple[str, ...]:
-        """Names of the metrics this result can give, in the table's order."""
+        """Names of the metrics that are defined for this result, in the table's order."""
         return metric_names(noise=has_noise(self.state), gaps=has_gaps(self.state))
 
     def keys_holding(self, share: float) -> Tensor:
@@ -132,7 +132,7 @@ class RowStatistics(NamedMetrics):
         return coverage.keys_holding(self.state, share)
 
     def mass_of_largest(self, keys: int) -> Tensor:
-        """Share of each row's weight on its largest so many keys; needs ``gaps=True``.
+        """Share of each row's weight on its largest keys, as many as given; needs ``gaps=True``.
 
         Raises:
             ValueError: if ``keys`` is below 1, or the call had no ``gaps=True``.
@@ -166,7 +166,7 @@ class RowStatistics(NamedMetrics):
         return coverage.mass_bounds(self.state, keys=keys, gap=gap)
 
     def critical_ratio(self) -> Tensor:
-        """Scale over the one from which on a row's largest key stands alone; needs ``gaps=True``.
+        """Scale divided by the one above which the largest key dominates; needs ``gaps=True``.
 
         Raises:
             ValueError: if the call had no ``gaps=True``.

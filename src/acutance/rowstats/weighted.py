@@ -1,4 +1,4 @@
-r"""Statistics of weights that are no softmax: signed, unnormalised, or known by their sums alone.
+r"""Statistics of weights other than softmax: signed, unnormalised, or known only by sums.
 
 :class:`WeightSums` is to weights what :class:`~acutance.rowstats.RowState` is to scores: sums over
 a row's visible keys that merge exactly. :class:`WeightStatistics` reads every metric of
@@ -68,12 +68,12 @@ class WeightSums(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    r"""How a row answers to its scores; of whole rows, and so not merged.
+    r"""Derivatives of a row with respect to its scores; only for whole rows, so not merged.
 
     Attributes:
         trace: :math:`\sum_j \partial w_j / \partial s_j`, (...).
         noise: :math:`\sum_j \lVert \partial o / \partial s_j \rVert^2`, (...); no element,
-            (..., 0), unless noise was asked for.
+            (..., 0), unless noise was requested.
     """
 
     trace: Tensor
@@ -81,7 +81,7 @@ class Slopes(NamedTuple):
 
 
 def unknown(like: Tensor) -> Tensor:
-    """A field that is not known, for rows of this shape."""
+    """A placeholder for an unknown field, of the rows' shape."""
     return like.detach().unsqueeze(-1)[..., :0]
 
 
@@ -260,7 +260,7 @@ _OF_SLOPES = {"jacobian_trace": "trace", "noise_gain": "noise"}
 
 @dataclass(frozen=True, repr=False)
 class WeightStatistics(NamedMetrics):
-    r"""Every metric of :data:`~acutance.rowstats.METRICS` of weights that are no softmax.
+    r"""Every metric of :data:`~acutance.rowstats.METRICS` of weights that are not softmax.
 
     Sparsity :math:`S = \sum|a| / \sqrt{n \sum a^2}` and effective keys
     :math:`(\sum|a|)^2 / \sum a^2` exist for weights of any sign and sum; ``collision``,

@@ -147,8 +147,8 @@ def fit_entropy(
     """Scale of the logits at which measured entropy meets a target, by safeguarded Newton steps.
 
     Entropy falls as the scale rises, so each measurement bounds the answer from one side. A step
-    that would leave the bounds, or cannot be told because the row is flat or one-hot, goes to their
-    geometric mean instead; below an upper bound alone, to an eighth of it.
+    that would leave the bounds, or is unknown because the row is flat or one-hot, goes to their
+    geometric mean instead; with only an upper bound, to an eighth of it.
 
     Args:
         measure: takes scales, gives entropy and varentropy there in nats and nats².

@@ -119,7 +119,7 @@ class ClipLogN(Scaling):
 
 @dataclass(frozen=True)
 class SqrtLogN(Scaling):
-    r"""What keeps the entropy of Gaussian logits as n grows.
+    r"""The factor that keeps the entropy of Gaussian logits constant as n grows.
 
     .. math:: \sqrt{\gamma_0^2 + 2 \log(n/n_0)} \, / \, \gamma_0
 
@@ -236,7 +236,7 @@ class ASEntmax(Scaling):
 
 @dataclass(frozen=True)
 class Critical(Scaling):
-    r"""A multiple γ of the scale at which a row's maximum begins to stand alone.
+    r"""A multiple γ of the scale above which a row's maximum dominates.
 
     With a gap Δ between the match and the bulk that scale is :math:`\log n / \Delta`. In general it
     is :math:`\Lambda = \sup_t \log N(t)/t`, N(t) the keys within t of the maximum, measured on a

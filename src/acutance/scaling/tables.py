@@ -22,7 +22,7 @@ class HeadTable(Scaling):
     r"""A factor for each head, the same for every row or tabled at several lengths.
 
     Between tabled lengths the factor is linear in log n. Shorter rows have the first one's factor;
-    beyond the last the line goes on, and never below 0.
+    beyond the last the line continues, and never below 0.
 
     Args:
         factors: positive; (Hq,) for one factor per head, or (Hq, P) for P lengths.

@@ -63,7 +63,7 @@ class ScaleInvariant:
         check_count("offset", self.offset, 0)
 
     def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
-        """Scores (B, Hq, l, s), in float32 at least; the first query stands at ``offset``."""
+        """Scores (B, Hq, l, s), in float32 at least; ``offset`` is the first query's position."""
         score, query, key = self.prepare(query, key)
         return score.tile(query, key, key_start)
 

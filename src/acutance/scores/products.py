@@ -234,7 +234,7 @@ class Location:
         check_parameter("weight", self.weight, "(S_max, E)", (0, 0))
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-        """The query unchanged, rows of W in place of the keys (B, H, S, E), and 1."""
+        """The query unchanged, rows of W instead of the keys (B, H, S, E), and 1."""
         check_pair(query, key, same_width=False)
         return query, self._rows(query, key, 0), 1.0
 

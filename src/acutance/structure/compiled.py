@@ -1,4 +1,4 @@
-"""Structure statistics by the native kernel: one pass over the scores, none of which are kept."""
+"""Structure statistics by the native kernel, in one pass over the scores."""
 
 from __future__ import annotations
 

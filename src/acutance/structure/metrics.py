@@ -1,4 +1,4 @@
-"""STRUCTURE: what is told of where a row's weight lies, beside the METRICS of how it is spread."""
+"""STRUCTURE: metrics of where a row's weight goes; METRICS describe how it is spread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["STRUCTURE", "StructureMetric", "describe", "structure_metric"]
 
 @dataclass(frozen=True)
 class StructureMetric:
-    """One statistic of where a row's weight lies.
+    """One metric of where a row's weight goes.
 
     Attributes:
         name: as in :data:`STRUCTURE` and on :class:`StructureStatistics`.

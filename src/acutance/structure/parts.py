@@ -1,4 +1,4 @@
-"""Part: where the weight of one block of whole rows lies."""
+"""Part: where the weight of one block of whole rows goes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Part:
         return found
 
     def _where(self, kind: Tensor, mass: Tensor) -> Tensor:
-        """The mass, NaN where a row sees no key of a kind."""
+        """The mass; NaN for rows that see no key of that kind."""
         there = kind if self._seen is None else kind & self._seen
         return torch.where(there.any(-1), mass, torch.nan)
 

@@ -1,4 +1,4 @@
-"""StructureStatistics: where each row's weight lies, streamed over blocks of whole rows."""
+"""StructureStatistics: where each row's weight goes, computed in blocks of whole rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["StructureStatistics", "observe_structure", "octaves_of", "statistics
 
 @dataclass(frozen=True)
 class StructureStatistics:
-    r"""Where the weight of each row lies.
+    r"""Where the weight of each row goes.
 
     Every metric of :data:`STRUCTURE` is an attribute, rows (B, Hq, L), in float32 or float64. A row
     that sees no key of a kind has NaN there: the first row of causal attention sees no previous
@@ -47,7 +47,7 @@ class StructureStatistics:
         mass_previous: weight on the position before it.
         mass_same: weight on other positions with the query's token; NaN without ``tokens``.
         mass_special: weight on special tokens; NaN without them.
-        critical_ratio: β/Λ on the rows where it was asked for, NaN elsewhere.
+        critical_ratio: β/Λ on the rows where it was requested, NaN elsewhere.
         octaves: (B, Hq, L, 2, K) weight by octave of distance, behind (own position included) and
             ahead: octave 0 is distance 0, octave k distances 2^(k−1) to 2^k − 1.
         even: (B, 1 or Hq, L, 2, K) the same if all visible keys were weighed alike.
@@ -96,7 +96,7 @@ def statistics(
     sinks: Tensor | None = None,
     **masks: Unpack[MaskOptions],
 ) -> StructureStatistics:
-    r"""Where the weight of each row of softmax attention lies, in memory of O(n).
+    r"""Where the weight of each row of softmax attention goes, in O(n) memory.
 
     With the weights :math:`p_j` of a query at position i: the mean distance
     :math:`\sum_j p_j |i - j|`, the weight by octave of distance, and the weight on the row's own,
@@ -189,7 +189,7 @@ def _ids(name: str, value: Tensor, batch: int, length: int, like: Tensor) -> Ten
 
 
 def tokens_at(tokens: Tensor, positions: Tensor) -> Tensor:
-    """The tokens that stand at some positions, −1 beyond the ends: (B or 1, S) to (B or 1, L)."""
+    """The tokens at some positions, −1 beyond the ends: (B or 1, S) to (B or 1, L)."""
     batch = max(tokens.shape[0], positions.shape[0])
     places = positions.expand(batch, -1)
     inside = (places >= 0) & (places < tokens.shape[1])

@@ -76,7 +76,7 @@ class Profile(HeadArrays):
         count: int64, rows on which the metric is a finite number.
         mean: their mean; 0 where there is none.
         M2: sum of squared deviations of rows from the mean.
-        groups: int64, sequences these rows are of, counted anew in each call.
+        groups: int64, sequences these rows are of, counted again in each call.
         between: Σ over sequences of rows times the squared deviation of the sequence's mean.
     """
 

@@ -56,7 +56,7 @@ def compact(
 
 
 def expand(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The arrays as :func:`compact` was given them; of other files, the arrays themselves.
+    """The arrays before :func:`compact`; arrays of other files are returned unchanged.
 
     Raises:
         ValueError: if the header names arrays that the file has not, or has in another form.

@@ -228,7 +228,7 @@ class Examples(HeadArrays):
         return rows
 
     def merge(self, other: Examples) -> Examples:
-        """The sharpest rows of both records; as many as the larger one holds."""
+        """The sharpest rows of both records, as many as the larger one has."""
         depth = max(self.depth, other.depth)
         both = {
             name: torch.cat([getattr(self, name), getattr(other, name)], 1) for name in _arrays()

@@ -191,7 +191,7 @@ class HeadSummary:
         return rows
 
     def predict(self, n: float | None = None) -> PredictedHeads:
-        """What theory says of each head, from three metrics of its rows.
+        """Predict entropy, effective keys, top and first weight of each head from four numbers.
 
         See :func:`~acutance.theory.expected_head_metrics` for the model and its limits.
 

@@ -87,7 +87,7 @@ class Layer:
         return self.chosen or tuple(range(self.heads))
 
     def join_heads(self, other: Layer) -> Layer:
-        """Combine different heads of the same calls, as ranks that share a layer see them."""
+        """Combine different heads of the same calls, from ranks that share a layer."""
         numbers = tuple(sorted(self.numbers + other.numbers))
         counts = ("calls", "rows", *LEFT_OUT, "unseen", "provided")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in counts}

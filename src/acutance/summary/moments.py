@@ -54,7 +54,7 @@ _MOST_NATS, _OCTAVES, _DECADES, _MOST_SIGNED = 16.0, 32.0, 6.0, 1e5
 
 
 def edges(name: str) -> list[float]:
-    """The 65 bin edges of a metric's histogram; the outer bins also take what lies beyond.
+    """The 65 bin edges of a metric's histogram; the outer bins include values beyond.
 
     A bin holds the values from its lower edge up to, and without, its upper edge.
 
@@ -125,7 +125,7 @@ def _cells(scale: Scale, device: torch.device) -> _Cells | None:
     first = torch.arange(_CELLS, dtype=torch.int64, device="cpu") << _SHIFT
     ends = torch.stack([first, first + (1 << _SHIFT) - 1])
     ends = torch.where(ends >= 1 << 31, ends - (1 << 32), ends).to(torch.int32).view(torch.float32)
-    ends = torch.where(ends.isfinite().all(0), ends, 0.0)  # what is no number has any bin
+    ends = torch.where(ends.isfinite().all(0), ends, 0.0)  # what is not a number has any bin
     low, high = ends.amin(0), ends.amax(0)
     below = torch.searchsorted(edges, low, right=True)
     inside = torch.searchsorted(edges, high, right=True) - below

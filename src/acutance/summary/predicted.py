@@ -1,4 +1,4 @@
-"""What theory says of each head of a summary, from four numbers of the head's own rows."""
+"""Predictions for each head of a summary, from four numbers of its rows."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def predict_heads(
             filled if left out.
 
     Returns:
-        Heads without a prediction are NaN: those with weights that are no softmax, with a sink
+        Heads without a prediction are NaN: those with weights that are not softmax, with a sink
         outside the keys, or with fewer than 8 visible keys.
     """
     columns = [metrics.index(name) for name in PREDICTED_FROM]

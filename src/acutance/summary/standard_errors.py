@@ -47,7 +47,7 @@ class Uncertainty:
     """Standard errors of the means of a summary.
 
     Attributes:
-        error: (heads, metrics), from sequence to sequence or an upper bound of it; NaN where it is
+        error: (heads, metrics), between sequences or an upper bound of it; NaN where it is
             not known.
         floor: (heads, metrics), what it would be if all rows were independent.
         dof: (heads, metrics), degrees of freedom of ``error``; NaN where it is not known.
@@ -69,7 +69,7 @@ def uncertainty(summary: HeadSummary, run: Run | None = None) -> Uncertainty:
     r"""Standard errors of every head's mean of every metric.
 
     With a profile, the mean is the weighted mean over octaves of n, so its error is at most the
-    weighted sum of the octaves' errors, each from sequence to sequence:
+    weighted sum of the octaves' errors, each between sequences:
 
     .. math:: \mathrm{SE} \le \sum_k \frac{N_k}{N} \mathrm{SE}_k
 
@@ -151,7 +151,7 @@ def between(profile: Profile, share: Tensor | None = None) -> tuple[Tensor, Tens
 
 
 def _sequences(summary: HeadSummary, run: Run | None) -> Tensor | None:
-    """At least how many sequences each head's rows come from; None if unknown.
+    """A lower bound on the number of sequences that each head's rows come from; None if unknown.
 
     Windows of a run count by their tokens, so that a short last one is less than one. A summary
     without a run has one sequence in a call, at least.

@@ -71,7 +71,7 @@ class Run:
         total: windows of the whole corpus.
         done: half-open ranges of the windows whose rows are in the state, ascending.
         tokens: tokens of those windows.
-        shard: the part of the corpus that was asked for.
+        shard: the part of the corpus that was requested.
     """
 
     settings: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""What the library is tested with, for mechanisms of your own: inputs, an oracle, a tolerance rule.
+"""Tools to test your own mechanisms: inputs, an oracle, a tolerance rule.
 
 :func:`attention_case` draws a legal call of :func:`acutance.attention`; :func:`dense_statistics`
 says in float64 and by definition what its rows hold; :func:`compare` says whether something that

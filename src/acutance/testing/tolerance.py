@@ -29,7 +29,7 @@ __all__ = ["Comparison", "assert_close_to_oracle", "compare", "score_error"]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` found.
+    """The result of :func:`compare`.
 
     Attributes:
         metric: the one whose error is the largest share of its tolerance.
@@ -118,7 +118,7 @@ def compare(
     score_error: float = 0.0,
     value_norm: float = 1.0,
 ) -> Comparison:
-    """Hold every available metric against the oracle.
+    """Compare every available metric with the oracle.
 
     Args:
         measured: what :func:`acutance.attention`, or a mechanism of your own, gave.

@@ -1,4 +1,4 @@
-r"""Bounds on a row that hold without a model of its scores: on its entropy, and on what noise does.
+r"""Bounds on a row's entropy and on the effect of noise that hold for any scores.
 
 The entropy is bounded from a few numbers of the logits (:func:`entropy_bounds`), from their norm or
 from the spectral norm of a head's projections. The change of weights and output under any logit

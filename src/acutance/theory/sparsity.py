@@ -51,7 +51,7 @@ def sparsity_exp(gamma: ArrayLike) -> float | Array:
 
     Returns:
         S, between 0 and 1, shape of ``gamma``; a float for a scalar. It rounds to 0 above 38.6,
-        where ``log_sparsity_exp`` goes on.
+        where ``log_sparsity_exp`` continues.
 
     Raises:
         ValueError: If some gamma is negative or not finite.

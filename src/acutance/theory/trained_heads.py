@@ -1,4 +1,4 @@
-r"""Heads of trained models: what four numbers of a head's logits say about its weights.
+r"""Heads of trained models, predicted from four numbers of their logits.
 
 Trained heads differ from rows of independent normal logits in two ways that matter. Their first
 key often is a sink, whose logit stands apart from all others and varies from row to row; and the
@@ -211,7 +211,7 @@ class _Rows:
 
     def log_sum(self) -> Array:
         """Mean of the logarithm of the sum of exponentials."""
-        # e^-ct in place of e^-t, with c e^high = e^4, adds log c
+        # e^-ct instead of e^-t, with c e^high = e^4, adds log c
         shift = self.high - 4
         one = np.exp(-np.exp(self.x - shift[:, None]))
         total = (one - np.exp(self.m[:, None] * self.log_phi)).sum(axis=1)

@@ -19,7 +19,7 @@ def ranks(group: Any = None) -> tuple[int, int]:
 
 
 class ExactMaxima:
-    """Largest value of each head over all ranks, for layers that only some ranks may have seen.
+    """Largest value of each head over all ranks, including layers that only some ranks run.
 
     One ``all_reduce`` of all heads of all layers. The ranks agree on a layout first, and again
     when one of them sees a layer that is not in it.

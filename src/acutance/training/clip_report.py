@@ -38,7 +38,7 @@ class ClipReport:
 
     @property
     def max_logit(self) -> float:
-        """The largest logit of all heads; −inf where no row was seen."""
+        """The largest logit of all heads; −inf without rows."""
         return max((value for layer in self.layers for value in layer.max_logit), default=-math.inf)
 
     @property

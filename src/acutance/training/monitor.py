@@ -36,7 +36,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
     and, with :meth:`watch` and :meth:`step`, part of any loop. What it measures are the forward
     passes of a step, all of them where gradients are accumulated. The first step is measured too.
     Training is not changed: losses and weights are those of a run without it, bit for bit, unless
-    ``provide`` is asked for, or the model is compiled: it runs uncompiled in the steps that are
+    ``provide`` is requested, or the model is compiled: it runs uncompiled in the steps that are
     measured.
 
     A head raises an alarm when the mean of H / log n over its rows falls below ``collapse``, when
@@ -50,8 +50,8 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         metrics: what becomes scalars and histograms, of :data:`acutance.METRICS`.
         layers: which layers, as for :func:`acutance.probe`; None is all.
         heads: which heads of each layer, likewise.
-        max_rows: measure at most so many rows of a call, drawn at random. The largest logit is then
-            that of these rows.
+        max_rows: measure at most this many rows of a call, drawn at random. The largest logit is
+            then that of these rows.
         provide: let acutance's kernel compute the attention of the steps that are measured, forward
             and backward; outputs are then equal to rounding, no longer to the bit.
         collapse: share of log n; None turns the alarm off.

@@ -153,7 +153,7 @@ class QKClip:
         """Update the largest logit of each head with one attention call."""
         name = seen.module.partition("#")[0]
         stats = seen.statistics
-        # a kernel's maximum may pass over what is no number; the logsumexp does not
+        # a kernel's maximum may pass over what is not a number; the logsumexp does not
         logits = torch.where(stats.lse.isnan(), torch.nan, stats.max_logit)
         largest = torch.where(seen.kept, logits, -torch.inf).amax((0, 2)).detach().double()
         before = self._maxima.get(name)
@@ -271,7 +271,7 @@ class QKClip:
 
         Args:
             run: runs the model, such as ``lambda: model(**batch)``.
-            rounds: at most so many.
+            rounds: at most this many.
 
         Returns:
             The report of each round; the last clipped nothing.

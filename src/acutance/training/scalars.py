@@ -40,7 +40,7 @@ class MonitorRecord:
 def scalars(
     summary: HeadSummary, metrics: Sequence[str], alarms: Sequence[Alarm]
 ) -> dict[str, float]:
-    """Scalars of each layer by name, without those that no row gives.
+    """Scalars of each layer by name, without those that no row defines.
 
     ``attention/<layer>/<metric>`` is the mean over rows and heads; ``<metric>_min`` and
     ``<metric>_max`` are the lowest and the highest mean of a head, and for ``max_logit``, which has

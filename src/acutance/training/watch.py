@@ -141,7 +141,7 @@ class AttentionWatch:
     def on_call(
         self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
     ) -> None:
-        """Keep the statistics of a call."""
+        """Store the statistics of a call."""
         self._note(call.module, call.query, call.key)
         with torch.no_grad():
             real = self._listener.rows.real(call).rows
@@ -149,7 +149,7 @@ class AttentionWatch:
         self._add(call.module, stats, real, call.query)
 
     def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
-        """Keep the statistics of a softmax written by hand."""
+        """Store the statistics of a hand-written softmax."""
         why = doubt() if doubt is not None else None
         if why is not None:
             self._listener.unreadable(name, why)
@@ -161,7 +161,7 @@ class AttentionWatch:
         self._add(name, RowStatistics(observe(scores, visible)), real, dtype=scores.dtype)
 
     def on_products(self, products: Tensor, query: Tensor, key: Tensor, name: str) -> None:
-        """Keep the statistics of the products that scores written by hand are made of."""
+        """Store the statistics of the products that hand-written scores are computed from."""
         self._note(name, query, key)
         stats = RowStatistics(observe(products, products > -torch.inf))
         self._add(name, stats, None, query)

@@ -86,9 +86,9 @@ def calibrate(
         limit: factors stay between 1/limit and limit.
         windowed: also fit layers with a sliding window.
         seed: of the rows whose critical scale is sampled.
-        save: file that keeps the state as it grows, to go on from.
+        save: file that keeps the state as it grows, to continue from.
         save_every: windows between two writes, at least.
-        resume: go on from what ``save`` holds.
+        resume: continue from what ``save`` holds.
         overwrite: replace what ``save`` holds.
         advance: told after each run of the model how many tokens it read, which pass this is, and
             how many there are at most.
@@ -96,7 +96,7 @@ def calibrate(
     Returns:
         The law with what was measured for each head: values before and after with standard errors,
         predicted effect, factors, the family that they resemble, Λ and β/Λ. Rows shorter than the
-        first length have its factor; beyond the last each head goes on by its family.
+        first length have its factor; beyond the last each head continues by its family.
 
     Raises:
         ApplyError: if attention that was seen cannot be scaled.

@@ -218,7 +218,7 @@ class Collector:
     ) -> None:
         n = stats.n_keys
         kept = n > 0 if real is None else (n > 0) & real[:, None, :]
-        # a batch of another size (a vision tower's) cannot be told apart by window
+        # a batch of another size (a vision tower's) cannot be distinguished by window
         batch = n.shape[0]
         group = self.group if self.group.shape[0] == batch else torch.zeros(batch).long()
         bins = len(self.knots)

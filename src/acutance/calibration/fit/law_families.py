@@ -31,7 +31,7 @@ FAMILIES = {
     "log_n": "a + b log n",
     "n": "a + b n",
 }
-#: A family this much worse in χ² + 2 (parameters) than the best is told apart from it.
+#: A family this much worse in χ² + 2 (parameters) than the best is distinguished from it.
 _CLEAR = 4.0
 #: Errors are taken to be at least this share of a factor: what Newton steps leave.
 _FLOOR = 0.01
@@ -78,7 +78,7 @@ class Resemblance:
             tells nothing of how it would grow.
         best: the family that fits best, told apart or not.
         fits: every family by name; fewer than three lengths leave only the constant and log n.
-        candidates: families that cannot be told apart from the best.
+        candidates: families that cannot be distinguished from the best.
     """
 
     name: str

@@ -45,7 +45,7 @@ class HeadCalibration:
         status: one of :data:`STATUSES`.
         family: the growth of the factors: ``constant``, ``sqrt_log_n``, ``log_n``, ``n``,
             ``undecided``, or ``limited`` where a factor is at its limit.
-        candidates: families that cannot be told apart from the best.
+        candidates: families that cannot be distinguished from the best.
         family_errors: relative error of the factors under each family, root mean square.
         growth: increase of the factor per unit of log n, with its standard error; NaN where there
             is one length, or a factor is at its limit.
@@ -85,7 +85,7 @@ class Calibration(Law):
         metric: what was held constant.
         value: the wanted value; None where it is each head's own at the reference.
         reference: length whose value is kept, or at which short rows' factors end.
-        family: the law that was asked for.
+        family: the law that was requested.
         passes: measurements made.
         windows: length and number of windows measured.
         skipped: module name and why it was not fitted.

@@ -45,7 +45,7 @@ _TWICE = {"mul", "multiply", "div", "divide", "true_divide"}  # affine in one te
 _BOUNDS = {"max", "maximum", "clamp", "clamp_min"}  # affine for scores above a mask's value
 _SHIFTS = {"max", "amax", "mean", "logsumexp"}  # over all keys: a softmax does not notice them
 MOVES = {"add", "sub", "subtract", "unsqueeze", "view", "reshape", "expand", "detach", "to"}
-ENDS = ("linear", "conv", "norm", "embedding", "softmax")  # what comes out is no score
+ENDS = ("linear", "conv", "norm", "embedding", "softmax")  # what comes out is not a score
 _LOW = -1e4  # no score that a row sees is as low
 
 

@@ -103,7 +103,7 @@ def summed(
         step: how far apart the entries of that dimension lie; 1 is side by side.
 
     Returns:
-        Those operands; None for a function that is no product.
+        Those operands; None for a function that is not a product.
 
     Example:
         >>> import torch

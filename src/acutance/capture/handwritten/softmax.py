@@ -311,7 +311,7 @@ def _doubt(softmax: Softmax, weights: Tensor) -> str | None:
     if theirs.shape[:-1] == expected.shape[:-1]:  # a slice leaves a sink out, or global keys
         parts = [expected[..., :width], expected[..., expected.shape[-1] - width :]]
     elif theirs.shape[-1] != expected.shape[-1] or not theirs.is_contiguous():
-        return None  # laid out anew: which weight went where is not known
+        return None  # laid out again: which weight went where is not known
     if theirs.numel() != parts[0].numel():
         return None
     theirs = theirs.to(expected.dtype)

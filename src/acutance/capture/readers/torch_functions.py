@@ -106,7 +106,7 @@ class ProductObserver(FunctionObserver, Protocol):
     """An observer of what scores that a model forms itself have of products.
 
     Attributes:
-        products: whether it wants that in place of the scores.
+        products: whether it wants that instead of the scores.
     """
 
     products: bool

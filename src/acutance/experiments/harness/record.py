@@ -387,7 +387,7 @@ class Record:
 def load(path: str | os.PathLike[str]) -> Record:
     """Read a record that :meth:`Record.save` wrote.
 
-    Whether a row agrees, and the verdicts, are judged anew from what was predicted and measured.
+    Whether a row agrees, and the verdicts, are judged again from what was predicted and measured.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -397,7 +397,7 @@ def load(path: str | os.PathLike[str]) -> Record:
         read = read_json(path)
         if (schema := read.pop("schema", None)) != SCHEMA:
             raise ValueError(f"its schema is {schema!r:.60}, but this version reads {SCHEMA}")
-        for name in ("verdict", "as_expected"):  # judged anew
+        for name in ("verdict", "as_expected"):  # judged again
             read.pop(name, None)
         claims = read.get("claims")
         if isinstance(claims, list) and all(isinstance(claim, dict) for claim in claims):
@@ -461,7 +461,7 @@ class _Stored:
     about: Mapping[str, str]
 
     def judged(self) -> Record:
-        """The record, every row and claim judged anew."""
+        """The record, every row and claim judged again."""
         claims = {claim.key: claim for claim in self.claims}
         if not claims:
             raise ValueError("it has no claims")

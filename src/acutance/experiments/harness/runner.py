@@ -71,7 +71,7 @@ def run_one(
         experiment: which.
         quick: run at the small size.
         seed: of its random numbers.
-        keep: directory of the models it trains, so that a training that was stopped goes on; None
+        keep: directory of the models it trains, so that a training that was stopped continues; None
             keeps none.
         note: takes lines of progress from experiments that train.
 
@@ -122,7 +122,7 @@ def run(
         force: measure again whatever is there, and replace records of other runs.
         figures: draw; needs matplotlib.
         note: takes lines of progress from experiments that train models. Those models stay in
-            ``out/models``: a training that was stopped goes on, a finished one is only read.
+            ``out/models``: a training that was stopped continues, a finished one is only read.
 
     Yields:
         The outcome of each experiment as it finishes.

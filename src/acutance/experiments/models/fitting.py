@@ -1,6 +1,6 @@
 """Training of the small models that experiments are made with: seeded, and resumable.
 
-The batch of a step depends on the seed and the step alone, so a run that was stopped goes on from
+The batch of a step depends on the seed and the step alone, so a run that was stopped continues from
 its last checkpoint to the very weights it would have had.
 """
 

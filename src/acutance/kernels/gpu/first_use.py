@@ -71,7 +71,7 @@ def gradient_refusal_reason(
     Args:
         grad: gradients of the sums.
         call: as the forward pass takes it.
-        wanted: which gradients are asked for.
+        wanted: which gradients are requested.
         warn: issue a warning if the configuration is refused.
     """
     call = call._replace(noise=False, gaps=False)

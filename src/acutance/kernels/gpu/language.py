@@ -29,7 +29,7 @@ class Kernel(Protocol):
         """Inside another kernel."""
 
 
-#: Sizes that change from call to call, as in decoding: a kernel is not compiled anew for each.
+#: Sizes that change from call to call, as in decoding: a kernel is not compiled again for each.
 _SIZES = ("queries", "keys", "offset", "window", "count", "size")
 
 

@@ -1,1 +1,1 @@
-"""The HTML report: one file that asks the network for nothing."""
+"""The HTML report: one self-contained file."""

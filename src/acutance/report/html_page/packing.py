@@ -29,7 +29,7 @@ Array = NDArray[Any]
 
 
 def budget(heads: int) -> int:
-    """Characters that the packed data of so many heads may take.
+    """The maximum size of the packed data, in characters, for a number of heads.
 
     Example:
         >>> budget(270), budget(5120)
@@ -147,7 +147,7 @@ class Codes:
 
 
 def encode(values: Array, width: int, soft: float) -> Codes:
-    """Quantise numbers to ``width`` bytes each; one code stands for numbers that are not finite.
+    """Quantise numbers to ``width`` bytes each; one code represents non-finite numbers.
 
     Example:
         >>> codes = encode(np.array([0.0, 10.0, math.nan]), 1, 1.0)
@@ -171,7 +171,7 @@ def encode(values: Array, width: int, soft: float) -> Codes:
 
 
 def decode(codes: Codes, soft: float) -> Array:
-    """The numbers that codes stand for; NaN for "not finite"."""
+    """The numbers represented by codes; NaN for non-finite ones."""
     if codes.values.dtype.kind == "f":
         return codes.values.astype(np.float64)
     none = int(np.iinfo(codes.values.dtype).max)

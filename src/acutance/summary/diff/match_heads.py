@@ -149,7 +149,7 @@ _ALIKE = 0.01
 
 @dataclass(frozen=True)
 class Side:
-    """One summary of a diff, with the run it belongs to where that is known."""
+    """One summary of a diff, with its run if known."""
 
     summary: HeadSummary
     run: Run | None = None
@@ -276,7 +276,7 @@ def _keys(one: HeadSummary, other: HeadSummary, matched: Matched) -> tuple[float
 
 
 def _or_equal_n(one: Side, other: Side) -> str:
-    """The hint to use ``equal_n`` where rows of a window see different numbers of keys."""
+    """A hint to use ``equal_n`` if rows of a window see different numbers of keys."""
     octaves = [
         side.summary.profile is not None and int((side.summary.profile.rows > 0).any(0).sum())
         for side in (one, other)

@@ -48,7 +48,7 @@ class HeadChange:
         before: mean over rows in the first state, NaN where no row counts.
         after: the same in the second.
         change: ``after − before``.
-        error: standard error of the change, from sequence to sequence; NaN where it is not known.
+        error: standard error of the change, between sequences; NaN where it is not known.
         low: lower end of the interval of the change; see :class:`Diff`.
         high: upper end.
         size: the change in units of the rows' standard deviation.
@@ -257,7 +257,7 @@ class Diff:
         return pandas.DataFrame(self.columns())
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON values: what is not known is None."""
+        """Everything as plain JSON values; unknown values are None."""
         columns = self.columns()
         names = list(columns)
         rows = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -3,7 +3,7 @@ r"""Quadrature for softmax rows: averages over one score, and the integral over 
 Every expectation of ``acutance.theory.finite_n`` is
 :math:`\int \Psi(F(y), E\,\kappa(y - \gamma s)) dy` with kernels κ that live near 0,
 :math:`F(y) = E \exp(-e^{\gamma s - y})` and a smooth Ψ. Averages over s are Gauss sums on the cells
-of ``acutance.theory.finite_n.grid``; where a cell is wide for the kernels, it is cut anew around
+of ``acutance.theory.finite_n.grid``; where a cell is wide for the kernels, it is cut again around
 each y. Integrals over y are Gauss sums on panels that are bisected until their Legendre
 coefficients fall off.
 """
@@ -42,7 +42,7 @@ _RESOLVED = 3.0  # logits across a cell, up to which its own nodes are enough
 _EMPTY = 42.0  # beyond this g + log n, all keys together have a = e^-g = 0
 
 
-_MOST_PANELS = 1 << 13  # in all; more are asked for only by rounding
+_MOST_PANELS = 1 << 13  # in all; more are requested only by rounding
 
 
 _MOST_PAIRS = 1 << 13  # (y, score) at a time, for a processor's cache

@@ -180,7 +180,7 @@ def predict(
         if isinstance(formula, str):
             why[name] = formula
         elif name not in requested:
-            why[name] = "It was not asked for."
+            why[name] = "It was not requested."
         else:
             kinds[name], compute = formula
             values[name] = float(compute())
