@@ -13,32 +13,36 @@ from acutance.theory import tau_for_information
 
 __all__ = ["SCORED"]
 
-_STREAMED = "By tiles of keys: O(n²) time as plain attention, O(n) memory; no row is ever held."
+_STREAMED = (
+    "In tiles of keys: O(n²) time like plain attention, O(n) memory; no whole row is stored."
+)
 _BLOCKS = (
-    "By whole rows, a block of rows at a time: O(n²) time, several times plain attention's, and"
-    " memory O(n) and one block."
+    "In blocks of whole rows: O(n²) time, several times that of plain attention, and O(n) "
+    "memory plus one block."
 )
 _SORTED = (
-    "By whole rows, each of them sorted, a block at a time: O(n² log n) time and memory O(n) and"
-    " one block."
+    "In blocks of whole rows, which are sorted: O(n² log n) time and O(n) memory plus one block."
 )
 _SOFTMAX = ("expected_entropy_gauss", "expected_effective_keys", "sparsity_exp")
 _COSINE = ("information_range_limit", "cosine_entropy_lower_bound", "tau_for_information")
 _ROW = (
-    "predict(\"softmax\", n, logit_std=γ) with γ the deviation of the row's scores: the query's"
-    " length times the deviation of a key's component, times the scale"
+    'predict("softmax", n, logit_std=γ), where γ is the standard deviation of the row\'s '
+    "scores: the query's norm times the standard deviation of a key's component, times the "
+    "scale"
 )
 _FREE = (
-    "Yes, without limit: of Gaussian scores with deviation γ the sparsity is exp(−γ²/2) as long as"
-    " γ is well below √(log n / 2), and a larger scale always comes nearer to one key."
+    "Yes, without limit: for Gaussian scores with standard deviation γ the sparsity is "
+    "exp(−γ²/2) as long as γ is well below √(log n / 2), and a larger scale always brings a "
+    "row closer to a single key."
 )
 _FLOOR = (
     "No: for Gaussian keys its sparsity is never below √(2/π) = 0.798, the value for scores of"
     " mean 0, whatever their scale."
 )
 _RELU2 = (
-    "Only where the scores' mean β is below 0, and then by a smaller deviation γ, as β/γ → −∞; at"
-    " β ≥ 0 sparsity stays at or above 1/√6 = 0.408, whatever the scale."
+    "Only if the mean β of the scores is below 0; rows become sparser with a smaller standard "
+    "deviation γ, as β/γ → −∞. For β ≥ 0 the sparsity is at least 1/√6 = 0.408, whatever the "
+    "scale."
 )
 
 
@@ -79,8 +83,8 @@ _SCORES = (
     ),
     _entry(
         "dot", "Softmax of dot products", r"p_j \propto e^{s_j}, \quad s_j = q \cdot k_j", _LUONG,
-        "Yes, and before any training: with components of unit variance γ = √d, so rows hold a few"
-        " keys only wherever d > 2 log n.",
+        "Yes, even before training: with components of unit variance γ = √d, so rows have "
+        "only a few effective keys if d > 2 log n.",
         (_SOFTMAX, "softmax", _ROW + " 1."), _STREAMED, 'score="dot"',
         lambda s: {"score": "dot"},
     ),
@@ -95,8 +99,9 @@ _SCORES = (
     _entry(
         "cosine_tau", "Softmax of cosines at a temperature for half of log n",
         r"p_j \propto e^{\cos(q, k_j) / \tau}", "Henry et al. (2020), arXiv:2010.04245",
-        "Yes, as far as its temperature lets it: τ is chosen so that one matching key among n"
-        " random ones makes half of log n known; rows without a match stay wide.",
+        "Yes, up to a limit set by its temperature: τ is chosen so that a row with one "
+        "matching key among n random ones has half of the maximal information; rows without "
+        "a match stay diffuse.",
         (_COSINE, "cosine", 'predict("cosine", n, tau=τ, d=d), for keys in uniform directions.'),
         _STREAMED,
         "score=acutance.scores.Cosine(acutance.theory.tau_for_information("
@@ -106,8 +111,8 @@ _SCORES = (
     _entry(
         "general", "Softmax of bilinear scores",
         r"p_j \propto e^{s_j}, \quad s_j = q^\top W k_j", _LUONG,
-        "Yes, as softmax of dot products with the query qᵀW: γ is its length times the deviation"
-        " of a key's component, and W can make it as long as it likes.",
+        "Yes, like softmax of dot products with the query qᵀW: γ is its norm times the "
+        "standard deviation of a key's component, and W can make it arbitrarily large.",
         (_SOFTMAX, "softmax", _ROW + " 1, the query being Wᵀq."), _STREAMED,
         'score=acutance.scores.GeneralScore(key.shape[3], init="paper")',
         lambda s: {"score": scores.GeneralScore(s.width, init="paper")},
@@ -116,24 +121,24 @@ _SCORES = (
         "additive", "Softmax of additive scores",
         r"p_j \propto e^{s_j}, \quad s_j = v^\top \tanh(W_q q + W_k k_j)",
         "Bahdanau et al. (2015), arXiv:1409.0473",
-        "Only as far as v allows: scores lie within ± Σ|v|, so no key has more than"
-        " exp(2Σ|v|) times the weight of another.",
+        "Only up to a limit set by v: scores lie within ± Σ|v|, so no key has more than "
+        "exp(2Σ|v|) times the weight of another.",
         (_SOFTMAX, "softmax",
-         'predict("softmax", n, logit_std=γ) with the measured deviation γ of the scores, which'
-         " have no law of their own."),
-        "By tiles whose tanh exists for a few hidden units at a time: O(n² h) time for h hidden"
-        " units, memory O(n) and one block.",
+         'predict("softmax", n, logit_std=γ) with the measured standard deviation γ of the '
+         "scores, whose distribution is not known in general."),
+        "In tiles, with the tanh of a few hidden units at a time: O(n² h) time for h hidden "
+        "units, O(n) memory plus one block.",
         "score=acutance.scores.AdditiveScore(key.shape[3])",
         lambda s: {"score": scores.AdditiveScore(s.width)},
     ),
     _entry(
         "location", "Softmax of scores by position",
         r"p_j \propto e^{s_j}, \quad s_j = (W q)_j", _LUONG,
-        "Yes, on places and not on what the keys hold: it is softmax of dot products with the rows"
-        " of W, sharp where those are long.",
+        "Yes, on positions regardless of their content: it is softmax of dot products with "
+        "the rows of W, sharp if those have large norms.",
         (_SOFTMAX, "softmax",
          'predict("softmax", n, logit_std=γ) with the measured deviation γ of the scores.'),
-        _STREAMED + " The rows of W stand in for the keys.",
+        _STREAMED + " The rows of W serve as keys.",
         'score=acutance.scores.LocationScore(key.shape[3], key.shape[2], init="paper")',
         lambda s: {"score": scores.LocationScore(s.width, s.keys, init="paper")},
     ),
@@ -149,8 +154,8 @@ _EXPONENTIAL = (
         "softmax_one", "Softmax with one outcome that is no key",
         r"p_j = e^{s_j} \big/ \bigl(1 + \textstyle\sum_k e^{s_k}\bigr)",
         "Miller (2023), https://www.evanmiller.org/attention-is-off-by-one.html",
-        "Yes, as softmax where the logsumexp of a row's scores is well above 0; well below it the"
-        " row attends to nothing.",
+        "Yes, like softmax if the logsumexp of a row's scores is well above 0; well below 0 "
+        "the row attends to almost nothing.",
         (_SOFTMAX, None, _NO_SINK), _STREAMED, 'weights="softmax_one"',
         lambda s: {"weights": "softmax_one"},
     ),
@@ -158,8 +163,8 @@ _EXPONENTIAL = (
         "sink", "Softmax with a learned sink",
         r"p_j = e^{s_j} \big/ \bigl(e^b + \textstyle\sum_k e^{s_k}\bigr)",
         "Agarwal et al. (2025), arXiv:2508.10925",
-        "Yes, as softmax where the logsumexp of a row's scores is well above b; well below it the"
-        " row attends to nothing.",
+        "Yes, like softmax if the logsumexp of a row's scores is well above b; well below b "
+        "the row attends to almost nothing.",
         (_SOFTMAX, None, _NO_SINK), _STREAMED,
         "weights=acutance.weights.Sink(torch.zeros(query.shape[1]).to(query))",
         lambda s: {"weights": weights.Sink(torch.zeros(s.heads))},
@@ -169,22 +174,26 @@ _EXPONENTIAL = (
         r"p_j \propto e^{s_j} \, [s_j \text{ among the } k \text{ largest}]",
         "Gupta et al. (2021), arXiv:2106.06899",
         "Yes, by construction: a row never has more than k effective keys, whatever its scores.",
-        ((), None, "The largest of n scores are no independent draws; no function predicts them."),
+        ((), None, (
+            "The largest of n scores are not independent draws, so no function predicts them."
+        )),
         _SORTED, "weights=acutance.weights.TopKSoftmax(32)",
         lambda s: {"weights": weights.TopKSoftmax(32)},
     ),
     _entry(
         "exp", "Exponentials as they are", r"a_j = e^{s_j}", _SU,
-        "Yes, without limit, as softmax: the weights are the same in other units.",
-        (_SOFTMAX, "softmax", _ROW + "; sparsity and effective keys do not look at the unit."),
+        "Yes, without limit, like softmax: the weights differ from softmax only by a factor "
+        "per row.",
+        (_SOFTMAX, "softmax", _ROW + "; sparsity and effective keys do not depend on that factor."),
         _BLOCKS + " float32 overflows at scores above 88.", 'weights="exp"',
         lambda s: {"weights": "exp"},
     ),
     _entry(
         "exp_l2", "Exponentials over their l2 norm",
         r"a_j = e^{s_j} \big/ \sqrt{\textstyle\sum_k e^{2 s_k}}", _SU,
-        "Yes, without limit, as softmax: the weights are the same in other units.",
-        (_SOFTMAX, "softmax", _ROW + "; sparsity and effective keys do not look at the unit."),
+        "Yes, without limit, like softmax: the weights differ from softmax only by a factor "
+        "per row.",
+        (_SOFTMAX, "softmax", _ROW + "; sparsity and effective keys do not depend on that factor."),
         _BLOCKS, 'weights=acutance.weights.Exp(normalize="l2")',
         lambda s: {"weights": weights.Exp(normalize="l2")},
     ),
@@ -202,15 +211,15 @@ _EXPONENTIAL = (
         "sparsemax", "Sparsemax",
         r"p = \operatorname*{argmin}_{p \in \Delta} \| p - s \|^2",
         "Martins & Astudillo (2016), arXiv:1602.02068",
-        "Yes, to exact zeros: a key that leads by 1 takes the whole row, and the number of keys"
-        " that share it falls as the scale grows.",
+        "Yes, with exact zeros: a key that leads by 1 has all the weight, and the number of "
+        "keys with any weight falls as the scale grows.",
         ((), None, "Its threshold depends on all scores at once; no function predicts it."),
         _SORTED, 'weights="sparsemax"', lambda s: {"weights": "sparsemax"},
     ),
     _entry(
         "entmax15", "Entmax with α = 1.5",
         r"p_j = \bigl(\tfrac12 s_j - \tau(s)\bigr)_+^2", "Peters et al. (2019), arXiv:1905.05702",
-        "Yes, to exact zeros: a key that leads by 2 takes the whole row.",
+        "Yes, with exact zeros: a key that leads by 2 has all the weight.",
         ((), None, "Its threshold depends on all scores at once; no function predicts it."),
         _SORTED, 'weights="entmax15"', lambda s: {"weights": "entmax15"},
     ),
@@ -218,10 +227,10 @@ _EXPONENTIAL = (
         "entmax", "Entmax with α = 1.25",
         r"p_j = \bigl((\alpha - 1) s_j - \tau(s)\bigr)_+^{1/(\alpha - 1)}",
         "Peters et al. (2019), arXiv:1905.05702",
-        "Yes, to exact zeros: a key that leads by 1/(α − 1) = 4 takes the whole row.",
+        "Yes, with exact zeros: a key that leads by 1/(α − 1) = 4 has all the weight.",
         ((), None, "Its threshold depends on all scores at once; no function predicts it."),
-        "By whole rows, by bisection, a block at a time: O(n²) time, tens of passes over each"
-        " block, and memory O(n) and one block.",
+        "In blocks of whole rows, by bisection: O(n²) time with tens of passes over each "
+        "block, and O(n) memory plus one block.",
         "weights=acutance.weights.Entmax(alpha=1.25)",
         lambda s: {"weights": weights.Entmax(alpha=1.25)},
     ),
@@ -231,8 +240,8 @@ _POINTWISE = (
     _entry(
         "relu", "Positive parts over n", r"a_j = (s_j)_+ / n",
         "Wortsman et al. (2023), arXiv:2309.08586",
-        "Only where the scores' mean β is below 0, as β/γ → −∞; at β ≥ 0 sparsity stays at or"
-        " above 1/√π = 0.564 for Gaussian scores, whatever the scale.",
+        "Only if the mean β of the scores is below 0, as β/γ → −∞. For β ≥ 0 the sparsity is "
+        "at least 1/√π = 0.564 for Gaussian scores, whatever the scale.",
         ((), None, "There is no function for the first power of positive parts."),
         _BLOCKS, 'weights="relu"', lambda s: {"weights": "relu"},
     ),
@@ -256,7 +265,7 @@ _POINTWISE = (
         "Su Jianlin (2022), https://kexue.fm/archives/9019",
         "Not by a scale, which cancels: for Gaussian scores and k = 2 sparsity is never below"
         " 1/√3 = 0.577; a larger k lowers that floor.",
-        ((), None, "There is no function for powers of a size other than the first."),
+        ((), None, "There is no function for powers of absolute values other than the first."),
         _BLOCKS, 'weights="power"', lambda s: {"weights": "power"},
     ),
     _entry(
@@ -282,8 +291,8 @@ _SCALED = (
         "log_n", "Softmax scaled by log n, trained at 512",
         r"p_j \propto e^{(\log n / \log 512) \, s_j}",
         "Su Jianlin (2021), https://kexue.fm/archives/8823",
-        "Yes, without limit, as softmax: the factor log n holds a row together as n grows where"
-        " one key leads a narrow bulk; Gaussian scores need only √(log n).",
+        "Yes, without limit, like softmax: the factor log n keeps a row concentrated as n "
+        "grows if one key leads a narrow bulk; Gaussian scores need only √(log n).",
         (("scaling_exponent", *_SOFTMAX), "softmax", _ROW + " and the factor."),
         _STREAMED, "scaling=acutance.scaling.LogN(train_length=512)",
         lambda s: {"scaling": scaling.LogN(train_length=512)},
@@ -291,16 +300,16 @@ _SCALED = (
     _entry(
         "ssmax", "Scalable softmax", r"p_j \propto n^{0.43 \, s_j}",
         "Nakanishi (2025), arXiv:2501.19399",
-        "Yes, without limit, as softmax: one key that leads all others by more than 1/0.43 keeps"
-        " the row at any n.",
+        "Yes, without limit, like softmax: a key that leads all others by more than 1/0.43 "
+        "dominates the row at any n.",
         (("scaling_exponent", *_SOFTMAX), "softmax", _ROW + " and the factor 0.43 log n."),
         _STREAMED, 'scaling="ssmax"', lambda s: {"scaling": "ssmax"},
     ),
     _entry(
         "yarn", "Softmax with YaRN's temperature, trained at 512",
         r"p_j \propto e^{(0.1 \log(n/512) + 1)^2 s_j}", "Peng et al. (2023), arXiv:2309.00071",
-        "Yes, without limit, as softmax: its factor, 1.46 for 8 times as many keys, slows the"
-        " spreading of rows and does not stop it.",
+        "Yes, without limit, like softmax: its factor, 1.46 for 8 times as many keys, slows "
+        "the spreading of rows but does not stop it.",
         (("scaling_exponent", *_SOFTMAX), "softmax", _ROW + " and the factor."),
         _STREAMED, "scaling=acutance.scaling.Yarn(train_length=512)",
         lambda s: {"scaling": scaling.Yarn(train_length=512)},

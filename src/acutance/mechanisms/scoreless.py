@@ -14,34 +14,36 @@ from acutance.mechanisms.feature_maps import FEATURE_MAPS, CosFormer
 __all__ = ["SCORELESS"]
 
 _SUMS = (
-    "By sums over keys, whole, causal in chunks, or a step at a time: O(n F Ev) time for F"
-    " features, O(n F²) with sparsity and effective keys, memory O(n); entropy and the largest"
-    " weight need rows, block by block in O(n²)."
+    "From sums over keys, for whole sequences, causal in chunks, or step by step: O(n F Ev) "
+    "time for F features, O(n F²) with sparsity and effective keys, O(n) memory. Entropy and "
+    "the largest weight need rows, block by block in O(n²)."
 )
 _SIGNED_SUMS = (
-    "By sums over keys: O(n F Ev) time, memory O(n); the sizes of signed weights are no such sums,"
-    " so their statistics form rows block by block in O(n²)."
+    "From sums over keys: O(n F Ev) time, O(n) memory. Absolute values of signed weights are "
+    "not such sums, so their statistics form rows block by block in O(n²)."
 )
 _SCAN = (
-    "By a scan: O(n) time and memory, one state of fixed size while decoding; every statistic is a"
-    " closed form in n and λ."
+    "By a scan: O(n) time and memory, one state of fixed size while decoding; every statistic "
+    "has a closed form in n and λ."
 )
 _MOMENTS = (
     'predict("linear", n, q=φ(q), mu=μ, Sigma=Σ) with mean μ and covariance Σ of the key features:'
     " the value for many keys."
 )
 _NOISY = (
-    "Only at low signal-to-noise of the key features: S = (1 + q'ᵀΣq'/(q'·μ)²)^(−1/2), which is"
-    " near 1 as soon as their mean is large beside their deviation; with independent features a"
-    " larger d makes rows less sparse, not more."
+    "Only if the key features have a low signal-to-noise ratio: S = (1 + "
+    "q'ᵀΣq'/(q'·μ)²)^(−1/2), which is near 1 as soon as their mean is large compared with "
+    "their standard deviation. With independent features a larger d makes rows less sparse, "
+    "not more."
 )
 _TITLES = {
     "elu1": ("elu + 1", r"\mathrm{elu}(x) + 1", ""),
     "relu": ("ReLU", r"\max(x, 0)", ""),
     "relu2": ("squared ReLU", r"\max(x, 0)^2", ""),
     "exp": (
-        "exponential", r"e^x", " Features of larger deviation have larger noise, and so sharper"
-        " rows.",
+        "exponential", r"e^x", (
+            " Features with a larger standard deviation are noisier and give sharper rows."
+        ),
     ),
     "softmax": ("softmax", r"\mathrm{softmax}(x)", ""),
     "hedgehog": (
@@ -82,8 +84,8 @@ def _decay(name: str, title: str, formula: str, source: str, more: str, decays: 
     ones = "torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1]), value"
     return Mechanism(
         name, title, formula, source,
-        "On the latest keys and on nothing else: effective keys never exceed (1 + λ)/(1 − λ);"
-        f" sparsity falls to 0 as n grows only because the row gains zeros.{more}",
+        "Only on the latest keys: effective keys never exceed (1 + λ)/(1 − λ); sparsity "
+        f"falls to 0 as n grows only because the row gains zeros.{more}",
         Theory(
             ("sparsity_decay", "effective_keys_decay"), "decay",
             'predict("decay", n, lam=λ), the same for every row.',
@@ -113,7 +115,7 @@ _COSFORMER = Mechanism(
     r" \, \cos\bigl(\tfrac{\pi}{2} \tfrac{i - j}{n}\bigr)",
     "Qin et al. (2022), arXiv:2202.08791",
     _NOISY
-    + " The cosine of distance by itself leaves 8/π² = 81 % of the last row's keys effective.",
+    + " The cosine of the distance alone leaves 8/π² = 81 % of the last row's keys effective.",
     Theory(
         ("sparsity_linear",), "linear",
         'predict("linear", n, q=φ(q), mu=μ, Sigma=Σ) with mean μ and covariance Σ of the features'
@@ -129,15 +131,15 @@ _RETENTION = Mechanism(
     "retention", "Retention: signed scores times RetNet's decays",
     r"a_{ij} = \lambda_h^{i - j} \, q_i \cdot k_j / \sqrt d, \quad \lambda_h = 1 - 2^{-5-h}",
     "Sun et al. (2023), arXiv:2307.08621",
-    "On the latest keys, by (1 + λ)/(1 − λ) in head h, and beyond that only by the factor 2/π of"
-    " signed Gaussian scores.",
+    "On the latest keys, (1 + λ)/(1 − λ) of them in head h, and beyond that only by the "
+    "factor 2/π of signed Gaussian scores.",
     Theory(
         ("effective_keys_decay", "sparsity_identity"), None,
-        "Decay and content together have no function; predict(\"decay\", n, lam=λ) is the part of"
-        " the decay.",
+        'There is no function for decay and content together; predict("decay", n, lam=λ) is '
+        "the part of the decay.",
     ),
-    "By a chunked scan: O(n F Ev) time, memory O(n), one state of fixed size while decoding; the"
-    " sizes of signed weights need rows, block by block in O(n²).",
+    "By a chunked scan: O(n F Ev) time, O(n) memory, one state of fixed size while decoding. "
+    "Absolute values of signed weights need rows, block by block in O(n²).",
     "acutance.mechanisms.decay_attention(query, key, value, scale=key.shape[3] ** -0.5,"
     " decay=acutance.mechanisms.retnet_decays(query.shape[1]).to(query))",
     Linear(lambda sizes: "identity", decays=_rings),
@@ -147,8 +149,8 @@ _LRU = Mechanism(
     "lru", "Linear recurrent unit: complex decays on a ring",
     r"a_j = \lambda^{n - j}, \quad \lambda = e^{-e^\nu + i e^\theta}",
     "Orvieto et al. (2023), arXiv:2303.06349",
-    "On the latest keys and on nothing else, each state by its own |λ|: effective keys never exceed"
-    " (1 + |λ|)/(1 − |λ|).",
+    "Only on the latest keys, each state by its |λ|: effective keys never exceed (1 + "
+    "|λ|)/(1 − |λ|).",
     Theory(
         ("sparsity_decay", "effective_keys_decay"), "decay",
         'predict("decay", n, lam=|λ|) for each state; the table holds their mean.',
