@@ -173,7 +173,7 @@ def test_failures_are_one_sentence_and_exit_1(
     cases = [
         ([tmp_path / "nowhere" / "model"], "there is no model directory at"),
         ([bare], "has no config.json"),
-        ([text], "is a file; MODEL is the directory"),
+        ([text], "is a file; MODEL must be the directory"),
         ([gpt2, "--text", tmp_path / "missing.txt"], "there is no text file at"),
         ([gpt2, "--text", tmp_path], "is a directory"),
         ([gpt2, "--text", empty], "contains no text"),

@@ -215,7 +215,7 @@ def test_the_decoder_is_the_file_in_its_package_or_a_directory_of_that_name(
     assert load_model.load("smollm2").name == "SmolLM2-135M-Instruct.Q4_1 (of tiny-package)"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
-    with pytest.raises(load_model.ModelError, match=r"the directory smollm2 holds no config\.json"):
+    with pytest.raises(load_model.ModelError, match=r"the directory smollm2 has no config\.json"):
         load_model.load("smollm2")
 
 

@@ -208,7 +208,7 @@ def test_temperature_recommends_and_explains(run: Callable[..., Any], tmp_path: 
         "every row reaches it at τ = 0.1209, with weight 0.941 on its key",
         "it needs d ≥ 255",
         "2 log(n − 1) = 11.1",
-        "never above 0.4745 however many the keys",
+        "never above 0.4745 for any number of keys",
     ):
         assert sentence in said
     assert max(len(line) for line in result.output.splitlines()) <= 80

@@ -213,5 +213,5 @@ def test_names_that_are_near_a_file_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=re.escape(".gguf, as transformers requires")):
         load_model(str(blob))
     shutil.copy(folder / "tiny.gguf", part := folder / "big-00001-of-00003.gguf")
-    with pytest.raises(ModelError, match="must be one of 3 parts of a model; join them with"):
+    with pytest.raises(ModelError, match="is one of 3 parts of a model; join them with"):
         load_model(str(part))

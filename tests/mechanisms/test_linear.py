@@ -458,7 +458,7 @@ def test_a_step_that_does_not_fit_its_state_is_named() -> None:
     one = query[:, :, token], key[:, :, token], value[:, :, token]
     with pytest.raises(ValueError, match="create the state with linear_state"):
         linear_step(state, *one, enable_gqa=True, return_stats=True)
-    with pytest.raises(ValueError, match="of other heads, widths, feature map or decay"):
+    with pytest.raises(ValueError, match="different heads, widths, feature map or decay"):
         linear_step(state, *one, enable_gqa=True, feature_map="hedgehog")
     with pytest.raises(ValueError, match="a step must have a key for each query"):
         linear_step(state, query, *one[1:], enable_gqa=True)

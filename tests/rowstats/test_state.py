@@ -379,7 +379,7 @@ def test_what_is_no_tensor_or_state_is_named() -> None:
     with pytest.raises(TypeError, match=message):
         merge(stats, stats)  # type: ignore[arg-type]
     sums = WeightStatistics(observe_weights(torch.ones(2, 3)))
-    message = "^merge_weights takes two WeightSums, got WeightStatistics: pass its .sums$"
+    message = "^merge_weights needs two WeightSums, got WeightStatistics: pass its .sums$"
     with pytest.raises(TypeError, match=message):
         merge_weights(sums, sums)  # type: ignore[arg-type]
     for mine, other in ((stats, stats.state), (sums, sums.sums)):

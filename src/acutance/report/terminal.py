@@ -48,7 +48,7 @@ def console_table(summary: HeadSummary, metric: str | None = None) -> ConsoleRen
         ...     _ = layer(*[torch.zeros(1, 4, 8)] * 3)
         >>> Console(width=80, no_color=True).print(console_table(probe.summary()))
         How diffuse attention is: mean normalized entropy over rows, layer × head
-        sharp, one key  0.00  0.20  0.40  0.60  0.80  1.00  diffuse, all keys alike
+        sharp, one key  0.00  0.20  0.40  0.60  0.80  1.00  diffuse, uniform weights
         <BLANKLINE>
         layer    h0    h1 │  mean
             0  1.00  1.00 │  1.00
@@ -300,7 +300,7 @@ def row_sentences(layers: tuple[Layer, ...]) -> list[str]:
         + (f" (by {', '.join(names)})" if names else ""),
         f"{span(layer.empty for layer in layers)} that see no key",
     ]
-    for field, why in (("excluded", "not selected"), ("skipped", "not drawn")):
+    for field, why in (("excluded", "not selected"), ("skipped", "not sampled")):
         if any(getattr(layer, field) for layer in layers):
             left.append(f"{span(getattr(layer, field) for layer in layers)} {why}")
     read = span(layer.rows for layer in layers)
@@ -308,7 +308,7 @@ def row_sentences(layers: tuple[Layer, ...]) -> list[str]:
     if any(layer.unseen for layer in layers):
         sentences.append(
             f"{span(layer.unseen for layer in layers)} belong to tokens that no row sees: if "
-            "these are padding, pass attention_mask= to the probe."
+            "padding, pass attention_mask= to the probe."
         )
     return sentences
 
