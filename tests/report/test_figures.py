@@ -95,7 +95,7 @@ def test_without_matplotlib_it_says_how_to_get_it(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     sentence = (
-        r"^acutance\.report\.figures draws with matplotlib; "
+        r"^acutance\.report\.figures needs matplotlib; "
         r'install it with: pip install "acutance\[plots\]"$'
     )
     with pytest.raises(ImportError, match=sentence):

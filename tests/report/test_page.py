@@ -381,7 +381,7 @@ def test_a_probe_returns_its_report(tmp_path: Path) -> None:
     report = probe.report()
     assert isinstance(report, Report)
     assert report.html == html(probe.summary())
-    assert repr(report).startswith("Report of 0.4 MB")
+    assert repr(report).startswith("Report (0.4 MB)")
     written = probe.report(str(tmp_path / "page.html"))
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == written.html == report.html
 
