@@ -29,9 +29,10 @@ FROM_ARTICLES = {
     "scores",
 }  # fmt: skip
 BEYOND = {"finite_n", "gap_law", "simplex", "entropy_floor", "ssmax", "freezing"}
-TRAINED = {"real_heads", "first", "max_retrieval", "mlm_table", "calibrated_length"}
+REAL = {"real_heads", "real_sinks", "real_topk", "real_distance", "real_lengths"}
+TRAINED = REAL | {"first", "max_retrieval", "mlm_table", "calibrated_length"}
 #: Measured for seconds: those that train, and sums over many samples.
-LONG = TRAINED | {
+LONG = TRAINED - {"real_distance"} | {
     "noise", "information", "invariance", "mean_field", "scores", "gap_law", "freezing",
     "sparsity_linear", "sparsity_exp", "finite_n", "temperature", "entropy_floor",
 }  # fmt: skip

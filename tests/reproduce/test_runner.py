@@ -84,7 +84,7 @@ def test_records_of_other_runs_stay(tmp_path: Path, call: Callable[..., Any]) ->
     before = path.read_bytes()
     for quick in (True, False):
         with pytest.raises(
-            ValueError, match=r"ssmax.json is a record of seed 0 at quick size, and"
+            ValueError, match=r"ssmax.json is a record of seed 0 at quick size, but"
         ):
             list(run(chosen, tmp_path, quick=quick, figures=False, seed=1))
     refused = call("ssmax", "--seed", 1, "--no-figures")
@@ -225,6 +225,16 @@ def test_what_needs_a_missing_package_is_left_out_or_named(
     alone = call("noise", "--no-figures")
     assert alone.exit_code == 1
     assert "the experiment noise needs no_such_package; install it with" in alone.output
+
+
+def test_what_only_the_full_size_needs_is_not_missed_by_the_quick_one(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lacking = replace(EXPERIMENTS["ssmax"], full_needs="no_such_package")
+    monkeypatch.setitem(EXPERIMENTS, "ssmax", lacking)
+    assert call("ssmax", "--no-figures", "--quick").exit_code == 0
+    with pytest.raises(ImportError, match=r"ssmax needs no_such_package at full size; install it"):
+        next(run([lacking], tmp_path / "full", figures=False))
 
 
 def test_without_matplotlib_it_says_what_to_do(

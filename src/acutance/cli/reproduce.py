@@ -105,12 +105,14 @@ def _run(chosen: "Sequence[Experiment]", options: ReproduceOptions) -> int:
     from acutance.report.screen import note
 
     notes = console()
-    left_out = [experiment for experiment in chosen if missing(experiment)]
-    if len(left_out) < len(chosen):  # otherwise the run says what to install
-        for experiment in left_out:
-            said = f"{experiment.name}: skipped, because it needs {experiment.needs}"
-            notes.print(Text(said, style="yellow"))
-        chosen = [experiment for experiment in chosen if experiment not in left_out]
+    lacking = {one.name: missing(one, quick=options.quick) for one in chosen}
+    if not all(lacking.values()):  # otherwise the run says what to install
+        for one in chosen:
+            if package := lacking[one.name]:
+                size = "" if package == one.needs else " at full size"
+                said = f"{one.name}: skipped, because it needs {package}{size}"
+                notes.print(Text(said, style="yellow"))
+        chosen = [one for one in chosen if not lacking[one.name]]
     records: list[Record] = []
     complete, failure = True, None
     status: Any = None

