@@ -156,6 +156,12 @@ def test_plain_pytorch_takes_over_where_it_is_faster(
     assert selection._most_queries(native, few, many) == pytest.approx(most, abs=1e-9)
 
 
+def test_times_that_a_coarse_clock_rounded_decide_nothing() -> None:
+    """Under a limit of CPU time Linux counts it in steps of 4 ms."""
+    for few, many in ((0.0, 0.0), (0.004, 0.0), (0.004, 0.004), (0.0, 0.004)):
+        assert selection._most_queries(1e-6, few, many) == math.inf
+
+
 def test_the_number_of_queries_decides_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library.load(), "most_queries", 20.0)
     few, many = torch.ones(1, 1, 20, 8), torch.ones(1, 1, 21, 8)
