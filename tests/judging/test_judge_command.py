@@ -83,7 +83,7 @@ def test_several_texts_are_the_samples(run: Callable[..., Any], tmp_path: Path) 
         (("--law", "off:0.7"), 1, "the layer has 4 heads"),
         (("--law", "off:x"), 1, "heads are LAYER.HEAD"),
         (("--law", "ssmax", "--lengths", "4096"), 1, "at least 2 windows of 4096 tokens, and the"),
-        (("--law", "ssmax", "--lengths", "64,32"), 2, "they rise from 2 or more"),
+        (("--law", "ssmax", "--lengths", "64,32"), 2, "lengths must be at least 2 and ascending"),
         (("--law", "ssmax", "--resume"), 2, "it goes on from the file of --save"),
         (("--law", "ssmax", "--text", "none.txt"), 1, "there is no text file at none.txt"),
     ],

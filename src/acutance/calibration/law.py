@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ from acutance.summary.layer import NOT_LOADED
 __all__ = ["SCHEMA", "AnyLaw", "HeadLaws", "Law", "LawError", "by_layer"]
 
 SCHEMA = "acutance.law/1"
+_JUDGED = "judged"
 
 #: Layers by block number, range, name or pattern, as
 #: :class:`acutance.capture.layer_choice.LayerChoice` reads them.
@@ -68,6 +69,8 @@ class Law:
         lengths: lengths at which it was fitted, none if it was not.
         target: what was held constant, None if nothing was.
         weights_not_loaded: which weights of the model it was fitted to were random, None if none.
+        judged: what it does to the loss of held-out text, a record as
+            :meth:`acutance.judging.LawComparison.to_dict` gives; None if that was not measured.
 
     Example:
         >>> from acutance import scaling
@@ -84,6 +87,7 @@ class Law:
     lengths: tuple[int, ...] = ()
     target: str | None = None
     weights_not_loaded: str | None = None
+    judged: Mapping[str, Any] | None = field(default=None, hash=False)
 
     @classmethod
     def of(
@@ -175,6 +179,7 @@ class Law:
 
     def record(self) -> dict[str, Any]:
         """The law as JSON-serialisable values."""
+        optional = {NOT_LOADED: self.weights_not_loaded, _JUDGED: self.judged}
         return {
             "schema": SCHEMA,
             "model": self.model.to_dict(),
@@ -182,7 +187,7 @@ class Law:
             "layers": {name: _written(one) for name, one in self.layers},
             "lengths": list(self.lengths),
             "target": self.target,
-        } | ({} if self.weights_not_loaded is None else {NOT_LOADED: self.weights_not_loaded})
+        } | {name: part for name, part in optional.items() if part is not None}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON with a digest of itself, whole or not at all."""
@@ -209,7 +214,7 @@ class Law:
             found = record.get("schema") if isinstance(record, dict) else type(record).__name__
             raise ValueError(f"its schema must be {SCHEMA!r}, got {found!r:.60}")
         known = {"schema", "model", "everywhere", "layers", "lengths", "target"}
-        if wrong := sorted((set(record) - {NOT_LOADED}) ^ known):
+        if wrong := sorted((set(record) - {NOT_LOADED, _JUDGED}) ^ known):
             raise ValueError(
                 f"it must have {', '.join(sorted(known))}; wrong is {', '.join(wrong):.60}"
             )
@@ -223,6 +228,9 @@ class Law:
         random = record.get(NOT_LOADED)
         if random is not None and not isinstance(random, str):
             raise ValueError(f"{NOT_LOADED} must be text, got {type(random).__name__}")
+        judged = record.get(_JUDGED)
+        if judged is not None and not (isinstance(judged, dict) and "verdict" in judged):
+            raise ValueError(f"{_JUDGED} must be an object with a verdict, got {judged!r:.60}")
         return cls(
             model=Identity.from_dict(record["model"]),
             everywhere=None if everywhere is None else _scaling("everywhere", everywhere),
@@ -230,6 +238,7 @@ class Law:
             lengths=tuple(check_count("lengths", n, 1) for n in lengths),
             target=target,
             weights_not_loaded=random,
+            judged=judged,
         )
 
 

@@ -31,11 +31,15 @@ from acutance.cli.options import (
     read_lengths,
 )
 from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
+from acutance.cli.progress import progress
 from acutance.cli.shared import INTERRUPTED, console, fail, plain_errors
 
 if TYPE_CHECKING:
     from acutance.calibration.fit.calibrate import Advance
     from acutance.calibration.fit.result import Calibration
+    from acutance.corpus.text_model import TextModel
+    from acutance.corpus.texts import Text
+    from acutance.judging.text_windows import HeldOut
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -124,6 +128,13 @@ class CalibrateOptions:
             "--save", metavar="FILE", help="Save the state after every batch, for --resume."
         ),
     ] = None
+    even_if_worse: Annotated[
+        bool,
+        typer.Option(
+            "--even-if-worse",
+            help="Write the law even if it raises the loss, or if the text is too short to judge it.",
+        ),
+    ] = False
     save_every: SaveEvery = 1
     resume: Resume = False
     overwrite: Overwrite = False
@@ -143,12 +154,15 @@ class CalibrateOptions:
         "allow_missing",
         FIT: "target reference law limit windowed passes",
         LESS: "windows batch_size seed",
-        WRITE: "out json save overwrite",
+        WRITE: "out even_if_worse json save overwrite",
         MANY: "save_every resume",
     },
 )
 def calibrate(options: CalibrateOptions) -> None:
-    """Fit, for every head, the scale that keeps its attention equally focused at any length."""
+    """Fit, for every head, the scale that keeps its attention equally focused at any length.
+
+    Before the law is written, its effect on the loss of held-out text is measured.
+    """
     check_outputs(
         {"--out": options.out, "--json": options.json, "--save": options.save},
         {"MODEL": options.model, "--text": options.text},
@@ -173,8 +187,10 @@ def calibrate(options: CalibrateOptions) -> None:
             kept = (
                 f"; continue from {options.save} with --resume" if options.save is not None else ""
             )
-            fail(f"interrupted before the law was fitted{kept}")
+            fail(f"interrupted before the law was fitted and judged{kept}")
             raise typer.Exit(INTERRUPTED) from None
+
+        refused = options.out is not None and not options.even_if_worse and _hurts(calibration)
 
         def write_json(path: Path) -> None:
             if str(path) == "-":
@@ -184,9 +200,15 @@ def calibrate(options: CalibrateOptions) -> None:
 
         write_and_show(
             {"law": calibration.save, "json": write_json},
-            {"law": options.out, "json": options.json},
+            {"law": None if refused else options.out, "json": options.json},
             lambda screen: screen.print(show(calibration)),
         )
+        if refused:
+            fail(
+                f"the law was not written to {options.out}: it raises the loss of held-out text; "
+                "--even-if-worse writes it"
+            )
+            raise typer.Exit(1)
 
 
 def _fit(
@@ -203,7 +225,7 @@ def _fit(
 
     texts = corpus.read(options.text) if options.text else [corpus.bundled()]
     with console().status("loading the model"):
-        loaded = load_model(options, options.device)
+        headed, loaded = _load(options)
     lengths = default_lengths(loaded) if lengths is None else lengths
     wanted: dict[str, Any] = {
         "lengths": lengths,
@@ -221,6 +243,9 @@ def _fit(
         check_positions(loaded.model, lengths)
     for warning in caught:
         console().print(note(("note", "yellow"), f": {warning.message}"))
+    held = None if headed is None else _held_out(headed, texts, lengths[-1], options)
+    if held is not None:
+        texts, loaded = held.fit, replace(loaded, tokenizer=held.tokenizer)
     samples = draw(texts, loaded.tokenizer, lengths, options.windows, options.seed)
     loaded.check_tokens(piece for sample in samples.values() for piece in sample.pieces)
     console().print(note((describe_samples(samples), "dim")), soft_wrap=True)
@@ -239,7 +264,85 @@ def _fit(
             overwrite=options.overwrite,
             advance=advance,
         )
-    return replace(calibration, weights_not_loaded=loaded.not_loaded)
+    calibration = replace(calibration, weights_not_loaded=loaded.not_loaded)
+    if headed is not None and held is not None:
+        return _judged(calibration, headed, held, lengths, options)
+    why = "the model has no language-model head" if headed is None else "the text is too short"
+    console().print(
+        note(("note", "yellow"), f": {why}, so the loss under the law was not measured"),
+        soft_wrap=True,
+    )
+    return calibration
+
+
+def _load(options: CalibrateOptions) -> "tuple[TextModel | None, TextModel]":
+    """The model with its head, None where it has none, and without."""
+    from acutance.corpus.load_model import HeadError
+
+    try:
+        headed = load_model(options, options.device, head=True)
+    except HeadError:
+        return None, load_model(options, options.device)
+    return headed, headed.base
+
+
+def _held_out(
+    headed: "TextModel", texts: "list[Text]", longest: int, options: CalibrateOptions
+) -> "HeldOut | None":
+    """The ends of texts that the law is judged on; None if there is too little and that is fine."""
+    from acutance.judging.text_windows import hold_out
+
+    try:
+        return hold_out(headed, texts, longest)
+    except ValueError as error:
+        if options.even_if_worse:
+            return None
+        raise type(error)(f"{error}, or --even-if-worse for a law that nothing judged") from error
+
+
+def _judged(
+    calibration: "Calibration",
+    headed: "TextModel",
+    held: "HeldOut",
+    lengths: tuple[int, ...],
+    options: CalibrateOptions,
+) -> "Calibration":
+    """The law with what it does to the loss of the held-out windows, which is said at once."""
+    import warnings
+
+    from acutance.judging.judge_model import judge_windows
+    from acutance.judging.remedies import LawRemedy
+    from acutance.judging.render import verdict_sentence
+    from acutance.judging.text_windows import loss_of, text_windows
+    from acutance.report.screen import note
+
+    loss = loss_of(headed)
+    # a causal model's long windows have the short ones inside
+    read = lengths if loss.reads_all else lengths[-1:]
+    windows = text_windows(replace(headed, tokenizer=held.ends), held.judged, read, 0, 0)
+    remedy = LawRemedy("the law", calibration, options.windowed)
+    with (
+        progress("judging", windows.count, 2 * windows.tokens, console()) as advance,
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # said before
+        comparison = judge_windows(headed.model, windows, [remedy], loss, advance=advance)
+    (law,) = comparison.laws
+    where = f"on {comparison.windows} held-out windows, {comparison.loss}"
+    console().print(note(f"{where}: {verdict_sentence(law)}"), soft_wrap=True)
+    record = law.to_dict() | {
+        name: part
+        for name, part in comparison.to_dict().items()
+        if name in ("windows", "tokens", "loss", "mean_loss", "lengths", "groups", "unit")
+    }
+    return replace(calibration, judged=record)
+
+
+def _hurts(calibration: "Calibration") -> bool:
+    """Whether the law was found to raise the loss, at some positions at least."""
+    from acutance.judging.paired import HURTS, MIXED
+
+    return calibration.judged is not None and calibration.judged["verdict"] in (HURTS, MIXED)
 
 
 def _target(text: str) -> tuple[str, float | None]:

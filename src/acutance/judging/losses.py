@@ -51,9 +51,11 @@ class Loss:
 
     Attributes:
         words: what it is, with every setting that changes its numbers.
+        reads_all: whether every prediction reads its whole window.
     """
 
     words: str
+    reads_all = False
 
     def check(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> None:
         """Refuse a model that does not have this loss, by a call with a few tokens.
@@ -173,6 +175,8 @@ class MaskedTokens(_Logits):
         >>> MaskedTokens(103).words
         '15 % of the tokens masked, seed 0'
     """
+
+    reads_all = True
 
     def __init__(
         self, mask_token: int, share: float = 0.15, seed: int = 0, special: Iterable[int] = ()

@@ -45,18 +45,20 @@ class LawRemedy:
 
     name: str
     law: AnyLaw
+    windowed: bool = False
 
     @property
     def words(self) -> str:
         """The law, or a digest of its file."""
+        windowed = ", windowed" if self.windowed else ""
         if not isinstance(self.law, Law):
-            return str(self.law)
+            return f"{self.law}{windowed}"
         record = json.dumps(self.law.record(), sort_keys=True)
-        return f"law {hashlib.sha256(record.encode()).hexdigest()[:16]}"
+        return f"law {hashlib.sha256(record.encode()).hexdigest()[:16]}{windowed}"
 
     def applied(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """The law in force; leaving raises ApplyError if it changed no call."""
-        return apply(model, self.law)
+        return apply(model, self.law, windowed=self.windowed)
 
 
 @dataclass(frozen=True)

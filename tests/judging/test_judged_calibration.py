@@ -1,0 +1,96 @@
+"""acutance calibrate judges its law on held-out text before it writes it."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import acutance
+from acutance.cli import app
+from acutance.experiments.models.trained import decoder, directory
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+
+
+@pytest.fixture
+def run() -> Callable[..., Any]:
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
+
+
+def calibrate(run: Callable[..., Any], folder: Path, tokens: int, *options: Any) -> Any:
+    """The decoder of the package, calibrated on so much of a file it was not trained on."""
+    (folder / "text.py").write_text((STDLIB / "tarfile.py").read_text()[:tokens])
+    law = folder / "law.json"
+    given = ("--text", folder / "text.py", "--windows", 16, "--passes", 3, "-o", law)
+    return run("calibrate", directory(), *given, *options), law
+
+
+def test_a_law_that_helps_is_written_with_its_effect(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Beyond the 128 bytes of training, entropy held constant lowers the decoder's loss."""
+    done, law = calibrate(run, tmp_path, 24000, "--lengths", "128,1024")
+    assert done.exit_code == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert "on 5 held-out windows, next token: the law helps: loss changes by -" in said
+    judged = json.loads(law.read_text())["judged"]
+    assert (judged["verdict"], judged["windows"], judged["lengths"]) == ("helps", 5, [1024])
+    assert judged["delta"] < -judged["error"]
+    loaded = acutance.Law.load(law)
+    assert loaded.judged == judged
+    loaded.check(decoder())
+
+
+def test_a_law_that_hurts_is_refused(run: Callable[..., Any], tmp_path: Path) -> None:
+    options = ("--lengths", "32,64", "--target", "top_weight=0.97", "--json", tmp_path / "all.json")
+    done, law = calibrate(run, tmp_path, 4000, *options)
+    assert done.exit_code == 1
+    assert not law.exists()
+    said = " ".join(done.stderr.split())
+    assert "held-out windows, next token: the law hurts: loss changes by +" in said
+    assert "it raises the loss of held-out text; --even-if-worse writes it" in said
+    assert "top weight" in done.stdout  # the table is shown all the same
+    assert json.loads((tmp_path / "all.json").read_text())["law"]["judged"]["verdict"] == "hurts"
+    done, law = calibrate(run, tmp_path, 4000, *options, "--even-if-worse")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(law.read_text())["judged"]["verdict"] == "hurts"
+
+
+def test_text_that_is_too_short_to_judge_on(run: Callable[..., Any], tmp_path: Path) -> None:
+    done, law = calibrate(run, tmp_path, 200, "--lengths", "32,64")
+    assert done.exit_code == 1
+    assert "fitting and judging take at least 2 windows of 64 tokens each" in done.stderr
+    assert "or --even-if-worse for a law that nothing judged" in done.stderr
+    assert done.stderr.count("\n") == 1
+    done, law = calibrate(run, tmp_path, 200, "--lengths", "32,64", "--even-if-worse")
+    assert done.exit_code == 0, done.stderr
+    assert "the text is too short, so the loss under the law was not measured" in done.stderr
+    assert "judged" not in json.loads(law.read_text())
+
+
+def test_a_model_without_a_head_is_calibrated_unjudged(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    law = tmp_path / "law.json"
+    done = run("calibrate", "--lengths", "16,32", "--windows", 2, "--passes", 2, "-o", law)
+    assert done.exit_code == 0, done.stderr
+    assert "the model has no language-model head, so the loss under the law" in done.stderr
+    assert "judged" not in json.loads(law.read_text())
+
+
+@pytest.mark.parametrize("judged", ["good", {"delta": 0.1}])
+def test_a_damaged_judgement_is_refused(judged: Any, tmp_path: Path) -> None:
+    from acutance.from_json import sealed_json
+
+    law = acutance.Law.of(decoder(), "ssmax")
+    record = law.record() | {"judged": judged}
+    (tmp_path / "law.json").write_text(json.dumps(sealed_json(record)))
+    with pytest.raises(ValueError, match="judged must be an object with a verdict"):
+        acutance.Law.load(tmp_path / "law.json")
