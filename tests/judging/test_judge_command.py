@@ -84,7 +84,7 @@ def test_several_texts_are_the_samples(run: Callable[..., Any], tmp_path: Path) 
         (("--law", "off:x"), 1, "heads are LAYER.HEAD"),
         (("--law", "ssmax", "--lengths", "4096"), 1, "at least 2 windows of 4096 tokens, and the"),
         (("--law", "ssmax", "--lengths", "64,32"), 2, "lengths must be at least 2 and ascending"),
-        (("--law", "ssmax", "--resume"), 2, "it goes on from the file of --save"),
+        (("--law", "ssmax", "--resume"), 2, "needs --save, the file to continue from"),
         (("--law", "ssmax", "--text", "none.txt"), 1, "there is no text file at none.txt"),
     ],
 )
@@ -116,7 +116,7 @@ def test_learned_positions_are_a_limit(run: Callable[..., Any], tmp_path: Path, 
     given = ("judge", tmp_path / "model", "--text", text, "--law", "ssmax")
     done = run(*given, "--lengths", "128")
     assert done.exit_code == 1
-    assert "lengths reach 128, the model has 64 positions" in done.stderr
+    assert "lengths reach 128, but the model has 64 positions" in done.stderr
     done = run(*given, "--lengths", "64", "--windows", "2")
     assert done.exit_code == 0, done.stderr
 

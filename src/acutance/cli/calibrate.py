@@ -132,7 +132,7 @@ class CalibrateOptions:
         bool,
         typer.Option(
             "--even-if-worse",
-            help="Write the law even if it raises the loss, or if the text is too short to judge it.",
+            help="Write the law even if it raises the loss or could not be judged.",
         ),
     ] = False
     save_every: SaveEvery = 1
