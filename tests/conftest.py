@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import tempfile
@@ -116,3 +117,19 @@ def seed() -> int:
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
     return 0
+
+
+@pytest.fixture
+def as_library() -> Iterator[Callable[[type], None]]:
+    """Have the methods of a class pass for PyTorch's own, by the file that they say they are of."""
+    before = []
+
+    def mark(kind: type) -> None:
+        for member in vars(kind).values():
+            if inspect.isfunction(member):
+                before.append((member, member.__code__))
+                member.__code__ = member.__code__.replace(co_filename=torch.__file__)
+
+    yield mark
+    for member, code in before:
+        member.__code__ = code

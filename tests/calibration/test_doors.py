@@ -7,7 +7,7 @@ import pickle
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 import acutance
-from acutance.calibration import apply_law
 from acutance.capture.entry_points import Doors, is_library_code
 from acutance.scaling import LogN
 
@@ -227,14 +226,14 @@ class Sometimes(nn.Module):
 
 
 def test_what_comes_by_a_door_is_scaled_or_an_error(
-    ids: Tensor, monkeypatch: pytest.MonkeyPatch
+    ids: Tensor, as_library: Callable[[type], None]
 ) -> None:
     model = Sometimes()
     assert not is_library_code(model)
     model.way = ["sdpa"]
     with acutance.apply(model, LAW) as followed:
         want = model(ids)
-    monkeypatch.setattr(apply_law, "is_library_code", lambda model: True)
+    as_library(Sometimes)
     model.way = []
     with acutance.apply(model, LAW) as applied:
         model(ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 import acutance
-from acutance.capture import listener
 from acutance.capture.entry_points import kinds_are_library
 
 
@@ -166,9 +165,9 @@ class Sometimes(nn.Module):
 
 @pytest.mark.parametrize("way", ["sdpa", "by hand"])
 def test_what_comes_by_a_door_is_read(
-    way: str, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+    way: str, ids: Tensor, as_library: Callable[[type], None]
 ) -> None:
-    monkeypatch.setattr(listener, "is_library_code", lambda model: True)
+    as_library(Sometimes)
     model = Sometimes()
     with acutance.probe(model) as probe:
         model(ids)
@@ -197,9 +196,7 @@ def test_a_layer_called_by_itself_is_a_pass(ids: Tensor) -> None:
     assert counts[0] == counts[1] == {"h.0.attn": 2, "h.1.attn": 1}
 
 
-def test_a_tap_is_heard_in_a_watched_pass(ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "is_library_code", lambda model: True)
-
+def test_a_tap_is_heard_in_a_watched_pass(ids: Tensor, as_library: Callable[[type], None]) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -210,6 +207,7 @@ def test_a_tap_is_heard_in_a_watched_pass(ids: Tensor, monkeypatch: pytest.Monke
             with acutance.tap(x, x, x):
                 return x
 
+    as_library(Outer)
     model = Outer()
     with acutance.probe(model) as probe:
         for _ in range(3):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -14,45 +12,33 @@ import torch
 from torch import Tensor
 
 from acutance.calibration.factors import (
+    KnownFactors,
+    Plan,
+    Plans,
+    as_query,
     count,
-    count_call,
-    has_shallow_mask,
+    entropy_of,
+    factor_of_call,
     query_factor,
     scaled_scores,
+    situation_of,
+    warn_of_shallow_mask,
 )
-from acutance.calibration.law import AnyLaw, HeadLaws, Law, by_layer
-from acutance.capture.attention_call import AttentionCall
+from acutance.calibration.law import AnyLaw, Law
 from acutance.capture.change_functions import FunctionChange
-from acutance.capture.entry_points import (
-    Doors,
-    is_library_code,
-    kinds_are_library,
-    others_listen,
-)
-from acutance.capture.find_layers import (
-    attention_layers,
-    in_window,
-    is_softmax,
-    may_attend,
-    uses_interface,
-)
+from acutance.capture.entry_points import kinds_are_library
+from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.head_axis import could_be_over_keys, heads_of
 from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack
+from acutance.capture.pass_follower import PassFollower
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.torch_functions import sdpa_call
-from acutance.capture.torch_modes import EAGER
-from acutance.scaling import Scaling
+from acutance.capture.torch_modes import EAGER, forget_compiled
 
 __all__ = ["Applied", "ApplyError", "apply"]
 
-
-_MOST_FACTORS = 8  # that a thread remembers
 _WINDOWED = "its rows see only a window (windowed=True scales it)"
-_SHALLOW = (
-    "{} hides keys with a number above -1e9, which the law counts as visible keys, so its n "
-    "is too large; mask with -inf or torch.finfo(dtype).min"
-)
 
 
 class ApplyError(RuntimeError):
@@ -102,53 +88,13 @@ def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> App
     return Applied(model, law, windowed=windowed)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What happens to the calls of one module."""
-
-    name: str
-    laws: HeadLaws | None
-    windowed: bool
-    by_count: bool
-
-
 class _Thread(threading.local):
     """How one thread is followed inside the model."""
 
     def __init__(self) -> None:
         self.mode: FunctionChange | None = None
         self.graphs = 0  # compiled modules running, which are traced
-        self.factors = _Factors()
-
-
-class _Factors:
-    """The factors that a thread computed last, which layers in the same situation share."""
-
-    def __init__(self) -> None:
-        #: by situation, the factor; its mask, held so that no other gets its identity; and what
-        #: was in the mask, where writing to it leaves no trace
-        self._known: dict[tuple[Any, ...], tuple[Tensor, Tensor | None, Tensor | None]] = {}
-
-    def get(self, situation: tuple[Any, ...]) -> Tensor | None:
-        """The factor of a situation; None if it is not known."""
-        known = self._known.get(situation)
-        if known is None:
-            return None
-        factor, mask, before = known
-        if mask is not None and before is not None and not torch.equal(mask, before):
-            return None
-        return factor
-
-    def put(self, situation: tuple[Any, ...], mask: Tensor | None, factor: Tensor) -> None:
-        """Remember a factor."""
-        if len(self._known) >= _MOST_FACTORS:
-            self._known.clear()
-        before = mask.clone() if mask is not None and mask.is_inference() else None
-        self._known[situation] = factor, mask, before
-
-    def forget_masks(self) -> None:
-        """Drop references to the masks of a pass."""
-        self._known = {key: each for key, each in self._known.items() if each[1] is None}
+        self.factors = KnownFactors()
 
 
 class Applied:
@@ -168,29 +114,21 @@ class Applied:
         self._thread = _Thread()
         self._modules = ModuleStack(model, self._begin, self._end)
         self._modules.read_names()
-        everywhere, self._layers = by_layer(model, law)
         self._law = law
-        self._elsewhere = None if everywhere is None else HeadLaws(everywhere)
-        self._plans: dict[str, _Plan] = {}  # of modules that were asked about
-        modules = self._modules.named()
-        self._unseen = {name for name, one in modules.items() if may_attend(one)}
-        self._asked: set[str] = set()  # modules that asked transformers' interface in a pass
+        self._plans = Plans(self._modules, law)
         self._by_functions = False  # whether attention came in another way
         known = attention_layers(model)
         self._asking = {name for name, module in known.items() if uses_interface(module)}
         for name in self._asking:  # before a compiler traces what asks for their plans
-            self._plan(name)
+            self._plans.of(name)
         # whether compiled modules run compiled, with the law in their graphs: all attention asks
         # the interface, by the code of libraries or as a pass of all modules showed
         self._traces = bool(known) and set(known) == self._asking and kinds_are_library(model)
         self._compiled = any(type(one).__name__ == "OptimizedModule" for one in model.modules())
         self._uncompiled = ExitStack()
-        self._roots: set[torch.nn.Module] = set()
-        self._library: bool | None = None  # whether passes may be watched at doors; None: not asked
-        self._doors: Doors | None = None  # watched instead of following passes
-        self._following, self._watching = ExitStack(), ExitStack()
-        self._running_passes = 0
-        self._lock = threading.RLock()
+        self._follower = PassFollower(
+            self._modules, begun=self._begun, ended=self._ended, passed=self._passed
+        )
         self._context: ExitStack | None = None
         self._install()
 
@@ -198,15 +136,13 @@ class Applied:
 
     def _install(self) -> None:
         with ExitStack() as context:
-            context.callback(_forget_compiled)
+            context.callback(forget_compiled)
             context.enter_context(self._uncompiled)
             if not self._traces:
                 self._uncompiled.enter_context(EAGER)
-            context.enter_context(self._watching)
-            context.enter_context(self._following)
-            self._following.enter_context(self._modules.follow())
+            context.enter_context(self._follower.follow())
             context.enter_context(huggingface.change(self))
-            _forget_compiled()
+            forget_compiled()
             self._context = context.pop_all()
 
     def restore(self) -> None:
@@ -262,22 +198,20 @@ class Applied:
         name = self._modules.name_of(module)
         if name is None:
             return None
-        if compiling := torch.compiler.is_compiling():
-            plan = self._plan(name)
-        else:
-            self._asked.add(name)
-            plan = self._plans.get(name) or self._plan(name)
+        if not (compiling := torch.compiler.is_compiling()):
+            self._follower.asked.add(module)
+        plan = self._plans.of(name)
         if plan.laws is None:
             return None
         if not self._windowed and (plan.windowed or call.kwargs.get("sliding_window") is not None):
             self.skip(plan.name)
             return None
-        situation = None if compiling or not plan.by_count else _situation(plan.laws, call)
+        situation = None if compiling or not plan.by_count else situation_of(plan.laws, call)
         factor = None if situation is None else self._thread.factors.get(situation)
         if factor is None:
             try:
                 n = count(query, key, call.masks())
-                entropy = _entropy(call.read(plan.name)) if plan.laws.needs_entropy else None
+                entropy = entropy_of(call.read(plan.name)) if plan.laws.needs_entropy else None
                 factor = query_factor(plan.laws, n, query.shape[1], query.dtype, entropy)
             except ValueError as error:
                 raise self.unreachable(plan.name, str(error)) from error
@@ -300,7 +234,7 @@ class Applied:
 
     def noticed(self, *, attention: bool = True) -> None:
         """Note a call of a function that is or may be attention, or of ``exp``."""
-        self._library = False
+        self._follower.library = False
         self._by_functions |= attention
         if attention and self._traces:
             self._traces = False
@@ -309,24 +243,9 @@ class Applied:
     def _running_name(self) -> str | None:
         return self._modules.running() if self._modules.thread.stack else None
 
-    def _running(self) -> _Plan | None:
+    def _running(self) -> Plan | None:
         name = self._running_name()
-        return None if name is None else self._plan(name)
-
-    def _plan(self, full: str) -> _Plan:
-        """What happens to the calls of a module."""
-        plan = self._plans.get(full)
-        if plan is None:
-            module, above = self._modules.module_of(full), full.rpartition(".")[0]
-            assert module is not None
-            name = full
-            if is_softmax(module):
-                name = above or class_name(self._model)
-                module, above = self._modules.module_of(name) or module, name.rpartition(".")[0]
-            windowed = in_window(module, self._modules.module_of(above or class_name(self._model)))
-            laws = _of_layer(self._layers, name) or self._elsewhere
-            plan = self._plans[full] = _Plan(name, laws, windowed, _by_count(laws))
-        return plan
+        return None if name is None else self._plans.of(name)
 
     def here(self) -> str | None:
         """Name of the module now running if its logits are to be scaled, else None."""
@@ -358,18 +277,14 @@ class Applied:
         plan = self._running()
         assert plan is not None
         assert plan.laws is not None
-        laws = plan.laws
-        query = given["query"]
         with self.mute():
             try:
                 call = sdpa_call(given, name)
-                entropy = _entropy(call) if laws.needs_entropy else None
-                heads = call.query.shape[1]
-                factor = query_factor(laws, count_call(call), heads, query.dtype, entropy)
+                factor = factor_of_call(plan.laws, call)
             except ValueError as error:
                 raise self.unreachable(name, str(error)) from error
             self._count(name)
-            return _shaped(factor, query, call.query)
+            return as_query(factor, given["query"], call.query)
 
     def could_be_over_keys(self, scores: Tensor, dim: int) -> bool:
         """Whether a softmax over ``dim`` in the running module could be attention's over keys."""
@@ -393,8 +308,8 @@ class Applied:
             changed = scaled_scores(scores, bare, dim, plan.laws, self._heads(running), narrow)
         except ValueError as error:
             raise self.unreachable(name, str(error)) from error
-        if name not in self.calls and has_shallow_mask(bare, dim, narrow):
-            warnings.warn(_SHALLOW.format(name), stacklevel=2)
+        if name not in self.calls:
+            warn_of_shallow_mask(name, bare, dim, narrow)
         self._count(name)
         return changed
 
@@ -405,10 +320,7 @@ class Applied:
     # -- bookkeeping ------------------------------------------------------------------------------
 
     def _count(self, name: str) -> None:
-        if torch.compiler.is_compiling():
-            if name not in self.calls:
-                self.calls[name] = 1
-        else:
+        if name not in self.calls or not torch.compiler.is_compiling():
             self.calls[name] = self.calls.get(name, 0) + 1
 
     def skip(self, name: str, why: str = _WINDOWED) -> None:
@@ -417,72 +329,42 @@ class Applied:
 
     def _begin(self, module: torch.nn.Module, name: str) -> None:
         thread = self._thread
-        self._unseen.discard(name)
+        self._follower.unseen.discard(name)
         if self._is_traced(module):  # with a mode around it the compiler would trace that too
             self._stop()
             thread.graphs += 1
         elif not self._modules.thread.stack:
             self._start()
         if not self._modules.thread.stack:
-            with self._lock:
-                self._roots.add(module)
-                self._running_passes += 1
+            self._follower.begin(module)
 
     def _end(self, module: torch.nn.Module, name: str) -> None:
         thread = self._thread
         if not self._modules.thread.stack:
             self._leave_model()
-            with self._lock:
-                self._running_passes -= 1
-                if self._asked and not (self._unseen or self._by_functions):
+            with self._follower.lock:
+                if self._follower.end() and not self._by_functions:
                     if self._compiled and not self._traces:
                         self._traces = True
                         self._uncompiled.close()
-                    self._watch_doors()
+                    if self._context is not None:
+                        self._follower.watch()
         elif self._is_traced(module):
             thread.graphs -= 1
             if not thread.graphs:
                 self._start()
 
-    def _watch_doors(self) -> None:
-        """Switch to the cheap mode, where every other way to compute attention would be noticed."""
-        if self._library is None:
-            self._library = is_library_code(self._model)
-        if not self._library or self._running_passes or self._doors or self._context is None:
-            return
-        if others_listen(hooks=1):
-            return
-        asking = [one for name in self._asked if (one := self._modules.module_of(name))]
-        doors = Doors(
-            self._model,
-            self._roots,
-            asking,
-            begun=self._begun,
-            ended=self._ended,
-            passed=self._passed,
-        )
-        self._following.close()
-        self._watching.enter_context(doors.watch())
-        self._doors = doors
-
-    def _follow_again(self) -> None:
-        with self._lock:
-            if self._doors is not None:
-                self._doors = None
-                self._watching.close()
-                self._following.enter_context(self._modules.follow())
-
     def _begun(self, module: torch.nn.Module, unchanged: bool) -> None:
         """Handle the start of a pass in the cheap mode."""
         if not unchanged:
-            self._follow_again()
+            self._follower.follow_again()
 
     def _passed(self, inside: bool, flat: bool) -> None:
         """A function of attention, or that may be, is about to be called."""
         if self.muted() or not inside:
             return
-        self._library = False
-        self._follow_again()
+        self._follower.library = False
+        self._follower.follow_again()
         if self._thread.mode is None:
             self._modules.thread.late = True
             self._modules.thread.stack.append(class_name(self._model))
@@ -516,73 +398,3 @@ class Applied:
         mode, self._thread.mode = self._thread.mode, None
         if mode is not None:
             mode.__exit__(None, None, None)
-
-
-def _situation(laws: HeadLaws, call: huggingface.InterfaceCall) -> tuple[Any, ...] | None:
-    """Everything that a factor depends on, as a key for sharing it; None if unknown.
-
-    A mask that is an inference tensor does not count what is written to it: its entries are
-    compared, which on a GPU would make the host wait.
-    """
-    module, query, key, _, mask = call.positional()
-    if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
-        return None
-    given = call.kwargs
-    if given.get("cache") is not None or given.get("cu_seq_lens_k") is not None:
-        return None
-    written = None
-    if mask is not None:
-        if type(mask) is not Tensor or (mask.is_inference() and mask.device.type != "cpu"):
-            return None
-        written = id(mask), None if mask.is_inference() else mask._version
-    return (
-        id(laws),
-        call.implementation,
-        query.shape,
-        key.shape[2],
-        query.dtype,
-        query.device,
-        written,
-        given.get("is_causal"),
-        getattr(module, "is_causal", None),
-        given.get("sliding_window"),
-        torch.is_inference_mode_enabled(),
-    )
-
-
-def _by_count(laws: HeadLaws | None) -> bool:
-    """Whether factors depend only on the number of visible keys and are not learned."""
-    if laws is None or laws.needs_entropy:
-        return False
-    return all(isinstance(one, Scaling) for one in laws.scalings())
-
-
-def _of_layer(layers: dict[str, HeadLaws], name: str) -> HeadLaws | None:
-    """The scalings of a module, or those of the named module that contains it."""
-    while name and name not in layers:
-        name = name.rpartition(".")[0]
-    return layers.get(name)
-
-
-def _entropy(call: AttentionCall) -> Tensor:
-    with torch.no_grad(), torch._C.DisableTorchFunction():
-        entropy: Tensor = call.statistics(False).entropy
-        return entropy
-
-
-def _shaped(factor: Tensor, query: Tensor, four: Tensor) -> Tensor:
-    """A factor (B or 1, Hq or 1, L), reshaped to multiply a query of any rank."""
-    if query.dim() == 4:
-        return factor.unsqueeze(-1)
-    if query.dim() == 3:
-        return factor.squeeze(1).unsqueeze(-1)
-    if query.dim() == 2:
-        return factor[0, 0].unsqueeze(-1)
-    whole = factor.expand(four.shape[:3])
-    return whole.reshape(*query.shape[:-3], *four.shape[1:3]).unsqueeze(-1)
-
-
-def _forget_compiled() -> None:
-    """Reset the compiler, since compiled graphs may contain the law or lack it."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()

@@ -1,20 +1,38 @@
-"""The factor of each row under a law, and the scores of a handwritten softmax that it scales."""
+"""What a law does to the calls of a module: the factor of each row, and what it multiplies."""
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from acutance.calibration.law import HeadLaws
+from acutance.calibration.law import AnyLaw, HeadLaws, by_layer
 from acutance.capture.attention_call import AttentionCall
+from acutance.capture.find_layers import in_window, is_softmax
 from acutance.capture.head_axis import folded
+from acutance.capture.module_names import class_name
+from acutance.capture.module_stack import ModuleStack
+from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.masks import hidden_scores, hides
-from acutance.scaling import AnyScaling, visible_keys
+from acutance.scaling import AnyScaling, Scaling, visible_keys
 from acutance.shapes import check_masking
 
-__all__ = ["count", "count_call", "has_shallow_mask", "query_factor", "scaled_scores"]
+__all__ = [
+    "KnownFactors",
+    "Plan",
+    "Plans",
+    "as_query",
+    "count",
+    "entropy_of",
+    "factor_of_call",
+    "query_factor",
+    "scaled_scores",
+    "situation_of",
+    "warn_of_shallow_mask",
+]
 
 
 def count(query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
@@ -48,11 +66,6 @@ def count(query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
         return (position + offset).clamp(min=0, max=keys)[None, None]
     masking = check_masking(query, key, **given)
     return visible_keys(masking)
-
-
-def count_call(call: AttentionCall) -> Tensor:
-    """:func:`count` of a call that was read whole."""
-    return count(call.query, call.key, {name: getattr(call, name) for name in _MASKS})
 
 
 _PLAIN = {"attn_mask", "is_causal", "query_offset"}
@@ -152,29 +165,39 @@ def scaled_scores(
     return scores + (products * (factor - 1)).to(scores.dtype)
 
 
-def has_shallow_mask(bare: Tensor, dim: int, narrow: torch.dtype) -> bool:
-    """Whether keys seem hidden by a number that does not count as hiding, such as −1e4.
+def warn_of_shallow_mask(name: str, bare: Tensor, dim: int, narrow: torch.dtype) -> None:
+    """Warn if keys seem hidden by a number that does not count as hiding, such as −1e4.
 
     A row then has scores about there and none halfway, as ALiBi would have.
 
     Args:
+        name: of the module.
         bare: scores without their products.
         dim: of the keys.
         narrow: as for :func:`scaled_scores`.
 
     Example:
         >>> mask = torch.tensor([[0.0, -1e4, -1e4], [0.0, 0.0, -1e4]])
-        >>> has_shallow_mask(mask, -1, torch.float32), has_shallow_mask(mask * 1e6, -1, mask.dtype)
-        (True, False)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warn_of_shallow_mask("attn", mask * 1e6, -1, mask.dtype)
+        ...     warn_of_shallow_mask("attn", mask, -1, mask.dtype)
+        >>> len(caught)
+        1
     """
     with torch._C.DisableTorchFunction(), torch.no_grad():
         low = (bare <= 0.99 * _SHALLOW) & torch.logical_not(hidden_scores(bare, narrow))
         between = (bare <= 0.5 * _SHALLOW) & (bare > 0.99 * _SHALLOW)
         rows = low.any(dim) & torch.logical_not(between.any(dim))
         try:
-            return bool(rows.any())
+            shallow = bool(rows.any())
         except RuntimeError:  # under vmap, which has no numbers to ask
-            return False
+            return
+    if shallow:
+        warnings.warn(
+            f"{name} hides keys with a number above -1e9, which the law counts as visible keys, so "
+            "its n is too large; mask with -inf or torch.finfo(dtype).min",
+            stacklevel=3,
+        )
 
 
 def _factor(
@@ -197,3 +220,145 @@ def _factor(
     row = torch.empty_like(order)
     row[order] = places  # where each row of the scores lies among the folded ones
     return factor.flatten()[row].view(count.shape), hidden
+
+
+def as_query(factor: Tensor, query: Tensor, four: Tensor) -> Tensor:
+    """A factor (B or 1, Hq or 1, L), reshaped to multiply a query of any rank."""
+    if query.dim() == 4:
+        return factor.unsqueeze(-1)
+    if query.dim() == 3:
+        return factor.squeeze(1).unsqueeze(-1)
+    if query.dim() == 2:
+        return factor[0, 0].unsqueeze(-1)
+    whole = factor.expand(four.shape[:3])
+    return whole.reshape(*query.shape[:-3], *four.shape[1:3]).unsqueeze(-1)
+
+
+def factor_of_call(laws: HeadLaws, call: AttentionCall) -> Tensor:
+    """:func:`query_factor` of a call that was read whole."""
+    n = count(call.query, call.key, {name: getattr(call, name) for name in _MASKS})
+    entropy = entropy_of(call) if laws.needs_entropy else None
+    return query_factor(laws, n, call.query.shape[1], call.query.dtype, entropy)
+
+
+def entropy_of(call: AttentionCall) -> Tensor:
+    """Entropy of the rows of a call as the model has them, (B, Hq, L)."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        entropy: Tensor = call.statistics(False).entropy
+        return entropy
+
+
+_MOST_KNOWN = 8  # factors that a thread remembers
+
+
+class KnownFactors:
+    """The factors that a thread computed last, which layers in the same situation share."""
+
+    def __init__(self) -> None:
+        #: by situation, the factor; its mask, held so that no other gets its identity; and what
+        #: was in the mask, where writing to it leaves no trace
+        self._known: dict[tuple[Any, ...], tuple[Tensor, Tensor | None, Tensor | None]] = {}
+
+    def get(self, situation: tuple[Any, ...]) -> Tensor | None:
+        """The factor of a situation; None if it is not known."""
+        known = self._known.get(situation)
+        if known is None:
+            return None
+        factor, mask, before = known
+        if mask is not None and before is not None and not torch.equal(mask, before):
+            return None
+        return factor
+
+    def put(self, situation: tuple[Any, ...], mask: Tensor | None, factor: Tensor) -> None:
+        """Remember a factor."""
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        before = mask.clone() if mask is not None and mask.is_inference() else None
+        self._known[situation] = factor, mask, before
+
+    def forget_masks(self) -> None:
+        """Drop references to the masks of a pass."""
+        self._known = {key: each for key, each in self._known.items() if each[1] is None}
+
+
+def situation_of(laws: HeadLaws, call: InterfaceCall) -> tuple[Any, ...] | None:
+    """Everything that a factor depends on, as a key for sharing it; None if unknown.
+
+    A mask that is an inference tensor does not count what is written to it: its entries are
+    compared, which on a GPU would make the host wait.
+    """
+    module, query, key, _, mask = call.positional()
+    if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
+        return None
+    given = call.kwargs
+    if given.get("cache") is not None or given.get("cu_seq_lens_k") is not None:
+        return None
+    written = None
+    if mask is not None:
+        if type(mask) is not Tensor or (mask.is_inference() and mask.device.type != "cpu"):
+            return None
+        written = id(mask), None if mask.is_inference() else mask._version
+    return (
+        id(laws),
+        call.implementation,
+        query.shape,
+        key.shape[2],
+        query.dtype,
+        query.device,
+        written,
+        given.get("is_causal"),
+        getattr(module, "is_causal", None),
+        given.get("sliding_window"),
+        torch.is_inference_mode_enabled(),
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a law does to the calls of one module.
+
+    Attributes:
+        name: of the module that attends: around a module that is a softmax alone, that one.
+        laws: the scalings of its heads; None leaves it alone.
+        windowed: whether its rows see a window only.
+        by_count: whether factors depend on the number of visible keys alone, and do not learn.
+    """
+
+    name: str
+    laws: HeadLaws | None
+    windowed: bool
+    by_count: bool
+
+
+class Plans:
+    """The :class:`Plan` of each module of a model under a law, made when it is first asked for."""
+
+    def __init__(self, modules: ModuleStack, law: AnyLaw) -> None:
+        self._known: dict[str, Plan] = {}
+        everywhere, self._layers = by_layer(modules.model, law)
+        self._elsewhere = None if everywhere is None else HeadLaws(everywhere)
+        self._modules, self._top = modules, class_name(modules.model)
+
+    def of(self, full: str) -> Plan:
+        """The plan of a module by its name."""
+        if (known := self._known.get(full)) is not None:
+            return known
+        module, above = self._modules.module_of(full), full.rpartition(".")[0]
+        assert module is not None
+        name = full
+        if is_softmax(module):
+            name = above or self._top
+            module, above = self._modules.module_of(name) or module, name.rpartition(".")[0]
+        windowed = in_window(module, self._modules.module_of(above or self._top))
+        laws = self._of_layer(name)
+        by_count = laws is not None and not laws.needs_entropy
+        if laws is not None and not all(isinstance(one, Scaling) for one in laws.scalings()):
+            by_count = False
+        plan = self._known[full] = Plan(name, laws, windowed, by_count)
+        return plan
+
+    def _of_layer(self, name: str) -> HeadLaws | None:
+        """The scalings of a module, those of the named module around it, or those of all."""
+        while name and name not in self._layers:
+            name = name.rpartition(".")[0]
+        return self._layers.get(name) or self._elsewhere

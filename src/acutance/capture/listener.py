@@ -13,24 +13,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.counted_rows import RowReader
-from acutance.capture.entry_points import Doors, is_library_code, others_listen
-from acutance.capture.find_layers import may_attend, scripted_attention
+from acutance.capture.find_layers import scripted_attention
 from acutance.capture.layer_choice import Chosen, LayerChoice
 from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack, Passes, rerun
 from acutance.capture.padding import TokenMasks
+from acutance.capture.pass_follower import PassFollower
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.torch_functions import FunctionCapture
-from acutance.capture.torch_modes import EAGER, leave, unwatched
+from acutance.capture.torch_modes import EAGER, gradient_mode, leave, unwatched
 
 __all__ = ["Listener", "ProbeError", "Receiver"]
 
@@ -172,13 +171,9 @@ class Listener:
         self._context: ExitStack | None = None
         self._mode = FunctionCapture(self)
         self._home = 0  # the thread that opened this, whose functions the mode sees
-        self._doors: Doors | None = None  # watched instead of following passes
-        self._following, self._watching = ExitStack(), ExitStack()
-        self._library: bool | None = None  # whether passes may be watched at doors; None: not asked
-        self._unseen: set[str] = set()  # modules that may attend and did not run yet
-        self._asked: set[torch.nn.Module] = set()  # those that asked transformers' interface
-        self._roots: set[torch.nn.Module] = set()
-        self._running_passes = 0
+        self._follower = PassFollower(
+            self.modules, begun=self._begun, ended=self._ended, passed=self._passed
+        )
 
     # -- the context ------------------------------------------------------------------------------
 
@@ -188,17 +183,11 @@ class Listener:
         self.calls, self._started = 0, False
         self.heard.clear()
         self.modules.read_names()
-        self._home, self._running_passes = threading.get_ident(), 0
-        self._asked.clear()
-        self._roots.clear()
-        self._library = False if self.products else None
-        self._unseen = {name for name, one in self.modules.named().items() if may_attend(one)}
+        self._home = threading.get_ident()
         self._mode = FunctionCapture(self)
         with ExitStack() as context:
             context.enter_context(EAGER)
-            context.enter_context(self._watching)
-            context.enter_context(self._following)
-            self._following.enter_context(self.modules.follow())
+            context.enter_context(self._follower.follow(False if self.products else None))
             context.enter_context(self._around())
             context.enter_context(huggingface.capture(self))
             context.enter_context(self._mode)
@@ -208,7 +197,6 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         context, self._context = self._context, None
         self.modules.thread.reset()
-        self._doors = None
         if context is not None:
             context.close()
 
@@ -245,9 +233,10 @@ class Listener:
         """Name for an attention call of a module, numbered as by :meth:`here` where it runs."""
         name, stack = self.modules.name_of(module), self.modules.thread.stack
         if name is None or not stack or stack[-1] != name:
-            self._library = self._library if name is None else False
+            if name is not None:
+                self._follower.library = False
             return name
-        self._asked.add(module)
+        self._follower.asked.add(module)
         return self.here()
 
     def muted(self) -> bool:
@@ -331,7 +320,7 @@ class Listener:
         self.heard.setdefault(module)
         if not self.wants(module):
             return
-        with self.mute(), self._graph(), unwatched():
+        with self.mute(), gradient_mode(self._gradients), unwatched():
             try:
                 tell()
             except self._lists as problem:  # the model continues; the reason is listed
@@ -339,16 +328,6 @@ class Listener:
                 return
         with self._lock:
             self.calls += 1
-
-    @contextmanager
-    def _graph(self) -> Iterator[None]:
-        if not self._gradients:
-            with torch.no_grad():
-                yield
-            return
-        # a checkpoint that saves nothing would miss these when it runs the model's part alone again
-        with saved_tensors_hooks(_detached, _as_saved):
-            yield
 
     # -- which module runs ------------------------------------------------------------------------
 
@@ -358,65 +337,46 @@ class Listener:
             thread.places.clear()
             self.passes.begin(name, thread)
             self._started = True
-            with self._lock:
-                self._running_passes += 1
-                self._roots.add(module)
+            self._follower.begin(module)
         thread.masks.enter(module)
+        self._follower.unseen.discard(name)
         if name not in self.ran:
             self.ran[name] = None
-            self._unseen.discard(name)
             if why := scripted_attention(module):
                 self.unreadable(name, why)
 
     def _leave_module(self, module: torch.nn.Module, name: str) -> None:
         self.modules.thread.masks.leave(module)
         if not self.modules.thread.stack:
-            with self._lock:
-                self._running_passes -= 1
-                if self._asked and not (self._unseen or self._doors or self._running_passes):
+            with self._follower.lock:
+                if self._follower.end():
                     self._watch_doors()
 
     # -- passes that are watched at doors ---------------------------------------------------------
 
     def noticed(self) -> None:
         """Note a call of a function that is or may be attention: passes are followed."""
-        if self._library is not False and self.modules.running() is not None:
-            self._library = False
+        if self._follower.library is not False and self.modules.running() is not None:
+            self._follower.library = False
 
     def _watch_doors(self) -> None:
         """Switch to the cheap mode after a pass in which all attention used the interface."""
-        if self._library is False or not self._at_home() or self._context is None:
+        if not self._at_home() or self._context is None:
             return
-        if self._library is None:
-            self._library = is_library_code(self.model)
-        if not self._library or others_listen(hooks=1, modes=1):
-            return
-        inside = {one for one in self.model.modules() if TokenMasks.reads(one)}
-        self._doors = Doors(
-            self.model,
-            self._roots,
-            list(self._asked),
-            begun=self._begun,
-            ended=self._ended,
-            passed=self._passed,
-            inside=inside | self._asked | self._roots,
-            enter=self.modules.enter,
-            leave=self.modules.leave,
-        )
-        self._following.close()
-        leave(self._mode)
-        self._watching.enter_context(self._doors.watch())
+        if self._follower.watch(self._masked, modes=1):
+            leave(self._mode)
+
+    def _masked(self) -> Iterator[torch.nn.Module]:
+        """Modules that take masks over tokens, by which padding is known."""
+        return (one for one in self.model.modules() if TokenMasks.reads(one))
 
     def _follow_again(self, library: bool | None) -> None:
-        """Switch back to following passes; ``library`` is as above."""
-        with self._lock:
-            if self._doors is None:
-                return
-            self._doors, self._library = None, library
-            self._watching.close()
-            self._following.enter_context(self.modules.follow())
-            with unwatched():  # below modes that were entered since
-                self._mode.__enter__()  # type: ignore[no-untyped-call]
+        """Switch back to following passes, in the thread whose functions the mode sees."""
+        with self._follower.lock:
+            if self._follower.follow_again():
+                self._follower.library = library
+                with unwatched():  # below modes that were entered since
+                    self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _at_home(self) -> bool:
         return threading.get_ident() == self._home
@@ -436,11 +396,3 @@ class Listener:
 
     def _ended(self, module: torch.nn.Module) -> None:
         self.modules.thread.late = False
-
-
-def _detached(saved: Tensor) -> Tensor:
-    return saved.detach()  # as it is, a saved output would hold its own graph
-
-
-def _as_saved(saved: Tensor) -> Tensor:
-    return saved

@@ -13,10 +13,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.overrides import _get_current_function_mode_stack as _stack
 
-__all__ = ["EAGER", "leave", "unwatched"]
+__all__ = ["EAGER", "forget_compiled", "gradient_mode", "leave", "unwatched"]
 
 #: The module that compiles, and that holds the stance.
 COMPILER = "torch._dynamo"
@@ -89,6 +91,12 @@ class _AfterImport(MetaPathFinder):
 EAGER = _Eager()
 
 
+def forget_compiled() -> None:
+    """Reset the compiler, since compiled graphs may contain a change or lack it."""
+    if COMPILER in sys.modules:
+        torch.compiler.reset()
+
+
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Disable this thread's function modes, so that other probes and a default device do not apply.
@@ -127,3 +135,27 @@ def leave(mode: TorchFunctionMode) -> None:
         above.append(top)
     for each in reversed(above):
         _push_mode(each)
+
+
+@contextmanager
+def gradient_mode(keep: bool) -> Iterator[None]:
+    """Record gradients of what a listener computes from a model's tensors, or record none.
+
+    What is recorded saves detached tensors: as it is, a saved output would hold its own graph. And
+    a checkpoint, which counts what is saved in its part of the model, does not see it: it would
+    miss these tensors when it runs that part alone again.
+    """
+    if not keep:
+        with torch.no_grad():
+            yield
+        return
+    with saved_tensors_hooks(_detached, _as_saved):
+        yield
+
+
+def _detached(saved: Tensor) -> Tensor:
+    return saved.detach()
+
+
+def _as_saved(saved: Tensor) -> Tensor:
+    return saved
