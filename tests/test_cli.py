@@ -251,6 +251,8 @@ def test_an_encoder_decoder_is_read_on_both_sides(
 ) -> None:
     from transformers import T5Config, T5Model
 
+    if not T5Model._supports_sdpa:
+        pytest.skip("this release of transformers computes T5's attention by hand")
     torch.manual_seed(0)
     config = T5Config(
         vocab_size=30522, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import acutance
 from acutance import scaling
+from tests.versions import any_global_hook
 
 LAW = scaling.SSMax(s=0.6)
 Built = Callable[..., nn.Module]
@@ -30,7 +31,7 @@ def traces(model: nn.Module) -> list[Any]:
 
     kept: list[Any] = [AttentionInterface.get_interface, F.scaled_dot_product_attention]
     kept.append(torch._C._len_torch_function_stack())
-    kept.append(torch.nn.modules.module._has_any_global_hook())
+    kept.append(any_global_hook())
     for module in model.modules():
         kept.append(sorted(vars(module)))
         kept.append([len(v) for k, v in sorted(vars(module).items()) if k.endswith("_hooks")])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from acutance import attention, row_statistics
+from acutance.check_masks import check_masking
 from acutance.masks import hidden_scores, hides, mask_limit
 from acutance.rowstats import dense_statistics
 from acutance.scaling import visible_keys
-from acutance.shapes import check_masking
 from acutance.structure import statistics
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

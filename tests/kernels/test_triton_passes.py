@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from acutance import row_statistics
+from acutance.check_masks import check_masking
 from acutance.kernels.call import KernelCall, Rule
 from acutance.rowstats import dense_statistics, observe
-from acutance.shapes import check_masking
 from acutance.testing import assert_close_to_oracle, score_error
 
 pytest.importorskip("triton", reason="triton is not installed (pip install triton, on Linux)")

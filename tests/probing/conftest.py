@@ -307,6 +307,8 @@ def _translator(models: Any) -> Case:
 def _t5() -> Case:
     from transformers import T5Config, T5ForConditionalGeneration
 
+    if not T5ForConditionalGeneration._supports_sdpa:
+        pytest.skip("this release of transformers computes T5's attention by hand")
     config = T5Config(
         vocab_size=VOCABULARY,
         d_model=32,

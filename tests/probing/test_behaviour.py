@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import acutance
+from tests.versions import any_global_hook
 
 TOLERANCE = 1e-5
 
@@ -54,7 +55,7 @@ def traces(model: nn.Module) -> tuple[Any, ...]:
         F.scaled_dot_product_attention,
         torch._dynamo.eval_frame._stance.stance,
         torch.overrides._len_torch_function_stack(),
-        torch.nn.modules.module._has_any_global_hook(),
+        any_global_hook(),
         [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
     )
 

@@ -17,6 +17,7 @@ import acutance
 from acutance.probing import Examples, HeadSummary, Moments
 from acutance.probing.tokens import Tokens, special_ids
 from acutance.structure import STRUCTURE, statistics
+from tests.versions import any_global_hook
 
 transformers = pytest.importorskip("transformers")
 
@@ -180,6 +181,10 @@ def test_a_cache_read_token_by_token_equals_the_whole(implementation: str, cache
         assert (total / count).tolist() == pytest.approx(whole.mean(name).tolist(), rel=1e-6), name
 
 
+@pytest.mark.skipif(
+    not transformers.T5Model._supports_sdpa,
+    reason="this release of transformers computes T5's attention by hand",
+)
 def test_an_encoder_and_its_decoder_have_their_own_tokens() -> None:
     torch.manual_seed(0)
     config = transformers.T5Config(
@@ -457,7 +462,7 @@ def test_bad_options(
 
 def test_hooks_are_gone_afterwards(model: Tiny) -> None:
     read(model, ids(), examples=1)
-    assert not torch.nn.modules.module._has_any_global_hook()
+    assert not any_global_hook()
     before = model(ids())
     with acutance.probe(model, structure=True):
         assert torch.equal(model(ids()), before)

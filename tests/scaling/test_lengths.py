@@ -12,9 +12,9 @@ from torch import Tensor
 
 import acutance
 from acutance import scaling
+from acutance.check_masks import check_masking
 from acutance.masks import Masking, hides
 from acutance.scaling import lengths, visible_keys
-from acutance.shapes import check_masking
 from acutance.testing import attention_case
 
 B, H, G, L, S = 2, 3, 2, 11, 17

@@ -30,6 +30,9 @@ LAWS = [
 IDS = [name + "".join(map(str, parameter.values())) for name, parameter, _ in LAWS]
 by_law = pytest.mark.parametrize(("name", "parameter", "law"), LAWS, ids=IDS)
 
+# one of the laws that came with SciPy 1.15
+BINOMIAL = stats.Binomial(n=3, p=0.5) if hasattr(stats, "Binomial") else stats.binom(3, 0.5)
+
 
 def test_every_family_is_checked():
     assert {name for name, _, _ in LAWS} == set(FAMILIES)
@@ -91,7 +94,7 @@ def test_cells_average_powers_of_a_score(name, parameter, law):
         (stats.triang(0.3), 1.3 / 3, (1 + 0.09 - 0.3) / 18),
         (stats.gamma(0.05), 0.05, 0.05),
         (stats.dweibull(3), 0.0, math.gamma(5 / 3)),
-        (stats.Normal(mu=3.0, sigma=2.0), 3.0, 4.0),
+        *([(stats.Normal(mu=3.0, sigma=2.0), 3.0, 4.0)] if hasattr(stats, "Normal") else []),
     ],
 )
 def test_cells_of_laws_with_kinks_holes_and_poles(law, mean, variance):
@@ -131,7 +134,7 @@ def test_families_are_equal_by_value():
 
 
 @pytest.mark.parametrize(
-    "law", [3, None, "norm()", stats.norm, stats.poisson(3), stats.Binomial(n=3, p=0.5), np.ones(2)]
+    "law", [3, None, "norm()", stats.norm, stats.poisson(3), BINOMIAL, np.ones(2)]
 )
 def test_what_is_no_continuous_law(law):
     if isinstance(law, str):

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import acutance
 from acutance import training
+from tests.versions import any_global_hook
 
 Opened = Callable[[nn.Module], AbstractContextManager[Any]]
 WAYS: dict[str, Opened] = {
@@ -95,7 +96,7 @@ def test_copies_have_nothing_of_what_measures(
         torch.testing.assert_close(result(twin(given)), plain, rtol=0, atol=1e-6)
         torch.testing.assert_close(inside, plain, rtol=0, atol=1e-6)
     assert [state(module) for module in model.modules()] == before
-    assert not torch.nn.modules.module._has_any_global_hook()
+    assert not any_global_hook()
 
 
 def test_a_model_is_pickled_inside_a_watch() -> None:

@@ -22,6 +22,7 @@ from acutance import training
 from acutance.probing import edges
 from acutance.training import Alarm, AttentionMonitor, AttentionWarning
 from acutance.training.scalars import scalars
+from tests.versions import any_global_hook
 
 QUIET = {"collapse": None, "growth": None}
 
@@ -79,7 +80,7 @@ def test_losses_and_weights_are_those_of_a_run_without_it_and_all_is_restored() 
     for left, right in zip(plain.parameters(), watched.parameters(), strict=True):
         assert torch.equal(left, right)
     assert F.scaled_dot_product_attention is before
-    assert not torch.nn.modules.module._has_any_global_hook()
+    assert not any_global_hook()
     assert not _get_current_function_mode_stack()
 
 
@@ -234,7 +235,7 @@ def test_an_exception_in_the_model_restores_everything(error: BaseException) -> 
     with pytest.raises(type(error), match="came off"), monitor.watch(model):
         model(batch())
     assert F.scaled_dot_product_attention is before
-    assert not torch.nn.modules.module._has_any_global_hook()
+    assert not any_global_hook()
     assert not _get_current_function_mode_stack()
     handle.remove()
     with monitor.watch(model):
@@ -448,7 +449,7 @@ def test_events_of_a_loop_that_is_no_trainer() -> None:
     state.global_step += 1
     monitor.on_step_begin(None, state, None, model=model)  # 6 is due
     monitor.on_train_end(None, state, None)
-    assert not torch.nn.modules.module._has_any_global_hook()
+    assert not any_global_hook()
     assert not _get_current_function_mode_stack()
 
 

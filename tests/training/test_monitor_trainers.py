@@ -12,6 +12,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
 
 from acutance.training import Alarm, AttentionMonitor, AttentionWarning
+from tests.versions import any_global_hook
 
 # what the trainers warn of is theirs; of ours, none is expected but where a test says so
 pytestmark = [
@@ -163,7 +164,7 @@ def test_an_exception_in_a_trainer_restores_everything(
         trained.train()
     assert "training_step" not in vars(trained)
     assert F.scaled_dot_product_attention is before
-    assert not torch.nn.modules.module._has_any_global_hook()
+    assert not any_global_hook()
     assert not _get_current_function_mode_stack()
     trained.train()
     assert logged(trained, f"{FIRST}/entropy")

@@ -12,6 +12,7 @@ from torch import Tensor
 from acutance import scaling as scalings
 from acutance import scores
 from acutance import weights as weightings
+from acutance.check_masks import MaskOptions, check_masking, check_sinks
 from acutance.compiling import by_operations
 from acutance.kernels import dispatch
 from acutance.kernels.call import KernelCall, Rule, Sums, accumulate_dtype
@@ -22,14 +23,7 @@ from acutance.kernels.whole_rows import WeighedRows, weigh_rows
 from acutance.rowstats import RowState, RowStatistics, WeightStatistics
 from acutance.scaling import AnyScaling, apply_scaling, visible_keys
 from acutance.scores import DotScore, ScaledDot, TileScore
-from acutance.shapes import (
-    MaskOptions,
-    check_inputs,
-    check_masking,
-    check_number,
-    check_sinks,
-    check_softcap,
-)
+from acutance.shapes import check_inputs, check_number, check_softcap
 from acutance.weights import Sink, Softmax, SoftmaxOne, Weighting
 
 __all__ = [

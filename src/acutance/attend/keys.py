@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from acutance.attend.call import Options, ScoreOptions, run_key_mass
-from acutance.shapes import MaskOptions, check_flags
+from acutance.check_masks import MaskOptions
+from acutance.shapes import check_flags
 from acutance.weights import Weighting
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack
 from acutance.capture.pass_follower import PassFollower
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.torch_functions import sdpa_call
+from acutance.capture.readers.torch_sdpa import sdpa_call
 from acutance.capture.torch_modes import EAGER, forget_compiled
 
 __all__ = ["Applied", "ApplyError", "apply"]

@@ -16,9 +16,9 @@ from acutance.capture.head_axis import folded
 from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack
 from acutance.capture.readers.huggingface import InterfaceCall
+from acutance.check_masks import check_masking
 from acutance.masks import hidden_scores, hides
 from acutance.scaling import AnyScaling, Scaling, visible_keys
-from acutance.shapes import check_masking
 
 __all__ = [
     "KnownFactors",
@@ -178,11 +178,13 @@ def warn_of_shallow_mask(name: str, bare: Tensor, dim: int, narrow: torch.dtype)
 
     Example:
         >>> mask = torch.tensor([[0.0, -1e4, -1e4], [0.0, 0.0, -1e4]])
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warn_of_shallow_mask("attn", mask * 1e6, -1, mask.dtype)
+        >>> warn_of_shallow_mask("attn", mask * 1e6, -1, mask.dtype)  # −1e10 hides
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error")
         ...     warn_of_shallow_mask("attn", mask, -1, mask.dtype)
-        >>> len(caught)
-        1
+        Traceback (most recent call last):
+            ...
+        UserWarning: attn hides keys with a number above -1e9, ...
     """
     with torch._C.DisableTorchFunction(), torch.no_grad():
         low = (bare <= 0.99 * _SHALLOW) & torch.logical_not(hidden_scores(bare, narrow))

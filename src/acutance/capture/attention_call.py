@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from acutance.attend import attention, row_statistics
+from acutance.check_masks import check_masking
 from acutance.kernels.call import accumulate_dtype
 from acutance.masks import Masking, hidden_scores, hides
 from acutance.rowstats import RowState, RowStatistics, observe
-from acutance.shapes import cast_inputs, check_masking
+from acutance.shapes import cast_inputs
 
 #: Largest relative error of a rebuilt output, by dtype: some hundred roundings of it.
 VERIFY_TOLERANCE = {

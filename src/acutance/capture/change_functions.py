@@ -21,8 +21,8 @@ from acutance.capture.handwritten.softmax import (
     Softmaxes,
     scores_of,
 )
-from acutance.capture.readers.torch_functions import changing_sdpa, sdpa_arguments
-from acutance.capture.readers.torch_multihead import changing_softmax, sdpa_instead
+from acutance.capture.readers.torch_multihead import changing_sdpa, changing_softmax, sdpa_instead
+from acutance.capture.readers.torch_sdpa import sdpa_arguments
 from acutance.capture.torch_modes import leave
 from acutance.masks import hides
 

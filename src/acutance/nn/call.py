@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from acutance.attend import attention, row_statistics
+from acutance.check_masks import MaskOptions, check_masking
 from acutance.masks import hides
 from acutance.nn.masks import Masks
 from acutance.nn.options import Score
@@ -15,7 +16,6 @@ from acutance.rowstats import RowStatistics, WeightStatistics
 from acutance.scaling import AnyScaling, NoScaling, visible_keys
 from acutance.scores import DotScore, dot_tile
 from acutance.scores import get as find_score
-from acutance.shapes import MaskOptions, check_masking
 from acutance.weights import Weighting
 
 __all__ = ["HeadCall"]

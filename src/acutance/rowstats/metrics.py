@@ -361,38 +361,7 @@ def keys_99(state: RowState) -> Tensor:
 
 #: Every metric by name, in the order reports show them.
 METRICS: dict[str, Metric] = {
-    each.__name__: Metric(*DESCRIPTIONS[each.__name__][:6], each, *DESCRIPTIONS[each.__name__][6:])
-    for each in (
-        n_keys,
-        entropy,
-        normalized_entropy,
-        information,
-        effective_keys,
-        sparsity,
-        collision,
-        top_weight,
-        first_weight,
-        sink_mass,
-        max_logit,
-        lse,
-        logit_mean,
-        logit_std,
-        varentropy,
-        entropy_slope,
-        mean_field_entropy,
-        jensen_gap,
-        max_gap,
-        gaussian_entropy,
-        first_gap,
-        rest_logit_std,
-        rest_jensen_gap,
-        jacobian_trace,
-        noise_gain,
-        keys_50,
-        keys_90,
-        keys_95,
-        keys_99,
-    )
+    name: Metric(*each[:6], globals()[name], *each[6:]) for name, each in DESCRIPTIONS.items()
 }
 
 
@@ -404,13 +373,8 @@ def metric_names(*, noise: bool = False, gaps: bool = False) -> tuple[str, ...]:
         gaps: whether they were requested with ``gaps=True``.
 
     Example:
-        >>> set(metric_names(gaps=True)) - set(metric_names()) == {
-        ...     "keys_50",
-        ...     "keys_90",
-        ...     "keys_95",
-        ...     "keys_99",
-        ... }
-        True
+        >>> sorted(set(metric_names(gaps=True)) - set(metric_names()))
+        ['keys_50', 'keys_90', 'keys_95', 'keys_99']
     """
     return tuple(
         name

@@ -103,6 +103,6 @@ def scale_invariant(
 
     Example:
         >>> scale_invariant(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 2, 4), tau=1.0)
-        tensor([[[[2.0000, 1.7043]]]])
+        tensor([[[[2.0000, 1.7032]]]])
     """
     return ScaleInvariant(tau, scale, offset).tile(query, key)

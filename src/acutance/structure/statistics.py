@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from acutance.check_masks import INTEGERS, MaskOptions, check_masking, check_sinks
 from acutance.kernels.call import KernelCall, Rule, accumulate_dtype
 from acutance.shapes import (
-    INTEGERS,
-    MaskOptions,
     check_flags,
     check_inputs,
-    check_masking,
     check_number,
-    check_sinks,
     check_softcap,
     check_tensor,
     describe,

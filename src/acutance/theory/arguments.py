@@ -4,7 +4,9 @@ Arguments become float64 arrays. A scalar result is a float, any other an array 
 shape.
 """
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,6 +17,8 @@ __all__ = [
     "checked_dimension",
     "checked_keys",
     "log_probability",
+    "needed_number",
+    "one_number",
     "pointwise",
     "pointwise_rows",
     "require",
@@ -108,3 +112,20 @@ def log_probability(below: Array, above: Array) -> Array:
     """Logarithm of a probability from itself and its complement, precise where either is small."""
     near_one = np.log1p(-np.minimum(above, 0.5))
     return np.where(above < 0.5, near_one, np.log(np.maximum(below, 1e-300)))
+
+
+def one_number(name: str, value: Any, least: float, rule: str, most: float = math.inf) -> float:
+    """Convert to a float; ValueError unless it is one finite number within [least, most]."""
+    values = np.asarray(value, dtype=np.float64)
+    if values.ndim or not (np.isfinite(values) and least <= values <= most):
+        raise ValueError(f"{name}: {rule}, got {name}={value!r}")
+    return float(values)
+
+
+def needed_number(
+    mechanism: str, name: str, value: Any, least: float, rule: str, most: float = math.inf
+) -> float:
+    """:func:`one_number`, of an argument that a mechanism cannot do without."""
+    if value is None:
+        raise ValueError(f'{name}: "{mechanism}" needs {name}, got None')
+    return one_number(name, value, least, rule, most)

@@ -14,9 +14,10 @@ from acutance import scores
 from acutance import weights as weightings
 from acutance.attend import attention
 from acutance.capture.attention_call import AttentionCall
+from acutance.check_masks import check_masking
 from acutance.scaling import NoScaling
 from acutance.scores import DotScore
-from acutance.shapes import check_inputs, check_masking
+from acutance.shapes import check_inputs
 from acutance.weights import Softmax, SoftmaxOne
 
 __all__ = ["OWN", "own_call", "plain_call"]

@@ -44,7 +44,6 @@ from acutance.capture.readers.huggingface import Observer, is_cross
 from acutance.capture.readers.torch_flex import FLEX, flex_call
 from acutance.capture.readers.torch_multihead import (
     agree,
-    changing_sdpa,
     not_padding,
     run_again,
     same,
@@ -54,14 +53,7 @@ from acutance.capture.readers.torch_sdpa import as_given, four, refusal, sdpa_ar
 from acutance.capture.torch_modes import leave
 from acutance.masks import hidden_scores
 
-__all__ = [
-    "NO_PRODUCT",
-    "FunctionCapture",
-    "FunctionObserver",
-    "changing_sdpa",
-    "sdpa_arguments",
-    "sdpa_call",
-]
+__all__ = ["NO_PRODUCT", "FunctionCapture", "FunctionObserver"]
 
 _SDPA = F.scaled_dot_product_attention
 #: What each function is that is not simply run.
@@ -76,6 +68,7 @@ _KINDS: dict[Any, str] = {
 }
 _KINDS |= {door: _KINDS[function] for door, function in ATTENTION_DOORS.items()}
 _OPERATORS = {OpOverload, OpOverloadPacket}
+_Reader = Callable[[Sequence[Any], dict[str, Any], str], AttentionCall]
 #: Begins the reason of a softmax that is listed as not read.
 NO_PRODUCT = "no matrix product uses a softmax over the last dimension of"
 
@@ -154,8 +147,10 @@ class FunctionCapture(TorchFunctionMode):
         if kind is not None:
             self.observer.noticed()
         else:
-            follow = func if self._lineage is None else functools.partial(self._followed, func)
-            result = follow(*args, **kwargs)
+            if self._lineage is None:
+                result = func(*args, **kwargs)
+            else:
+                result = self._lineage.call(func, args, kwargs)
             if self._softmaxes:
                 self._softmaxes.called(func, args, kwargs, result)
             return result
@@ -165,9 +160,9 @@ class FunctionCapture(TorchFunctionMode):
         if kind == "multihead":
             return self._multi_head(func, args, kwargs)
         if kind == "flex":
-            return self._flex(func, args, kwargs)
+            return self._whole(func, args, kwargs, flex_call)
         if kind == "acutance":
-            return self._own(func, args, kwargs)
+            return self._whole(func, args, kwargs, own_call)
         if kind == "operator":
             return self._operator(func, args, kwargs)
         return self._softmax(func, args, kwargs, log=kind == "log softmax")
@@ -318,10 +313,6 @@ class FunctionCapture(TorchFunctionMode):
                     self._lineage.weights(result)
         return result
 
-    def _followed(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert self._lineage is not None
-        return self._lineage.call(func, args, kwargs)
-
     def _weighed(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
         """Record the scores of a softmax that a matrix product used, of any rank."""
         name = self.observer.here()
@@ -380,23 +371,17 @@ class FunctionCapture(TorchFunctionMode):
         if softmax.module is not None and len(shape) == 4:
             self.observer.unreadable(softmax.module, f"{NO_PRODUCT} {shape}")
 
-    def _own(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _whole(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], read: _Reader
+    ) -> Any:
+        """A function whose arguments say all that its attention is."""
         name = self.observer.here()
         if name is None:
             return func(*args, **kwargs)
         with self.observer.mute():
             result = func(*args, **kwargs)
         output = result[0] if isinstance(result, tuple) else result
-        self.observer.observe(lambda: own_call(args, kwargs, name), name, lambda: output)
-        return result
-
-    def _flex(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        name = self.observer.here()
-        if name is None:
-            return func(*args, **kwargs)
-        with self.observer.mute():
-            result = func(*args, **kwargs)
-        self.observer.observe(lambda: flex_call(args, kwargs, name), name, lambda: result[0])
+        self.observer.observe(lambda: read(args, kwargs, name), name, lambda: output)
         return result
 
 

@@ -18,7 +18,8 @@ import torch
 
 from acutance.corpus.load_model import DECODER_PACKAGE
 from acutance.experiments.harness.experiment import Experiment, Run
-from acutance.experiments.harness.record import Record, judge, load
+from acutance.experiments.harness.record import Record, judge
+from acutance.experiments.harness.stored import load
 from acutance.experiments.models.fitting import Note
 from acutance.files import tidy
 from acutance.report import plot_style

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from acutance.theory.arguments import needed_number, one_number
 from acutance.theory.families import Family, Gaussian, as_family
 from acutance.theory.linear_and_decay import sparsity_decay, sparsity_linear, sparsity_linear_iid
-from acutance.theory.prediction.record import NAMES, Kind, MetricRecord, Prediction
+from acutance.theory.prediction.decay import decay_formulas
+from acutance.theory.prediction.record import NAMES, Kind, MetricRecord, Prediction, wanted_names
 from acutance.theory.prediction.softmax import (
     Formulas,
     score_moments,
@@ -27,12 +29,7 @@ from acutance.theory.prediction.softmax import (
     sparse_population,
 )
 from acutance.theory.prediction.trained_head import HEAD_NUMBERS, head_formulas
-from acutance.theory.prediction.weighted import (
-    decay_formulas,
-    linear_formulas,
-    relu2_formulas,
-    size_formulas,
-)
+from acutance.theory.prediction.weighted import linear_formulas, relu2_formulas, size_formulas
 from acutance.theory.sparsity import sparsity_identity, sparsity_relu2
 
 __all__ = ["PREDICTED_MECHANISMS", "predict"]
@@ -160,8 +157,8 @@ def predict(
         known = ", ".join(f'"{name}"' for name in PREDICTED_MECHANISMS)
         raise ValueError(f"mechanism: must be one of {known}, got {mechanism!r}")
     entry = PREDICTED_MECHANISMS[mechanism]
-    keys = _number("n", n, 1.0, "the number of keys must be finite and at least 1")
-    variance = _number(
+    keys = one_number("n", n, 1.0, "the number of keys must be finite and at least 1")
+    variance = one_number(
         "value_variance", value_variance, 0.0, "a variance must be finite and at least 0"
     )
     for name, value in arguments.items():
@@ -169,7 +166,7 @@ def predict(
             raise ValueError(
                 f'{name}: "{mechanism}" takes {", ".join(entry.takes)}, got {name}={value!r}'
             )
-    requested = _wanted(metrics)
+    requested = wanted_names(metrics)
     chosen = {name: value for name, value in arguments.items() if value is not None}
     case = entry.build(mechanism, keys, variance, **chosen)
     values: dict[str, float] = {}
@@ -216,7 +213,8 @@ def _softmax(
             f"logit_std={logit_std!r} and scale={scale!r}"
         )
     if logit_std is not None:
-        deviation = _deviation(logit_std)
+        rule = "the deviation of the logits must be finite and at least 0"
+        deviation = one_number("logit_std", logit_std, 0.0, rule)
         if math.isnan(variance):
             raise ValueError(
                 f"logit_std: the scores' distribution {law} has no variance within float64; "
@@ -224,7 +222,7 @@ def _softmax(
             )
         gamma = deviation / math.sqrt(variance)
     else:
-        gamma = _number(
+        gamma = one_number(
             "scale", scale, 0.0, "the scale of the logits must be finite and at least 0"
         )
     shift = 0.0
@@ -250,11 +248,13 @@ def _dot(
     query_norm: float | None = None,
 ) -> _Case:
     """The formulas of dot products with Gaussian keys."""
-    dimension = _needed(mechanism, "d", d, 1.0, "the dimension must be finite and at least 1")
+    dimension = needed_number(mechanism, "d", d, 1.0, "the dimension must be finite and at least 1")
     usual = 1.0 if mechanism == "dot" else dimension**-0.5
-    factor = _number("scale", usual if scale is None else scale, 0.0, "a scale must be at least 0")
+    factor = one_number(
+        "scale", usual if scale is None else scale, 0.0, "a scale must be at least 0"
+    )
     norm = math.sqrt(dimension) if query_norm is None else query_norm
-    norm = _number("query_norm", norm, 0.0, "a length must be finite and at least 0")
+    norm = one_number("query_norm", norm, 0.0, "a length must be finite and at least 0")
     parameters = {"d": dimension, "scale": factor, "query_norm": norm}
     return _row(n, factor * norm, as_family("gaussian"), 0.0, value_variance, parameters)
 
@@ -268,9 +268,9 @@ def _cosine(
     d: float | None = None,
 ) -> _Case:
     """The formulas of a softmax of cosines."""
-    dimension = _needed(mechanism, "d", d, 2.0, "the dimension must be finite and at least 2")
+    dimension = needed_number(mechanism, "d", d, 2.0, "the dimension must be finite and at least 2")
     rule = "the temperature must be finite and greater than 0"
-    temperature = _needed(mechanism, "tau", tau, 1e-300, rule)
+    temperature = needed_number(mechanism, "tau", tau, 1e-300, rule)
     law = as_family("cosine", d=dimension)
     parameters = {"tau": temperature, "d": dimension}
     return _row(n, 1 / temperature, law, 0.0, value_variance, parameters)
@@ -302,7 +302,7 @@ def _normal_scores(
 ) -> _Case:
     """The formulas of squared ReLU or signed weights of normal scores."""
     rule = "the deviation of the scores must be finite and greater than 0"
-    deviation = _needed(mechanism, "logit_std", logit_std, 1e-300, rule)
+    deviation = needed_number(mechanism, "logit_std", logit_std, 1e-300, rule)
     mean = _mean(0.0 if logit_mean is None else logit_mean)
     if mechanism == "relu2":
         formulas, population = relu2_formulas, sparsity_relu2
@@ -341,7 +341,7 @@ def _linear(
         mean = float(query @ np.asarray(mu, np.float64))
     else:
         rule = "beside sigma it must be one number, the mean of every key component"
-        component = _number("mu", mu, -math.inf, rule)
+        component = one_number("mu", mu, -math.inf, rule)
         value = float(sparsity_linear_iid(query, component, sigma))
         mean = float(query.sum()) * component
     arguments = {"q": q, "mu": mu, "Sigma": Sigma, "sigma": sigma}
@@ -352,7 +352,7 @@ def _linear(
 
 def _decay(mechanism: str, n: float, value_variance: float, *, lam: float | None = None) -> _Case:
     rule = "a decay must be above 0 and at most 1"
-    factor = _needed(mechanism, "lam", lam, 1e-300, rule, 1.0)
+    factor = needed_number(mechanism, "lam", lam, 1e-300, rule, 1.0)
     return _Case(
         decay_formulas(n, factor, value_variance),
         sparse_population(n, float(sparsity_decay(factor, n))),
@@ -364,11 +364,11 @@ def _trained_head(
     mechanism: str, n: float, value_variance: float, **numbers: float | None
 ) -> _Case:
     """The formulas of a trained head from its four numbers."""
-    keys = _number("n", n, 3.0, "a trained head has a first key and at least two others")
+    keys = one_number("n", n, 3.0, "a trained head has a first key and at least two others")
     numbers.setdefault("first_gap_std", 0.0)
     rule = "a deviation or a Jensen gap must be finite and at least 0"
     given = {
-        name: _needed(mechanism, name, numbers.get(name), *(
+        name: needed_number(mechanism, name, numbers.get(name), *(
             (-math.inf, "the log-odds must be finite") if name == "first_gap" else (0.0, rule)
         ))
         for name in HEAD_NUMBERS
@@ -392,39 +392,5 @@ PREDICTED_MECHANISMS: dict[str, _Mechanism] = {
 }
 
 
-def _wanted(metrics: Iterable[str] | None) -> set[str]:
-    """The requested metric names, all if None; raises for an unknown one."""
-    if metrics is None:
-        return set(NAMES)
-    if isinstance(metrics, str):
-        raise ValueError(f"metrics: must be a list or tuple of names, got {metrics!r}")
-    requested = set(metrics)
-    if unknown := requested - set(NAMES):
-        raise ValueError(f"metrics: there is no metric named {min(unknown)!r}")
-    return requested
-
-
-def _needed(
-    mechanism: str, name: str, value: Any, least: float, rule: str, most: float = math.inf
-) -> float:
-    if value is None:
-        raise ValueError(f'{name}: "{mechanism}" needs {name}, got None')
-    return _number(name, value, least, rule, most)
-
-
-def _deviation(value: Any) -> float:
-    return _number(
-        "logit_std", value, 0.0, "the deviation of the logits must be finite and at least 0"
-    )
-
-
 def _mean(value: Any) -> float:
-    return _number("logit_mean", value, -math.inf, "the mean of the logits must be finite")
-
-
-def _number(name: str, value: Any, least: float, rule: str, most: float = math.inf) -> float:
-    """Convert to float; ValueError unless it is one finite number within [least, most]."""
-    values = np.asarray(value, dtype=np.float64)
-    if values.ndim or not (np.isfinite(values) and least <= values <= most):
-        raise ValueError(f"{name}: {rule}, got {name}={value!r}")
-    return float(values)
+    return one_number("logit_mean", value, -math.inf, "the mean of the logits must be finite")

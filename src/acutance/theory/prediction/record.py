@@ -5,11 +5,11 @@ Theory imports nothing of what measures, so the names stand here once more; a te
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-__all__ = ["KINDS", "Kind", "MetricRecord", "Prediction"]
+__all__ = ["KINDS", "Kind", "MetricRecord", "Prediction", "wanted_names"]
 
 Kind = Literal["fixed", "mean", "plug-in"]
 
@@ -127,3 +127,15 @@ def _values(other: Any) -> dict[str, Any] | None:
 
 def _nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
+
+
+def wanted_names(metrics: Iterable[str] | None) -> set[str]:
+    """The requested metric names, all if None; raises for an unknown one."""
+    if metrics is None:
+        return set(NAMES)
+    if isinstance(metrics, str):
+        raise ValueError(f"metrics: must be a list or tuple of names, got {metrics!r}")
+    requested = set(metrics)
+    if unknown := requested - set(NAMES):
+        raise ValueError(f"metrics: there is no metric named {min(unknown)!r}")
+    return requested

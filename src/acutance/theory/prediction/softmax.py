@@ -48,6 +48,7 @@ from acutance.theory.finite_n.top_weight import expected_top_weight
 from acutance.theory.prediction.record import Kind, MetricRecord
 
 __all__ = [
+    "ONE_KEY",
     "Formulas",
     "gaussian_break_points",
     "gaussian_deviation",
@@ -64,7 +65,7 @@ Formulas = dict[str, tuple[Kind, Callable[[], float]] | str]
 _NO_MEAN = "The scores' law has no mean within float64, so neither has this."
 
 
-_ONE_KEY = "With one key both the entropy and log n are 0."
+ONE_KEY = "With one key both the entropy and log n are 0."
 
 
 def softmax_formulas(
@@ -129,7 +130,7 @@ def softmax_formulas(
     formulas: Formulas = {
         "n_keys": ("fixed", lambda: n),
         "entropy": ("mean", entropy),
-        "normalized_entropy": ("mean", lambda: entropy() / log_n) if n > 1 else _ONE_KEY,
+        "normalized_entropy": ("mean", lambda: entropy() / log_n) if n > 1 else ONE_KEY,
         "information": ("mean", lambda: max(log_n - entropy(), 0.0)),
         "effective_keys": ("mean", lambda: float(expected_effective_keys(n, gamma, family))),
         "sparsity": ("mean", lambda: float(expected_sparsity(n, gamma, family))),
@@ -147,14 +148,14 @@ def softmax_formulas(
         "jensen_gap": ("mean", lambda: max(log_sum() - log_n - gamma * mean, 0.0)),
         "max_gap": ("mean", lambda: max(top() - attended(), 0.0)),
         "gaussian_entropy": ("mean" if normal else "plug-in", gaussian_entropy),
-        "first_gap": ("mean", lambda: gamma * mean - log_sum(n - 1)) if n >= 2 else _ONE_KEY,
+        "first_gap": ("mean", lambda: gamma * mean - log_sum(n - 1)) if n >= 2 else ONE_KEY,
         "rest_logit_std": (
-            ("mean" if normal else "plug-in", lambda: deviation(n - 1)) if n >= 2 else _ONE_KEY
+            ("mean" if normal else "plug-in", lambda: deviation(n - 1)) if n >= 2 else ONE_KEY
         ),
         "rest_jensen_gap": (
             ("mean", lambda: max(log_sum(n - 1) - math.log(n - 1) - gamma * mean, 0.0))
             if n >= 2
-            else _ONE_KEY
+            else ONE_KEY
         ),
         "jacobian_trace": ("mean", lambda: max(1 - collision(), 0.0)),
         "noise_gain": (

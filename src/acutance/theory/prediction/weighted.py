@@ -1,4 +1,4 @@
-r"""Predictions of rows that are not a softmax of random logits: decay, relu², identity, linear.
+r"""Predictions of rows that are not a softmax of random logits: relu², identity, linear.
 
 *Relu² and identity.* The scores are :math:`s_j = \beta + \gamma z_j`, the weights
 :math:`a_j = \max(s_j, 0)^2` or :math:`|s_j|`, and :math:`p_j = a_j / \sum_k a_k`; only
@@ -17,17 +17,6 @@ over keys, as in ``acutance.theory.finite_n.row_means``: with :math:`L(t) = E e^
 A relu² row without a positive score has no weights at all (0/0); that happens with probability
 :math:`L_\infty^n = \Phi(-u)^n`, and every mean is over the other rows.
 
-*Decay.* The weights :math:`\lambda^{n-1}, \dots, \lambda, 1` are the softmax of the logits
-:math:`-\theta k`, :math:`\theta = -\log\lambda`, k = 0 … n - 1. With Langevin's function
-:math:`\mathcal L(x) = \coth x - 1/x` and :math:`x = \theta / 2`, the attended position has
-
-.. math::
-
-    \langle k \rangle = \frac{n - 1}{2} - \frac{n \mathcal L(nx) - \mathcal L(x)}{2}, \qquad
-    \operatorname{Var}_p k = \frac{n^2 \mathcal L'(nx) - \mathcal L'(x)}{4},
-
-and everything else follows, the same for every row.
-
 Source: Su Jianlin, kexue.fm/archives/9889.
 """
 
@@ -41,18 +30,15 @@ from scipy.special import expit, log_ndtr, ndtr, ndtri_exp
 
 from acutance.theory.arguments import Array, log_probability
 from acutance.theory.finite_n.gaussian import (
-    expected_entropy_gauss,
     expected_max_gauss,
     normal_density,
 )
 from acutance.theory.finite_n.grid import gauss
 from acutance.theory.finite_n.top_weight import Scratch, laplace_power
-from acutance.theory.linear_and_decay import effective_keys_decay, sparsity_decay
-from acutance.theory.prediction.softmax import Formulas, gaussian_deviation
+from acutance.theory.prediction.softmax import ONE_KEY, Formulas, gaussian_deviation
 
 __all__ = [
     "WeightedRow",
-    "decay_formulas",
     "linear_formulas",
     "relu2_formulas",
     "relu2_top_weight",
@@ -69,67 +55,7 @@ _MEASURED = "It is measured for these weights; no function predicts it."
 _SIGNED = "The weights have both signs, so they are no distribution."
 
 
-_ONE_KEY = "With one key both the entropy and log n are 0."
-
-
-_SERIES_TO = 0.3  # of n x, below which Langevin's function is summed as a series
-
-
 _NO_LAW = "Mean and covariance of the keys do not determine it."
-
-
-def decay_formulas(n: float, lam: float, value_variance: float) -> Formulas:
-    """Formulas for a row whose weights decay by the factor lam per key."""
-    theta = -math.log(lam)
-    x, log_n = theta / 2, math.log(n)
-    keys = float(effective_keys_decay(lam, n))
-    collision = 1 / keys
-    mean, spread = _position(n, x)
-    variance = theta * theta * spread
-    log_sum = _log_sum(theta, n)
-    entropy = log_sum + theta * mean
-    plain, deviation = -theta * (n - 1) / 2, theta * math.sqrt((n * n - 1) / 12)
-    top = math.exp(-log_sum)
-    cubes = n if theta == 0 else math.expm1(-3 * n * theta) / math.expm1(-3 * theta)
-    noise = collision - 2 * cubes * top**3 + collision**2
-    values = {
-        "n_keys": n,
-        "entropy": entropy,
-        "information": log_n - entropy,
-        "effective_keys": keys,
-        "sparsity": float(sparsity_decay(lam, n)),
-        "collision": collision,
-        "top_weight": top,
-        "first_weight": math.exp(-theta * (n - 1) - log_sum),
-        "sink_mass": 0.0,
-        "max_logit": 0.0,
-        "lse": log_sum,
-        "logit_mean": plain,
-        "logit_std": deviation,
-        "varentropy": variance,
-        "entropy_slope": 0.0 - variance,
-        "mean_field_entropy": log_n + plain,
-        "jensen_gap": log_sum - log_n - plain,
-        "max_gap": theta * mean,
-        "gaussian_entropy": float(expected_entropy_gauss(n, deviation)),
-        "jacobian_trace": 1 - collision,
-        "noise_gain": value_variance * noise,
-    }
-    if n > 1:
-        values["normalized_entropy"] = entropy / log_n
-    if n >= 2:
-        others = _log_sum(theta, n - 1)
-        values["first_gap"] = -theta * (n - 1) - others
-        values["rest_logit_std"] = theta * math.sqrt(n * (n - 2) / 12)
-        values["rest_jensen_gap"] = max(others - math.log(n - 1) + theta * (n - 2) / 2, 0.0)
-    formulas: Formulas = {name: ("fixed", constant(value)) for name, value in values.items()}
-    names = ("normalized_entropy", "first_gap", "rest_logit_std", "rest_jensen_gap")
-    return dict.fromkeys(names, _ONE_KEY) | formulas
-
-
-def _log_sum(theta: float, n: float) -> float:
-    """Logarithm of 1 + λ + … + λ^(n-1), λ = e^-θ."""
-    return math.log(n if theta == 0 else math.expm1(-n * theta) / math.expm1(-theta))
 
 
 def relu2_formulas(n: float, mean: float, deviation: float) -> Formulas:
@@ -139,7 +65,7 @@ def relu2_formulas(n: float, mean: float, deviation: float) -> Formulas:
     formulas = _score_formulas(n, mean, deviation)
     formulas |= {
         "entropy": ("mean", entropy),
-        "normalized_entropy": ("mean", lambda: entropy() / log_n) if n > 1 else _ONE_KEY,
+        "normalized_entropy": ("mean", lambda: entropy() / log_n) if n > 1 else ONE_KEY,
         "information": ("mean", lambda: log_n - entropy()),
         "effective_keys": ("mean", row.effective_keys),
         "sparsity": ("mean", row.sparsity),
@@ -208,35 +134,6 @@ def _without_softmax() -> Formulas:
 
 def constant(value: float) -> Callable[[], float]:
     return lambda: value
-
-
-def _position(n: float, x: float) -> tuple[float, float]:
-    """Mean and variance of the attended position, without cancellation."""
-    if n * x > _SERIES_TO:
-        mean = _one_over_expm1(2 * x) - n * _one_over_expm1(2 * n * x)
-        return mean, (_one_over_sinh2(x) - n * n * _one_over_sinh2(n * x)) / 4
-    mean = (n - 1) / 2 - (n * _langevin(n * x) - _langevin(x)) / 2
-    return mean, (n * n * _langevin_slope(n * x) - _langevin_slope(x)) / 4
-
-
-def _one_over_expm1(x: float) -> float:
-    return math.exp(-x) / -math.expm1(-x)
-
-
-def _one_over_sinh2(x: float) -> float:
-    return 4 * math.exp(-2 * x) / math.expm1(-2 * x) ** 2
-
-
-def _langevin(x: float) -> float:
-    """L(x) = coth x - 1/x for x <= 0.3."""
-    y = x * x
-    return x * (1 / 3 - y * (1 / 45 - y * (2 / 945 - y * (1 / 4725 - y * 2 / 93555))))
-
-
-def _langevin_slope(x: float) -> float:
-    """Derivative of L, 1/x² - 1/sinh² x, for x <= 0.3."""
-    y = x * x
-    return 1 / 3 - y * (1 / 15 - y * (2 / 189 - y * (1 / 675 - y * 2 / 10395)))
 
 
 _STEP = 0.3  # of log t: the trapezoid rule is then right to exp(-pi²/0.3) = 5e-15

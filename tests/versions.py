@@ -1,0 +1,18 @@
+"""What differs between the versions of other packages that the project admits."""
+
+from importlib.metadata import version
+
+from packaging.version import Version
+from torch.nn.modules import module as modules
+
+HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+
+
+def older(package: str, than: str) -> bool:
+    """Whether the installed version of a package is older."""
+    return Version(version(package)) < Version(than)
+
+
+def any_global_hook() -> bool:
+    """Whether PyTorch holds a hook for all modules; 2.6 has no function that says so."""
+    return any(vars(modules)[f"_global_{kind}"] for kind in HOOKS)
