@@ -13,9 +13,9 @@ import safetensors.torch
 
 from acutance import Law
 from acutance.calibration.fit.progress import Progress
-from acutance.experiments.harness import record
 from acutance.probing import load, load_queries_keys, load_state
 from acutance.report.exports import csv_bytes
+from acutance.reproduce import load as load_record
 
 SAVED = Path(__file__).parent / "saved_by_0_1_0"
 
@@ -51,7 +51,7 @@ def test_a_calibration_under_way() -> None:
 
 
 def test_a_record() -> None:
-    loaded = record.load(SAVED / "record.json")
+    loaded = load_record(SAVED / "record.json")
     written = json.loads((SAVED / "record.json").read_text(encoding="utf-8"))
     assert loaded.name == written["name"]
     assert len(loaded.rows) == len(written["rows"]) > 0
