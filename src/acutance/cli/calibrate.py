@@ -187,7 +187,7 @@ def calibrate(options: CalibrateOptions) -> None:
             kept = (
                 f"; continue from {options.save} with --resume" if options.save is not None else ""
             )
-            fail(f"interrupted before the law was fitted and judged{kept}")
+            fail(f"interrupted before the law was fitted{kept}")
             raise typer.Exit(INTERRUPTED) from None
 
         refused = options.out is not None and not options.even_if_worse and _hurts(calibration)

@@ -141,9 +141,10 @@ def judge(
 
     Example:
         >>> import acutance
+        >>> from acutance.experiments.models import texts
         >>> from acutance.experiments.models.trained import decoder
-        >>> text = "".join(f"{n} times {n} is {n * n}; " for n in range(160)).encode()
-        >>> windows = torch.tensor(list(text[:2048])).view(4, 512)  # trained on windows of 128
+        >>> code = texts.read(texts.files("held out")).long()
+        >>> windows = code[: 4 * 512].view(4, 512)  # trained on windows of 128
         >>> result = acutance.judge(decoder(), windows, "clip_log_n:train_length=128")
         >>> result.laws[0].delta < 0
         True

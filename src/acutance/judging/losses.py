@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acutance.capture.module_names import class_name
+from acutance.shapes import check_count
 
 __all__ = ["AnyLoss", "Loss", "LossError", "MaskedTokens", "NextToken", "Scored", "choose_loss"]
 
-#: Logits that are held at once, in numbers: 32 MB of float32.
+#: Numbers in the logits that are held at once: 32 MB of float32.
 _LOGITS = 1 << 23
 #: Tokens on which the loss in pieces is compared with the model's own.
 _COMPARED = 64
@@ -73,7 +74,8 @@ class Loss:
 class _Logits(Loss):
     """Cross-entropy of a model's logits, in pieces where the head can be run by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, logits: int = _LOGITS) -> None:
+        self.logits = check_count("logits", logits, 1)
         #: by model, whether it needs all its logits at once
         self._whole: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 
@@ -98,7 +100,7 @@ class _Logits(Loss):
         if _has_pieces(model):
             scale = float(logits.abs().amax()) * torch.finfo(logits.dtype).eps
             try:
-                pieces = torch.cat(list(_in_pieces(model, few, ids, places)))
+                pieces = torch.cat(list(_in_pieces(model, few, ids, places, self.logits)))
                 equal = bool(((pieces - whole).abs() <= max(1e-4, 8 * scale)).all())
             except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
                 equal = False  # a head that reads more of the model than its hidden states
@@ -116,7 +118,7 @@ class _Logits(Loss):
             logits = _logits_of(model, _call(model, inputs))
             found = _cross_entropy(logits[places], ids[places])
         else:
-            found = torch.cat(list(_in_pieces(model, inputs, ids, places)))
+            found = torch.cat(list(_in_pieces(model, inputs, ids, places, self.logits)))
         loss[places.cpu()] = found
         return Scored(self._placed(loss), n.cpu())
 
@@ -135,6 +137,9 @@ class _Logits(Loss):
 
 class NextToken(_Logits):
     """Cross-entropy of every token after the first, predicted from those before it.
+
+    Args:
+        logits: how many numbers of logits are held at once, a position at least.
 
     Example:
         >>> NextToken().words
@@ -167,6 +172,7 @@ class MaskedTokens(_Logits):
         share: part of the tokens that is masked, at least one of each window.
         seed: of the choice.
         special: ids that are never masked.
+        logits: how many numbers of logits are held at once, a position at least.
 
     Raises:
         ValueError: if ``share`` is not between 0 and 1.
@@ -179,9 +185,14 @@ class MaskedTokens(_Logits):
     reads_all = True
 
     def __init__(
-        self, mask_token: int, share: float = 0.15, seed: int = 0, special: Iterable[int] = ()
+        self,
+        mask_token: int,
+        share: float = 0.15,
+        seed: int = 0,
+        special: Iterable[int] = (),
+        logits: int = _LOGITS,
     ) -> None:
-        super().__init__()
+        super().__init__(logits)
         if not 0 < share < 1:
             raise ValueError(f"share is between 0 and 1, got {share!r}")
         self.mask_token, self.share, self.seed = mask_token, share, seed
@@ -275,7 +286,7 @@ def _has_pieces(model: torch.nn.Module) -> bool:
 
 
 def _in_pieces(
-    model: Any, batch: Mapping[str, Any], ids: Tensor, places: Tensor
+    model: Any, batch: Mapping[str, Any], ids: Tensor, places: Tensor, most: int
 ) -> Iterator[Tensor]:
     """Losses at some places, in the order of the places, a few logits at a time.
 
@@ -299,7 +310,7 @@ def _in_pieces(
     states = _hidden(output)[places].unsqueeze(0)  # (1, places, E)
     output = _with_hidden(output, states[:, :0])  # the rest of the states may go
     targets = ids[places]
-    step = max(1, _LOGITS // vocabulary)
+    step = max(1, most // vocabulary)
     for start in range(0, targets.numel(), step):
         stop = min(start + step, targets.numel())
         few = {"input_ids": targets[None, start:stop]}  # not read, but for their shape
