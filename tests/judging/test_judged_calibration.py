@@ -66,7 +66,7 @@ def test_a_law_that_hurts_is_refused(run: Callable[..., Any], tmp_path: Path) ->
 def test_text_that_is_too_short_to_judge_on(run: Callable[..., Any], tmp_path: Path) -> None:
     done, law = calibrate(run, tmp_path, 200, "--lengths", "32,64")
     assert done.exit_code == 1
-    assert "fitting and judging take at least 2 windows of 64 tokens each" in done.stderr
+    assert "fitting and judging need at least 2 windows of 64 tokens each" in done.stderr
     assert "or --even-if-worse for a law that nothing judged" in done.stderr
     assert done.stderr.count("\n") == 1
     done, law = calibrate(run, tmp_path, 200, "--lengths", "32,64", "--even-if-worse")

@@ -44,7 +44,7 @@ class JudgeOptions:
         typer.Option(
             "--text",
             metavar="FILE",
-            help="Text that no law was fitted to; repeat it for more. From 5 on, errors are those "
+            help="Text that no law was fitted to; repeat for more. From 5 texts on, errors are "
             "from text to text.",
         ),
     ] = None
@@ -53,7 +53,7 @@ class JudgeOptions:
         typer.Option(
             "--law",
             metavar="LAW",
-            help="What to judge; repeat it for more: a file of 'calibrate -o', a name as ssmax or "
+            help="What to judge; repeat for more: a file of 'calibrate -o', a name as ssmax or "
             "log_n:train_length=512, or heads to switch off, off:LAYER.HEAD,...",
         ),
     ] = None
@@ -62,19 +62,21 @@ class JudgeOptions:
         typer.Option(
             "--lengths",
             metavar="N,...",
-            help="Windows to read, rising. Default: the model's longest, up to 512.",
+            help="Window lengths, ascending. Default: the model's longest, at most 512.",
         ),
     ] = None
     windows: Annotated[
         int,
         typer.Option(
-            "--windows", min=0, help="Of the longest length, spread over the text; 0 is all."
+            "--windows", min=0, help="Windows of the longest length, spread over the text; 0: all."
         ),
     ] = 16
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the windows' places.")] = 0
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the windows' positions.")] = 0
     save: Annotated[
         Path | None,
-        typer.Option("--save", metavar="FILE", help="Keep the state, as it grows: to resume."),
+        typer.Option(
+            "--save", metavar="FILE", help="Save the state after every window, for --resume."
+        ),
     ] = None
     save_every: SaveEvery = 1
     resume: Resume = False
@@ -119,7 +121,7 @@ def judge(options: JudgeOptions) -> None:
         try:
             comparison = _compare(options, lengths)
         except KeyboardInterrupt:
-            rest = f"; --resume goes on from {options.save}" if options.save is not None else ""
+            rest = "" if options.save is None else f"; continue from {options.save} with --resume"
             fail(f"interrupted before all windows were read{rest}")
             raise typer.Exit(INTERRUPTED) from None
         write_and_show(

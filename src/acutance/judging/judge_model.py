@@ -189,7 +189,7 @@ def judge_windows(
     groups, lengths = windows.groups, windows.lengths
     if len(groups.unique()) < 2:
         raise ValueError(
-            f"a comparison takes at least 2 windows of {lengths[-1]} tokens, got "
+            f"a comparison needs at least 2 windows of {lengths[-1]} tokens, got "
             f"{len(groups.unique())}: give more text, or shorter windows"
         )
     check_positions(model, lengths)

@@ -199,7 +199,7 @@ def as_remedies(laws: Any) -> list[Remedy]:
         pairs = [("", laws)]
     remedies = [_remedy(name, one) for name, one in pairs]
     if not remedies:
-        raise ValueError("laws names at least one law, got none")
+        raise ValueError("laws must have at least one law, got none")
     names = [one.name for one in remedies]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"laws have different names, got {twice!r} twice")

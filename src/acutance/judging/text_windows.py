@@ -42,7 +42,7 @@ def text_windows(
     ]
     if len(places) < 2:
         raise ValueError(
-            f"a comparison takes at least 2 windows of {lengths[-1]} tokens, and the text has "
+            f"a comparison needs at least 2 windows of {lengths[-1]} tokens, and the text has "
             f"{sum(map(len, ids))} tokens: give more text, or shorter --lengths"
         )
     chosen = [places[index] for index in spread(len(places), most or len(places), seed)]
@@ -94,7 +94,7 @@ def hold_out(loaded: TextModel, texts: Sequence[Text], longest: int) -> HeldOut:
     total = sum(counts)
     if total < 2 * _LEAST:
         raise ValueError(
-            f"fitting and judging take at least 2 windows of {longest} tokens each, and the text "
+            f"fitting and judging need at least 2 windows of {longest} tokens each, and the text "
             f"has {sum(lengths)} tokens: give more text, or shorter --lengths"
         )
     wanted = max(_LEAST, min(_MOST, total // 4))
