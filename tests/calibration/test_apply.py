@@ -386,7 +386,10 @@ def test_a_law_that_changed_nothing_is_reported(built: Built, ids: Tensor) -> No
     model, match = built("llama"), "scaled no call of LlamaForCausalLM: it did not run"
     with pytest.raises(acutance.ApplyError, match=match), acutance.apply(model, LAW):
         pass
-    model, match = built("mistral"), r"2 layers, model\.layers\.0\.self_attn: its rows see a win"
+    model, match = (
+        built("mistral"),
+        r"2 layers, model\.layers\.0\.self_attn: its rows see only a win",
+    )
     with pytest.raises(acutance.ApplyError, match=match), acutance.apply(model, LAW):
         logits(model, input_ids=ids)
     with pytest.warns(UserWarning, match="changed no call of Linear"):

@@ -82,7 +82,7 @@ def test_what_cannot_be_drawn_is_said(
         ValueError, match="chart: must be one of heads, layers, lengths, theory, got 'pie'"
     ):
         draw(probed, target, chart="pie")
-    with pytest.raises(ValueError, match="'theory' is of entropy and takes no other metric"):
+    with pytest.raises(ValueError, match="'theory' shows entropy only and accepts no other metric"):
         draw(probed, target, chart="theory", metric="lse")
     with pytest.raises(ValueError, match="does not say how its rows change with n"):
         draw(replace(probed, optional_parts=OptionalParts()), target, chart="lengths")

@@ -133,7 +133,7 @@ def test_what_was_left_out_and_how_far_to_trust_it(summary_of: Make) -> None:
     assert "(relative difference 2.5e-01)" in text
     assert "layers 0–3: model.layers.*.attn" in text
     assert "could not be read:\n  – decoder.0.cross: dropout is on" in text
-    assert "left to the model:\n  – decoder.1.self: of its own score" in text
+    assert "which acutance could not provide:\n  – decoder.1.self: of its own score" in text
 
 
 @pytest.mark.parametrize("width", [40, 80])

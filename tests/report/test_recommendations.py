@@ -75,7 +75,7 @@ def test_heads_of_a_layer_are_told_together_and_layers_apart(summary_of: Make) -
     first, second = recommendations(summary_of((4, 4), first_weight=weights))
     assert (first.layer, first.heads) == (0, (2,))
     assert (second.layer, second.heads) == (1, (0, 3))
-    assert second.sentence.startswith("Layer 1 heads 0, 3: 50% to 70% of the weight lies on")
+    assert second.sentence.startswith("Layer 1 heads 0, 3: 50% to 70% of the weight is on")
     assert second.numbers["first_weight"] == pytest.approx(0.7)
     assert in_words([first, second])[1] == f"{second.place}: {second.reason}."  # advice once
 
@@ -119,7 +119,7 @@ def test_rows_that_are_no_numbers(summary_of: Make) -> None:
     summary = summary_of((2,), lse={(0, 1): math.nan})
     found = only(summary)
     assert (found.kind, found.heads) == ("not_finite", (1,))
-    assert "the scores of 40 of 40 rows have scores that are not finite" in found.sentence
+    assert "40 of 40 rows have scores that are not finite" in found.sentence
 
 
 def test_a_mismatched_layer_is_said_to_be_no_more(summary_of: Make) -> None:
