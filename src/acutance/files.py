@@ -208,7 +208,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
-#: Schemas of files that a long run goes on from.
+#: Schemas of files that a long run continues from.
 _STATES = ("acutance.head_summary/", "acutance.calibration/", "acutance.judgement_state/")
 
 
@@ -238,7 +238,7 @@ def refuse_replacing(path: str | os.PathLike[str], *, resume: bool, overwrite: b
         overwrite: replace it.
 
     Raises:
-        ValueError: if both are asked for.
+        ValueError: if both are requested.
         FileExistsError: if the file is there and holds anything, and neither is.
 
     Example:

@@ -57,7 +57,7 @@ def read_json(path: str | os.PathLike[str], largest: int = _LARGEST) -> dict[str
 
     Raises:
         FileNotFoundError: if there is no such file.
-        OSError: if it cannot be read, or is no regular file.
+        OSError: if it cannot be read, or is not a regular file.
         ValueError: if it is too large, no JSON object, or not what was written.
     """
     place = Path(path)
@@ -75,7 +75,7 @@ def parse_json(text: str) -> dict[str, Any]:
     """Parse JSON text and verify its digest.
 
     Raises:
-        ValueError: if it is no JSON object, or not what was written.
+        ValueError: if it is not a JSON object, or not what was written.
     """
     try:
         record = json.loads(text, parse_constant=_number, parse_float=_number)

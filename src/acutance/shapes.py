@@ -76,7 +76,7 @@ def check_inputs(
         autocast: whether they are first cast as :func:`cast_inputs` does.
 
     Raises:
-        TypeError: if one is no tensor, or dtypes are not floating, not supported or not alike.
+        TypeError: if one is not a tensor, or dtypes are not floating, not supported or not alike.
         ValueError: if ranks, sizes, head counts or devices do not fit.
     """
     query, key = check_tensor("query", query), check_tensor("key", key)
@@ -225,7 +225,7 @@ def check_number(
     """A finite number strictly between bounds (``including`` admits the lower one).
 
     Raises:
-        TypeError: if it is no number.
+        TypeError: if it is not a number.
         ValueError: if it is not finite or out of bounds.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -247,7 +247,7 @@ def check_softcap(softcap: float | None, dtype: torch.dtype) -> float | None:
     that number, as good as 0.
 
     Raises:
-        TypeError: if it is no number.
+        TypeError: if it is not a number.
         ValueError: if it is not finite or not positive.
 
     Example:
@@ -265,7 +265,7 @@ def check_count(name: str, value: int, least: int) -> int:
     """An integer of at least ``least`` and at most :data:`MOST`.
 
     Raises:
-        TypeError: if it is no integer.
+        TypeError: if it is not an integer.
         ValueError: if it is smaller or larger.
     """
     if isinstance(value, bool) or not isinstance(value, int):

@@ -54,8 +54,16 @@ def said(model: nn.Module, given: Any, **options: Any) -> str:
     ("told", "computed", "line"),
     [
         ({"sinks": SINKS}, {"sinks": None}, "the sinks are left out: it seems to drop them"),
-        ({"window": 4}, {"window": 5}, "the window is 5 keys: it seems to count another way"),
-        ({"window": 4}, {"window": 3}, "the window is 3 keys: it seems to count another way"),
+        (
+            {"window": 4},
+            {"window": 5},
+            "the window is 5 keys: it seems to count the window differently",
+        ),
+        (
+            {"window": 4},
+            {"window": 3},
+            "the window is 3 keys: it seems to count the window differently",
+        ),
         ({"window": 4}, {"window": None}, "the window is left out: it seems to ignore it"),
         ({"attn_mask": BAND}, {"attn_mask": WIDER}, "the window is 5 keys: it seems to count"),
         ({"attn_mask": WIDER}, {"attn_mask": BAND}, "the window is 4 keys: it seems to count"),

@@ -84,8 +84,8 @@ def _narrower(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         ("BertForMaskedLM", _prefixed, r"begin with 'module\.bert\.' \(Distributed"),
         ("BertModel", _one_layer, r"16 tensors missing .*\(encoder\.layer\.1\.attention"),
         ("BertModel", _flipped, r"query\.weight\) and 1 that fits nowhere .*qtery\.weight"),
-        ("BertModel", _a_layer_more, r"16 tensors in its files that the model has no place for"),
-        ("BertModel", _narrower, r"4 tensors of another shape .*\(8,\) in the files, \(16,\) in"),
+        ("BertModel", _a_layer_more, r"16 tensors in its files that the model does not have"),
+        ("BertModel", _narrower, r"4 tensors of the wrong shape .*\(8,\) in the files, \(16,\) in"),
     ],
 )
 def test_weights_that_do_not_load_are_named(

@@ -84,7 +84,7 @@ def test_what_cannot_be_drawn_is_said(
         draw(probed, target, chart="pie")
     with pytest.raises(ValueError, match="'theory' shows entropy only and accepts no other metric"):
         draw(probed, target, chart="theory", metric="lse")
-    with pytest.raises(ValueError, match="does not say how its rows change with n"):
+    with pytest.raises(ValueError, match="does not record how metrics depend on n"):
         draw(replace(probed, optional_parts=OptionalParts()), target, chart="lengths")
     with pytest.raises(ValueError, match="did you mean 'entropy'"):
         draw(probed, target, chart="layers", metric="entropie")

@@ -108,7 +108,10 @@ def test_the_largest_logit_says_what_bfloat16_makes_of_it(summary_of: Make) -> N
     wide = only(summary_of((2,), max_logit={(0, 1): 101.0}), "largest_logit")
     assert "This size is not a problem" in calm.sentence
     assert "a resolution of 0.5, so rounding can change a weight by 28%" in large.sentence
-    assert "steps of 64, so rounding can change a weight by a factor of 7.9e+13" in huge.sentence
+    assert (
+        "a resolution of 64, so rounding can change a weight by a factor of 7.9e+13"
+        in huge.sentence
+    )
     assert "above 100: growth" in huge.sentence
     assert "above 100: growth" in wide.sentence
     assert "above 100" not in large.sentence

@@ -69,7 +69,7 @@ def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> App
         Leaving the context raises :class:`ApplyError` if no call was scaled.
 
     Raises:
-        TypeError: if ``model`` is no module or ``law`` no law.
+        TypeError: if ``model`` is not a module or ``law`` no law.
         ValueError: if a scaling, layer or head does not exist, or the law is another model's.
 
     Warns:

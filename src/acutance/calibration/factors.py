@@ -144,7 +144,7 @@ def scaled_scores(
         narrow: a key is hidden by a score that hides in this dtype.
 
     Raises:
-        ValueError: if heads cannot be told, or a law is for others.
+        ValueError: if heads cannot be determined, or a law is for others.
 
     Example:
         >>> from acutance import scaling

@@ -160,7 +160,7 @@ class Law:
         model alone lacks.
 
         Raises:
-            LawError: if a layer is no module of the model.
+            LawError: if a layer is not a module of the model.
         """
         known = {name for name, _ in named_modules(model)}
         prefix = getattr(unwrap(model), "base_model_prefix", None)
@@ -246,7 +246,7 @@ def by_layer(model: torch.nn.Module, law: AnyLaw) -> tuple[AnyScaling | None, di
     """A law as one scaling for every layer it does not name, and scalings by module name.
 
     Raises:
-        TypeError: if it is no law, or a key of a mapping is neither a layer nor (layer, head).
+        TypeError: if it is not a law, or a key of a mapping is neither a layer nor (layer, head).
         ValueError: if a layer, head or scaling does not exist.
     """
     if isinstance(law, Law):

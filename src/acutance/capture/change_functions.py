@@ -78,7 +78,7 @@ class FunctionChange(TorchFunctionMode):
         self._why: dict[str, str] = {}  # by module, why its softmax was left as it is
 
     def __exit__(self, *error: Any) -> None:
-        """What was followed need not be any longer."""
+        """Stop following products and release them."""
         leave(self)
         self._softmaxes.finish()
         self._lineage.clear()

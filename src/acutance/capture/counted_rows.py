@@ -68,7 +68,7 @@ class RowReader:
         """The rows of a call that count.
 
         Raises:
-            ValueError: if rows were asked for that do not fit.
+            ValueError: if rows were requested that do not fit.
         """
         real = self.real(call)
         batch, _, queries, _ = call.query.shape
@@ -87,7 +87,7 @@ class RowReader:
             seen: boolean (B, S), keys that any row sees.
 
         Raises:
-            ValueError: if rows were asked for that do not fit.
+            ValueError: if rows were requested that do not fit.
         """
         real = self.real_of_scores(scores, module, n, seen)
         batch, _, queries, keys = scores.shape

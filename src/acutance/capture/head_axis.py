@@ -110,7 +110,7 @@ def fold(scores: Tensor, heads: int | None, place: int | None = None) -> Tensor:
         place: which of four dimensions is heads, where that is known otherwise.
 
     Raises:
-        ValueError: if heads cannot be told from other dimensions.
+        ValueError: if heads cannot be distinguished from other dimensions.
 
     Example:
         >>> [list(fold(torch.zeros(shape), 2).shape) for shape in ((6, 5, 7), (3, 5, 2, 7))]

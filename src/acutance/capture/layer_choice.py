@@ -25,7 +25,7 @@ def _items(name: str, given: Chosen) -> list[range | str]:
     """Every number as a range (first, last + 1), every pattern as it is.
 
     Raises:
-        TypeError: if something is no number, range or text.
+        TypeError: if something is not a number, range or text.
         ValueError: if nothing is chosen, or a range is empty.
     """
     if isinstance(given, int | str | range):
@@ -183,7 +183,7 @@ class HeadChoice:
 
     Raises:
         TypeError: if it holds anything but numbers, ranges and text.
-        ValueError: if text is no number and no range.
+        ValueError: if text is not a number and no range.
 
     Example:
         >>> HeadChoice("0,4-5,-1").of(8)

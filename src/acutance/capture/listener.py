@@ -120,7 +120,7 @@ class Listener:
         skipped: names of modules that are not heard: they report by themselves.
 
     Raises:
-        TypeError: if ``model`` is no module or ``layers`` holds anything but numbers and text.
+        TypeError: if ``model`` is not a module or ``layers`` holds anything but numbers and text.
         ValueError: if a part of ``layers`` is not a layer of the model.
 
     Example:

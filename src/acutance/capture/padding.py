@@ -237,7 +237,7 @@ def checked_mask(mask: Any) -> PaddingMask | None:
     """A user's mask.
 
     Raises:
-        TypeError: if it is no tensor.
+        TypeError: if it is not a tensor.
         ValueError: if it is not (B, T), or holds other numbers than 0 and 1.
 
     Example:

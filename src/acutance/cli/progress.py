@@ -11,7 +11,7 @@ from typing import Any
 def progress(
     what: str, windows: int, tokens: int, screen: Any
 ) -> Iterator[Callable[[int, int, bool], None]]:
-    """A bar on standard error: windows, rate and time left; silent where that is no terminal.
+    """A bar on standard error: windows, rate and time left; silent where that is not a terminal.
 
     Args:
         what: what is being done, in a word.

@@ -43,7 +43,7 @@ def need(package: str, extra: str, what: str, instead: str = "") -> None:
 
 @contextmanager
 def misuse() -> Iterator[None]:
-    """What the theory refuses, with the names of its arguments as options, is misuse: exit 2."""
+    """Report errors from the theory as misuse of the options with the same names: exit code 2."""
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -121,7 +121,7 @@ def read_gguf(path: Path) -> GgufFile:
     """Read the header of a file and check that the tensors it announces are there.
 
     Raises:
-        GgufError: if a package is missing, or the file is no GGUF file, of a version that is not
+        GgufError: if a package is missing, or the file is not a GGUF file, of a version that is not
             read, truncated, damaged, or one part of several.
     """
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]

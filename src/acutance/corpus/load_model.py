@@ -78,7 +78,7 @@ def load_model(
         The model in evaluation mode, in ``model``, and its tokenizer, in ``tokenizer``.
 
     Raises:
-        HeadError: if a head is asked for and the files hold none.
+        HeadError: if a head is requested and the files hold none.
         ModelError: if something else is missing, a weight included; the message says what to do.
 
     Example:

@@ -376,7 +376,7 @@ def restore(path: str | os.PathLike[str], run: Run) -> State | None:
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if the file is no state, or one of other settings, which it names.
+        ValueError: if the file is not a state, or one of other settings, which it names.
     """
     name = os.fspath(path)
     if not os.path.exists(path):

@@ -68,7 +68,7 @@ class TextModel:
         """The window length: as requested, or the model's longest up to 512 tokens.
 
         Raises:
-            OptionError: if more is asked for than the model has positions of.
+            OptionError: if more is requested than the model has positions of.
         """
         if length is None:
             return min(self.positions or LONGEST_DEFAULT, LONGEST_DEFAULT)

@@ -87,7 +87,7 @@ def limit(name: str) -> float:
     """The value of a threshold.
 
     Raises:
-        KeyError: if there is not one of that name.
+        KeyError: if the name is unknown.
 
     Example:
         >>> limit("sink"), limit("large_logits")

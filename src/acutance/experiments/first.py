@@ -110,7 +110,7 @@ def weight_of_first(model: Encoder, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def diluted(scores: Tensor, ids: Tensor, counts: Tensor, law: Scaling) -> Tensor:
-    """The weight among ``counts`` zeros and ones, from the scores of short strings, (B,)."""
+    """Weight of the first of ``counts`` symbols, from the scores of short strings, (B,)."""
     factor = law.factor(torch.tensor([int(counts.sum()) + 2])).double()
     kinds = [scores[:, 2:][ids[:, 2:] == bit].mean().double() for bit in (0, 1)]
     scores = scores.double()

@@ -67,7 +67,7 @@ def draw_logits(run: Run, family: str, rows: int, n: int) -> torch.Tensor:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Medians of Λ, whose mean is infinite, over sampled rows."""
+    """Median of Λ over sampled rows, since its mean is infinite."""
     rows = []
     samples = run.size(60000, 200000)
     constants = {

@@ -80,7 +80,7 @@ def train(run: Run, kind: str, seed: int) -> Encoder:
 
 
 def evaluation(run: Run) -> tuple[Tensor, Tensor, Tensor]:
-    """Held-out windows of 1024 bytes, whole, masked, and which bytes are: the same at any n."""
+    """Held-out windows of 1024 bytes: original, masked, and the mask; the same for any n."""
     text = texts.read(texts.files("held out"))
     windows = texts.sample_windows(text, LENGTHS[-1], run.size(6, 48), run.generator)
     return windows, *masked(windows, run.generator)
@@ -156,7 +156,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def _applied(model: Encoder, data: tuple[Tensor, Tensor, Tensor], n: int, seed: int) -> Row:
-    """The loss of a model with its law taken out and applied from outside, beside its own."""
+    """Loss with the law applied from outside, and with the law inside the model."""
     windows, ids, hidden = (one[:2] for one in data)
     _, built_in = read(model, windows, ids, hidden, n)
     bare = Encoder(**_SHAPE)

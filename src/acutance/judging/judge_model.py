@@ -116,9 +116,9 @@ def judge(
         lengths: windows are cut into parts of these lengths, rising; None leaves them whole.
         texts: the text that each window is from. From 5 texts on, errors are those from text to
             text, else from window to window.
-        save: file that keeps the state after each run of the model, to go on from.
+        save: file that keeps the state after each run of the model, to continue from.
         save_every: windows between two writes, at least.
-        resume: go on from what ``save`` holds.
+        resume: continue from what ``save`` holds.
         overwrite: replace what ``save`` holds.
         advance: called after each run of the model with the tokens it read, the windows that are
             done with it, and whether it ran now.

@@ -38,7 +38,7 @@ METHOD = (
     "Student's t with Bonferroni's correction, half of the 5 % for the means of all laws and half "
     "for their octaves: all intervals hold together with 95 %"
 )
-#: Octaves of n that are told apart; the first also has all that is shorter.
+#: Octaves of n that are distinguished; the first also has all that is shorter.
 _OCTAVES = 6
 #: Differences in nats that rounding in float32 can make.
 _ROUNDING = 1e-5

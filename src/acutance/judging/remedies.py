@@ -188,7 +188,7 @@ def as_remedies(laws: Any) -> list[Remedy]:
     """A law, several, or several by name, as remedies with different names.
 
     Raises:
-        TypeError: if something is no law.
+        TypeError: if something is not a law.
         ValueError: if there is none, or two have one name.
     """
     if isinstance(laws, Mapping) and all(isinstance(name, str) for name in laws):

@@ -1,4 +1,4 @@
-"""The state of a comparison in a file: killed at any moment, it goes on with no window twice."""
+"""The state of a comparison in a file: killed at any moment, it continues with no window twice."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Sums:
 
         Raises:
             OSError: if the file cannot be read.
-            ValueError: if it is no such state, or one of other settings, which the message names.
+            ValueError: if it is not such a state, or has other settings, which the message names.
         """
         name = os.fspath(path)
         if not os.path.exists(path):

@@ -82,7 +82,7 @@ def value_gradient(weights: Tensor, grad: Tensor, finite: bool) -> Tensor:
 def only_visible_values(
     forward: Callable[[KernelCall], Sums], sums: Sums, call: KernelCall
 ) -> Sums:
-    """The sums of a forward pass with an output that is not finite, right where values are hidden.
+    """Repeat a forward pass with a non-finite output so that hidden values do not affect it.
 
     Args:
         forward: the pass, called again with other values.

@@ -92,7 +92,7 @@ class ValueSums(NamedTuple):
     """Weighted sums of values over the keys of one tile, or of several, (blocks, rows, Ev)."""
 
     O: Tensor  #: Σ e v, with dropout
-    whole: Tensor | None  #: Σ e v without it, where dropout and the noise metrics are asked for
+    whole: Tensor | None  #: Σ e v without it, where dropout and the noise metrics are requested
     R1: Tensor | None  #: Σ e² (v − centre)
     R2: Tensor | None  #: Σ e² ‖v − centre‖²
 
@@ -152,7 +152,7 @@ def row_fields(part: Part, log2: float) -> tuple[dict[str, Tensor], Tensor]:
     """
     part, decay = _about_maximum(part, part.m, log2)
     average, unit = part.average * LN2, _unit(log2)
-    # a visible score of −inf has no weight, and weight times score is no number
+    # a visible score of −inf has no weight, and weight times score is not a number
     known = torch.where(part.mean == -torch.inf, torch.nan, 0.0)
     row = {
         "n": part.n,

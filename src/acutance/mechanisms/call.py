@@ -91,7 +91,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """L."""
+        """Number of rows, L."""
         return self.query.shape[2]
 
     @property

@@ -121,7 +121,7 @@ def decay_statistics(n: Tensor | int, decay: Tensor | float) -> WeightStatistics
         constant time a row. Differentiable in the decay.
 
     Raises:
-        TypeError: if n is no integer, or the decay no number.
+        TypeError: if n is not an integer, or the decay no number.
         ValueError: if a decay is outside (0, 1].
 
     Example:

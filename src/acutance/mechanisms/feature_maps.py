@@ -239,8 +239,8 @@ def feature_map(given: AnyMap | object) -> FeatureMap:
     """The feature map for a name, a map or a function.
 
     Raises:
-        ValueError: if there is not one of that name; it names the nearest.
-        TypeError: if it is no name, FeatureMap or function.
+        ValueError: if the name is unknown; the message gives the nearest.
+        TypeError: if it is not a name, FeatureMap or function.
 
     Example:
         >>> feature_map("hedgehog").nonnegative

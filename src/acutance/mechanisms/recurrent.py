@@ -46,7 +46,7 @@ def diagonal_recurrence(x: Tensor, decay: Tensor, state: Tensor | None = None) -
         the backward pass is the same scan from the other end.
 
     Raises:
-        TypeError: if an argument is no tensor of single or double precision.
+        TypeError: if an argument is not a tensor of single or double precision.
         ValueError: if shapes do not fit, or :math:`|\lambda|` is outside (0, 1].
 
     Example:

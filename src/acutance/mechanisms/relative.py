@@ -72,7 +72,7 @@ def chunks(
     size: int,
     strict: bool,
 ) -> tuple[Sums, Carry]:
-    """Whole chunks of ``size`` rows, as :func:`~acutance.mechanisms.scan.scan` takes them."""
+    """Sums of whole chunks of ``size`` rows, for :func:`~acutance.mechanisms.scan.scan`."""
     assert log_decay is not None  # without one no sum has exponents
     q, k, v = (part.unflatten(-2, (-1, size)) for part in (q, k, v))
     near = (q @ k.transpose(-1, -2)) * fading(log_decay, size, strict, q.device)

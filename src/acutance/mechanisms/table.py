@@ -31,7 +31,7 @@ def mechanism(name: str | Mechanism) -> Mechanism:
     """Look up a mechanism by name; an entry is returned as it is.
 
     Raises:
-        ValueError: if there is not one of that name; it names the nearest.
+        ValueError: if the name is unknown; the message gives the nearest.
         TypeError: if it is neither a name nor a Mechanism.
 
     Example:

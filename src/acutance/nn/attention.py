@@ -198,7 +198,7 @@ class MultiheadAttention(Remembering):
             training the weights are those after dropout.
 
         Raises:
-            TypeError: if an input is no Tensor, or a mask neither boolean nor floating.
+            TypeError: if an input is not a Tensor, or a mask neither boolean nor floating.
             ValueError: if shapes do not fit.
         """
         for name, tensor in (("query", query), ("key", key), ("value", value)):

@@ -23,7 +23,7 @@ def check_sequence(x: Tensor, width: int) -> Tensor:
     """An input (B, L, width).
 
     Raises:
-        TypeError: if it is no Tensor.
+        TypeError: if it is not a Tensor.
         ValueError: if its shape is another.
     """
     if check_tensor("x", x).dim() != 3 or x.shape[2] != width:

@@ -41,8 +41,8 @@ def hold_score(
     """The score for a name, trainable if it has parameters, or the given score.
 
     Raises:
-        ValueError: if there is not one of that name, or its parameters cannot be guessed.
-        TypeError: if it is no score, or a record that would hide its parameters from training.
+        ValueError: if the name is unknown, or its parameters cannot be guessed.
+        TypeError: if it is not a score, or a record that would hide its parameters from training.
     """
     if score == "general":
         return GeneralScore(width, num_heads=num_heads, device=device, dtype=dtype)

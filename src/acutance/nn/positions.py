@@ -32,7 +32,7 @@ def rotate(x: Tensor, offset: int = 0, *, base: float = 10_000.0) -> Tensor:
         float32 at least.
 
     Raises:
-        TypeError: if x is no Tensor.
+        TypeError: if x is not a Tensor.
         ValueError: if E is odd or the base not positive.
 
     Example:

@@ -41,7 +41,7 @@ class InputPlaces:
 
 
 class PlaceReader(threading.local):
-    """Follows the layers of one thread, whose calls may go on from those before."""
+    """Follows the layers of one thread, whose calls may continue from those before."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, int] = {}

@@ -98,7 +98,7 @@ def probe(
         probe can see; results are in :meth:`Probe.summary`.
 
     Raises:
-        TypeError: if ``model`` is no module, or an option of another type than it says.
+        TypeError: if ``model`` is not a module, or an option of another type than it says.
         ValueError: if a metric does not exist (naming the nearest), layers choose nothing, heads
             are more than the model has, a number is too small, ``attention_mask`` or ``rows`` has
             another shape or other values, or ``spans`` are empty, negative or overlap. Leaving the

@@ -50,7 +50,7 @@ class QueryKeySample:
 
     @property
     def length(self) -> int:
-        """Tokens n."""
+        """Number of tokens, n."""
         return self.query.shape[1]
 
     def spread(self, count: int) -> QueryKeySample:

@@ -40,7 +40,7 @@ class Read(NamedTuple):
         layer: what is to be told about it.
         kept: boolean (B, H, L), rows that count.
         sample: how they were drawn; None where all are there.
-        structured: where their weight lies, if that was asked for and can be read.
+        structured: where their weight lies, if that was requested and can be read.
         on_spans: their weight on spans of the input, likewise.
         doubt: why the rows are not to be trusted, None if nothing speaks against them.
     """

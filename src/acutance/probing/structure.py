@@ -57,7 +57,7 @@ class StructureReader:
         examples: sharpest rows to keep of each head.
 
     Raises:
-        TypeError: if ``examples`` is no whole number, or special ids are none.
+        TypeError: if ``examples`` is not a whole number, or special ids are none.
         ValueError: if ``examples`` is negative or above 64.
     """
 

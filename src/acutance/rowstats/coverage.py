@@ -101,7 +101,7 @@ def keys_holding(state: RowState, share: float) -> Tensor:
         share: above 0, at most 1.
 
     Raises:
-        ValueError: if the share is no such number, or the state has no gap histogram.
+        ValueError: if the share is not such a number, or the state has no gap histogram.
 
     Example:
         >>> import torch
@@ -215,7 +215,7 @@ def mass_bounds(
     the two make up the normaliser, which is exact: of each bound the nearer one counts.
 
     Args:
-        state: of rows whose statistics were asked for with ``gaps=True``.
+        state: of rows whose statistics were requested with ``gaps=True``.
         keys: bound the share of so many largest keys, at least 1.
         gap: bound the share of keys more than this below the maximum, 0 or more.
 

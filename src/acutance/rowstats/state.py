@@ -174,7 +174,7 @@ def observe(
         The rows' state, shape ``scores.shape[:-1]``.
 
     Raises:
-        TypeError: if scores, mask, value or sink are no tensors.
+        TypeError: if scores, mask, value or sink are not tensors.
 
     Example:
         >>> state = observe(torch.tensor([0.0, 0.0, -torch.inf]))

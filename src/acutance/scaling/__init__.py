@@ -96,7 +96,7 @@ def get(scaling: str | AnyScaling | None) -> AnyScaling:
     """A scaling by name or as it is; None for no scaling.
 
     Raises:
-        ValueError: if there is not one of that name, naming the nearest, or it needs parameters.
+        ValueError: if the name is unknown, naming the nearest, or it needs parameters.
         TypeError: if it is neither a name nor a scaling.
 
     Example:

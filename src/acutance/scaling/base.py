@@ -81,7 +81,7 @@ class Scaling(ABC):
             ``n``.
 
         Raises:
-            TypeError: if an argument is no Tensor.
+            TypeError: if an argument is not a Tensor.
             ValueError: if the law needs an entropy and there is none.
         """
         return self.law(gather_rows(n, positions, entropy, dtype))

@@ -83,7 +83,7 @@ def get(
     """A score by name or as it is; a function becomes a :class:`FunctionScore`.
 
     Raises:
-        ValueError: if there is not one of that name, naming the nearest, or it needs parameters.
+        ValueError: if the name is unknown, naming the nearest, or it needs parameters.
         TypeError: if it is neither a name nor a score nor callable.
 
     Example:

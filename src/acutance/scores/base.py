@@ -128,7 +128,7 @@ def check_pair(query: Tensor, key: Tensor, *, same_width: bool = True) -> None:
     """Check the shapes and dtypes of a query and a key.
 
     Raises:
-        TypeError: if one is no floating Tensor.
+        TypeError: if one is not a floating Tensor.
         ValueError: if ranks, batch, head counts or widths do not fit.
     """
     for name, tensor in {"query": query, "key": key}.items():
@@ -170,7 +170,7 @@ def check_parameter(name: str, value: Tensor, what: str, shape: tuple[int, ...])
         The parameter.
 
     Raises:
-        TypeError: if it is no floating Tensor.
+        TypeError: if it is not a floating Tensor.
         ValueError: if its shape does not fit.
     """
     if check_tensor(name, value).dtype not in FLOATS:

@@ -33,7 +33,7 @@ class Additive:
         bias: b, (hidden,), or (Hq, hidden); None is 0.
 
     Raises:
-        TypeError: if a parameter is no floating Tensor.
+        TypeError: if a parameter is not a floating Tensor.
         ValueError: if shapes do not fit each other, or, when called, query and key.
 
     Example:

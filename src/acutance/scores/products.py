@@ -122,7 +122,7 @@ class General:
             in width.
 
     Raises:
-        TypeError: if the weight is no floating Tensor.
+        TypeError: if the weight is not a floating Tensor.
         ValueError: if its shape is not one of the two.
 
     Example:
@@ -214,7 +214,7 @@ class Location:
             source it can serve.
 
     Raises:
-        TypeError: if the weight is no floating Tensor.
+        TypeError: if the weight is not a floating Tensor.
         ValueError: if its shape is not one of the two, or a source is longer than S_max.
 
     Example:

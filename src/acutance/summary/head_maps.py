@@ -20,7 +20,7 @@ class HeadMap:
     """Rows of attention weights of one head over one sequence.
 
     Attributes:
-        name: as the rows were asked for.
+        name: as the rows were requested.
         module: the layer's.
         head: its number in the layer.
         sequence: number of the sequence, in the order in which the layer met them.

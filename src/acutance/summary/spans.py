@@ -33,7 +33,7 @@ class Spans(HeadArrays):
         mean: (heads, K + 2, K + 1), mean weight of these rows on these keys; 0 without rows. Rows
             add up to 1, less what sinks take.
         even: (heads, K + 2, K + 1), the same for rows that weigh all keys they see alike.
-        groups: (heads, K + 2) int64, sequences the rows are of, counted anew in each call.
+        groups: (heads, K + 2) int64, sequences the rows are of, counted again in each call.
         between: (heads, K + 2, K + 1), Σ over sequences of rows times the squared deviation of the
             sequence's mean.
         names: of the spans.

@@ -173,7 +173,7 @@ class ZLoss(nn.Module):
         weight: w.
 
     Raises:
-        TypeError: if ``weight`` is no number.
+        TypeError: if ``weight`` is not a number.
         ValueError: if it is negative.
 
     Example:

@@ -154,7 +154,7 @@ class InfoNCE(nn.Module):
             negatives: (M, d), further negatives of every anchor.
 
         Raises:
-            TypeError: if an input is no floating Tensor.
+            TypeError: if an input is not a floating Tensor.
             ValueError: if shapes do not fit, or there is no negative at all.
         """
         _check(anchor, positive, negatives)

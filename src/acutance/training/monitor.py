@@ -153,7 +153,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
             model: the model that trains, the same each time in one step.
 
         Raises:
-            TypeError: if it is no module.
+            TypeError: if it is not a module.
             ValueError: if another model was watched in this step.
         """
         if not isinstance(model, torch.nn.Module):

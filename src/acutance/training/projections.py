@@ -139,7 +139,7 @@ def find_layouts(module: nn.Module, heads: int, width: int) -> tuple[Projections
         name first.
 
     Raises:
-        ValueError: if they cannot be told, are computed from others, or a normalisation between
+        ValueError: if they are unknown, are computed from others, or a normalisation between
             them and the scores would undo a factor.
     """
     kind = type(module).__name__

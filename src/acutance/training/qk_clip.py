@@ -67,7 +67,7 @@ class QKClip:
 
     Raises:
         TypeError: if an argument is of the wrong kind.
-        ValueError: if one is out of range, or a layer's weights cannot be told or scaled (at the
+        ValueError: if one is out of range, or weights are not known or cannot be scaled (at the
             first :meth:`step` after it ran).
 
     Example:
@@ -218,7 +218,7 @@ class QKClip:
 
         Raises:
             ProbeError: if no rank ran any attention inside ``with clip:`` since the last step.
-            ValueError: if a layer's weights cannot be told or scaled.
+            ValueError: if a layer's weights cannot be determined or scaled.
         """
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         shapes = {

@@ -57,7 +57,7 @@ class ClampedTemperature(LearnedTemperature):
         device, dtype: of the parameters.
 
     Raises:
-        TypeError: if a bound is no number.
+        TypeError: if a bound is not a number.
         ValueError: if the bounds are not in order, or do not hold the start.
 
     Example:

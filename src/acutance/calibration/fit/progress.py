@@ -94,7 +94,7 @@ class Progress:
 
         Raises:
             OSError: if the file cannot be read.
-            ValueError: if the file is no such state, or one of other settings, which it names.
+            ValueError: if the file is not such a state, or one of other settings, which it names.
         """
         name = os.fspath(path)
         if not os.path.exists(path):

@@ -98,7 +98,7 @@ def check_reference(reference: int | None, lengths: Sequence[int]) -> int:
     """The reference length, the first unless another is named.
 
     Raises:
-        TypeError: if it is no whole number.
+        TypeError: if it is not a whole number.
         ValueError: if it is not one of the lengths.
     """
     at = lengths[0] if reference is None else check_count("reference", reference, 2)
@@ -108,11 +108,11 @@ def check_reference(reference: int | None, lengths: Sequence[int]) -> int:
 
 
 def check_target(target: str) -> Target:
-    """The target of a name.
+    """The target with a name.
 
     Raises:
-        TypeError: if it is no text.
-        ValueError: if there is not one of that name, naming the nearest.
+        TypeError: if it is not a string.
+        ValueError: if the name is unknown, naming the nearest.
     """
     if not isinstance(target, str):
         raise TypeError(f"target must be the name of a metric, got {type(target).__name__}")

@@ -21,7 +21,7 @@ def operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
         kwargs: by name.
 
     Raises:
-        ValueError: if they cannot be told.
+        ValueError: if they cannot be determined.
 
     Example:
         >>> import torch

@@ -149,7 +149,7 @@ class Lineage:
         """Queries (..., L, E) and keys (..., S, E) of each product that went into scores.
 
         Raises:
-            ValueError: if they cannot be told.
+            ValueError: if they cannot be determined.
         """
         known = self._known.get(id(scores))
         calls = () if known is None else known[1].calls

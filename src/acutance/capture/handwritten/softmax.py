@@ -125,7 +125,7 @@ class Softmax:
             self.places = places_in_product(name, args, kwargs, weights, self.layout)
 
     def overwritten(self) -> bool:
-        """Whether the scores are no longer what they were."""
+        """Whether the scores were overwritten after the softmax."""
         return self.inplace or (self.version != -1 and self.base._version != self.version)
 
 

@@ -32,7 +32,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def queries_keys_values(self, x: Tensor) -> Tensor:
-        """(B, n, width) to (3, B, heads, n, width of a head), positions in, the law not."""
+        """Project (B, n, width) to (3, B, heads, n, head width), with positions but no law."""
         batch, n, width = x.shape
         parts = self.inputs(x).view(batch, n, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)

@@ -84,7 +84,7 @@ def span_tables(spans: Spans | None, level: Level, packer: Packer) -> dict[str, 
 
 
 def head_rows(summary: HeadSummary) -> dict[str, Any]:
-    """The rows of named heads, by index of the head; {} where none were asked for.
+    """The rows of named heads, by index of the head; {} where none were requested.
 
     Weights are in thousandths. At most 8 rows of a head and 1024 keys of each are shown.
     """
