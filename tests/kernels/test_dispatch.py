@@ -185,7 +185,7 @@ def test_weights_that_are_no_softmax_take_whole_rows() -> None:
     query = normal(1, 1, 2, 8)
     _, stats = attention(query, query, query, weights="relu2", return_stats=True)
     assert stats.backend == "rows"
-    with pytest.raises(ValueError, match=r"^backend='native' is for softmax of dot products"):
+    with pytest.raises(ValueError, match=r"^backend='native' supports only softmax of dot"):
         attention(query, query, query, weights="relu2", backend="native")
 
 

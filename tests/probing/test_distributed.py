@@ -175,7 +175,7 @@ def test_an_error_on_one_rank_ends_all(ranks: Any) -> None:
     assert set(words[:-1]) == {f"RankError: rank {size - 1}: the third wheel came off"}
     assert load_state(folder / "error").run.windows == 2 * size  # the round before is kept
     assert {said["all"] for said in met} == {"ValueError: the third wheel came off"}
-    assert "have the same settings, and it is of another model" in met[1]["models"]
+    assert "have the same settings, but it is of another model" in met[1]["models"]
     assert "rank 1: ranks of one run have the same settings" in met[0]["models"]
     assert all("cannot be resumed with other settings" in said["settings"] for said in met)
 
@@ -212,7 +212,7 @@ def test_summaries_of_any_loop_are_reduced(ranks: Any) -> None:
     assert {said["nobody"] for said in met} == {
         "ValueError: no rank has a summary, because none captured attention"
     }
-    assert all("merge when they recorded the same metrics" in said["metrics"] for said in met)
+    assert all("merged only if they recorded the same metrics" in said["metrics"] for said in met)
     assert all("ValueError: cannot send the summary: Object of" in said["unsaid"] for said in met)
 
 
@@ -234,7 +234,7 @@ def test_a_rank_that_was_killed_is_told_in_one_sentence(monkeypatch: pytest.Monk
             pass
 
     for ask in (work, here.stopped, lambda: here.first(1), lambda: here.collect(None)):
-        with pytest.raises(RankError, match=r"^another rank has exited or does not answer, .*"):
+        with pytest.raises(RankError, match=r"^another rank has exited or does not respond, .*"):
             ask()
 
 

@@ -150,4 +150,4 @@ def test_a_call_that_fits_twice_is_read_as_others_are(first: bool) -> None:
 def test_what_no_call_decides_is_listed() -> None:
     (line,) = read(Copied(), tokens(HEADS, 9))[2]
     assert f"fits its {HEADS} heads in more than one way" in line
-    assert "the second dimension was taken for heads" in line
+    assert "the second dimension was assumed to be heads" in line

@@ -66,7 +66,7 @@ def test_a_part_of_a_text_is_said_with_its_size() -> None:
     about = {"complete": False, "windows": 28, "windows_in_all": 1092, "tokens": 14336}
     assert notices(about)[0].startswith("Incomplete: 28 of 1,092 windows were read (14,336 tokens)")
     assert "of shard 1/3" in notices(about | {"shard": "1/3"})[0]
-    assert notices({"complete": False})[0].startswith("Incomplete: a part of the windows")
+    assert notices({"complete": False})[0].startswith("Incomplete: only a part of the windows")
     assert notices({"complete": True}) == []
 
 

@@ -181,9 +181,7 @@ def test_rows_asked_for_are_read_and_the_rest_counted() -> None:
 
 def test_rows_that_do_not_fit_are_listed() -> None:
     with (
-        pytest.raises(
-            acutance.ProbeError, match=r"rows must have shape \(1, 3\), and its queries are"
-        ),
+        pytest.raises(acutance.ProbeError, match=r"rows has shape \(1, 3\), but its queries are"),
         acutance.probe(model := Sparse(), rows=torch.ones(3, dtype=torch.bool)),
     ):
         model(torch.randn(2, TOKENS, 8))
@@ -192,15 +190,19 @@ def test_rows_that_do_not_fit_are_listed() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"attention_mask": [1, 0]}, TypeError, "attention_mask is a tensor .* got list"),
+        ({"attention_mask": [1, 0]}, TypeError, "attention_mask must be a tensor .* got list"),
         ({"attention_mask": torch.ones(3)}, ValueError, r"\(batch, tokens\), got shape \(3,\)"),
         (
             {"attention_mask": torch.full((1, 2), 2)},
             ValueError,
             "1 on real tokens and 0 on padding",
         ),
-        ({"rows": "some"}, ValueError, "rows is 'real', 'all' or a boolean tensor .* got 'some'"),
-        ({"rows": 3}, TypeError, "rows is 'real', 'all' or a boolean tensor .* got int"),
+        (
+            {"rows": "some"},
+            ValueError,
+            "rows must be 'real', 'all' or a boolean tensor .* got 'some'",
+        ),
+        ({"rows": 3}, TypeError, "rows must be 'real', 'all' or a boolean tensor .* got int"),
         ({"rows": torch.ones(3)}, ValueError, r"got torch.float32 of shape \(3,\)"),
     ],
 )
@@ -251,7 +253,7 @@ def test_every_output_says_what_was_left_out_and_why(tmp_path: Any) -> None:
 
     summary = one(Masked((torch.arange(TOKENS) < 8)[None]), x)
     console.print(console_table(summary))
-    assert "6 are of tokens that no row sees" in console.export_text()
+    assert "6 belong to tokens that no row sees" in console.export_text()
 
 
 class Layered(nn.Module):

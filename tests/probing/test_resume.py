@@ -179,7 +179,7 @@ def test_the_state_is_written_as_often_as_asked(tmp_path: Path) -> None:
         ({"verify": False}, 0, "verify is True in .*state and False in this run"),
         ({"noise": True}, 0, "noise is False in .*state and True in this run"),
         ({}, 1, "state is of another model than this run"),
-        ({"structure": True}, 0, "metrics differ: attention_distance, .* in this run alone"),
+        ({"structure": True}, 0, "metrics differ: attention_distance, .* only in this run"),
         ({"subset": Subset(max_rows=4)}, 0, "max rows is not set in .*state and 4 in this run"),
         ({"shard": Shard(1, 2)}, 0, "it is of shard 1/1, this run for shard 1/2"),
     ],

@@ -84,7 +84,10 @@ def test_jagged_sequences_are_read_each_for_itself(provide: bool) -> None:
 def test_other_nested_tensors_are_listed() -> None:
     nested = torch.nested.nested_tensor([torch.randn(3, 5, 4), torch.randn(3, 7, 4)])
     model = Layer(lambda *given: sdpa(*given))
-    with pytest.raises(acutance.ProbeError, match="only jagged ones"), acutance.probe(model):
+    with (
+        pytest.raises(acutance.ProbeError, match="only jagged nested tensors"),
+        acutance.probe(model),
+    ):
         model(nested, nested, nested)
 
 
@@ -111,7 +114,7 @@ def test_kernels_that_are_called_directly_are_listed() -> None:
     assert [layer.calls for layer in probe.summary().layers] == [1]
     (line,) = probe.unread
     assert line.startswith("Layer: aten._scaled_dot_product_flash_attention_for_cpu is called")
-    assert line.endswith("tell what it computes with acutance.tap")
+    assert line.endswith("report what it computes with acutance.tap")
 
     def told(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with acutance.tap(query, key, value) as tap:

@@ -119,7 +119,8 @@ def test_layers_that_do_not_fit_are_refused(three: list[Path], tmp_path: Path) -
     odd = tmp_path / "odd"
     replace(state, summary=replace(state.summary, layers=changed)).save(odd)
     with pytest.raises(
-        ValueError, match=r"odd does not fit .*1\.safetensors: only records of one layer merge"
+        ValueError,
+        match=r"odd cannot be merged with .*1\.safetensors: only records of the same layer",
     ):
         merge_states([three[0], odd])
 

@@ -128,7 +128,9 @@ def test_without_a_number_of_heads_three_dimensions_are_one_head() -> None:
 
 
 def test_five_dimensions_without_a_number_of_heads_are_listed() -> None:
-    with pytest.raises(ValueError, match=r"dimensions \(2, 3, 4, 5, 6\) .* are heads is not known"):
+    with pytest.raises(
+        ValueError, match=r"not known which dimension of its softmax \(2, 3, 4, 5, 6\) is heads"
+    ):
         fold(torch.zeros(2, 3, 4, 5, 6), None)
     model = Written(in_windows, heads=None)
     with pytest.raises(acutance.ProbeError, match="it is not known which dimension of its softmax"):  # noqa: SIM117

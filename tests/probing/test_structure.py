@@ -277,7 +277,7 @@ def test_a_state_without_them_still_loads(model: Tiny, tmp_path: Path) -> None:
     assert torch.equal(old.moments.mean, found.moments.mean)
     assert old.merge(found).profile is None  # it would be of some rows only
     assert "by_n" not in old.to_dict()["heads"][0]
-    with pytest.raises(ValueError, match="merge when they recorded the same metrics"):
+    with pytest.raises(ValueError, match="merged only if they recorded the same metrics"):
         old.merge(read(model, ids()))
 
 
@@ -303,7 +303,7 @@ def rewritten(found: HeadSummary, path: Path, change: Callable[[dict[str, Any]],
         (lambda t: t.update({"examples.query": torch.zeros(()).long()}), "0 to 64 rows"),
         (lambda t: t.update({"profile.rows": torch.zeros(()).long()}), "0 to 32 octaves"),
         (lambda t: t.update({"distances.mass": torch.zeros(())}), "0 to 64 octaves"),
-        (lambda t: t["positions.between"].fill_(torch.nan), "'between' of a profile holds"),
+        (lambda t: t["positions.between"].fill_(torch.nan), "'between' of a profile has"),
     ],
 )  # fmt: skip
 def test_hostile_arrays_are_refused(
@@ -319,10 +319,10 @@ def test_hostile_arrays_are_refused(
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ("[1]", "'words' is a JSON object"),
-        ('{"a": "b"}', "named by token ids"),
-        ('{"-1": "b"}', "named by token ids"),
-        ('{"1": 3}', "words of examples are text"),
+        ("[1]", "'words' must be a JSON object"),
+        ('{"a": "b"}', "keyed by token ids"),
+        ('{"-1": "b"}', "keyed by token ids"),
+        ('{"1": 3}', "words of examples must be text"),
     ],
 )
 def test_hostile_words_are_refused(model: Tiny, tmp_path: Path, words: str, match: str) -> None:

@@ -115,7 +115,7 @@ def test_layers_merge_by_module_and_keep_what_only_one_has(found: HeadSummary) -
 def test_summaries_that_do_not_fit_do_not_merge(found: HeadSummary, model: Model) -> None:
     with acutance.probe(model, metrics=["entropy"]) as probe:
         model(torch.randn(1, 6, 8), None)
-    with pytest.raises(ValueError, match="merge when they recorded the same metrics"):
+    with pytest.raises(ValueError, match="merged only if they recorded the same metrics"):
         found.merge(probe.summary())
     swapped = replace(found, layers=tuple(reversed(found.layers)))
     renamed = tuple(

@@ -122,7 +122,7 @@ def test_without_a_probe_a_tap_does_nothing_and_errors_pass() -> None:
 
     with pytest.raises(KeyError, match="mine"), acutance.probe(Fails()) as probe:
         probe._model(torch.randn(1, 2, 5, 4))
-    with pytest.raises(acutance.ProbeError, match="saw no attention call"):
+    with pytest.raises(acutance.ProbeError, match="captured no attention call"):
         probe.summary()
 
 

@@ -92,7 +92,7 @@ def test_what_cannot_be_drawn_is_said(
         draw(summary_of(metrics=("entropy",)), target, chart="theory")
     nothing = summary_of((1,), metrics=("entropy",), entropy={(0, 0): math.nan})
     for chart in ("layers",):
-        with pytest.raises(ValueError, match="there is nothing to draw"):
+        with pytest.raises(ValueError, match="nothing to draw"):
             draw(nothing, target, chart=chart, metric="entropy")
     assert not target.exists()
 

@@ -112,8 +112,8 @@ def test_the_largest_logit_says_what_bfloat16_makes_of_it(summary_of: Make) -> N
         "a resolution of 64, so rounding can change a weight by a factor of 7.9e+13"
         in huge.sentence
     )
-    assert "above 100: growth" in huge.sentence
-    assert "above 100: growth" in wide.sentence
+    assert "above 100; logits that grow" in huge.sentence
+    assert "above 100; logits that grow" in wide.sentence
     assert "above 100" not in large.sentence
     assert "bfloat16" not in wide.sentence
 
