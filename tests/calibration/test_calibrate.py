@@ -434,7 +434,7 @@ def test_a_state_is_not_replaced_unasked(tmp_path: Path) -> None:
     before = path.read_bytes()
     with pytest.raises(FileExistsError, match="exists: resume=True continues it, ov"):
         acutance.calibrate(model, text(2), **given)
-    with pytest.raises(ValueError, match="got both"):
+    with pytest.raises(ValueError, match="not both"):
         acutance.calibrate(model, text(2), resume=True, overwrite=True, **given)
     with pytest.raises(FileExistsError, match="contains a saved state, which would be overwritten"):
         law.save(path)
@@ -456,7 +456,7 @@ def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
     other, _ = encoder()
     with torch.no_grad():
         other.layers[0].self_attn.in_proj_weight.mul_(1.1)
-    with pytest.raises(ValueError, match="it is of another model"):
+    with pytest.raises(ValueError, match="it is for another model"):
         acutance.calibrate(other, text(1), lengths=[16, 64], save=path, resume=True)
     path.write_bytes(b"no state")
     with pytest.raises(ValueError, match="holds no calibration that can be resumed"):
@@ -471,16 +471,20 @@ def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
     [
         ({"target": "entropi"}, ValueError, "did you mean 'entropy'"),
         ({"target": 3}, TypeError, "target must be the name of a metric"),
-        ({"value": 9.0}, ValueError, r"rows of 64 keys lies between 0 and 4\.159 \(log 64\), got"),
+        (
+            {"value": 9.0},
+            ValueError,
+            r"rows with 64 keys must be between 0 and 4\.159 \(log 64\), got",
+        ),
         ({"value": -1.0}, ValueError, "value: entropy"),
         ({"value": math.nan}, ValueError, "value"),
-        ({"target": "top_weight", "value": 1.5}, ValueError, r"lies between 0\.01562 \(1/64\)"),
-        ({"target": "max_logit", "value": -1.0}, ValueError, "lies above 0"),
+        ({"target": "top_weight", "value": 1.5}, ValueError, r"must be between 0\.01562 \(1/64\)"),
+        ({"target": "max_logit", "value": -1.0}, ValueError, "must be above 0"),
         ({"target": "max_logit", "value": 1.0, "law": "ssmax"}, ValueError, "is a bound"),
         ({"law": "log"}, ValueError, "did you mean 'log_n'"),
-        ({"law": "sqrt_log_n", "value": 2.0}, ValueError, "leave value out"),
-        ({"lengths": [64, 16]}, ValueError, r"lengths rise.*\[64, 16\]"),
-        ({"lengths": []}, ValueError, "lengths rise"),
+        ({"law": "sqrt_log_n", "value": 2.0}, ValueError, "value cannot be given"),
+        ({"lengths": [64, 16]}, ValueError, r"lengths must be ascending.*\[64, 16\]"),
+        ({"lengths": []}, ValueError, "lengths must be ascending"),
         ({"lengths": [16, 4096]}, ValueError, "lengths reach 4096, but the longest batch has 64"),
         ({"lengths": 64}, TypeError, "lengths must be a list of whole numbers"),
         ({"lengths": [1, 64]}, ValueError, "lengths"),
@@ -506,7 +510,7 @@ def test_bad_batches(built: Built) -> None:
     for batches, error, match in (
         ([], ValueError, "at least one batch, got none"),
         (x, TypeError, "put a single batch into a list"),
-        (["text"], TypeError, "a batch is a tensor"),
+        (["text"], TypeError, "a batch must be a tensor"),
         ([torch.zeros(4)], ValueError, "windows first and at least 2 tokens second"),
         ([x[:1]], ValueError, "at least 2 windows of 128 tokens, got 1"),
         ({64: [x]}, ValueError, "windows of 64 tokens has 128"),

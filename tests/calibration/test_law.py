@@ -59,7 +59,7 @@ def test_another_models_law_is_refused(built: Built, tmp_path: Path) -> None:
     path = tmp_path / "law.json"
     written(built("llama"), path)
     law = Law.load(path)
-    with pytest.raises(LawError, match="architecture 'LlamaForCausalLM' , but the model has 'GPT2"):
+    with pytest.raises(LawError, match="architecture 'LlamaForCausalLM', but the model has 'GPT2"):
         acutance.apply(built("gpt2"), law)
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -77,12 +77,12 @@ def test_a_shard_says_what_it_is(three: list[Path]) -> None:
 
 def test_no_window_is_counted_twice(three: list[Path], tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"1\.s.* and .*1\.s.* both hold windows 0 to 1 of 23: row"
+        ValueError, match=r"1\.s.* and .*1\.s.* both contain windows 0 to 1 of 23: row"
     ):
         merge_states([three[0], three[0]])
     halves = tmp_path / "half"
     run(save=halves, shard=Shard(2, 2))
-    with pytest.raises(ValueError, match=r"both hold windows .* rows would count twice"):
+    with pytest.raises(ValueError, match=r"both contain windows .* rows would count twice"):
         merge_states([three[0], halves])
 
 
@@ -98,7 +98,7 @@ def test_other_runs_are_refused(three: list[Path], tmp_path: Path) -> None:
         run(save=other, shard=Shard(part, 3), **given)
         first = three[0]
         state = load_state(other)
-        with pytest.raises(ValueError, match=f"have the same settings, and .*{match}|both hold"):
+        with pytest.raises(ValueError, match=f"have the same settings, but .*{match}|both contain"):
             merge_states([first, other])
         assert state.run.difference(load_state(first).run, "a", "b")
 

@@ -239,7 +239,7 @@ def test_bad_inputs() -> None:
         training.InfoNCE(symmetric=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"positive must be a floating Tensor, got torch\.int64"):
         criterion(x, torch.ones(3, 4, dtype=torch.int64))
-    with pytest.raises(TypeError, match="positive has the dtype and device of anchor"):
+    with pytest.raises(TypeError, match="positive must have the dtype and device"):
         criterion(x, x.double())
     with pytest.raises(ValueError, match=r"positive is \(rows, d\)"):
         criterion(x, torch.randn(3, 5))

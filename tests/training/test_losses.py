@@ -200,7 +200,7 @@ def test_a_watched_model_computes_what_it_did() -> None:
 def test_what_cannot_be_regularised_is_said() -> None:
     loss = training.EntropyRegularizer(floor=1.0)
     query, key = pair(requires_grad=False)
-    with pytest.raises(ValueError, match="rows carry no gradient"):
+    with pytest.raises(ValueError, match="rows have no gradient"):
         loss(acutance.row_statistics(query, key))
     with torch.no_grad():
         assert float(loss(acutance.row_statistics(query, key))) > 0
@@ -218,7 +218,7 @@ def test_what_cannot_be_regularised_is_said() -> None:
     [
         ({}, "pass either target or floor"),
         ({"target": 1.0, "floor": 1.0}, "pass either target or floor"),
-        ({"target": 1.2, "unit": "fraction"}, "target is a fraction of log n"),
+        ({"target": 1.2, "unit": "fraction"}, "target must be a fraction of log n"),
         ({"floor": 1.0, "unit": "bits"}, "unit must be one of nats, fraction"),
         ({"floor": -1.0}, "floor must be a finite number at least 0"),
         ({"floor": 1.0, "weight": -1.0}, "weight must be a finite number at least 0"),

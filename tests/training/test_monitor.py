@@ -349,7 +349,9 @@ def test_nothing_to_measure_is_an_error_at_first_and_a_warning_later() -> None:
     linear = nn.Linear(16, 2)
     with monitor.watch(linear):
         linear(batch())
-    with pytest.raises(acutance.ProbeError, match="measured nothing: the probe saw no attention"):
+    with pytest.raises(
+        acutance.ProbeError, match="measured nothing: the probe captured no attention"
+    ):
         monitor.step()
     with monitor.watch(model):
         model(batch())

@@ -150,7 +150,7 @@ def test_what_a_factor_on_the_weights_does_not_reach_is_refused(
     clip = training.QKClip(model, 1e-3)
     with clip:
         model(x)
-    with pytest.raises(ValueError, match="not what its projections give, but for a rotation"):
+    with pytest.raises(ValueError, match="not just rotated or scaled outputs"):
         clip.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -199,7 +199,7 @@ def test_weights_that_are_made_from_others_are_refused() -> None:
     clip = training.QKClip(model, 1.0)
     with clip:
         model(x)
-    with pytest.raises(ValueError, match="no floating weight matrix of its own"):
+    with pytest.raises(ValueError, match="no floating weight matrix that could be scaled"):
         clip.step()
     model, x = attending(Attend, 1)
     model.clip_qkv = 8.0

@@ -351,14 +351,14 @@ def test_nothing_happens_under_tau_and_maxima_add_up_until_the_step() -> None:
     report = clip.step()
     assert report.clipped == ()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    with pytest.raises(ProbeError, match=r"has seen no attention of .* since its last step"):
+    with pytest.raises(ProbeError, match=r"captured no attention of .* since its last step"):
         clip.step()
     assert clip.steps == 1
 
 
 def test_a_step_before_any_attention_is_an_error() -> None:
     layer = nn.Linear(4, 4)
-    with pytest.raises(ProbeError, match=r"seen no attention of Linear .* inside 'with clip:'"):
+    with pytest.raises(ProbeError, match=r"captured no attention of Linear .* inside 'with clip:'"):
         training.QKClip(layer).step()
 
 

@@ -130,7 +130,7 @@ def test_a_reparametrized_layer_can_be_narrowed(dtype: torch.dtype) -> None:
 
 def test_bad_reparametrizations() -> None:
     layer = nn.Linear(4, 6)
-    with pytest.raises(ValueError, match="an entry other than 0 in each part"):
+    with pytest.raises(ValueError, match="a nonzero entry in each part"):
         training.SigmaReparam(torch.cat([torch.ones(2, 3), torch.zeros(2, 3)]), parts=2)
     with pytest.raises(ValueError, match="Linear has no weight named 'gain'"):
         training.sigma_reparam(layer, "gain")
