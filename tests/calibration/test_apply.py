@@ -392,7 +392,7 @@ def test_a_law_that_changed_nothing_is_reported(built: Built, ids: Tensor) -> No
     )
     with pytest.raises(acutance.ApplyError, match=match), acutance.apply(model, LAW):
         logits(model, input_ids=ids)
-    with pytest.warns(UserWarning, match="changed no call of Linear"):
+    with pytest.warns(UserWarning, match="scaled no call of Linear"):
         acutance.apply(nn.Linear(2, 2), LAW).restore()
 
 
