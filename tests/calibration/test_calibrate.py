@@ -459,7 +459,7 @@ def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it is for another model"):
         acutance.calibrate(other, text(1), lengths=[16, 64], save=path, resume=True)
     path.write_bytes(b"no state")
-    with pytest.raises(ValueError, match="holds no calibration that can be resumed"):
+    with pytest.raises(ValueError, match="contains no calibration that can be resumed"):
         acutance.calibrate(model, text(1), lengths=[16, 64], save=path, resume=True)
 
 
@@ -511,7 +511,7 @@ def test_bad_batches(built: Built) -> None:
         ([], ValueError, "at least one batch, got none"),
         (x, TypeError, "put a single batch into a list"),
         (["text"], TypeError, "a batch must be a tensor"),
-        ([torch.zeros(4)], ValueError, "windows first and at least 2 tokens second"),
+        ([torch.zeros(4)], ValueError, "windows in the first and at least 2 tokens"),
         ([x[:1]], ValueError, "at least 2 windows of 128 tokens, got 1"),
         ({64: [x]}, ValueError, "windows of 64 tokens has 128"),
     ):

@@ -75,7 +75,7 @@ def said(model: nn.Module, given: Any, **options: Any) -> str:
             {"scale": None},
             "the scale is 0.25, 1/√d: it seems not to use the given 0.4",
         ),
-        ({}, {"scale": 1.0}, "the scale is 1: it seems not to use the given 0.25 that it is given"),
+        ({}, {"scale": 1.0}, "the scale is 1: it seems not to use the given 0.25"),
         ({}, {"is_causal": True}, "it is causal: it seems to hide later keys by itself"),
         ({"is_causal": True}, {"is_causal": False}, "it is not causal: it seems to ignore"),
         ({"key_mask": PADDING}, {"key_mask": None}, "padding is included: it seems to ignore its"),

@@ -109,7 +109,7 @@ def test_only_what_is_missing_is_cut_into_chunks(whole: tuple[State, list[list[i
 
 
 def test_another_model_on_a_node_ends_the_run() -> None:
-    with pytest.raises(RuntimeError, match="this node loaded another model than the driver"):
+    with pytest.raises(RuntimeError, match="this node loaded a different model than the driver"):
         _Prober(load, OPTIONS, "0" * 16, 1, {})
 
 

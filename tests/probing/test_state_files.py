@@ -145,7 +145,7 @@ def test_other_schemas(path: Path) -> None:
 def test_a_summary_saved_from_python_says_nothing_of_windows(path: Path) -> None:
     acutance.load(path).save(path)
     assert acutance.load(path).metrics == ("entropy", "top_weight")
-    refused(path, "does not record which windows it holds")
+    refused(path, "does not record which windows it contains")
 
 
 def set_at(name: str, index: Any, value: Any) -> Callable[[dict[str, Any]], None]:

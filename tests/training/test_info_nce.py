@@ -241,7 +241,7 @@ def test_bad_inputs() -> None:
         criterion(x, torch.ones(3, 4, dtype=torch.int64))
     with pytest.raises(TypeError, match="positive must have the dtype and device"):
         criterion(x, x.double())
-    with pytest.raises(ValueError, match=r"positive is \(rows, d\)"):
+    with pytest.raises(ValueError, match=r"positive must have shape \(rows, d\)"):
         criterion(x, torch.randn(3, 5))
     with pytest.raises(ValueError, match="anchor and positive are pairs"):
         criterion(x, torch.randn(2, 4))

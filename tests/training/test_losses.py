@@ -209,7 +209,7 @@ def test_what_cannot_be_regularised_is_said() -> None:
     with pytest.raises(TypeError, match="got Tensor"):
         loss([query])
     linear = LinearAttention(16, 2)
-    with pytest.raises(ProbeError, match="no softmax"), training.AttentionWatch(linear):
+    with pytest.raises(ProbeError, match="not a softmax"), training.AttentionWatch(linear):
         linear(torch.randn(1, 4, 16))
 
 

@@ -140,7 +140,7 @@ def test_bad_reparametrizations() -> None:
         training.SigmaReparam(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"floating matrix, got \(2, 2\) of torch.int64"):
         training.SigmaReparam(torch.ones(2, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="parts divides 6, got 4"):
+    with pytest.raises(ValueError, match="parts must divide 6, got 4"):
         training.sigma_reparam(layer, parts=4)
     with pytest.raises(ValueError, match="gamma must be a finite number above 0"):
         training.sigma_reparam(layer, gamma=0.0)
