@@ -67,8 +67,8 @@ def test_another_models_law_is_refused(built: Built, tmp_path: Path) -> None:
     assert Identity.of(LlamaForCausalLM(LlamaConfig(**config))) == law.model
     for change, word in (
         ({"num_hidden_layers": 3}, "layers 2, but the model has 3"),
-        ({"num_attention_heads": 8}, "heads 4 , but the model has 8"),
-        ({"vocab_size": 98}, "vocabulary 97 , but the model has 98"),
+        ({"num_attention_heads": 8}, "heads 4, but the model has 8"),
+        ({"vocab_size": 98}, "vocabulary 97, but the model has 98"),
         ({"rms_norm_eps": 1e-3}, "configuration digest"),
     ):
         other = LlamaForCausalLM(LlamaConfig(**{**config, **change}))

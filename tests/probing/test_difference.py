@@ -198,7 +198,7 @@ def test_settings_of_runs_are_compared() -> None:
         State(one, Run({"model": "m"}, 10, ((start, start + 6),), 300, Shard(part, 2)))
         for part, start in ((1, 0), (2, 4))
     ]
-    assert any("2 of its windows are in both" in text for text in diff(*halves).warnings)
+    assert any("share 2 windows" in text for text in diff(*halves).warnings)
 
 
 def test_a_wrong_capture_and_other_numbers_of_keys_are_said() -> None:
