@@ -186,7 +186,7 @@ def test_a_decoder_is_probed_scaled_and_generates() -> None:
 
 def test_a_seed_that_does_not_come_with_it_is_named() -> None:
     with pytest.raises(
-        ValueError, match="comes with acutance has seed 0, got 7: tools/train_decoder"
+        ValueError, match="bundled decoder has seed 0, got 7: train others with tools/train_decoder"
     ):
         decoder(7)
 
