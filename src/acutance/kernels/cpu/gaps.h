@@ -2,8 +2,9 @@
 //
 // Bins are quarters of a logit. A row keeps the 64 from its maximum down in a ring, by distance
 // from its first maximum modulo 64: where the maximum rises, the slots that the new bins take are
-// emptied, and nothing moves. With AVX2 keys are counted 32 at a time by bits: a byte has one bit set for each key of
-// eight bins, and planes of such bytes are added up as binary numbers are, carry by carry.
+// emptied, and nothing moves. With AVX2 pairs are counted 32 at a time, with AVX-512 64, by bits: a
+// byte has one bit set for each key of eight bins, and planes of such bytes are added up as binary
+// numbers are, carry by carry.
 #ifndef ACUTANCE_GAPS_H
 #define ACUTANCE_GAPS_H
 
@@ -16,62 +17,110 @@ namespace {
 constexpr int BINS = 64;
 constexpr double STEPS = 4;  // bins of a unit of logit
 
+#if defined(__AVX512BW__)
+typedef __m512i Bytes;
+ACUTANCE_INLINE Bytes all_bytes(int x) { return _mm512_set1_epi8(char(x)); }
+ACUTANCE_INLINE Bytes both_of(Bytes x, Bytes y) { return _mm512_and_si512(x, y); }
+ACUTANCE_INLINE Bytes one_of(Bytes x, Bytes y) { return _mm512_xor_si512(x, y); }
+ACUTANCE_INLINE Bytes where_equal(Bytes x, Bytes y, Bytes z) {
+  return _mm512_maskz_mov_epi8(_mm512_cmpeq_epi8_mask(x, y), z);
+}
+ACUTANCE_INLINE bool none_set(Bytes x) { return !_mm512_test_epi32_mask(x, x); }
+ACUTANCE_INLINE Bytes halves_sum(Bytes x) {  // of bytes at even and odd fours of each 16, as 16 bits
+  const Bytes zero = _mm512_setzero_si512();
+  const Bytes sum = _mm512_add_epi16(_mm512_unpacklo_epi8(x, zero), _mm512_unpackhi_epi8(x, zero));
+  return _mm512_add_epi16(sum, _mm512_bsrli_epi128(sum, 8));
+}
+ACUTANCE_INLINE Bytes twice_and(Bytes x, Bytes y) {
+  return _mm512_add_epi8(_mm512_add_epi8(x, x), y);
+}
+ACUTANCE_INLINE Bytes bit_of_each(Bytes x, int b) {
+  return both_of(_mm512_srl_epi16(x, _mm_cvtsi32_si128(b)), all_bytes(1));
+}
+// low + x + y: its lower bit stays in low, its upper one is returned.
+ACUTANCE_INLINE Bytes carry(Bytes& low, Bytes x, Bytes y) {
+  const Bytes up = _mm512_ternarylogic_epi32(low, x, y, 0xe8);  // two of the three, or all
+  low = _mm512_ternarylogic_epi32(low, x, y, 0x96);             // one of them, or all
+  return up;
+}
+#elif defined(__AVX2__)
+typedef __m256i Bytes;
+ACUTANCE_INLINE Bytes all_bytes(int x) { return _mm256_set1_epi8(char(x)); }
+ACUTANCE_INLINE Bytes both_of(Bytes x, Bytes y) { return _mm256_and_si256(x, y); }
+ACUTANCE_INLINE Bytes one_of(Bytes x, Bytes y) { return _mm256_xor_si256(x, y); }
+ACUTANCE_INLINE Bytes where_equal(Bytes x, Bytes y, Bytes z) {
+  return _mm256_and_si256(_mm256_cmpeq_epi8(x, y), z);
+}
+ACUTANCE_INLINE bool none_set(Bytes x) { return _mm256_testz_si256(x, x); }
+ACUTANCE_INLINE Bytes halves_sum(Bytes x) {  // of bytes at even and odd fours of each 16, as 16 bits
+  const Bytes zero = _mm256_setzero_si256();
+  const Bytes sum = _mm256_add_epi16(_mm256_unpacklo_epi8(x, zero), _mm256_unpackhi_epi8(x, zero));
+  return _mm256_add_epi16(sum, _mm256_srli_si256(sum, 8));
+}
+ACUTANCE_INLINE Bytes twice_and(Bytes x, Bytes y) {
+  return _mm256_add_epi8(_mm256_add_epi8(x, x), y);
+}
+ACUTANCE_INLINE Bytes bit_of_each(Bytes x, int b) {
+  return both_of(_mm256_srl_epi16(x, _mm_cvtsi32_si128(b)), all_bytes(1));
+}
+// low + x + y: its lower bit stays in low, its upper one is returned.
+ACUTANCE_INLINE Bytes carry(Bytes& low, Bytes x, Bytes y) {
+  const Bytes either = _mm256_xor_si256(low, x), both = _mm256_and_si256(low, x);
+  const Bytes up = _mm256_or_si256(both, _mm256_and_si256(either, y));
+  low = _mm256_xor_si256(either, y);
+  return up;
+}
+#endif
+
 #if defined(__AVX2__)
 
-// Counts of keys of 8 rows and 64 bins, bit by bit: byte r + 4 k (+ 16 for the upper rows) of a
-// plane is of row r and of every fourth key, bit b of the planes of group g is of bin 8 g + b.
+// Counts of keys of 8 rows, 16 with AVX-512, and 64 bins, bit by bit: byte r + 4 k of each 16 of a
+// plane is of row r of four and of every fourth key, bit b of the planes of group g is of bin 8 g + b.
 struct Planes {
+  static constexpr int ROWS_HERE = int(sizeof(Bytes)) / 4;
   static constexpr int DEPTH = 12;
   static constexpr int MOST = (1 << DEPTH) - 1;  // what a bit of the planes counts to
   static constexpr int CHUNK = 16, ROOM = int(BLOCK) / 4;
 
-  __m256i plane[BINS / 8][DEPTH];
+  Bytes plane[BINS / 8][DEPTH];
   int added;         // vectors of four keys since the planes were empty
   uint32_t touched;  // groups that are not empty
 
   void clear() { added = 0, touched = 0; }
 
   // Add keys: `group` says of each byte which group it is in, `bit` has its bit set.
-  void add(const __m256i* group, const __m256i* bit, int count, uint32_t present) {
+  void add(const Bytes* group, const Bytes* bit, int count, uint32_t present) {
     for (; present; present &= present - 1) {
       const int g = __builtin_ctz(present);
       if (!(touched >> g & 1)) memset(plane[g], 0, sizeof plane[g]), touched |= 1u << g;
-      const __m256i wanted = _mm256_set1_epi8(char(g));
-      __m256i* to = plane[g];
-      __m256i ones = to[0], twos = to[1], fours = to[2], eights = to[3];
+      const Bytes wanted = all_bytes(g);
+      Bytes* to = plane[g];
+      Bytes ones = to[0], twos = to[1], fours = to[2], eights = to[3];
       for (int i = 0; i < count; i += CHUNK) {
-        __m256i high[2];
+        Bytes high[2];
         for (int half = 0; half < 2; ++half) {
-          __m256i x[8];
+          Bytes x[8];
 #pragma GCC unroll 8
           for (int k = 0; k < 8; ++k) {
             const int at = i + 8 * half + k;
-            x[k] = _mm256_and_si256(_mm256_cmpeq_epi8(group[at], wanted), bit[at]);
+            x[k] = where_equal(group[at], wanted, bit[at]);
           }
-          const __m256i a = carry(ones, x[0], x[1]), b = carry(ones, x[2], x[3]);
-          const __m256i c = carry(twos, a, b);
-          const __m256i d = carry(ones, x[4], x[5]), e = carry(ones, x[6], x[7]);
-          const __m256i f = carry(twos, d, e);
+          const Bytes a = carry(ones, x[0], x[1]), b = carry(ones, x[2], x[3]);
+          const Bytes c = carry(twos, a, b);
+          const Bytes d = carry(ones, x[4], x[5]), e = carry(ones, x[6], x[7]);
+          const Bytes f = carry(twos, d, e);
           high[half] = carry(fours, c, f);
         }
-        __m256i rest = carry(eights, high[0], high[1]);
-        for (int p = 4; p < DEPTH && !_mm256_testz_si256(rest, rest); ++p) {
-          const __m256i both = _mm256_and_si256(to[p], rest);
-          to[p] = _mm256_xor_si256(to[p], rest);
+        Bytes rest = carry(eights, high[0], high[1]);
+        for (int p = 4; p < DEPTH && !none_set(rest); ++p) {
+          const Bytes both = both_of(to[p], rest);
+          to[p] = one_of(to[p], rest);
           rest = both;
         }
       }
       to[0] = ones, to[1] = twos, to[2] = fours, to[3] = eights;
     }
     added += count;
-  }
-
-  // low + x + y: its lower bit stays in low, its upper one is returned.
-  static ACUTANCE_INLINE __m256i carry(__m256i& low, __m256i x, __m256i y) {
-    const __m256i either = _mm256_xor_si256(low, x), both = _mm256_and_si256(low, x);
-    const __m256i up = _mm256_or_si256(both, _mm256_and_si256(either, y));
-    low = _mm256_xor_si256(either, y);
-    return up;
   }
 
   // Empty one bin of one of the rows.
@@ -88,25 +137,22 @@ struct Planes {
   // Add what is counted to the rows' counts, rows BINS apart, and be empty.
   void pour(int32_t* counts) {
     const int depth = added ? imin(DEPTH, 32 - __builtin_clz(unsigned(added))) : 0;
-    const __m256i one = _mm256_set1_epi8(1), zero = _mm256_setzero_si256();
     for (uint32_t left = touched; left; left &= left - 1) {
       const int g = __builtin_ctz(left);
       for (int b = 0; b < 8; ++b) {
-        __m256i low = zero, high = zero;  // of each byte's number, its lower 8 bits and the others
-        const __m128i shift = _mm_cvtsi32_si128(b);
+        Bytes low = all_bytes(0), high = low;  // of each byte's number, its lower 8 bits and the others
         for (int p = depth - 1; p >= 0; --p) {
-          const __m256i x = _mm256_and_si256(_mm256_srl_epi16(plane[g][p], shift), one);
-          __m256i& sum = p < 8 ? low : high;
-          sum = _mm256_add_epi8(_mm256_add_epi8(sum, sum), x);
+          Bytes& sum = p < 8 ? low : high;
+          sum = twice_and(sum, bit_of_each(plane[g][p], b));
         }
-        __m256i sum = _mm256_add_epi16(_mm256_unpacklo_epi8(low, zero), _mm256_unpackhi_epi8(low, zero));
-        const __m256i more =
-            _mm256_add_epi16(_mm256_unpacklo_epi8(high, zero), _mm256_unpackhi_epi8(high, zero));
-        sum = _mm256_add_epi16(sum, _mm256_slli_epi16(more, 8));
-        sum = _mm256_add_epi16(sum, _mm256_srli_si256(sum, 8));
-        uint16_t each[16];
-        memcpy(each, &sum, sizeof each);
-        for (int r = 0; r < 8; ++r) counts[r * BINS + g * 8 + b] += each[r % 4 + r / 4 * 8];
+        low = halves_sum(low), high = halves_sum(high);
+        uint16_t lower[sizeof(Bytes) / 2], upper[sizeof(Bytes) / 2];
+        memcpy(lower, &low, sizeof lower);
+        memcpy(upper, &high, sizeof upper);
+        for (int r = 0; r < ROWS_HERE; ++r) {
+          const int at = r % 4 + r / 4 * 8;
+          counts[r * BINS + g * 8 + b] += lower[at] + 256 * upper[at];
+        }
       }
     }
     clear();
@@ -123,60 +169,65 @@ struct Gaps {
 
 #if defined(__AVX2__)
   static constexpr bool BITS = sizeof(T) == 4;
-  Planes planes[BITS ? LN / 8 : 1];
+  Planes planes[BITS ? LN / Planes::ROWS_HERE : 1];
 #else
   static constexpr bool BITS = false;
 #endif
   int32_t counts[LN * BINS];  // by slot of the ring
-  T top[LN];   // the maximum's bin; NaN where there is none
-  T base[LN];  // the bin at slot 0
+  T top[LN];          // the maximum's bin; NaN where there is none
+  int32_t slot[LN];   // where the ring has it
+  bool ordinary;      // the maxima are numbers that 16 bits hold
 
   void clear() {
     memset(counts, 0, sizeof counts);
-    for (int l = 0; l < LN; ++l) top[l] = T(NAN), base[l] = 0;
+    ordinary = true;
+    for (int l = 0; l < LN; ++l) top[l] = T(NAN), slot[l] = 0;
 #if defined(__AVX2__)
     for (Planes& part : planes) part.clear();
 #endif
   }
 
-  int slot(int l) const {  // of the maximum
-    return int(int64_t(fmod(double(top[l]) - double(base[l]), double(BINS)))) & (BINS - 1);
-  }
-
-  // Turn to new maxima; whether all of them are numbers that 16 bits hold.
-  bool rise(const T* largest) {
-    bool ordinary = true;
+  // Turn to new maxima. In most tiles no bin of them is another, and nothing is to be done.
+  void rise(const T* largest) {
+    T bin[LN];
+    int still = 1;
     for (int l = 0; l < LN; ++l) {
-      const T bin = T(floor(largest[l] * T(STEPS)));
-      if (bin > top[l]) {
-        const int rises = bin - top[l] < T(BINS) ? int(bin - top[l]) : BINS;
-        top[l] = bin;
-        for (int k = 0, first = slot(l); k < rises; ++k) empty(l, (first - k) & (BINS - 1));
-      } else if (top[l] != top[l] && bin - bin == 0) {
-        top[l] = bin, base[l] = bin - T(MARGIN);
-      }
-      ordinary = ordinary && (largest[l] == T(-INFINITY) || (bin > T(-32000) && bin < T(32000)));
+      bin[l] = T(floor(largest[l] * T(STEPS)));
+      still &= bin[l] <= top[l];
     }
-    return ordinary;
+    if (still) return;
+    ordinary = true;
+    for (int l = 0; l < LN; ++l) {
+      if (bin[l] > top[l]) {
+        const double by = double(bin[l]) - double(top[l]);
+        const int rises = by < BINS ? int(by) : BINS;
+        slot[l] = by - by == 0 ? (slot[l] + int(fmod(by, double(BINS)))) & (BINS - 1) : 0;
+        top[l] = bin[l];
+        for (int k = 0; k < rises; ++k) empty(l, (slot[l] - k) & (BINS - 1));
+      } else if (top[l] != top[l] && bin[l] - bin[l] == 0) {
+        top[l] = bin[l], slot[l] = MARGIN;
+      }
+      ordinary = ordinary &&
+                 (largest[l] == T(-INFINITY) || (bin[l] > T(-32000) && bin[l] < T(32000)));
+    }
   }
 
   void empty(int lane, int at) {
     counts[lane * BINS + at] = 0;
 #if defined(__AVX2__)
-    if (BITS) planes[lane / 8].empty(lane % 8, at);
+    if (BITS) planes[lane / Planes::ROWS_HERE].empty(lane % Planes::ROWS_HERE, at);
 #endif
   }
 
   // Count a tile's keys, of which there is room for whole fours. `largest` are the rows' maxima, of this tile and those before; `seen` is
   // null where no key of it is hidden.
   void add(const T* scores, const uint32_t* seen, int64_t count, const T* largest) {
-    const bool ordinary = rise(largest);
+    rise(largest);
 #if defined(__AVX2__)
     if (BITS && ordinary) return add_bits((const float*)scores, seen, count);
 #endif
-    (void)ordinary;
     int first[LN];
-    for (int l = 0; l < LN; ++l) first[l] = top[l] - top[l] == 0 ? slot(l) : -1;
+    for (int l = 0; l < LN; ++l) first[l] = top[l] - top[l] == 0 ? slot[l] : -1;
     for (int64_t j = 0; j < count; ++j)
       for (int l = 0; l < LN; ++l) {
         if (first[l] < 0 || (seen && !(seen[j] >> l & 1))) continue;
@@ -188,19 +239,71 @@ struct Gaps {
   // Write a row's histogram, from the maximum down.
   void read(int l, int32_t* to) {
     const bool some = top[l] - top[l] == 0;
-    const int first = some ? slot(l) : 0;
+    const int first = some ? slot[l] : 0;
     for (int d = 0; d < BINS; ++d) to[d] = counts[l * BINS + ((first - d) & (BINS - 1))];
   }
 
   void finish() {
 #if defined(__AVX2__)
     if (!BITS) return;
-    for (int u = 0; u < LN / 8; ++u) planes[u].pour(counts + u * 8 * BINS);
+    for (int u = 0; u < LN / Planes::ROWS_HERE; ++u)
+      planes[u].pour(counts + u * Planes::ROWS_HERE * BINS);
 #endif
   }
 
 #if defined(__AVX2__)
  private:
+#if defined(__AVX512BW__)
+  static ACUTANCE_INLINE __m512i bins(const float* from, const uint32_t* seen, int u) {
+    __m512 s = _mm512_loadu_ps(from);
+    if (seen) s = _mm512_mask_mov_ps(_mm512_set1_ps(-1e30f), __mmask16(*seen >> (16 * u)), s);
+    // what no integer holds becomes the least one, far below any maximum
+    return _mm512_cvt_roundps_epi32(_mm512_mul_ps(s, _mm512_set1_ps(float(STEPS))),
+                                    _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  }
+
+  template <bool MASKED>
+  void sort(const float* scores, const uint32_t* seen, int64_t count, int u, Bytes* group, Bytes* bit,
+            uint32_t* present) {
+    const __m512i lowest = _mm512_set1_epi32(INT32_MIN), last = all_bytes(BINS - 1);
+    int32_t tops[16];
+    for (int l = 0; l < 16; ++l) {
+      const T own = top[16 * u + l];
+      tops[l] = own - own == 0 ? int(own) : 0;
+    }
+    __m512i wide, slots;
+    memcpy(&wide, tops, sizeof wide);
+    memcpy(&slots, slot + 16 * u, sizeof slots);
+    const __m512i high = _mm512_packs_epi32(wide, wide);
+    slots = _mm512_packs_epi32(slots, slots);
+    const __m512i low = _mm512_packus_epi16(slots, slots);
+    const __m512i one_of_eight = _mm512_set1_epi64(int64_t(0x8040201008040201ull));
+    const __m512i one_of_groups = _mm512_maskz_mov_epi64(0x55, one_of_eight);
+    __m512i found = _mm512_setzero_si512();
+    for (int64_t j = 0; j < count; j += 4) {
+      __m512i x[4];
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k)
+        x[k] = bins(scores + (j + k) * LN + 16 * u, MASKED ? seen + j + k : nullptr, u);
+      if (__builtin_expect(j + 4 > count, 0))
+        for (int64_t k = count - j; k < 4; ++k) x[k] = lowest;
+      const __m512i a = _mm512_subs_epi16(high, _mm512_packs_epi32(x[0], x[1]));
+      const __m512i b = _mm512_subs_epi16(high, _mm512_packs_epi32(x[2], x[3]));
+      const __m512i gap = _mm512_packus_epi16(a, b);
+      const __mmask64 inside = _mm512_cmple_epu8_mask(gap, last);
+      const __m512i at = both_of(_mm512_sub_epi8(low, gap), last);
+      const __m512i which = both_of(_mm512_srli_epi16(at, 3), all_bytes(7));
+      found = _mm512_or_si512(found, _mm512_maskz_shuffle_epi8(inside, one_of_groups, which));
+      group[j / 4] = which;
+      bit[j / 4] = _mm512_maskz_shuffle_epi8(inside, one_of_eight, at);
+    }
+    uint64_t parts[8], all = 0;
+    memcpy(parts, &found, sizeof parts);
+    for (int part = 0; part < 8; ++part) all |= parts[part];
+    all |= all >> 32, all |= all >> 16, all |= all >> 8;
+    *present = uint32_t(all & 0xff);
+  }
+#else
   static ACUTANCE_INLINE __m256i bins(const float* from, const uint32_t* seen, int u) {
     __m256 s = _mm256_loadu_ps(from);
     if (seen) {
@@ -217,15 +320,14 @@ struct Gaps {
   void sort(const float* scores, const uint32_t* seen, int64_t count, int u, __m256i* group,
             __m256i* bit, uint32_t* present) {
     const __m256i lowest = _mm256_set1_epi32(INT32_MIN), last = _mm256_set1_epi8(BINS - 1);
-    int32_t tops[8], firsts[8];
+    int32_t tops[8];
     for (int l = 0; l < 8; ++l) {
       const T own = top[8 * u + l];
-      const bool some = own - own == 0;
-      tops[l] = some ? int(own) : 0, firsts[l] = some ? slot(8 * u + l) : 0;
+      tops[l] = own - own == 0 ? int(own) : 0;
     }
     __m256i wide, slots;
     memcpy(&wide, tops, sizeof wide);
-    memcpy(&slots, firsts, sizeof slots);
+    memcpy(&slots, slot + 8 * u, sizeof slots);
     const __m256i high = _mm256_packs_epi32(wide, wide);
     slots = _mm256_packs_epi32(slots, slots);
     const __m256i low = _mm256_packus_epi16(slots, slots);
@@ -260,19 +362,20 @@ struct Gaps {
     all |= all >> 32, all |= all >> 16, all |= all >> 8;
     *present = uint32_t(all & 0xff);
   }
+#endif
 
   void add_bits(const float* scores, const uint32_t* seen, int64_t count) {
-    __m256i group[Planes::ROOM], bit[Planes::ROOM];
+    Bytes group[Planes::ROOM], bit[Planes::ROOM];
     const int vectors = int((count + 3) / 4);
     const int padded = (vectors + Planes::CHUNK - 1) / Planes::CHUNK * Planes::CHUNK;
-    for (int u = 0; u < LN / 8; ++u) {
+    for (int u = 0; u < LN / Planes::ROWS_HERE; ++u) {
       uint32_t present;
       if (seen)
         sort<true>(scores, seen, count, u, group, bit, &present);
       else
         sort<false>(scores, seen, count, u, group, bit, &present);
-      for (int v = vectors; v < padded; ++v) group[v] = bit[v] = _mm256_setzero_si256();
-      if (planes[u].added + padded > Planes::MOST) planes[u].pour(counts + u * 8 * BINS);
+      for (int v = vectors; v < padded; ++v) group[v] = bit[v] = all_bytes(0);
+      if (planes[u].added + padded > Planes::MOST) planes[u].pour(counts + u * Planes::ROWS_HERE * BINS);
       planes[u].add(group, bit, padded, present);
     }
   }
