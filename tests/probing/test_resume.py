@@ -19,7 +19,7 @@ import torch
 
 from acutance.corpus.digests import model_digest, text_digest
 from acutance.corpus.load_model import TextModel
-from acutance.corpus.probe_corpus import Subset, run_windows
+from acutance.corpus.probe_corpus import run_windows
 from acutance.corpus.ranks import SingleProcess
 from acutance.files import write_text, write_whole
 from acutance.probing import load_state
@@ -180,7 +180,7 @@ def test_the_state_is_written_as_often_as_asked(tmp_path: Path) -> None:
         ({"noise": True}, 0, "noise is False in .*state and True in this run"),
         ({}, 1, "state is of another model than this run"),
         ({"structure": True}, 0, "metrics differ: attention_distance, .* only in this run"),
-        ({"subset": Subset(max_rows=4)}, 0, "max rows is not set in .*state and 4 in this run"),
+        ({"max_rows": 4}, 0, "max rows is not set in .*state and 4 in this run"),
         ({"shard": Shard(1, 2)}, 0, "it is of shard 1/1, this run for shard 1/2"),
     ],
 )
@@ -195,7 +195,7 @@ def test_other_settings_are_refused(
     other = [*pieces[:-1], [*pieces[-1][:-1], 1 + pieces[-1][-1] % 49]]  # one token of one window
     with pytest.raises(ValueError, match="state is of another text than this run"):
         run(other, options(save=path, resume=True))
-    halved = options(save=path, resume=True, subset=Subset(every=2))
+    halved = options(save=path, resume=True, every=2)
     with pytest.raises(ValueError, match=r"every is not set in .*state and 2 in this run"):
         run(pieces[::2], halved)  # the text that is left is another one, which is not the reason
     with pytest.raises(ValueError, match="state is of another text than this run"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from acutance.corpus.load_model import TextModel
 from acutance.corpus.probe_corpus import Options
+from acutance.probing.settings import ProbeSettings
 
 
 class Toy(nn.Module):
@@ -47,7 +49,10 @@ def windows(count: int = 23, length: int = 9) -> list[list[int]]:
 
 
 def options(**given: Any) -> Options:
-    return Options(**{"length": 9, "batch_size": 2} | given)
+    names = {each.name for each in fields(ProbeSettings)} - {"every"}
+    settings = {"verify": True, **{name: one for name, one in given.items() if name in names}}
+    run = {name: one for name, one in given.items() if name not in names}
+    return Options(**{"length": 9, "batch_size": 2} | run, probe=ProbeSettings(**settings))
 
 
 def assert_same_rows(left: Any, right: Any) -> None:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,8 +51,9 @@ from acutance.cli.shared import (
 )
 
 if TYPE_CHECKING:
-    from acutance.corpus.probe_corpus import Outcome, Subset
+    from acutance.corpus.probe_corpus import Outcome
     from acutance.corpus.ranks import SingleProcess
+    from acutance.probing.settings import ProbeSettings
 
     #: A law in words, and what applies it to a model.
     Law = tuple[str, Callable[[Any], AbstractContextManager[None]]]
@@ -244,8 +245,8 @@ def probe(options: ProbeOptions) -> None:
     spans, maps = parse_spans(options.span or []), parse_maps(options.map or [])
     with plain_errors():
         from acutance.corpus import ranks as distributed
-        from acutance.corpus.probe_corpus import Subset
         from acutance.probing.head_maps import check_maps
+        from acutance.probing.settings import ProbeSettings
         from acutance.probing.spans import check_spans
         from acutance.summary.state import Shard
 
@@ -257,13 +258,19 @@ def probe(options: ProbeOptions) -> None:
                 check_spans(spans)
             if maps:
                 check_maps(maps)
-        subset = Subset(
-            options.every,
-            options.layers,
-            options.heads,
-            options.max_rows,
-            options.seed,
-            options.provide,
+        settings = ProbeSettings(
+            verify=not options.provide if options.verify is None else options.verify,
+            noise=options.noise,
+            gaps=options.gaps,
+            structure=options.structure,
+            examples=options.examples,
+            spans=spans or None,
+            maps=maps or None,
+            layers=options.layers,
+            heads=options.heads,
+            max_rows=options.max_rows,
+            seed=options.seed,
+            provide=options.provide,
         )
         law = None
         if options.law is not None:
@@ -274,15 +281,14 @@ def probe(options: ProbeOptions) -> None:
         ranks = ExitStack()
         world = ranks.enter_context(distributed.world())
     with ranks, plain_errors():  # what went wrong is said before the other ranks are let go
-        finished = _run(options, subset, {"spans": spans or None, "maps": maps or None}, law, world)
+        finished = _run(options, settings, law, world)
     if not finished:
         raise typer.Exit(INTERRUPTED)
 
 
 def _run(
     options: ProbeOptions,
-    subset: "Subset",
-    parts: dict[str, Any],
+    settings: "ProbeSettings",
     law: "Law | None",
     world: "SingleProcess",
 ) -> bool:
@@ -307,9 +313,9 @@ def _run(
     with world.together(), console().status("loading the model") if first else nullcontext():
         loaded = load_model(options, device)
         window = loaded.window(options.length)
-        pieces = corpus.windows(texts, loaded.tokenizer, window)[:: subset.every]
+        pieces = corpus.windows(texts, loaded.tokenizer, window)[:: options.every]
         loaded.check_tokens(pieces)
-        loaded.check_heads(subset.heads)
+        loaded.check_heads(options.heads)
     about: dict[str, Any] = {"text": [text.name for text in texts]}
     about |= {name: version(name) for name in ("acutance", "transformers")}
     if law is not None:
@@ -324,14 +330,8 @@ def _run(
         length=window,
         batch_size=size,
         device=device,
-        verify=not options.provide if options.verify is None else options.verify,
-        noise=options.noise,
-        gaps=options.gaps,
-        structure=options.structure or options.examples > 0,
-        examples=options.examples,
-        **parts,
-        subset=subset,
-        keep=first and options.keep_qk is not None,
+        probe=replace(settings, keep=first and options.keep_qk is not None),
+        every=options.every,
         shard=part,
         save=options.save,
         save_every=options.save_every,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ from acutance.corpus.digests import model_digest, text_digest
 from acutance.corpus.load_model import TextModel
 from acutance.corpus.ranks import SingleProcess
 from acutance.files import tidy
-from acutance.probing.open_probe import Probe, probe
+from acutance.probing.probe import Probe
+from acutance.probing.settings import ProbeSettings
 from acutance.summary.state import WHOLE, Run, Shard, State, load_state, ranges
 
 __all__ = [
     "Options",
     "Outcome",
-    "Subset",
     "open_probe",
     "restore",
     "run_settings",
@@ -30,38 +30,9 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Subset:
-    """The windows, layers, heads and rows that a run reads; reading fewer makes it cheaper.
-
-    Attributes:
-        every: run one window in ``every``, the first of each group.
-        layers: layers to read; None is all.
-        heads: heads to read; None is all.
-        max_rows: maximum number of rows read per call, drawn at random; None is all.
-        seed: of the random choice of rows.
-        provide: compute the model's attention with acutance's kernel, so that it is not computed
-            twice.
-    """
-
-    every: int = 1
-    layers: str | None = None
-    heads: str | None = None
-    max_rows: int | None = None
-    seed: int = 0
-    provide: bool = False
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every must be at least 1, got {self.every}")
-
-    def describe(self) -> dict[str, Any]:
-        """The options that differ from reading everything."""
-        changed = {name: part for name, part in asdict(self).items() if part != getattr(ALL, name)}
-        return changed if self.max_rows else {n: part for n, part in changed.items() if n != "seed"}
-
-
-ALL = Subset()
+#: Options of a probe by which it reads less than everything, or computes it in another way.
+_FEWER = ("layers", "heads", "max_rows", "seed", "provide")
+_EVERYTHING = ProbeSettings(verify=True)
 
 
 @dataclass(frozen=True)
@@ -72,15 +43,8 @@ class Options:
         length: tokens of a window.
         batch_size: windows run at once.
         device: where this rank runs the model.
-        verify: rebuild each output and compare.
-        noise: also measure ``noise_gain``.
-        gaps: also measure how many keys hold 90 % of the weight, and its like.
-        structure: also measure where weight lies.
-        examples: sharpest rows of each head to keep.
-        spans: named parts of every window, first token and one past the last; None is its end.
-        maps: heads whose rows of weights are kept, with the rows.
-        keep: also keep a sample of queries and keys.
-        subset: what is left out.
+        probe: what the probe reads of each window, and how; it gets the model's tokenizer.
+        every: one window in so many is run, the first of each group.
         shard: the part of the corpus to run.
         save: where the state is kept as the run continues.
         save_every: windows between two writes, at least; a batch is never split.
@@ -91,20 +55,25 @@ class Options:
     length: int
     batch_size: int = 8
     device: str = "cpu"
-    verify: bool = True
-    noise: bool = False
-    gaps: bool = False
-    structure: bool = False
-    examples: int = 0
-    spans: Mapping[str, tuple[int, int | None]] | None = None
-    maps: Mapping[str, Sequence[int]] | None = None
-    keep: bool = False
-    subset: Subset = ALL
+    probe: ProbeSettings = _EVERYTHING
+    every: int = 1
     shard: Shard = WHOLE
     save: str | os.PathLike[str] | None = None
     save_every: int = 1
     resume: bool = False
     law: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every must be at least 1, got {self.every}")
+
+    def left_out(self) -> dict[str, Any]:
+        """The options by which less is read than everything there is."""
+        options = {name: getattr(self.probe, name) for name in _FEWER}
+        if self.probe.max_rows is None:
+            options["seed"] = 0  # nothing is drawn
+        changed = {name: one for name, one in options.items() if one != getattr(_EVERYTHING, name)}
+        return changed if self.every == 1 else {"every": self.every, **changed}
 
 
 @dataclass(frozen=True)
@@ -189,23 +158,7 @@ def run_windows(
 
 def open_probe(loaded: TextModel, options: Options) -> Probe:
     """Create the probe of a run, without entering it."""
-    return probe(
-        loaded.model,
-        verify=options.verify,
-        noise=options.noise,
-        gaps=options.gaps,
-        keep=options.keep,
-        structure=options.structure,
-        tokenizer=loaded.tokenizer,
-        examples=options.examples,
-        spans=options.spans,
-        maps=options.maps,
-        layers=options.subset.layers,
-        heads=options.subset.heads,
-        max_rows=options.subset.max_rows,
-        seed=options.subset.seed,
-        provide=options.subset.provide,
-    )
+    return Probe(loaded.model, replace(options.probe, tokenizer=loaded.tokenizer))
 
 
 def run_settings(
@@ -218,29 +171,29 @@ def run_settings(
             "length": options.length,
             "text": text_digest(pieces),
             "batch_size": options.batch_size,
-            "verify": options.verify,
-            "noise": options.noise,
+            "verify": options.probe.verify,
+            "noise": options.probe.noise,
             "attention": _implementation(loaded),
             "dtype": _dtype(loaded),
             "metrics": list(probe.metrics),
         }
-        | ({"examples": options.examples} if options.examples else {})
-        | ({"spans": _span_texts(options.spans)} if options.spans else {})
-        | (
-            {"maps": [f"{name}:{list(rows)}" for name, rows in options.maps.items()]}
-            if options.maps
-            else {}
-        )
+        | ({"examples": options.probe.examples} if options.probe.examples else {})
+        | ({"spans": _span_texts(options.probe.spans)} if options.probe.spans else {})
+        | ({"maps": _map_texts(options.probe.maps)} if options.probe.maps else {})
         | ({"law": options.law} if options.law is not None else {})
-        | options.subset.describe()
+        | options.left_out()
     )
 
 
-def _span_texts(spans: Mapping[str, tuple[int, int | None]]) -> list[str]:
+def _span_texts(spans: Mapping[str, Any]) -> list[str]:
     """Spans as the command has them, ``name=start:stop``."""
     return [
         f"{name}={start}:{'' if stop is None else stop}" for name, (start, stop) in spans.items()
     ]
+
+
+def _map_texts(maps: Mapping[Any, Any]) -> list[str]:
+    return [f"{name}:{list(rows)}" for name, rows in maps.items()]
 
 
 def _check_same(run: Run, world: SingleProcess) -> None:
@@ -279,7 +232,7 @@ class _Job:
             "architecture": type(loaded.model).__name__,
             **loaded.about,
             **about,
-            **options.subset.describe(),
+            **options.left_out(),
             "window_length": options.length,
             "attention": _implementation(loaded),
             "dtype": _dtype(loaded),

@@ -22,6 +22,7 @@ from acutance.corpus.digests import model_digest
 from acutance.corpus.load_model import TextModel
 from acutance.corpus.probe_corpus import Options, open_probe, restore, run_settings, tidy
 from acutance.files import refuse_replacing
+from acutance.probing.settings import ProbeSettings
 from acutance.summary.head_summary import HeadSummary, from_parts
 from acutance.summary.state import Run, State
 
@@ -122,11 +123,9 @@ def probe_dataset(
         window,
         batch_size=batch_size,
         device=device,
-        verify=verify,
-        noise=noise,
-        gaps=gaps,
-        structure=structure or examples > 0,
-        examples=examples,
+        probe=ProbeSettings(
+            verify=verify, noise=noise, gaps=gaps, structure=structure, examples=examples
+        ),
     )
     probe = open_probe(loaded, options)
     run = Run(run_settings(loaded, pieces, options, probe), len(pieces))

@@ -11,6 +11,7 @@ from torch import Tensor
 from acutance.capture.layer_choice import Chosen
 from acutance.probing.head_maps import MapRows
 from acutance.probing.probe import Probe, ProbeError
+from acutance.probing.settings import ProbeSettings
 from acutance.probing.spans import Span
 
 __all__ = ["Probe", "ProbeError", "probe"]
@@ -113,8 +114,7 @@ def probe(
         >>> frame["head"], frame["rows"]
         ([0, 1, 2, 3], [20, 20, 20, 20])
     """
-    return Probe(
-        model,
+    settings = ProbeSettings(
         metrics=metrics,
         verify=verify,
         noise=noise,
@@ -136,3 +136,4 @@ def probe(
         attention_mask=attention_mask,
         rows=rows,
     )
+    return Probe(model, settings)

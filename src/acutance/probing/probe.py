@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.find_layers import NOT_READ, looks_like_attention, most_heads
+from acutance.capture.find_layers import NOT_READ, looks_like_attention
 from acutance.capture.head_axis import heads_of
-from acutance.capture.layer_choice import Chosen, HeadChoice
 from acutance.capture.listener import Listener, ProbeError
 from acutance.capture.module_names import class_name
 from acutance.capture.padding import checked_mask
 from acutance.capture.tap import Tap, tap
-from acutance.probing.accumulate import Records, Rows
-from acutance.probing.head_maps import MapReader, MapRows
+from acutance.probing.accumulate import Records, Rows, joined
+from acutance.probing.head_maps import MapReader
 from acutance.probing.query_key_sample import QueryKeySample
 from acutance.probing.read_call import Read, Reader
-from acutance.probing.repeated_calls import joined
+from acutance.probing.settings import ProbeSettings
 from acutance.probing.spans import Span, SpanReader
 from acutance.probing.structure import StructureReader
 from acutance.probing.tokens import Tokens
 from acutance.probing.untrained import is_untrained
-from acutance.rowstats import METRICS, metric
-from acutance.rowstats.metrics import metric_names
-from acutance.shapes import check_count, check_flag
-from acutance.structure import STRUCTURE
 from acutance.summary.head_maps import HeadMap
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.moments import Moments
@@ -93,83 +88,38 @@ class Probe:
         metrics: names recorded, in the order of :data:`acutance.METRICS`.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        *,
-        metrics: Sequence[str] | None = None,
-        verify: bool | Literal["first"] = "first",
-        noise: bool = False,
-        gaps: bool = False,
-        keep: bool = False,
-        every: int = 1,
-        layers: Chosen | None = None,
-        heads: Chosen | None = None,
-        max_rows: int | None = None,
-        seed: int = 0,
-        provide: bool = False,
-        structure: bool = False,
-        tokenizer: Any = None,
-        special: Iterable[int] | None = None,
-        examples: int = 0,
-        profile: bool = True,
-        spans: Mapping[str, Span] | None = None,
-        maps: Mapping[Any, MapRows] | None = None,
-        attention_mask: Tensor | None = None,
-        rows: Tensor | str = "real",
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, settings: ProbeSettings) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if verify not in (True, False, "first"):
-            raise ValueError(f'verify must be True, False or "first", got {verify!r}')
-        if isinstance(metrics, str):
-            raise TypeError(f"metrics must be a sequence of names, got the string {metrics!r}")
-        check_flag("gaps", gaps)
-        if metrics is None:
-            wanted = list(metric_names(noise=noise, gaps=gaps))
-        else:
-            wanted = [metric(name).name for name in metrics]
-        noise = noise or any(METRICS[name].needs_values for name in wanted)
-        gaps = gaps or any(METRICS[name].needs_gaps for name in wanted)
-        self.metrics: tuple[str, ...] = tuple(name for name in METRICS if name in wanted)
-        if not self.metrics:
-            raise ValueError("metrics must name at least one metric, got none")
-        self._structure: StructureReader | None = None
-        if structure or examples:
-            self._structure = StructureReader(model, tokenizer, special, examples)
-            wanted = [*wanted, "first_weight"]  # the weight on the first token
-            self.metrics = tuple(name for name in METRICS if name in wanted) + tuple(STRUCTURE)
-        if heads is not None and (most := most_heads(model)) is not None:
-            HeadChoice(heads).check(most, class_name(model))
+        settings.check_heads(model)
+        self.metrics = settings.recorded
         self._model = model
-        self._spans = None if spans is None else SpanReader(model, spans)
-        names = None if self._spans is None else self._spans.names
+        self._structure: StructureReader | None = None
+        if settings.structure:
+            self._structure = StructureReader(
+                model, settings.tokenizer, settings.special, settings.examples
+            )
+        self._spans = None if settings.spans is None else SpanReader(model, settings.spans)
         self._tokens = None if self._structure is None else self._structure.tokens
         self._maps: MapReader | None = None
-        if maps is not None:
+        if settings.maps is not None:
             self._tokens = self._tokens or Tokens()
-            self._maps = MapReader(model, maps, tokenizer, self._tokens)
-        self._records = Records(self.metrics, check_flag("profile", profile), names)
+            self._maps = MapReader(model, settings.maps, settings.tokenizer, self._tokens)
+        names = None if self._spans is None else self._spans.names
+        self._records = Records(self.metrics, settings.profile, names)
         recorder = _Recorder(self._records)
         self._listener = recorder.listener = Listener(
             model,
             recorder,
-            layers=layers,
-            every=check_count("every", every, 1),
-            attention_mask=attention_mask,
-            rows=rows,
-            provides=provide,
+            layers=settings.layers,
+            every=settings.every,
+            attention_mask=settings.attention_mask,
+            rows=settings.rows,
+            provides=settings.provide,
             around=self._follow_tokens,
         )
         self._reader = recorder.reader = Reader(
-            verify=verify,
-            noise=noise,
-            gaps=gaps,
-            keep=keep,
-            heads=heads,
-            max_rows=None if max_rows is None else check_count("max_rows", max_rows, 2),
-            seed=check_count("seed", seed, 0),
-            provide=provide,
+            settings,
             structure=self._structure,
             spans=self._spans,
             maps=self._maps,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,17 +12,18 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall, differences, observe_scores
 from acutance.capture.counted_rows import CountedRows, RowReader
 from acutance.capture.head_axis import first_head
-from acutance.capture.layer_choice import Chosen, HeadChoice
+from acutance.capture.layer_choice import HeadChoice
 from acutance.capture.module_stack import Running
 from acutance.kernels.fast_path import PackedStatistics
 from acutance.probing.causes import likely_cause
 from acutance.probing.head_maps import MapReader
-from acutance.probing.input_places import PlaceReader
 from acutance.probing.query_key_sample import Keeper
 from acutance.probing.replace_attention import Provided, Provider
 from acutance.probing.row_sampling import Sample, draw, take_heads, take_rows
+from acutance.probing.settings import ProbeSettings
 from acutance.probing.spans import SpanReader, SpanWeights
 from acutance.probing.structure import Structured, StructureReader
+from acutance.probing.tokens import PlaceReader
 from acutance.rowstats import RowState, RowStatistics
 from acutance.summary.head_summary import Layer, Status
 
@@ -140,47 +141,34 @@ class Reader:
 
     def __init__(
         self,
+        settings: ProbeSettings,
         *,
-        verify: bool | Literal["first"],
-        noise: bool,
-        gaps: bool,
-        keep: bool,
-        heads: Chosen | None,
-        max_rows: int | None,
-        seed: int,
-        provide: bool,
         structure: StructureReader | None,
         spans: SpanReader | None,
         maps: MapReader | None,
         thread: Running,
         rows: RowReader,
     ) -> None:
-        """Options as for :func:`acutance.probe`.
+        """What a probe reads of each call.
 
         Args:
-            verify: and all up to ``provide``, as there.
-            noise: also record ``noise_gain``.
-            gaps: also count keys by their distance below the maximum.
-            keep: keep queries and keys.
-            heads: heads that are read.
-            max_rows: rows of a call that are read, at most.
-            seed: which rows are drawn.
-            provide: compute calls in the model's stead.
+            settings: the probe's options.
             structure: reads where rows' weight lies, None if that is not asked for.
             spans: reads their weight on spans of the input, likewise.
             maps: keeps rows of named heads, likewise.
             thread: what is running.
             rows: decides which rows are padding.
         """
+        self._settings = settings
         self.structure, self.spans, self.maps = structure, spans, maps
         self._places = PlaceReader()
-        self._verify, self._noise, self._gaps = verify, noise, gaps
+        self._verify = settings.verify
+        self._wanted = settings.noise, settings.gaps
         self._agreed: set[tuple[object, ...]] = set()
         self._asked: set[str] = set()
-        self._rows, self._seed = max_rows, seed
-        self._heads = None if heads is None else HeadChoice(heads)
-        self.keeper = Keeper() if keep else None
-        self.provider = Provider(verify is True) if provide else None
+        self._heads = None if settings.heads is None else HeadChoice(settings.heads)
+        self.keeper = Keeper() if settings.keep else None
+        self.provider = Provider(settings.verify is True) if settings.provide else None
         self._doubted: set[str] = set()
         self.thread, self.rows = thread, rows
 
@@ -192,7 +180,7 @@ class Reader:
         """
         if self.provider is None:
             raise ValueError("this probe provides nothing")
-        return self.provider.provide(call, own, self._noise, self._gaps)
+        return self.provider.provide(call, own, *self._wanted)
 
     def provided(
         self, call: AttentionCall, found: Provided, module: torch.nn.Module | None
@@ -222,9 +210,9 @@ class Reader:
         agreed = not doubted and kind in self._agreed
         if output is None or not known or not (self._verify or doubted) or agreed:
             status: Status = "checked" if agreed else "captured"
-            read = part.read(part.call.statistics(self._noise, self._gaps), status)
+            read = part.read(part.call.statistics(*self._wanted), status)
             return self._with_places(part, call, read, module)
-        rebuilt, stats = part.call.rebuilt(self._noise, self._gaps)
+        rebuilt, stats = part.call.rebuilt(*self._wanted)
         theirs = part.of(output())
         if theirs.shape != rebuilt.shape:
             raise ValueError(
@@ -300,7 +288,7 @@ class Reader:
         total, queries = scores.shape[1:3]
         heads = self._chosen(total)
         chosen = scores if heads is None else scores[:, heads]
-        stats, seen = observe_scores(chosen, self._gaps)
+        stats, seen = observe_scores(chosen, self._settings.gaps)
         counting = self.rows.of_scores(scores, module, stats.state.n, seen)
         none = scores[..., :0]
         call = AttentionCall(module, "softmax", none, none, none)
@@ -333,10 +321,10 @@ class Reader:
             self.keeper.take(call, real)
         first = first_head(module, call.query)
         sample = None
-        if self._rows is not None:
+        if (most := self._settings.max_rows) is not None:
             thread = self.thread
-            seed = (self._seed, call.module, thread.turn, thread.call_number(call.module))
-            sample = draw(batch, queries, real, self._rows, seed, call.query.device)
+            seed = (self._settings.seed, call.module, thread.turn, thread.call_number(call.module))
+            sample = draw(batch, queries, real, most, seed, call.query.device)
         heads = self._chosen(total)
         if heads is not None and gather:
             call = take_heads(call, heads)

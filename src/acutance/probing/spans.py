@@ -14,7 +14,7 @@ from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall, weights_on
 from acutance.capture.module_names import module_name, unwrap
-from acutance.probing.input_places import InputPlaces
+from acutance.probing.tokens import InputPlaces
 from acutance.summary.spans import ALL_ROWS, MOST_SPANS, OTHER
 
 __all__ = ["Span", "SpanReader", "SpanWeights", "check_spans"]

@@ -13,15 +13,14 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall
 from acutance.kernels.call import KernelCall, Rule
 from acutance.masks import Region
-from acutance.probing.input_places import InputPlaces
-from acutance.probing.tokens import Tokens, special_ids
+from acutance.probing.tokens import InputPlaces, Tokens, special_ids
 from acutance.rowstats import RowStatistics
 from acutance.rowstats.state import has_gaps
 from acutance.structure import StructureStatistics
 from acutance.structure.blocks import blocks, exact
 from acutance.structure.parts import Places
 from acutance.structure.statistics import observe_structure, tokens_at
-from acutance.summary.examples import MOST_ROWS, Examples, Row
+from acutance.summary.examples import Examples, Row
 from acutance.summary.head_summary import Layer
 from acutance.summary.optional_parts import OptionalParts
 
@@ -57,17 +56,12 @@ class StructureReader:
         examples: sharpest rows to keep of each head.
 
     Raises:
-        TypeError: if ``examples`` is not a whole number, or special ids are none.
-        ValueError: if ``examples`` is negative or above 64.
+        TypeError: if special ids are none.
     """
 
     def __init__(
         self, model: torch.nn.Module, tokenizer: Any, special: Iterable[int] | None, examples: int
     ) -> None:
-        if type(examples) is not int:
-            raise TypeError(f"examples must be a whole number, got {examples!r}")
-        if not 0 <= examples <= MOST_ROWS:
-            raise ValueError(f"examples must be 0 to {MOST_ROWS} rows of each head, got {examples}")
         if special is None:
             named = getattr(tokenizer, "all_special_ids", None)
             special = special_ids(model) if named is None else named

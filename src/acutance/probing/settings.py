@@ -1,0 +1,109 @@
+"""ProbeSettings: what a probe reads and how, checked once and handed on whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from acutance.capture.find_layers import most_heads
+from acutance.capture.layer_choice import Chosen, HeadChoice
+from acutance.capture.module_names import class_name
+from acutance.probing.head_maps import MapRows
+from acutance.probing.spans import Span
+from acutance.rowstats import METRICS, metric
+from acutance.rowstats.metrics import metric_names
+from acutance.shapes import check_count, check_flag
+from acutance.structure import STRUCTURE
+from acutance.summary.examples import MOST_ROWS
+
+__all__ = ["ProbeSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSettings:
+    """The options of :func:`acutance.probe`, under the same names.
+
+    ``noise``, ``gaps`` and ``structure`` are true also where a metric or an example needs them.
+
+    Raises:
+        TypeError: if an option is of another type than it says.
+        ValueError: if a metric does not exist, or a number is too small.
+
+    Example:
+        >>> settings = ProbeSettings(metrics=["noise_gain"], max_rows=64)
+        >>> settings.recorded, settings.noise
+        (('noise_gain',), True)
+    """
+
+    metrics: Sequence[str] | None = None
+    verify: bool | Literal["first"] = "first"
+    noise: bool = False
+    gaps: bool = False
+    keep: bool = False
+    every: int = 1
+    layers: Chosen | None = None
+    heads: Chosen | None = None
+    max_rows: int | None = None
+    seed: int = 0
+    provide: bool = False
+    structure: bool = False
+    tokenizer: Any = None
+    special: Iterable[int] | None = None
+    examples: int = 0
+    profile: bool = True
+    spans: Mapping[str, Span] | None = None
+    maps: Mapping[Any, MapRows] | None = None
+    attention_mask: Tensor | None = None
+    rows: Tensor | str = "real"
+
+    def __post_init__(self) -> None:
+        if self.verify not in (True, False, "first"):
+            raise ValueError(f'verify must be True, False or "first", got {self.verify!r}')
+        if isinstance(self.metrics, str):
+            raise TypeError(f"metrics must be a sequence of names, got the string {self.metrics!r}")
+        check_flag("gaps", self.gaps)
+        check_flag("profile", self.profile)
+        if type(self.examples) is not int:
+            raise TypeError(f"examples must be a whole number, got {self.examples!r}")
+        if not 0 <= self.examples <= MOST_ROWS:
+            raise ValueError(
+                f"examples must be 0 to {MOST_ROWS} rows of each head, got {self.examples}"
+            )
+        check_count("every", self.every, 1)
+        check_count("seed", self.seed, 0)
+        if self.max_rows is not None:
+            check_count("max_rows", self.max_rows, 2)
+        if self.metrics is not None:
+            needed = [metric(name) for name in self.metrics]
+            if not needed:
+                raise ValueError("metrics must name at least one metric, got none")
+            self._imply("noise", any(each.needs_values for each in needed))
+            self._imply("gaps", any(each.needs_gaps for each in needed))
+        self._imply("structure", bool(self.examples))
+
+    def _imply(self, name: str, needed: bool) -> None:
+        object.__setattr__(self, name, needed or getattr(self, name))
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """Names of the metrics that are recorded, in the order of :data:`acutance.METRICS`."""
+        wanted = set(
+            metric_names(noise=self.noise, gaps=self.gaps) if self.metrics is None else self.metrics
+        )
+        if not self.structure:
+            return tuple(name for name in METRICS if name in wanted)
+        wanted.add("first_weight")  # the weight on the first token
+        return (*(name for name in METRICS if name in wanted), *STRUCTURE)
+
+    def check_heads(self, model: torch.nn.Module) -> None:
+        """Check that the heads to read are a model's.
+
+        Raises:
+            ValueError: if they are more than the model has.
+        """
+        if self.heads is not None and (most := most_heads(model)) is not None:
+            HeadChoice(self.heads).check(most, class_name(model))
