@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import acutance
 from acutance.capture import attention_call as calls
 from acutance.capture.layer_choice import HeadChoice, LayerChoice
 from acutance.probing.row_sampling import draw
+from acutance.probing.settings import ProbeSettings
 from acutance.summary.head_summary import from_parts
 from acutance.summary.moments import Moments
 
@@ -537,3 +540,10 @@ def test_small_calls_are_summarised_together() -> None:
     expected = acutance.row_statistics(query, key, is_causal=True).entropy.double().mean((0, 2))
     assert torch.allclose(summary.mean("entropy"), expected, atol=1e-6)
     assert summary.layers[0].rows == 24
+
+
+def test_the_options_of_a_probe_are_written_alike_twice() -> None:
+    """The signature is what users read, the record what is checked and handed on."""
+    options = list(inspect.signature(acutance.probe).parameters.values())[1:]
+    settings = [(each.name, each.default) for each in fields(ProbeSettings)]
+    assert [(option.name, option.default) for option in options] == settings
