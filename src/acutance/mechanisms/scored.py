@@ -142,6 +142,18 @@ _SCORES = (
         'score=acutance.scores.LocationScore(key.shape[3], key.shape[2], init="paper")',
         lambda s: {"score": scores.LocationScore(s.width, s.keys, init="paper")},
     ),
+    _entry(
+        "scale_invariant", "Softmax of scale-invariant scores",
+        r"p_j \propto e^{a_t s_j + m_t}, \quad a_t^2 = 2 \log(t / \tau + 1) + 1, \quad"
+        r" m_t = -2 \log(t / \tau + 1)",
+        "Anson, Wang & Aitchison (2025), arXiv:2505.17083",
+        "Yes: for standard normal scores, all keys at distances from t to 10 t have about the same"
+        " weight together at every t, and few of them hold it.",
+        ((), None, (
+            "Mean and deviation of a score depend on its distance t, so no function predicts a row."
+        )),
+        _BLOCKS, 'score="scale_invariant"', lambda s: {"score": "scale_invariant"},
+    ),
 )  # fmt: skip
 
 _NO_SINK = (

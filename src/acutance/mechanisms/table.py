@@ -36,7 +36,7 @@ def mechanism(name: str | Mechanism) -> Mechanism:
 
     Example:
         >>> mechanism("relu2").can_concentrate[:42]
-        "Only where the scores' mean β is below 0, "
+        'Only if the mean β of the scores is below '
         >>> mechanism("softmx")
         Traceback (most recent call last):
         ValueError: there is no mechanism named 'softmx'; did you mean 'scaled_dot'?
