@@ -109,7 +109,9 @@ def test_a_state_is_replaced_on_demand_only(
     assert said in refuse("calibrate", "--save", state)
     assert "contains a saved state" in refuse("probe", "--text", text, "--keep-qk", state)
     assert "contains a saved state" in refuse("report", tmp_path / "x", "--json", state)
-    assert "begins anew" in refuse("probe", "--save", state, "--resume", "--overwrite")
+    assert "these options exclude each other" in refuse(
+        "probe", "--save", state, "--resume", "--overwrite"
+    )
     copy = tmp_path / "copy"
     copy.write_bytes(before)
     assert "already exists: --overwrite replaces it" in refuse("merge", copy, "-o", state)

@@ -196,7 +196,11 @@ def test_half_precision_in_half_precision_out(weights: str) -> None:
         ({"weights": "relu3"}, ValueError, "weights='relu3' is not one of .*did you mean 'relu"),
         ({"scaling": "logn"}, ValueError, "scaling='logn' is not one of .*did you mean 'log_n'"),
         ({"score": "additive"}, ValueError, "score='additive' has parameters"),
-        ({"weights": "relu2", "sinks": SINKS}, ValueError, "sinks belong to weights='softmax'"),
+        (
+            {"weights": "relu2", "sinks": SINKS},
+            ValueError,
+            "sinks can be used only with weights='softmax'",
+        ),
         (
             {"weights": w.Sink(SINKS[:3])},
             ValueError,

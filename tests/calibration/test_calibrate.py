@@ -524,7 +524,7 @@ def test_bad_batches(built: Built) -> None:
         acutance.calibrate(built("gpt2"), [ids])
     with pytest.warns(UserWarning, match="lengths reach 128, but the model has 64 positions"):
         measure(built("llama"), [ids], lengths=[128])
-    with pytest.raises(acutance.ProbeError, match="saw no attention"):
+    with pytest.raises(acutance.ProbeError, match="captured no attention call"):
         acutance.calibrate(nn.Linear(32, 32), [x])
 
 

@@ -143,7 +143,7 @@ def test_windows_are_spread_over_a_long_text(
         assert found == {"16": 5, "32": 5} if count else min(found.values()) > 100
     other = run(*given, "--windows", 5, "--save", state, "--resume")
     assert other.exit_code == 1
-    assert "it is of another text, or different windows of it" in other.stderr
+    assert "it is for another text, or different windows of it" in other.stderr
 
 
 def test_one_window_of_each_part() -> None:
@@ -183,7 +183,7 @@ def test_laws_by_name(tmp_path: Path) -> None:
     for text, match in (
         ("ssmaxx", "no file ssmaxx, and .* did you mean 'ssmax'"),
         ("log_n", "log_n needs parameters, as in log_n:train_length=512"),
-        ("log_n:train_length", "parameters are name=number"),
+        ("log_n:train_length", "parameters must be name=number"),
         ("log_n:train_length=long", "train_length must be a number"),
         (str(tmp_path), "is a directory"),
     ):

@@ -138,18 +138,24 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda r: r | {"lengths": ["8"]}, "lengths"),
     (lambda r: r | {"target": 3}, "target must be text or null"),
     (lambda r: r | {"model": {}}, "a law's model must have architecture"),
-    (lambda r: r | {"model": r["model"] | {"heads": -1}}, r"model\.heads is a whole number"),
-    (lambda r: r | {"model": r["model"] | {"heads": True}}, r"model\.heads is a whole number"),
+    (
+        lambda r: r | {"model": r["model"] | {"heads": -1}},
+        r"model\.heads must be a non-negative whole number",
+    ),
+    (
+        lambda r: r | {"model": r["model"] | {"heads": True}},
+        r"model\.heads must be a non-negative whole number",
+    ),
     (lambda r: r | {"everywhere": "ssmax"}, "scaling of 'everywhere' must be an object"),
     (lambda r: r | {"everywhere": {"name": "ssmx"}}, "did you mean 'ssmax'"),
     (lambda r: r | {"everywhere": {"name": "ssmax", "s": "__import__"}}, "s must be a number"),
     (lambda r: r | {"everywhere": {"name": "ssmax", "t": 1}}, "ssmax has no 't'"),
-    (lambda r: r | {"layers": {"a": {"heads": {}}}}, "layer 'a' has a scaling"),
+    (lambda r: r | {"layers": {"a": {"heads": {}}}}, "layer 'a' must have a scaling"),
     (
         lambda r: r | {"layers": {"a": {"heads": {"-1": {"name": "ssmax"}}}}},
         "must be whole numbers",
     ),
-    (lambda r: r | {"layers": {"a": 5}}, "layer 'a' has a scaling"),
+    (lambda r: r | {"layers": {"a": 5}}, "layer 'a' must have a scaling"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""A law leaves no trace on the model it was taken off, nor on copies made meanwhile."""
+"""A law leaves no trace on the model that it was applied to, nor on copies made meanwhile."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_restore_leaves_no_trace(built: Built, ids: Tensor, name: str) -> None:
     applied.restore()
     assert torch.equal(logits(model, input_ids=ids), plain)
     assert traces(model) == before
-    with pytest.raises(acutance.ApplyError, match="taken off"), applied:
+    with pytest.raises(acutance.ApplyError, match="was removed from its model"), applied:
         pass
 
 

@@ -249,7 +249,7 @@ def test_a_stopped_run_goes_on_where_it_was(
     [
         ({"laws": ["log_n:train_length=64"]}, "its laws is"),
         ({"windows": "other"}, "it is of another text"),
-        ({"model": "other"}, "it is for another model"),
+        ({"model": "other"}, "it is of another model"),
         ({"damage": True}, "holds no comparison to resume"),
     ],
 )

@@ -151,7 +151,7 @@ def test_dropout_does_not_break_the_graph() -> None:
 def test_bad_input_is_refused_while_compiling() -> None:
     query, key, _ = (part.detach() for part in inputs())
     compiled = torch.compile(row_statistics, backend="aot_eager")
-    with pytest.raises(Exception, match="key and value share the source length S"):
+    with pytest.raises(Exception, match="key and value must have the same source length S"):
         compiled(query, key, key[:, :, 1:], enable_gqa=True)
 
 

@@ -143,7 +143,7 @@ def test_a_probe_that_kept_nothing_says_why() -> None:
         opened.queries_keys()
     with acutance.probe(model, keep=True) as opened:
         model(query[:, :, :3], key)  # no whole sequence
-    with pytest.raises(ProbeError, match="no queries and keys were kept"):
+    with pytest.raises(ProbeError, match="no queries and keys were recorded"):
         opened.queries_keys()
 
 

@@ -77,7 +77,7 @@ def test_a_shard_says_what_it_is(three: list[Path]) -> None:
 
 def test_no_window_is_counted_twice(three: list[Path], tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"1\.s.* and .*1\.s.* both contain windows 0 to 1 of 23: row"
+        ValueError, match=r"1\.s.* and .*1\.s.* both contain windows 0 to 1 of 23, so row"
     ):
         merge_states([three[0], three[0]])
     halves = tmp_path / "half"
@@ -136,7 +136,7 @@ def test_ranges() -> None:
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/", "/2", "a/b", "1/2/3", "-1/2", "²/3", ""])
 def test_what_is_no_shard(text: str) -> None:
-    with pytest.raises(ValueError, match="a shard is i/n with 1 ≤ i ≤ n"):
+    with pytest.raises(ValueError, match="a shard must be i/n with 1 ≤ i ≤ n"):
         Shard.parse(text)
 
 
@@ -196,4 +196,4 @@ def test_options_that_go_together(tmp_path: Path) -> None:
     assert result.exit_code == 2
     result = invoke("probe", "--shard", "3/2")
     assert result.exit_code == 2
-    assert "a shard is i/n with 1 ≤ i ≤ n" in " ".join(result.stderr.split())
+    assert "a shard must be i/n with 1 ≤ i ≤ n" in " ".join(result.stderr.split())

@@ -187,7 +187,7 @@ def test_a_softmax_that_no_product_sums_over_is_no_attention(function: Any, list
         model(*inputs())
     (layer,) = probe.summary().layers
     assert layer.source == "scaled_dot_product_attention"
-    said = ["no matrix product takes a softmax" in line for line in probe.unread]
+    said = ["no matrix product uses a softmax" in line for line in probe.unread]
     assert said == [True] * listed
 
 

@@ -241,7 +241,7 @@ def test_records_that_no_probe_writes(
         ({"done": [[1, 1]]}, "its windows are ascending ranges"),
         ({"done": [["0", 1]]}, "its windows are ascending ranges"),
         ({"shard": "3/2"}, "a shard must be i/n with 1 ≤ i ≤ n, as 2/4, got '3/2'"),
-        ({"shard": "9" * 5000}, "a shard is i/n"),
+        ({"shard": "9" * 5000}, "a shard must be i/n"),
     ],
 )
 def test_runs_that_no_probe_writes(path: Path, fields: dict[str, Any], match: str) -> None:

@@ -156,7 +156,7 @@ def test_the_guide_has_the_figures_of_the_record() -> None:
     held = [law for law in laws.values() if not law.refused and not law.fault]
     agree = [law for law in held if law.agrees]
     guide = " ".join((ROOT / "docs/guide/apply.md").read_text(encoding="utf-8").split())
-    assert f"Of the {len(laws)} model types of the {{doc}}`/compatibility` table" in guide
+    assert f"Of the {len(laws)} model types in the {{doc}}`/compatibility` table" in guide
     assert f"{len(held)} run under a law" in guide
-    assert f"for {len(agree)} of them" in guide
+    assert f"For {len(agree)} of them" in guide
     assert refused == {"mgp-str"}

@@ -428,7 +428,7 @@ def test_one_monitor_watches_one_model() -> None:
     with monitor.watch(one):
         one(batch())
     with (
-        pytest.raises(ValueError, match="a monitor watches one model"),
+        pytest.raises(ValueError, match="a monitor can watch only one model"),
         monitor.watch(two),
     ):
         two(batch())

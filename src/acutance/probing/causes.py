@@ -56,7 +56,7 @@ def likely_cause(
         >>> call = AttentionCall("layer", "", x, x, x, scale=0.1)
         >>> theirs = torch.nn.functional.scaled_dot_product_attention(x, x, x)
         >>> likely_cause(call, theirs, torch.ones(1, 2, 5, dtype=torch.bool))
-        'the output agrees if the scale is 0.5, 1/√d: it seems not to use the 0.1 that it is given'
+        'the output agrees if the scale is 0.5, 1/√d: it seems not to use the given 0.1'
     """
     for changes, agrees, means in _changes(call, module):
         changed = replace(call, **changes)

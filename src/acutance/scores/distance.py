@@ -33,7 +33,7 @@ class ScaleInvariant:
     Args:
         tau: τ, positive: up to about this distance scores stay as they are.
         scale: c; None is 1/√E.
-        offset: keys before the first query, as with a cache.
+        offset: keys before the first query, as with a cache; None is the call's ``query_offset``.
 
     Raises:
         ValueError: if τ or the scale is not positive, or the offset negative.
@@ -54,13 +54,14 @@ class ScaleInvariant:
     name: ClassVar[str] = "scale_invariant"
     tau: float = 10.0
     scale: float | None = None
-    offset: int = 0
+    offset: int | None = None
 
     def __post_init__(self) -> None:
         check_number("tau", self.tau, above=0.0)
         if self.scale is not None:
             check_number("scale", self.scale, above=0.0)
-        check_count("offset", self.offset, 0)
+        if self.offset is not None:
+            check_count("offset", self.offset, 0)
 
     def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
         """Scores (B, Hq, l, s), in float32 at least; ``offset`` is the first query's position."""
@@ -73,7 +74,7 @@ class ScaleInvariant:
         scale = query.shape[3] ** -0.5 if self.scale is None else self.scale
         query, key = precise(query) * scale, precise(key)
         positions = torch.arange(query.shape[2], device=query.device, dtype=query.dtype)
-        column = (positions + self.offset).view(1, 1, -1, 1).expand(*query.shape[:3], 1)
+        column = (positions + (self.offset or 0)).view(1, 1, -1, 1).expand(*query.shape[:3], 1)
         return _Placed(self.tau), torch.cat((query, column), -1), F.pad(key, (0, 1))
 
 

@@ -65,7 +65,7 @@ def test_the_page_says_what_it_shows(summary_of: Make, show: Show) -> None:
     assert page.text("h1") == "small model"
     assert page.run("document.title") == "small model · attention report"
     lead = page.text("#lead")
-    assert all(word in lead for word in ("weight of 100%", "sharp", "diffuse", "nats", "entropy"))
+    assert all(word in lead for word in ("sum to 100%", "sharp", "diffuse", "nats", "entropy"))
     assert page.text("#tiles").split("\n")[:3] == [
         "Measured",
         "5 heads",
@@ -77,7 +77,7 @@ def test_the_page_says_what_it_shows(summary_of: Make, show: Show) -> None:
     assert page.run("document.querySelector('#map .head').getAttribute('aria-label')").startswith(
         "layer 0, head 0: 0.6"
     )
-    assert page.text("#unread").endswith("None: every attention call that was seen could be read.")
+    assert page.text("#unread").endswith("None: every captured attention call could be read.")
     assert page.text("#not-provided") == ""
 
 
@@ -99,7 +99,7 @@ def test_hostile_strings_are_text(summary_of: Make, show: Show) -> None:
     assert page.text("#samples .attended li").startswith(HOSTILE)
     assert HOSTILE in page.text("#head-where")
     assert page.text("#unread li:nth-child(2)") == "\\udc80\\u202e"
-    assert page.text("#not-provided h3").endswith("left to the model")
+    assert page.text("#not-provided h3").startswith("Attention left to the model")
     assert page.text("#not-provided li") == HOSTILE
     assert HOSTILE in page.text("#layers")
     assert HOSTILE in page.text("#about")
@@ -150,7 +150,7 @@ def test_a_head_is_drawn_with_its_prediction(show: Show) -> None:
     measured, predicted, _ = (float(word) for word in re.findall(r"[0-9.]+[0-9]", label))
     assert measured == pytest.approx(float(heads.measured["entropy"][1]), rel=1e-3)
     assert predicted == pytest.approx(float(heads.predicted["entropy"][1]), rel=1e-3)
-    assert "They describe the head well." in page.text("#range-note")
+    assert "These numbers describe the head well." in page.text("#range-note")
     assert "Line without points: predicted." in page.text("#profile-note")
 
 
@@ -345,7 +345,7 @@ def test_structure_is_drawn(summary_of: Make, show: Show) -> None:
     assert page.run("document.querySelectorAll('#profile [aria-label=dot] circle').length") == 5
     assert page.run("document.querySelectorAll('#distances [aria-label=rect] rect').length") == 7
     assert page.text("#samples .query") == "here"
-    assert page.text("#profile-note").endswith("standard error from sequence to sequence.")
+    assert page.text("#profile-note").endswith("standard error between sequences.")
     page.move("#distances svg")
     tip = "document.querySelector('#distances [aria-label=tip]').textContent"
     page.until(f"{tip}.includes('of the weight')")
@@ -444,9 +444,9 @@ def test_one_head_and_none(summary_of: Make, show: Show) -> None:
     assert show(summary_of((1,))).text("#head-name") == "Layer 0 · head 0"
     nothing = HeadSummary((), tuple(METRICS), Moments.none(0, len(METRICS)))
     page = show(nothing)
-    assert "Nothing to name" in page.text("#findings")
+    assert "No findings" in page.text("#findings")
     few = show(summary_of((2,), metrics=("max_logit", "lse")))
-    assert few.text("#range-note").startswith("There is no prediction for this head: it needs")
+    assert few.text("#range-note").startswith("No prediction for this head. A prediction needs")
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own(

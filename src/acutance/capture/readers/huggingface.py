@@ -148,6 +148,7 @@ _PAGED = "paged attention stores its keys in a separate cache"
 #: ``get_interface``, the last to close restores it.
 _observers: list[Observer] = []
 _changers: list[Changer] = []
+_output_changers: list[Any] = []  # those that have changed_output
 _lock = threading.Lock()
 _original: Callable[..., Any] | None = None
 
@@ -161,9 +162,16 @@ def capture(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def change(changer: Changer) -> Iterator[None]:
-    """Let a changer change every query in the context."""
+    """Let a changer change every query, and every output if it can, in the context."""
+    changes_outputs = hasattr(changer, "changed_output")
     with _among(_changers, changer):
-        yield
+        if changes_outputs:
+            _output_changers.append(changer)
+        try:
+            yield
+        finally:
+            if changes_outputs:
+                _output_changers.remove(changer)
 
 
 @contextmanager
@@ -199,29 +207,29 @@ def _wrap(interface: Any) -> None:
         function = original(self, attn_implementation, default)
         if torch.compiler.is_compiling():
             return _wrapped(function, attn_implementation)
-        place = id(function), attn_implementation
+        place = id(function), attn_implementation, bool(_output_changers)
         known = wrapped.get(place)  # holds the function: its identity is its alone
         if known is None or known[0] is not function:
             known = wrapped[place] = function, _wrapped(function, attn_implementation)
         return known[1]
 
-    wrapped: dict[tuple[int, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+    wrapped: dict[tuple[int, str, bool], tuple[Callable[..., Any], Callable[..., Any]]] = {}
     interface.get_interface = get_interface
 
 
 def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
     @functools.wraps(function)
-    def attend(*args: Any, **kwargs: Any) -> Any:
-        result = listened(*args, **kwargs)
-        for changer in tuple(_changers):
-            if (changed_output := getattr(changer, "changed_output", None)) is not None:
-                call = InterfaceCall(function, implementation, args, kwargs)
-                output = changed_output(call, _of(result))
-                if output is not None:
-                    result = (output, *result[1:]) if isinstance(result, tuple) else output
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        result = attend(*args, **kwargs)
+        for changer in tuple(_output_changers):
+            call = InterfaceCall(function, implementation, args, kwargs)
+            output = changer.changed_output(call, _of(result))
+            if output is not None:
+                result = (output, *result[1:]) if isinstance(result, tuple) else output
         return result
 
-    def listened(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(function)
+    def attend(*args: Any, **kwargs: Any) -> Any:
         if _changers:
             call = InterfaceCall(function, implementation, args, kwargs)
             for changer in tuple(_changers):
@@ -267,7 +275,7 @@ def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[...,
                 observer.observe(make(name), name, lambda: output.transpose(1, 2))
         return result
 
-    return attend
+    return changed if _output_changers else attend
 
 
 def _quietly(

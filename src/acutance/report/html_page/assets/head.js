@@ -14,7 +14,7 @@ const drawHead = (page) => {
     const [layer, head] = places[at], box = $("head-words");
     const kinds = page.classesOf(at).map((kind) => {
       const line = make("p", undefined, "small");
-      line.append(make("span", kind.label, "chip"), `${capital(kind.sentence)}.`.replace("..", "."));
+      line.append(make("span", kind.label, "chip"), ` ${capital(kind.sentence)}.`.replace("..", "."));
       return line;
     });
     const found = data.findings.filter((one) => one.layer === layer && one.head === head);
