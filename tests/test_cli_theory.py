@@ -85,7 +85,7 @@ def test_predict_says_which_formulas_hold(run: Callable[..., Any]) -> None:
         ("--mechanism relu2 --logit-mean -2 --logit-std 1", "5.82 of 256 keys are active"),
         ("--mechanism decay --lam 0.9", "(1 + λ)/(1 − λ) = 19 as n grows, here 19"),
         ("--mechanism identity --logit-std 3", "never below √(2/π) = 0.798"),
-        ("--mechanism linear --q 1,2 --mu 1 --sigma 1", "of a population with this mean"),
+        ("--mechanism linear --q 1,2 --mu 1 --sigma 1", "many keys with this mean and covariance"),
         ("--scale 1.5 --family laplace", "the mean of exp(logit) is infinite"),
         ("--mechanism cosine --tau 0.5 --d 32", "Entropy: the formula for many keys"),
         (

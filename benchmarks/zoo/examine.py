@@ -13,6 +13,7 @@ from torch import Tensor
 
 from acutance.capture.readers.torch_functions import NO_PRODUCT
 from acutance.probing import Probe, ProbeError
+from acutance.probing.settings import ProbeSettings
 from zoo import inputs, small
 from zoo.inputs import run as _run
 from zoo.laws import Lawful, lawful
@@ -85,7 +86,7 @@ class Rows(Probe):
     """A probe that also keeps the entropies it reads, with the largest score of each call."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model, metrics=["entropy", "max_logit"], verify=True)
+        super().__init__(model, ProbeSettings(metrics=["entropy", "max_logit"], verify=True))
         self.kept: list[tuple[str, Tensor, float]] = []
         add = self._records.add
 

@@ -141,7 +141,8 @@ def cast_inputs(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast as autocast casts the inputs of SDPA, where it is on: to its dtype, but for float64."""
     kind = query.device.type
-    if not (_has_autocast(kind) and torch.is_autocast_enabled(kind)):
+    known = kind in ("cpu", "cuda") or _has_autocast(kind)
+    if not (known and torch.is_autocast_enabled(kind)):
         return query, key, value
     dtype = torch.get_autocast_dtype(kind)
 

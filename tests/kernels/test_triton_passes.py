@@ -165,4 +165,4 @@ def test_counts_are_the_definition_s(name: str, dtype: torch.dtype) -> None:
         scores = query.double() @ key.double().mT / 8
         assert torch.equal(found.state.gaps, observe(scores, gaps=True).gaps)
         assert (found.state.gaps.sum(-1) < 90).any()
-    torch.testing.assert_close(found.keys_90, want.keys_90)
+    torch.testing.assert_close(found.keys_90, want.keys_90, equal_nan=True)

@@ -21,10 +21,10 @@ PADDING = torch.arange(16)[None] < 13
 JOURNEYS = {
     "plain": (lambda: attention(QUERY, KEY, VALUE, return_stats=True)[1].entropy, 5, 13),
     "statistics": (lambda: row_statistics(QUERY, KEY).entropy, 5, 13),
-    "gradient": (lambda: attention(LEARNED, KEY, VALUE, return_stats=True)[1].entropy, 9, 50),
+    "gradient": (lambda: attention(LEARNED, KEY, VALUE, return_stats=True)[1].entropy, 10, 50),
     "key_mask": (
         lambda: attention(QUERY, KEY, VALUE, key_mask=PADDING, return_stats=True)[1].entropy,
-        9,
+        10,
         50,
     ),
 }

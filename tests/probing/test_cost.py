@@ -188,13 +188,15 @@ def test_blocks_that_are_not_present() -> None:
 def test_layers_that_run_no_attention_and_heads_that_are_not_present() -> None:
     model = nn.TransformerEncoderLayer(8, 2, batch_first=True)
     with (
-        pytest.raises(acutance.ProbeError, match="in the layers of TransformerEncoderLayer that"),
+        pytest.raises(
+            acutance.ProbeError, match="in the requested layers of TransformerEncoderLayer"
+        ),
         acutance.probe(model, layers="linear1"),
     ):
         model(torch.randn(1, 3, 8))
     for heads, named in ((4, "4"), ("0-2", "2"), (-3, "-3")):
         with pytest.raises(
-            ValueError, match=rf"names head {named}, and the layers .* have 2 heads"
+            ValueError, match=rf"includes head {named}, but the layers .* have 2 heads"
         ):
             acutance.probe(model, heads=heads)
 
@@ -214,7 +216,7 @@ def test_the_first_call_of_each_kind_is_verified() -> None:
         assert layer.error < 1e-4
         query, key, value = qkv()
         model(query[:, :, :1], key, value)  # a step of decoding is of another kind
-    with pytest.raises(ValueError, match="verify is True, False or"):
+    with pytest.raises(ValueError, match="verify must be True, False or"):
         acutance.probe(model, verify="frist")
 
 

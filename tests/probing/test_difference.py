@@ -262,7 +262,9 @@ def test_at_equal_n_a_longer_window_alone_changes_nothing() -> None:
     assert equal.keys is not None
     assert 1 == equal.keys[0] < equal.keys[1] < 32
     assert equal.shift.isnan().all()
-    assert any("rows of as many keys compare" in text for text in equal.warnings)
+    assert any(
+        "rows with the same number of keys are comparable" in text for text in equal.warnings
+    )
     assert equal.to_dict()["equal_n"] == list(equal.keys)
 
 
@@ -285,5 +287,7 @@ def test_without_a_shared_n_or_a_profile_it_says_so() -> None:
     few, many = (summary_of(rows, torch.full((4, 9), n)) for n in (100, 500))
     with pytest.raises(ValueError, match="rows see 100 to 100 keys in one and"):
         diff(few, many, equal_n=True)
-    with pytest.raises(ValueError, match="the second state does not say how its rows change"):
+    with pytest.raises(
+        ValueError, match="the second state does not record how metrics depend on n"
+    ):
         diff(few, summary_of(rows, profile=False), equal_n=True)

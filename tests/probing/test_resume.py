@@ -181,7 +181,7 @@ def test_the_state_is_written_as_often_as_asked(tmp_path: Path) -> None:
         ({}, 1, "state is of another model than this run"),
         ({"structure": True}, 0, "metrics differ: attention_distance, .* only in this run"),
         ({"max_rows": 4}, 0, "max rows is not set in .*state and 4 in this run"),
-        ({"shard": Shard(1, 2)}, 0, "it is of shard 1/1, this run for shard 1/2"),
+        ({"shard": Shard(1, 2)}, 0, "it is for shard 1/1, this run for shard 1/2"),
     ],
 )
 def test_other_settings_are_refused(

@@ -243,9 +243,9 @@ def test_bad_inputs() -> None:
         criterion(x, x.double())
     with pytest.raises(ValueError, match=r"positive must have shape \(rows, d\)"):
         criterion(x, torch.randn(3, 5))
-    with pytest.raises(ValueError, match="anchor and positive are pairs"):
+    with pytest.raises(ValueError, match="anchor and positive must contain at least one pair"):
         criterion(x, torch.randn(2, 4))
-    with pytest.raises(ValueError, match="a row has at least one negative"):
+    with pytest.raises(ValueError, match="a row must have at least one negative"):
         criterion(x[:1], x[:1])
     with pytest.raises(ValueError, match="symmetric needs at least two pairs"):
         training.InfoNCE(symmetric=True)(x[:1], x[:1], x)

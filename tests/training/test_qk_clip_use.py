@@ -105,7 +105,7 @@ def test_layers_that_cannot_be_clipped_are_named() -> None:
     clip = training.QKClip(ours, 1.0)
     with clip:
         ours()
-    with pytest.raises(ValueError, match="for dot and scaled dot products alone"):
+    with pytest.raises(ValueError, match="only for dot and scaled dot products"):
         clip.step()
     reparametrized = Fed(nn.MultiheadAttention(32, 4, batch_first=True))
     training.sigma_reparam(reparametrized.attend, "in_proj_weight")

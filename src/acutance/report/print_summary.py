@@ -34,7 +34,10 @@ def print_summary(
         "What to do": advice_in_brief(summary),
     }
     if summary.spans is not None and bool(summary.spans.rows.any()):
-        output.print("\nWeight on parts of the input, mean over heads", style="bold")
+        output.print(
+            "\nWeight on parts of the input, mean over heads (in brackets: uniform attention)",
+            style="bold",
+        )
         output.print(span_table(summary.spans, ascii_only))
         sections = {"Who looks there most": most_on_spans(summary), **sections}
     for title, sentences in sections.items():
