@@ -78,24 +78,24 @@ def predict(
 ) -> Prediction:
     """Predict every metric of a row of n keys.
 
-    =================  ====================================================================
-    mechanism          the row, and the parameters it takes
-    =================  ====================================================================
-    ``"softmax"``      independent logits of deviation ``logit_std`` (or ``scale`` times a
-                       score of the ``family``, Gaussian if left out), shifted to
-                       ``logit_mean``; ``d``, ``rho`` or ``a`` as the family needs
-    ``"scaled_dot"``   q·k · ``scale`` (d^-1/2 if left out), keys N(0, I) in ``d`` dimensions
-                       and a query of length ``query_norm`` (sqrt(d) if left out)
-    ``"dot"``          the same with ``scale`` 1
-    ``"cosine"``       cos(q, k) / ``tau``, keys in uniform directions of R^``d``
-    ``"relu2"``        max(s, 0)² over its sum, s normal of ``logit_mean`` and ``logit_std``
-    ``"identity"``     s itself, of both signs, measured by size
-    ``"linear"``       q·k >= 0, from ``q`` and the keys' mean ``mu`` and covariance
-                       ``Sigma``, or ``sigma`` for independent components
-    ``"decay"``        weights ``lam``^(n-1), ..., ``lam``, 1
-    ``"trained_head"`` a first key of its own and skewed logits, from the four numbers of
-                       :func:`~acutance.theory.expected_head_metrics`, n >= 3
-    =================  ====================================================================
+    ==================  ====================================================================
+    mechanism           the row, and the parameters it takes
+    ==================  ====================================================================
+    ``"softmax"``       independent logits of deviation ``logit_std`` (or ``scale`` times a
+                        score of the ``family``, Gaussian if left out), shifted to
+                        ``logit_mean``; ``d``, ``rho`` or ``a`` as the family needs
+    ``"scaled_dot"``    q·k · ``scale`` (d^-1/2 if left out), keys N(0, I) in ``d`` dimensions
+                        and a query of length ``query_norm`` (sqrt(d) if left out)
+    ``"dot"``           the same with ``scale`` 1
+    ``"cosine"``        cos(q, k) / ``tau``, keys in uniform directions of R^``d``
+    ``"relu2"``         max(s, 0)² over its sum, s normal of ``logit_mean`` and ``logit_std``
+    ``"identity"``      s itself, of both signs, measured by size
+    ``"linear"``        q·k >= 0, from ``q`` and the keys' mean ``mu`` and covariance
+                        ``Sigma``, or ``sigma`` for independent components
+    ``"decay"``         weights ``lam``^(n-1), ..., ``lam``, 1
+    ``"trained_head"``  a first key of its own and skewed logits, from the four numbers of
+                        :func:`~acutance.theory.expected_head_metrics`, n >= 3
+    ==================  ====================================================================
 
     A row's query is one of many: the means are over keys, with the query's norm held fixed.
 
