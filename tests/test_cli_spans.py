@@ -90,9 +90,9 @@ def test_a_run_is_resumed_with_the_same_spans(run: Callable[..., Any], tmp_path:
         (["=0:3"], 2, "NAME=START:STOP"),
         (["a=0:3", "a=4:5"], 2, "a is given twice"),
         (["a=3:3"], 2, "0 <= start < stop, got (3, 3)"),
-        (["a=0:4", "b=2:5"], 2, "do not overlap: 'b' and one before it both hold token 2"),
-        (["other=0:4"], 2, "a name of its own"),
-        (["a=0:40"], 1, "'a' is tokens 0 to 40, and the longest sequence has 32 tokens"),
+        (["a=0:4", "b=2:5"], 2, "must not overlap: 'b' and a span before it both contain token 2"),
+        (["other=0:4"], 2, "must be text other than"),
+        (["a=0:40"], 1, "'a' covers tokens 0 to 40, but the longest sequence has 32 tokens"),
     ],
 )
 def test_bad_spans_are_one_sentence(
@@ -165,8 +165,8 @@ def test_rows_of_a_head_are_in_state_json_and_page(run: Callable[..., Any], tmp_
         ("1.3", 2, "a map is LAYER.HEAD:ROWS"),
         ("1.3:", 2, "a map is LAYER.HEAD:ROWS"),
         ("1.3:-4", 2, "a map is LAYER.HEAD:ROWS"),
-        ("1.3:0-64", 2, "at most 64 rows of a head in each sequence, and '1.3' names 65"),
-        ("13:0", 2, "names heads as 'layer 5 head 3'"),
+        ("1.3:0-64", 2, "at most 64 rows of a head in each sequence, but '1.3' names 65"),
+        ("13:0", 2, "must name heads as 'layer 5 head 3'"),
         ("7.3:0", 1, "maps=7 is not a layer of the model"),
         ("1.12:0", 1, "head 12"),
     ],

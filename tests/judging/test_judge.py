@@ -250,7 +250,7 @@ def test_a_stopped_run_goes_on_where_it_was(
         ({"laws": ["log_n:train_length=64"]}, "its laws is"),
         ({"windows": "other"}, "it is of another text"),
         ({"model": "other"}, "it is of another model"),
-        ({"damage": True}, "holds no comparison to resume"),
+        ({"damage": True}, "contains no comparison to resume"),
     ],
 )
 def test_another_run_is_not_resumed(
@@ -281,7 +281,7 @@ def test_another_run_is_not_resumed(
         ({"laws": "nothing"}, ValueError, "there is no file nothing"),
         ({"laws": ["ssmax", "ssmax"]}, ValueError, "'ssmax' twice"),
         ({"laws": 7}, TypeError, "law must be a scaling or its name"),
-        ({"laws": "off:a.b"}, ValueError, "heads are LAYER.HEAD"),
+        ({"laws": "off:a.b"}, ValueError, "heads must be LAYER.HEAD"),
         ({"laws": "off:0.9"}, ValueError, "the layer has 4 heads"),
         ({"model": "bert-base", "loss": "next_token"}, LossError, "no language-model head"),
         ({"model": "bert"}, LossError, "predicts masked tokens: pass loss=MaskedTokens"),
@@ -289,7 +289,7 @@ def test_another_run_is_not_resumed(
         ({"model": "gpt2", "windows": ids(2, 80)}, ValueError, "the model has 64 positions"),
         ({"loss": "loss"}, LossError, "a function of model and batch, got 'loss'"),
         ({"loss": lambda *_: 1.0}, LossError, "one number for each token"),
-        ({"texts": [0]}, ValueError, "got 1 for 2 windows"),
+        ({"texts": [0]}, ValueError, "got 1 names for 2 windows"),
         ({"resume": True}, ValueError, "got save=None"),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import acutance
 
@@ -95,7 +96,7 @@ def test_files_hold_what_is_small(minilm: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("maps", "error", "why"),
     [
-        ({}, TypeError, "maps names heads with their rows"),
+        ({}, TypeError, "maps must map heads to their rows"),
         ({"head 3": 0}, ValueError, "as 'layer 5 head 3', '5.3' or"),
         (
             {"9.3": 0},
@@ -104,9 +105,9 @@ def test_files_hold_what_is_small(minilm: Any, tmp_path: Path) -> None:
         ),
         ({"2.12": 0}, ValueError, "head 12.*12"),
         ({"2.3": range(65)}, ValueError, "at most 64 rows .* '2.3' names 65"),
-        ({"2.3": slice(3, None)}, ValueError, "end somewhere"),
-        ({"2.3": [-1]}, ValueError, "numbers from 0"),
-        ({"2.3": []}, ValueError, "numbers from 0"),
+        ({"2.3": slice(3, None)}, ValueError, "must have an end"),
+        ({"2.3": [-1]}, ValueError, "must be numbers from 0"),
+        ({"2.3": []}, ValueError, "must be numbers from 0"),
         ({"2.3": "0"}, TypeError, "numbers or a slice"),
     ],
 )
@@ -130,3 +131,11 @@ def test_damaged_files_are_refused(minilm: Any, tmp_path: Path) -> None:
         save_file(tensors | arrays, path, metadata=header | headers)
         with pytest.raises(ValueError, match=why):
             acutance.load(path)
+
+
+def test_rows_that_no_sequence_has_are_listed() -> None:
+    model = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    with torch.no_grad(), acutance.probe(model, maps={"0.1": [2, 99], "0.0": [99]}) as probe:
+        model(*[torch.randn(1, 5, 8)] * 3)
+    assert [one.positions for one in probe.maps["0.1"]] == [(2,)]
+    assert probe.summary().unread == ("maps: no sequence has row 99 of '0.0'",)

@@ -365,25 +365,25 @@ def test_spans_of_the_next_batch() -> None:
 @pytest.mark.parametrize(
     ("spans", "error", "why"),
     [
-        ({}, ValueError, "names 1 to 32 parts"),
-        ([(0, 3)], TypeError, "maps names to ranges"),
-        ({"other": (0, 3)}, ValueError, "a name of its own"),
-        ({"": (0, 3)}, ValueError, "a name of its own"),
+        ({}, ValueError, "must name 1 to 32 parts"),
+        ([(0, 3)], TypeError, "map names to ranges"),
+        ({"other": (0, 3)}, ValueError, "must be text other than"),
+        ({"": (0, 3)}, ValueError, "must be text other than"),
         (
             {"a": (-1, 3)},
             ValueError,
-            r"'a' is \(start, stop\) with 0 <= start < stop, got \(-1, 3\)",
+            r"'a' must have 0 <= start < stop, got \(-1, 3\)",
         ),
         ({"a": (3, 3)}, ValueError, r"got \(3, 3\)"),
-        ({"a": "0:3"}, TypeError, "'a' is a pair"),
-        ({"a": (0, 3, 5)}, TypeError, "'a' is a pair"),
-        ({"a": []}, TypeError, "'a' is a pair"),
+        ({"a": "0:3"}, TypeError, "'a' must be a pair"),
+        ({"a": (0, 3, 5)}, TypeError, "'a' must be a pair"),
+        ({"a": []}, TypeError, "'a' must be a pair"),
         (
             {"a": (0, 4), "b": (3, 5)},
             ValueError,
-            "do not overlap: 'b' and one before it both hold token 3",
+            "must not overlap: 'b' and a span before it both contain token 3",
         ),
-        ({"a": (2, None), "b": (9, 12)}, ValueError, "both hold token 9"),
+        ({"a": (2, None), "b": (9, 12)}, ValueError, "both contain token 9"),
         ({"a": [(0, 4), (0, 2)], "b": (2, 5)}, ValueError, "token 2 of sequence 0"),
         ({"a": [(0, 4)] * 2, "b": [(5, 6)] * 3}, ValueError, "'a' for 2, 'b' for 3"),
         (
@@ -391,11 +391,11 @@ def test_spans_of_the_next_batch() -> None:
             ValueError,
             r"boolean mask \(B, S\), got \(2, 5\) of torch.float32",
         ),
-        ({"a": torch.zeros(2, 5).bool()}, ValueError, "holds no token"),
+        ({"a": torch.zeros(2, 5).bool()}, ValueError, "contains no token"),
         (
             {"a": torch.ones(2, 5).bool(), "b": torch.ones(2, 6).bool()},
             ValueError,
-            "of one length, got 5, 6",
+            "the same length, got 5, 6",
         ),
         ({"a": torch.ones(2, 5).bool(), "b": (1, 2)}, ValueError, "token 1 of sequence 0"),
     ],
@@ -408,7 +408,7 @@ def test_bad_spans_are_refused(spans: Any, error: type[Exception], why: str) -> 
 def test_a_span_beyond_the_sequence_is_told_at_the_end() -> None:
     for spans, end in (({"a": (0, 31)}, "31"), ({"a": (0, 2), "b": (30, None)}, "the end")):
         with pytest.raises(
-            ValueError, match=f"tokens [0-9]+ to {end}, and the longest sequence has 30"
+            ValueError, match=f"tokens [0-9]+ to {end}, but the longest sequence has 30"
         ):
             probed(inputs(), spans=spans)
     assert probed(inputs(), inputs(1, 12), spans={"a": (0, 30)}).spans is not None
@@ -417,8 +417,8 @@ def test_a_span_beyond_the_sequence_is_told_at_the_end() -> None:
 def test_a_batch_of_another_size_is_listed() -> None:
     model = plain()
     for spans, why in (
-        ({"a": [(0, 3), (1, 4)]}, "spans are of 2 sequences, and it has 3"),
-        ({"a": torch.ones(3, 9).bool()}, "spans are of 9 tokens, and it has 30 keys"),
+        ({"a": [(0, 3), (1, 4)]}, "spans are given for 2 sequences, but the call has 3"),
+        ({"a": torch.ones(3, 9).bool()}, "spans are given for 9 tokens, but the call has 30 keys"),
     ):
         with acutance.probe(model, spans=spans) as probe, torch.no_grad():  # type: ignore[arg-type]
             model(inputs())

@@ -116,6 +116,7 @@ def judge(options: JudgeOptions) -> None:
         raise typer.BadParameter("the same law twice", param_hint="--law")
     lengths = None if options.lengths is None else read_lengths(options.lengths)
     with plain_errors():
+        from acutance.files import as_json, put_text
         from acutance.judging.render import show
 
         try:
@@ -125,8 +126,8 @@ def judge(options: JudgeOptions) -> None:
             fail(f"interrupted before all windows were read{rest}")
             raise typer.Exit(INTERRUPTED) from None
         write_and_show(
-            {"json": lambda path: _write_json(comparison, path)},
-            {"json": options.json},
+            {"--json": lambda path: put_text(as_json(comparison.to_dict()) + "\n", path)},
+            {"--json": options.json},
             lambda screen: screen.print(show(comparison)),
         )
 
@@ -172,12 +173,3 @@ def _compare(options: JudgeOptions, lengths: tuple[int, ...] | None) -> "LossCom
     about = {"model": loaded.name, "text": [text.name for text in texts], **loaded.about}
     about |= {name: version(name) for name in ("acutance", "transformers")}
     return replace(comparison, about=about)
-
-
-def _write_json(comparison: "LossComparison", path: Path) -> None:
-    from acutance.files import as_json, put_text
-
-    if str(path) == "-":
-        put_text(as_json(comparison.to_dict()) + "\n", path)
-    else:
-        comparison.to_json(path)

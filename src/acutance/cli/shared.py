@@ -41,6 +41,10 @@ def need(package: str, extra: str, what: str, instead: str = "") -> None:
         raise typer.Exit(1)
 
 
+#: Arguments whose option is given once for each of their parts.
+_REPEATED = {"spans": "span", "maps": "map"}
+
+
 @contextmanager
 def misuse() -> Iterator[None]:
     """Report errors from the theory as misuse of the options with the same names: exit code 2."""
@@ -49,7 +53,8 @@ def misuse() -> Iterator[None]:
     except (TypeError, ValueError) as error:
         names, colon, rest = str(error).partition(": ")
         if colon and all(name.isidentifier() for name in names.split(", ")):
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in names.split(", "))
+            options = (_REPEATED.get(name, name) for name in names.split(", "))
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
         fail(f"{names}{colon}{rest}")
         raise typer.Exit(2) from error
 

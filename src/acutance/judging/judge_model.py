@@ -150,7 +150,7 @@ def judge(
         True
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     batches = batches_by_length(windows.split(1) if isinstance(windows, Tensor) else windows)
     turns = _whole(batches) if lengths is None else cut(batches, check_lengths(lengths, batches))
     rows = sum(len(_ids(batch)) for batch in batches[0]) if 0 in batches else 0
@@ -159,7 +159,8 @@ def judge(
     if texts is not None:
         if len(texts) != groups:
             raise ValueError(
-                f"texts names the text of each window, got {len(texts)} for {groups} windows"
+                f"texts must name the text of each window, got {len(texts)} names for "
+                f"{groups} windows"
             )
         found = found.by_text(texts)
     return judge_windows(

@@ -194,7 +194,7 @@ class MaskedTokens(_Logits):
     ) -> None:
         super().__init__(logits)
         if not 0 < share < 1:
-            raise ValueError(f"share is between 0 and 1, got {share!r}")
+            raise ValueError(f"share must be between 0 and 1, got {share!r}")
         self.mask_token, self.share, self.seed = mask_token, share, seed
         self.special = frozenset(special)
         self.words = f"{100 * share:g} % of the tokens masked, seed {seed}"
@@ -237,7 +237,8 @@ class _Given(Loss):
         if not isinstance(loss, Tensor) or loss.dim() != 2 or loss.shape[0] != rows:
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise LossError(
-                f"loss returns one number for each token, (B, L) with B = {rows}, NaN where "
+                f"loss must return one number for each token, (B, L) with B = {rows}, "
+                "and NaN where "
                 f"nothing is predicted; got {found}"
             )
         n = torch.arange(loss.shape[1]).expand(loss.shape)
@@ -267,7 +268,8 @@ def choose_loss(model: torch.nn.Module, loss: AnyLoss | None) -> Loss:
     if callable(loss):
         return _Given(loss)
     raise LossError(
-        f"loss is 'next_token', a MaskedTokens or a function of model and batch, got {loss!r:.60}"
+        "loss must be 'next_token', a MaskedTokens or a function of model and "
+        f"batch, got {loss!r:.60}"
     )
 
 

@@ -176,10 +176,10 @@ def _heads(text: str) -> dict[int | str, Sequence[int] | None]:
     for part in text.split(","):
         layer, dot, head = part.strip().partition(".")
         if not layer.isdecimal() or (dot and not head.isdecimal()):
-            raise ValueError(f"law: heads are LAYER.HEAD, as in off:3.0,3.2, got {part!r}")
+            raise ValueError(f"law: heads must be LAYER.HEAD, as in off:3.0,3.2, got {part!r}")
         before = found.get(int(layer), [])
         if int(layer) in found and (before is None or not dot):
-            raise ValueError(f"law: off:{text} names layer {layer} and heads of it")
+            raise ValueError(f"law: off:{text} names both layer {layer} and single heads of it")
         found[int(layer)] = [*(before or []), int(head)] if dot else None
     return found
 
@@ -199,10 +199,10 @@ def as_remedies(laws: Any) -> list[Remedy]:
         pairs = [("", laws)]
     remedies = [_remedy(name, one) for name, one in pairs]
     if not remedies:
-        raise ValueError("laws must have at least one law, got none")
+        raise ValueError("laws must contain at least one law, got none")
     names = [one.name for one in remedies]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"laws have different names, got {twice!r} twice")
+        raise ValueError(f"laws must have different names, got {twice!r} twice")
     return remedies
 
 

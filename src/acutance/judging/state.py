@@ -71,7 +71,7 @@ class Sums:
             before = parse(header, "settings")
         except ValueError as error:
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{name} holds no comparison to resume: {reason}") from error
+            raise ValueError(f"{name} contains no comparison to resume: {reason}") from error
         for key, mine in self.settings.items():
             if before.get(key) == json.loads(json.dumps(mine)):
                 continue
@@ -83,8 +83,8 @@ class Sums:
         for key, mine in mine_by_name.items():
             theirs = tensors.get(key)
             if theirs is None or theirs.shape != mine.shape or theirs.dtype != mine.dtype:
-                raise ValueError(f"{name} holds no comparison to resume: its {key} is wrong")
+                raise ValueError(f"{name} contains no comparison to resume: its {key} is wrong")
             if not bool(theirs.isfinite().all()) or bool((theirs < 0).any()):
-                raise ValueError(f"{name} holds no comparison to resume: its {key} is wrong")
+                raise ValueError(f"{name} contains no comparison to resume: its {key} is wrong")
         self.loss, self.count, self.done = (tensors[key] for key in mine_by_name)
         tidy(path)

@@ -150,7 +150,5 @@ def _room(loaded: TextModel, length: int) -> int:
     """Tokens of the text in a window."""
     room = length - int(loaded.tokenizer.num_special_tokens_to_add(pair=False))
     if room < 2:
-        raise ValueError(
-            f"a window of {length} tokens has no room beside the model's special tokens"
-        )
+        raise ValueError(f"a window of {length} tokens is too short for the model's special tokens")
     return room

@@ -107,7 +107,9 @@ class MapReader:
                 wanted &= real.cpu()
             heads = choice.of(total)
             if not heads:
-                raise ValueError(f"maps: {one.name!r} is no head of a layer of {total} heads")
+                raise ValueError(
+                    f"maps: {one.name!r} names a head that the layer does not have: it has {total}"
+                )
             if bool(wanted.any()):
                 weights, sample = _rows(whole, heads, wanted)
                 self._keep(one.name, whole.module, heads, first, at, weights, sample, places, ids)
@@ -135,6 +137,16 @@ class MapReader:
                 if ids is not None:
                     before = kept.ids[: places.before]
                     kept.ids = torch.cat([before, ids[b].cpu()])
+
+    def unrecorded(self) -> list[str]:
+        """The names of which no sequence has a row, a sentence each."""
+        with self._lock:
+            recorded = {name for (name, *_), one in self._kept.items() if one.rows}
+        return [
+            f"maps: no sequence has row {', '.join(map(str, sorted(one.rows)[:5]))} of {one.name!r}"
+            for one, _, _ in self._asked
+            if one.name not in recorded
+        ]
 
     def maps(self) -> dict[str, list[HeadMap]]:
         """What was kept, by name as it was given; layers and heads as they ran, then sequences."""
@@ -166,7 +178,7 @@ def check_maps(maps: Any) -> list[_Asked]:
         ValueError: if a name is none, or rows are none, negative or more than 64.
     """
     if not isinstance(maps, Mapping) or not maps:
-        raise TypeError(f"maps names heads with their rows, got {maps!r:.60}")
+        raise TypeError(f"maps must map heads to their rows, got {maps!r:.60}")
     asked = []
     for given, rows in maps.items():
         layer, head, name = _named(given)
@@ -181,7 +193,7 @@ def _named(given: Any) -> tuple[int | str, int | str, str]:
     match = _NAMED.fullmatch(given) if isinstance(given, str) else None
     if match is None:
         raise ValueError(
-            f"maps names heads as 'layer 5 head 3', '5.3' or (5, 3), got {given!r:.60}"
+            f"maps must name heads as 'layer 5 head 3', '5.3' or (5, 3), got {given!r:.60}"
         )
     return match["layer"] or match["short"], match["head"] or match["number"], given
 
@@ -189,16 +201,17 @@ def _named(given: Any) -> tuple[int | str, int | str, str]:
 def _row_numbers(name: str, rows: Any) -> frozenset[int]:
     if isinstance(rows, slice):
         if rows.stop is None:
-            raise ValueError(f"maps: the rows of {name!r} end somewhere, got {rows}")
+            raise ValueError(f"maps: the rows of {name!r} must have an end, got {rows}")
         rows = range(rows.start or 0, rows.stop, rows.step or 1)
     rows = [rows] if type(rows) is int else rows
     if not isinstance(rows, Sequence) or not all(type(row) is int for row in rows):
-        raise TypeError(f"maps: the rows of {name!r} are numbers or a slice, got {rows!r:.60}")
+        raise TypeError(f"maps: the rows of {name!r} must be numbers or a slice, got {rows!r:.60}")
     if not rows or min(rows) < 0:
-        raise ValueError(f"maps: the rows of {name!r} are numbers from 0, got {rows!r:.60}")
+        raise ValueError(f"maps: the rows of {name!r} must be numbers from 0, got {rows!r:.60}")
     if len(set(rows)) > MOST_MAP_ROWS:
         raise ValueError(
-            f"maps keeps at most {MOST_MAP_ROWS} rows of a head in each sequence, and {name!r} "
+            f"maps can record at most {MOST_MAP_ROWS} rows of a head in each "
+            f"sequence, but {name!r} "
             f"names {len(set(rows))}"
         )
     return frozenset(rows)

@@ -254,7 +254,11 @@ class Probe:
                 **({"untrained": True} if is_untrained(self._model) else {}),
                 **(about or {}),
             },
-            unread=(*self.unread, *self._not_read(records)),
+            unread=(
+                *self.unread,
+                *self._not_read(records),
+                *(() if self._maps is None else self._maps.unrecorded()),
+            ),
             optional_parts=OptionalParts.join(besides),
             not_provided=tuple(self.not_provided),
             maps=tuple(one for each in self.maps.values() for one in each),

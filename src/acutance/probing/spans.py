@@ -45,13 +45,16 @@ class _Spans:
 
     def __init__(self, spans: Any) -> None:
         if not isinstance(spans, Mapping):
-            raise TypeError(f"spans maps names to ranges of tokens, got {type(spans).__name__}")
+            raise TypeError(f"spans must map names to ranges of tokens, got {type(spans).__name__}")
         if not 1 <= len(spans) <= MOST_SPANS:
-            raise ValueError(f"spans names 1 to {MOST_SPANS} parts of the input, got {len(spans)}")
+            raise ValueError(
+                f"spans must name 1 to {MOST_SPANS} parts of the input, got {len(spans)}"
+            )
         for name in spans:
             if not isinstance(name, str) or not name or name in (OTHER, ALL_ROWS):
                 raise ValueError(
-                    f"a span has a name of its own, not {OTHER!r} or {ALL_ROWS!r}, got {name!r}"
+                    f"the name of a span must be text other than {OTHER!r} and "
+                    f"{ALL_ROWS!r}, got {name!r}"
                 )
         self.names = tuple(spans)
         self.parts = [_checked(name, span) for name, span in spans.items()]
@@ -59,7 +62,7 @@ class _Spans:
         batches = {name: size for name, size in sizes.items() if size > 1 or _each(spans[name])}
         if len(set(batches.values())) > 1:
             raise ValueError(
-                "spans that are given for each sequence are of the same batch, got "
+                "spans given for each sequence must all have the same number of sequences, got "
                 + ", ".join(f"{name!r} for {size}" for name, size in batches.items())
             )
         #: sequences that the spans are of; None where they are the same for all
@@ -67,7 +70,8 @@ class _Spans:
         widths = {part.shape[1] for part in self.parts if isinstance(part, Tensor)}
         if len(widths) > 1:
             raise ValueError(
-                f"spans given as masks are of one length, got {', '.join(map(str, sorted(widths)))}"
+                "spans given as masks must have the same length, got "
+                f"{', '.join(map(str, sorted(widths)))}"
             )
         #: tokens of the sequences, where masks tell
         self.length = next(iter(widths), None)
@@ -92,7 +96,7 @@ class _Spans:
         ]
         length = max([*ends, self.length or 0]) + 1  # one more stands for every later token
         if length > 1 << 24:
-            raise ValueError(f"spans end at {length - 1}, which is longer than any input")
+            raise ValueError(f"spans must end within the input, got an end at token {length - 1}")
         count = torch.zeros(self.batch or 1, length, dtype=torch.int64, device="cpu")
         for index in range(len(self.parts)):
             count += self._held(index, count.shape[0], 0, length, torch.device("cpu"))
@@ -100,7 +104,8 @@ class _Spans:
                 row, place = (count > 1).nonzero()[0].tolist()
                 where = f" of sequence {row}" if self.batch is not None else ""
                 raise ValueError(
-                    f"spans do not overlap: {self.names[index]!r} and one before it both hold "
+                    f"spans must not overlap: {self.names[index]!r} and a span before it "
+                    "both contain "
                     f"token {place}{where}"
                 )
 
@@ -160,7 +165,7 @@ class SpanReader:
         checked = _Spans(spans)
         if checked.names != self.names:
             raise ValueError(
-                f"spans have the same names for every batch, {', '.join(self.names)}, got "
+                f"spans must have the same names for every batch, {', '.join(self.names)}, got "
                 f"{', '.join(checked.names)}"
             )
         self.check_length()
@@ -183,7 +188,7 @@ class SpanReader:
         if (start + 1 if stop is None else stop) > self._longest:
             end = "the end" if stop is None else stop
             raise ValueError(
-                f"spans: {name!r} is tokens {start} to {end}, and the longest sequence has "
+                f"spans: {name!r} covers tokens {start} to {end}, but the longest sequence has "
                 f"{self._longest} tokens"
             )
 
@@ -239,9 +244,13 @@ class SpanReader:
         """
         spans = self._spans
         if spans.batch is not None and spans.batch != batch:
-            raise ValueError(f"spans are of {spans.batch} sequences, and it has {batch}")
+            raise ValueError(
+                f"spans are given for {spans.batch} sequences, but the call has {batch}"
+            )
         if spans.length is not None and sizes is not None and spans.length not in sizes:
-            raise ValueError(f"spans are of {spans.length} tokens, and it has {max(sizes)} keys")
+            raise ValueError(
+                f"spans are given for {spans.length} tokens, but the call has {max(sizes)} keys"
+            )
         self._longest = max(self._longest, tokens)
 
 
@@ -268,23 +277,23 @@ def _checked(name: str, span: Any) -> Tensor | list[_Range]:
     if isinstance(span, Tensor):
         if span.dtype != torch.bool or span.dim() != 2:
             raise ValueError(
-                f"spans: {name!r} is a boolean mask (B, S), got {tuple(span.shape)} of {span.dtype}"
+                f"spans: {name!r} must be a boolean mask (B, S), got "
+                f"{tuple(span.shape)} of {span.dtype}"
             )
         if not bool(span.any()):
-            raise ValueError(f"spans: {name!r} holds no token")
+            raise ValueError(f"spans: {name!r} contains no token")
         return span.detach()
     several = not _is_range(span)
     if several and not (isinstance(span, list | tuple) and span and all(map(_is_range, span))):
         raise TypeError(
-            f"spans: {name!r} is a pair (start, stop), a list of them or a boolean (B, S), got "
+            f"spans: {name!r} must be a pair (start, stop), a list of pairs or a "
+            "boolean mask (B, S), got "
             f"{span!r:.60}"
         )
     ranges: list[_Range] = []
     for start, stop in span if several else [span]:
         if start is None or start < 0 or (stop is not None and stop <= start):
-            raise ValueError(
-                f"spans: {name!r} is (start, stop) with 0 <= start < stop, got ({start}, {stop})"
-            )
+            raise ValueError(f"spans: {name!r} must have 0 <= start < stop, got ({start}, {stop})")
         ranges.append((start, stop))
     return ranges
 
