@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from acutance import cli
 from acutance.cli import shared
-from acutance.cli.progress import progress
+from acutance.cli.shared import progress
 from acutance.corpus import load_model, ranks
 from acutance.escapes import in_spreadsheet, visible
 from acutance.report.exports import csv_bytes

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from acutance.comparison.cost import memory_method
+from acutance.comparison.measured import memory_method
 from acutance.kernels import info, library
 from benchmarks.cpu.records import Environment, Peak
 

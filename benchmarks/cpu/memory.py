@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from acutance.comparison.cost import MIB, high_water
+from acutance.comparison.measured import MIB, high_water
 from benchmarks.cpu.cases import Case
 from benchmarks.cpu.contenders import CONTENDERS
 from benchmarks.cpu.inputs import make_inputs

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from acutance.comparison.cost import Seconds
+from acutance.comparison.measured import Seconds
 from benchmarks.cpu import machine, measure, memory
 from benchmarks.cpu.cases import CASES, Case
 from benchmarks.cpu.contenders import CONTENDERS

@@ -10,8 +10,8 @@ import torch
 
 from acutance import theory
 from acutance.comparison import Comparison, compare
-from acutance.comparison.inputs import Gaussian, gaussian
 from acutance.comparison.measured import measure
+from acutance.comparison.record import Gaussian, gaussian
 from acutance.mechanisms import MECHANISMS
 from acutance.probing import QueryKeySample
 

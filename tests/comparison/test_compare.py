@@ -11,9 +11,9 @@ import torch
 
 from acutance import theory
 from acutance.comparison import COMPARED, DEFAULT_MECHANISMS, Step, compare, pick
-from acutance.comparison.inputs import Gaussian, Inputs, gaussian
 from acutance.comparison.measured import mean_and_error, measure, query_gradient
 from acutance.comparison.predicted import feature_moments, predict_rows
+from acutance.comparison.record import Gaussian, Inputs, gaussian
 from acutance.mechanisms import MECHANISMS
 from acutance.mechanisms.entry import Linear
 from acutance.probing import QueryKeySample

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import acutance
-from acutance.comparison import cost
-from acutance.comparison.cost import MIB, high_water, memory_method, timed
+from acutance.comparison import measured
+from acutance.comparison.measured import MIB, high_water, memory_method, timed
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the mark is reset on Linux only")
 
@@ -47,7 +47,7 @@ def test_without_a_resettable_mark_the_largest_size_stands_in(monkeypatch) -> No
 
 @linux
 def test_the_largest_size_so_far_is_in_bytes() -> None:
-    assert 50 * MIB < cost._largest_so_far() < 2**50
+    assert 50 * MIB < measured._largest_so_far() < 2**50
 
 
 def test_wall_and_cpu_time_are_told_apart() -> None:

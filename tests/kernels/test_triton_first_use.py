@@ -20,8 +20,7 @@ from acutance.kernels.gpu import first_use
 from acutance.masks import Masking
 
 pytest.importorskip("triton", reason="triton is not installed (pip install triton, on Linux)")
-forward_module = importlib.import_module("acutance.kernels.gpu.forward")
-backward_module = importlib.import_module("acutance.kernels.gpu.backward")
+passes = importlib.import_module("acutance.kernels.gpu.passes")
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +92,7 @@ def test_right_kernels_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     key = options.pop("key", key).to(dtype)
     if key.shape[1] == 1:
         value, options["enable_gqa"] = value[:, :1], True
-    planted = plant(monkeypatch, forward_module, "_launch", nothing)
+    planted = plant(monkeypatch, passes, "_launch", nothing)
     for _ in range(2):
         _, stats = attention(query, key, value, return_stats=True, **options)
         assert stats.backend == "triton"
@@ -103,7 +102,7 @@ def test_right_kernels_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_right_gradients_pass(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = plant(monkeypatch, backward_module, "_launch_keys", nothing)
+    planted = plant(monkeypatch, passes, "_launch_keys", nothing)
     leaves = [leaf.requires_grad_() for leaf in inputs(dtype)]
     for _ in range(2):
         out, stats = attention(*leaves, is_causal=True, return_stats=True)
@@ -128,7 +127,7 @@ SPOILED = {
 def test_a_wrong_kernel_is_refused_with_one_warning(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planted = plant(monkeypatch, forward_module, "_launch", SPOILED[name])
+    planted = plant(monkeypatch, passes, "_launch", SPOILED[name])
     query, key, value = inputs()
     want = attention(query, key, value, return_stats=True, backend="blocked")
     with pytest.warns(RuntimeWarning, match=r"float32 of width 8 on cpu: its .* report") as caught:
@@ -146,7 +145,7 @@ def test_a_wrong_kernel_is_refused_with_one_warning(
 
 
 def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, backward_module, "_launch_keys", lambda a: a["DK"].mul_(-1.0))
+    plant(monkeypatch, passes, "_launch_keys", lambda a: a["DK"].mul_(-1.0))
     leaves = [leaf.requires_grad_() for leaf in inputs()]
     found = {}
     for backend in ("blocked", "auto"):
@@ -168,7 +167,7 @@ def broken(arguments: Any) -> None:
 
 
 def test_what_does_not_compile_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, forward_module, "_launch", broken)
+    plant(monkeypatch, passes, "_launch", broken)
     tensors = inputs()
     with pytest.raises(ValueError, match=r"does not compile or run \(RuntimeError: PTX version"):
         attention(*tensors, backend="triton")
@@ -185,7 +184,7 @@ def test_too_little_memory_is_not_remembered(monkeypatch: pytest.MonkeyPatch) ->
         raise torch.OutOfMemoryError("none left")
 
     with monkeypatch.context() as patch:
-        plant(patch, forward_module, "_launch", full)
+        plant(patch, passes, "_launch", full)
         attention(*inputs())
         with pytest.raises(ValueError, match="no memory is left for the check"):
             attention(*inputs(), backend="triton")
@@ -198,7 +197,7 @@ def capturing(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_checked_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = plant(monkeypatch, forward_module, "_launch", nothing)
+    planted = plant(monkeypatch, passes, "_launch", nothing)
     tensors = inputs()
     with monkeypatch.context() as patch:
         capturing(patch)
@@ -215,7 +214,7 @@ def test_nothing_is_checked_inside_a_capture(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_threads_share_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = plant(monkeypatch, forward_module, "_launch", lambda a: time.sleep(0.05))
+    planted = plant(monkeypatch, passes, "_launch", lambda a: time.sleep(0.05))
     query = normal(1, 1, 20, 8)
     masking = Masking(batch=1, heads=1, group=1, queries=20, keys=20)
     found: list[str | None] = []
@@ -233,7 +232,7 @@ def test_threads_share_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiled_calls_are_checked_when_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, forward_module, "_launch", SPOILED["OUT"])
+    plant(monkeypatch, passes, "_launch", SPOILED["OUT"])
     compiled = torch.compile(attention, backend="eager", fullgraph=True)
     tensors = inputs()
     with pytest.warns(RuntimeWarning, match="its out differs"):
@@ -251,12 +250,12 @@ def test_random_numbers_are_left_alone() -> None:
 
 
 def test_a_wrong_histogram_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, forward_module, "_count", nothing)
+    plant(monkeypatch, passes, "_count", nothing)
     options = {"return_stats": True, "gaps": True}
     _, stats = attention(*inputs(), **options)
     assert stats.backend == "triton"
     first_use.forget()
-    plant(monkeypatch, forward_module, "_count", lambda given: given["GAPS"][..., 3:5].zero_())
+    plant(monkeypatch, passes, "_count", lambda given: given["GAPS"][..., 3:5].zero_())
     with pytest.warns(RuntimeWarning, match=r"its gaps differ from the blocked path's by"):
         _, stats = attention(*inputs(), **options)
     assert stats.backend == "blocked"

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 
 from acutance.kernels import gpu
 from acutance.kernels.call import KernelCall, Rule, SumGradients, Sums
-from acutance.kernels.gpu import arguments, tuning
+from acutance.kernels.gpu import arguments
 from acutance.masks import Masking
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -125,7 +125,7 @@ def main(capability: int, dtype: torch.dtype | None) -> None:
         assert kernel.asm["cubin"], "no machine code"
         compiled[kernel.metadata.name] = kernel
 
-    tuning.Launcher.__call__ = compile_only  # type: ignore[method-assign]
+    arguments.Launcher.__call__ = compile_only  # type: ignore[method-assign]
     arguments.why_not = lambda *_: None  # any device will do
     if dtype is not None:
         everything(dtype)

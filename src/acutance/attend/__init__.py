@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from acutance.attend.call import key_mass
 from acutance.attend.functions import attention, row_statistics
-from acutance.attend.keys import key_mass
 
 __all__ = ["attention", "key_mass", "row_statistics"]

@@ -31,8 +31,7 @@ from acutance.cli.options import (
     read_lengths,
 )
 from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
-from acutance.cli.progress import progress
-from acutance.cli.shared import INTERRUPTED, console, fail, plain_errors
+from acutance.cli.shared import INTERRUPTED, console, fail, plain_errors, progress
 
 if TYPE_CHECKING:
     from acutance.calibration.fit.calibrate import Advance

@@ -40,7 +40,6 @@ from acutance.cli.options import (
     parse_spans,
 )
 from acutance.cli.outputs import Overwrite, check_outputs
-from acutance.cli.progress import progress
 from acutance.cli.report import show_summary
 from acutance.cli.shared import (
     INTERRUPTED,
@@ -48,6 +47,7 @@ from acutance.cli.shared import (
     console,
     misuse,
     plain_errors,
+    progress,
 )
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from scipy.interpolate import CubicSpline
 from torch import Tensor
 
 from acutance import scaling, theory
-from acutance.comparison.inputs import Gaussian, Inputs
 from acutance.comparison.measured import Rows as MeasuredRows
+from acutance.comparison.record import Gaussian, Inputs
 from acutance.mechanisms import Mechanism
 from acutance.mechanisms.entry import Call, Decay, Linear, Recurrence, Rows, Sizes
 from acutance.mechanisms.feature_maps import CosFormer, FeatureMap, feature_map

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from acutance.comparison.inputs import Gaussian, Inputs, captured, gaussian
 from acutance.comparison.measured import (
     Cost,
     cost,
@@ -18,7 +17,16 @@ from acutance.comparison.measured import (
     measure,
 )
 from acutance.comparison.predicted import predict_rows
-from acutance.comparison.record import COMPARED, Comparison, Reading, Result
+from acutance.comparison.record import (
+    COMPARED,
+    Comparison,
+    Gaussian,
+    Inputs,
+    Reading,
+    Result,
+    captured,
+    gaussian,
+)
 from acutance.mechanisms import MECHANISMS, Mechanism, mechanism
 from acutance.probing.query_key_sample import QueryKeySample
 from acutance.shapes import check_count, check_flag, check_number

@@ -12,7 +12,7 @@ from acutance.nn.decoder import DecoderBlock, DecoderState
 from acutance.nn.gated import GatedAttentionUnit
 from acutance.nn.linear import LinearAttention
 from acutance.nn.memory import KeyValues
-from acutance.nn.positions import Alibi, Rotary, rotate
+from acutance.nn.projections import Alibi, Rotary, rotate
 from acutance.nn.recording import Recorded
 from acutance.nn.retention import DecayAttention, Retention
 

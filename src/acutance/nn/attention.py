@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from acutance import scaling as scalings
+from acutance.nn.call import HeldWeights, Score, hold_score
 from acutance.nn.memory import Remembering
-from acutance.nn.options import HeldWeights, Score, hold_score
-from acutance.nn.positions import Alibi, Positions, Rotary, find_positions
+from acutance.nn.projections import Alibi, Positions, Rotary, find_positions
 from acutance.nn.recording import Recording
 from acutance.scaling import AnyScaling
 from acutance.shapes import check_count, check_flag, check_number, check_tensor, describe

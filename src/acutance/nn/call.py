@@ -1,24 +1,41 @@
-"""One call of a module's heads: streamed, or with its weights in memory if requested."""
+"""One call of a module: its masks, its scores and weightings as submodules, and the call itself.
+
+``nn.MultiheadAttention`` and :func:`~torch.nn.functional.scaled_dot_product_attention` disagree on
+what True means in a mask: in :class:`Masks`, as in the latter, a key takes part where it is True.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from acutance import scores
+from acutance import weights as weightings
 from acutance.attend import attention, row_statistics
 from acutance.check_masks import MaskOptions, check_masking
 from acutance.masks import hides
-from acutance.nn.masks import Masks
-from acutance.nn.options import Score
 from acutance.rowstats import RowStatistics, WeightStatistics
 from acutance.scaling import AnyScaling, NoScaling, visible_keys
-from acutance.scores import DotScore, dot_tile
+from acutance.scores import (
+    Additive,
+    AdditiveScore,
+    DotScore,
+    General,
+    GeneralScore,
+    Location,
+    TileScore,
+    dot_tile,
+)
 from acutance.scores import get as find_score
-from acutance.weights import Weighting
+from acutance.shapes import FLOATS, check_tensor
+from acutance.weights import Sink, Weighting
 
-__all__ = ["HeadCall"]
+__all__ = ["HeadCall", "HeldWeights", "Masks", "Score", "hold_score", "key_mask", "translate"]
 
 
 @dataclass(frozen=True)
@@ -122,3 +139,184 @@ class HeadCall:
                 entropy = self.statistics(scaled=False).entropy
         n = visible_keys(masking)
         return self.scaling.factor(n, positions, entropy=entropy, dtype=dtype).unsqueeze(-1)
+
+
+_RECORDS = (General, Additive, Location)
+
+Score: TypeAlias = DotScore | TileScore | Callable[[Tensor, Tensor, int], Tensor]
+
+
+def hold_score(
+    score: str | Score,
+    width: int,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> Score:
+    """The score for a name, trainable if it has parameters, or the given score.
+
+    Raises:
+        ValueError: if the name is unknown, or its parameters cannot be guessed.
+        TypeError: if it is not a score, or a record that would hide its parameters from training.
+    """
+    if score == "general":
+        return GeneralScore(width, num_heads=num_heads, device=device, dtype=dtype)
+    if score == "additive":
+        return AdditiveScore(
+            width, num_heads=num_heads, num_kv_heads=num_kv_heads, device=device, dtype=dtype
+        )
+    for name, part in (vars(score) if isinstance(score, _RECORDS) else {}).items():
+        if isinstance(part, nn.Parameter):
+            kind = type(score).__name__
+            raise TypeError(
+                f"score={kind}(...) contains the Parameter {name}, which this module would not "
+                f"train: pass the module scores.{kind}Score"
+            )
+    return scores.get(score)
+
+
+class HeldWeights(nn.Module):
+    """A weighting whose tensors are parameters or buffers of the module.
+
+    Args:
+        weights: a name or a weighting. ``"sink"`` trains a sink for each head, from 0.
+        num_heads: Hq.
+        device, dtype: of the parameters that are created.
+    """
+
+    def __init__(
+        self,
+        weights: str | Weighting,
+        num_heads: int,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        if weights == Sink.name:
+            weights = Sink(nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)))
+        record = weightings.get(weights)
+        self.names = [name for name, part in vars(record).items() if isinstance(part, Tensor)]
+        for name in self.names:
+            tensor = getattr(record, name)
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+        self.record = record
+
+    def forward(self) -> Weighting:
+        """The weighting with its present tensors."""
+        if not self.names:
+            return self.record
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in self.names}
+        return replace(self.record, **tensors)
+
+    def extra_repr(self) -> str:
+        """The weighting's name, for ``print``."""
+        return repr(self.record.name)
+
+
+class Masks(NamedTuple):
+    """Masks in the sense of :func:`acutance.attention`: True for visible keys."""
+
+    attn_mask: Tensor | None
+    key_mask: Tensor | None
+    bias: Tensor | None
+
+
+def key_mask(key_padding_mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
+    """The inverse of a boolean padding mask: (B, S), True for visible keys.
+
+    Raises:
+        TypeError: if it is not boolean.
+        ValueError: if it is not (B, S).
+    """
+    if key_padding_mask is None:
+        return None
+    if check_tensor("key_padding_mask", key_padding_mask).dtype != torch.bool:
+        raise TypeError(
+            f"key_padding_mask must be boolean, True for hidden keys, got {key_padding_mask.dtype}"
+        )
+    _check_padding(key_padding_mask, batch, keys)
+    return torch.logical_not(key_padding_mask)
+
+
+def _check_padding(key_padding_mask: Tensor, batch: int, keys: int) -> None:
+    if tuple(key_padding_mask.shape) != (batch, keys):
+        raise ValueError(
+            f"key_padding_mask must have shape (B, S) = ({batch}, {keys}), got "
+            f"{tuple(key_padding_mask.shape)}"
+        )
+
+
+def translate(
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    *,
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    is_causal: bool,
+    extra: int,
+) -> Masks:
+    """The masks of ``nn.MultiheadAttention`` for keys preceded by ``extra`` more.
+
+    Raises:
+        TypeError: if a mask is neither boolean nor floating.
+        ValueError: if its shape does not fit.
+    """
+    biases = []
+    seen = None
+    if key_padding_mask is not None:
+        if _check_kind("key_padding_mask", key_padding_mask) == torch.bool:
+            seen = key_mask(key_padding_mask, batch, keys)
+            assert seen is not None
+            seen = pad(seen, (extra, 0), value=True) if extra else seen
+        else:
+            _check_padding(key_padding_mask, batch, keys)
+            biases.append(pad(key_padding_mask, (extra, 0)).view(batch, 1, 1, extra + keys))
+    mask = None
+    if attn_mask is not None:
+        boolean = _check_kind("attn_mask", attn_mask) == torch.bool
+        mask = _four_dimensional(attn_mask, batch, heads, queries, keys)
+        mask = torch.logical_not(mask) if boolean else mask
+        if extra:
+            mask = pad(mask, (extra, 0), value=True) if boolean else pad(mask, (extra, 0))
+        if is_causal:  # attention() takes one or the other; a bias goes with both
+            if boolean:
+                mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -torch.inf)
+            biases.append(mask)
+            mask = None
+    return Masks(mask, seen, _total(biases))
+
+
+def _check_kind(name: str, mask: Tensor) -> torch.dtype:
+    dtype = check_tensor(name, mask).dtype
+    if dtype != torch.bool and dtype not in FLOATS:
+        raise TypeError(f"{name} must be boolean (True hides) or floating (added), got {dtype}")
+    return dtype
+
+
+def _four_dimensional(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
+    """A mask (L, S) or (B·Hq, L, S) as (1, 1, L, S) or (B, Hq, L, S)."""
+    if tuple(mask.shape) == (queries, keys):
+        return mask[None, None]
+    if tuple(mask.shape) == (batch * heads, queries, keys):
+        return mask.view(batch, heads, queries, keys)
+    raise ValueError(
+        f"attn_mask must have shape (L, S) = ({queries}, {keys}) or (B·Hq, L, S) = "
+        f"({batch * heads}, {queries}, {keys}), got {tuple(mask.shape)}"
+    )
+
+
+def _total(biases: list[Tensor]) -> Tensor | None:
+    if not biases:
+        return None
+    total = biases[0]
+    for bias in biases[1:]:
+        total = total + bias
+    return total

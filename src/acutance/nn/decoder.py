@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from acutance.nn.attention import MultiheadAttention
+from acutance.nn.call import Score
 from acutance.nn.gated import check_sequence
 from acutance.nn.memory import KeyValues
-from acutance.nn.options import Score
-from acutance.nn.positions import Positions
+from acutance.nn.projections import Positions
 from acutance.nn.recording import Recording
 from acutance.rowstats import RowStatistics, WeightStatistics
 from acutance.scaling import AnyScaling

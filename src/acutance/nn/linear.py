@@ -21,10 +21,9 @@ from acutance.mechanisms import (
     feature_map as find_map,
 )
 from acutance.mechanisms.state import keeps_squares
+from acutance.nn.call import key_mask
 from acutance.nn.gated import check_sequence
-from acutance.nn.masks import key_mask
-from acutance.nn.positions import Rotary
-from acutance.nn.projections import join_heads, split_heads
+from acutance.nn.projections import Rotary, join_heads, split_heads
 from acutance.nn.recording import Recorded, Recording
 from acutance.shapes import check_count, check_flag, check_number
 

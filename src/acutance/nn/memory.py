@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from acutance.nn.call import HeadCall
-from acutance.nn.masks import translate
-from acutance.nn.options import HeldWeights, Score
-from acutance.nn.positions import Alibi, Rotary
-from acutance.nn.projections import Projected, join_heads, split_heads
+from acutance.nn.call import HeadCall, HeldWeights, Score, translate
+from acutance.nn.projections import Alibi, Projected, Rotary, join_heads, split_heads
 from acutance.scaling import AnyScaling
 from acutance.scores import QKNorm
 from acutance.shapes import check_flag, check_tensor, describe

@@ -10,8 +10,7 @@ from torch.nn.functional import silu
 
 from acutance.mechanisms import FeatureMap, alibi_decays, retnet_decays
 from acutance.nn.linear import LinearHeads
-from acutance.nn.positions import Positions, Rotary, find_positions
-from acutance.nn.projections import join_heads
+from acutance.nn.projections import Positions, Rotary, find_positions, join_heads
 from acutance.nn.recording import Recording
 from acutance.shapes import check_count, check_flag, check_number
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acutance.nn.positions import rotate
+from acutance.nn.projections import rotate
 from acutance.scaling import LearnedScaling, NoScaling, Scaling
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from acutance.kernels.gpu.arguments import supported, why_not
-from acutance.kernels.gpu.backward import backward, unsupported_gradient
 from acutance.kernels.gpu.first_use import gradient_refusal_reason, refusal_reason
-from acutance.kernels.gpu.forward import forward
+from acutance.kernels.gpu.passes import backward, forward, unsupported_gradient
 
 __all__ = [
     "backward",

@@ -20,12 +20,10 @@ from torch import Tensor
 from acutance.kernels import backward as blocked_backward
 from acutance.kernels import blocked
 from acutance.kernels.call import Gradients, KernelCall, Rule, SumGradients, Sums
-from acutance.kernels.gpu.arguments import flags, supported
-from acutance.kernels.gpu.backward import backward
-from acutance.kernels.gpu.forward import forward
+from acutance.kernels.gpu.arguments import flags, one_size, supported, tried
 from acutance.kernels.gpu.key_moments import FEWEST_CHUNKS, chunk_size, has_moments
 from acutance.kernels.gpu.language import interpreted
-from acutance.kernels.gpu.tuning import one_size, tried
+from acutance.kernels.gpu.passes import backward, forward
 from acutance.masks import Masking
 
 __all__ = ["forget", "refusal_reason", "gradient_refusal_reason"]
@@ -52,7 +50,7 @@ def refusal_reason(call: KernelCall, *, warn: bool = True) -> str | None:
     The first call of each configuration is checked against the blocked path. The outcome is kept.
 
     Args:
-        call: as :func:`acutance.kernels.gpu.forward` takes it.
+        call: as :func:`acutance.kernels.gpu.passes` takes it.
         warn: issue a warning if the configuration is refused.
 
     Returns:

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from acutance.kernels.call import KernelCall
-from acutance.kernels.gpu.arguments import flags, padded, strides
+from acutance.kernels.gpu.arguments import Launcher, flags, padded, strides
 from acutance.kernels.gpu.language import constant, jit, tl
-from acutance.kernels.gpu.tuning import Launcher
 
 __all__ = ["chunk_size", "has_moments", "last_chunk", "row_moments"]
 
