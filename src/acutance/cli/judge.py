@@ -53,7 +53,8 @@ class JudgeOptions:
             "--law",
             metavar="LAW",
             help="What to judge; repeat for more: a file of 'calibrate -o', a name as ssmax or "
-            "log_n:train_length=512, or heads to switch off, off:LAYER.HEAD,...",
+            "log_n:train_length=512, RoPE settings as rope:yarn,factor=2, or heads to switch off, "
+            "off:LAYER.HEAD,...",
         ),
     ] = None
     lengths: Annotated[

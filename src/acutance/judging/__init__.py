@@ -10,6 +10,7 @@ from acutance.judging.judge_model import judge
 from acutance.judging.losses import Loss, LossError, MaskedTokens, NextToken, Scored
 from acutance.judging.paired import LawComparison, LossComparison, Part
 from acutance.judging.remedies import HeadsOff, LawRemedy, Remedy
+from acutance.judging.rope import RopeRemedy
 
 __all__ = [
     "HeadsOff",
@@ -22,6 +23,7 @@ __all__ = [
     "NextToken",
     "Part",
     "Remedy",
+    "RopeRemedy",
     "Scored",
     "judge",
 ]

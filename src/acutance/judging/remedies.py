@@ -1,4 +1,4 @@
-"""What a model can be judged under: a law for the scale, or heads that are switched off."""
+"""What a model can be judged under: a law for the scale, RoPE settings, heads switched off."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.layer_choice import choose_layers
 from acutance.capture.module_names import class_name
 from acutance.capture.readers import huggingface
+from acutance.judging.rope import RopeRemedy, named_rope
 
 __all__ = ["HeadsOff", "LawRemedy", "Remedy", "as_remedies", "named_remedy"]
 
@@ -152,8 +153,8 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def named_remedy(text: str) -> LawRemedy | HeadsOff:
-    """What a command names: a law, a law's file, or heads to switch off.
+def named_remedy(text: str) -> LawRemedy | HeadsOff | RopeRemedy:
+    """What a command names: a law, a law's file, RoPE settings, or heads to switch off.
 
     Raises:
         OSError: if a file cannot be read.
@@ -164,10 +165,12 @@ def named_remedy(text: str) -> LawRemedy | HeadsOff:
         LogN(train_length=512, base=None, n_min=16)
         >>> named_remedy("off:3.0,3.2").heads
         {3: [0, 2]}
+        >>> named_remedy("rope:yarn,factor=2").kind
+        'yarn'
     """
     kind, colon, rest = text.partition(":")
-    if kind == "off" and colon and not os.path.exists(text):
-        return HeadsOff(_heads(rest))
+    if kind in ("off", "rope") and colon and not os.path.exists(text):
+        return HeadsOff(_heads(rest)) if kind == "off" else named_rope(rest)
     return LawRemedy(text, named_law(text))
 
 

@@ -1,0 +1,113 @@
+"""RoPE settings as a remedy: what plain transformers computes, and gone when the context ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import acutance
+from acutance.experiments.models import texts
+from acutance.experiments.models.trained import decoder
+from acutance.judging import RopeRemedy
+from acutance.judging.remedies import named_remedy
+
+TRAINED = "original_max_position_embeddings"
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def ids(length: int) -> Tensor:
+    return torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear,factor=2",
+        f"dynamic,factor=2,{TRAINED}=128",
+        f"yarn,factor=4,{TRAINED}=128",
+        f"yarn,factor=4,{TRAINED}=128,attention_factor=1.2",
+        f"llama3,factor=8,{TRAINED}=128",
+        f"longrope,factor=2,short_factor={[1.0] * 12},long_factor={[2.0] * 12},{TRAINED}=128",
+        "default,rope_theta=100.0",
+    ],
+)
+@torch.no_grad()
+def test_the_remedy_is_the_configuration_it_writes(name: str) -> None:
+    """A model built by transformers from the written configuration gives the same logits."""
+    import transformers as hf
+
+    model, tokens = decoder(), ids(300)
+    remedy = named_remedy(f"rope:{name}")
+    assert isinstance(remedy, RopeRemedy)
+    before = model(input_ids=tokens).logits
+    with remedy.applied(model):
+        found = model(input_ids=tokens).logits
+    written = remedy.configuration(model, 1024)
+    assert not torch.equal(found, before)
+    assert torch.equal(model(input_ids=tokens).logits, before)
+    config = hf.LlamaConfig(**(model.config.to_dict() | written))
+    plain = hf.LlamaForCausalLM(config).eval()
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(plain(input_ids=tokens).logits, found)
+    assert written["max_position_embeddings"] == (128 if remedy.kind == "dynamic" else 1024)
+
+
+@torch.no_grad()
+def test_only_layers_that_see_all_keys_change() -> None:
+    """Gemma 3 has settings by type of layer: those of its windows stay."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention"]
+    config = hf.Gemma3TextConfig(**SIZES, head_dim=8, layer_types=kinds)
+    model, tokens = hf.Gemma3ForCausalLM(config).eval(), ids(60)
+    remedy = RopeRemedy("linear", {"factor": 4.0})
+    before = model(input_ids=tokens).logits
+    with remedy.applied(model):
+        assert not torch.equal(model(input_ids=tokens).logits, before)
+    written = remedy.configuration(model, 256)["rope_parameters"]
+    assert written["full_attention"]["factor"] == 4.0
+    assert written["sliding_attention"] == config.rope_parameters["sliding_attention"]
+
+
+def test_settings_are_judged_like_laws() -> None:
+    """The decoder's loss in its own context rises with other frequencies."""
+    text = texts.read(texts.files("held out")).long()
+    found = acutance.judge(decoder(), text[: 4 * 128].view(4, 128), "rope:linear,factor=2")
+    assert [(law.name, law.verdict) for law in found.laws] == [("rope:linear,factor=2", "hurts")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "match"),
+    [
+        ("yran,factor=2", ValueError, "no type 'yran' in transformers; did you mean 'yarn'"),
+        ("yarn", ValueError, "rope:yarn lacks factor"),
+        ("longrope,factor=2", ValueError, "lacks long_factor"),
+        ("yarn,factor=0.5", ValueError, "factor must be a finite number at least 1"),
+        ("yarn,factor", ValueError, "parameters must be name=number, got 'factor'"),
+        ("yarn,factor=x", ValueError, "factor must be a number, got 'x'"),
+    ],
+)
+def test_bad_settings_are_one_sentence(name: str, kind: Any, match: str) -> None:
+    model = decoder()
+    rotary = model.model.rotary_emb
+    with pytest.raises(kind, match=match), named_remedy(f"rope:{name}").applied(model):
+        pass
+    assert model.model.rotary_emb is rotary
+
+
+def test_a_model_without_rope_is_refused() -> None:
+    import transformers as hf
+
+    sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, bos_token_id=1, eos_token_id=None))
+    match = "GPT2LMHeadModel has no rotary position embedding"
+    with pytest.raises(acutance.ApplyError, match=match):
+        acutance.judge(model, ids(32), "rope:yarn,factor=2")
