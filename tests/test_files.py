@@ -184,7 +184,7 @@ def test_pipes_devices_and_directories_are_not_waited_for(tmp_path: Path) -> Non
 
 def test_states_and_records_that_are_pipes_are_not_waited_for(tmp_path: Path) -> None:
     from acutance.calibration.fit.progress import Progress
-    from acutance.experiments.harness.stored import load
+    from acutance.experiments.harness.runner import load
 
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

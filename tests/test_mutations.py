@@ -21,7 +21,7 @@ from acutance.calibration.fit.progress import PassState, Progress
 from acutance.comparison import compare
 from acutance.experiments.harness.record import Claim, Estimate, Record, judge, seen
 from acutance.experiments.harness.render import summary as shown_records
-from acutance.experiments.harness.stored import load
+from acutance.experiments.harness.runner import load
 from acutance.from_json import SEAL
 from acutance.probing import QueryKeySample, load_queries_keys, load_state
 from acutance.report.print_summary import print_summary

@@ -8,8 +8,7 @@ expects before it runs, measures with what measures everything else in acutance,
 from acutance.experiments import EXPERIMENTS
 from acutance.experiments.harness.experiment import Experiment, Run
 from acutance.experiments.harness.record import Claim, Judgement, Record, Row, judge
-from acutance.experiments.harness.runner import Outcome, pick, run, run_one
-from acutance.experiments.harness.stored import load
+from acutance.experiments.harness.runner import Outcome, load, pick, run, run_one
 from acutance.experiments.models import trained
 from acutance.experiments.models.trained import decoder
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from acutance import attention, kernels, row_statistics
 from acutance.kernels import bindings, library, selection
 from acutance.kernels.bindings import Library
-from acutance.kernels.selection import Selection, cache, fastest, interleaved
+from acutance.kernels.selection import Selection, fastest, interleaved, timing
 from acutance.kernels.selection.timing import DTYPE_CODES, PASSES, sample, seconds
 
 FOUND = library.load()
@@ -181,13 +181,13 @@ def test_times_are_kept_for_the_next_process(fake: FakeLibrary) -> None:
     first.measure("bfloat16")
     again = FakeLibrary(fake.path.parent)
     os.utime(again.path, ns=(fake.path.stat().st_atime_ns, fake.path.stat().st_mtime_ns))
-    cache.write(as_library(again), first.times)
-    kept = cache.read(as_library(again))
+    timing.write(as_library(again), first.times)
+    kept = timing.read(as_library(again))
     assert kept == first.times
     next_one = Selection(as_library(again), kept)
     assert again.chosen["bfloat16", "forward"] == "avx512"
     next_one.measure("float32")
-    assert set(cache.read(as_library(again)) or ()) == {"bfloat16", "float32"}
+    assert set(timing.read(as_library(again)) or ()) == {"bfloat16", "float32"}
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,12 @@ def test_a_damaged_or_foreign_file_is_ignored_and_written_anew(
 ) -> None:
     chosen = Selection(as_library(fake))
     chosen.measure("bfloat16")
-    path = cache.cache_file(as_library(fake))
+    path = timing.cache_file(as_library(fake))
     assert path is not None
     path.write_text(damage(path.read_text()))
-    assert cache.read(as_library(fake)) is None
-    cache.write(as_library(fake), chosen.times)
-    assert cache.read(as_library(fake)) == chosen.times
+    assert timing.read(as_library(fake)) is None
+    timing.write(as_library(fake), chosen.times)
+    assert timing.read(as_library(fake)) == chosen.times
 
 
 def test_times_of_other_kernels_are_left_out(fake: FakeLibrary) -> None:
@@ -239,7 +239,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nothing"):
         monkeypatch.setenv("ACUTANCE_CACHE", str(folder))
         Selection(as_library(fake)).measure("bfloat16")
-        assert cache.read(as_library(fake)) is None
+        assert timing.read(as_library(fake)) is None
         assert fake.chosen["bfloat16", "forward"] == "avx512"
 
 
@@ -248,12 +248,12 @@ def test_processes_that_write_at_once_leave_a_whole_file(fake: FakeLibrary) -> N
     chosen.complete()
 
     def write(_: int) -> bool:
-        cache.write(as_library(fake), chosen.times)
-        return cache.read(as_library(fake)) == chosen.times
+        timing.write(as_library(fake), chosen.times)
+        return timing.read(as_library(fake)) == chosen.times
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert all(pool.map(write, range(80)))
-    path = cache.cache_file(as_library(fake))
+    path = timing.cache_file(as_library(fake))
     assert path is not None
     assert list(path.parent.iterdir()) == [path]
 
@@ -262,12 +262,12 @@ def test_the_folder_of_caches(monkeypatch: pytest.MonkeyPatch, fake: FakeLibrary
     monkeypatch.delenv("ACUTANCE_CACHE")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    path = cache.cache_file(as_library(fake))
+    path = timing.cache_file(as_library(fake))
     assert path is not None
     assert path.parent == Path("/somewhere/acutance")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/somebody")
-    path = cache.cache_file(as_library(fake))
+    path = timing.cache_file(as_library(fake))
     assert path is not None
     assert path.parent == Path("/somebody/.cache/acutance")
 
@@ -314,7 +314,7 @@ def test_a_process_with_times_on_disk_counts_nothing(fake: FakeLibrary) -> None:
     selection.install(as_library(fake)).complete()
     again = FakeLibrary(fake.path.parent)
     os.utime(fake.path, ns=(1, 1))
-    cache.write(as_library(again), Selection(as_library(fake)).times)
+    timing.write(as_library(again), Selection(as_library(fake)).times)
     selection.install(as_library(fake)).complete()
     chosen = selection.install(as_library(again))
     assert len(chosen.times) == 4

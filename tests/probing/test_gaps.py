@@ -12,7 +12,7 @@ from torch import Tensor
 
 import acutance
 from acutance.rowstats.coverage import critical_ratio
-from acutance.structure import parts
+from acutance.structure import blocks
 from acutance.summary.head_summary import HeadSummary
 
 KEYS = ("keys_50", "keys_90", "keys_95", "keys_99")
@@ -80,7 +80,7 @@ def test_structure_gives_the_critical_ratio_of_every_row() -> None:
     assert (rows == 80).all()
     assert (sixteen.moments.count[:, sixteen.column("critical_ratio")] < 80).all()
     s = weights().clamp(min=1e-30).log()
-    exact = parts.critical_ratio(s).double().mean((0, 2))
+    exact = blocks.critical_ratio(s).double().mean((0, 2))
     torch.testing.assert_close(every.mean("critical_ratio"), exact, rtol=0.1, atol=0.05)
     state = acutance.rowstats.observe(s, gaps=True)
     torch.testing.assert_close(

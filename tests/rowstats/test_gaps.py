@@ -13,7 +13,7 @@ import acutance
 from acutance import attention, row_statistics
 from acutance.rowstats import RowState, RowStatistics, all_reduce_keys, empty, merge, observe
 from acutance.rowstats.gaps import BINS, WIDTH
-from acutance.structure.parts import critical_ratio
+from acutance.structure.blocks import critical_ratio
 
 PERCENT = (50, 90, 95, 99)
 

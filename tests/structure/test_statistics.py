@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from acutance.structure import STRUCTURE, StructureStatistics, statistics
 from acutance.structure import blocks as module
-from acutance.structure.parts import NO_PEAK
+from acutance.structure.blocks import NO_PEAK
 from acutance.theory import critical_scale
 
 B, H, G, L, S, E = 2, 2, 2, 7, 11, 4

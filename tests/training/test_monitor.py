@@ -21,7 +21,7 @@ import acutance
 from acutance import training
 from acutance.probing import edges
 from acutance.training import Alarm, AttentionMonitor, AttentionWarning
-from acutance.training.scalars import scalars
+from acutance.training.reports import scalars
 from tests.versions import any_global_hook
 
 QUIET = {"collapse": None, "growth": None}

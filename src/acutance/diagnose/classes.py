@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from acutance.diagnose.facts import NEAR
 from acutance.diagnose.rules import Judged, Judgement, Kind
-from acutance.diagnose.thresholds import THRESHOLDS, limit
+from acutance.diagnose.thresholds import NEAR, THRESHOLDS, limit
 
 __all__ = ["CLASSES", "Class", "HeadClass", "classify"]
 

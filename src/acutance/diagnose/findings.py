@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from acutance.diagnose.facts import HeadFacts, facts
 from acutance.diagnose.rules import COLLAPSE, DEAD, FEW_ROWS, LARGE_LOGIT, SINK, Judged, Judgement
 from acutance.diagnose.rules import Kind as Rule
 from acutance.diagnose.sentences import crossing
-from acutance.diagnose.thresholds import limit
+from acutance.diagnose.thresholds import HeadFacts, facts, limit
 
 Kind = Literal["sharpest", "most_diffuse", "first_key_sink", "collapsed", "dead", "largest_logit"]
 

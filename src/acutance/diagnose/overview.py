@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from statistics import median
 
 from acutance.diagnose.classes import CLASSES, classify
-from acutance.diagnose.facts import HeadFacts, facts
 from acutance.diagnose.recommendations import (
     KINDS,
     Recommendation,
@@ -21,6 +20,7 @@ from acutance.diagnose.recommendations import (
     recommendations,
 )
 from acutance.diagnose.rules import Judged
+from acutance.diagnose.thresholds import HeadFacts, facts
 
 __all__ = ["MOST_ADVICE", "MOST_FINDINGS", "advice_in_brief", "overview"]
 

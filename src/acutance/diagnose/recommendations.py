@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from acutance.diagnose.facts import HeadFacts, facts
 from acutance.diagnose.rules import FEW_ROWS, Judged, Judgement
 from acutance.diagnose.rules import Kind as Rule
 from acutance.diagnose.sentences import SENTENCES, Certainty, crossing, ranges
+from acutance.diagnose.thresholds import HeadFacts, facts
 
 __all__ = ["KINDS", "NOTHING", "Recommendation", "in_words", "no_recommendation", "recommendations"]
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from acutance.diagnose.facts import HeadFacts, Summary, facts
-from acutance.diagnose.thresholds import limit
+from acutance.diagnose.thresholds import HeadFacts, Summary, facts, limit
 
 __all__ = ["RULES", "Judged", "Judgement", "Kind", "judge", "judge_heads"]
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from acutance.diagnose.facts import HeadFacts
 from acutance.diagnose.rules import LARGE_LOGIT, Judgement
+from acutance.diagnose.thresholds import HeadFacts
 
 __all__ = ["Certainty", "SENTENCES", "Sentence", "ranges"]
 

@@ -12,7 +12,7 @@ import torch
 from acutance.kernels import dispatch, library
 from acutance.kernels.bindings import Choice
 from acutance.kernels.call import KernelCall, Rule
-from acutance.kernels.selection.cache import cache_file
+from acutance.kernels.selection.timing import cache_file
 from acutance.masks import Masking
 
 __all__ = ["KernelInfo", "info"]

@@ -17,8 +17,7 @@ from acutance.probing.tokens import InputPlaces, Tokens, special_ids
 from acutance.rowstats import RowStatistics
 from acutance.rowstats.state import has_gaps
 from acutance.structure import StructureStatistics
-from acutance.structure.blocks import blocks, exact
-from acutance.structure.parts import Places
+from acutance.structure.blocks import Places, blocks, exact
 from acutance.structure.statistics import observe_structure, tokens_at
 from acutance.summary.examples import Examples, Row
 from acutance.summary.head_summary import Layer

@@ -14,8 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from acutance.scores.base import DotScore, FunctionScore, TileScore, dot_tile
-from acutance.scores.distance import ScaleInvariant, scale_invariant
-from acutance.scores.hidden import Additive, additive
 from acutance.scores.modules import AdditiveScore, GeneralScore, LocationScore
 from acutance.scores.products import (
     Cosine,
@@ -30,6 +28,7 @@ from acutance.scores.products import (
     scaled_dot,
 )
 from acutance.scores.qk_norm import HenryGain, QKNorm, SwinGain, l2_norm, layer_norm, rms_norm
+from acutance.scores.tiles import Additive, ScaleInvariant, additive, scale_invariant
 from acutance.shapes import did_you_mean
 
 __all__ = [

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from acutance.scores.base import TileScore
-from acutance.scores.hidden import Additive
 from acutance.scores.products import General, Location
+from acutance.scores.tiles import Additive
 from acutance.shapes import check_count, check_flag
 
 __all__ = ["AdditiveScore", "GeneralScore", "Init", "LocationScore"]

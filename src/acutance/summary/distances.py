@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.structure.parts import PEAKS
+from acutance.structure.blocks import PEAKS
 from acutance.summary.head_arrays import HeadArrays, check_arrays
 
 __all__ = ["MOST_DISTANCES", "Distances"]

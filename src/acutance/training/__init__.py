@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from acutance.training.alarms import Alarm, AttentionWarning
-from acutance.training.clip_report import ClipReport, LayerClip
 from acutance.training.entropy import EntropyRegularizer, ZLoss
 from acutance.training.info_nce import ContrastiveReport, InfoNCE
-from acutance.training.initial import initial_scale
 from acutance.training.monitor import AttentionMonitor, MonitorRecord
 from acutance.training.qk_clip import QKClip
+from acutance.training.reports import Alarm, AttentionWarning, ClipReport, LayerClip
 from acutance.training.sigma_reparam import SigmaReparam, remove_sigma_reparam, sigma_reparam
-from acutance.training.temperature import ClampedTemperature, clamp_inward
+from acutance.training.temperature import ClampedTemperature, clamp_inward, initial_scale
 from acutance.training.watch import AttentionWatch, WatchedRows
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from acutance.training.scalars import MonitorRecord
+    from acutance.training.reports import MonitorRecord
 
 __all__ = ["LightningEvents", "TrainerEvents"]
 

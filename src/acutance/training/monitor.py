@@ -20,9 +20,17 @@ from acutance.rowstats import METRICS, metric
 from acutance.shapes import check_count, check_flag
 from acutance.summary.head_summary import HeadSummary
 from acutance.training.across_ranks import ranks
-from acutance.training.alarms import NEEDED, Alarm, AttentionWarning, Thresholds, summed_up
 from acutance.training.callbacks import LightningEvents, TrainerEvents
-from acutance.training.scalars import MonitorRecord, scalars, write
+from acutance.training.reports import (
+    NEEDED,
+    Alarm,
+    AttentionWarning,
+    MonitorRecord,
+    Thresholds,
+    scalars,
+    summed_up,
+    write,
+)
 
 __all__ = ["AttentionMonitor", "Histograms", "MonitorRecord"]
 

@@ -16,7 +16,6 @@ from acutance.capture.module_names import named_modules
 from acutance.shapes import check_count, check_number
 from acutance.training.across_ranks import ExactMaxima, multiply, reshard
 from acutance.training.agreement import Outputs, agrees, rotary_width
-from acutance.training.clip_report import ClipReport, LayerClip
 from acutance.training.projections import (
     LAYOUTS,
     NAMES,
@@ -24,6 +23,7 @@ from acutance.training.projections import (
     Projections,
     find_layouts,
 )
+from acutance.training.reports import ClipReport, LayerClip
 from acutance.training.watch import AttentionWatch, WatchedRows
 
 __all__ = ["QKClip"]

@@ -1,18 +1,25 @@
-"""A trained factor for each head with bounds that it can leave again."""
+"""The logit scale for a target entropy at initialisation, and a trained factor within bounds."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import cache
+from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.special import gammaincinv
 from torch import Tensor
 
+from acutance import theory
+from acutance.rowstats.gaussian import expected_entropy
 from acutance.scaling import HeadTable, LearnedTemperature
 from acutance.scaling.base import Rows
-from acutance.shapes import check_number
+from acutance.shapes import check_count, check_number
 
-__all__ = ["ClampedTemperature", "clamp_inward"]
+__all__ = ["ClampedTemperature", "clamp_inward", "initial_scale"]
 
 
 class _ClampInward(torch.autograd.Function):
@@ -104,3 +111,91 @@ class ClampedTemperature(LearnedTemperature):
     def extra_repr(self) -> str:
         """The heads and bounds, for ``print``."""
         return f"num_heads={self.num_heads}, minimum={self.minimum:g}, maximum={self.maximum:g}"
+
+
+Unit = Literal["nats", "fraction"]
+Score = Literal["dot", "cosine"]
+_NODES = 64
+
+
+def initial_scale(
+    d: int, n: int, target: float, *, unit: Unit = "nats", score: Score = "dot"
+) -> float:
+    r"""Factor λ on the scores that gives rows of n keys a mean entropy at initialisation.
+
+    .. math:: E\, H(\mathrm{softmax}(\lambda\, q \cdot k_j)) = H^*, \qquad q, k_j \sim N(0, I_d)
+
+    Given its query, a row's logits are Gaussian of deviation :math:`\lambda \lVert q \rVert`; the
+    mean is over the query's length too. 1/√d, the usual scale, leaves about log n − ½ nats
+    whatever d is. For cosine scores the directions are uniform.
+
+    Args:
+        d: width of a head.
+        n: visible keys, at least 2.
+        target: mean entropy H* of a row, above 0 and below log n; or with ``unit="fraction"`` its
+            share of log n.
+        unit: ``"nats"`` or ``"fraction"``.
+        score: ``"dot"`` for q · k, ``"cosine"`` for their cosine.
+
+    Returns:
+        λ, for ``scale=``. For a layer that keeps 1/√d, multiply its query projection by λ√d once.
+
+    Raises:
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if one is out of range.
+
+    Example:
+        >>> scale = initial_scale(64, 1024, 4.0)
+        >>> round(scale * 64**0.5, 3)
+        2.632
+        >>> import acutance
+        >>> _ = torch.manual_seed(0)
+        >>> query, key = torch.randn(2, 64, 1, 1024, 64)
+        >>> acutance.row_statistics(query[:, :, :32], key, scale=scale).entropy.mean()
+        tensor(4.0)
+
+    Source:
+        Derrida (1981), Phys. Rev. B 24, 2613, for entropy along the scale, exact at finite n
+        (:func:`acutance.theory.expected_entropy`).
+    """
+    check_count("d", d, 2 if score == "cosine" else 1)
+    check_count("n", n, 2)
+    for name, value, kinds in (("unit", unit, Unit), ("score", score, Score)):
+        if value not in get_args(kinds):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(kinds))}, got {value!r}")
+    aim = check_number("target", target, above=0.0)
+    entropy = aim * math.log(n) if unit == "fraction" else aim
+    if entropy >= math.log(n):
+        most = "1" if unit == "fraction" else f"log n = {math.log(n):.6g} nats"
+        raise ValueError(
+            f"target must be below {most}, which is the entropy of scale 0, got {target!r}"
+        )
+    if score == "cosine":
+        try:
+            return float(theory.scale_for_entropy(n, entropy, "cosine", d=d))
+        except ValueError:
+            raise ValueError(
+                "target must be larger: float64 cannot resolve cosines at the scale that it "
+                f"needs, got {target!r} for n={n} and d={d}"
+            ) from None
+    fixed = float(theory.scale_for_entropy(n, entropy)) / math.sqrt(d)
+    keys = torch.full((_NODES,), float(n), dtype=torch.float64)
+    lengths, weights = _lengths(d)
+
+    def excess(log_scale: float) -> float:
+        stds = torch.from_numpy(lengths * math.exp(log_scale))
+        return float(expected_entropy(keys, stds).numpy() @ weights) - entropy
+
+    low = high = math.log(fixed)
+    while excess(low) < 0:
+        low -= 0.5
+    while excess(high) > 0:
+        high += 0.5
+    return math.exp(brentq(excess, low, high, xtol=1e-10)) if low < high else fixed
+
+
+@cache
+def _lengths(d: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Quadrature nodes and weights for the length of a standard normal vector in d dimensions."""
+    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
+    return np.sqrt(2 * gammaincinv(d / 2, (nodes + 1) / 2)), weights / 2

@@ -3,7 +3,7 @@
 An instruction set that a processor has need not be fast there: products of bfloat16 pairs run at
 twice the rate of float32 on some, at half on others. So the kernels are timed, once for each dtype
 and machine, when a process has given them work enough to repay it, and the times stay on disk
-(:mod:`acutance.kernels.selection.cache`). Until then the widest instruction set runs.
+(:mod:`acutance.kernels.selection.timing`). Until then the widest instruction set runs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable
 
 from acutance.compiling import unobserved
 from acutance.kernels.bindings import Choice, Library
-from acutance.kernels.selection import cache
-from acutance.kernels.selection.cache import Times
+from acutance.kernels.selection import timing
 from acutance.kernels.selection.timing import (
     DTYPE_CODES,
     PASSES,
+    Times,
     blocked_timer,
     sample,
     seconds,
@@ -145,7 +145,7 @@ class Selection:
             times["blocked"] = _time_blocked()
         self.times[dtype] = times
         self.apply(dtype)
-        cache.write(library, {**(cache.read(library) or {}), **self.times})
+        timing.write(library, {**(timing.read(library) or {}), **self.times})
 
 
 def _most_queries(native: float, few: float, many: float) -> float:
@@ -236,7 +236,7 @@ def mode() -> str:
 def install(library: Library) -> Selection:
     """Choose by the times on disk, and time what is missing when that will pay."""
     how = mode()
-    times = cache.read(library) if how == "auto" else None
+    times = timing.read(library) if how == "auto" else None
     selection = Selection(library, times)
     if how != "never" and library.named is None and len(selection.times) < len(DTYPE_CODES):
         _Watch(selection)

@@ -28,8 +28,13 @@ from acutance.theory.prediction.softmax import (
     softmax_population,
     sparse_population,
 )
-from acutance.theory.prediction.trained_head import HEAD_NUMBERS, head_formulas
-from acutance.theory.prediction.weighted import linear_formulas, relu2_formulas, size_formulas
+from acutance.theory.prediction.weighted import (
+    HEAD_NUMBERS,
+    head_formulas,
+    linear_formulas,
+    relu2_formulas,
+    size_formulas,
+)
 from acutance.theory.sparsity import sparsity_identity, sparsity_relu2
 
 __all__ = ["PREDICTED_MECHANISMS", "predict"]

@@ -1,24 +1,6 @@
-r"""Predictions of rows that are not a softmax of random logits: relu², identity, linear.
+r"""Rows that are no softmax of iid logits, predicted: relu², identity, linear, trained heads."""
 
-*Relu² and identity.* The scores are :math:`s_j = \beta + \gamma z_j`, the weights
-:math:`a_j = \max(s_j, 0)^2` or :math:`|s_j|`, and :math:`p_j = a_j / \sum_k a_k`; only
-:math:`u = \beta / \gamma` matters. Ratios of sums over independent keys are integrals of products
-over keys, as in ``acutance.theory.finite_n.row_means``: with :math:`L(t) = E e^{-ta}` and
-:math:`M(t) = E e^{-ta^2}`,
-
-.. math::
-
-    E \frac{(\sum a)^2}{\sum a^2} &= 1 + n(n-1) \int_0^\infty (E[a e^{-ta^2}])^2 M^{n-2} \, dt, \\
-    E S &= \sqrt{\frac n \pi} \int_0^\infty E[a e^{-ta^2}] \, M^{n-1} \frac{dt}{\sqrt t}, \\
-    E \sum p^2 &= n \int_0^\infty t \, E[a^2 e^{-ta}] \, L^{n-1} dt, \\
-    E H &= \int_0^\infty \bigl( (1 - L_\infty^n) e^{-t} - (L^n - L_\infty^n) \bigr) \frac{dt}{t}
-           - n \int_0^\infty E[a \log a \, e^{-ta}] \, L^{n-1} dt.
-
-A relu² row without a positive score has no weights at all (0/0); that happens with probability
-:math:`L_\infty^n = \Phi(-u)^n`, and every mean is over the other rows.
-
-Source: Su Jianlin, kexue.fm/archives/9889.
-"""
+from __future__ import annotations
 
 import math
 from collections.abc import Callable
@@ -29,22 +11,24 @@ import numpy as np
 from scipy.special import expit, log_ndtr, ndtr, ndtri_exp
 
 from acutance.theory.arguments import Array, log_probability
-from acutance.theory.finite_n.gaussian import (
-    expected_max_gauss,
-    normal_density,
-)
+from acutance.theory.finite_n.gaussian import expected_max_gauss, normal_density
 from acutance.theory.finite_n.grid import gauss
 from acutance.theory.finite_n.top_weight import Scratch, laplace_power
+from acutance.theory.prediction.record import NAMES, Kind
 from acutance.theory.prediction.softmax import ONE_KEY, Formulas, gaussian_deviation
+from acutance.theory.trained_heads import expected_head_metrics
 
 __all__ = [
+    "HEAD_NUMBERS",
     "WeightedRow",
+    "head_formulas",
     "linear_formulas",
     "relu2_formulas",
     "relu2_top_weight",
     "size_formulas",
     "size_top_weight",
 ]
+
 
 _NO_SOFTMAX = "Only softmax weights have it."
 
@@ -167,13 +151,13 @@ class WeightedRow:
     log_idle: float
 
     @classmethod
-    def relu2(cls, n: float, u: float) -> "WeightedRow":
+    def relu2(cls, n: float, u: float) -> WeightedRow:
         """Weights max(s, 0)² of scores with mean u and deviation 1."""
         scores, mass = _positive_nodes(u)
         return cls(n, scores * scores, mass, float(ndtr(-u)), float(log_ndtr(-u)))
 
     @classmethod
-    def size(cls, n: float, u: float) -> "WeightedRow":
+    def size(cls, n: float, u: float) -> WeightedRow:
         """Weights abs(s) of scores with mean u and deviation 1."""
         parts = [_positive_nodes(u), _positive_nodes(-u)]
         weights, mass = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -330,3 +314,30 @@ def _positive_nodes(u: float) -> tuple[Array, Array]:
     )
     scores, widths = gauss(np.unique(edges[edges <= top]))
     return scores, widths * normal_density(scores - u)
+
+
+#: The numbers of a head, as :func:`acutance.theory.expected_head_metrics` names them.
+HEAD_NUMBERS = ("first_gap", "first_gap_std", "rest_logit_std", "rest_jensen_gap")
+
+_REASON = "The four numbers of a trained head do not determine it."
+
+
+def head_formulas(n: float, numbers: dict[str, float]) -> Formulas:
+    """Formulas for a row of n >= 3 keys of a head with these numbers."""
+    head = expected_head_metrics(n, **numbers)
+    log_n, entropy = math.log(n), float(head.entropy)
+    values: dict[str, tuple[Kind, float]] = {
+        "n_keys": ("fixed", n),
+        "entropy": ("mean", entropy),
+        "normalized_entropy": ("mean", entropy / log_n),
+        "information": ("mean", log_n - entropy),
+        "effective_keys": ("plug-in", float(head.effective_keys)),
+        "top_weight": ("plug-in", float(head.top_weight)),
+        "first_weight": ("mean", float(head.first_weight)),
+        "sink_mass": ("fixed", 0.0),
+        "first_gap": ("mean", numbers["first_gap"]),
+        "rest_logit_std": ("mean", numbers["rest_logit_std"]),
+        "rest_jensen_gap": ("mean", numbers["rest_jensen_gap"]),
+    }
+    formulas: Formulas = dict.fromkeys(NAMES, _REASON)
+    return formulas | {name: (kind, constant(value)) for name, (kind, value) in values.items()}

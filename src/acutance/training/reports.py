@@ -1,0 +1,327 @@
+"""What a monitor and QKClip report: alarms, logged scalars and histograms, and scaled layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from acutance.diagnose.thresholds import limit
+from acutance.shapes import check_number
+from acutance.summary.head_summary import HeadSummary
+from acutance.summary.moments import Moments, edges
+
+__all__ = [
+    "Alarm",
+    "AttentionWarning",
+    "ClipReport",
+    "Kind",
+    "LayerClip",
+    "MonitorRecord",
+    "Thresholds",
+    "scalars",
+    "summed_up",
+    "write",
+]
+
+
+Kind = Literal["entropy_collapse", "logit_growth", "not_finite"]
+#: Every kind of alarm, in the order in which they are told.
+KINDS: tuple[Kind, ...] = ("entropy_collapse", "logit_growth", "not_finite")
+#: Metrics that the thresholds are about.
+NEEDED = ("normalized_entropy", "max_logit", "lse", "n_keys")
+_NAMED = 3
+
+
+class AttentionWarning(UserWarning):
+    """Warning: attention is beyond a threshold, or a monitor cannot read it."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One head that is beyond a threshold.
+
+    Attributes:
+        kind: "entropy_collapse", "logit_growth" or "not_finite".
+        module: qualified name of the layer's module.
+        head: number of the head in its layer.
+        value: what was measured: mean of H / log n, largest logit, or rows that are no number.
+        threshold: what it was held against.
+        step: the optimiser step.
+
+    Example:
+        >>> print(Alarm("logit_growth", "layers.3.self_attn", 5, 214.2, 100.0, 300))
+        head 5 of layers.3.self_attn has a logit of 214.2, above 100
+    """
+
+    kind: Kind
+    module: str
+    head: int
+    value: float
+    threshold: float
+    step: int
+
+    @property
+    def place(self) -> tuple[str, str, int]:
+        """The key by which repeated alarms are recognised."""
+        return self.kind, self.module, self.head
+
+    def __str__(self) -> str:
+        head = f"head {self.head} of {self.module}"
+        if self.kind == "entropy_collapse":
+            return f"{head} has a normalized entropy of {self.value:.2g}, below {self.threshold:g}"
+        if self.kind == "logit_growth":
+            return f"{head} has a logit of {self.value:.4g}, above {self.threshold:g}"
+        return f"{head} has {self.value:.0f} rows whose scores are not finite"
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """The limits that raise an alarm.
+
+    Attributes:
+        collapse: lowest mean of H / log n over a head's rows; None holds no head against it.
+        growth: highest logit of a head; None holds no head against it.
+    """
+
+    collapse: float | None = limit("entropy_collapse")
+    growth: float | None = limit("large_logits")
+
+    def __post_init__(self) -> None:
+        if self.collapse is not None:
+            check_number("collapse", self.collapse, above=0.0)
+            if self.collapse >= 1:
+                raise ValueError(
+                    f"collapse must be a fraction of log n below 1, got {self.collapse!r}"
+                )
+        if self.growth is not None:
+            check_number("growth", self.growth)
+
+    def alarms(self, summary: HeadSummary, step: int) -> tuple[Alarm, ...]:
+        """The heads of a summary that are beyond a threshold, layer by layer."""
+        return tuple(self._exceeding(summary, step))
+
+    def _exceeding(self, summary: HeadSummary, step: int) -> Iterator[Alarm]:
+        """An alarm for each head and threshold that it exceeds."""
+        columns = [summary.metrics.index(name) for name in NEEDED]
+        counts, means, highs = (
+            part[:, columns].tolist()
+            for part in (summary.moments.count, summary.moments.mean, summary.moments.high)
+        )
+        for (index, head), count, mean, high in zip(
+            summary.places, counts, means, highs, strict=True
+        ):
+            where = summary.layers[index].module, head
+            # a row counts towards a metric only if that is a finite number, as n always is
+            lost = count[3] - min(count[1], count[2])
+            if lost > 0:
+                yield Alarm("not_finite", *where, float(lost), 0.0, step)
+            if self.collapse is not None and count[0] and mean[0] < self.collapse:
+                yield Alarm("entropy_collapse", *where, mean[0], self.collapse, step)
+            if self.growth is not None and count[1] and high[1] > self.growth:
+                yield Alarm("logit_growth", *where, high[1], self.growth, step)
+
+
+def summed_up(alarms: Sequence[Alarm]) -> str:
+    """One sentence for the alarms of one kind in a step; the worst heads are named.
+
+    Example:
+        >>> kind = "logit_growth"
+        >>> heads = [Alarm(kind, "attn", head, 101.0 + head, 100.0, 7) for head in range(5)]
+        >>> print(summed_up(heads))
+        attention at step 7, logit growth in 5 heads: head 4 of attn has a logit of 105,
+        above 100; head 3 of attn has a logit of 104, above 100; head 2 of attn has a logit
+        of 103, above 100; and 2 more
+    """
+    kind = alarms[0].kind
+    sign = 1 if kind == "entropy_collapse" else -1
+    worst = sorted(alarms, key=lambda alarm: sign * _ordered(alarm.value))
+    heads = "one head" if len(alarms) == 1 else f"{len(alarms)} heads"
+    text = "; ".join(map(str, worst[:_NAMED]))
+    more = f"; and {len(alarms) - _NAMED} more" if len(alarms) > _NAMED else ""
+    label = kind.replace("_", " ")
+    return f"attention at step {alarms[0].step}, {label} in {heads}: {text}{more}"
+
+
+def _ordered(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+PREFIX = "attention"
+#: Metrics that are extremes themselves: their worst head is that of the most extreme row.
+_EXTREMES = ("max_logit",)
+
+
+@dataclass(frozen=True)
+class MonitorRecord:
+    """The measurements of one optimiser step.
+
+    Attributes:
+        step: number of the optimiser step, from 1.
+        summary: every head's statistics over the rows of the step, of all ranks.
+        scalars: numbers by name, ``attention/<layer>/<metric>``, as loggers take them.
+        alarms: every head that is beyond a threshold, whether or not it was before.
+    """
+
+    step: int
+    summary: HeadSummary
+    scalars: dict[str, float]
+    alarms: tuple[Alarm, ...]
+
+
+def scalars(
+    summary: HeadSummary, metrics: Sequence[str], alarms: Sequence[Alarm]
+) -> dict[str, float]:
+    """Scalars of each layer by name, without those that no row defines.
+
+    ``attention/<layer>/<metric>`` is the mean over rows and heads; ``<metric>_min`` and
+    ``<metric>_max`` are the lowest and the highest mean of a head, and for ``max_logit``, which has
+    ``_max`` alone, the largest logit of any row. ``attention/alarms/<kind>`` counts the heads that
+    are beyond a threshold.
+
+    Args:
+        summary: one that recorded the metrics.
+        metrics: which of them.
+        alarms: those of this step.
+
+    Example:
+        >>> import torch, acutance
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        >>> with acutance.probe(layer) as probe:
+        ...     _ = layer(*[torch.zeros(1, 4, 8)] * 3)
+        >>> for name, value in scalars(probe.summary(), ["effective_keys"], []).items():
+        ...     print(name, value)
+        attention/MultiheadAttention/effective_keys 4.0
+        attention/MultiheadAttention/effective_keys_min 4.0
+        attention/MultiheadAttention/effective_keys_max 4.0
+        attention/alarms/entropy_collapse 0.0
+        attention/alarms/logit_growth 0.0
+        attention/alarms/not_finite 0.0
+    """
+    values: dict[str, float] = {}
+    columns = [summary.metrics.index(name) for name in metrics]
+    for layer, start in _layers(summary):
+        heads = summary.moments.heads(start, start + layer.heads)
+        for name, column in zip(metrics, columns, strict=True):
+            counted = heads.count[:, column] > 0
+            if not bool(counted.any()):
+                continue
+            means, weight = heads.mean[counted, column], heads.weight[counted, column]
+            tag = f"{PREFIX}/{layer.module}/{name}"
+            values[tag] = float((means * (weight / weight.sum())).sum())
+            if name in _EXTREMES:
+                values[f"{tag}_max"] = float(heads.high[:, column].max())
+            else:
+                values[f"{tag}_min"] = float(means.min())
+                values[f"{tag}_max"] = float(means.max())
+    for kind in KINDS:
+        values[f"{PREFIX}/alarms/{kind}"] = float(sum(alarm.kind == kind for alarm in alarms))
+    return values
+
+
+def write(writer: Any, summary: HeadSummary, metrics: Sequence[str], each: str, step: int) -> None:
+    """Write histograms of each layer or head to TensorBoard.
+
+    Args:
+        writer: a ``SummaryWriter`` of torch or of tensorboardX.
+        summary: one that recorded the metrics.
+        metrics: which of them.
+        each: "layer", "head" or "none".
+        step: the global step.
+    """
+    if each == "none" or not hasattr(writer, "add_histogram_raw"):
+        return
+    for index, (layer, start) in enumerate(_layers(summary)):
+        tag = f"{PREFIX}/{layer.module}"
+        parts = {tag: summary.layer(index)} if each == "layer" else {}
+        if each == "head":
+            parts = {
+                f"{tag}/head{head}": summary.moments.heads(start + row, start + row + 1)
+                for row, head in enumerate(layer.numbers)
+            }
+        for place, moments in parts.items():
+            for name in metrics:
+                raw = _histogram(moments, summary.metrics.index(name), name)
+                if raw is not None:
+                    label = f"{PREFIX}/{layer.module}/{name}{place.removeprefix(tag)}"
+                    writer.add_histogram_raw(label, **raw, global_step=step)
+
+
+def _histogram(moments: Moments, column: int, name: str) -> dict[str, Any] | None:
+    """The arguments of ``add_histogram_raw`` for one head; None if no row counts."""
+    count = int(moments.count[0, column])
+    if not count:
+        return None
+    bins = moments.histogram[0, column]
+    low, high = float(moments.low[0, column]), float(moments.high[0, column])
+    mean = float(moments.mean[0, column])
+    filled = bins.nonzero()[:, 0]
+    first, last = int(filled[0]), int(filled[-1])
+    limits = torch.tensor(edges(name)[first : last + 2], dtype=torch.float64)
+    limits[-1] = max(float(limits[-1]), math.nextafter(high, math.inf))  # the last bin is open
+    return {
+        "min": low,
+        "max": high,
+        "num": count,
+        "sum": count * mean,
+        "sum_squares": count * (float(moments.std[0, column]) ** 2 + mean * mean),
+        # right edges; an empty bin before the first gives that its left edge
+        "bucket_limits": limits.tolist(),
+        "bucket_counts": [0, *bins[first : last + 1].tolist()],
+    }
+
+
+def _layers(summary: HeadSummary) -> list[tuple[Any, int]]:
+    """Each layer with the index of its first head."""
+    layers, start = [], 0
+    for layer in summary.layers:
+        layers.append((layer, start))
+        start += layer.heads
+    return layers
+
+
+@dataclass(frozen=True)
+class LayerClip:
+    """The effect of one step on one layer.
+
+    Attributes:
+        module: qualified name of the module.
+        max_logit: largest logit of each head since the last step, over all ranks.
+        factor: γ of each head; 1 where nothing was done.
+    """
+
+    module: str
+    max_logit: tuple[float, ...]
+    factor: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class ClipReport:
+    """The effect of one step of a :class:`acutance.training.QKClip`.
+
+    Attributes:
+        layers: the layers seen since the last step.
+        not_finite: heads, as ``(module, head)``, whose largest logit was no finite number. They
+            were left alone: no factor would mend them.
+    """
+
+    layers: tuple[LayerClip, ...]
+    not_finite: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def max_logit(self) -> float:
+        """The largest logit of all heads; −inf without rows."""
+        return max((value for layer in self.layers for value in layer.max_logit), default=-math.inf)
+
+    @property
+    def clipped(self) -> tuple[tuple[str, int], ...]:
+        """Heads that were scaled, as ``(module, head)``."""
+        return tuple(
+            (layer.module, head)
+            for layer in self.layers
+            for head, factor in enumerate(layer.factor)
+            if factor != 1.0
+        )
