@@ -213,7 +213,10 @@ _STATES = ("acutance.head_summary/", "acutance.calibration/", "acutance.judgemen
 
 
 def holds_state(path: str | os.PathLike[str]) -> bool:
-    """Whether a file contains the state of a probe, a calibration or a comparison of losses."""
+    """Whether a file contains the saved state of a probe, a calibration or a judgement.
+
+    False if there is no such file, or it cannot be read.
+    """
     if not os.path.isfile(path):
         return False
     with suppress(OSError), open(path, "rb") as file:

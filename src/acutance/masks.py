@@ -125,7 +125,7 @@ class Hidden:
         return self.stop - self.start
 
     def visible(self, width: int, dtype: torch.dtype) -> Tensor:
-        """Number of visible keys of each row of a tile that is ``width`` keys wide."""
+        """Number of visible keys of each row, (..., rows), in a tile of ``width`` keys."""
         if self.band is None:
             return width - self.mask.sum(-1).to(dtype)
         name = (dtype, None)

@@ -198,10 +198,10 @@ def check_tensor(name: str, value: object) -> Tensor:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """A bool, and not something that merely looks true.
+    """Return ``value`` if it is True or False.
 
     Raises:
-        TypeError: if it is anything else.
+        TypeError: if it is anything else, such as 1, ``"no"`` or a NumPy or tensor boolean.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")

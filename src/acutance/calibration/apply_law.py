@@ -313,9 +313,9 @@ class Applied:
         self._count(name)
         return changed
 
-    def unreachable(self, name: str, what: str) -> ApplyError:
-        """The error for attention that cannot be scaled."""
-        return ApplyError(f"the law cannot be applied to {name}: {what}")
+    def unreachable(self, name: str, reason: str) -> ApplyError:
+        """The error to raise when the law cannot scale the attention of the module ``name``."""
+        return ApplyError(f"the law cannot be applied to {name}: {reason}")
 
     # -- bookkeeping ------------------------------------------------------------------------------
 

@@ -63,8 +63,8 @@ class FunctionChanger(Protocol):
     def skip(self, name: str, why: str) -> None:
         """Note calls of a module that may be attention and were left alone."""
 
-    def unreachable(self, name: str, what: str) -> Exception:
-        """The error for attention that cannot be scaled."""
+    def unreachable(self, name: str, reason: str) -> Exception:
+        """The error to raise when the attention of the module ``name`` cannot be changed."""
 
 
 class FunctionChange(TorchFunctionMode):

@@ -78,13 +78,13 @@ class RowReader:
         return self._counted(real, seen, batch, queries, call.query.device)
 
     def of_scores(self, scores: Tensor, module: str, n: Tensor, seen: Tensor) -> CountedRows:
-        """The rows of scores that count.
+        """Which query rows of a score matrix enter the statistics: real, and requested by the user.
 
         Args:
             scores: (B, H, L, S).
-            module: whose they are.
-            n: (B, H, L), keys that each row sees.
-            seen: boolean (B, S), keys that any row sees.
+            module: name of the module that computed them.
+            n: (B, H, L), number of keys that each row sees.
+            seen: boolean (B, S), True for keys that at least one row sees.
 
         Raises:
             ValueError: if rows were requested that do not fit.
@@ -118,7 +118,14 @@ class RowReader:
         return self._record_rows(call.module, call.cross, real, batch, queries)
 
     def real_of_scores(self, scores: Tensor, module: str, n: Tensor, seen: Tensor) -> RealRows:
-        """Which rows of scores are not padding; arguments as for :meth:`of_scores`."""
+        """Which query rows of a score matrix are not padding, and how that is known.
+
+        Args:
+            scores: (B, H, L, S).
+            module: name of the module that computed them.
+            n: (B, H, L), number of keys that each row sees.
+            seen: boolean (B, S), True for keys that at least one row sees.
+        """
         batch, _, queries, keys = scores.shape
         cross = is_cross(module)
         real = self._given(batch, queries, keys, scores.device)

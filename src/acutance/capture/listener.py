@@ -218,7 +218,7 @@ class Listener:
     # -- what the captures ask --------------------------------------------------------------------
 
     def here(self) -> str | None:
-        """Name for an attention call of the running module; its second in one pass gets ``#1``."""
+        """Name for an attention call of the running module: :meth:`ModuleStack.place`."""
         return self.modules.place()
 
     def running(self) -> str | None:

@@ -140,7 +140,10 @@ class ModuleStack:
         return stack[-1] if stack and not self.thread.late else module_of_method(self._names)
 
     def place(self) -> str | None:
-        """Name for an attention call of the running module; its second in one pass gets ``#1``."""
+        """Name for an attention call of the running module; None outside the model.
+
+        The second call of a module in one forward pass is named ``name#1``, the third ``name#2``.
+        """
         if not self.thread.stack:
             method_of = module_of_method(self._names)
             if method_of is not None:

@@ -171,7 +171,13 @@ class TokenMasks:
 
 @functools.lru_cache(maxsize=1024)
 def _signature(forward: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """The mask parameters of a forward function, and whether it takes a sequence."""
+    """What the parameters of a module's ``forward`` say about padding masks.
+
+    Returns:
+        The names of all its parameters but ``self``; the names among them that hold a mask over
+        tokens; and whether the module starts on raw inputs, such as ``input_ids``, so that a mask
+        that is missing means that no token is padding. Empty and False if it cannot be inspected.
+    """
     try:
         names = tuple(inspect.signature(forward).parameters)[1:]
     except (TypeError, ValueError):

@@ -80,7 +80,7 @@ app.command("info", cls=Command)(info.info)
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def _bench() -> None:
-    """Explain that the benchmark moved."""
+    """Print that ``acutance bench`` is now ``python -m benchmarks``, and exit with status 2."""
     fail(
         "'acutance bench' was removed: run 'python -m benchmarks' in a checkout of acutance, "
         "or 'acutance info' to see which kernels are available"

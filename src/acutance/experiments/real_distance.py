@@ -82,7 +82,10 @@ def exponent(distances: Tensor, density: Tensor) -> Tensor:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Exponents of the mean over heads by length of text, and of each head."""
+    """Fit γ of weight ∝ distance^−γ: of the mean over heads at each text length, and of each head.
+
+    Returns a row for each comparison with the published exponent, and the fitted numbers.
+    """
     found = language.measured(run)
     base, (_, heads) = found.reader.rope_base, found.reader.heads
     rows: list[Row] = []

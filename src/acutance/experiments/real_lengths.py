@@ -52,7 +52,15 @@ Change = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 
 
 def changes(context: int, width: int) -> dict[str, Change]:
-    """What is put on a model of a trained context and width of heads, by name."""
+    """The compared changes by name: laws applied to a model, or other scores put into it.
+
+    Args:
+        context: tokens that the model was trained on, where a law's factor is 1.
+        width: dimensions of a head.
+
+    Returns:
+        For each name, a function that takes the model and returns a context in which it is changed.
+    """
 
     def by(score: Callable[[float], Cosine | ScaleInvariant]) -> Change:
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -73,7 +81,17 @@ def changes(context: int, width: int) -> dict[str, Change]:
 def paired(
     reader: language.Reader, names: Sequence[str], context: int, length: int
 ) -> dict[str, Tensor]:
-    """Loss of every next token under each change, by name: (windows, length − 1)."""
+    """Next-token losses of one model under several changes, on the same windows of text.
+
+    Args:
+        reader: the model and its windows.
+        names: which of :func:`changes`; ``"none"`` is the unchanged model.
+        context: tokens that the model was trained on.
+        length: tokens of each window that are read.
+
+    Returns:
+        By name, losses in nats, (windows, length − 1).
+    """
     config: Any = reader.model.config
     width = config.hidden_size // config.num_attention_heads
     found = {}

@@ -386,7 +386,10 @@ def _mask(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _first(batch: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-    """The first tokens of a batch's first window."""
+    """A batch of one window, the first of ``batch``, cut to its first ``tokens`` tokens.
+
+    Entries that are not tensors (B, length, ...) are passed on unchanged.
+    """
     length = batch["input_ids"].shape[1]
     return {
         name: part[:1, :tokens]

@@ -52,7 +52,11 @@ EXACT = 1 << 24
 
 
 def forward(call: KernelCall) -> Sums:
-    """The output and every row sum of softmax attention, for validated input."""
+    """Output and statistics sums of softmax attention, for validated input, in plain PyTorch.
+
+    Returns:
+        The sums of every row, in the call's accumulation dtype; ``out`` in the query's dtype.
+    """
     query, _, value, masking, rule, noise, gaps = call
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
@@ -158,7 +162,16 @@ class _Found:
     def store(
         self, running: Running, work: Work, rule: Rule, masking: Masking, centre: Tensor | None
     ) -> None:
-        """Write a finished tile row."""
+        """Copy the sums of one finished block of query rows into the output tensors.
+
+        Args:
+            running: its sums over all keys.
+            work: which batches, heads and rows it is.
+            rule: scale, softcap and sinks.
+            masking: shapes and masks of the call.
+            centre: (blocks, 1, Ev), the point from which ``running`` measured values for the noise
+                sums; None without them.
+        """
         region = work.region
 
         def put(target: Tensor, rows: Tensor | float) -> None:

@@ -111,7 +111,16 @@ def unit_of(exponents: Tensor) -> Tensor:
 
 
 def faded(log_decay: Tensor, distance: Tensor, exponents: Tensor) -> Tensor:
-    """λ to these distances, (..., L) or (..., L, S), in units of each row."""
+    """λ^distance / e^exponent: decay factors relative to the largest weight of their row.
+
+    Args:
+        log_decay: log λ of each query head, (H, G).
+        distance: positions from the key to the query, broadcast against ``exponents``.
+        exponents: log of the unit of each row, (B, H, G, L) or (B, H, G, L, S).
+
+    Returns:
+        Factors in the shape of ``exponents``, float64 where the device has it, at most e^87.
+    """
     power = log_decay.view(*log_decay.shape, *([1] * (exponents.dim() - 3)))
     return torch.exp((_wide(power) * distance - unit_of(exponents)).clamp(max=TOP))
 

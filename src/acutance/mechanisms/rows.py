@@ -45,10 +45,18 @@ def blockwise(call: Call, *, is_causal: bool, offset: int) -> WeightSums:
     def block(
         log_decay: Tensor | None,
         unit: tuple[Tensor, Tensor] | None,
-        *parts: Tensor | None,
+        *fields: Tensor | None,
     ) -> WeightSums:
-        """The weight sums of one block of rows."""
-        piece = Piece(*parts)  # type: ignore[arg-type]
+        """Sums of the weights between some queries and some keys, (B, Hq, rows).
+
+        Args:
+            log_decay: log λ of each query head, (H, G); None without decay.
+            unit: the largest weight of each row: its log and its distance, each (B, H, G, rows).
+                Weights are relative to it. None: they are not.
+            *fields: those of a :class:`~acutance.mechanisms.call.Piece`, as ``checkpoint`` takes
+                tensors and not records.
+        """
+        piece = Piece(*fields)  # type: ignore[arg-type]
         a, distance, seen = formed(log_decay, piece)
         if log_decay is not None and unit is not None:
             a = a * faded_from(log_decay, distance.abs(), *unit).to(a.dtype)

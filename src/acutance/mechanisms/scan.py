@@ -27,7 +27,7 @@ __all__ = [
     "absorb",
     "advance",
     "fading",
-    "nothing",
+    "empty_carry",
     "read",
     "scan",
     "with_distant",
@@ -69,8 +69,15 @@ class Sums(NamedTuple):
     exponents: Tensor
 
 
-def nothing(k: Tensor, v: Tensor, group: int, squares: bool) -> Carry:
-    """The carry before any key."""
+def empty_carry(k: Tensor, v: Tensor, group: int, squares: bool) -> Carry:
+    """A carry of zeros: the sums before the first key.
+
+    Args:
+        k: key features (B, H, ..., F), for batch, heads, features, dtype and device.
+        v: values (..., Ev), for their width.
+        group: G, query heads to each key head.
+        squares: whether it has room for sums of squares.
+    """
     batch, heads, features = k.shape[0], k.shape[1], k.shape[-1]
     rows = (batch, heads, group, features)
     return Carry(

@@ -27,8 +27,8 @@ _SCAN = (
     "has a closed form in n and λ."
 )
 _MOMENTS = (
-    'predict("linear", n, q=φ(q), mu=μ, Sigma=Σ) with mean μ and covariance Σ of the key features:'
-    " the value for many keys."
+    'predict("linear", n, q=φ(q), mu=μ, Sigma=Σ), where μ and Σ are the mean and covariance of the '
+    "key features, gives the sparsity S in the limit of many keys, and so the effective keys n S²."
 )
 _NOISY = (
     "Only if the key features have a low signal-to-noise ratio: S = (1 + "

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from acutance.mechanisms import relative
 from acutance.mechanisms.call import Features
-from acutance.mechanisms.scan import Carry, Sums, absorb, advance, has_squares, nothing, scan
+from acutance.mechanisms.scan import Carry, Sums, absorb, advance, empty_carry, has_squares, scan
 from acutance.rowstats.state import NO_KEY
 from acutance.rowstats.weighted import WeightSums, unknown
 
@@ -67,7 +67,7 @@ def begin(given: Features, squares: bool, *, in_units: bool = False) -> LinearSt
     batch, heads, _, _, features = given.k.shape
     group = 1 if given.log_decay is None else given.log_decay.shape[1]
     count = torch.zeros(batch, dtype=torch.int64, device=given.k.device)
-    carry = nothing(given.k, given.v, group, squares)
+    carry = empty_carry(given.k, given.v, group, squares)
     return LinearState(
         *(relative.relative(carry) if in_units else carry),
         n=count,

@@ -253,7 +253,16 @@ class Reader:
     def _with_places(
         self, part: _Part, whole: AttentionCall, read: Read, module: torch.nn.Module | None
     ) -> Read:
-        """Add where each row's weight lies, and its weight on spans, if requested."""
+        """Add structure metrics and weights on spans to a read, where they were requested.
+
+        Also updates the head maps, if there are any.
+
+        Args:
+            part: the heads and rows of the call that are read.
+            whole: the call with all its heads and rows.
+            read: the statistics of those rows.
+            module: the module that made the call, if known.
+        """
         if self.structure is None and self.spans is None and self.maps is None:
             return read
         call = part.call
@@ -313,7 +322,10 @@ class Reader:
     def _part(
         self, call: AttentionCall, module: torch.nn.Module | None, *, gather: bool = True
     ) -> _Part:
-        """What of a call is read; with ``gather``, cut out of it."""
+        """Choose the heads and rows of a call that are read.
+
+        With ``gather``, the part's call has only these; without, all heads and rows of ``call``.
+        """
         batch, total, queries, _ = call.query.shape
         counting = self.rows.of(call)
         real = counting.counted

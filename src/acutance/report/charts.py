@@ -306,7 +306,10 @@ def draw_theory(
 
 
 def _enough(rows: Any) -> Any:
-    """Octaves to draw: without one that only the last rows of each window reach.
+    """Which octaves of n have enough rows to be drawn, boolean (octaves,).
+
+    ``rows`` counts the rows of each octave. One with less than a small share (``_FEW``) of the
+    rows of the octave before it is left out: only the last rows of each window reach it.
 
     Example:
         >>> _enough(np.array([20, 40, 80, 2])).tolist()

@@ -49,7 +49,7 @@ class Screen(Console):
 
 
 def note(*parts: str | tuple[str, str]) -> Text:
-    """A console line from texts and (text, style) pairs.
+    """A rich ``Text`` from strings and (string, style) pairs; brackets in them are no markup.
 
     Example:
         >>> note(("state written to", "dim"), " /tmp/[/]").plain
@@ -148,7 +148,18 @@ class NumberTable(Table):
         first: bool = True,
         last: bool = True,
     ) -> RenderResult:
-        """Render the table of some columns."""
+        """Render some of the columns as a table of its own.
+
+        Args:
+            block: indices of the columns.
+            widths: width of every column of the whole table without folding, in characters.
+            gap: spaces between columns.
+            room: characters that a line may have.
+            console: what it is printed on.
+            options: rich's, for this console.
+            first: whether to print the table's title.
+            last: whether to print its caption.
+        """
         part = copy.copy(self)
         part.padding = (*self.padding[:1], gap, *self.padding[2:])
         crowded = self._needed(block, widths, gap) > room

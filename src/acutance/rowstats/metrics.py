@@ -297,7 +297,11 @@ def rest_jensen_gap(state: RowState) -> Tensor:
 
 
 def _first_and_rest(state: RowState) -> tuple[Tensor, Tensor, Tensor]:
-    """Whether there are other keys, the first key's score and the others' sum, relative to m."""
+    """Split the sums of each row into its first visible key and all others; three tensors (...).
+
+    True for rows of several keys; s_1 - m, the first key's score less the row's maximum; the sum of
+    e^(s_j - m) over all other keys, at least the dtype's eps. Rows of one key have 0 and 1.
+    """
     several = state.n > 1
     first = torch.where(several, state.first - state.m.detach(), 0.0)
     Z = torch.where(several, state.Z, 2.0)
@@ -323,7 +327,7 @@ def noise_gain(state: RowState) -> Tensor:
     r""":math:`\sum_j p_j^2 \lVert v_j - o \rVert^2`, how far noise in the logits moves the output.
 
     For iid logit noise of variance ν, :math:`E\lVert\tilde o - o\rVert^2 \approx \nu` times this.
-    It carries no gradient: the kernel has none for the values' moments.
+    It has no gradient, and needs statistics computed with ``noise=True``.
     """
     if not has_noise(state):
         raise ValueError("noise_gain needs values: pass value=... and noise=True")

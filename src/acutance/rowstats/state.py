@@ -360,7 +360,10 @@ def _finite(m: Tensor) -> Tensor:
 
 
 def _same_sink(left: RowState, right: RowState) -> Tensor:
-    """The rows' sink; states that both have one must agree."""
+    """Sink logits (...) of two states to be merged, which share them; no element if none has any.
+
+    If only one state has them, they are its; if both do, the larger, without a check.
+    """
     if has_sink(left) and has_sink(right):
         return torch.maximum(left.sink, right.sink)
     return left.sink if has_sink(left) else right.sink

@@ -131,12 +131,21 @@ def gather_rows(
 def check_per_head(
     name: str, value: PerHead, *, above: float = -math.inf
 ) -> float | tuple[float, ...]:
-    """Check a number, or one for each query head; return a float or a tuple of floats.
+    """Check a number, or a sequence or (Hq,) tensor with one number for each query head.
+
+    Args:
+        name: of the parameter, for error messages.
+        value: what to check. Nothing checks its length against a number of heads.
+        above: every number must be larger than this.
+
+    Returns:
+        A float for a number, a tuple of floats for a sequence (also one of length 1).
 
     Raises:
-        TypeError: if it is neither, or a tensor that requires a gradient: a record is constant.
-        ValueError: if it is not finite, not above the bound, or has no element or more than one
-            dimension.
+        TypeError: if it is neither, or a tensor that requires a gradient: the parameters of a
+            scaling law are constants.
+        ValueError: if a number is not finite or not larger than ``above``, or the sequence is
+            empty or has more than one dimension.
     """
     if isinstance(value, Tensor):
         if value.requires_grad:

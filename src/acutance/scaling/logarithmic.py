@@ -158,7 +158,7 @@ class SqrtLogN(Scaling):
         )
 
     def law(self, rows: Rows) -> Tensor:
-        """Deviation at n over deviation at n₀."""
+        """The factor on the logits of each row: the deviation wanted at n over that at n₀."""
         gamma = by_head(self.gamma, rows.n)
         growth = 2 * (rows.log_n - math.log(self.train_length))
         return (1 + growth / gamma**2).clamp(min=0.0).sqrt().clamp(min=self.minimum)
@@ -196,7 +196,7 @@ class SSMax(Scaling):
         self._set(s=check_per_head("s", self.s), bias=check_per_head("bias", self.bias))
 
     def law(self, rows: Rows) -> Tensor:
-        """A multiple of log n, plus a number."""
+        """The factor s log n + b on the logits of each row."""
         return by_head(self.s, rows.n) * rows.log_n + by_head(self.bias, rows.n)
 
 

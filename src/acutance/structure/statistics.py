@@ -246,7 +246,12 @@ def observe_structure(call: KernelCall, places: Places) -> StructureStatistics:
 
 
 def _is_native(call: KernelCall, places: Places) -> bool:
-    """Whether the native kernel reads the structure of a call, whose inputs are already cast."""
+    """Whether the native CPU kernel can compute the structure metrics of a call (:func:`_native`).
+
+    Args:
+        call: the call; its tensors already have the dtype that the kernel computes in.
+        places: positions and tokens of its rows and keys.
+    """
     query, masking, every = call.query, call.masking, places.critical_every
     if not query.numel() or not call.key.numel() or places.octaves > _MOST_OCTAVES:
         return False

@@ -121,7 +121,7 @@ class Distances(HeadArrays):
 
     @classmethod
     def join(cls, parts: list[Distances]) -> Distances:
-        """Concatenate records of different heads."""
+        """Concatenate records of different heads; shorter lists of octaves are padded with 0."""
         octaves = max(part.mass.shape[-1] for part in parts)
         return super().join([part.padded(octaves) for part in parts])
 

@@ -83,7 +83,11 @@ def _edges(scale: Scale) -> list[float]:
 
 @functools.lru_cache
 def _boundaries(scale: Scale, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Bin edges in a dtype, rounded up, so that a value of that dtype falls into the right bin."""
+    """Inner bin edges of a histogram scale, (BINS - 1,) in a dtype and on a device.
+
+    Each is the least number of that dtype at or above the exact edge, so that rounding puts no
+    value into the wrong bin.
+    """
     exact = torch.tensor(_edges(scale)[1:-1], dtype=torch.float64, device="cpu")
     near = exact.to(dtype)
     up = torch.nextafter(near, torch.full_like(near, torch.inf))

@@ -61,7 +61,7 @@ class Family(ABC):
 
     @abstractmethod
     def quantile(self, logit: Array) -> Array:
-        """Quantile at a probability given by its log-odds."""
+        """Quantile at a probability F, given as its log-odds log(F / (1 - F))."""
 
     def origin(self) -> float:
         """The point that offsets are measured from: the upper endpoint if known, else the median.
@@ -183,11 +183,11 @@ class Logistic(Family):
     """Distribution function 1 / (1 + exp(-x))."""
 
     def pdf(self, x: Array) -> Array:
-        """Density F (1 - F)."""
+        """Density F (1 - F), where F = 1 / (1 + exp(-x))."""
         return np.asarray(expit(x) * expit(-x))
 
     def quantile(self, logit: Array) -> Array:
-        """The log-odds themselves."""
+        """Quantile at log-odds log(F / (1 - F)) of a probability F: the log-odds themselves."""
         return np.asarray(logit, dtype=np.float64)
 
 
@@ -201,7 +201,7 @@ class Gumbel(Family):
         return np.asarray(height * np.exp(-height))
 
     def quantile(self, logit: Array) -> Array:
-        """Quantile -log(-log F)."""
+        """Quantile -log(-log F) at log-odds log(F / (1 - F)) of a probability F."""
         return np.asarray(-np.log(-log_expit(logit)))
 
 
@@ -214,7 +214,7 @@ class Exponential(Family):
         return np.where(x >= 0, np.exp(-np.maximum(x, 0.0)), 0.0)
 
     def quantile(self, logit: Array) -> Array:
-        """Quantile -log(1 - F)."""
+        """Quantile -log(1 - F) at log-odds log(F / (1 - F)) of a probability F."""
         return np.asarray(-log_expit(-logit))
 
 
@@ -231,7 +231,7 @@ class Stretched(Family):
         return np.where(x >= 0, self.rho * power / inside * np.exp(-power), 0.0)
 
     def quantile(self, logit: Array) -> Array:
-        """Quantile (-log(1 - F))^(1/rho)."""
+        """Quantile (-log(1 - F))^(1/rho) at log-odds log(F / (1 - F)) of a probability F."""
         return np.asarray((-log_expit(-logit)) ** (1 / self.rho))
 
 
@@ -246,7 +246,7 @@ class Pareto(Family):
         return np.where(x >= 1, self.a * np.maximum(x, 1.0) ** (-self.a - 1), 0.0)
 
     def quantile(self, logit: Array) -> Array:
-        """Quantile (1 - F)^(-1/a)."""
+        """Quantile (1 - F)^(-1/a) at log-odds log(F / (1 - F)) of a probability F."""
         return np.asarray(np.exp(-log_expit(-logit) / self.a))
 
 

@@ -270,7 +270,7 @@ def _relu2_up_to_one(u: Array) -> Array:
 
 
 def _relu2_middle(u: Array) -> Array:
-    """S for -1 <= u <= 1, directly from the moments."""
+    """Sparsity E[a] / sqrt(E[a²]) of a = max(z + u, 0)², z standard normal, for -1 <= u <= 1."""
     u = np.clip(u, -1, 1)
     cdf, density, square = ndtr(u), _normal_density(u), u * u
     second = (square + 1) * cdf + u * density

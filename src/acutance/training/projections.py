@@ -72,7 +72,7 @@ class HeadSlices:
     group: int = 1
 
     def offset(self, head: int) -> int:
-        """Start of a head's slice."""
+        """Index along ``dim`` at which a head's slice of ``tensor`` starts."""
         return self.start + head // self.group * self.stride + head % self.group * self.size
 
     def __getitem__(self, head: int) -> Tensor:

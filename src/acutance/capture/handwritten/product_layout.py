@@ -170,7 +170,10 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def _place(dimension: tuple[int, int], result: Layout) -> int | None:
-    """Where the result has a dimension of this step and size; None if that is not clear."""
+    """Index of the result's only dimension with this (stride, size); None if none or several match.
+
+    None also for a dimension of size 1, whose stride says nothing.
+    """
     same = [place for place, each in enumerate(result) if each == dimension]
     return same[0] if len(same) == 1 and dimension[1] > 1 else None
 

@@ -261,7 +261,10 @@ def _about(experiment: Experiment) -> dict[str, str]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Rows are cut to fit the cache; threads would only wait for one another on such blocks."""
+    """A context in which PyTorch computes with one thread.
+
+    Experiments work on blocks that fit the cache, which several threads do not make faster.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

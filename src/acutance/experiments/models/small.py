@@ -41,12 +41,12 @@ class Attention(nn.Module):
         return torch.stack([query, key, value])
 
     def forward(self, x: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Attend.
+        """Self-attention without a causal mask.
 
         Args:
             x: (B, n, width).
-            counts: (B, n), how many tokens each one stands for, as many in all in every row of the
-                batch; None is one each.
+            counts: (B, n), how many equal tokens each token stands for; the sum over n must be the
+                same for all B. None: 1 each.
 
         Returns:
             (B, n, width).

@@ -127,14 +127,14 @@ def train(
 
 
 def next_byte_losses(model: torch.nn.Module, ids: Tensor) -> Tensor:
-    """Negative log probability of every byte after the first, in nats.
+    """Negative log probability of every byte after the first, in nats; gradients flow through it.
 
     Args:
         model: a causal language model.
         ids: (B, L + 1) int64.
 
     Returns:
-        (B, L); place i is predicted from i + 1 bytes.
+        (B, L); entry i is the loss of byte i + 1, predicted from bytes 0 to i.
     """
     logits = model(input_ids=ids[:, :-1]).logits.float()
     return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
@@ -161,7 +161,7 @@ def configuration() -> LlamaConfig:
 
 
 def _transformers() -> Any:
-    """The transformers package; raises with installation instructions if it is missing."""
+    """Import and return transformers; ImportError says how to install it if it is missing."""
     try:
         import transformers
     except ImportError as error:

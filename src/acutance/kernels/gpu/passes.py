@@ -43,15 +43,15 @@ _count = Launcher(gaps_kernel, GAPS, [], fixed=True)
 
 
 def forward(call: KernelCall) -> Sums:
-    """The output and every row sum of softmax attention, for validated input on a CUDA device.
+    """Output and statistics sums of softmax attention, for validated input on a CUDA device.
 
-    Means what :func:`acutance.kernels.blocked.forward` means. Weights are rounded to the values'
-    dtype before they multiply them, as fused attention kernels do, except where ``noise`` asks for
-    the sums of the values themselves.
+    Computes what :func:`acutance.kernels.blocked.forward` does, and calls it where these kernels
+    cannot run (:func:`~acutance.kernels.gpu.supported`). For the output, weights are rounded to the
+    values' dtype before the product, as in fused attention kernels; for the noise sums ``O``,
+    ``R1`` and ``R2`` they stay in float32.
 
     Returns:
-        The sums in float32; ``out`` in the query's dtype. What these kernels do not take
-        (:func:`~acutance.kernels.gpu.supported`) is the blocked path's.
+        The sums of every row in float32; ``out`` in the query's dtype.
     """
     if supported(call) is not None:
         return blocked.forward(call)

@@ -111,7 +111,11 @@ class Selection:
                     self.measure(dtype)
 
     def apply(self, dtype: str) -> None:
-        """Make the library use the kernels that were timed fastest for a dtype."""
+        """Make the native library use, from now on, the variants timed fastest for a dtype.
+
+        ``dtype`` is a name such as ``"float32"`` with times in :attr:`times`. It also sets the
+        library's cost of starting a row and, for float32, the most queries for the native kernel.
+        """
         times, cpus = self.times[dtype], self.library.cpus
         chosen = {name: fastest(times[name], cpus) for name in PASSES}
         for code, name in enumerate(PASSES):

@@ -102,7 +102,7 @@ def html(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> st
 
 @functools.cache
 def _frame() -> tuple[str, str]:
-    """The page before and after its data."""
+    """The HTML page without its data: the text to put before the data, and the text after it."""
     style = _asset("page.css")
     page_scripts = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
     script = f'"use strict";\n{_asset("plot.js")}\n(() => {{\n{page_scripts}}})();\n'

@@ -127,13 +127,15 @@ def expected_logsumexp_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
 def expected_entropy_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
     r"""Expected Shannon entropy of a softmax row with n Gaussian logits of deviation gamma.
 
-    .. math:: E H = -E \sum_{j=1}^n p_j \log p_j, \qquad p = \mathrm{softmax}(\gamma z)
+    .. math:: E H = -E \sum_{j=1}^n p_j \log p_j, \qquad p = \mathrm{softmax}(\gamma z), \qquad
+              z_j \sim N(0, 1) \text{ independent}
 
-    It is log n - gamma²/2 while gamma is well under sqrt(2 log n), and tends to
-    pi² M_n / (6 gamma) far above.
+    It is about log n - gamma²/2 while gamma is well below sqrt(2 log n). Far above, it tends to
+    pi² M_n / (6 gamma), where M_n is the expected maximum of the n values z_j
+    (:func:`expected_max_gauss`). The integral is exact to a relative error of 1e-11.
 
     Args:
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
         gamma: Standard deviation of the logits, gamma >= 0.
 
     Returns:
