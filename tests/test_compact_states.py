@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import acutance
-from acutance.summary.compact import compact, expand
+from acutance.summary.files import compact, expand
 
 
 def test_a_state_comes_back_and_is_small(tmp_path: Path) -> None:

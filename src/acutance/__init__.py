@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from acutance.mechanisms import MECHANISMS, Mechanism
     from acutance.probing.open_probe import Probe, ProbeError, probe
     from acutance.rowstats import METRICS, Metric, RowState, RowStatistics
-    from acutance.summary.head_summary import HeadSummary, load
+    from acutance.summary.head_summary import HeadSummary
+    from acutance.summary.state import load
 
 __version__ = "0.1.0"
 

@@ -17,8 +17,8 @@ from acutance.capture import attention_call as calls
 from acutance.capture.layer_choice import HeadChoice, LayerChoice
 from acutance.probing.row_sampling import draw
 from acutance.probing.settings import ProbeSettings
-from acutance.summary.head_summary import from_parts
 from acutance.summary.moments import Moments
+from acutance.summary.state import from_parts
 
 TOLERANCE = 1e-5
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import acutance
 from acutance.probing import SCHEMA, load_state, merge_states
-from acutance.summary.compact import expand
+from acutance.summary.files import expand
 from acutance.summary.state import Run, State
 
 

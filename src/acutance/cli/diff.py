@@ -95,8 +95,8 @@ def diff(options: DiffOptions) -> None:
 def _read(path: Path) -> "HeadSummary | State":
     """A state with its run, or only the summary if the file has no run."""
     from acutance.summary import files
-    from acutance.summary.head_summary import SCHEMA, load
-    from acutance.summary.state import load_state
+    from acutance.summary.head_summary import SCHEMA
+    from acutance.summary.state import load, load_state
 
     header, _ = files.read(path, SCHEMA)
     return load_state(path) if "run" in header else load(path)

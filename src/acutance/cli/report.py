@@ -65,7 +65,7 @@ def report(options: ReportOptions) -> None:
     check_chart(options.chart, options.metric)
     check_metrics([] if options.metric is None else [options.metric])
     with plain_errors():
-        from acutance.summary.head_summary import load
+        from acutance.summary.state import load
 
         summary = load(options.state)
         if options.metric is not None:

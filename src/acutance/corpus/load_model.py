@@ -27,6 +27,8 @@ from acutance.corpus.text_model import (
     OptionError,
     TextModel,
     automatic_class,
+    check_reads_text,
+    positions,
 )
 from acutance.files import check_regular
 
@@ -133,7 +135,7 @@ def load_model(
             )
         difference = " and ".join(filter(None, (difference, scaling)))
     stored = None if header is None else header.weights
-    return TextModel(label, model, words, _positions(config, words), difference, stored)
+    return TextModel(label, model, words, positions(config, words), difference, stored)
 
 
 #: The name by which this package's modules call it.
@@ -157,7 +159,7 @@ def _load(
         config = transformers.AutoConfig.from_pretrained(**_files(source), **options)
     except Exception as error:
         raise ModelError(_why(label, error, header)) from error
-    _check_reads_text(label, config)
+    check_reads_text(label, config)
     words = _tokenizer(label, source, tokenizer, options, header)
     extra |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # judged later
     try:
@@ -199,18 +201,6 @@ def _header(label: str, source: str) -> GgufFile | None:
         what = "weights" if header.architecture else "architecture"
         raise ModelError(f"{label} is a GGUF file without {what}, so it is not a model")
     return header
-
-
-def _check_reads_text(label: str, config: Any) -> None:
-    """Raise ModelError for a model of images, which has no vocabulary."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if getattr(text, "vocab_size", None) is None and (
-        hasattr(config, "image_size") or hasattr(config, "num_channels")
-    ):
-        raise ModelError(
-            f"{label} reads images, not text ({type(config).__name__} has no vocabulary); run "
-            "it yourself inside acutance.probe(model)"
-        )
 
 
 def _tokenizer(
@@ -358,18 +348,6 @@ def _located(name: str) -> str:
     if name.startswith((".", "~", os.sep)) or name.count("/") > 1:
         raise ModelError(f"there is no model directory at {name}")
     return name
-
-
-def _positions(config: Any, tokenizer: Any) -> int | None:
-    """The largest number of positions that model and tokenizer support; None if unknown."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    known = [
-        getattr(text, "max_position_embeddings", None),
-        getattr(text, "n_positions", None),
-        getattr(tokenizer, "model_max_length", None),
-    ]
-    sane = [limit for limit in known if isinstance(limit, int) and 0 < limit < 10**7]
-    return min(sane) if sane else None
 
 
 def _one_line(error: Exception) -> str:

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from acutance.summary.head_summary import HeadSummary, from_parts
+from acutance.summary.head_summary import HeadSummary
+from acutance.summary.state import from_parts
 
 __all__ = ["SingleProcess", "RankError", "Ranks", "all_reduce_summary", "world"]
 

@@ -23,8 +23,8 @@ from acutance.corpus.load_model import TextModel
 from acutance.corpus.probe_corpus import Options, open_probe, restore, run_settings, tidy
 from acutance.files import refuse_replacing
 from acutance.probing.settings import ProbeSettings
-from acutance.summary.head_summary import HeadSummary, from_parts
-from acutance.summary.state import Run, State
+from acutance.summary.head_summary import HeadSummary
+from acutance.summary.state import Run, State, from_parts
 
 if TYPE_CHECKING:
     import ray.data

@@ -19,6 +19,8 @@ __all__ = [
     "OptionError",
     "TextModel",
     "automatic_class",
+    "check_reads_text",
+    "positions",
 ]
 
 LONGEST_DEFAULT = 512
@@ -162,3 +164,27 @@ def automatic_class(label: str, config: Any, head: bool) -> Any:
     if any("Causal" in name or "LMHead" in name for name in names):
         return causal if causal in either else either[0]
     return either[0]  # encoders have causal twins, decoders no masked ones
+
+
+def check_reads_text(label: str, config: Any) -> None:
+    """Raise ModelError for a model of images, which has no vocabulary."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "vocab_size", None) is None and (
+        hasattr(config, "image_size") or hasattr(config, "num_channels")
+    ):
+        raise ModelError(
+            f"{label} reads images, not text ({type(config).__name__} has no vocabulary); run "
+            "it yourself inside acutance.probe(model)"
+        )
+
+
+def positions(config: Any, tokenizer: Any) -> int | None:
+    """The largest number of positions that model and tokenizer support; None if unknown."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    known = [
+        getattr(text, "max_position_embeddings", None),
+        getattr(text, "n_positions", None),
+        getattr(tokenizer, "model_max_length", None),
+    ]
+    sane = [limit for limit in known if isinstance(limit, int) and 0 < limit < 10**7]
+    return min(sane) if sane else None

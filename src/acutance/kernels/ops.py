@@ -63,31 +63,12 @@ class _Settings(NamedTuple):
 def _flat(call: KernelCall, backend: str) -> tuple[tuple[Tensor | None, ...], _Settings]:
     """The arguments of the operator; autograd and compilers do not look inside records."""
     query, key, value, masking, rule, noise, gaps = call
-    tensors = (
-        query,
-        key,
-        value,
-        masking.attn_mask,
-        masking.bias,
-        masking.key_mask,
-        masking.query_documents,
-        masking.key_documents,
-        masking.alibi_slopes,
-        rule.sinks,
-        rule.seed,
-    )
-    settings = _Settings(
-        masking.causal,
-        masking.offset,
-        masking.window,
-        rule.scale,
-        rule.softcap,
-        rule.dropout_p,
-        backend,
-        noise,
-        gaps,
-    )
-    return tensors, settings
+    masks = (masking.attn_mask, masking.bias, masking.key_mask)
+    documents = (masking.query_documents, masking.key_documents)
+    tensors = (query, key, value, *masks, *documents, masking.alibi_slopes, rule.sinks, rule.seed)
+    place = (masking.causal, masking.offset, masking.window)
+    scores = (rule.scale, rule.softcap, rule.dropout_p)
+    return tensors, _Settings(*place, *scores, backend, noise, gaps)
 
 
 def _call(tensors: Sequence[Any], settings: _Settings) -> KernelCall:
@@ -286,11 +267,8 @@ def value_gradients(grad: SumGradients, sums: Sums, call: KernelCall, backend: s
 
 
 def _any_wants_gradient(tensors: _Tensors) -> bool:
-    for place in _GRADIENT_INPUTS:
-        tensor = tensors[place]
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
+    chosen = (tensors[place] for place in _GRADIENT_INPUTS)
+    return any(tensor is not None and tensor.requires_grad for tensor in chosen)
 
 
 class _RowSums(torch.autograd.Function):
@@ -345,11 +323,8 @@ class _Gradients(torch.autograd.Function):
                 "attention with dropout has first derivatives only, got a second one with "
                 f"dropout_p={settings.dropout_p:g}"
             )
-        inputs = [
-            index
-            for index in _GRADIENT_INPUTS
-            if tensors[index] is not None and tensors[index].is_floating_point()
-        ]
+        present = [i for i in _GRADIENT_INPUTS if tensors[i] is not None]
+        inputs = [i for i in present if tensors[i].is_floating_point()]
         results = [index for index, part in enumerate(cotangents) if part is not None]
 
         def gradient(*variables: Tensor) -> tuple[Tensor, ...]:
@@ -368,10 +343,7 @@ class _Gradients(torch.autograd.Function):
                 if want
             )
 
-        variables = [
-            *(tensors[index] for index in inputs),
-            *(cotangents[index] for index in results),
-        ]
+        variables = [tensors[i] for i in inputs] + [cotangents[i] for i in results]
         pull = torch.func.vjp(gradient, *variables)[1]
         chosen = tuple(part for part, want in zip(grads, ctx.wanted, strict=True) if want)
         places = [*inputs, *(_TENSORS + index for index in results)]

@@ -16,11 +16,11 @@ from acutance.summary.diff.records import Diff, HeadChange, LayerChange
 from acutance.summary.distances import Distances
 from acutance.summary.examples import Example, Examples
 from acutance.summary.head_maps import HeadMap
-from acutance.summary.head_summary import SCHEMA, STATUSES, HeadSummary, Layer, load
+from acutance.summary.head_summary import SCHEMA, STATUSES, HeadSummary, Layer
 from acutance.summary.moments import Moments, edges
 from acutance.summary.spans import Spans
 from acutance.summary.standard_errors import Slope, slope
-from acutance.summary.state import Run, Shard, State, load_state, merge_states
+from acutance.summary.state import Run, Shard, State, load, load_state, merge_states
 
 if TYPE_CHECKING:
     from acutance.corpus.ranks import all_reduce_summary

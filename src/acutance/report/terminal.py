@@ -182,13 +182,8 @@ class _HeadTable:
         """
         bold, dim = Style(bold=True), Style(dim=True)
         wide = max(cell, 6) + 2
-        sizes = {
-            "lowest": wide + 5,
-            "25 %": wide,
-            "median": wide,
-            "75 %": wide,
-            "highest": wide + 6,
-        }
+        sizes = {"lowest": wide + 5, "25 %": wide, "median": wide, "75 %": wide}
+        sizes["highest"] = wide + 6
         missing: list[str] = []
         columns = list(sizes)
         for names in (("25 %", "75 %"), ("median",), ("lowest", "highest")):
@@ -356,17 +351,13 @@ def status_sentences(layers: tuple[Layer, ...]) -> list[tuple[str, bool]]:
             continue
         errors = [error for index in those if (error := layers[index].error) is not None]
         which = "" if len(those) == len(layers) else f" ({ranges(those, 'layer')})"
-        close = (
-            f" (relative difference up to {max(errors):.1e})"
-            if errors and status in ("verified", "checked")
-            else ""
-        )
-        wrong = (
-            f" (relative difference {max(errors):.1e})" if errors and status == "mismatch" else ""
-        )
-        sentences.append(
-            (f"{status.capitalize()}{which}: {meaning}{close}{wrong}.", status == "mismatch")
-        )
+        note = ""
+        if errors and status in ("verified", "checked"):
+            note = f" (relative difference up to {max(errors):.1e})"
+        elif errors and status == "mismatch":
+            note = f" (relative difference {max(errors):.1e})"
+        sentence = f"{status.capitalize()}{which}: {meaning}{note}."
+        sentences.append((sentence, status == "mismatch"))
     return sentences
 
 

@@ -223,6 +223,7 @@ def observe_visible(
     depth = -t.sum(-1) / n.clamp(min=1)
     away = (t + depth.unsqueeze(-1)).masked_fill(hidden, 0.0)
     column = seen.to(torch.uint8).argmax(-1)
+    offset = UNPLACED if first_key is None else first_key
     state = RowState(
         n=n,
         m=m,
@@ -234,7 +235,7 @@ def observe_visible(
         M2=away.square().sum(-1),
         depth=depth,
         first=plain.gather(-1, column.unsqueeze(-1)).squeeze(-1),
-        first_index=torch.where(n > 0, column + place_of(first_key), NO_KEY),
+        first_index=torch.where(n > 0, column + offset, NO_KEY),
         sink=_nothing(Z.detach()) if sink is None else sink.to(dtype).expand_as(Z),
         **_no_values(Z.detach()),
     )
@@ -247,11 +248,6 @@ def observe_visible(
     R1 = ratio((squared * v).sum(-2), squared.sum(-2))
     spread = (v - R1.unsqueeze(-2)).square().sum(-1)
     return state._replace(O=(e.unsqueeze(-1) * v).sum(-2), R1=R1, R2=(e.square() * spread).sum(-1))
-
-
-def place_of(first_key: int | None) -> int:
-    """The offset from a column to its ``first_index``."""
-    return UNPLACED if first_key is None else first_key
 
 
 def unplaced(index: Tensor) -> Tensor:

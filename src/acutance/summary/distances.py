@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +118,15 @@ class Distances(HeadArrays):
             "even_behind": even_behind,
             "even_ahead": even_ahead,
             "peaks": self.peaks[head].tolist(),
+        }
+
+    def columns(self) -> dict[str, list[float]]:
+        """Mean weights by octave, ``mass_octave_<k>`` and ``mass_octave_ahead_<k>`` (heads,)."""
+        mass = self.mass.masked_fill((self.rows == 0)[:, None, None], math.nan)
+        return {
+            f"mass_octave_{where}{octave}": mass[:, side, octave].tolist()
+            for side, where in enumerate(("", "ahead_"))
+            for octave in range(side, mass.shape[-1])
         }
 
     @classmethod

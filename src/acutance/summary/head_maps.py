@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MOST_STORED", "HeadMap", "checked_maps", "few_enough", "merged_maps"]
+__all__ = ["MOST_STORED", "HeadMap", "checked_maps", "few_enough", "maps_to_dict", "merged_maps"]
 
 #: Sequences of which a head's rows are kept, and weights that a file holds: 1 MiB.
 MOST_SEQUENCES, MOST_STORED = 8, 1 << 18
@@ -52,6 +52,15 @@ class HeadMap:
 def few_enough(maps: Sequence[HeadMap]) -> bool:
     """Whether files hold these maps."""
     return sum(one.weights.numel() for one in maps) <= MOST_STORED
+
+
+def maps_to_dict(maps: Sequence[HeadMap]) -> dict[str, Any]:
+    """Maps as JSON values, or their number if they are too large."""
+    if not maps:
+        return {}
+    if not few_enough(maps):
+        return {"maps_left_out": len(maps)}
+    return {"maps": [one.record() | {"weights": one.weights.tolist()} for one in maps]}
 
 
 def merged_maps(first: Sequence[HeadMap], second: Sequence[HeadMap]) -> tuple[HeadMap, ...]:

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,29 +19,20 @@ from acutance.diagnose.rules import Judgement, Kind, judge_heads
 from acutance.files import as_json, finite, write_bytes, write_text, write_whole
 from acutance.structure import describe
 from acutance.summary.by_octave import Profile
-from acutance.summary.compact import compact, expand
 from acutance.summary.distances import Distances
 from acutance.summary.examples import Examples
-from acutance.summary.files import checked_record, checked_tensors, optional, read, sealed
-from acutance.summary.head_maps import HeadMap, checked_maps, few_enough, merged_maps
+from acutance.summary.files import compact, sealed
+from acutance.summary.head_maps import HeadMap, few_enough, maps_to_dict, merged_maps
 from acutance.summary.layer import LEFT_OUT, STATUSES, Layer, Status, coverage_line, notices
 from acutance.summary.moments import Moments, edges
 from acutance.summary.optional_parts import OptionalParts
 from acutance.summary.predicted import PREDICTED_FROM, PredictedHeads, predict_heads
-from acutance.summary.spans import OTHER, Spans
+from acutance.summary.spans import Spans
 
 if TYPE_CHECKING:
     import pyarrow
 
-__all__ = [
-    "SCHEMA",
-    "STATUSES",
-    "HeadSummary",
-    "Layer",
-    "Status",
-    "from_parts",
-    "load",
-]
+__all__ = ["SCHEMA", "STATUSES", "HeadSummary", "Layer", "Status"]
 
 SCHEMA = "acutance.head_summary/1"
 #: Attributes that files and tables are made with; ``dir`` leaves them out.
@@ -84,10 +75,10 @@ class HeadSummary:
     maps: tuple[HeadMap, ...] = ()
 
     def __repr__(self) -> str:
-        heads = sum(layer.heads for layer in self.layers)
+        heads, layers = sum(layer.heads for layer in self.layers), len(self.layers)
         return (
-            f"HeadSummary of {heads} head{'s' * (heads != 1)} in {len(self.layers)} "
-            f"layer{'s' * (len(self.layers) != 1)}, {len(self.metrics)} metrics: "
+            f"HeadSummary of {heads} head{'s' * (heads != 1)} in {layers} "
+            f"layer{'s' * (layers != 1)}, {len(self.metrics)} metrics: "
             "to_frame() has a row for each head"
         )
 
@@ -143,9 +134,8 @@ class HeadSummary:
         """
         describe(name)  # an unknown name says what is near it
         if name not in self.metrics:
-            raise ValueError(
-                f"{name!r} was not recorded; this summary has {', '.join(self.metrics)}"
-            )
+            known = ", ".join(self.metrics)
+            raise ValueError(f"{name!r} was not recorded; this summary has {known}")
         return self.metrics.index(name)
 
     @property
@@ -184,11 +174,8 @@ class HeadSummary:
 
     def grid(self, name: str) -> list[list[float]]:
         """Mean of a metric as a list of layers, each a list of its heads (layers may differ)."""
-        values, start, rows = self.mean(name).tolist(), 0, []
-        for layer in self.layers:
-            rows.append(values[start : start + layer.heads])
-            start += layer.heads
-        return rows
+        parts = self.mean(name).split([layer.heads for layer in self.layers])
+        return [part.tolist() for part in parts]
 
     def predict(self, n: float | None = None) -> PredictedHeads:
         """Predict entropy, effective keys, top and first weight of each head from four numbers.
@@ -198,9 +185,6 @@ class HeadSummary:
         Args:
             n: number of visible keys, whose octave the rows are taken from; the largest octave
                 that is well filled if left out.
-
-        Returns:
-            Predicted and measured entropy, effective keys, top and first weight of every head.
 
         Raises:
             ValueError: if the summary lacks ``first_gap``, ``rest_logit_std``, ``rest_jensen_gap``
@@ -224,10 +208,9 @@ class HeadSummary:
     def layer(self, index: int) -> Moments:
         """Moments of all heads of one layer pooled, (1, metrics)."""
         start = sum(layer.heads for layer in self.layers[:index])
-        total = Moments.none(1, len(self.metrics))
-        for head in range(start, start + self.layers[index].heads):
-            total = total.merge(self.moments.heads(head, head + 1))
-        return total
+        heads = range(start, start + self.layers[index].heads)
+        none = Moments.none(1, len(self.metrics))
+        return reduce(Moments.merge, (self.moments.heads(i, i + 1) for i in heads), none)
 
     def merge(self, other: HeadSummary) -> HeadSummary:
         """Combine the rows of two summaries layer by layer; layers of only one are included.
@@ -260,17 +243,14 @@ class HeadSummary:
             parts.append(moments)
             optional.append(part)
         joined = Moments.join(parts) if parts else self.moments
-        unread = dict.fromkeys(self.unread + other.unread)
-        about = {**other.about, **self.about}
-        left = tuple(dict.fromkeys(self.not_provided + other.not_provided))
         return HeadSummary(
             tuple(layers),
             self.metrics,
             joined,
-            about,
-            tuple(unread),
+            {**other.about, **self.about},
+            tuple(dict.fromkeys(self.unread + other.unread)),
             OptionalParts.join(optional),
-            left,
+            tuple(dict.fromkeys(self.not_provided + other.not_provided)),
             merged_maps(self.maps, other.maps),
         )
 
@@ -290,16 +270,14 @@ class HeadSummary:
     def columns(self) -> dict[str, list[Any]]:
         """A table with one row for each layer and head, as columns.
 
-        ``layer`` (index in model order), ``head``, ``module``, ``status``, ``rows``, then how many
-        rows of the layer were left out and why: ``padded`` (``padded_by`` names the masks that
-        told), ``empty`` (they see no key), ``excluded`` (not asked for) and ``skipped`` (not
-        drawn), and of those read, ``unseen`` (no row sees their token). Then for each metric its
-        mean, standard deviation, smallest and largest value over rows, and where rows were drawn
-        the standard error that gives the mean. With structure, also the mean weight by octave of
-        distance, ``mass_octave_<k>`` behind and ``mass_octave_ahead_<k>`` ahead, and ``classes``,
-        the names :func:`classify` gives. With spans, the mean weight of all rows on each of them,
-        ``weight_on_<span>``, its standard error over sequences, ``weight_on_<span>_error``, and
-        what equal weights would give, ``weight_on_<span>_even``.
+        ``layer`` (index in model order), ``head``, ``module``, ``status`` and ``rows``; how many
+        rows were left out: ``padded`` (by the masks in ``padded_by``), ``empty`` (no visible key),
+        ``excluded`` (not requested) and ``skipped`` (not sampled); and ``unseen``, rows read whose
+        token no row sees. Then mean, standard deviation, minimum and maximum of each metric over
+        rows and, with sampling, the mean's standard error. With structure, ``classes``
+        (:func:`classify`) and the mean weight by octave of distance, ``mass_octave_<k>`` behind and
+        ``mass_octave_ahead_<k>`` ahead. With spans, the mean weight on each, ``weight_on_<span>``,
+        its standard error over sequences, and the value of equal weights (``_error``, ``_even``).
         """
         places = self.places
         table: dict[str, list[Any]] = {
@@ -311,28 +289,12 @@ class HeadSummary:
         }
         for count in (*LEFT_OUT, "padded_by", "unseen"):
             table[count] = [getattr(self.layers[layer], count) for layer, _ in places]
-        moments, std = self.moments, self.moments.std
-        for column, name in enumerate(self.metrics):
-            none = moments.count[:, column] == 0
-            columns = (moments.mean, std, moments.low, moments.high)
-            for part, values in zip(("mean", "std", "min", "max"), columns, strict=True):
-                table[f"{name}_{part}"] = values[:, column].masked_fill(none, math.nan).tolist()
-            if self.sampled:
-                table[f"{name}_sampling_error"] = self.sampling_error(name).tolist()
+        table |= self.moments.columns(self.metrics, sampled=self.sampled)
         if self.distances is not None:
-            none = self.distances.rows == 0
-            for side, where in enumerate(("", "ahead_")):
-                for octave in range(side, self.distances.mass.shape[-1]):
-                    values = self.distances.mass[:, side, octave].masked_fill(none, math.nan)
-                    table[f"mass_octave_{where}{octave}"] = values.tolist()
+            table |= self.distances.columns()
             table["classes"] = [" ".join(one.name for one in each) for each in classify(self)]
         if self.spans is not None:
-            none, error = self.spans.rows[:, -1] == 0, self.spans.error
-            for column, name in enumerate((*self.spans.names, OTHER)):
-                parts = {"": self.spans.mean, "_error": error, "_even": self.spans.even}
-                for part, values in parts.items():
-                    values = values[:, -1, column].masked_fill(none, math.nan)
-                    table[f"weight_on_{name}{part}"] = values.tolist()
+            table |= self.spans.columns()
         return table
 
     def to_arrow(self) -> pyarrow.Table:
@@ -358,26 +320,16 @@ class HeadSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values: numbers that are not finite become None."""
-        places, moments, std = self.places, self.moments, self.moments.std
-        errors = moments.sampling_error
-        heads = []
-        for index, (layer, head) in enumerate(places):
-            metrics = {}
-            for column, name in enumerate(self.metrics):
-                none = int(moments.count[index, column]) == 0
-                parts = (moments.mean, std, moments.low, moments.high)
-                values = [None if none else finite(float(part[index, column])) for part in parts]
-                metrics[name] = {
-                    "count": int(moments.count[index, column]),
-                    **dict(zip(("mean", "std", "min", "max"), values, strict=True)),
-                    "histogram": moments.histogram[index, column].tolist(),
-                }
-                if self.sampled:
-                    metrics[name]["sampling_error"] = finite(float(errors[index, column]))
-            heads.append({"layer": layer, "head": head, "metrics": metrics})
+        heads = [
+            {"layer": layer, "head": head, "metrics": metrics}
+            for (layer, head), metrics in zip(
+                self.places, self.moments.to_dicts(self.metrics, sampled=self.sampled), strict=True
+            )
+        ]
         for entry, classes in zip(heads, classify(self), strict=True):
             entry["classes"] = [finite(each.to_dict()) for each in classes]
-        self._add_optional_parts(heads)
+        more = self.optional_parts.to_dicts(self.metrics, len(heads))
+        heads = [entry | parts for entry, parts in zip(heads, more, strict=True)]
         return {
             "schema": SCHEMA,
             "about": finite(dict(self.about)),
@@ -398,37 +350,14 @@ class HeadSummary:
             "unread": list(self.unread),
             "coverage": self.coverage,
             "not_provided": list(self.not_provided),
-        } | self._maps_to_dict()
-
-    def _maps_to_dict(self) -> dict[str, Any]:
-        """Rows of named heads as JSON values, or how many there are where they are too many."""
-        if not self.maps:
-            return {}
-        if not few_enough(self.maps):
-            return {"maps_left_out": len(self.maps)}
-        return {"maps": [one.record() | {"weights": one.weights.tolist()} for one in self.maps]}
-
-    def _add_optional_parts(self, heads: list[dict[str, Any]]) -> None:
-        """Add profiles, distances, examples and spans to heads' JSON values."""
-        for title, profile in (("by_n", self.profile), ("by_position", self.positions)):
-            if profile is None:
-                continue
-            for entry, octaves in zip(heads, profile.to_dicts(self.metrics), strict=True):
-                entry[title] = finite(octaves)
-        for index, entry in enumerate(heads):
-            if self.distances is not None:
-                entry["distances"] = self.distances.to_dict(index)
-            if self.examples is not None:
-                entry["examples"] = [finite(row.to_dict()) for row in self.examples.rows(index)]
-            if self.spans is not None:
-                entry["spans"] = self.spans.to_dict(index)
+        } | maps_to_dict(self.maps)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict` as a JSON file, atomically."""
         write_text(path, as_json(self.to_dict()))
 
     def parts(self) -> tuple[dict[str, str], dict[str, Tensor]]:
-        """Header and arrays for a file or a message; :func:`from_parts` is the inverse."""
+        """Header and arrays for a file or a message, which ``summary.state.from_parts`` reads."""
         record = {
             "metrics": self.metrics,
             "layers": [asdict(layer) for layer in self.layers],
@@ -449,7 +378,7 @@ class HeadSummary:
         return header, tensors
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, str] | None = None) -> None:
-        """Write the summary as a safetensors file, atomically; :func:`load` reads it exactly.
+        """Write the summary as a safetensors file, atomically; :func:`acutance.load` reads it.
 
         Maps of more than 262,144 weights are left out, and ``about`` says so.
 
@@ -468,41 +397,3 @@ class HeadSummary:
         # save_file has a temporary file of its own, whose name a killed run would leave behind
         whole = save(tensors, metadata=sealed(header, tensors))
         write_bytes(path, whole)
-
-
-def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> HeadSummary:
-    """Rebuild a summary from its :meth:`HeadSummary.parts`.
-
-    Raises:
-        ValueError: naming the first thing that does not fit.
-    """
-    record, tensors = checked_record(header), expand(header, tensors)
-    layers = tuple(
-        Layer(**layer | {"chosen": tuple(layer.get("chosen", ()))}) for layer in record["layers"]
-    )
-    metrics, unread = tuple(record["metrics"]), tuple(record["unread"])
-    heads = sum(layer.heads for layer in layers)
-    arrays = {name: tensor for name, tensor in tensors.items() if "." not in name}
-    moments = Moments(**checked_tensors(arrays, heads, len(metrics)))
-    more = {name: tensor for name, tensor in tensors.items() if "." in name}
-    rows = {name[5:]: more.pop(name) for name in list(more) if name.startswith("maps.")}
-    maps = checked_maps(optional(header, "maps", list), rows)
-    words, spans = optional(header, "words"), optional(header, "spans", list)
-    parts = OptionalParts.checked(more, heads, len(metrics), words, spans)
-    left = tuple(record.get("not_provided", ()))
-    return HeadSummary(layers, metrics, moments, record["about"], unread, parts, left, maps)
-
-
-def load(path: str | os.PathLike[str]) -> HeadSummary:
-    """Read a summary that :meth:`HeadSummary.save` wrote.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is not such a file, is cut short, is of another schema, or holds what no
-            probe writes.
-    """
-    header, tensors = read(path, SCHEMA)
-    try:
-        return from_parts(header, tensors)
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(path)} has a damaged header: {error}") from error

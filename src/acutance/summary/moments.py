@@ -12,11 +12,12 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from acutance.files import finite
 from acutance.summary.head_arrays import HeadArrays
 
 BINS = 64
@@ -296,6 +297,37 @@ class Moments(HeadArrays):
             M2=self.M2 * (total / drawn),
             sampling=torch.where(self.count == 0, 0.0, weight.square() * per_row),
         )
+
+    def columns(self, metrics: tuple[str, ...], *, sampled: bool) -> dict[str, list[float]]:
+        """Mean, spread and extremes of each metric, a value for each head; NaN without rows."""
+        parts = {"mean": self.mean, "std": self.std, "min": self.low, "max": self.high}
+        table = {}
+        for column, name in enumerate(metrics):
+            none = self.count[:, column] == 0
+            for part, values in parts.items():
+                table[f"{name}_{part}"] = values[:, column].masked_fill(none, math.nan).tolist()
+            if sampled:
+                table[f"{name}_sampling_error"] = self.sampling_error[:, column].tolist()
+        return table
+
+    def to_dicts(self, metrics: tuple[str, ...], *, sampled: bool) -> list[dict[str, Any]]:
+        """Each head's numbers of each metric as plain JSON values; None where not finite."""
+        parts = {"mean": self.mean, "std": self.std, "min": self.low, "max": self.high}
+        count, histogram = self.count.tolist(), self.histogram.tolist()
+        none = self.count == 0
+        values = {part: x.masked_fill(none, math.nan).tolist() for part, x in parts.items()}
+        errors = self.sampling_error.tolist() if sampled else []
+        heads = []
+        for head in range(len(count)):
+            entry: dict[str, Any] = {}
+            for column, name in enumerate(metrics):
+                numbers = {part: x[head][column] for part, x in values.items()}
+                bins = histogram[head][column]
+                entry[name] = {"count": count[head][column], **numbers, "histogram": bins}
+                if sampled:
+                    entry[name]["sampling_error"] = errors[head][column]
+            heads.append(finite(entry))
+        return heads
 
     @property
     def sampling_error(self) -> Tensor:

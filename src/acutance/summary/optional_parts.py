@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from acutance.files import finite
 from acutance.summary.by_octave import Profile
 from acutance.summary.distances import Distances
 from acutance.summary.examples import Examples
@@ -84,6 +85,22 @@ class OptionalParts:
             for name, part in self._present()
             for array, tensor in part.tensors().items()
         }
+
+    def to_dicts(self, metrics: tuple[str, ...], heads: int) -> list[dict[str, Any]]:
+        """Each head's parts as plain JSON values."""
+        entries: list[dict[str, Any]] = [{} for _ in range(heads)]
+        for title, profile in (("by_n", self.profile), ("by_position", self.positions)):
+            if profile is not None:
+                for entry, octaves in zip(entries, profile.to_dicts(metrics), strict=True):
+                    entry[title] = octaves
+        for head, entry in enumerate(entries):
+            if self.distances is not None:
+                entry["distances"] = self.distances.to_dict(head)
+            if self.examples is not None:
+                entry["examples"] = [row.to_dict() for row in self.examples.rows(head)]
+            if self.spans is not None:
+                entry["spans"] = self.spans.to_dict(head)
+        return [finite(entry) for entry in entries]
 
     @staticmethod
     def checked(

@@ -165,6 +165,16 @@ class Spans(HeadArrays):
         """The names as JSON, for a file's header."""
         return json.dumps(self.names)
 
+    def columns(self) -> dict[str, list[float]]:
+        """Weight of all rows on each span, ``weight_on_<span>``, its error, and even weights'."""
+        none = self.rows[:, -1] == 0
+        parts = {"": self.mean, "_error": self.error, "_even": self.even}
+        return {
+            f"weight_on_{name}{part}": values[:, -1, column].masked_fill(none, math.nan).tolist()
+            for column, name in enumerate((*self.names, OTHER))
+            for part, values in parts.items()
+        }
+
     def to_dict(self, head: int) -> dict[str, Any]:
         """One head's numbers as plain JSON values: for each kind of row, the weight on each span.
 

@@ -8,8 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from acutance.summary.files import MOST, parse, read
-from acutance.summary.head_summary import SCHEMA, HeadSummary, from_parts
+from torch import Tensor
+
+from acutance.summary.files import (
+    MOST,
+    checked_record,
+    checked_tensors,
+    expand,
+    optional,
+    parse,
+    read,
+)
+from acutance.summary.head_maps import checked_maps
+from acutance.summary.head_summary import SCHEMA, HeadSummary
+from acutance.summary.layer import Layer
+from acutance.summary.moments import Moments
+from acutance.summary.optional_parts import OptionalParts
 
 __all__ = ["WHOLE", "Run", "Shard", "State", "load_state", "merge_states", "ranges"]
 
@@ -289,3 +303,41 @@ def _describe(value: Any) -> str:
         return "not set"
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def from_parts(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> HeadSummary:
+    """Rebuild a summary from its :meth:`HeadSummary.parts`.
+
+    Raises:
+        ValueError: naming the first thing that does not fit.
+    """
+    record, tensors = checked_record(header), expand(header, tensors)
+    layers = tuple(
+        Layer(**layer | {"chosen": tuple(layer.get("chosen", ()))}) for layer in record["layers"]
+    )
+    metrics, unread = tuple(record["metrics"]), tuple(record["unread"])
+    heads = sum(layer.heads for layer in layers)
+    arrays = {name: tensor for name, tensor in tensors.items() if "." not in name}
+    moments = Moments(**checked_tensors(arrays, heads, len(metrics)))
+    more = {name: tensor for name, tensor in tensors.items() if "." in name}
+    rows = {name[5:]: more.pop(name) for name in list(more) if name.startswith("maps.")}
+    maps = checked_maps(optional(header, "maps", list), rows)
+    words, spans = optional(header, "words"), optional(header, "spans", list)
+    parts = OptionalParts.checked(more, heads, len(metrics), words, spans)
+    left = tuple(record.get("not_provided", ()))
+    return HeadSummary(layers, metrics, moments, record["about"], unread, parts, left, maps)
+
+
+def load(path: str | os.PathLike[str]) -> HeadSummary:
+    """Read a summary that :meth:`HeadSummary.save` wrote.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is not such a file, is cut short, is of another schema, or holds what no
+            probe writes.
+    """
+    header, tensors = read(path, SCHEMA)
+    try:
+        return from_parts(header, tensors)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)} has a damaged header: {error}") from error

@@ -237,9 +237,8 @@ def tau_for_information(
         if setting == "random_keys":
             return 1 / _solve(_match_among_random(count, dim), count, part)
         if setting == "simplex":
-            return (
-                count / (count - 1) / _solve(lambda span: _two_level(count, 1, span), count, part)
-            )
+            span = _solve(lambda span: _two_level(count, 1, span), count, part)
+            return count / (count - 1) / span
 
         def free(span: float) -> tuple[float, float]:
             best, _ = _best_count(np.asarray(count), np.asarray(span))
@@ -387,9 +386,8 @@ def _entropy_excess(u: float) -> float:
 
 
 def _span(temperature: ArrayLike, extent: ArrayLike) -> Array:
-    tau = checked(
-        "tau", temperature, "the temperature must be finite and greater than 0", above=0.0
-    )
+    rule = "the temperature must be finite and greater than 0"
+    tau = checked("tau", temperature, rule, above=0.0)
     width = checked("width", extent, "the width must be finite and greater than 0", above=0.0)
     with np.errstate(over="ignore"):
         return np.asarray(np.clip(width / tau, 1e-300, 1e300), np.float64)
@@ -397,7 +395,6 @@ def _span(temperature: ArrayLike, extent: ArrayLike) -> Array:
 
 def _keys(n: ArrayLike) -> Array:
     keys = np.asarray(n, np.float64)
-    whole = np.isfinite(keys) & (keys >= 2)
-    whole &= np.floor(np.where(whole, keys, 0.5)) == keys
+    whole = np.isfinite(keys) & (keys >= 2) & (keys == np.floor(keys))
     require("n", keys, whole, "the number of keys is an integer of at least 2")
     return keys
