@@ -48,8 +48,8 @@ class RowState(NamedTuple):
             noise metrics were requested.
         R1: :math:`\sum_j e_j^2 v_j / Q`, (..., Ev).
         R2: :math:`\sum_j e_j^2 \lVert v_j - R_1 \rVert^2`.
-        gaps: (..., 64) int32, visible keys by their distance below ``m``
-            (:mod:`acutance.rowstats.gaps`); no element, (..., 0), unless it was requested.
+        gaps: (..., 64) int32, visible keys by distance below ``m`` (:mod:`acutance.rowstats.gaps`);
+            no element, (..., 0), unless it was requested.
 
     The maximum inside ``Z, U, W, Q`` is a reference point, not a variable: autograd treats it as a
     constant there, and every metric is a function of the state for which that is exact.
@@ -80,8 +80,7 @@ def has_noise(state: RowState) -> bool:
 
 def has_gaps(state: RowState) -> bool:
     """Whether a state carries the gap histogram."""
-    shape = state.gaps.shape
-    return shape[-1] == histogram.BINS and len(shape) == state.Z.dim() + 1
+    return state.gaps.shape[-1:] == (histogram.BINS,) and state.gaps.dim() == state.Z.dim() + 1
 
 
 def has_sink(state: RowState) -> bool:
@@ -223,7 +222,6 @@ def observe_visible(
     depth = -t.sum(-1) / n.clamp(min=1)
     away = (t + depth.unsqueeze(-1)).masked_fill(hidden, 0.0)
     column = seen.to(torch.uint8).argmax(-1)
-    offset = UNPLACED if first_key is None else first_key
     state = RowState(
         n=n,
         m=m,
@@ -235,7 +233,7 @@ def observe_visible(
         M2=away.square().sum(-1),
         depth=depth,
         first=plain.gather(-1, column.unsqueeze(-1)).squeeze(-1),
-        first_index=torch.where(n > 0, column + offset, NO_KEY),
+        first_index=torch.where(n > 0, column + place_of(first_key), NO_KEY),
         sink=_nothing(Z.detach()) if sink is None else sink.to(dtype).expand_as(Z),
         **_no_values(Z.detach()),
     )
@@ -248,6 +246,11 @@ def observe_visible(
     R1 = ratio((squared * v).sum(-2), squared.sum(-2))
     spread = (v - R1.unsqueeze(-2)).square().sum(-1)
     return state._replace(O=(e.unsqueeze(-1) * v).sum(-2), R1=R1, R2=(e.square() * spread).sum(-1))
+
+
+def place_of(first_key: int | None) -> int:
+    """The offset from a column to its ``first_index``."""
+    return UNPLACED if first_key is None else first_key
 
 
 def unplaced(index: Tensor) -> Tensor:
@@ -336,11 +339,8 @@ def merge(left: RowState, right: RowState) -> RowState:
         return state
     part = ratio(b.Q, state.Q)
     between = b.R1 - a.R1
-    return state._replace(
-        O=a.O + b.O,
-        R1=a.R1 + between * part.unsqueeze(-1),
-        R2=a.R2 + b.R2 + between.square().sum(-1) * a.Q * part,
-    )
+    R2 = a.R2 + b.R2 + between.square().sum(-1) * a.Q * part
+    return state._replace(O=a.O + b.O, R1=a.R1 + between * part.unsqueeze(-1), R2=R2)
 
 
 def sum_of_gaps(parts: Sequence[RowState], m: Tensor) -> Tensor:
@@ -368,9 +368,8 @@ def _same_sink(left: RowState, right: RowState) -> Tensor:
 def check_state(part: object, kind: type, function: str, attribute: str) -> None:
     """Raise TypeError unless ``part`` is of the kind of sums that a merge function needs."""
     if not isinstance(part, kind):
-        name = type(part).__name__
         advice = f": pass its .{attribute}" if hasattr(part, attribute) else ""
-        raise TypeError(f"{function} needs two {kind.__name__}, got {name}{advice}")
+        raise TypeError(f"{function} needs two {kind.__name__}, got {type(part).__name__}{advice}")
 
 
 def _middle(state: RowState, reference: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 r"""What every metric of an attention row should be, for a mechanism and a number of keys.
 
 The prediction has the shape of what is measured, one field for each metric of ``acutance.METRICS``,
-so that comparing is a subtraction. Softmax, cosine, relu² and identity rows are taken at finite n,
-by the exact means of ``finite_n`` and ``prediction.weighted``; the
-formulas for infinitely many keys stand beside them in ``Prediction.population``.
+so that comparing is a subtraction. Softmax, cosine, relu² and identity rows are exact means at
+finite n; formulas for infinitely many keys are in ``Prediction.population``.
 
 Sources: Su Jianlin, kexue.fm/archives/9889, 9593, 9034; Derrida (1981), Phys. Rev. B 24, 2613.
 """
