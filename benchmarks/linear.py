@@ -13,13 +13,13 @@ import argparse
 import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from acutance import mechanisms
+from acutance.comparison.measured import cpu_seconds
 
 SHORT, LONG, LIMIT = 16384, 65536, 4.6
 
@@ -45,14 +45,14 @@ def timed(call: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[float, flo
     """Seconds of the forward and of the backward pass."""
     gc.collect()
     with torch.no_grad():
-        start = time.process_time()
+        start = cpu_seconds()
         call(*inputs)
-        forward = time.process_time() - start
+        forward = cpu_seconds() - start
     out = call(*inputs)
     upstream = torch.ones_like(out)
-    start = time.process_time()
+    start = cpu_seconds()
     torch.autograd.grad(out, inputs, upstream)
-    return forward, time.process_time() - start
+    return forward, cpu_seconds() - start
 
 
 def main() -> int:

@@ -16,7 +16,6 @@ import argparse
 import json
 import platform
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from acutance.comparison.measured import cpu_seconds
 from acutance.training import AttentionMonitor
 
 WIDTH, HEADS, LAYERS, TOKENS, BATCH, WORDS = 256, 8, 4, 256, 1, 512
@@ -96,9 +96,9 @@ class Run:
 
     def timed(self) -> float:
         """Processor seconds of one step."""
-        start = time.process_time()
+        start = cpu_seconds()
         self.step()
-        return time.process_time() - start
+        return cpu_seconds() - start
 
 
 def medians(given: dict[str, Any]) -> dict[str, float]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 import acutance
+from acutance.comparison.measured import cpu_seconds
 
 #: Options of each contender's probe; None probes nothing.
 CONTENDERS: dict[str, dict[str, Any] | None] = {
@@ -151,9 +152,9 @@ def measure(model: torch.nn.Module, ids: Tensor, rounds: int) -> dict[str, dict[
     for turn in range(rounds):
         names = list(CONTENDERS) if turn % 2 == 0 else list(reversed(CONTENDERS))
         for name in names:
-            cpu, wall = time.process_time(), time.perf_counter()
+            cpu, wall = cpu_seconds(), time.perf_counter()
             run(model, ids, probes[name])
-            taken[name].append((time.process_time() - cpu, time.perf_counter() - wall))
+            taken[name].append((cpu_seconds() - cpu, time.perf_counter() - wall))
     base = taken["plain"]
     return {
         name: {

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 import acutance
+from acutance.comparison.measured import cpu_seconds
 from acutance.scaling import LogN
 
 
@@ -136,9 +136,9 @@ def measure(contenders: Contenders, rounds: int) -> dict[str, float]:
             run, around = contenders[name]
             with nullcontext() if around is None else around():
                 run()
-                start = time.process_time()
+                start = cpu_seconds()
                 run()
-                seconds[name].append(time.process_time() - start)
+                seconds[name].append(cpu_seconds() - start)
     plain = seconds["plain"]
     ratios = {
         name: statistics.median(one / other for one, other in zip(each, plain, strict=True))

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from acutance.comparison.measured import memory_method
+from acutance.comparison.measured import cpu_seconds, memory_method
 from acutance.kernels import info, library
 from benchmarks.cpu.records import Environment, Peak
 
@@ -120,7 +120,7 @@ def _slope(way: Callable[[torch.Tensor], object], sizes: list[torch.Tensor]) -> 
 
 def _shortest(call: Callable[[], object], threads: int) -> float:
     """Seconds of the fastest of some tries: CPU time with one thread, wall time with more."""
-    clock = time.process_time if threads == 1 else time.perf_counter
+    clock = cpu_seconds if threads == 1 else time.perf_counter
     call()
     taken = []
     for _ in range(_TRIES):

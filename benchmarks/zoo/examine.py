@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.readers.torch_functions import NO_PRODUCT
+from acutance.comparison.measured import cpu_seconds
 from acutance.probing import Probe, ProbeError
 from acutance.probing.settings import ProbeSettings
 from zoo import inputs, small
@@ -101,7 +101,7 @@ class Rows(Probe):
 
 def examine(model_type: str) -> Examined:
     """Everything about one model type; it does not raise, the reason is in what it returns."""
-    start = time.process_time()
+    start = cpu_seconds()
     examined = Examined(model_type)
     try:
         _examine(examined)
@@ -109,7 +109,7 @@ def examine(model_type: str) -> Examined:
         examined.reason = str(error)
     if examined.verdict == "not run" and not examined.reason:
         examined.reason = "its signature has a place for none of the inputs"
-    examined.seconds = round(time.process_time() - start, 2)
+    examined.seconds = round(cpu_seconds() - start, 2)
     return examined
 
 
@@ -135,10 +135,10 @@ def _examine(examined: Examined) -> None:
 
 def under_laws(model_type: str) -> dict[str, Any]:
     """The law of a model type alone, as a record, without judging anew how it is read."""
-    start = time.process_time()
+    start = cpu_seconds()
     found = runnable(model_type, Examined(model_type))
     law = Lawful(failed="it did not run") if found is None else lawful(found[0], found[3])
-    return {**asdict(law), "seconds": round(time.process_time() - start, 2)}
+    return {**asdict(law), "seconds": round(cpu_seconds() - start, 2)}
 
 
 def runnable(model_type: str, examined: Examined) -> tuple[Any, Any, str, dict[str, Any]] | None:
@@ -148,10 +148,10 @@ def runnable(model_type: str, examined: Examined) -> tuple[Any, Any, str, dict[s
     if not classes:
         examined.reason = "no class of a model takes its configuration"
         return None
-    built, tried = False, time.process_time()
+    built, tried = False, cpu_seconds()
     for make in small.configurations(config_class):
         for model_class in classes[:3]:
-            if time.process_time() - tried > 5.0:
+            if cpu_seconds() - tried > 5.0:
                 return None
             try:
                 config = make()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from acutance.comparison import measured
 from acutance.comparison.measured import Seconds
 from benchmarks.cpu import machine, measure, memory
 from benchmarks.cpu.cases import CASES, Case
@@ -56,7 +57,7 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now[0]
 
-    def process_time(self) -> float:
+    def cpu_seconds(self) -> float:
         return self.now[1]
 
     def spend(self, wall: float, cpu: float) -> None:
@@ -64,9 +65,10 @@ class Clock:
         self.now[1] += cpu
 
     def set(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have the standard library read this clock."""
+        """Let measurements read this clock."""
         monkeypatch.setattr(time, "perf_counter", self.perf_counter)
-        monkeypatch.setattr(time, "process_time", self.process_time)
+        for module in (measured, machine):
+            monkeypatch.setattr(module, "cpu_seconds", self.cpu_seconds)
 
 
 def test_preparing_a_turn_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

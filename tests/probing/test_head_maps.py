@@ -60,6 +60,36 @@ def probed(minilm: Any, **options: Any) -> acutance.probing.Probe:
     return probe
 
 
+@pytest.mark.parametrize("options", [{"max_rows": 3}, {"max_rows": 3, "provide": True}])
+def test_rows_are_the_same_where_statistics_are_of_a_sample(minilm: Any, options: Any) -> None:
+    asked: dict[str, Any] = {"maps": {"5.3": [0, 3, 5], "0.2": [1, 4]}, "tokenizer": Words()}
+    every, sampled = probed(minilm, **asked), probed(minilm, **asked, **options)
+    assert sampled.summary().unread == ()
+    assert all(layer.rows <= 3 for layer in sampled.summary().layers)
+    for name, maps in every.maps.items():
+        for one, other in zip(maps, sampled.maps[name], strict=True):
+            assert other.record() == one.record()
+            torch.testing.assert_close(other.weights, one.weights)
+
+
+def test_a_sample_of_a_continued_sequence_keeps_its_places(
+    llama_models: Any, random_tokens: Any
+) -> None:
+    ids, model = random_tokens(2, 10), llama_models["sdpa"]
+    asked: dict[str, Any] = {"maps": {(1, 2): [5, 7, 9]}, "tokenizer": Words()}
+    records = []
+    for options in ({}, {"max_rows": 2, "structure": True}):
+        with torch.no_grad(), acutance.probe(model, **asked, **options) as probe:
+            cache = model(ids[:, :6], use_cache=True).past_key_values
+            model(ids[:, 6:], past_key_values=cache, use_cache=True)
+        assert probe.summary().unread == ()
+        records.append([one.record() for one in probe.maps["layer 1 head 2"]])
+        assert [one.positions for one in probe.maps["layer 1 head 2"]] == [(5, 7, 9)] * 2
+        for one in probe.maps["layer 1 head 2"]:
+            assert one.tokens == tuple(f"word{i}" for i in ids[one.sequence].tolist())
+    assert records[0] == records[1]
+
+
 class Words:
     """A tokenizer that names ids."""
 
@@ -139,3 +169,12 @@ def test_rows_that_no_sequence_has_are_listed() -> None:
         model(*[torch.randn(1, 5, 8)] * 3)
     assert [one.positions for one in probe.maps["0.1"]] == [(2,)]
     assert probe.summary().unread == ("maps: no sequence has row 99 of '0.0'",)
+
+
+def test_a_row_that_only_the_longer_sequence_of_a_batch_has() -> None:
+    model, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
+    padding = torch.arange(5) >= torch.tensor([[3], [5]])
+    with torch.no_grad(), acutance.probe(model, maps={"0.1": 4}) as probe:
+        model(x, x, x, key_padding_mask=padding)
+    assert [(one.sequence, one.positions) for one in probe.maps["0.1"]] == [(1, (4,))]
+    assert probe.summary().unread == ()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from acutance.comparison.record import COMPARED, Inputs
+from acutance.kernels.selection.timing import cpu_seconds
 from acutance.mechanisms import Mechanism
 from acutance.mechanisms.entry import Decay, Gated, Linear, Recurrence, Statistics
 
@@ -25,6 +26,7 @@ __all__ = [
     "Rows",
     "Seconds",
     "cost",
+    "cpu_seconds",
     "fixed_weights",
     "high_water",
     "mean_and_error",
@@ -207,10 +209,10 @@ class Seconds(NamedTuple):
 
 def timed(call: Callable[[], object], repeats: int = 1) -> Seconds:
     """Wall and process CPU seconds of one call, the mean of ``repeats``."""
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall, cpu = time.perf_counter(), cpu_seconds()
     for _ in range(repeats):
         call()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
     return Seconds(wall / repeats, cpu / repeats)
 
 

@@ -80,7 +80,7 @@ class MapReader:
 
         Args:
             whole: of all heads and rows.
-            places: where its rows stand.
+            places: where all its rows stand.
             real: boolean (B, L), rows that count; None if all do.
         """
         name = whole.module.partition("#")[0]
@@ -154,6 +154,8 @@ class MapReader:
         with self._lock:
             kept = sorted(self._kept.items(), key=lambda item: item[0][3])
         for (name, module, head, sequence), one in kept:
+            if not one.rows:  # a shorter sequence of a batch
+                continue
             positions = sorted(one.rows)
             keys = max(map(len, one.rows.values()))
             weights = torch.zeros(len(positions), keys)

@@ -269,14 +269,15 @@ class Reader:
         if read.layer.provided:  # computed whole: cut only now
             call = call if part.heads is None else take_heads(call, part.heads)
             call = call if part.sample is None else take_rows(call, part.sample)
-        places = self._places.of(whole, call.masking(), part.sample, module)
+        of_whole = self._places.of(whole, module)
+        places = of_whole.of(part.sample)
         if self.structure is not None:
             found, rows, tokens = self.structure.read(call, whole, read.stats, places)
             name = read.layer.module
             self.structure.keep(name, rows, read.stats, read.kept, found.positions, tokens)
             read = read._replace(structured=found)
         if self.maps is not None:
-            self.maps.read(whole, places, part.rows.counted)
+            self.maps.read(whole, of_whole, part.rows.counted)
         return self._with_spans(read, lambda spans: spans.read(call, whole, places))
 
     def _with_spans(self, read: Read, weigh: Callable[[SpanReader], SpanWeights | None]) -> Read:

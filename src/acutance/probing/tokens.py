@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from acutance.capture.attention_call import AttentionCall
 from acutance.capture.module_hooks import follow_inputs
 from acutance.capture.module_names import unwrap
 from acutance.capture.module_stack import rerun
-from acutance.masks import Masking
 from acutance.probing.row_sampling import Sample
 from acutance.structure.blocks import last_visible
 
@@ -120,7 +119,7 @@ class InputPlaces:
     Attributes:
         queries: (1 or B, L), the key at which each query stands; None where queries are of another
             sequence than the keys.
-        last: the key at which the call's last query stands, drawn or not; −1 where not known.
+        last: the key at which the whole call's last query stands; −1 where not known.
         before: tokens of the input before key 0, which a cache that slides with a window has lost.
         begins: whether the call holds the whole sequence so far, and so begins a new one.
     """
@@ -135,6 +134,14 @@ class InputPlaces:
         """Where each query stands in the input, (1 or B, L)."""
         return None if self.queries is None else self.queries + self.before
 
+    def of(self, sample: Sample | None) -> InputPlaces:
+        """The places of the rows that were drawn; all of them if ``sample`` is None."""
+        if sample is None or self.queries is None:
+            return self
+        positions = sample.positions.to(self.queries.device)
+        queries = self.queries.expand(len(positions), -1).gather(1, positions)
+        return replace(self, queries=queries)
+
 
 class PlaceReader(threading.local):
     """Follows the layers of one thread, whose calls may continue from those before."""
@@ -142,9 +149,7 @@ class PlaceReader(threading.local):
     def __init__(self) -> None:
         self._tokens: dict[str, int] = {}
 
-    def of(
-        self, whole: AttentionCall, masking: Masking, sample: Sample | None, module: Any = None
-    ) -> InputPlaces:
+    def of(self, call: AttentionCall, module: Any = None) -> InputPlaces:
         """The places of a call.
 
         A call whose queries are as many as its keys, or that says where they begin, is believed.
@@ -152,28 +157,24 @@ class PlaceReader(threading.local):
         see.
 
         Args:
-            whole: the call before rows were drawn from it.
-            masking: of the rows that are read.
-            sample: how they were drawn; None if all are there.
+            call: with all its heads and rows. Each call is given once, since the next may continue
+                it.
             module: whose call it is; its window tells of a cache that slides.
         """
-        if whole.cross:
+        if call.cross:
             return InputPlaces(None)
-        queries, keys, device = whole.query.shape[2], whole.key.shape[2], whole.query.device
-        if queries >= keys or whole.is_causal or whole.query_offset:
-            first = whole.query_offset
+        queries, keys, device = call.query.shape[2], call.key.shape[2], call.query.device
+        if queries >= keys or call.is_causal or call.query_offset:
+            first = call.query_offset
             last = first + queries - 1
-            if sample is None:
-                places = torch.arange(first, first + queries, device=device)[None]
-            else:
-                places = sample.positions.to(device) + first
+            places = torch.arange(first, first + queries, device=device)[None]
         else:
-            places = last_visible(masking)
+            places = last_visible(call.masking())
             last = int(places.max()) if places.numel() else -1
         begins = last < queries
-        tokens = queries if begins else self._tokens.get(whole.module, 0) + queries
-        self._tokens[whole.module] = tokens
-        window = _window(whole, module)
+        tokens = queries if begins else self._tokens.get(call.module, 0) + queries
+        self._tokens[call.module] = tokens
+        window = _window(call, module)
         slides = window is not None and queries < keys == window - 1 + queries
         before = max(0, tokens - 1 - last) if slides and not begins else 0
         return InputPlaces(places, last, before, begins)

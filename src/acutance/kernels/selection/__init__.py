@@ -162,7 +162,7 @@ def _most_queries(native: float, few: float, many: float) -> float:
     """
     least, most = _BLOCKED_QUERIES
     each = (many - few) / (most - least)
-    if each <= 0.0:  # a clock in coarse steps, as under a limit of CPU time, tells nothing
+    if each <= 0.0:  # the clock's steps are too coarse, as Windows' are
         return math.inf
     start = max(few - least * each, 0.0)
     return math.inf if native <= each else start / (native - each)
