@@ -67,12 +67,12 @@ def checked(
 
 
 def checked_keys(name: str, n: ArrayLike) -> Array:
-    """Check a number of keys: at least 2, not only integers."""
+    """Convert numbers of keys to float64; ValueError unless all are finite and at least 2."""
     return checked(name, n, "the number of keys must be at least 2", 2.0)
 
 
 def checked_dimension(d: ArrayLike) -> Array:
-    """Check the dimension of queries and keys: at least 2, not only integers."""
+    """Convert dimensions of queries and keys to float64; ValueError unless finite and >= 2."""
     return checked("d", d, "the dimension must be finite and at least 2", 2.0)
 
 
@@ -88,7 +88,7 @@ def result(values: ArrayLike) -> float | Array:
 
 
 def pointwise(point: Callable[..., float], *arrays: Array) -> float | Array:
-    """Evaluate a function of floats at each entry of arrays, which all have one shape.
+    """Evaluate a function of floats entry by entry, on arrays of equal shape.
 
     Example:
         >>> import math
@@ -102,14 +102,21 @@ def pointwise(point: Callable[..., float], *arrays: Array) -> float | Array:
 def pointwise_rows(
     point: Callable[[float, float], float], n: ArrayLike, gamma: ArrayLike, least: float = 1.0
 ) -> float | Array:
-    """Check numbers of keys n and logit scales gamma, then evaluate at each broadcast pair."""
+    """Check n >= ``least`` and gamma >= 0, then evaluate ``point(n, gamma)`` for each pair.
+
+    Returns:
+        float64 of the shape to which n and gamma broadcast; a float for scalars.
+    """
     keys = checked("n", n, f"the number of keys must be finite and at least {least:g}", least)
     scale = checked("gamma", gamma, "the scale of the logits must be finite and at least 0", 0.0)
     return pointwise(point, *np.broadcast_arrays(keys, scale))
 
 
 def log_probability(below: Array, above: Array) -> Array:
-    """Logarithm of a probability from itself and its complement, precise where either is small."""
+    """Logarithm of a probability ``below``, given ``above = 1 - below``.
+
+    It is precise where either of them is small.
+    """
     near_one = np.log1p(-np.minimum(above, 0.5))
     return np.where(above < 0.5, near_one, np.log(np.maximum(below, 1e-300)))
 
@@ -125,7 +132,7 @@ def one_number(name: str, value: Any, least: float, rule: str, most: float = mat
 def needed_number(
     mechanism: str, name: str, value: Any, least: float, rule: str, most: float = math.inf
 ) -> float:
-    """:func:`one_number`, of an argument that a mechanism cannot do without."""
+    """:func:`one_number` of an argument that ``mechanism`` needs; ValueError if it is None."""
     if value is None:
         raise ValueError(f'{name}: "{mechanism}" needs {name}, got None')
     return one_number(name, value, least, rule, most)

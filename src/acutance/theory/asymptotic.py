@@ -47,10 +47,12 @@ def asymptotic_entropy_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
             \psi(1) - \psi(1 - M_n / \gamma) & \gamma \ge \gamma_c,
         \end{cases}
 
-    the last one the entropy of the Poisson-Dirichlet law, about :math:`\pi^2 M_n / (6 \gamma)`.
+    where :math:`\psi` is the digamma function. The last piece is the mean entropy of the
+    Poisson-Dirichlet distribution, about :math:`\pi^2 M_n / (6 \gamma)`.
 
     The pieces do not meet. At n = 65536 and gamma = gamma_c the exact value is 3.4 nats, the limit
-    from below 0 and that from above 11; the last piece is 10 % high at 2 M_n and 2 % at 4 M_n.
+    from below 0 and that from above 11. The last piece is 10 % too high at gamma = 2 M_n and 2 % at
+    4 M_n.
     ``expected_entropy_gauss`` is exact.
 
     Args:
@@ -88,8 +90,9 @@ def asymptotic_collision_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
             1 - M_n / \gamma & \text{above.}
         \end{cases}
 
-    The first is the square of the sparsity exp(-gamma²/2) of many keys, inverted; the middle one
-    has the right exponent but no factor. ``expected_collision_gauss`` is exact.
+    with :math:`M_n` the expected maximum of n standard normal values. The first piece is 1/(n S²)
+    with the sparsity S = exp(-gamma²/2) of many keys. The middle one has the right exponent but not
+    the factor in front of it. ``expected_collision_gauss`` is exact.
 
     Args:
         n: Number of keys, n >= 2.
@@ -124,7 +127,8 @@ def asymptotic_logsumexp_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
             \gamma M_n & \text{above.}
         \end{cases}
 
-    ``expected_logsumexp_gauss`` is exact.
+    with Z the sum of the n exponentials and :math:`M_n` the expected maximum of n standard normal
+    values. ``expected_logsumexp_gauss`` is exact.
 
     Args:
         n: Number of keys, n >= 2.
@@ -189,7 +193,7 @@ def scale_gradmax_annealed(n: ArrayLike) -> float | Array:
     which the approximation can be trusted rather than one that maximises anything.
 
     Args:
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
 
     Returns:
         The scale, shape of ``n``; a float for a scalar. It is 0 for n = 1, and near
@@ -215,7 +219,10 @@ def scale_gradmax_annealed(n: ArrayLike) -> float | Array:
 
 
 def frozen_entropy(m: ArrayLike) -> float | Array:
-    r"""Mean entropy of frozen rows (asymptotic: infinitely many Gaussian logits).
+    r"""Mean entropy of frozen rows, for infinitely many Gaussian logits.
+
+    A row is frozen when its logits are so wide that a few keys hold the weight, however many there
+    are: their standard deviation is above the critical one, sqrt(2 log n).
 
     .. math:: E H = \psi(1) - \psi(1 - m) = \frac{m}{1 - m}
               + \sum_{k \ge 2} (\zeta(k) - 1)\, m^{k-1}
@@ -245,7 +252,7 @@ def frozen_entropy(m: ArrayLike) -> float | Array:
 
 
 def frozen_collision(m: ArrayLike) -> float | Array:
-    r"""Mean collision probability of frozen rows (asymptotic: infinitely many Gaussian logits).
+    r"""Mean collision probability Σp² of frozen rows, for infinitely many Gaussian logits.
 
     .. math:: E \sum_j p_j^2 = 1 - m
 
@@ -253,7 +260,7 @@ def frozen_collision(m: ArrayLike) -> float | Array:
         m: Freezing parameter, critical over actual deviation of the logits, 0 <= m < 1.
 
     Returns:
-        E Y, shape of ``m``; a float for a scalar.
+        E Σp², shape of ``m``; a float for a scalar.
 
     Raises:
         ValueError: If some m is outside [0, 1).
@@ -273,7 +280,8 @@ def frozen_jacobian_fro2(m: ArrayLike) -> float | Array:
 
     .. math:: E \lVert \operatorname{diag} p - p p^\top \rVert_F^2 = \frac{m (1 - m)}{3}
 
-    Largest, 1/12, at m = 1/2: logits twice as wide as where freezing sets in. The mean trace is m.
+    The largest value, 1/12, is at m = 1/2: logits twice as wide as where freezing sets in. The mean
+    trace is m.
 
     Args:
         m: Freezing parameter, 0 <= m < 1: the critical standard deviation of the logits divided

@@ -60,9 +60,10 @@ def entropy_bounds(
         \max\bigl(\log n - \lambda (s_{max} - \bar s),\; H_{min}(n, \lambda R)\bigr) \le H \le
         \min\bigl(\log n,\; h(p_{max}) + (1 - p_{max}) \log(n - 1)\bigr)
 
-    The first lower bound is the mean-field entropy. The second, the lowest entropy of n logits in
-    an interval of length R, is positive and never below log n - (lambda R)²/8. The upper bound
-    spreads the weight that is not on the top key evenly; h is the entropy of a coin.
+    The first lower bound is the mean-field entropy. The second, :math:`H_{min}`, is the lowest
+    entropy of n logits in an interval of length lambda R; it is positive and never below
+    log n - (lambda R)²/8. The upper bound spreads the weight that is not on the top key evenly;
+    h(p) = -p log p - (1 - p) log(1 - p).
 
     Args:
         n: Number of keys, a whole number n >= 2.
@@ -127,11 +128,12 @@ def entropy_lower_bound(n: ArrayLike, logit_norm: ArrayLike) -> float | Array:
     .. math:: H \ge \log(1 + (n-1) b) + \frac{s \sqrt{n(n-1)}\, b}{1 + (n-1) b}, \qquad
               b = e^{-s \sqrt{n/(n-1)}}
 
-    It is attained by one logit above n - 1 equal ones. Since softmax ignores a common shift, the
-    norm of the logits less their mean may be used, and gives the better bound.
+    with s the norm. It is attained by one logit above n - 1 equal ones. Softmax does not change
+    when all logits are shifted, so subtract their mean first: the smaller norm gives the better
+    bound.
 
     Args:
-        n: Number of keys, n >= 2. Values between the integers continue the formula.
+        n: Number of keys, n >= 2; it need not be an integer.
         logit_norm: Euclidean norm s of the row of scaled logits (or an upper bound of it), s >= 0.
 
     Returns:
@@ -207,8 +209,10 @@ def tv_bound(oscillation: ArrayLike) -> float | Array:
     .. math:: \mathrm{TV}(p, \tilde p) = \tfrac{1}{2} \sum_j |\tilde p_j - p_j| \le
               \tanh \frac{\max \varepsilon - \min \varepsilon}{4}
 
-    It holds for any noise and any row, and two keys attain it. The change of the output is at most
-    this times the largest distance of two values; :func:`certificate` also uses the row.
+    Here p are the weights, and :math:`\tilde p` those after noise :math:`\varepsilon_j` was added
+    to the logits. It holds for any noise and any row, and some rows of two keys attain it. The
+    output changes by at most this times the largest distance between two values;
+    :func:`certificate` gives a smaller bound from the row's weights.
 
     Args:
         oscillation: max ε - min ε over the row's keys, in nats, >= 0; inf is allowed.
@@ -234,8 +238,9 @@ def set_bound(mass: ArrayLike, oscillation: ArrayLike) -> float | Array:
 
     .. math:: \tilde p(A) - p(A) \le \frac{a e^\omega}{a e^\omega + 1 - a} - a, \qquad a = p(A)
 
-    It is attained when all of A is raised by ω. The largest over a is :func:`tv_bound`, at
-    :math:`a = 1 / (1 + e^{\omega / 2})`.
+    Here :math:`p(A)` is the weight of the set A, and :math:`\tilde p(A)` its weight after the
+    change. It is attained when all logits of A are raised by ω. Its maximum over a, at :math:`a = 1
+    / (1 + e^{\omega / 2})`, is :func:`tv_bound`.
 
     Args:
         mass: a, the weight of the set, in [0, 1].
@@ -265,11 +270,12 @@ def certificate(p: ArrayLike, v: ArrayLike, oscillation: float) -> float:
 
     .. math:: \|\tilde o - o\| \le \max_A [\tilde p(A) - p(A)] \, \max_{ij} \|v_i - v_j\|
 
-    The first factor is :func:`set_bound` at the worst weight p(A) that a set of this row's keys can
+    Here :math:`o = \sum_j p_j v_j` is the output and :math:`\tilde o` the output with noise. The
+    first factor is :func:`set_bound` at the worst weight p(A) that a set A of this row's keys can
     have: at least the smallest weight, and never between 1 - max p and max p. So a peaked row has a
-    smaller bound than tanh(ω/4). For two keys it is attained. Only keys with weight count; above
-    4096 of them twice the largest distance from the output stands in for the largest distance, at
-    most a factor 2 up.
+    smaller bound than tanh(ω/4). For two keys it is attained. Keys of weight 0 are left out. With
+    more than 4096 keys, the largest distance between values is replaced by twice the largest
+    distance from the output, which is at most twice as large.
 
     Args:
         p: Weights of the row, shape (n,): non-negative, with sum 1 within 1e-9.
@@ -305,7 +311,7 @@ def certificate(p: ArrayLike, v: ArrayLike, oscillation: float) -> float:
 
 
 def _gain(mass: Array, rest: Array, omega: Array) -> Array:
-    """Largest gain of weight of a set at oscillation ω, without overflow; 0 for an empty set."""
+    """:func:`set_bound` of a set of weight ``mass``; the other keys have ``rest``. No checks."""
     fall = np.exp(-omega)
     below = mass + rest * fall
     gain: Array = np.where(mass > 0, mass * rest * -np.expm1(-omega) / np.where(below, below, 1), 0)
@@ -315,7 +321,7 @@ def _gain(mass: Array, rest: Array, omega: Array) -> Array:
 def _diameter(points: Array) -> float:
     """Largest distance between two of the points, whose weighted mean is 0.
 
-    Above _PAIRWISE_KEYS points an upper bound, at most twice as large.
+    With more than _PAIRWISE_KEYS points it is an upper bound, at most twice as large.
     """
     if points.shape[1] == 1:
         return float(np.ptp(points))

@@ -60,16 +60,16 @@ def information_range_limit(tau: ArrayLike, *, width: ArrayLike = 2.0) -> float 
 
     .. math:: D = B - 1 - \log B, \qquad B = \frac{A}{1 - e^{-A}}, \quad A = \mathrm{width} / \tau
 
-    It is A²/8 for small A (Hoeffding's bound) and A - 1 - log A for large A. At a finite n the
-    largest log n - H is slightly lower, and never above log n.
+    The information of a row is log n - H. D is about A²/8 for small A (Hoeffding's bound) and
+    A - 1 - log A for large A. With finitely many keys the largest log n - H is slightly below D.
 
     Args:
         tau: Temperature, tau > 0.
         width: Range of the cosines, width > 0: 2 for [-1, 1].
 
     Returns:
-        D in nats, float64 of the broadcast shape; a float for scalars. It does not know n:
-        where it exceeds log n, the whole range from 0 to log n is within reach.
+        D in nats, float64 of the broadcast shape; a float for scalars. It does not depend on n:
+        where it exceeds log n, a row can have any information from 0 to log n.
 
     Raises:
         ValueError: If some tau or width is not finite and positive.
@@ -88,7 +88,9 @@ def information_range_limit(tau: ArrayLike, *, width: ArrayLike = 2.0) -> float 
 
 
 def cosine_best_count(n: ArrayLike, tau: ArrayLike, *, width: ArrayLike = 2.0) -> float | Array:
-    r"""Number of keys at the top of the cosine row with the least entropy.
+    r"""Number of keys with the highest cosine in the row of cosines with the least entropy.
+
+    In that row k keys have the highest cosine and the other n - k the lowest.
 
     .. math:: k^* \in \{\lfloor n x^* \rfloor, \lceil n x^* \rceil\} \cap [1, n - 1], \qquad
               x^* = \frac{B - 1}{e^A - 1}, \quad B = \frac{A}{1 - e^{-A}}, \quad
@@ -250,7 +252,7 @@ def tau_for_information(
 
 
 def _best_count(keys: Array, span: Array) -> tuple[Array, NDArray[np.bool_]]:
-    """Best number of keys at the top, and a mask of where rounding leaves it uncertain.
+    """:func:`cosine_best_count` in float64, and a mask of where rounding leaves it uncertain.
 
     H_{k+1} - H_k has the sign of m - n x* - c(m) at the midpoint m = k + 1/2, with a small c >= 0.
     """
@@ -289,7 +291,10 @@ def _best_count_exactly(near: float, n: float, tau: float, width: float) -> floa
 
 
 def _two_level(n: float, count: float, span: float) -> tuple[float, float]:
-    """Information and entropy of ``count`` keys lifted by ``span`` above the other n - count."""
+    """Information log n - H and entropy H, in nats, of a row with two values of the logits.
+
+    ``count`` logits are ``span`` above the other n - count.
+    """
     rest = (n - count) * math.exp(-min(span, 800.0))
     logarithm = math.log1p(rest) if count == 1 else math.log(count + rest)
     information = _bernoulli_information(count / n, span)[0]
@@ -297,9 +302,10 @@ def _two_level(n: float, count: float, span: float) -> tuple[float, float]:
 
 
 def _bernoulli_information(share: float, lift: float) -> tuple[float, float]:
-    """Relative entropy of two biased coins: P to x = ``share``, P with odds e^lift times x's.
+    """Relative entropy of two coins, in nats: probability P of one side, against x = ``share``.
 
-    As x h(P/x - 1) + (1-x) h((1-P)/(1-x) - 1), h(u) = (1 + u) log(1 + u) - u: nothing cancels.
+    The odds of P are e^lift times those of x. Also returns 1 - P. The relative entropy is computed
+    as x h(P/x - 1) + (1-x) h((1-P)/(1-x) - 1), h(u) = (1 + u) log(1 + u) - u: nothing cancels.
     """
     small = math.exp(-min(lift, 800.0))
     total = share + (1 - share) * small
@@ -310,10 +316,11 @@ def _bernoulli_information(share: float, lift: float) -> tuple[float, float]:
 
 
 def _match_among_random(n: float, d: float) -> Callable[[float], tuple[float, float]]:
-    """A function of kappa: information and entropy of one match among random directions.
+    """A function of the scale kappa: information and entropy of a row with one perfect match.
 
-    The other keys' share of log Z is that of the random energy model: its average until their
-    entropy log(n-1) - D is used up, from there linear in kappa.
+    The match has cosine 1, the other n - 1 keys random directions of R^d. Their part of the
+    normaliser is its average while their entropy log(n-1) - D is positive; at higher kappa its
+    logarithm grows linearly, as in the random energy model.
     """
     log_others = math.log(n - 1)
     frozen_from, slope = 0.0, 1.0  # with one other key
@@ -363,7 +370,7 @@ def _series(coefficients: list[float], x: Array) -> Array:
 
 
 def _bulge(span: Array) -> Array:
-    """B - 1 = A / (1 - e^-A) - 1."""
+    """A / (1 - e^-A) - 1 for A = ``span``, which is B - 1 in :func:`information_range_limit`."""
     far = np.maximum(span, 1.0)
     return np.where(span < 1, _series(_ODD_HALF, np.minimum(span, 1.0)), far / -np.expm1(-far) - 1)
 

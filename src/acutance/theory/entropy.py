@@ -84,14 +84,14 @@ def softmax_entropy(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
 
 
 def jensen_gap(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
-    r"""Excess of the log-mean-exp of scaled logits over their mean.
+    r"""Difference between the logarithm of the mean exponential of scaled logits and their mean.
 
     .. math:: J = \log \frac1n \sum_j e^{\lambda s_j} - \lambda \bar s
               = \mathrm{KL}(\mathrm{uniform} \,\|\, p), \qquad
               0 \le J \le \tfrac18 \lambda^2 (s_{max} - s_{min})^2
 
-    It is the error of replacing the normaliser by its Jensen bound; about half the variance of
-    the scaled logits at small scales.
+    It is about half the variance of the scaled logits at small scales. The entropy is
+    :math:`H = H_{mf} + J + G` with :func:`mean_field_entropy` and :func:`max_gap`.
 
     Args:
         logits: Finite logits, shape (..., n).
@@ -122,11 +122,11 @@ def jensen_gap(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
 
 
 def max_gap(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
-    r"""Distance of the mean attended logit from the maximum, scaled.
+    r"""The largest scaled logit less the mean of the scaled logits under the weights.
 
     .. math:: G = \lambda \Bigl( s_{max} - \sum_j p_j s_j \Bigr) = \sum_j p_j g_j \ge 0
 
-    It is the error of replacing the mean attended logit by the maximum.
+    Here :math:`g_j = \lambda (s_{max} - s_j)`.
 
     Args:
         logits: Finite logits, shape (..., n).
@@ -152,6 +152,8 @@ def mean_field_entropy(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Arr
     r"""Mean-field approximation of the entropy of softmax(scale · logits), a lower bound.
 
     .. math:: H_{mf} = \log n - \lambda (s_{max} - \bar s) = H - J - G \le H
+
+    with :func:`jensen_gap` J and :func:`max_gap` G.
 
     Args:
         logits: Finite logits, shape (..., n).
@@ -180,7 +182,7 @@ def mean_field_entropy(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Arr
 
 
 def uniform_entropy_drop(half_range: ArrayLike) -> float | Array:
-    r"""How far below log n the entropy is, for many logits uniform on an interval.
+    r"""Difference between log n and the entropy, for many logits uniform on an interval.
 
     .. math:: D = \lambda \coth \lambda - 1 - \log \frac{\sinh \lambda}{\lambda}
 
@@ -219,7 +221,7 @@ def onehot_entropy(n: ArrayLike, lam: ArrayLike) -> float | Array:
     .. math:: H = \log(1 + w) + \frac{\lambda w}{1 + w}, \qquad w = (n - 1) e^{-\lambda}
 
     Args:
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
         lam: Distance of the one logit above the others, scale included, lam >= 0.
 
     Returns:
@@ -255,7 +257,7 @@ def _gaps(logits: ArrayLike, scale: ArrayLike) -> Array:
 
 
 def _weights(gaps: Array) -> tuple[Array, Array]:
-    """Weights relative to the largest one, with 0 in its place, and their sum."""
+    """exp(-gaps), with 0 in place of one key at the maximum, and its sum over the last axis."""
     others = np.exp(-gaps)
     np.put_along_axis(others, gaps.argmin(axis=-1)[..., None], 0.0, axis=-1)
     return others, others.sum(axis=-1)
@@ -286,8 +288,8 @@ def jacobian_trace(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
 
     .. math:: \operatorname{tr} \mathcal J = \sum_j p_j (1 - p_j) = 1 - Y
 
-    Also its nuclear norm, and half the sum of the sizes of its entries. The factor lambda of the
-    derivative by the logits is not included.
+    with :math:`Y = \sum_j p_j^2`. It is also the nuclear norm, and half the sum of the absolute
+    entries. The factor lambda of the derivative by the logits is not included.
 
     Args:
         logits: Finite logits, shape (..., n).
@@ -316,7 +318,8 @@ def jacobian_fro2(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
     r"""Squared Frobenius norm of the softmax Jacobian diag p - p p^T, p = softmax(scale · logits).
 
     .. math:: \lVert \mathcal J \rVert_F^2 = Y - 2T + Y^2
-              = \sum_i p_i^2 (1 - p_i)^2 + \sum_{i \ne j} p_i^2 p_j^2
+              = \sum_i p_i^2 (1 - p_i)^2 + \sum_{i \ne j} p_i^2 p_j^2, \qquad
+              Y = \sum_j p_j^2, \quad T = \sum_j p_j^3
 
     Args:
         logits: Finite logits, shape (..., n).
@@ -348,7 +351,7 @@ def jacobian_fro2(logits: ArrayLike, scale: ArrayLike = 1.0) -> float | Array:
 
 
 def _probabilities(logits: ArrayLike, scale: ArrayLike) -> tuple[Array, Array, Array]:
-    """Weights of all keys but one top key (0 in its place), its weight p, and 1 - p."""
+    """Weights (..., n) with 0 in place of the largest, the largest weight p (...), and 1 - p."""
     others, rest = _weights(_gaps(logits, scale))
     total = 1 + rest
     return others / total[..., None], 1 / total, rest / total

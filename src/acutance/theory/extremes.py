@@ -35,12 +35,13 @@ def expected_max(
 
     .. math:: M_n = E \max_{j \le n} s_j = \int x \, n F^{n-1} f \, dx
 
-    What the scores' mean under the weights tends to for large scales.
+    with F and f the distribution function and density of a score. The mean score under softmax
+    weights tends to it as the scale of the logits grows.
 
     Args:
-        n: Number of scores, n >= 1. Values between the integers continue the formula.
+        n: Number of scores, n >= 1; it need not be an integer.
         family: Distribution of a score; see :func:`~acutance.theory.expected_entropy`.
-        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
 
     Returns:
         M_n in the unit of the scores, shape of ``n``; a float for a scalar. M_1 is the mean.
@@ -74,11 +75,12 @@ def gauss_hazard_scale(n: ArrayLike) -> float | Array:
     .. math:: h(b_n) = n \varphi(b_n), \qquad b_n = \Phi^{-1}(1 - 1/n), \qquad
               h(b_n) \approx \sqrt{2 \log n}
 
-    Scales proportional to it keep the number of effective keys of Gaussian logits: half of the
-    collision probability is reached at 1.75 times it for n = 64, 1.93 for a million.
+    with the normal density φ and distribution function Φ. Scaling Gaussian logits in proportion to
+    it keeps the number of effective keys as n grows: two effective keys need 1.75 times it for
+    n = 64 and 1.93 times it for a million.
 
     Args:
-        n: Number of keys, n >= 2. Values between the integers continue the formula.
+        n: Number of keys, n >= 2; it need not be an integer.
 
     Returns:
         h(b_n) in one over the standard deviation of the logits, shape of ``n``; a float for a
@@ -114,6 +116,8 @@ def hazard_scale(
 
     .. math:: \lambda^* = c \, h(b_n), \qquad h = \frac{f}{1 - F}, \quad b_n = F^{-1}(1 - 1/n)
 
+    with F and f the distribution function and density of a logit.
+
     ========================== ============================================== ==================
     family                     logits                                         h(b_n)
     ========================== ============================================== ==================
@@ -137,7 +141,7 @@ def hazard_scale(
     Args:
         family: A name from the table, a frozen continuous distribution of ``scipy.stats``, or a
             ``Family`` of ``acutance.theory.families``.
-        n: Number of keys, n >= 2. Values between the integers continue the formula.
+        n: Number of keys, n >= 2; it need not be an integer.
         c: Factor, c > 0.
         d: Dimension for ``"cosine"``, d >= 2.
         rho: Exponent for ``"stretched"``, rho > 0.
@@ -180,7 +184,10 @@ _Hazard = Callable[[Array, Array], Array]
 
 
 def _cosine_hazard(n: Array, d: Array) -> Array:
-    """Hazard n f(b_n), with (1 + cos) / 2 ~ Beta(a, a), a = (d - 1)/2."""
+    """Hazard n f(b_n) of the cosine of random directions in R^d, as in :func:`hazard_scale`.
+
+    (1 + cos) / 2 has the distribution Beta(a, a), a = (d - 1)/2.
+    """
     half = (d - 1) / 2
     below = betaincinv(half, half, 1 / n)  # (1 - b_n) / 2
     log_density = (half - 1) * (np.log(below) + np.log1p(-below)) - betaln(half, half)

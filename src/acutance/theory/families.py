@@ -41,7 +41,7 @@ class FamilyParameter(TypedDict, total=False):
     """Keyword arguments: the one parameter of a family that has one.
 
     Attributes:
-        d: Dimension of ``"cosine"``, d >= 2; not only integers.
+        d: Dimension of ``"cosine"``, d >= 2; it need not be an integer.
         rho: Exponent of ``"stretched"``, rho >= 0.05.
         a: Tail index of ``"pareto"``, a >= 0.05.
     """
@@ -64,25 +64,25 @@ class Family(ABC):
         """Quantile at a probability F, given as its log-odds log(F / (1 - F))."""
 
     def origin(self) -> float:
-        """The point that offsets are measured from: the upper endpoint if known, else the median.
+        """The score that offsets are measured from: the upper end of the support, or the median.
 
-        The keys that matter are next to the upper end, with gaps that float64 must resolve.
+        The scores that matter lie close to the upper end, where float64 must resolve differences.
         """
         return float(self.quantile(np.zeros(())))
 
     def offset(self, logit: Array) -> Array:
-        """Quantile at the probability with these log-odds, relative to the origin.
+        """Quantile less :meth:`origin`, at a probability F given as log-odds log(F / (1 - F)).
 
-        Free of cancellation where the origin is an endpoint of the support.
+        Nothing cancels where the origin is an end of the support.
         """
         return np.asarray(self.quantile(logit) - self.origin())
 
     def density(self, offset: Array) -> Array:
-        """Density at origin + offset."""
+        """Density at the score ``origin() + offset``."""
         return self.pdf(self.origin() + offset)
 
     def rounding(self) -> float:
-        """Absolute rounding error of an offset, from subtracting the origin."""
+        """Absolute rounding error of :meth:`offset`, caused by subtracting the origin."""
         return abs(self.origin()) * float(np.finfo(np.float64).eps)
 
 
@@ -96,7 +96,7 @@ class _Symmetric(Family):
 
     @abstractmethod
     def _upper(self, log_sf: Array) -> Array:
-        """The x exceeded with a probability given by its logarithm."""
+        """The score >= 0 that is exceeded with probability e^``log_sf``, at most 1/2."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _Interval(Family):
 
     @abstractmethod
     def _from_end(self, log_sf: Array) -> Array:
-        """Distance from the upper end that is exceeded with a given log probability."""
+        """1 - x for the score x that is exceeded with probability e^``log_sf``."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Uniform(_Interval):
     """Uniform on [-1, 1]."""
 
     def density(self, offset: Array) -> Array:
-        """Density 1/2 on [-2, 0]."""
+        """Density 1/2 for offsets from the upper end in [-2, 0], and 0 elsewhere."""
         return np.where((offset <= 0) & (offset >= -2), 0.5, 0.0)
 
     def _from_end(self, log_sf: Array) -> Array:
@@ -155,7 +155,7 @@ class Cosine(_Interval):
     d: float
 
     def density(self, offset: Array) -> Array:
-        """Normalised density at x = 1 + offset, proportional to (1 - x²)^((d - 3)/2)."""
+        """Density at the cosine x = 1 + offset: (1 - x²)^((d - 3)/2), normalised."""
         a = (self.d - 1) / 2
         inside = np.maximum(-offset * (2 + offset), 1e-300)
         log_density = (a - 1) * np.log(inside) - (2 * a - 1) * _LOG_2 - betaln(a, a)
@@ -264,7 +264,7 @@ class Scipy(Family):
         return np.asarray(self.law.pdf(x), dtype=np.float64)
 
     def quantile(self, logit: Array) -> Array:
-        """Quantile of the SciPy distribution, computed from the smaller tail."""
+        """Quantile at log-odds log(F / (1 - F)) of a probability F, from the smaller tail."""
         below, above = ("ppf", "isf") if hasattr(self.law, "isf") else ("icdf", "iccdf")
         tail = np.exp(log_expit(-np.abs(logit)))
         lower = np.asarray(logit) < 0
@@ -296,12 +296,12 @@ def as_family(
     Args:
         family: A name of ``FAMILIES``, a frozen continuous distribution of ``scipy.stats``, or a
             ``Family``.
-        d: Dimension for ``"cosine"``, d >= 2; not only integers.
+        d: Dimension for ``"cosine"``, d >= 2; it need not be an integer.
         rho: Exponent for ``"stretched"``, rho >= 0.05.
         a: Tail index for ``"pareto"``, a >= 0.05.
 
     Returns:
-        The family; equal for equal arguments, so that what is computed once for it is kept.
+        The family; equal for equal arguments, so that it can be the key of a cache.
 
     Raises:
         TypeError: If ``family`` is neither a name nor a continuous distribution.
@@ -333,7 +333,12 @@ def as_family(
 
 
 def _look_up(family: Any) -> tuple[Family | type[Family], str | None, float]:
-    """The family or its class, its parameter's name (None without one) and least value."""
+    """Look up a name or distribution.
+
+    Returns:
+        The family (its class, if it needs a parameter); the name of the parameter, or None; and the
+        least value of the parameter.
+    """
     if isinstance(family, str):
         if family not in FAMILIES:
             known = ", ".join(f'"{name}"' for name in FAMILIES)

@@ -50,10 +50,10 @@ def scale_for_entropy(
     For Gaussian scores it is near sqrt(2 (log n - H)) while that is well under sqrt(2 log n).
 
     Args:
-        n: Number of keys, n >= 2. Values between the integers continue the formula.
+        n: Number of keys, n >= 2; it need not be an integer.
         entropy: The entropy H in nats, 0 < entropy < log n.
         family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
-        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
 
     Returns:
         γ in one over the unit of the scores, float64 of the broadcast shape; a float for scalars.
@@ -86,10 +86,10 @@ def scale_for_effective_keys(
     .. math:: \frac{1}{E \sum_j p_j^2} = N_{\mathrm{eff}}
 
     Args:
-        n: Number of keys, n >= 2. Values between the integers continue the formula.
+        n: Number of keys, n >= 2; it need not be an integer.
         effective_keys: One over the expected collision probability, 1 < effective_keys < n.
         family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
-        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
 
     Returns:
         γ in one over the unit of the scores, float64 of the broadcast shape; a float for scalars.
@@ -119,14 +119,14 @@ def scale_for_information(
 
     .. math:: \log n - E H(n, \gamma) = f \log n
 
-    One over it is the temperature. Rows that may place their keys as they like reach the share at
-    another one: ``tau_for_information``.
+    The temperature is one over it. ``tau_for_information`` gives the temperature at which cosine
+    logits of chosen keys, not random ones, can carry that information.
 
     Args:
-        n: Number of keys, n >= 2. Values between the integers continue the formula.
+        n: Number of keys, n >= 2; it need not be an integer.
         fraction: The share f, 0 < fraction < 1.
         family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
-        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
 
     Returns:
         γ in one over the unit of the scores, float64 of the broadcast shape; a float for scalars.
@@ -182,7 +182,7 @@ def _information_scale(n: float, fraction: float, family: Family) -> float:
 
 
 def _root(ratio: Callable[[float], float], family: Family) -> float:
-    """Scale at which ``ratio`` is 1; it decreases from above 1 to 0."""
+    """Scale at which the function ``ratio`` of the scale is 1; it falls from above 1 to 0."""
 
     def value(log_scale: float) -> float:
         return math.log(max(ratio(math.exp(log_scale)), 1e-300))
@@ -211,7 +211,11 @@ def _solve(
     family: Any,
     parameter: FamilyParameter,
 ) -> float | Array:
-    """Check n, then solve at each pair of n and target."""
+    """Check n, then evaluate ``point(n, target, family)`` at each pair of n and target.
+
+    Returns:
+        float64 of the broadcast shape; a float for scalars.
+    """
     law = as_family(family, **parameter)
     keys = checked("n", n, "the number of keys must be finite and at least 2", 2.0)
     return pointwise(

@@ -157,7 +157,7 @@ def scaling_exponent(
 
 @dataclass(frozen=True)
 class _Aim:
-    """The target of a growth law."""
+    """What a growth law keeps: a number of effective keys, or a share of log n as entropy."""
 
     few: bool  # a number of effective keys, rather than a fraction of log n
     value: float
@@ -167,7 +167,7 @@ class _Aim:
 
     @property
     def inverse_m(self) -> float:
-        """1/m = 1/(1 - E Σp²), the constant for tails with an exponential limit."""
+        """1/(1 - E Σp²) for the target: the law's constant if the tail falls exponentially."""
         return self.value / (self.value - 1)
 
 
@@ -276,7 +276,10 @@ _LAWS: dict[str, Callable[[_Aim, float], ScalingLaw]] = {
 
 @lru_cache(maxsize=64)
 def _edge_constant(a: float, effective_keys: float) -> float:
-    r"""λ / h(b_n) at which E Σp² = 1/effective_keys, for the Poisson limit of bounded logits.
+    r"""λ / h(b_n) at which E Σp² = 1/effective_keys, for infinitely many logits of bounded support.
+
+    λ is the scale, h(b_n) the hazard rate of :func:`~acutance.theory.hazard_scale`, and the density
+    of the logits falls like (distance to the upper end)^(a - 1).
 
     In units of a / h the gaps to the upper end are a Poisson process with x^a points below x. At
     λ = c h, each with its own Gumbel variable g, on average G(s) = E (s + g)_+^a / (c a)^a of them

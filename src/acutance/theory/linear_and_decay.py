@@ -30,8 +30,9 @@ def sparsity_linear(q: ArrayLike, mu: ArrayLike, Sigma: ArrayLike) -> float | Ar
 
     .. math:: S = \left( 1 + \frac{q^\top \Sigma q}{(q \cdot \mu)^2} \right)^{-1/2}
 
-    The distribution of the keys does not matter beyond mean and covariance. With the empirical
-    ones of n keys (covariance divided by n, not n - 1) the formula is exact for that row.
+    Here S = E a / sqrt(E a²), 1 for equal weights and small for sparse ones, with μ and Σ the mean
+    and covariance of the keys. Nothing else of their distribution matters. With the empirical mean
+    and covariance of n keys (divided by n, not n - 1) the formula is exact for that row.
 
     Args:
         q: Query features, shape (..., d).
@@ -83,14 +84,14 @@ def log_sparsity_linear(q: ArrayLike, mu: ArrayLike, Sigma: ArrayLike) -> float 
 
 
 def sparsity_linear_iid(q: ArrayLike, mu: ArrayLike, sigma: ArrayLike) -> float | Array:
-    r"""Sparsity of non-negative linear attention with independent, alike key components.
+    r"""Sparsity of linear attention, a = q·k >= 0, with independent key components of one law.
 
     .. math:: S = \left( 1 + \frac{\sigma^2}{\mu^2}
               \frac{\lVert q \rVert_2^2}{\lVert q \rVert_1^2} \right)^{-1/2}
 
-    The ratio of the norms of q lies between d^(-1/2), its *minimum*, when all components are
-    equal, and 1 when one is alone. So for such keys and a dense q, a larger d makes the row less
-    sparse, not more.
+    The ratio of the norms of q is between d^(-1/2), if all components are equal, and 1, if only one
+    is not 0. So for such keys and a q of similar components, a larger d makes the row less sparse,
+    not more.
 
     Args:
         q: Query features, non-negative, not all 0, shape (..., d).
@@ -143,7 +144,7 @@ def log_sparsity_linear_iid(q: ArrayLike, mu: ArrayLike, sigma: ArrayLike) -> fl
 
 
 def _spread_linear(q: ArrayLike, mu: ArrayLike, Sigma: ArrayLike) -> Array:
-    """Standard deviation of q·k over its mean, each factor scaled so that nothing overflows."""
+    """sqrt(q'Sigma q) / (q·mu), checked, and computed so that nothing overflows."""
     query = checked("q", q, "query features must be finite")
     mean = checked("mu", mu, "means of key features must be finite")
     cov = checked("Sigma", Sigma, "covariances of key features must be finite")
@@ -173,7 +174,7 @@ def _spread_linear(q: ArrayLike, mu: ArrayLike, Sigma: ArrayLike) -> Array:
 
 
 def _spread_iid(q: ArrayLike, mu: ArrayLike, sigma: ArrayLike) -> Array:
-    """Relative deviation of q·φ(k) for independent key features, checked."""
+    """Standard deviation of q·k over its mean, for independent key components; checked."""
     query = checked("q", q, "query features must be finite and at least 0", 0.0)
     if query.ndim == 0 or not query.any(axis=-1).all():
         raise ValueError(f"q: query features must not all be 0, got q of shape {query.shape}")
@@ -214,12 +215,12 @@ def sparsity_decay(lam: ArrayLike, n: ArrayLike) -> float | Array:
               = \sqrt{\frac{\tanh(n\theta/2)}{n \tanh(\theta/2)}}, \qquad \theta = -\log\lambda
 
     Exact for every n. It is 1 at lam = 1 and tends to n^(-1/2) as lam tends to 0. For many keys
-    it goes to 0 as sqrt((1 + lam)/((1 - lam) n)), only because zeros are appended:
-    ``effective_keys_decay`` stays finite.
+    it falls to 0 as sqrt((1 + lam)/((1 - lam) n)), because ever more keys have almost no weight;
+    the number of effective keys (``effective_keys_decay``) tends to a constant.
 
     Args:
         lam: Decay per key, 0 < lam <= 1. It broadcasts against ``n``.
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
 
     Returns:
         S, between n^(-1/2) and 1, float64 of the broadcast shape; a float for scalars.
@@ -245,7 +246,7 @@ def log_sparsity_decay(lam: ArrayLike, n: ArrayLike) -> float | Array:
 
     Args:
         lam: Decay per key, 0 < lam <= 1. It broadcasts against ``n``.
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
 
     Returns:
         log S, between -log(n)/2 and 0, float64 of the broadcast shape; a float for scalars.
@@ -272,7 +273,7 @@ def effective_keys_decay(lam: ArrayLike, n: ArrayLike) -> float | Array:
 
     Args:
         lam: Decay per key, 0 < lam <= 1. It broadcasts against ``n``.
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
 
     Returns:
         Effective number of keys, between 1 and n, float64 of the broadcast shape; a float for

@@ -59,17 +59,17 @@ _SUM_TOLERANCE = 1e-9  # how far from 1 the weights of a row may sum
 
 
 class NoisyRow(NamedTuple):
-    """Weights and centred values of a row's keys of positive weight."""
+    """The keys of a row that have weight: their weights, and their values less the output."""
 
     p: Array  # weights, summing to 1
     u: Array  # values less the output
 
 
 def noisy_row(p: ArrayLike, v: ArrayLike) -> NoisyRow:
-    """Check weights and values, and subtract the output from the values.
+    """Check weights (n,) and values (n, dim), drop keys without weight, and subtract the output.
 
-    Values are first taken about that of the largest weight: a near one-hot row's output differs
-    from it by little, and that difference must not cancel.
+    The value of the largest weight is subtracted first: the output of a nearly one-hot row differs
+    from it by little, and that difference must not be lost to rounding.
     """
     weights, values = finite("p", p, 1), finite("v", v, 2)
     shapes = f"(p {weights.shape}, v {values.shape})"
@@ -140,9 +140,10 @@ def first_order_mse(p: ArrayLike, v: ArrayLike, kind: NoiseKind, scale: float) -
 
     .. math:: E \|\tilde o - o\|^2 \approx \nu \sum_j p_j^2 \|v_j - o\|^2
 
-    It holds for rows that spread over many keys. It overestimates when :math:`\nu \sum p_j^2` is
-    not small, and underestimates near one-hot rows, where the error is a rare large one; there,
-    and where ν is infinite, use :func:`exact_noise_mse`.
+    Here :math:`o = \sum_j p_j v_j` is the output, :math:`\tilde o` the output with noise, and ν the
+    :func:`noise_variance_ratio`. It holds for rows that spread over many keys. It is too large when
+    :math:`\nu \sum p_j^2` is not small, and too small for nearly one-hot rows, whose error is
+    rarely large; there, and where ν is infinite, use :func:`exact_noise_mse`.
 
     Args:
         p: Weights of the row, shape (n,): non-negative, with sum 1 within 1e-9.
@@ -173,7 +174,8 @@ def first_order_bias(p: ArrayLike, v: ArrayLike, kind: NoiseKind, scale: float) 
 
     .. math:: E [\tilde o - o] \approx -\nu \sum_j p_j^2 (v_j - o)
 
-    Noise pulls the output towards the plain average of the values.
+    Here :math:`o = \sum_j p_j v_j` is the output, :math:`\tilde o` the output with noise, and ν the
+    :func:`noise_variance_ratio`. Noise pulls the output towards the plain average of the values.
 
     Args:
         p: Weights of the row, shape (n,): non-negative, with sum 1 within 1e-9.
@@ -207,9 +209,10 @@ def second_order_mse(p: ArrayLike, v: ArrayLike, kind: NoiseKind, scale: float) 
         E \|\tilde o - o\|^2 \approx \nu A_2 - 2 \mu_3 A_3 +
         3 [\nu^2 (A_2 Y + 2 \|b\|^2) + (\mu_4 - 3 \nu^2) A_4]
 
-    with :math:`u_j = v_j - o, A_k = \sum p_j^k \|u_j\|^2, Y = \sum p_j^2, b = \sum p_j^2 u_j` and
-    :math:`\mu_k` the :func:`noise_central_moment`. The series is asymptotic: this improves on the
-    first order for ν up to about 0.3, and is worse than useless beyond, where it may be negative.
+    with the output :math:`o = \sum_j p_j v_j`, :math:`\tilde o` that with noise, :math:`u_j = v_j -
+    o, A_k = \sum p_j^k \|u_j\|^2, Y = \sum p_j^2, b = \sum p_j^2 u_j`, :math:`\nu = \mu_2` and
+    :math:`\mu_k` the :func:`noise_central_moment`. The series is asymptotic: it improves on the
+    first order for ν up to about 0.3; beyond, it is worse and may be negative.
 
     Args:
         p: Weights of the row, shape (n,): non-negative, with sum 1 within 1e-9.
@@ -254,10 +257,12 @@ def exact_noise_mse(p: ArrayLike, v: ArrayLike, kind: NoiseKind, scale: float) -
         E \|\tilde o - o\|^2 = \int_0^\infty t \prod_l L_l \Big[ \sum_j \frac{B_j}{L_j} \|u_j\|^2 +
         \Big\| \sum_j \frac{A_j}{L_j} u_j \Big\|^2 - \sum_j \frac{A_j^2}{L_j^2} \|u_j\|^2 \Big] dt
 
-    with :math:`L_j = E e^{-t p_j w}`, :math:`A_j = E p_j w e^{-t p_j w}`,
-    :math:`B_j = E (p_j w)^2 e^{-t p_j w}` and :math:`u_j = v_j - o`. It is finite for every law and
-    scale, also where ν is not. As the scale tends to 0 it tends to :func:`first_order_mse`; as the
-    scale grows, to the error of attending one key drawn evenly.
+    with the output :math:`o = \sum_j p_j v_j`, :math:`\tilde o` that with noise, :math:`u_j = v_j -
+    o` and, for the factor :math:`w = e^\varepsilon` of the noise ε, :math:`L_j = E e^{-t p_j w}`,
+    :math:`A_j = E p_j w e^{-t p_j w}`, :math:`B_j = E (p_j w)^2 e^{-t p_j w}`. It is finite for
+    every kind and scale of noise, also where the variance of w is infinite. As the scale tends to 0
+    it tends to :func:`first_order_mse`; as the scale grows, to the error of attending to one key
+    chosen at random.
 
     The relative accuracy is about 1e-12; results under 1e-300 underflow. The noise is integrated
     once per point of a grid of log s, s = t p_j, and every key is interpolated on that grid: the
@@ -297,7 +302,7 @@ def exact_noise_mse(p: ArrayLike, v: ArrayLike, kind: NoiseKind, scale: float) -
 
 
 def _power_sum(row: NoisyRow, k: int) -> float:
-    """A_k = Σ p^k ‖u‖²."""
+    """Σ p^k ‖u‖² over the keys, u their values less the output."""
     return float(row.p**k @ (row.u**2).sum(axis=1))
 
 
@@ -306,7 +311,7 @@ def _ratio(kind: NoiseKind, scale: float) -> float:
 
 
 def _integrate(row: NoisyRow, kind: NoiseKind, scale: float) -> float:
-    """Trapezoid rule in y = log t for a row with max ‖u‖ = 1."""
+    """The integral of :func:`exact_noise_mse` for a row with max ‖u‖ = 1, by the trapezoid rule."""
     log_p = np.log(row.p)
     squares = (row.u**2).sum(axis=1)
     first_order = float(row.p**2 @ squares)

@@ -58,8 +58,8 @@ def monte_carlo_mse(
 
     .. math:: \frac{1}{S} \sum_{s=1}^S \|\tilde o^{(s)} - o\|^2
 
-    Near one-hot rows and under heavy-tailed noise few samples carry the error, and the standard
-    error is then itself uncertain.
+    with the output o and its S noisy samples. For nearly one-hot rows and heavy-tailed noise a few
+    samples make up most of the error, and the standard error is then itself uncertain.
 
     Args:
         p: Weights of the row, shape (n,): non-negative, with sum 1 within 1e-9.
@@ -158,9 +158,9 @@ def quantization_noise(
         \mathrm{scale}^2 \Big( \frac{\Delta_j^2}{12} \|q_i\|^2 + \frac{\Delta_i^2}{12} \|k_j\|^2 +
         d \, \frac{\Delta_i^2 \Delta_j^2}{144} \Big).
 
-    Of the logit errors, those of one query are shared by all keys and so not independent: the
-    prediction is an approximation, good when keys point in many directions. Only weights are
-    taken at low precision; values and outputs are not.
+    The rounding error of a query enters the logits of all its keys, so these errors are not
+    independent: the prediction is an approximation, good when keys point in many directions. Only
+    queries and keys are rounded; values and outputs are not.
 
     Args:
         query: Queries, shape (rows, d).
@@ -235,7 +235,7 @@ def quantization_noise(
 
 
 def _quantized(x: Array, bits: int, per: str) -> tuple[Array, Array]:
-    """Round to multiples of a step; also return the step of each row, as a column."""
+    """Round to multiples of a step; return the rounded x (rows, d) and the steps (rows, 1)."""
     largest = np.abs(x).max(axis=1 if per == "row" else None, keepdims=True)
     step = np.broadcast_to(largest / (2 ** (bits - 1) - 1), (x.shape[0], 1))
     return np.round(x / np.where(step > 0, step, 1.0)) * step, step
@@ -279,11 +279,12 @@ def asymptotic_noise_mse(n: ArrayLike, kind: NoiseKind, scale: float) -> float |
             1 - r & r < 1,
         \end{cases}
 
-    with r and C of the right tail :math:`P(\varepsilon > x) \sim C e^{-rx}` and the mean of
-    :math:`w = e^\varepsilon`. What is returned has the next order where it is known: the constant
-    beside the logarithms at r = 2 and r = 1, and -1/n for all r up to 2. It is within 2 % of
-    :func:`exact_noise_mse` at 4096 keys for r of 1, 1.5, 2 and 5, and slower to converge between
-    these: near 1 and 2 two powers of n compete.
+    with V the variance of the values, o and :math:`\tilde o` the outputs without and with noise, r
+    and C from the right tail of the noise, :math:`P(\varepsilon > x) \sim C e^{-rx}`, :math:`w =
+    e^\varepsilon` and ν the :func:`noise_variance_ratio`. The result also has the next term where
+    it is known: the constant added to the logarithms at r = 2 and r = 1, and -1/n for all r up to
+    2. It is within 2 % of :func:`exact_noise_mse` at 4096 keys for r of 1, 1.5, 2 and 5. It
+    converges more slowly for r near 1 and 2, where two powers of n are of similar size.
 
     Args:
         n: Number of keys, n >= 2.
@@ -332,7 +333,7 @@ def asymptotic_noise_mse(n: ArrayLike, kind: NoiseKind, scale: float) -> float |
 
 
 def _border(keys: Array, kind: NoiseKind) -> Array:
-    """Inverse mean collision probability at r = 1: log n and the next terms."""
+    """One over the mean Σp² of the noisy weights at tail rate r = 1: log n and the next terms."""
     start = 1.5 - np.euler_gamma - math.log(2) if kind == "laplace" else 1 - 2 * np.euler_gamma
     depth = np.log(keys) + start
     return np.asarray(depth + np.log(depth) - 1 + np.euler_gamma)

@@ -41,7 +41,7 @@ _SERIES_BELOW = {"gaussian": 0.3, "laplace": 0.1, "gumbel": 0.1, "uniform": 0.3}
 
 
 def noise_variance_ratio(kind: NoiseKind, scale: ArrayLike) -> float | Array:
-    r"""Relative variance of the factor that logit noise multiplies a weight by.
+    r"""Relative variance of e^ε, the factor by which noise ε on a logit multiplies its weight.
 
     .. math::
 
@@ -91,7 +91,7 @@ def noise_variance_ratio(kind: NoiseKind, scale: ArrayLike) -> float | Array:
 
 
 def noise_central_moment(kind: NoiseKind, order: int, scale: ArrayLike) -> float | Array:
-    r"""Central moment of the normalised factor that logit noise multiplies a weight by.
+    r"""Central moment of e^ε / E e^ε, where ε is noise on a logit.
 
     .. math:: \mu_k = E \Big( \frac{e^\varepsilon}{E e^\varepsilon} - 1 \Big)^k
               = \sum_{j=2}^k \binom{k}{j} (-1)^{k-j} (R_j - 1), \qquad
@@ -143,7 +143,7 @@ def noise_central_moment(kind: NoiseKind, order: int, scale: ArrayLike) -> float
 
 
 def _log_moment_ratio(kind: NoiseKind, k: int, b: Array) -> Array:
-    """Compute log R_k, the k-th moment of w over the k-th power of its mean."""
+    """Logarithm of the k-th moment of w = e^ε divided by the k-th power of its mean."""
     if kind == "gaussian":
         ratio = k * (k - 1) / 2 * b * b
     elif kind == "laplace":
@@ -161,7 +161,7 @@ def _log_moment_ratio(kind: NoiseKind, k: int, b: Array) -> Array:
 
 @lru_cache
 def _moment_series(kind: NoiseKind, order: int) -> list[float]:
-    """Taylor coefficients in b of a central moment; exactly 0 below b^order."""
+    """Taylor coefficients of :func:`noise_central_moment` in the scale b; 0 below b^order."""
     cumulants = _log_moment_series(kind)
     total = np.zeros(_ORDERS + 1)
     for k in range(2, order + 1):
@@ -175,7 +175,7 @@ def _moment_series(kind: NoiseKind, order: int) -> list[float]:
 
 
 def _log_moment_series(kind: NoiseKind) -> list[float]:
-    """Taylor coefficients in x of log E exp(x ε / b), from x² on."""
+    """Taylor coefficients of log E exp(x ε / b) in x, from x² on, for noise ε of scale b."""
     series = [0.0] * (_ORDERS + 1)
     for m in range(2, _ORDERS + 1):
         if kind == "gumbel":
@@ -190,7 +190,10 @@ def _log_moment_series(kind: NoiseKind) -> list[float]:
 
 
 def check_scale(kind: str, scale: ArrayLike, moment: int = 0) -> Array:
-    """Check kind and scale, and that the moment of this order (0 for none) is finite."""
+    """Return the scale as float64; ValueError if it or the kind is invalid.
+
+    Also if E exp(ε)^``moment`` is infinite for noise ε of that kind and scale; 0 does not check.
+    """
     if kind not in _KINDS:
         near = get_close_matches(str(kind).lower(), _KINDS, n=1, cutoff=0.0)[0]
         names = ", ".join(_KINDS)
@@ -220,7 +223,10 @@ def sample_noise(
 
 
 class TiltedTable(NamedTuple):
-    """Log transform, mean and variance of s w under density ~ e^-sw, at s = e^x."""
+    """Laplace transform of w = e^ε, for noise ε, and moments of s w weighted by e^-sw, at some s.
+
+    "Tilted" means under the distribution of w with its density multiplied by e^-sw.
+    """
 
     log_transform: Array  # log E e^-sw
     mean: Array  # E s w, less s for narrow laws, under the tilted law
@@ -282,11 +288,11 @@ def _tilted_rows(kind: NoiseKind, scale: float, x: Array) -> TiltedTable:
 
 
 def _bulk_edges(kind: NoiseKind, scale: float, lowest: float, highest: float) -> Array:
-    """Edges of panels that resolve the density of the noise and its product with w².
+    """Ascending edges of quadrature panels over the noise ε, for integrals with e^-sw, w = e^ε.
 
-    ``lowest`` and ``highest`` bound log s. To the left, noise counts until its density is
-    negligible against E e^-sw, which is at least about P(s w < 1) / e and P(w < 1) e^-s; to the
-    right, against E w².
+    ``lowest`` and ``highest`` bound log s. The panels resolve the density and its product with w².
+    On the left they reach to where the density is negligible against E e^-sw, which is at least
+    about P(s w < 1) / e and P(w < 1) e^-s; on the right, to where it is against E w².
     """
     reach = _UNDERFLOW - lowest  # of the noise, before e^-sw cuts it off
     far = max(highest, 0.0) / scale

@@ -49,12 +49,12 @@ def needle_scale(
     .. math:: \lambda = \frac{2c}{\Delta + \sqrt{\Delta^2 - 2 \sigma^2 c}}, \qquad
               c = \log(n - 1) + \log\frac{p}{1 - p}
 
-    The other n - 1 logits are N(0, σ²) and enter by their average exponential exp(λ²σ²/2). For
-    equal ones, σ = 0, the weight is exact and the law is log n. Of the two scales that solve it
-    with σ > 0, the smaller.
+    with Δ = ``gap`` and p = ``mass``. The other n - 1 logits are N(0, σ²); their sum of
+    exponentials is replaced by its mean, (n - 1) exp(λ²σ²/2). For σ = 0 the weight is exact, and λ
+    grows like log n. For σ > 0 two scales solve the equation; the smaller is returned.
 
     Args:
-        n: Number of keys, n >= 2. Values between the integers continue the formula.
+        n: Number of keys, n >= 2; it need not be an integer.
         gap: Δ, the match's logit less the mean of the others, gap > 0.
         sigma: Standard deviation of the other logits, sigma >= 0.
         mass: Weight p of the match, 1/n <= mass < 1; 1/n is what it has at scale 0.
@@ -102,12 +102,12 @@ def needle_scale_for_entropy(
     .. math:: \lambda = \frac{1}{\Delta} \left( \log(n - 1) + \log\frac{p}{1 - p} \right),
               \qquad H = h(p) + (1 - p) \log(n - 1)
 
-    with h(p) = -p log p - (1 - p) log(1 - p). The top key holds the weight p and shares the rest
-    evenly, so an entropy that stays as n grows needs a weight that rises towards 1: the scale grows
-    faster than log n, by log log n in the end.
+    with Δ = ``gap`` and h(p) = -p log p - (1 - p) log(1 - p). The top key has weight p, the others
+    share the rest evenly. So a constant entropy needs a p that rises towards 1 as n grows: for
+    large n the scale exceeds log n by about log log n.
 
     Args:
-        n: Number of keys, n >= 2. Values between the integers continue the formula.
+        n: Number of keys, n >= 2; it need not be an integer.
         entropy: H in nats, 0 < H <= log n.
         gap: Δ, the top logit less that of the others, gap > 0.
 
@@ -159,7 +159,7 @@ def gauss_invariant_scale(n: ArrayLike, n0: ArrayLike, gamma0: ArrayLike = 1.0) 
     per cent above, once γ is past half of sqrt(2 log n).
 
     Args:
-        n: Number of keys, n >= 2. Values between the integers continue the formula.
+        n: Number of keys, n >= 2; it need not be an integer.
         n0: Number of keys at which gamma0 is right, n0 >= 2.
         gamma0: Standard deviation of the logits there, gamma0 >= 0.
 
@@ -207,7 +207,7 @@ def match_dimension(n: ArrayLike, mass: ArrayLike = 0.5) -> float | Array:
     side is at most d/2, at λ = d. ``needle_scale`` with gap 1 and sigma d^(-1/2) gives the scale.
 
     Args:
-        n: Number of keys, n >= 2. Values between the integers continue the formula.
+        n: Number of keys, n >= 2; it need not be an integer.
         mass: Weight p of the match, 1/n <= mass < 1; 1/n is what it has at scale 0.
 
     Returns:
@@ -320,15 +320,15 @@ def critical_scale(scores: ArrayLike) -> float | Array:
     with N the ``gap_count`` and :math:`g_{(1)} = 0 \le g_{(2)} \le \dots` the gaps to the maximum,
     sorted. Between gaps N is constant and t grows, so the supremum is attained at a gap. At a scale
     λ of at least Λ every count is bounded, :math:`N(t) \le e^{\lambda t}`; below Λ some N(t) keys
-    outweigh the maximum even if each had only the least weight among them, exp(-λt) times its.
+    together outweigh the maximum: each has at least exp(-λt) times its weight.
 
     Args:
         scores: Rows of scores, shape (..., n); -inf for masked keys, which are ignored.
 
     Returns:
         Λ in one over the unit of the scores, shape (...); a float for one row. It is infinity if
-        two keys share the maximum, N(0) > 1: no scale separates them (and scores kept in 16 bits
-        do tie). It is 0 for a row with one visible key and NaN for a row with none.
+        two keys share the maximum, N(0) > 1, since no scale separates them; scores in 16 bits
+        often tie. It is 0 for a row with one visible key and NaN for a row with none.
 
     Raises:
         ValueError: If some score is NaN or +inf, or rows have no keys.
@@ -356,9 +356,9 @@ def critical_scale(scores: ArrayLike) -> float | Array:
 
 
 def _sorted_gaps(rows: NDArray[Any]) -> Iterator[tuple[slice, Array]]:
-    """Yield blocks of rows as ascending gaps to their maximum, in flattened order.
+    """Yield, for blocks of the flattened rows, their slice and gaps to the maximum, ascending.
 
-    A masked key has gap infinity, and in a row without a visible key all have.
+    A masked key has gap infinity; so have all keys of a row without a visible one.
     """
     if rows.ndim == 0 or rows.shape[-1] == 0:
         raise ValueError(

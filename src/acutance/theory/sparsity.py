@@ -222,8 +222,8 @@ def effective_keys(sparsity: ArrayLike, n: ArrayLike) -> float | Array:
 
     .. math:: N_\mathrm{eff} = n S^2 = \frac{(\sum a)^2}{\sum a^2} = \frac{1}{\sum p^2}
 
-    S depends on n by construction, this does not. A value near or below 1 says that a population
-    sparsity has been used where n keys cannot follow it.
+    Here a are the weights and p = a / Σa. A result near or below 1 means that a sparsity for
+    infinitely many keys was used where a row of n keys cannot be that sparse.
 
     Args:
         sparsity: S, between 0 and 1. It broadcasts against ``n``.
@@ -279,7 +279,10 @@ def _relu2_middle(u: Array) -> Array:
 
 
 def _log_relu2_high(u: Array) -> Array:
-    """Logarithm of S for u >= 1, as log(1 - V / M4) / 2 with V = M4 - M2² simplified."""
+    """Logarithm of the sparsity M2 / sqrt(M4) of :func:`sparsity_relu2`, for u >= 1.
+
+    Computed as log(1 - V / M4) / 2, with V = M4 - M2² simplified by hand.
+    """
     u = np.maximum(u, 1)
     cdf, tail, density = ndtr(u), ndtr(-u), _normal_density(u)
     w = (1 / u) ** 2
@@ -290,7 +293,9 @@ def _log_relu2_high(u: Array) -> Array:
 
 
 def _log_relu2_low(u: Array) -> Array:
-    """Logarithm of S for t = -u >= 1, from ratios r_m of repeated integrals.
+    """Logarithm of the sparsity of :func:`sparsity_relu2` for t = -u >= 1.
+
+    It follows from ratios r_m of repeated integrals of the normal density.
 
     r_m = J_m / J_(m-1), where J_m = int_0^inf y^m e^(-ty - y²/2) dy / m!, J_(-1) = 1; they obey
     r_m = 1 / (t + (m+1) r_(m+1)), stable downwards.

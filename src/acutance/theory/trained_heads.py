@@ -73,7 +73,8 @@ class HeadMetrics(NamedTuple):
         effective_keys: Mean number of effective keys.
         top_weight: Mean weight of the largest key.
         first_weight: Mean weight of the first key.
-        skewness: Skewness of the other keys' logits that their Jensen gap stands for.
+        skewness: Skewness of the logits of all keys but the first, as inferred from their Jensen
+            gap and standard deviation.
     """
 
     entropy: float | Array
@@ -100,16 +101,16 @@ def expected_head_metrics(
     Args:
         n: Number of visible keys, n >= 3; between integers the formulas are continued.
         first_gap: Mean log-odds of the first key's weight against all others.
-        first_gap_std: Standard deviation of it over rows, >= 0.
+        first_gap_std: Standard deviation of ``first_gap`` over rows, >= 0.
         rest_logit_std: Mean standard deviation of the other keys' logits, >= 0.
         rest_jensen_gap: Mean of their logsumexp − log(n − 1) − mean, >= 0, in nats.
 
     Returns:
-        A :class:`HeadMetrics`; NaN where an argument is NaN. A Jensen gap that no such distribution
-        has, with that standard deviation, is replaced by the nearest that one has. Entropy and
-        first weight are expectations of the model, right to 1e-4; effective keys and top weight
-        combine the first weight with means of the other keys' effective number and largest
-        weight, which makes effective keys up to a tenth too large.
+        A :class:`HeadMetrics`; NaN where an argument is NaN. A Jensen gap that is impossible for
+        that standard deviation is replaced by the nearest possible one. Entropy and first weight
+        are expectations under the model, right to 1e-4. Effective keys and top weight combine the
+        first weight with means over the other keys, which makes effective keys up to 10 % too
+        large.
 
     Raises:
         ValueError: If an argument is outside its domain.
@@ -179,7 +180,7 @@ def two_sided_normal(asymmetry: ArrayLike) -> tuple[Array, Array, Array]:
 
 
 def _centre_and_width(kappa: Array) -> tuple[Array, Array]:
-    """Mean and standard deviation before shift and scale."""
+    """Mean and standard deviation of :func:`two_sided_normal` before it is shifted and scaled."""
     centre = math.sqrt(2 / math.pi) * np.sinh(kappa)
     return centre, np.sqrt(np.cosh(2 * kappa) - centre**2)
 
@@ -210,7 +211,7 @@ class _Rows:
         return np.asarray((values @ weights[:, :, None])[:, :, 0])
 
     def log_sum(self) -> Array:
-        """Mean of the logarithm of the sum of exponentials."""
+        """Mean of log Σ e^s over the m keys of a row, (heads,)."""
         # e^-ct instead of e^-t, with c e^high = e^4, adds log c
         shift = self.high - 4
         one = np.exp(-np.exp(self.x - shift[:, None]))
@@ -218,25 +219,28 @@ class _Rows:
         return np.asarray(total * self.step - shift)
 
     def jensen_gap(self) -> Array:
-        """Mean of the logarithm of the mean exponential."""
+        """Mean of log (1/m Σ e^s) over rows, (heads,); scores have mean 0."""
         return self.log_sum() - np.log(self.m)
 
     def entropy(self) -> Array:
-        """Mean entropy."""
+        """Mean entropy of the rows, in nats, (heads,)."""
         others = self.m[:, None] * np.exp((self.m - 1)[:, None] * self.log_phi)
         density = self._mean(self.e * self.decay, self.mass * self.s)
         mean = (others * density).sum(axis=1) * self.step
         return np.asarray(np.clip(self.log_sum() - mean, 0.0, np.log(self.m)))
 
     def effective_keys_at_half(self) -> Array:
-        """Mean number of effective keys of rows with half of these logits."""
+        """Mean number of effective keys of rows whose logits are half as large, (heads,)."""
         others = np.exp((self.m - 2)[:, None] * self.log_phi)
         pairs = self._mean(np.sqrt(self.e) * self.decay, self.mass) ** 2 * others
         count = 1 + self.m * (self.m - 1) * pairs.sum(axis=1) * self.step
         return np.asarray(np.clip(count, 1.0, self.m))
 
     def top_weight(self) -> Array:
-        """Mean of the largest weight: given the largest, the others are independent, cut there."""
+        """Mean of the largest weight, (heads,).
+
+        Given the largest logit, the others are independent draws from the law cut off there.
+        """
         total = np.zeros(self.m.shape)
         log_u = np.linspace(0.0, 1.0, _TOP_POINTS)
         for place, share in zip(_UNIT, _UNIT_MASS, strict=True):
@@ -292,7 +296,7 @@ def _asymmetry(m: Array, std: Array, jensen: Array) -> Array:
 
 
 def _predict(n: Array, gap: Array, gap_std: Array, std: Array, jensen: Array) -> Array:
-    """Rows of :class:`HeadMetrics` for some heads, (5, heads)."""
+    """The five fields of :class:`HeadMetrics` for some heads, (5, heads)."""
     m = n - 1
     beyond = np.maximum(std / _FROZEN, 1.0)
     std, jensen = std / beyond, np.maximum((jensen + np.log(m)) / beyond - np.log(m), 0.0)

@@ -40,7 +40,7 @@ def vmf_entropy_drop(d: ArrayLike, kappa: ArrayLike) -> float | Array:
     It is κ²/(2d) for κ ≪ d, is 0.2406 d at κ = d ≫ 1, and grows as (d-1)/2 log κ for κ ≫ d.
 
     Args:
-        d: Dimension of queries and keys, d >= 2. Values between the integers continue the formula.
+        d: Dimension of queries and keys, d >= 2; it need not be an integer.
         kappa: Scale of the cosines, one over the temperature, kappa >= 0.
 
     Returns:
@@ -68,7 +68,8 @@ def vmf_entropy_drop(d: ArrayLike, kappa: ArrayLike) -> float | Array:
 def von_mises_fisher(d: float, kappa: float) -> tuple[float, float, float]:
     """κ - log F, κ - κA and D = κA - log F, with log F = log 0F1(; d/2; κ²/4).
 
-    Each cancels in one regime when made from Bessel functions, so each is kept by itself.
+    κ is the scale and A the mean cosine, as in :func:`vmf_entropy_drop`. Each of the three would
+    lose digits in some range if computed as a difference of Bessel functions.
     """
     order = d / 2 - 1
     if kappa >= 20 + order * order / 2:

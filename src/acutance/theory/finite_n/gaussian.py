@@ -74,7 +74,7 @@ def expected_max_gauss(n: ArrayLike) -> float | Array:
     .. math:: M_n = n(n-1) \int \varphi(x)^2 \Phi(x)^{n-2} \, dx \approx \sqrt{2 \log n}
 
     Args:
-        n: Number of variables, n >= 1. Values between the integers continue the formula.
+        n: Number of variables, n >= 1; it need not be an integer.
 
     Returns:
         M_n in standard deviations, shape of ``n``; a float for a scalar. M_1 is 0.
@@ -100,10 +100,12 @@ def expected_logsumexp_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
 
     .. math:: E \log \sum_{j=1}^n e^{\gamma z_j} = E H + \gamma^2 (1 - E \sum_j p_j^2)
 
-    It is log n + gamma²/2 while gamma is well under sqrt(2 log n), and tends to gamma M_n above.
+    with z_j standard normal, p the weights and H their entropy. It is about log n + gamma²/2 while
+    gamma is well below sqrt(2 log n), and tends to gamma M_n above, with M_n the
+    :func:`expected_max_gauss`.
 
     Args:
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
         gamma: Standard deviation of the logits, gamma >= 0.
 
     Returns:
@@ -162,11 +164,13 @@ def expected_collision_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
     .. math:: E Y = E \sum_{j=1}^n p_j^2 = n \int F^{n-1} q \, dy, \qquad q(y) = E a^2 e^{-a},
               \quad a = e^{\gamma z - y}
 
-    It is exp(gamma²)/n while gamma is well under sqrt(2 log n)/2, and tends to 1 - M_n / gamma.
-    Its inverse measures the number of keys that share the weight.
+    with F the distribution function of gamma z plus a standard Gumbel variable, z standard normal.
+    It is about exp(gamma²)/n while gamma is well below sqrt(2 log n)/2. Far above, it tends to 1 -
+    M_n / gamma, with M_n the :func:`expected_max_gauss`. One over it measures the number of keys
+    that share the weight.
 
     Args:
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
         gamma: Standard deviation of the logits, gamma >= 0.
 
     Returns:
@@ -211,7 +215,7 @@ def _expected_collision(n: float, gamma: float) -> float:
 
 
 class _Factors(NamedTuple):
-    """Factors of the integrands at points y, for the measure dy / scale."""
+    """F, 1 - F, f, k and q of the module's formulas at points y, as factors of the integrands."""
 
     others: Array  # F^(n-1), no other key above y
     rest: Array  # F^(n-2), none of the keys but two
@@ -222,7 +226,10 @@ class _Factors(NamedTuple):
 
 
 def _over_rows(integrand: Callable[[_Factors], Array], n: float, gamma: float) -> float:
-    """Integrate over y, in units of max(1, gamma), in which every integrand has a width near 1."""
+    """Integrate a function of :class:`_Factors` over y, in units of max(1, gamma).
+
+    In these units every integrand has a width near 1.
+    """
     scale, log_n = max(1.0, gamma), float(np.log(n))
     lowest = -4.5 - 10 * gamma
     highest = log_n + 42 + gamma * min(gamma / 2, float(np.sqrt(2 * (log_n + 42))))
@@ -237,7 +244,7 @@ def _over_rows(integrand: Callable[[_Factors], Array], n: float, gamma: float) -
 def _factors(
     n: float, gamma: float, highest: float, first: float, last: float, points: int
 ) -> _Factors:
-    """The factors at evenly spaced y, cached: several integrals over a row share them."""
+    """The factors at ``points`` evenly spaced y; cached, as several integrals share them."""
     scale = max(1.0, gamma)
     y = scale * np.linspace(first, last, points)[:, None]
     below, above, density, kernel, square = _single_key(highest, gamma)(y)

@@ -65,20 +65,20 @@ _LARGEST = 1e150  # quantiles beyond are cut off
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells of a distribution, ascending; scores are measured from its origin.
+    """Quadrature cells of a score's distribution, ascending; scores are measured from ``origin``.
 
     Attributes:
-        origin: The family's.
-        unit: Distance of the quantiles at a quarter and three quarters.
+        origin: The family's :meth:`~acutance.theory.families.Family.origin`.
+        unit: Difference of the quantiles at 3/4 and 1/4.
         low: Lower end of each cell, shape (cells,).
         high: Upper end of each cell.
         mass: Probability of each cell.
-        end: Log-odds at which the cells end.
+        end: Log-odds of the probability at which the last cell ends.
         log_odds: Gauss nodes in each cell, shape (cells, 16).
         scores: The quantiles there.
         weights: Their probabilities.
-        has_mean: Whether the tails hold no part of the mean beyond the cells.
-        name: What errors call the family.
+        has_mean: Whether the scores beyond the cells contribute nothing to the mean.
+        name: The family's name in error messages.
     """
 
     origin: float
@@ -94,7 +94,7 @@ class Grid:
     name: str
 
     def require_mean(self, what: str) -> None:
-        """Raise ValueError if the scores have no mean within float64."""
+        """Raise ValueError, naming ``what`` needs it, if the scores have no mean in float64."""
         if not self.has_mean:
             raise ValueError(
                 f"family: the mean of {self.name} is infinite, or dominated by scores beyond "
@@ -193,7 +193,7 @@ def _grid(family: Family) -> Grid:
 
 
 def _ascending(scores: Array) -> Array:
-    """Make quantiles monotone where the distribution computes its tails with noise."""
+    """Replace quantiles that fall, from rounding errors of the distribution, by the one before."""
     flat = scores.ravel()
     above = np.maximum.accumulate(np.maximum(flat, 0.0))
     below = np.minimum.accumulate(np.minimum(flat, 0.0)[::-1])[::-1]
@@ -201,7 +201,10 @@ def _ascending(scores: Array) -> Array:
 
 
 def _reach(family: Family, side: int, unit: float) -> tuple[float, bool]:
-    """Log-odds at which the cells end, and whether they contain the mean of that tail."""
+    """Log-odds at which the cells of one tail end, and whether the tail beyond adds to the mean.
+
+    ``side`` is 1 for the upper tail and -1 for the lower; the flag is True if it adds nothing.
+    """
     end, step, beyond = 0.0, _REACH, 1.0
     middle = family.offset(np.zeros(()))
     while end < _FAR_REACH and beyond > 1e-20:

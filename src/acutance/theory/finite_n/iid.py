@@ -73,14 +73,15 @@ def expected_logsumexp(
 
     .. math:: E \log \sum_{j=1}^n e^{\gamma s_j} = E H + \gamma E \textstyle\sum_j p_j s_j
 
+    with p the weights and H their entropy.
     It is log n at gamma = 0, log n + log E exp(gamma s) while that is finite and n large, and
     tends to gamma E max s.
 
     Args:
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
         gamma: Scale of the logits, gamma >= 0.
         family: Distribution of the scores s; see :func:`expected_entropy`.
-        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
 
     Returns:
         E log Z in nats, float64 of the broadcast shape; a float for scalars. It is gamma E s for
@@ -127,10 +128,10 @@ def expected_entropy(
     search, the first call takes a few seconds.
 
     Args:
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
         gamma: Scale of the logits, gamma >= 0.
         family: Distribution of the scores s, from the table.
-        **parameter: What the family needs: ``d`` (at least 2; not only integers), ``rho`` or
+        **parameter: What the family needs: ``d`` (at least 2; need not be an integer), ``rho`` or
             ``a`` (at least 0.05).
 
     Returns:
@@ -167,14 +168,14 @@ def expected_power_sum(
     .. math:: E \sum_{j=1}^n p_j^k = \frac{n}{\Gamma(k)} \int F^{n-1} E[a^k e^{-a}] \, dy,
               \qquad a = e^{\gamma s - y}
 
-    It rises with gamma from n^(1-k) to 1.
+    with :math:`F(y) = E e^{-a}`. It rises with gamma from n^(1-k) to 1.
 
     Args:
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
         gamma: Scale of the logits, gamma >= 0.
         family: Distribution of the scores s; see :func:`expected_entropy`.
-        k: The power, 1 <= k <= 1000; not only integers.
-        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
+        k: The power, 1 <= k <= 1000; it need not be an integer.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
 
     Returns:
         E Σ p^k, float64 of the broadcast shape; a float for scalars. It is 1 for k = 1 or n = 1.
@@ -208,10 +209,10 @@ def expected_collision(
     to 1.
 
     Args:
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
         gamma: Scale of the logits, gamma >= 0.
         family: Distribution of the scores s; see :func:`expected_entropy`.
-        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
 
     Returns:
         E Y, between 1/n and 1, float64 of the broadcast shape; a float for scalars. It is 1 for
@@ -243,10 +244,10 @@ def expected_weighted_mean(
     It rises with gamma, from the mean of a score to the expected maximum of n.
 
     Args:
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
         gamma: Scale of the logits, gamma >= 0.
         family: Distribution of the scores s; see :func:`expected_entropy`.
-        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
 
     Returns:
         E⟨s⟩ in the unit of the scores (gamma is not in it), float64 of the broadcast shape; a
@@ -340,7 +341,7 @@ def expected_power(n: float, gamma: float, family: Family, k: float) -> float:
 
 
 def _within(value: float, least: float, most: float, gamma: float, family: Family) -> float:
-    """Clip rounding errors at the bounds; ValueError for a value further outside."""
+    """Clip ``value`` to [least, most]; ValueError if it is outside by more than rounding errors."""
     if not least * (1 - 1e-8) <= value <= most * (1 + 1e-8):
         raise ValueError(
             "gamma: at this scale the relevant gaps are below the float64 resolution of the "
@@ -350,9 +351,9 @@ def _within(value: float, least: float, most: float, gamma: float, family: Famil
 
 
 def _tail_mean(g: Array, a: Array, below: Array) -> Array:
-    """K(g), the part of a centred Gumbel variable's mean that lies above g.
+    """K(g) = E (G - c) over G > g, for a standard Gumbel variable G with mean c.
 
-    By a power series for g >= 0 and with the exponential integral below.
+    By a power series for g >= 0 and with the exponential integral below. ``a`` is e^-g.
     """
     small = np.minimum(a, 1.0)
     values = np.zeros_like(a)  # Ein(small)

@@ -55,7 +55,11 @@ def expectation(
     family: Any,
     parameter: FamilyParameter,
 ) -> float | Array:
-    """Evaluate a row's expectation for each pair of n and gamma, for one family of scores."""
+    """Check the arguments and evaluate ``point(n, gamma, family)`` at each pair of n and gamma.
+
+    Returns:
+        float64 of the broadcast shape; a float for scalars.
+    """
     law = as_family(family, **parameter)
     return pointwise_rows(lambda keys, scale: point(keys, scale, law), n, gamma)
 
@@ -82,7 +86,10 @@ class RowQuadrature:
     def for_kernels(
         cls, n: float, gamma: float, family: Family, power: float = 1.0, moment: bool = False
     ) -> "RowQuadrature":
-        """Choose nodes for kernels up to a^power e^-a, with ``moment`` also for those times s."""
+        """Choose nodes for means of kernels up to a^power e^-a, a = e^(gamma s - y).
+
+        With ``moment``, also for means of these times the score s.
+        """
         cells = grid(family)
         cells.require_tail(n)
         keys = n * cells.mass  # expected number in a cell
@@ -109,11 +116,14 @@ class RowQuadrature:
         )
 
     def others(self, below: Array, above: Array, chosen: int) -> Array:
-        """F^(n - chosen), from F and 1 - F."""
+        """F^(n - chosen) from F = ``below`` and 1 - F = ``above``: the keys not ``chosen``."""
         return np.asarray(np.exp((self.n - chosen) * log_probability(below, above)))
 
     def average(self, y: Array, kernels: list[Kernel], moment: bool = False) -> Array:
-        """F, 1 - F and the mean of each kernel at ascending y; with ``moment``, times s."""
+        """F(y), 1 - F(y) and the mean of each kernel over a score, at ascending y.
+
+        With ``moment``, each kernel is multiplied by the score s. Shape (2 + kernels, len(y)).
+        """
         sums = np.zeros((2 + len(kernels), y.size))
 
         def values(g: Array, a: Array, scores: Array) -> list[Array]:
@@ -135,7 +145,7 @@ class RowQuadrature:
     def _add_narrow(
         self, y: Array, sums: Array, values: Callable[[Array, Array, Array], list[Array]]
     ) -> None:
-        """Add the contribution of scores within reach of the kernels."""
+        """Add to ``sums`` the cells that are narrow enough for their own Gauss nodes."""
         logits = self.gamma * self.scores
         mass = np.concatenate([[0.0], np.cumsum(self.weights)])
         mass_above = np.concatenate([np.cumsum(self.weights[::-1])[::-1], [0.0]])
@@ -163,7 +173,7 @@ class RowQuadrature:
     def _add_wide(
         self, y: Array, sums: Array, values: Callable[[Array, Array, Array], list[Array]]
     ) -> None:
-        """Add the contribution of wide cells, out of or partly within reach of the kernels."""
+        """Add to ``sums`` the cells that are wider than the kernels, on nodes around these."""
         low, high = self.wide.T
         # Scores out of the kernels' reach from each y: whole cells, and a part of one.
         end = y - self.panels[-1]
@@ -192,7 +202,7 @@ class RowQuadrature:
             total += np.bincount(at[pair], weights=(value * weights).sum(axis=1), minlength=y.size)
 
     def _mass(self, left: Array, right: Array) -> Array:
-        """Probability between two logits of one cell."""
+        """Probability of a logit between ``left`` and ``right``, which lie in one cell."""
         half = 0.5 * (right - left)
         logits = 0.5 * (right + left)[:, None] + half[:, None] * NODES
         return half * (self._density(logits) @ WEIGHTS)
@@ -243,7 +253,7 @@ def small_power(a: Array, power: float) -> Array:
 
 
 def kernel_panels(power: float, reach: float) -> Array:
-    """Panels of g = -log a on which a^power e^-a is polynomial to rounding."""
+    """Edges of panels in g = -log a on which a^power e^-a is a polynomial up to rounding."""
     lowest = -math.log(power + 44 + 10 * math.sqrt(power))  # e^-a is 0 below it
     width = 1 / math.sqrt(power)
     near = -math.log(power) + width * np.arange(-1.5, 9.0, 2.5)

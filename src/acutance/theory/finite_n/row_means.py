@@ -63,14 +63,14 @@ def expected_effective_keys(
 
     .. math:: E N_{\mathrm{eff}} = E \Bigl[ 1 \Big/ \sum_{j=1}^n p_j^2 \Bigr]
 
-    The mean over rows of each row's own number. One over the mean collision probability,
-    ``1 / expected_collision``, is never more, and much less where few rows hold most collisions.
+    This is the mean over rows of 1/Σp². ``1 / expected_collision``, one over the mean of Σp², is
+    never larger, and much smaller where a few rows have most of the collision probability.
 
     Args:
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
         gamma: Scale of the logits, gamma >= 0.
         family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
-        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
 
     Returns:
         The mean, between 1 and n, float64 of the broadcast shape; a float for scalars.
@@ -100,10 +100,10 @@ def expected_sparsity(
     to about gamma = sqrt(log(n) / 2).
 
     Args:
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
         gamma: Scale of the logits, gamma >= 0.
         family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
-        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
 
     Returns:
         The mean, between n^(-1/2) and 1, float64 of the broadcast shape; a float for scalars.
@@ -130,10 +130,10 @@ def expected_varentropy(
     .. math:: E \operatorname{Var}_p(\gamma s) = -\frac{d \, E H}{d \log \gamma}
 
     Args:
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
         gamma: Scale of the logits, gamma >= 0.
         family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
-        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
 
     Returns:
         The mean in nat², float64 of the broadcast shape; a float for scalars. It is 0 for n = 1.
@@ -164,10 +164,10 @@ def expected_jacobian_fro2(
     Times the variance of independent values it is the expected ``noise_gain`` of a row.
 
     Args:
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
         gamma: Scale of the logits, gamma >= 0; it is not a factor of the Jacobian.
         family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
-        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
 
     Returns:
         The mean, float64 of the broadcast shape; a float for scalars. It is (n - 1)/n² at
@@ -198,7 +198,7 @@ def _pairs(row: RowQuadrature, product: Callable[..., Array], kernels: list[Kern
 
 
 def _doubled(n: float, gamma: float, family: Family) -> RowQuadrature:
-    """Quadrature at twice the scale, over a range twice as long."""
+    """The quadrature of a row with scale 2 gamma, over a range of y twice as long."""
     row = RowQuadrature.for_kernels(n, 2 * gamma, family, power=0.5)
     reach = float(row.panels[-1])
     edges = np.concatenate([row.edges, row.edges[-1] + np.arange(4.0, reach + 4, 4.0)])
@@ -206,7 +206,7 @@ def _doubled(n: float, gamma: float, family: Family) -> RowQuadrature:
 
 
 def _kernel(power: float, degree: int = 0) -> Kernel:
-    """The function g^degree a^power e^-a of g = -log a."""
+    """The function (a, g) -> g^degree a^power e^-a, where g = -log a."""
 
     def values(g: Array, a: Array, below: Array) -> Array:
         kernel = small_power(a, power) * below

@@ -67,10 +67,10 @@ def expected_top_weight(
     .. math:: E \max_j p_j
 
     Args:
-        n: Number of keys, n >= 1. Values between the integers continue the formula.
+        n: Number of keys, n >= 1; it need not be an integer.
         gamma: Scale of the logits, gamma >= 0.
         family: Distribution of the scores; see :func:`~acutance.theory.expected_entropy`.
-        **parameter: ``d``, ``rho`` or ``a``, whichever the family needs.
+        **parameter: ``d``, ``rho`` or ``a``, the parameter of the family if it has one.
 
     Returns:
         The mean, between 1/n and 1, float64 of the broadcast shape; a float for scalars.

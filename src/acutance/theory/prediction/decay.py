@@ -29,7 +29,10 @@ _SERIES_TO = 0.3  # of n x, below which Langevin's function is summed as a serie
 
 
 def decay_formulas(n: float, lam: float, value_variance: float) -> Formulas:
-    """Formulas for a row whose weights decay by the factor lam per key."""
+    """For each metric, its formula for a row of n weights that decay by ``lam`` per key.
+
+    ``value_variance`` is the variance of a value, summed over its components.
+    """
     theta = -math.log(lam)
     x, log_n = theta / 2, math.log(n)
     keys = float(effective_keys_decay(lam, n))
@@ -83,7 +86,7 @@ def _log_sum(theta: float, n: float) -> float:
 
 
 def _position(n: float, x: float) -> tuple[float, float]:
-    """Mean and variance of the attended position, without cancellation."""
+    """Mean and variance of the key's position under the weights e^(-2 x j), j = 0 to n - 1."""
     if n * x > _SERIES_TO:
         mean = _one_over_expm1(2 * x) - n * _one_over_expm1(2 * n * x)
         return mean, (_one_over_sinh2(x) - n * n * _one_over_sinh2(n * x)) / 4

@@ -40,7 +40,7 @@ __all__ = ["PREDICTED_MECHANISMS", "predict"]
 
 
 class _Case(NamedTuple):
-    """Formulas, many-key limits and parameters of one prediction."""
+    """What one prediction is made of: its formulas, limits for many keys, and parameters."""
 
     formulas: Formulas
     population: MetricRecord
@@ -80,7 +80,7 @@ def predict(
     value_variance: float = 1.0,
     metrics: Iterable[str] | None = None,
 ) -> Prediction:
-    """Predict every metric of a row of n keys.
+    """Predict the metrics of an attention row of n keys with random scores.
 
     ==================  ====================================================================
     mechanism           the row, and the parameters it takes
@@ -101,7 +101,7 @@ def predict(
                         :func:`~acutance.theory.expected_head_metrics`, n >= 3
     ==================  ====================================================================
 
-    A row's query is one of many: the means are over keys, with the query's norm held fixed.
+    The predictions are means over random keys, for a query of fixed norm.
 
     Args:
         mechanism: A name from the table.
@@ -124,13 +124,13 @@ def predict(
         first_gap_std: Standard deviation of it over rows; 0 if left out.
         rest_logit_std: Standard deviation of the other keys' logits.
         rest_jensen_gap: Mean of their logsumexp − log(n − 1) − mean.
-        value_variance: Variance of a value, summed over its components, for ``noise_gain``:
-            values are independent of each other and of the weights.
-        metrics: Names to compute; all if left out.
+        value_variance: Variance of a value, summed over its components, for ``noise_gain``;
+            values are assumed independent of each other and of the weights.
+        metrics: Names of the metrics to compute; all if left out.
 
     Returns:
-        A :class:`Prediction`. Its ``kinds`` say which numbers are expectations, its ``why`` what
-        theory has nothing to say about. For relu² rows, means are over rows with some weight.
+        A :class:`Prediction`. Its ``kinds`` say which numbers are exact expectations, its ``why``
+        for which metrics there is no prediction. For relu², means are over rows with some weight.
 
     Raises:
         TypeError: If ``family`` is neither a name nor a continuous distribution.
@@ -288,7 +288,7 @@ def _row(
     value_variance: float,
     parameters: dict[str, Any],
 ) -> _Case:
-    """Exact and population formulas of a softmax row."""
+    """Formulas of a softmax row with logits shift + gamma s, s drawn from ``law``."""
     return _Case(
         softmax_formulas(n, gamma, law, shift, value_variance),
         softmax_population(n, gamma, law, shift, value_variance),

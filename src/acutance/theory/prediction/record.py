@@ -25,9 +25,9 @@ KINDS: dict[Kind, str] = {
 class MetricRecord:
     """A number, tensor or array for each metric of ``acutance.METRICS``; NaN where there is none.
 
-    ``-`` works metric by metric, on either side, with another record, with ``RowStatistics``
-    (giving tensors of one value a row), with a ``HeadSummary`` (its means, one a head), or with a
-    mapping from names to values.
+    Subtraction works metric by metric, on either side, with another record, with ``RowStatistics``
+    (the result has a tensor with one value per row), with a ``HeadSummary`` (its means, one per
+    head), or with a mapping from names to values.
 
     Example:
         >>> MetricRecord(entropy=2.0) - {"entropy": 1.5, "lse": 3.0}
@@ -96,9 +96,9 @@ class Prediction(MetricRecord):
     Attributes:
         mechanism: name of the mechanism.
         parameters: what was given, with defaults filled in.
-        kinds: for each metric that has a value, what kind of number it is: a key of ``KINDS``.
-        why: for each metric that has none, the reason in a sentence.
-        population: what the formulas for infinitely many keys give; NaN where there is none.
+        kinds: for each metric that has a value, a key of ``KINDS`` that says how it was computed.
+        why: for each metric without a value, the reason in a sentence.
+        population: the values for infinitely many keys; NaN where there is no formula.
     """
 
     mechanism: str = ""

@@ -216,7 +216,10 @@ def gaussian_deviation(n: float, gamma: float) -> float:
 
 
 def _mean_gaussian_entropy(n: float, gamma: float) -> float:
-    """Mean of E H(n, g) over the sample deviation g of n normal logits."""
+    """Mean of ``expected_entropy_gauss(n, g)``, g the sample deviation of n normal logits.
+
+    The logits have standard deviation gamma. It predicts the metric ``gaussian_entropy``.
+    """
     if n == 1 or gamma == 0:
         return math.log(n)
     order = 60 if n < 8 else 24 if n < 64 else 8 if n < 1024 else 4
@@ -252,7 +255,9 @@ _MARGIN = (1 - NODES[-1]) / (2 * NODES[-1])  # beyond the outermost nodes of a c
 
 
 def gaussian_break_points(n: float) -> tuple[float, float]:
-    """Deviations of Gaussian logits up to which sparsity and entropy follow their formulas.
+    """Deviations of n Gaussian logits up to which the formulas for many keys hold.
+
+    The first is for sparsity, the second for entropy.
 
     Example:
         >>> gaussian_break_points(4096)  # sqrt(log(n) / 2) and sqrt(2 log n)
@@ -333,7 +338,7 @@ def _bounded_exp(exponent: float) -> float:
 
 
 def _largest(n: float, family: Family) -> float:
-    """The quantile exceeded by one key in n; sqrt(2 log n) for Gaussian scores."""
+    """The score that one key in n exceeds on average; about sqrt(2 log n) for Gaussian scores."""
     if isinstance(family, Gaussian):
         return math.sqrt(2 * math.log(n))
     odds = math.log(n - 1) if n > 1 else -math.inf
@@ -342,7 +347,7 @@ def _largest(n: float, family: Family) -> float:
 
 @lru_cache(maxsize=1024)
 def _tilted(family: Family, gamma: float) -> tuple[float, float, float]:
-    """K, K' and K'' at gamma; NaN where they depend on quantiles beyond float64."""
+    """K(gamma) = log E e^(gamma s) of one score s, K' and K''; NaN beyond float64's quantiles."""
     if isinstance(family, Gaussian):
         return gamma * gamma / 2, gamma, 1.0
     scores, log_weights = _scores(family)

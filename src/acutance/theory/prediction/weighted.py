@@ -65,7 +65,7 @@ def relu2_formulas(n: float, mean: float, deviation: float) -> Formulas:
 
 
 def size_formulas(n: float, mean: float, deviation: float) -> Formulas:
-    """Formulas for a row whose weights are normal scores, by their absolute values."""
+    """Formulas for a row whose weights are normal scores; metrics use their absolute values."""
     row = WeightedRow.size(n, mean / deviation)
     names = ("entropy", "normalized_entropy", "information")
     return _score_formulas(n, mean, deviation) | {
@@ -140,8 +140,8 @@ class WeightedRow:
         n: Number of keys.
         weights: Nodes of the positive weights.
         mass: Their probabilities.
-        idle: Probability of a weight of 0.
-        log_idle: Its logarithm.
+        idle: Probability that a weight is 0.
+        log_idle: Logarithm of that probability.
     """
 
     n: float
@@ -152,13 +152,13 @@ class WeightedRow:
 
     @classmethod
     def relu2(cls, n: float, u: float) -> WeightedRow:
-        """Weights max(s, 0)² of scores with mean u and deviation 1."""
+        """The row with weights max(s, 0)², s normal with mean u and deviation 1."""
         scores, mass = _positive_nodes(u)
         return cls(n, scores * scores, mass, float(ndtr(-u)), float(log_ndtr(-u)))
 
     @classmethod
     def size(cls, n: float, u: float) -> WeightedRow:
-        """Weights abs(s) of scores with mean u and deviation 1."""
+        """The row with weights abs(s), s normal with mean u and deviation 1."""
         parts = [_positive_nodes(u), _positive_nodes(-u)]
         weights, mass = (np.concatenate(column) for column in zip(*parts, strict=True))
         return cls(n, weights, mass, 0.0, -math.inf)
@@ -203,16 +203,20 @@ class WeightedRow:
 
     @cached_property
     def _of_weights(self) -> tuple[Array, Array, Array]:
-        """Transforms of a² and a log a, with exp(-ta)."""
+        """:meth:`_transforms` of a² and a log a with exp(-ta), a the weight."""
         return self._transforms(1.0, [self.weights**2, self.weights * np.log(self.weights)])
 
     @cached_property
     def _of_squares(self) -> tuple[Array, Array, Array]:
-        """Transforms of a, with exp(-ta²)."""
+        """:meth:`_transforms` of a with exp(-ta²), a the weight."""
         return self._transforms(2.0, [self.weights])
 
     def _transforms(self, power: float, factors: list[Array]) -> tuple[Array, Array, Array]:
-        """Points t, the means of factor · exp(-t a^power) there, and log E exp(-t a^power)."""
+        """Means over one weight a, at quadrature points t.
+
+        Returns:
+            The points t; E factor · exp(-t a^power) for each factor; and log E exp(-t a^power).
+        """
         raised = self.weights**power
         scale = -math.log(self.n * float(raised @ self.mass) + 1e-300)
         t = np.exp(np.arange(scale - _BELOW, scale + _ABOVE + 4 * math.log(self.n), _STEP))
@@ -255,7 +259,7 @@ def relu2_top_weight(n: float, u: float) -> float:
 
 
 def _largest(n: float, v: Array) -> Array:
-    """Density of the log-odds of the largest of n."""
+    """Density of the largest of n scores, as a function of the log-odds v of its probability."""
     others = (n - 1) * np.logaddexp(0, -v)
     return np.exp(math.log(n) - np.logaddexp(0, -v) - np.logaddexp(0, v) - others)
 
@@ -323,7 +327,10 @@ _REASON = "The four numbers of a trained head do not determine it."
 
 
 def head_formulas(n: float, numbers: dict[str, float]) -> Formulas:
-    """Formulas for a row of n >= 3 keys of a head with these numbers."""
+    """Formulas for a row of n >= 3 keys of a trained head.
+
+    ``numbers`` are the keyword arguments of :func:`~acutance.theory.expected_head_metrics`.
+    """
     head = expected_head_metrics(n, **numbers)
     log_n, entropy = math.log(n), float(head.entropy)
     values: dict[str, tuple[Kind, float]] = {
