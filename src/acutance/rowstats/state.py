@@ -201,8 +201,7 @@ def observe_visible(
 ) -> RowState:
     """:func:`observe` with ``seen``, of the scores' shape, as the only mask.
 
-    A visible score of −inf (a product that overflowed) has weight 0 and leaves NaN in the sums that
-    multiply weights by scores.
+    A visible score of −inf (a product that overflowed) has weight 0; sums of e·s are NaN then.
     """
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     s = scores.to(dtype)
