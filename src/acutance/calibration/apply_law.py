@@ -1,4 +1,4 @@
-"""acutance.apply: a scaling law on a model that runs as it always does."""
+"""acutance.apply: a law of scalings and windows on a model that runs as it always does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import threading
 import warnings
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,30 +14,27 @@ from acutance.calibration.factors import (
     KnownFactors,
     Plan,
     Plans,
-    as_query,
     count,
     entropy_of,
-    factor_of_call,
     query_factor,
-    scaled_scores,
     situation_of,
-    warn_of_shallow_mask,
 )
 from acutance.calibration.law import AnyLaw, Law
+from acutance.calibration.plain_calls import PlainCalls
+from acutance.calibration.windowed_calls import WindowedCall, rotary_of_layers
 from acutance.capture.change_functions import FunctionChange
 from acutance.capture.entry_points import kinds_are_library
 from acutance.capture.find_layers import attention_layers, uses_interface
-from acutance.capture.head_axis import could_be_over_keys, heads_of
 from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack
 from acutance.capture.pass_follower import PassFollower
 from acutance.capture.readers import huggingface
-from acutance.capture.readers.torch_sdpa import sdpa_call
 from acutance.capture.torch_modes import EAGER, forget_compiled
 
 __all__ = ["Applied", "ApplyError", "apply"]
 
 _WINDOWED = "its rows see only a window (windowed=True scales it)"
+_CROSS = "its rows have no distance from their keys: it is cross-attention"
 
 
 class ApplyError(RuntimeError):
@@ -46,23 +42,24 @@ class ApplyError(RuntimeError):
 
 
 def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> Applied:
-    r"""Multiply the query of every row by a law's factor before the model's own attention runs.
+    r"""Multiply each row's query by a law's factor, and let rows read keys through its windows.
 
-    The factor is that of n, the keys that the row can see: its position in a cache, without
-    padding, within its document. It multiplies what reaches the attention call, so after
-    query-key normalisation and rotary embedding, and on top of the model's own scale; it is
-    rounded to the query's dtype.
+    The factor is that of n, the keys that the row reads: its position in a cache, without padding,
+    within its document and its window. It multiplies what reaches the attention call, so after
+    query-key normalisation and rotary embedding, and on top of the model's own scale; it is rounded
+    to the query's dtype. A :class:`~acutance.scaling.Window` says which keys a row reads and at
+    which distance; windows that move keys need transformers' interface and rotary positions.
 
     Args:
         model: any module whose attention goes through transformers' attention interface,
             ``F.scaled_dot_product_attention`` or ``nn.MultiheadAttention``, or is a softmax of its
             own, whose scores then have their products multiplied and their biases not.
-        law: a scaling or its name for all heads; a mapping from layer or (layer, head) to
-            scalings, where layers are named as for :func:`acutance.probe` (block numbers, ranges,
-            module names, patterns) and what is left out is not scaled; or a :class:`Law`, such as
-            :meth:`Law.load` reads.
-        windowed: also scale layers with a sliding window, whose rows see no more keys in a longer
-            text.
+        law: a scaling or its name, a :class:`~acutance.scaling.Window`, or a pair (scaling, window)
+            for all heads; a mapping from layer or (layer, head) to these, where layers are named
+            as for :func:`acutance.probe` (block numbers, ranges, module names, patterns) and what
+            is left out is left alone; or a :class:`Law`, such as :meth:`Law.load` reads.
+        windowed: also scale layers with a sliding window of the model's, whose rows see no more
+            keys in a longer text.
 
     Returns:
         What is in force at once and until ``restore()``, or as a context manager until it ends.
@@ -70,7 +67,8 @@ def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> App
 
     Raises:
         TypeError: if ``model`` is not a module or ``law`` no law.
-        ValueError: if a scaling, layer or head does not exist, or the law is another model's.
+        ValueError: if a scaling, layer or head does not exist, the law is another model's, or its
+            windows move keys and the model's positions are not rotary.
 
     Warns:
         UserWarning: while the model runs, if a softmax of its own has keys hidden by a number above
@@ -97,7 +95,7 @@ class _Thread(threading.local):
         self.factors = KnownFactors()
 
 
-class Applied:
+class Applied(PlainCalls):
     """A law in force on a model: what :func:`apply` returns.
 
     Attributes:
@@ -115,15 +113,19 @@ class Applied:
         self._modules = ModuleStack(model, self._begin, self._end)
         self._modules.read_names()
         self._law = law
-        self._plans = Plans(self._modules, law)
+        self._plans = plans = Plans(self._modules, law)
         self._by_functions = False  # whether attention came in another way
         known = attention_layers(model)
         self._asking = {name for name, module in known.items() if uses_interface(module)}
-        for name in self._asking:  # before a compiler traces what asks for their plans
-            self._plans.of(name)
+        # made before a compiler traces what asks for them
+        asking = {known[name]: plans.of(name) for name in self._asking}
+        if plans.windows():
+            self._rotary = rotary_of_layers(model, asking)
+            self.instead = self._windowed_call  # transformers' interface looks whether it is there
         # whether compiled modules run compiled, with the law in their graphs: all attention asks
         # the interface, by the code of libraries or as a pass of all modules showed
         self._traces = bool(known) and set(known) == self._asking and kinds_are_library(model)
+        self._traces &= not plans.windows()
         self._compiled = any(type(one).__name__ == "OptimizedModule" for one in model.modules())
         self._uncompiled = ExitStack()
         self._follower = PassFollower(
@@ -192,20 +194,49 @@ class Applied:
 
     # -- what transformers' interface asks --------------------------------------------------------
 
-    def changed_query(self, call: huggingface.InterfaceCall) -> Tensor | None:
-        """The scaled query of an interface call, None for a call that is left alone."""
-        module, query, key, _, mask = call.positional()
-        name = self._modules.name_of(module)
+    def _plan_of(self, call: huggingface.InterfaceCall) -> Plan | None:
+        """What the law does to an interface call; None for one that is left alone."""
+        name = self._modules.name_of(call["module"])
         if name is None:
             return None
-        if not (compiling := torch.compiler.is_compiling()):
-            self._follower.asked.add(module)
+        if not torch.compiler.is_compiling():
+            self._follower.asked.add(call["module"])
         plan = self._plans.of(name)
         if plan.laws is None:
             return None
         if not self._windowed and (plan.windowed or call.kwargs.get("sliding_window") is not None):
             self.skip(plan.name)
             return None
+        return plan
+
+    def _windowed_call(self, call: huggingface.InterfaceCall) -> WindowedCall | None:
+        """The call through the windows of its layer; None for a layer without."""
+        plan = self._plan_of(call)
+        if plan is None or plan.laws is None or not plan.laws.all_windows():
+            return None
+        if huggingface.is_cross(plan.name, call["module"]):
+            self.skip(plan.name, _CROSS)
+            return None
+        if plan.windowed or call.kwargs.get("sliding_window") is not None:
+            raise self.unreachable(plan.name, "it has a sliding window of its own")
+        situation = None if call["position_bias"] is not None else situation_of(plan.laws, call)
+        place = None if situation is None else ("keys", *situation[1:])
+        known = None if place is None else self._thread.factors.get(place)
+        rotary = self._rotary.get(call["module"])
+        windowed = WindowedCall(call, plan.name, plan.laws, rotary, self.unreachable, known)
+        if place is not None and known is None:
+            self._thread.factors.put(place, call["attention_mask"], windowed.keys)
+        return windowed
+
+    def changed_query(self, call: huggingface.InterfaceCall) -> Tensor | None:
+        """The scaled query of an interface call, None for a call that is left alone."""
+        plan, (_, query, key, _, mask) = self._plan_of(call), call.positional()
+        if plan is None or plan.laws is None:
+            return None
+        if not plan.laws.scalings():
+            self._count(plan.name)
+            return None
+        compiling = torch.compiler.is_compiling()
         situation = None if compiling or not plan.by_count else situation_of(plan.laws, call)
         factor = None if situation is None else self._thread.factors.get(situation)
         if factor is None:
@@ -226,8 +257,6 @@ class Applied:
         """Do not scale this thread's calls in the context: they are part of a scaled call."""
         return self._modules.thread.mute()
 
-    # -- what plain functions ask -----------------------------------------------------------------
-
     def muted(self) -> bool:
         """Whether this thread is inside a call that was scaled, or the law was removed."""
         return self._modules.thread.depth > 0 or self._context is None
@@ -240,81 +269,8 @@ class Applied:
             self._traces = False
             self._uncompiled.enter_context(EAGER)
 
-    def _running_name(self) -> str | None:
-        return self._modules.running() if self._modules.thread.stack else None
-
-    def _running(self) -> Plan | None:
-        name = self._running_name()
-        return None if name is None else self._plans.of(name)
-
-    def here(self) -> str | None:
-        """Name of the module now running if its logits are to be scaled, else None."""
-        plan = self._running()
-        if plan is None or plan.laws is None or self._holds(plan.name):
-            return None
-        if plan.windowed and not self._windowed:
-            self.skip(plan.name)
-            return None
-        return plan.name
-
-    def _holds(self, name: str) -> bool:
-        """Whether a submodule uses transformers' interface and the module itself does not.
-
-        While a compiled graph runs no hook tells which module does: functions that seem to be the
-        module's own are that part's.
-        """
-        if not self._traces:
-            return False
-        start = "" if name == class_name(self._model) else f"{name}."
-        return any(one.startswith(start) and one != name for one in self._asking)
-
-    def changed_arguments(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
-        """SDPA's arguments with the query scaled."""
-        return {**given, "query": given["query"] * self.factor_of_arguments(name, given)}
-
-    def factor_of_arguments(self, name: str, given: dict[str, Any]) -> Tensor:
-        """Factor of the query, for a call of SDPA with these arguments in module ``name``."""
-        plan = self._running()
-        assert plan is not None
-        assert plan.laws is not None
-        with self.mute():
-            try:
-                call = sdpa_call(given, name)
-                factor = factor_of_call(plan.laws, call)
-            except ValueError as error:
-                raise self.unreachable(name, str(error)) from error
-            self._count(name)
-            return as_query(factor, given["query"], call.query)
-
-    def could_be_over_keys(self, scores: Tensor, dim: int) -> bool:
-        """Whether a softmax over ``dim`` in the running module could be attention's over keys."""
-        name = self._running_name()
-        return name is not None and could_be_over_keys(scores, dim, self._heads(name))
-
-    def _heads(self, name: str) -> int | None:
-        """How many heads a module has, or the one around it, such as that of a softmax."""
-        above = self._modules.module_of(name.rpartition(".")[0])
-        return heads_of(self._modules.module_of(name)) or heads_of(above)
-
-    def changed_scores(
-        self, name: str, scores: Tensor, bare: Tensor, dim: int, narrow: torch.dtype
-    ) -> Tensor:
-        """A softmax's scores with their products scaled."""
-        running, plan = self._running_name(), self._running()
-        assert running is not None
-        assert plan is not None
-        assert plan.laws is not None
-        try:
-            changed = scaled_scores(scores, bare, dim, plan.laws, self._heads(running), narrow)
-        except ValueError as error:
-            raise self.unreachable(name, str(error)) from error
-        if name not in self.calls:
-            warn_of_shallow_mask(name, bare, dim, narrow)
-        self._count(name)
-        return changed
-
     def unreachable(self, name: str, reason: str) -> ApplyError:
-        """The error to raise when the law cannot scale the attention of the module ``name``."""
+        """The error to raise when the law cannot change the attention of the module ``name``."""
         return ApplyError(f"the law cannot be applied to {name}: {reason}")
 
     # -- bookkeeping ------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.calibration.law import AnyLaw, HeadLaws, by_layer
+from acutance.calibration.head_laws import HeadLaws
+from acutance.calibration.law import AnyLaw, by_layer
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import in_window, is_softmax
 from acutance.capture.head_axis import folded
@@ -18,7 +19,7 @@ from acutance.capture.module_stack import ModuleStack
 from acutance.capture.readers.huggingface import InterfaceCall
 from acutance.check_masks import check_masking
 from acutance.masks import hidden_scores, hides
-from acutance.scaling import AnyScaling, Scaling, visible_keys
+from acutance.scaling import AnyScaling, Scaling, Window, visible_keys
 
 __all__ = [
     "KnownFactors",
@@ -79,7 +80,8 @@ def query_factor(
 
     Args:
         laws: calibrated laws of the layer's heads.
-        n: number of visible keys, (B or 1, Hq or 1, L).
+        n: number of visible keys, (B or 1, Hq or 1, L); a scaling counts those that a window
+            leaves.
         heads: number of query heads of the call.
         dtype: of the query and the result; the factor is computed in float32, or in float64 for
             float64.
@@ -96,6 +98,8 @@ def query_factor(
                 [2.0794]])
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if laws.scalings():
+        n = _read(laws, n, heads)
 
     def of(scaling: AnyScaling) -> Tensor:
         factor = scaling.factor(n, entropy=entropy, dtype=wide)
@@ -121,6 +125,18 @@ def query_factor(
         columns.append(factor[:, head if factor.shape[1] > 1 else 0])
     batch = max(column.shape[0] for column in columns)
     return torch.stack([c.expand(batch, -1) for c in columns], 1).to(dtype)
+
+
+def _read(laws: HeadLaws, n: Tensor, heads: int) -> Tensor:
+    """How many of its visible keys each row reads."""
+    if laws.window is not None:
+        return laws.window.keys_read(n)
+    if not laws.windows:
+        return n
+    columns = n.expand(-1, heads, -1).unbind(1)
+    windows = laws.windows_by_head(heads)
+    pairs = zip(windows, columns, strict=True)
+    return torch.stack([n if window is None else window.keys_read(n) for window, n in pairs], 1)
 
 
 _SHALLOW = -1e4  # the least of the numbers that models hide keys with
@@ -254,29 +270,29 @@ _MOST_KNOWN = 8  # factors that a thread remembers
 
 
 class KnownFactors:
-    """The factors that a thread computed last, which layers in the same situation share."""
+    """What a thread computed last of masks, which layers in the same situation share."""
 
     def __init__(self) -> None:
-        #: by situation, the factor; its mask, held so that no other gets its identity; and what
+        #: by situation, what is known; its mask, held so that no other gets its identity; and what
         #: was in the mask, where writing to it leaves no trace
-        self._known: dict[tuple[Any, ...], tuple[Tensor, Tensor | None, Tensor | None]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Any, Tensor | None, Tensor | None]] = {}
 
-    def get(self, situation: tuple[Any, ...]) -> Tensor | None:
-        """The factor of a situation; None if it is not known."""
+    def get(self, situation: tuple[Any, ...]) -> Any:
+        """The factor of a situation, or what else was put; None if it is not known."""
         known = self._known.get(situation)
         if known is None:
             return None
-        factor, mask, before = known
+        value, mask, before = known
         if mask is not None and before is not None and not torch.equal(mask, before):
             return None
-        return factor
+        return value
 
-    def put(self, situation: tuple[Any, ...], mask: Tensor | None, factor: Tensor) -> None:
-        """Remember a factor."""
+    def put(self, situation: tuple[Any, ...], mask: Tensor | None, value: Any) -> None:
+        """Remember a factor, or what else."""
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         before = mask.clone() if mask is not None and mask.is_inference() else None
-        self._known[situation] = factor, mask, before
+        self._known[situation] = value, mask, before
 
     def forget_masks(self) -> None:
         """Drop references to the masks of a pass."""
@@ -337,9 +353,13 @@ class Plans:
 
     def __init__(self, modules: ModuleStack, law: AnyLaw) -> None:
         self._known: dict[str, Plan] = {}
-        everywhere, self._layers = by_layer(modules.model, law)
-        self._elsewhere = None if everywhere is None else HeadLaws(everywhere)
+        self._elsewhere, self._layers = by_layer(modules.model, law)
         self._modules, self._top = modules, class_name(modules.model)
+
+    def windows(self) -> list[Window]:
+        """Every window of the law."""
+        laws = [*self._layers.values(), *([self._elsewhere] if self._elsewhere else [])]
+        return [window for one in laws for window in one.all_windows()]
 
     def of(self, full: str) -> Plan:
         """The plan of a module by its name."""

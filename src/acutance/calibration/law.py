@@ -1,4 +1,4 @@
-"""Law: which scaling each head of one model has; it is written to a small JSON file and read."""
+"""Law: which scaling and window each head of one model has; a small JSON file holds it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from acutance.calibration.head_laws import HeadLaws, LawPart, part_record, read_part
 from acutance.calibration.identity import Identity, longest, positions_are_learned
 from acutance.capture.layer_choice import choose_layers
 from acutance.capture.module_names import named_modules, unwrap
 from acutance.files import as_json, write_text
 from acutance.from_json import read_json, sealed_json
-from acutance.scaling import AnyScaling, NoScaling, Scaling, from_dict, get
+from acutance.scaling import Scaling, Window
 from acutance.scaling.learned import LearnedScaling
 from acutance.shapes import check_count
 from acutance.summary.layer import NOT_LOADED
@@ -28,8 +29,8 @@ _JUDGED = "judged"
 #: Layers by block number, range, name or pattern, as
 #: :class:`acutance.capture.layer_choice.LayerChoice` reads them.
 LayerName: TypeAlias = int | str
-#: One scaling for all, or one for each layer or head.
-AnyLaw: TypeAlias = "str | AnyScaling | Law | Mapping[Any, str | AnyScaling]"
+#: One scaling, window or pair of them for all, or one for each layer or head.
+AnyLaw: TypeAlias = "LawPart | Law | Mapping[Any, LawPart]"
 
 
 class LawError(ValueError):
@@ -37,40 +38,19 @@ class LawError(ValueError):
 
 
 @dataclass(frozen=True)
-class HeadLaws:
-    """The scalings of one layer.
-
-    Attributes:
-        whole: of the layer, None where heads have their own; it may hold parameters per head.
-        heads: head and scaling; heads left out are not scaled.
-    """
-
-    whole: AnyScaling | None = None
-    heads: tuple[tuple[int, AnyScaling], ...] = ()
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether a scaling reads the measured entropy of each row."""
-        return any(part.needs_entropy for part in self.scalings())
-
-    def scalings(self) -> list[AnyScaling]:
-        """Those of the layer or of its heads."""
-        return [self.whole] if self.whole is not None else [part for _, part in self.heads]
-
-
-@dataclass(frozen=True)
 class Law:
-    """The scalings of one model's heads, and which model that is.
+    """The scalings and windows of one model's heads, and which model that is.
 
     Attributes:
         model: the model's identity.
         everywhere: the scaling of layers that ``layers`` does not name; None leaves them alone.
-        layers: module name and its scalings.
+        layers: module name, and the scalings and windows of its heads.
         lengths: lengths at which it was fitted, none if it was not.
         target: what was held constant, None if nothing was.
         weights_not_loaded: which weights of the model it was fitted to were random, None if none.
         judged: what it does to the loss of held-out text, a record as
             :meth:`acutance.judging.LawComparison.to_dict` gives; None if that was not measured.
+        window: the window of layers that ``layers`` does not name; None if they have none.
 
     Example:
         >>> from acutance import scaling
@@ -88,6 +68,7 @@ class Law:
     target: str | None = None
     weights_not_loaded: str | None = None
     judged: Mapping[str, Any] | None = field(default=None, hash=False)
+    window: Window | None = None
 
     @classmethod
     def of(
@@ -124,21 +105,15 @@ class Law:
                 raise ValueError(text)
             warnings.warn(text, stacklevel=2)
         everywhere, layers = by_layer(model, law)
+        rest = HeadLaws() if everywhere is None else everywhere.constant()
+        assert rest.whole is None or isinstance(rest.whole, Scaling)
         return cls(
             model=Identity.of(model),
-            everywhere=None if everywhere is None else _record(everywhere),
-            layers=tuple(
-                (
-                    name,
-                    HeadLaws(
-                        None if one.whole is None else _record(one.whole),
-                        tuple((head, _record(part)) for head, part in one.heads),
-                    ),
-                )
-                for name, one in layers.items()
-            ),
+            everywhere=rest.whole,
+            layers=tuple((name, one.constant()) for name, one in layers.items()),
             lengths=places,
             target=target,
+            window=rest.window,
         )
 
     def check(self, model: torch.nn.Module) -> Law:
@@ -154,7 +129,7 @@ class Law:
         return self
 
     def placed(self, model: torch.nn.Module) -> dict[str, HeadLaws]:
-        """The scalings by the names that the layers have in a model.
+        """The scalings and windows by the names that the layers have in a model.
 
         A transformers model with a head on it has its layers under a prefix, which the law of the
         model alone lacks.
@@ -183,8 +158,8 @@ class Law:
         return {
             "schema": SCHEMA,
             "model": self.model.to_dict(),
-            "everywhere": None if self.everywhere is None else self.everywhere.to_dict(),
-            "layers": {name: _written(one) for name, one in self.layers},
+            "everywhere": part_record(self.everywhere, self.window) or None,
+            "layers": {name: one.to_dict() for name, one in self.layers},
             "lengths": list(self.lengths),
             "target": self.target,
         } | {name: part for name, part in optional.items() if part is not None}
@@ -231,33 +206,39 @@ class Law:
         judged = record.get(_JUDGED)
         if judged is not None and not (isinstance(judged, dict) and "verdict" in judged):
             raise ValueError(f"{_JUDGED} must be an object with a verdict, got {judged!r:.60}")
+        rest = HeadLaws()
+        if everywhere is not None:
+            rest = rest.with_part("everywhere", None, read_part("everywhere", everywhere))
+        assert rest.whole is None or isinstance(rest.whole, Scaling)
         return cls(
             model=Identity.from_dict(record["model"]),
-            everywhere=None if everywhere is None else _scaling("everywhere", everywhere),
-            layers=tuple((name, _heads(name, part)) for name, part in layers.items()),
+            everywhere=rest.whole,
+            layers=tuple((name, HeadLaws.from_dict(name, part)) for name, part in layers.items()),
             lengths=tuple(check_count("lengths", n, 1) for n in lengths),
             target=target,
             weights_not_loaded=random,
             judged=judged,
+            window=rest.window,
         )
 
 
-def by_layer(model: torch.nn.Module, law: AnyLaw) -> tuple[AnyScaling | None, dict[str, HeadLaws]]:
-    """A law as one scaling for every layer it does not name, and scalings by module name.
+def by_layer(model: torch.nn.Module, law: AnyLaw) -> tuple[HeadLaws | None, dict[str, HeadLaws]]:
+    """A law for every layer that it does not name, None for none, and by module name.
 
     Raises:
         TypeError: if it is not a law, or a key of a mapping is neither a layer nor (layer, head).
         ValueError: if a layer, head or scaling does not exist.
     """
     if isinstance(law, Law):
-        return law.check(model).everywhere, law.placed(model)
+        rest = HeadLaws(law.check(model).everywhere, window=law.window)
+        return (rest if rest != HeadLaws() else None), law.placed(model)
     if not isinstance(law, Mapping):
-        if not isinstance(law, str | Scaling | LearnedScaling):
+        if not isinstance(law, str | Scaling | LearnedScaling | Window | tuple):
             raise TypeError(
-                "law must be a scaling or its name, a Law, or a mapping from layer or (layer, "
-                f"head) to scalings, got {type(law).__name__}"
+                "law must be a scaling or its name, a Window, a pair of both, a Law, or a mapping "
+                f"from layer or (layer, head) to these, got {type(law).__name__}"
             )
-        return get(law), {}
+        return HeadLaws().with_part("every layer", None, law), {}
     if not law:
         raise ValueError("law must have at least one layer, got an empty mapping")
     found: dict[str, HeadLaws] = {}
@@ -272,52 +253,5 @@ def by_layer(model: torch.nn.Module, law: AnyLaw) -> tuple[AnyScaling | None, di
         if head is not None and (isinstance(head, bool) or not isinstance(head, int) or head < 0):
             raise ValueError(f"head must be a non-negative whole number, got {head!r}")
         for name in choose_layers(model, layer, "layer"):
-            before = found.get(name, HeadLaws())
-            if before.heads if head is None else before.whole is not None:
-                raise ValueError(f"{name} must have one scaling or one for each head, got both")
-            one = get(given)
-            found[name] = HeadLaws(one) if head is None else _with(before, head, one)
+            found[name] = found.get(name, HeadLaws()).with_part(name, head, given)
     return None, found
-
-
-def _with(laws: HeadLaws, head: int, scaling: AnyScaling) -> HeadLaws:
-    """Scalings of heads, and one for another head."""
-    return HeadLaws(None, (*laws.heads, (head, scaling)))
-
-
-def _record(scaling: AnyScaling) -> Scaling:
-    if isinstance(scaling, Scaling):
-        return scaling
-    kept: Scaling = scaling.record()
-    return kept
-
-
-def _written(one: HeadLaws) -> dict[str, Any]:
-    if one.whole is not None:
-        return {"whole": _record(one.whole).to_dict()}
-    return {"heads": {str(head): _record(part).to_dict() for head, part in one.heads}}
-
-
-def _heads(name: str, record: object) -> HeadLaws:
-    if isinstance(record, dict) and set(record) == {"whole"}:
-        return HeadLaws(_scaling(name, record["whole"]))
-    heads = record.get("heads") if isinstance(record, dict) and len(record) == 1 else None
-    if not isinstance(heads, dict) or not heads:
-        raise ValueError(
-            f"layer {name!r:.60} must have a scaling under 'whole' or some under 'heads'"
-        )
-    if not all(head.isascii() and head.isdigit() and len(head) < 7 for head in heads):
-        raise ValueError(f"heads of layer {name!r:.60} must be whole numbers")
-    return HeadLaws(
-        None, tuple((int(head), _scaling(f"{name}, {head}", one)) for head, one in heads.items())
-    )
-
-
-def _scaling(place: str, record: object) -> Scaling:
-    if not isinstance(record, dict):
-        raise ValueError(f"the scaling of {place!r:.60} must be an object")
-    try:
-        found = from_dict(record)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the scaling of {place!r:.60} is invalid: {error}") from error
-    return NoScaling() if isinstance(found, NoScaling) else found

@@ -1,10 +1,11 @@
-"""Laws as a command names them: a file, or a scaling with its parameters."""
+"""Laws as a command names them: a file, or a scaling or window with its parameters."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,25 +16,44 @@ import torch
 
 from acutance.calibration.apply_law import ApplyError, apply
 from acutance.calibration.law import AnyLaw, Law
-from acutance.scaling import SCALINGS, Scaling, from_dict, get
+from acutance.scaling import SCALINGS, Scaling, Window, from_dict, get
 
 __all__ = ["applying", "named_law"]
 
 
 def named_law(text: str) -> AnyLaw:
-    """A law from a file, or a scaling by name, as ``ssmax`` or ``log_n:train_length=512``.
+    """A law from a file, or by name, as ``log_n:train_length=512`` or ``window:size=4096,sinks=4``.
+
+    A scaling and a window are joined by a plus sign.
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if there is neither a file nor a scaling of that name, or a parameter is wrong.
+        ValueError: if there is neither a file nor a law of that name, or a parameter is wrong.
 
     Example:
         >>> named_law("log_n:train_length=512")
         LogN(train_length=512, base=None, n_min=16)
+    >>> named_law("ssmax+window:size=64,far=clamp")[1].far
+    'clamp'
     """
+    parts = re.split(r"\+(?=[a-z])", text)
+    if len(parts) > 1 and not os.path.exists(text):
+        return _pair(text, [_named(part) for part in parts])
+    return _named(text)
+
+
+def _pair(text: str, parts: list[AnyLaw]) -> tuple[Scaling, Window]:
+    scalings = [part for part in parts if isinstance(part, Scaling)]
+    windows = [part for part in parts if isinstance(part, Window)]
+    if len(parts) != 2 or len(scalings) != 1 or len(windows) != 1:
+        raise ValueError(f"law: a plus sign joins one scaling and one window, got {text!r}")
+    return scalings[0], windows[0]
+
+
+def _named(text: str) -> AnyLaw:
     name, colon, parameters = text.partition(":")
-    if not os.path.exists(text) and (name in SCALINGS or colon):
-        return _scaling(name, parameters)
+    if not os.path.exists(text) and (name in SCALINGS or name == Window.name or colon):
+        return _from_parameters(name, parameters)
     if os.path.isdir(text):
         raise ValueError(f"law: {text} is a directory; pass the file that calibrate -o wrote")
     if not os.path.exists(text):
@@ -44,8 +64,8 @@ def named_law(text: str) -> AnyLaw:
     return Law.load(text)
 
 
-def _scaling(name: str, parameters: str) -> Scaling:
-    if not parameters:
+def _from_parameters(name: str, parameters: str) -> Scaling | Window:
+    if not parameters and name != Window.name:
         try:
             scaling = get(name)
         except ValueError as error:
@@ -55,16 +75,19 @@ def _scaling(name: str, parameters: str) -> Scaling:
         assert isinstance(scaling, Scaling)
         return scaling
     record: dict[str, Any] = {"name": name}
-    for part in parameters.split(","):
+    for part in parameters.split(",") if parameters else ():
         key, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"law: parameters must be name=number, got {part!r}")
         try:
             record[key.strip()] = json.loads(value)
         except ValueError as error:
+            if name == Window.name and value.strip().isalpha():
+                record[key.strip()] = value.strip()
+                continue
             raise ValueError(f"law: {key.strip()} must be a number, got {value!r}") from error
     try:
-        return from_dict(record)
+        return Window.from_dict(record) if name == Window.name else from_dict(record)
     except TypeError as error:
         raise ValueError(f"law: {error}") from error
 

@@ -44,7 +44,10 @@ class FunctionChanger(Protocol):
         """Name of the module now running if its logits are to be scaled, else None."""
 
     def changed_arguments(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
-        """SDPA's arguments with the query scaled."""
+        """SDPA's arguments with the query scaled and keys hidden."""
+
+    def masked_arguments(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
+        """SDPA's arguments with keys hidden; ``given`` itself if none are."""
 
     def factor_of_arguments(self, name: str, given: dict[str, Any]) -> Tensor:
         """Factor of the query, for a call of SDPA with these arguments in module ``name``."""
@@ -189,11 +192,20 @@ class FunctionChange(TorchFunctionMode):
         given = sdpa_instead(func, bound.arguments)
         factor = self._changer.factor_of_arguments(name, given)
 
+        masked = self._changer.masked_arguments(name, given)
+
         def query(inner: dict[str, Any]) -> dict[str, Any]:  # of a probe, which runs it without
-            return {**inner, "query": inner["query"] * factor}
+            scaled = {**inner, "query": inner["query"] * factor}
+            return scaled if masked is given else {**scaled, "attn_mask": masked["attn_mask"]}
 
         def scores(inner: Tensor) -> Tensor:
-            return scaled_weights(inner, factor, given)
+            scaled = scaled_weights(inner, factor, given)
+            if masked is given:
+                return scaled
+            mask = masked["attn_mask"]
+            hidden = hides(mask) if mask.is_floating_point() else torch.logical_not(mask)
+            shape = (*given["query"].shape[:3], inner.shape[-1])
+            return scaled.masked_fill(hidden.expand(shape).reshape(inner.shape), -torch.inf)
 
         with changing_sdpa(query), changing_softmax(scores):
             return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a model can be judged under: a law for the scale, RoPE settings, heads switched off."""
+"""What a model can be judged under: a law, RoPE settings, heads switched off."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from acutance.capture.layer_choice import choose_layers
 from acutance.capture.module_names import class_name
 from acutance.capture.readers import huggingface
 from acutance.judging.rope import RopeRemedy, named_rope
+from acutance.scaling import Window
 
 __all__ = ["HeadsOff", "LawRemedy", "Remedy", "as_remedies", "named_remedy"]
 
@@ -42,7 +43,7 @@ class Remedy(Protocol):
 
 @dataclass(frozen=True)
 class LawRemedy:
-    """A law for the scale of attention, see :func:`acutance.apply`."""
+    """A law of scalings and windows, see :func:`acutance.apply`."""
 
     name: str
     law: AnyLaw
@@ -196,7 +197,7 @@ def as_remedies(laws: Any) -> list[Remedy]:
     """
     if isinstance(laws, Mapping) and all(isinstance(name, str) for name in laws):
         pairs = list(laws.items())
-    elif isinstance(laws, list | tuple):
+    elif isinstance(laws, list | tuple) and not _is_pair(laws):
         pairs = [("", one) for one in laws]
     else:
         pairs = [("", laws)]
@@ -207,6 +208,12 @@ def as_remedies(laws: Any) -> list[Remedy]:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"laws must have different names, got {twice!r} twice")
     return remedies
+
+
+def _is_pair(laws: Any) -> bool:
+    """Whether a scaling and its window are one law."""
+    one = isinstance(laws, tuple) and len(laws) == 2
+    return one and isinstance(laws[1], Window) and not isinstance(laws[0], Window)
 
 
 def _remedy(name: str, one: Any) -> Remedy:

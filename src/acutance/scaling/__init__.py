@@ -5,6 +5,8 @@ A scaling is a small record. It is named (``scaling="ssmax"``) or, with paramete
 ``factor(n)``, n the visible keys of every row (:func:`visible_keys`), and :func:`apply_scaling`
 multiplies it into the query, in the query's dtype.
 
+A :class:`Window` is no factor: it says which keys a row reads, and at which distance.
+
 Apply a scaling after query-key normalisation, which would undo it, and leave layers with a sliding
 window alone: their rows see no more keys in a longer text.
 """
@@ -39,6 +41,7 @@ from acutance.scaling.logarithmic import (
 )
 from acutance.scaling.released import AdaptivePoly, Llama4, Mistral3, Yarn
 from acutance.scaling.tables import HeadTable
+from acutance.scaling.window import Window
 from acutance.shapes import check_tensor, did_you_mean
 
 __all__ = [
@@ -64,6 +67,7 @@ __all__ = [
     "SSMax",
     "Scaling",
     "SqrtLogN",
+    "Window",
     "Yarn",
     "apply_scaling",
     "fit_entropy",

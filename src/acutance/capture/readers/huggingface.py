@@ -61,7 +61,8 @@ class Changer(Protocol):
     """Changes the query of a call before it runs and before observers see it.
 
     A changer may also have a method ``changed_output(call, output)``: it receives the output
-    (B, L, Hq, Ev) and returns the changed one, or None to keep it.
+    (B, L, Hq, Ev) and returns the changed one, or None to keep it. It may also have a method
+    ``instead(call)``: it returns an :class:`Instead` that computes the call, or None.
     """
 
     def changed_query(self, call: InterfaceCall) -> Tensor | None:
@@ -69,6 +70,20 @@ class Changer(Protocol):
 
     def mute(self) -> Any:
         """Context in which the functions that the call uses are left alone."""
+
+
+class Instead(Protocol):
+    """Computes a call in the function's stead."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function would return, for its arguments."""
+
+    def read(self, name: str) -> AttentionCall:
+        """The call whose rows are what is computed; ``name`` is its module's.
+
+        Raises:
+            ValueError: if no single call is; the message is the reason.
+        """
 
 
 class InterfaceCall:
@@ -149,6 +164,7 @@ _PAGED = "paged attention stores its keys in a separate cache"
 _observers: list[Observer] = []
 _changers: list[Changer] = []
 _output_changers: list[Any] = []  # those that have changed_output
+_instead: list[Any] = []  # those that have instead
 _lock = threading.Lock()
 _original: Callable[..., Any] | None = None
 
@@ -162,16 +178,17 @@ def capture(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def change(changer: Changer) -> Iterator[None]:
-    """Let a changer change every query, and every output if it can, in the context."""
-    changes_outputs = hasattr(changer, "changed_output")
+    """Let a changer change every query, and what else it can, in the context."""
+    can = {"changed_output": _output_changers, "instead": _instead}
+    groups = [group for method, group in can.items() if hasattr(changer, method)]
     with _among(_changers, changer):
-        if changes_outputs:
-            _output_changers.append(changer)
+        for group in groups:
+            group.append(changer)
         try:
             yield
         finally:
-            if changes_outputs:
-                _output_changers.remove(changer)
+            for group in groups:
+                group.remove(changer)
 
 
 @contextmanager
@@ -230,17 +247,24 @@ def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[...,
 
     @functools.wraps(function)
     def attend(*args: Any, **kwargs: Any) -> Any:
+        instead: Instead | None = None
         if _changers:
             call = InterfaceCall(function, implementation, args, kwargs)
             for changer in tuple(_changers):
                 query = changer.changed_query(call)
                 if query is not None:
                     call.set_query(query)
+            for changer in tuple(_instead):
+                another = changer.instead(call)
+                if another is not None and instead is not None:
+                    raise ValueError("two laws with windows cannot be applied to one layer")
+                instead = instead or another
             args, kwargs = call.args, call.kwargs
+        used = function if instead is None else instead.run
         if torch.compiler.is_compiling():  # a probe runs nothing compiled: no one is listening
-            return function(*args, **kwargs)
+            return used(*args, **kwargs)
         if not _observers:
-            return _quietly(tuple(_changers), function, args, kwargs)
+            return _quietly(tuple(_changers), used, args, kwargs)
         module = args[0] if args else kwargs.get("module")
         listening: list[tuple[Observer, str]] = []
         for observer in tuple(_observers):
@@ -252,17 +276,19 @@ def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[...,
         members: list[Observer | Changer] = [*_changers, *(each for each, _ in listening)]
 
         def run() -> Any:
-            return _quietly(members, function, args, kwargs)
+            return _quietly(members, used, args, kwargs)
 
         def own() -> Tensor:
             return _of(run()).transpose(1, 2)  # the interface returns (B, L, Hq, Ev)
 
         def make(name: str) -> Callable[[], AttentionCall]:
+            if instead is not None:
+                return functools.partial(instead.read, name)
             return functools.partial(_call, function, implementation, name, args, kwargs)
 
         provider, result = None, None
         for observer, name in listening:
-            if not observer.provides:
+            if not observer.provides or instead is not None:
                 continue
             provided = observer.provide(make(name), name, own, _keeps(implementation, kwargs))
             if provided is not None:

@@ -1,0 +1,148 @@
+"""Which keys the rows of a call see, and which of them its heads read through windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from acutance.capture.attention_call import AttentionCall
+from acutance.masks import hides
+from acutance.scaling import Window
+
+__all__ = ["VisibleKeys", "adds_nothing", "seen_through"]
+
+
+@dataclass(frozen=True)
+class VisibleKeys:
+    """Which keys the rows of a call see before a window.
+
+    Attributes:
+        index: of each row among the keys, (B or 1, H or 1, L).
+        first: index of the first key a row sees, same shape.
+        count: how many it sees, same shape.
+        seen: boolean, broadcastable to (B, H, L, S); None where the rest tells.
+        offset: where no ``seen`` is needed, the index of row 0.
+        causal: whether no row sees a key after itself.
+        padded: whether first keys differ from 0, where no ``seen`` is needed.
+        most: the largest count.
+    """
+
+    index: Tensor
+    first: Tensor
+    count: Tensor
+    seen: Tensor | None
+    offset: int
+    causal: bool
+    padded: bool
+    most: int
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> VisibleKeys:
+        """Those of a call.
+
+        Example:
+            >>> x = torch.zeros(1, 1, 3, 4)
+            >>> VisibleKeys.of(AttentionCall("", "", x, x, x, is_causal=True)).count
+            tensor([[[1, 2, 3]]])
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            return cls._of(call)
+
+    @classmethod
+    def _of(cls, call: AttentionCall) -> VisibleKeys:
+        queries, keys = call.query.shape[2], call.key.shape[2]
+        offset = call.query_offset if call.is_causal else keys - queries
+        place = torch.arange(queries, device=call.query.device)[None, None]
+        seen = _seen(call)
+        if seen is None:
+            index = place + offset
+            if call.is_causal:
+                count = (index + 1).clamp(min=0, max=keys)
+            else:
+                count = torch.full_like(index, keys)
+            most = int(count.max()) if count.numel() else 0
+            causal = call.is_causal or queries == 1
+            return cls(index, 0 * index, count, None, offset, causal, False, most)
+        count = seen.sum(-1)
+        some = count > 0
+        first = seen.to(torch.uint8).argmax(-1)
+        last = keys - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
+        index = place.expand_as(last) if queries == keys else last
+        causal = bool((torch.logical_not(some) | (last <= index)).all())
+        begins = torch.where(some, first, keys).amin((1, 2), keepdim=True)
+        row = place + int((last - place)[some].max() if bool(some.any()) else 0)
+        plain = (last == row) & (first == begins) & (count == last - first + 1)
+        hidden = torch.logical_not(some) & (row < begins)
+        offset = int(row[0, 0, 0]) if queries else 0
+        if causal and adds_nothing(call) and bool((plain | hidden).all()):
+            seen = None
+            index, first = row.expand_as(first), begins.expand_as(first)
+        most = int(count.max()) if count.numel() else 0
+        return cls(index, first, count, seen, offset, causal, bool((begins > 0).any()), most)
+
+
+def _seen(call: AttentionCall) -> Tensor | None:
+    """Which keys rows see, where something but position hides them."""
+    parts = []
+    for mask in (call.attn_mask, call.bias):
+        if mask is not None:
+            while mask.dim() < 4:
+                mask = mask.unsqueeze(0)
+            parts.append(mask if mask.dtype == torch.bool else torch.logical_not(hides(mask)))
+    if call.key_mask is not None:
+        parts.append(call.key_mask[:, None, None])
+    if call.cu_seqlens is not None:
+        bounds = call.cu_seqlens[1:].contiguous()
+        keys = torch.arange(call.key.shape[2], device=bounds.device)
+        document = torch.searchsorted(bounds, keys, right=True)
+        parts.append((document[:, None] == document)[None, None])
+    if not parts:
+        return None
+    rows = torch.arange(call.query.shape[2], device=call.query.device)[:, None] + call.query_offset
+    columns = torch.arange(call.key.shape[2], device=call.query.device)
+    seen = rows >= columns if call.is_causal else torch.ones_like(rows >= columns)
+    seen = seen[None, None]
+    for part in parts:
+        seen = seen & part
+    return seen
+
+
+def adds_nothing(call: AttentionCall) -> bool:
+    """Whether the masks of a call only hide."""
+    mask = call.attn_mask
+    if call.bias is not None:
+        return False
+    if mask is None or mask.dtype == torch.bool:
+        return True
+    return bool((mask.masked_fill(hides(mask), 0.0) == 0).all())
+
+
+def seen_through(windows: Sequence[Window | None], keys: VisibleKeys, total: int) -> Tensor:
+    """Which keys each head reads under windows that move none, (B or 1, H, L, S) or H of 1.
+
+    Args:
+        windows: of each head, or one for all; None reads everything.
+        keys: what the rows see before.
+        total: number of keys, S.
+    """
+    column = torch.arange(total, device=keys.index.device)
+    index, first = keys.index[..., None], keys.first[..., None]
+    seen = keys.seen
+    if seen is None:
+        seen = (column >= first) & (column <= index if keys.causal else column >= 0)
+    parts = []
+    for window in windows:
+        if window is None:
+            parts.append(seen)
+            continue
+        near = (column > index - window.size) & (column < index + window.size)
+        read = near | (column < first + window.sinks) | (keys.count[..., None] <= window.beyond)
+        parts.append(seen & read)
+    if len(parts) == 1:
+        return parts[0]
+    heads = [part[:, [head]] if part.shape[1] > 1 else part for head, part in enumerate(parts)]
+    shape = torch.broadcast_shapes(*(part.shape for part in heads))
+    return torch.cat([part.expand(shape) for part in heads], 1)

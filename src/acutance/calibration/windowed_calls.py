@@ -1,0 +1,214 @@
+"""What a law with windows computes in the stead of a model's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.calibration.factors import Plan
+from acutance.calibration.head_laws import HeadLaws
+from acutance.calibration.read_window import read_through
+from acutance.calibration.visible_keys import VisibleKeys, seen_through
+from acutance.capture.attention_call import AttentionCall
+from acutance.capture.readers.huggingface import InterfaceCall
+from acutance.capture.readers.torch_sdpa import as_given
+from acutance.capture.rotary import Rotary, find_rotary
+from acutance.masks import hidden_scores
+
+__all__ = ["WindowedCall", "masked_arguments", "masked_scores", "rotary_of_layers"]
+
+_MOVED = (
+    "a window of its law reads keys at other positions, so no single attention call has its rows"
+)
+
+
+def rotary_of_layers(
+    model: torch.nn.Module, plans: Mapping[torch.nn.Module, Plan]
+) -> dict[torch.nn.Module, Rotary]:
+    """The rotary positions of the layers whose windows move keys.
+
+    Args:
+        model: the model.
+        plans: of its layers that use transformers' interface.
+
+    Raises:
+        RotaryError: if the positions of one of them are not rotary.
+    """
+    layers = [
+        layer
+        for layer, plan in plans.items()
+        if plan.laws is not None and moves(plan.laws) and not plan.windowed
+    ]
+    if not layers:
+        return {}
+    return dict(zip(layers, find_rotary(model, layers), strict=True))
+
+
+def moves(laws: HeadLaws) -> bool:
+    """Whether a window of a layer reads keys at other positions."""
+    return any(window.moves for window in laws.all_windows())
+
+
+class WindowedCall:
+    """One call of transformers' interface whose heads read through windows.
+
+    Args:
+        call: it, with its query scaled.
+        name: of its module.
+        laws: of the layer.
+        rotary: its positions, where a window moves keys.
+        refuse: makes the error for a call that windows cannot be applied to.
+        known: what its rows see, if that is known.
+    """
+
+    def __init__(
+        self,
+        call: InterfaceCall,
+        name: str,
+        laws: HeadLaws,
+        rotary: Rotary | None,
+        refuse: Callable[[str, str], Exception],
+        known: VisibleKeys | None = None,
+    ) -> None:
+        self._function = call.function
+        try:
+            self._call = call.read(name)
+            self._windows = laws.windows_by_head(self._call.query.shape[1])
+            self._keys = VisibleKeys.of(self._call) if known is None else known
+        except ValueError as error:
+            raise refuse(name, str(error)) from error
+        self._moves = moves(laws)
+        self._rotary, self._refuse = rotary, refuse
+
+    @property
+    def keys(self) -> VisibleKeys:
+        """What its rows see before a window."""
+        return self._keys
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function would return: the output, (B, L, Hq, Ev), and no weights."""
+        results: list[Any] = []
+
+        def own() -> Tensor:
+            results.append(self._function(*args, **kwargs))
+            whole: Tensor = results[0][0] if isinstance(results[0], tuple) else results[0]
+            return whole.transpose(1, 2)
+
+        try:
+            with torch._C.DisableTorchFunction():
+                output = read_through(self._call, self._windows, self._rotary, own, self._keys)
+        except ValueError as error:
+            raise self._refuse(self._call.module, str(error)) from error
+        if results and not self._changed:
+            return results[0]
+        return output.transpose(1, 2).contiguous(), None
+
+    @property
+    def _changed(self) -> bool:
+        """Whether a row of the call reads anything but all its keys."""
+        most = self._keys.most
+        return any(window is not None and most > window.unchanged for window in self._windows)
+
+    def read(self, name: str) -> AttentionCall:
+        """The call with the mask of its windows.
+
+        Raises:
+            ValueError: if they move keys.
+        """
+        call = replace(self._call, module=name)
+        if not self._changed:
+            return call
+        if self._moves:
+            raise ValueError(_MOVED)
+        return _masked(call, self._windows, self._keys)
+
+
+def _masked(
+    call: AttentionCall, windows: Iterable[Any], keys: VisibleKeys | None = None
+) -> AttentionCall:
+    """A call with the masks of windows that move no keys."""
+    keys = VisibleKeys.of(call) if keys is None else keys
+    different = list(dict.fromkeys(windows))
+    windows = different if len(different) == 1 else windows
+    with torch.no_grad():
+        read = seen_through(list(windows), keys, call.key.shape[2])
+        mask = call.attn_mask
+        if mask is not None and mask.dtype != torch.bool:
+            read = mask.masked_fill(torch.logical_not(read), -torch.inf)
+    return replace(
+        call, attn_mask=read, is_causal=False, query_offset=0, key_mask=None, cu_seqlens=None
+    )
+
+
+def masked_arguments(laws: HeadLaws, call: AttentionCall, given: dict[str, Any]) -> dict[str, Any]:
+    """SDPA's arguments with the masks of a layer's windows.
+
+    Args:
+        laws: of the layer.
+        call: what ``given`` says, read.
+        given: the arguments.
+
+    Raises:
+        ValueError: if a window moves keys, which only transformers' interface can, or there is a
+            head that the call does not have.
+    """
+    if any(given[part].is_nested for part in ("query", "key", "value")):
+        raise ValueError("its tensors are nested, which windows cannot hide keys of")
+    windows = laws.windows_by_head(call.query.shape[1])
+    keys = VisibleKeys.of(call)
+    if all(window is None or keys.most <= window.unchanged for window in windows):
+        return given
+    _refuse_moves(laws)
+    mask = _masked(call, windows, keys).attn_mask
+    assert mask is not None
+    if given["query"].dim() != 4:
+        mask = as_given(mask.expand(*call.query.shape[:3], -1), given)
+    return {**given, "attn_mask": mask, "is_causal": False}
+
+
+def masked_scores(
+    laws: HeadLaws, scores: Tensor, dim: int, heads: int | None, narrow: torch.dtype
+) -> Tensor:
+    """The scores of a hand-written softmax with the keys hidden that a window does not read.
+
+    Args:
+        laws: of the layer.
+        scores: (..., L, S).
+        dim: of the keys.
+        heads: how many the layer has, None if unknown.
+        narrow: a key is hidden by a score that hides in this dtype.
+
+    Raises:
+        ValueError: if a window moves keys, keys are not the last dimension, or heads that differ
+            are not the third last.
+    """
+    _refuse_moves(laws)
+    if dim not in (-1, scores.dim() - 1):
+        raise ValueError("its keys are not the last dimension of its scores, as windows need")
+    if scores.dim() == 2:
+        return masked_scores(laws, scores[:, None], -1, heads, narrow)[:, 0]
+    windows = [laws.window] if laws.window is not None else laws.windows_by_head(heads or 0)
+    if laws.window is None and (scores.dim() < 4 or scores.shape[-3] != heads):
+        raise ValueError("its scores have no dimension of heads, as windows of heads need")
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        seen = torch.logical_not(hidden_scores(scores.detach(), narrow))
+        four = seen.flatten(0, -4) if seen.dim() > 3 else seen[None]
+        if laws.window is not None:
+            four = four.flatten(0, 1)[:, None]
+        like = torch.empty(*four.shape[:3], 0, device=scores.device)
+        call = AttentionCall("", "", like, torch.empty(*four.shape[:2], four.shape[3], 0), like)
+        read = seen_through(windows, VisibleKeys.of(replace(call, attn_mask=four)), four.shape[3])
+        hidden = torch.logical_not(read).reshape(scores.shape)
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+def _refuse_moves(laws: HeadLaws) -> None:
+    if moves(laws):
+        raise ValueError(
+            "its window reads keys at other positions, which needs transformers' attention "
+            "interface (far='drop' with sink_positions='keep' can be applied)"
+        )

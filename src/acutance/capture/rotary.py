@@ -1,0 +1,227 @@
+"""Rotary positions of a model's layers: found, tried, and used to move queries and keys.
+
+Attention receives queries and keys that are rotated already. Rotations add up, so a vector moves to
+another position when it is rotated by the difference. Which frequencies a layer has, and which
+components it pairs, is tried on the model itself: four tokens are read at two places, and the
+candidate that carries the first queries and keys into the second is the layer's.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.capture.head_axis import attribute
+from acutance.capture.module_names import class_name, unwrap
+from acutance.capture.readers import huggingface
+
+__all__ = ["Rotary", "RotaryError", "find_rotary"]
+
+_TOKENS, _SHIFT = 4, 997
+_VARYING = {"dynamic", "longrope"}  # their frequencies depend on the length of the text
+#: Relative error of a rotation that rounding explains; a wrong one is off by more than a half.
+_TOLERANCE = 0.03
+
+
+class RotaryError(ValueError):
+    """A layer's keys cannot be moved to other positions."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How the positions of one layer are in its queries and keys.
+
+    Attributes:
+        holder: the module that holds the frequencies; None for a layer without positions, where
+            moving a key changes nothing.
+        buffer: their name there: they are read when they are needed.
+        start: first component that is rotated.
+        interleaved: whether pairs are (0, 1), (2, 3), ...; else the first half with the second.
+    """
+
+    holder: torch.nn.Module | None = None
+    buffer: str = ""
+    start: int = 0
+    interleaved: bool = False
+
+    def moved(self, x: Tensor, by: Tensor) -> Tensor:
+        """Queries or keys moved to other positions.
+
+        Args:
+            x: (B, H, L, E), rotated to their own positions.
+            by: new position less the old, (B or 1, H or 1, L).
+
+        Example:
+            >>> holder = torch.nn.Module()
+            >>> holder.inv_freq = torch.tensor([torch.pi / 2])
+            >>> x = torch.tensor([[[[1.0, 0.0]]]])
+            >>> Rotary(holder, "inv_freq").moved(x, torch.tensor([[[1]]])).round()
+            tensor([[[[-0.,  1.]]]])
+        """
+        if self.holder is None:
+            return x
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        with torch.no_grad():
+            rates = getattr(self.holder, self.buffer).to(x.device, torch.float64)
+            angle = by.unsqueeze(-1) * rates
+            cos, sin = angle.cos().to(wide), angle.sin().to(wide)
+        width = 2 * rates.numel()
+        before, turned, after = x.split(
+            [self.start, width, x.shape[-1] - self.start - width], dim=-1
+        )
+        pairs = turned.to(wide)
+        if self.interleaved:
+            a, b = pairs[..., ::2], pairs[..., 1::2]
+        else:
+            a, b = pairs.chunk(2, -1)
+        parts = a * cos - b * sin, b * cos + a * sin
+        done = torch.stack(parts, -1).flatten(-2) if self.interleaved else torch.cat(parts, -1)
+        return torch.cat([before, done.to(x.dtype), after], dim=-1)
+
+
+def find_rotary(model: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> list[Rotary]:
+    """The rotary positions of layers that use transformers' attention interface.
+
+    A copy of the model that shares its tensors reads four tokens twice, without gradients.
+
+    Args:
+        model: a transformers model, or one that takes ``input_ids`` and ``position_ids`` as they
+            do.
+        layers: attention modules of the model.
+
+    Raises:
+        RotaryError: if the positions of a layer are not rotary, or its frequencies depend on the
+            length of the text.
+    """
+    name = class_name(model)
+    known = [
+        (holder, buffer)
+        for holder in model.modules()
+        for buffer, rates in _tensors(holder)
+        if _is_rates(buffer) and rates.dim() == 1
+    ]
+    if not known:
+        raise RotaryError(f"{name} has no rotary position embedding (no inv_freq)")
+    limit = _positions(model)
+    shift = min(_SHIFT, max(1, limit - _TOKENS)) if limit else _SHIFT
+    first, second = (_read(model, start) for start in (0, shift))
+    return [_of_layer(name, layer, known, shift, first, second) for layer in layers]
+
+
+def _of_layer(
+    name: str,
+    layer: torch.nn.Module,
+    known: list[tuple[torch.nn.Module, str]],
+    shift: int,
+    first: _Calls,
+    second: _Calls,
+) -> Rotary:
+    if layer not in first or layer not in second:
+        raise RotaryError(f"a layer of {name} does not ask transformers' attention interface")
+    before, after = first[layer], second[layer]
+    if _error(Rotary(), before, after, shift) <= _TOLERANCE:
+        return Rotary()
+    width = before[0].shape[-1]
+    candidates = []
+    for holder, buffer in known:
+        pairs = 2 * getattr(holder, buffer).numel()
+        for start in sorted({0, width - pairs} if pairs <= width else ()):
+            for interleaved in (False, True):
+                rotary = Rotary(holder, buffer, start, interleaved)
+                candidates.append((_error(rotary, before, after, shift), rotary))
+    error, best = min(candidates, key=lambda each: each[0], default=(torch.inf, Rotary()))
+    if error > _TOLERANCE or best.holder is None:
+        raise RotaryError(
+            f"the queries and keys of {name} are not rotated by their positions in a known way "
+            "(rotary position embedding, in halves or in pairs)"
+        )
+    kind = attribute(best.holder, "rope_type")
+    if isinstance(kind, dict):
+        kind = kind.get(best.buffer.removesuffix("_inv_freq"))
+    if kind in _VARYING:
+        raise RotaryError(
+            f"{name} has RoPE of type {kind!r}, whose frequencies depend on the length of the text"
+        )
+    return best
+
+
+def _error(rotary: Rotary, before: _Pair, after: _Pair, shift: int) -> float:
+    """Relative error of moving the queries and keys of the first call by ``shift``."""
+    errors = []
+    for one, other in zip(before, after, strict=True):
+        by = torch.full((1, 1, one.shape[2]), shift, device=one.device)
+        difference = rotary.moved(one.float(), by) - other.float()
+        errors.append(float(difference.norm() / other.float().norm()))
+    return torch.inf if any(error != error for error in errors) else max(errors)
+
+
+_Pair = tuple[Tensor, Tensor]
+_Calls = dict[torch.nn.Module, _Pair]
+
+
+class _Recorder:
+    """Notes the queries and keys of every call of transformers' attention interface."""
+
+    def __init__(self) -> None:
+        self.calls: _Calls = {}
+
+    def changed_query(self, call: huggingface.InterfaceCall) -> None:
+        """The query stays."""
+        self.calls.setdefault(call["module"], (call["query"].detach(), call["key"].detach()))
+
+    def mute(self) -> AbstractContextManager[None]:
+        """Nothing is changed."""
+        return nullcontext()
+
+
+def _read(model: torch.nn.Module, start: int) -> _Calls:
+    """The queries and keys of each layer where four tokens stand at ``start`` and after.
+
+    A copy of the modules runs, with the same tensors: who listens to the model hears nothing.
+    """
+    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    places = torch.arange(_TOKENS, device=device)[None]
+    inputs: dict[str, Any] = {"input_ids": places, "position_ids": places + start}
+    forward = getattr(unwrap(model), "forward", model.forward)
+    if "use_cache" in inspect.signature(forward).parameters:
+        inputs["use_cache"] = False
+    recorder = _Recorder()
+    try:
+        shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
+        twin = copy.deepcopy(unwrap(model), shared).eval()
+        with torch.no_grad(), huggingface.change(recorder):
+            twin(**inputs)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise RotaryError(
+            f"{class_name(model)} does not read input_ids at given position_ids, by which its "
+            f"rotary positions are tried: {reason}"
+        ) from error
+    pairs = zip(unwrap(model).modules(), twin.modules(), strict=True)
+    return {one: recorder.calls[other] for one, other in pairs if other in recorder.calls}
+
+
+def _positions(model: torch.nn.Module) -> int | None:
+    config: Any = getattr(unwrap(model), "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def _tensors(holder: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that a module holds itself, buffers and plain attributes."""
+    for name, value in {**vars(holder), **holder._buffers}.items():
+        if isinstance(value, Tensor):
+            yield name, value
+
+
+def _is_rates(name: str) -> bool:
+    return name.endswith("inv_freq") and not name.endswith(("original_inv_freq", "long_inv_freq"))
