@@ -11,10 +11,10 @@ sums, which wait for no maximum and merge once.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # (what a kernel is given are pointers and numbers of the device: Python has no types for them)
+# ruff: noqa: RUF059 (tuples are unpacked whole)
 
 from __future__ import annotations
 
-from acutance.kernels.gpu.forward_tile import multiply_add, tile
 from acutance.kernels.gpu.key_moments import last_chunk
 from acutance.kernels.gpu.language import constant, jit, tl
 from acutance.kernels.gpu.scores import (
@@ -22,11 +22,144 @@ from acutance.kernels.gpu.scores import (
     NONE,
     at_head,
     band,
+    block_of_rows,
+    edge_tile,
+    edge_tiles,
+    natural,
     same_documents,
+    visible,
     visible_range,
 )
 
-__all__ = ["forward_kernel"]
+__all__ = ["forward_kernel", "multiply_add", "tile"]
+
+
+#: A maximum that rises by more than this, in log 2, leaves nothing of what was summed before.
+DEEPEST = constant(-16384.0)
+
+
+@jit
+def multiply_add(x, y, z, FLAGS: tl.constexpr):
+    """``x * y + z``, rounded once."""
+    if FLAGS.interpreted:  # its own rounds twice
+        return (x.to(tl.float64) * y + z.to(tl.float64)).to(tl.float32)
+    return tl.fma(x, y, z)
+
+
+@jit
+def tile(
+    state, q, K, V, centre, masks, i, since, upto, start, scale, key_row, value_row,
+    BLOCK: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, NOISE: tl.constexpr,
+    EDGE: tl.constexpr, MOMENTS: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of keys to the rows' sums."""
+    acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread, about, away1, away2 = (
+        state
+    )
+    keys = masks[0][1]
+    BLOCK_E: tl.constexpr = q.shape[1]
+    columns = tl.arange(0, BLOCK)
+    j = start + columns[None, :]
+    e_index = tl.arange(0, BLOCK_E)[:, None]
+    K += tl.cast(start, tl.int64) * key_row
+    k_at = K + columns[None, :] * key_row + e_index
+    if EDGE:
+        k = tl.load(k_at, mask=(j < keys) & (e_index < E), other=0.0)
+    elif E == BLOCK_E:
+        k = tl.load(k_at)
+    else:
+        k = tl.load(k_at, mask=e_index < E, other=0.0)
+    if FLAGS.widen:
+        k = k.to(tl.float32)
+    x = tl.dot(q, k, input_precision=FLAGS.precision)
+    log2 = scale * LOG2E
+    if FLAGS.changed:
+        x, bend = natural(x, i, j, masks, scale, FLAGS)
+        log2 = 1.0 * LOG2E
+    if EDGE:
+        seen = j < upto[:, None]
+        if FLAGS.window:
+            seen = seen & (j >= since[:, None])
+        if FLAGS.data:
+            x, seen = visible(x, seen & (i < masks[0][0]), i, j, masks, FLAGS)
+            count = tl.sum(seen.to(tl.float32), 1)
+            column = tl.min(tl.where(seen, j, NONE), 1)
+        else:  # position alone says how many keys there are, and which is the first
+            column = tl.maximum(since, start)
+            within = tl.maximum(tl.minimum(upto, start + BLOCK) - column, 0)
+            column = tl.where(within > 0, column, NONE)
+            count = within.to(tl.float32)
+        before = m
+        m = tl.maximum(m, tl.max(tl.where(seen, x, -float("inf")), 1))
+        top = tl.where(m == -float("inf"), 0.0, m * log2)
+        fall = tl.where(before == -float("inf"), 0.0, before * log2 - top)
+        t = tl.where(seen, multiply_add(x, log2, -top[:, None], FLAGS), 0.0)
+        e = tl.where(seen, tl.exp2(t), 0.0)
+        near = tl.sum(t, 1) / tl.maximum(count, 1.0)
+        apart = tl.where(seen, t - near[:, None], 0.0)
+        score = tl.sum(tl.where(j == column[:, None], x, 0.0), 1)
+        first = tl.where(column < first_key, score, first)
+        first_key = tl.minimum(first_key, column)
+    else:
+        before = m
+        m = tl.maximum(m, tl.max(x, 1))
+        top = m * log2
+        fall = before * log2 - top
+        t = multiply_add(x, log2, -top[:, None], FLAGS)
+        e = tl.exp2(t)
+        if MOMENTS:
+            apart = x - about[:, None]
+            away1 += tl.sum(apart, 1)
+            away2 += tl.sum(apart * apart, 1)
+    drop = tl.maximum(fall, DEEPEST)
+    decay = tl.exp2(drop)
+    weighted = e * t
+    W = decay * (W + drop * (2.0 * U + drop * Z)) + tl.sum(weighted * t, 1)
+    U = decay * (U + drop * Z) + tl.sum(weighted, 1)
+    Z = decay * Z + tl.sum(e, 1)
+    Q = decay * decay * Q + tl.sum(e * e, 1)
+
+    if EDGE:
+        slip = tl.sum(apart, 1) / tl.maximum(count, 1.0)
+        squared = tl.maximum(tl.sum(apart * apart, 1) - slip * slip * count, 0.0)
+        step = near + slip - (middle + fall)
+        share = count / tl.maximum(n + count, 1.0)
+        M2 += squared + step * step * n * share
+        middle += fall + step * share
+        n += count
+
+    if EV > 0:
+        BLOCK_V: tl.constexpr = acc.shape[1]
+        v_index = tl.arange(0, BLOCK_V)[None, :]
+        V += tl.cast(start, tl.int64) * value_row
+        v_at = V + columns[:, None] * value_row + v_index
+        if EDGE:
+            v = tl.load(v_at, mask=(start + columns < keys)[:, None] & (v_index < EV), other=0.0)
+        elif EV == BLOCK_V:
+            v = tl.load(v_at)
+        else:
+            v = tl.load(v_at, mask=v_index < EV, other=0.0)
+        if EDGE and FLAGS.data:  # padding may hold NaN: what no row of the tile sees is 0
+            v = tl.where(tl.max(seen.to(tl.int32), 0)[:, None] > 0, v, 0.0)
+        p = e
+        if NOISE:
+            v = v.to(tl.float32)
+        else:
+            p = e.to(v.dtype)
+        if FLAGS.widen:
+            p = p.to(tl.float32)
+            v = v.to(tl.float32)
+        acc = tl.dot(p, v, acc * decay[:, None], input_precision=FLAGS.precision)
+        if NOISE:
+            twice = decay * decay
+            away = v - centre
+            squares = tl.dot(e * e, away, squares * twice[:, None], input_precision=FLAGS.precision)
+            lengths = tl.sum(away * away, 1)
+            spread = spread * twice + tl.sum(e * e * lengths[None, :], 1)
+    return (
+        acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread, about, away1, away2,
+    )  # fmt: skip
+
 
 LN2 = constant(0.6931471805599453)
 #: Share of a squared correction up to which rounding of it passes for a second moment: 8 eps.
@@ -36,95 +169,25 @@ NO_KEY = constant(2**63 - 1)  # first visible key of a row without one
 
 @jit
 def forward_kernel(
-    QUERY,
-    KEY,
-    VALUE,
-    CENTRE,
-    ROW_MEANS,
-    ROW_SQUARES,
-    SINKS,
-    MASK,
-    BIAS,
-    KEY_MASK,
-    ROW_DOCUMENTS,
-    KEY_DOCUMENTS,
-    SLOPES,
-    OUT,
-    N,
-    M,
-    NORMALISER,
-    FIRST_MOMENT,
-    SECOND_MOMENT,
-    SQUARES,
-    MEAN,
-    DEVIATIONS,
-    DEPTH,
-    FIRST,
-    FIRST_INDEX,
-    SUM,
-    NOISE_MEAN,
-    NOISE_SPREAD,
-    query_batch,
-    query_head,
-    query_row,
-    key_batch,
-    key_head,
-    key_row,
-    value_batch,
-    value_head,
-    value_row,
-    mask_batch,
-    mask_head,
-    mask_row,
-    mask_key,
-    mask_limit,
-    bias_batch,
-    bias_head,
-    bias_row,
-    bias_key,
-    bias_limit,
-    row_documents,
-    key_documents,
-    query_heads,
-    group,
-    queries,
-    keys,
-    offset,
-    window,
-    softcap,
-    scale,
-    size,  # only so that configurations are chosen by it
-    E: tl.constexpr,
-    EV: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    NOISE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    FLAGS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    QUERY, KEY, VALUE, CENTRE, ROW_MEANS, ROW_SQUARES, SINKS, MASK, BIAS, KEY_MASK, ROW_DOCUMENTS,
+    KEY_DOCUMENTS, SLOPES, OUT, N, M, NORMALISER, FIRST_MOMENT, SECOND_MOMENT, SQUARES, MEAN,
+    DEVIATIONS, DEPTH, FIRST, FIRST_INDEX, SUM, NOISE_MEAN, NOISE_SPREAD, query_batch, query_head,
+    query_row, key_batch, key_head, key_row, value_batch, value_head, value_row, mask_batch,
+    mask_head, mask_row, mask_key, mask_limit, bias_batch, bias_head, bias_row, bias_key,
+    bias_limit, row_documents, key_documents, query_heads, group, queries, keys, offset, window,
+    softcap, scale, size, E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_V: tl.constexpr, HAS_SINKS: tl.constexpr, NOISE: tl.constexpr, CHUNK: tl.constexpr,
+    FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: ``BLOCK_M`` rows of one head."""
-    blocks = tl.cdiv(queries, BLOCK_M)
-    block = tl.program_id(0) % blocks
-    whole_head = tl.program_id(0) // blocks
-    if FLAGS.causal:
-        block = blocks - 1 - block  # long rows first
-    batch = whole_head // query_heads
-    head = whole_head % query_heads
+    batch, head, whole_head, first_row = block_of_rows(queries, query_heads, BLOCK_M, FLAGS.causal)
     masks = at_head(
-        (
-            (queries, keys, offset, window, softcap),
-            (MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit),
-            (BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit),
-            (KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES),
-        ),
-        batch,
-        head,
-        FLAGS,
-    )
-    first_row = block * BLOCK_M
+        (queries, keys, offset, window, softcap),
+        (MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit),
+        (BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit),
+        (KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES),
+        batch, head, FLAGS,
+    )  # fmt: skip
     rows = first_row + tl.arange(0, BLOCK_M)
     i = rows[:, None]
     e_index = tl.arange(0, BLOCK_E)[None, :]
@@ -155,56 +218,23 @@ def forward_kernel(
     none = tl.full((BLOCK_M,), NONE, tl.int32)
     least = zero - float("inf")
     state = (
-        acc,
-        least,
-        zero,
-        zero,
-        zero,
-        zero,
-        zero,
-        zero,
-        zero,
-        zero,
-        none,
-        squares,
-        zero,
-        zero,
-        zero,
-        zero,
-    )
+        acc, least, zero, zero, zero, zero, zero, zero, zero, zero, none, squares, zero, zero,
+        zero, zero,
+    )  # fmt: skip
     since, upto = visible_range(rows, masks, FLAGS)
     last_row = tl.minimum(first_row + BLOCK_M, queries) - 1
     start, all_start, all_stop, stop = band(first_row, last_row, masks, BLOCK_N, 1, FLAGS)
-    left = (all_start - start + BLOCK_N - 1) // BLOCK_N
-    right = (stop - all_stop + BLOCK_N - 1) // BLOCK_N
+    left, right = edge_tiles(start, all_start, all_stop, stop, BLOCK_N)
     for index in tl.range(0, left + right):
-        at = tl.where(index < left, start + index * BLOCK_N, all_stop + (index - left) * BLOCK_N)
+        at = edge_tile(index, left, start, all_stop, BLOCK_N)
         meets = True
         if FLAGS.documents:
             meets = same_documents(rows, at + tl.arange(0, BLOCK_N), masks)
         if meets:
             state = tile(
-                state,
-                q,
-                KEY,
-                VALUE,
-                centre,
-                masks,
-                i,
-                since,
-                upto,
-                at,
-                scale,
-                key_row,
-                value_row,
-                BLOCK_N,
-                E,
-                EV,
-                NOISE,
-                True,
-                True,
-                FLAGS,
-            )
+                state, q, KEY, VALUE, centre, masks, i, since, upto, at, scale, key_row, value_row,
+                BLOCK_N, E, EV, NOISE, True, True, FLAGS,
+            )  # fmt: skip
     acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread, about, away1, away2 = (
         state
     )
@@ -214,23 +244,8 @@ def forward_kernel(
     edges = m * log2
     about = tl.where(log2 == 0.0, m, (edges + middle) / tl.where(log2 == 0.0, 1.0, log2))
     state = (
-        acc,
-        m,
-        Z,
-        U,
-        W,
-        Q,
-        n,
-        middle,
-        M2,
-        first,
-        first_key,
-        squares,
-        spread,
-        about,
-        away1,
-        away2,
-    )
+        acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread, about, away1, away2,
+    )  # fmt: skip
     # of whole tiles those from summed_start to summed_stop leave their moments to the keys'
     summed_start, summed_stop = all_stop, all_stop
     row = whole_head.to(tl.int64) * queries + rows
@@ -249,27 +264,9 @@ def forward_kernel(
         if CHUNK > 0:
             at += tl.where(index < left, 0, summed_stop - summed_start)
         state = tile(
-            state,
-            q,
-            KEY,
-            VALUE,
-            centre,
-            masks,
-            i,
-            since,
-            upto,
-            at,
-            scale,
-            key_row,
-            value_row,
-            BLOCK_N,
-            E,
-            EV,
-            NOISE,
-            False,
-            True,
-            FLAGS,
-        )
+            state, q, KEY, VALUE, centre, masks, i, since, upto, at, scale, key_row, value_row,
+            BLOCK_N, E, EV, NOISE, False, True, FLAGS,
+        )  # fmt: skip
     acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread, about, away1, away2 = (
         state
     )
@@ -288,46 +285,14 @@ def forward_kernel(
         if summed_stop > summed_start:
             before = top
             state = (
-                acc,
-                m,
-                Z,
-                U,
-                W,
-                Q,
+                acc, m, Z, U, W, Q, zero, zero, zero, zero, none, squares, spread, zero, zero,
                 zero,
-                zero,
-                zero,
-                zero,
-                none,
-                squares,
-                spread,
-                zero,
-                zero,
-                zero,
-            )
+            )  # fmt: skip
             for at in tl.range(summed_start, summed_stop, BLOCK_N):
                 state = tile(
-                    state,
-                    q,
-                    KEY,
-                    VALUE,
-                    centre,
-                    masks,
-                    i,
-                    since,
-                    upto,
-                    at,
-                    scale,
-                    key_row,
-                    value_row,
-                    BLOCK_N,
-                    E,
-                    EV,
-                    NOISE,
-                    False,
-                    False,
-                    FLAGS,
-                )
+                    state, q, KEY, VALUE, centre, masks, i, since, upto, at, scale, key_row,
+                    value_row, BLOCK_N, E, EV, NOISE, False, False, FLAGS,
+                )  # fmt: skip
             acc, m, Z, U, W, Q, _, _, _, _, _, squares, spread, _, _, _ = state
             top = m * log2
             middle += before - top

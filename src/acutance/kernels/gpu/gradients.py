@@ -1,4 +1,4 @@
-"""Gradients of a tile's scores, for both backward kernels.
+"""The backward kernels: one for a block of queries, one for a block of keys and values.
 
 A row contributes a few coefficients (:func:`acutance.kernels.backward.row_coefficients`):
 with t = s − m and e = exp t, the gradient of a score is
@@ -10,15 +10,38 @@ and what falls on a single key, the first or the largest.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # (what a kernel is given are pointers and numbers of the device: Python has no types for them)
+# ruff: noqa: RUF059 (tuples are unpacked whole)
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from acutance.kernels.gpu.language import jit, tl
-from acutance.kernels.gpu.scores import LOG2E, in_place, natural, visible
+from acutance.kernels.gpu.scores import (
+    LOG2E,
+    at_head,
+    band,
+    block_of_rows,
+    edge_tile,
+    edge_tiles,
+    in_place,
+    natural,
+    rows_band,
+    same_documents,
+    visible,
+)
 
-__all__ = ["COEFFICIENTS", "Terms", "coefficients", "finite", "load", "score_gradients"]
+__all__ = [
+    "COEFFICIENTS",
+    "Terms",
+    "coefficients",
+    "finite",
+    "keys_kernel",
+    "load",
+    "queries_kernel",
+    "score_gradients",
+]
+
 
 #: Rows of the table of coefficients, in order.
 COEFFICIENTS = (
@@ -101,17 +124,8 @@ def coefficients(ROWS, INDICES, count, at, there, AXIS: tl.constexpr, TERMS: tl.
 
 @jit
 def score_gradients(
-    x,
-    dp,
-    i,
-    j,
-    rows,
-    masks,
-    scale,
-    EDGE: tl.constexpr,
-    TERMS: tl.constexpr,
-    FLAGS: tl.constexpr,
-):
+    x, dp, i, j, rows, masks, scale, EDGE: tl.constexpr, TERMS: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
     """Exponentials, gradients of the scores and where they are, and the softcap's slope."""
     shift, constant, linear, square, weight, inverse, plain, slope = rows[:8]
     first, first_key, largest, largest_key = rows[8:]
@@ -147,3 +161,193 @@ def score_gradients(
         if FLAGS.softcap:
             bend = tl.where(seen, bend, 0.0)  # of a NaN score it is NaN
     return e, ds, seen, bend
+
+
+@jit
+def queries_tile(
+    dq, q, do, KEY, VALUE, ADDED, rows, masks, i, start, scale, key_row, value_row,
+    BLOCK: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_V: tl.constexpr, ADD: tl.constexpr, EDGE: tl.constexpr, TERMS: tl.constexpr,
+    FLAGS: tl.constexpr,
+):  # fmt: skip
+    """Add what one tile of keys gives to the gradient of a block of queries."""
+    keys = masks[0][1]
+    columns = start + tl.arange(0, BLOCK)
+    j = columns[None, :]
+    there = columns < keys
+    k = load(KEY, columns, there, key_row, E, BLOCK_E, FLAGS)
+    x = tl.dot(q, tl.trans(k), input_precision=FLAGS.precision)
+    dp = 0.0
+    if TERMS.out:
+        v = load(VALUE, columns, there, value_row, EV, BLOCK_V, FLAGS)
+        dp = tl.dot(do, tl.trans(v), input_precision=FLAGS.precision)
+    e, ds, seen, bend = score_gradients(x, dp, i, j, rows, masks, scale, EDGE, TERMS, FLAGS)
+    if ADD:
+        tl.store(ADDED + i.to(tl.int64) * keys + j, ds, mask=seen & (j < keys))
+    if FLAGS.softcap:
+        ds *= bend
+    if EDGE:
+        k = finite(k)
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=FLAGS.precision)
+
+
+@jit
+def queries_kernel(
+    QUERY, KEY, VALUE, GRAD_OUT, ROWS, INDICES, UNDO, MASK, BIAS, KEY_MASK, ROW_DOCUMENTS,
+    KEY_DOCUMENTS, SLOPES, DQ, ADDED, query_batch, query_head, query_row, key_batch, key_head,
+    key_row, value_batch, value_head, value_row, mask_batch, mask_head, mask_row, mask_key,
+    mask_limit, bias_batch, bias_head, bias_row, bias_key, bias_limit, row_documents,
+    key_documents, query_heads, group, queries, keys, offset, window, softcap, scale, count, size,
+    E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
+    ADD: tl.constexpr, TERMS: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Gradient of ``BLOCK_M`` queries of one head."""
+    batch, head, whole_head, first_row = block_of_rows(queries, query_heads, BLOCK_M, FLAGS.causal)
+    masks = at_head(
+        (queries, keys, offset, window, softcap),
+        (MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit),
+        (BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit),
+        (KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES),
+        batch, head, FLAGS,
+    )  # fmt: skip
+    at = first_row + tl.arange(0, BLOCK_M)
+    there = at < queries
+    row = whole_head.to(tl.int64) * queries
+    batch = batch.to(tl.int64)
+    QUERY += batch * query_batch + head.to(tl.int64) * query_head
+    KEY += batch * key_batch + (head // group).to(tl.int64) * key_head
+    VALUE += batch * value_batch + (head // group).to(tl.int64) * value_head
+    ADDED += row * keys
+    q = load(QUERY, at, there, query_row, E, BLOCK_E, FLAGS)
+    do = 0.0
+    if TERMS.out:
+        do = load(GRAD_OUT + row * EV, at, there, EV, EV, BLOCK_V, FLAGS)
+    rows = coefficients(ROWS, INDICES, count, row + at, there, 1, TERMS)
+    i = at[:, None]
+    dq = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    last_row = tl.minimum(first_row + BLOCK_M, queries) - 1
+    start, all_start, all_stop, stop = band(first_row, last_row, masks, BLOCK_N, 0, FLAGS)
+    left, right = edge_tiles(start, all_start, all_stop, stop, BLOCK_N)
+    for index in tl.range(0, left + right):
+        tile = edge_tile(index, left, start, all_stop, BLOCK_N)
+        meets = True
+        if FLAGS.documents:
+            meets = same_documents(at, tile + tl.arange(0, BLOCK_N), masks)
+        if meets:
+            dq = queries_tile(
+                dq, q, do, KEY, VALUE, ADDED, rows, masks, i, tile, scale, key_row, value_row,
+                BLOCK_N, E, EV, BLOCK_E, BLOCK_V, ADD, True, TERMS, FLAGS,
+            )  # fmt: skip
+    for tile in tl.range(all_start, all_stop, BLOCK_N):
+        dq = queries_tile(
+            dq, q, do, KEY, VALUE, ADDED, rows, masks, i, tile, scale, key_row, value_row, BLOCK_N,
+            E, EV, BLOCK_E, BLOCK_V, ADD, False, TERMS, FLAGS,
+        )  # fmt: skip
+    column = tl.arange(0, BLOCK_E)[None, :]
+    tl.store(
+        DQ + (row + at)[:, None] * E + column,
+        (dq * (scale * tl.load(UNDO))).to(DQ.dtype.element_ty),
+        mask=there[:, None] & (column < E),
+    )
+
+
+@jit
+def keys_tile(
+    dk, dv, k, v, QUERY, GRAD_OUT, ROWS, INDICES, count, row, masks, j, start, scale, undo,
+    query_row, BLOCK: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_V: tl.constexpr, EDGE: tl.constexpr, TERMS: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
+    """Add what one tile of query rows gives to the gradients of a block of keys and values."""
+    queries = masks[0][0]
+    at = start + tl.arange(0, BLOCK)
+    there = at < queries
+    rows = coefficients(ROWS, INDICES, count, row + at, there, 0, TERMS)
+    q = load(QUERY, at, there, query_row, E, BLOCK_E, FLAGS)
+    x = tl.dot(k, tl.trans(q), input_precision=FLAGS.precision)
+    dp = 0.0
+    if TERMS.out:
+        do = load(GRAD_OUT + row * EV, at, there, EV, EV, BLOCK_V, FLAGS)
+        dp = tl.dot(v, tl.trans(do), input_precision=FLAGS.precision)
+    i = at[None, :]
+    e, ds, seen, bend = score_gradients(x, dp, i, j, rows, masks, scale, EDGE, TERMS, FLAGS)
+    if TERMS.out:
+        p = (e * (rows[5] * undo)).to(do.dtype)
+        dv = tl.dot(p, do, dv, input_precision=FLAGS.precision)
+    if FLAGS.softcap:
+        ds *= bend
+    if EDGE:
+        q = finite(q)
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=FLAGS.precision)
+    return dk, dv
+
+
+@jit
+def keys_kernel(
+    QUERY, KEY, VALUE, GRAD_OUT, ROWS, INDICES, UNDO, MASK, BIAS, KEY_MASK, ROW_DOCUMENTS,
+    KEY_DOCUMENTS, SLOPES, DK, DV, query_batch, query_head, query_row, key_batch, key_head,
+    key_row, value_batch, value_head, value_row, mask_batch, mask_head, mask_row, mask_key,
+    mask_limit, bias_batch, bias_head, bias_row, bias_key, bias_limit, row_documents,
+    key_documents, query_heads, group, queries, keys, offset, window, softcap, scale, count, size,
+    E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
+    TERMS: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Gradients of ``BLOCK_N`` keys and values of one head, from all query heads that share it."""
+    blocks = tl.cdiv(keys, BLOCK_N)
+    block = tl.program_id(0) % blocks
+    whole_head = tl.program_id(0) // blocks
+    key_heads = query_heads // group
+    batch = whole_head // key_heads
+    key_at = whole_head % key_heads
+    wide = batch.to(tl.int64)
+    KEY += wide * key_batch + key_at.to(tl.int64) * key_head
+    VALUE += wide * value_batch + key_at.to(tl.int64) * value_head
+    QUERY += wide * query_batch
+    first_key = block * BLOCK_N
+    columns = first_key + tl.arange(0, BLOCK_N)
+    j = columns[:, None]
+    kept = columns < keys
+    k = load(KEY, columns, kept, key_row, E, BLOCK_E, FLAGS)
+    dk = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
+    v, dv = k, dk
+    if TERMS.out:
+        v = load(VALUE, columns, kept, value_row, EV, BLOCK_V, FLAGS)
+        dv = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    last_key = tl.minimum(first_key + BLOCK_N, keys) - 1
+    undo = tl.load(UNDO)
+    for member in tl.range(0, group):
+        head = key_at * group + member
+        masks = at_head(
+            (queries, keys, offset, window, softcap),
+            (MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit),
+            (BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit),
+            (KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES),
+            batch, head, FLAGS,
+        )  # fmt: skip
+        row = (wide * query_heads + head) * queries
+        at_query = QUERY + tl.cast(head, tl.int64) * query_head
+        start, all_start, all_stop, stop = rows_band(first_key, last_key, masks, BLOCK_M, FLAGS)
+        left, right = edge_tiles(start, all_start, all_stop, stop, BLOCK_M)
+        for index in tl.range(0, left + right):
+            tile = edge_tile(index, left, start, all_stop, BLOCK_M)
+            meets = True
+            if FLAGS.documents:
+                meets = same_documents(tile + tl.arange(0, BLOCK_M), columns, masks)
+            if meets:
+                dk, dv = keys_tile(
+                    dk, dv, k, v, at_query, GRAD_OUT, ROWS, INDICES, count, row, masks, j, tile,
+                    scale, undo, query_row, BLOCK_M, E, EV, BLOCK_E, BLOCK_V, True, TERMS, FLAGS,
+                )  # fmt: skip
+        for tile in tl.range(all_start, all_stop, BLOCK_M):
+            dk, dv = keys_tile(
+                dk, dv, k, v, at_query, GRAD_OUT, ROWS, INDICES, count, row, masks, j, tile, scale,
+                undo, query_row, BLOCK_M, E, EV, BLOCK_E, BLOCK_V, False, TERMS, FLAGS,
+            )  # fmt: skip
+    at = (whole_head.to(tl.int64) * keys + columns)[:, None]
+    column = tl.arange(0, BLOCK_E)[None, :]
+    stored = kept[:, None] & (column < E)
+    tl.store(DK + at * E + column, (dk * (scale * undo)).to(DK.dtype.element_ty), mask=stored)
+    if TERMS.out:
+        column = tl.arange(0, BLOCK_V)[None, :]
+        stored = kept[:, None] & (column < EV)
+        tl.store(DV + at * EV + column, dv.to(DV.dtype.element_ty), mask=stored)

@@ -50,20 +50,9 @@ def chunk_size(width: int) -> int:
 
 @jit
 def chunk_kernel(
-    KEY,
-    MEANS,
-    PRODUCTS,
-    key_batch,
-    key_head,
-    key_row,
-    heads,
-    chunks,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    KEY, MEANS, PRODUCTS, key_batch, key_head, key_row, heads, chunks, E: tl.constexpr,
+    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: the means of some columns of a chunk's keys, and a tile of their products."""
     ROWS: tl.constexpr = BLOCK_M if BLOCK_M < BLOCK_E else BLOCK_E
     COLUMNS: tl.constexpr = BLOCK_N if BLOCK_N < BLOCK_E else BLOCK_E
@@ -143,26 +132,10 @@ def running_kernel(
 
 @jit
 def rows_kernel(
-    QUERY,
-    RUNNING_MEANS,
-    PRODUCTS,
-    ROW_MEANS,
-    ROW_SQUARES,
-    query_batch,
-    query_head,
-    query_row,
-    query_heads,
-    group,
-    queries,
-    keys,
-    offset,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    QUERY, RUNNING_MEANS, PRODUCTS, ROW_MEANS, ROW_SQUARES, query_batch, query_head, query_row,
+    query_heads, group, queries, keys, offset, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    CHUNK: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: the moments of ``BLOCK_M`` rows, over the chunks that all 128 around them see.
 
     Mean dot products are less that with the first key. Summed squared deviations are NaN where the

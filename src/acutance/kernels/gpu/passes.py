@@ -26,10 +26,8 @@ from acutance.kernels.gpu.arguments import (
     supported,
 )
 from acutance.kernels.gpu.forward_kernel import forward_kernel
-from acutance.kernels.gpu.gradients import COEFFICIENTS, Terms
+from acutance.kernels.gpu.gradients import COEFFICIENTS, Terms, keys_kernel, queries_kernel
 from acutance.kernels.gpu.key_moments import chunk_size, has_moments, row_moments
-from acutance.kernels.gpu.keys_kernel import keys_kernel
-from acutance.kernels.gpu.queries_kernel import queries_kernel
 from acutance.kernels.gpu.second_pass import gaps_kernel, largest_kernel
 from acutance.kernels.tile_sums import NO_KEY, finite
 from acutance.masks import Masking

@@ -20,6 +20,9 @@ __all__ = [
     "Flags",
     "at_head",
     "band",
+    "block_of_rows",
+    "edge_tile",
+    "edge_tiles",
     "in_place",
     "natural",
     "visible_range",
@@ -66,12 +69,35 @@ def tanh(y):
 
 
 @jit
-def at_head(masks, batch, head, FLAGS: tl.constexpr):
+def block_of_rows(queries, query_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """A program's rows: their batch, head, head among those of all batches, and the first row."""
+    blocks = tl.cdiv(queries, BLOCK)
+    block = tl.program_id(0) % blocks
+    whole_head = tl.program_id(0) // blocks
+    if LAST_FIRST:  # of causal attention the last rows are the longest
+        block = blocks - 1 - block
+    return whole_head // query_heads, whole_head % query_heads, whole_head, block * BLOCK
+
+
+@jit
+def edge_tiles(start, all_start, all_stop, stop, BLOCK: tl.constexpr):
+    """How many tiles lie before and behind the whole ones."""
+    return (all_start - start + BLOCK - 1) // BLOCK, (stop - all_stop + BLOCK - 1) // BLOCK
+
+
+@jit
+def edge_tile(index, left, start, all_stop, BLOCK: tl.constexpr):
+    """Where the ``index``-th of these tiles begins; ``left`` of them lie before the whole ones."""
+    return tl.where(index < left, start + index * BLOCK, all_stop + (index - left) * BLOCK)
+
+
+@jit
+def at_head(sizes, mask, bias, masks, batch, head, FLAGS: tl.constexpr):
     """The masks of one query head: every pointer moved there, ALiBi's slope read."""
-    queries, keys, offset, window, softcap = masks[0]
-    MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit = masks[1]
-    BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit = masks[2]
-    KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES = masks[3]
+    queries, keys, offset, window, softcap = sizes
+    MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit = mask
+    BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit = bias
+    KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES = masks
     batch = batch.to(tl.int64)
     head = head.to(tl.int64)
     MASK += batch * mask_batch + head * mask_head

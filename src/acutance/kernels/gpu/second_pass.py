@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from acutance.kernels.gpu.gradients import load
 from acutance.kernels.gpu.language import constant, jit, tl
-from acutance.kernels.gpu.scores import NONE, at_head, band, in_place, natural, visible
+from acutance.kernels.gpu.scores import (
+    NONE,
+    at_head,
+    band,
+    block_of_rows,
+    edge_tile,
+    edge_tiles,
+    in_place,
+    natural,
+    visible,
+)
 
 __all__ = ["gaps_kernel", "largest_kernel"]
 
@@ -20,23 +30,9 @@ WORDS = constant(16)
 
 @jit
 def count_tile(
-    q,
-    KEY,
-    to,
-    top,
-    there,
-    start,
-    i,
-    masks,
-    scale,
-    keys,
-    key_row,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EDGE: tl.constexpr,
-    FLAGS: tl.constexpr,
-):
+    q, KEY, to, top, there, start, i, masks, scale, keys, key_row, E: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
     """Count a tile's keys."""
     columns = start + tl.arange(0, BLOCK_N)
     j = columns[None, :]
@@ -63,66 +59,22 @@ def count_tile(
 
 @jit
 def gaps_kernel(
-    QUERY,
-    KEY,
-    M,
-    GAPS,
-    MASK,
-    BIAS,
-    KEY_MASK,
-    ROW_DOCUMENTS,
-    KEY_DOCUMENTS,
-    SLOPES,
-    query_batch,
-    query_head,
-    query_row,
-    key_batch,
-    key_head,
-    key_row,
-    mask_batch,
-    mask_head,
-    mask_row,
-    mask_key,
-    mask_limit,
-    bias_batch,
-    bias_head,
-    bias_row,
-    bias_key,
-    bias_limit,
-    row_documents,
-    key_documents,
-    query_heads,
-    group,
-    queries,
-    keys,
-    offset,
-    window,
-    softcap,
-    scale,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    FLAGS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    QUERY, KEY, M, GAPS, MASK, BIAS, KEY_MASK, ROW_DOCUMENTS, KEY_DOCUMENTS, SLOPES, query_batch,
+    query_head, query_row, key_batch, key_head, key_row, mask_batch, mask_head, mask_row, mask_key,
+    mask_limit, bias_batch, bias_head, bias_row, bias_key, bias_limit, row_documents,
+    key_documents, query_heads, group, queries, keys, offset, window, softcap, scale,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """One program: the histograms of ``BLOCK_M`` rows of one head, which hold zeros before."""
-    blocks = tl.cdiv(queries, BLOCK_M)
-    block = tl.program_id(0) % blocks
-    whole_head = tl.program_id(0) // blocks
-    batch = whole_head // query_heads
-    head = whole_head % query_heads
+    batch, head, whole_head, first_row = block_of_rows(queries, query_heads, BLOCK_M, False)
     masks = at_head(
-        (
-            (queries, keys, offset, window, softcap),
-            (MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit),
-            (BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit),
-            (KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES),
-        ),
-        batch,
-        head,
-        FLAGS,
-    )
-    first_row = block * BLOCK_M
+        (queries, keys, offset, window, softcap),
+        (MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit),
+        (BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit),
+        (KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES),
+        batch, head, FLAGS,
+    )  # fmt: skip
     at = first_row + tl.arange(0, BLOCK_M)
     there = at < queries
     i = at[:, None]
@@ -135,10 +87,9 @@ def gaps_kernel(
     to = GAPS + row[:, None] * BINS
     last_row = tl.minimum(first_row + BLOCK_M, queries) - 1
     start, all_start, all_stop, stop = band(first_row, last_row, masks, BLOCK_N, 0, FLAGS)
-    left = (all_start - start + BLOCK_N - 1) // BLOCK_N
-    right = (stop - all_stop + BLOCK_N - 1) // BLOCK_N
+    left, right = edge_tiles(start, all_start, all_stop, stop, BLOCK_N)
     for index in tl.range(0, left + right):
-        tile = tl.where(index < left, start + index * BLOCK_N, all_stop + (index - left) * BLOCK_N)
+        tile = edge_tile(index, left, start, all_stop, BLOCK_N)
         count_tile(
             q, KEY, to, top, there, tile, i, masks, scale, keys, key_row, E, BLOCK_E, BLOCK_N,
             True, FLAGS,
@@ -152,70 +103,25 @@ def gaps_kernel(
 
 @jit
 def largest_kernel(
-    QUERY,
-    KEY,
-    INDICES,
-    MASK,
-    BIAS,
-    KEY_MASK,
-    ROW_DOCUMENTS,
-    KEY_DOCUMENTS,
-    SLOPES,
-    query_batch,
-    query_head,
-    query_row,
-    key_batch,
-    key_head,
-    key_row,
-    mask_batch,
-    mask_head,
-    mask_row,
-    mask_key,
-    mask_limit,
-    bias_batch,
-    bias_head,
-    bias_row,
-    bias_key,
-    bias_limit,
-    row_documents,
-    key_documents,
-    query_heads,
-    group,
-    queries,
-    keys,
-    offset,
-    window,
-    softcap,
-    scale,
-    size,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    FLAGS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    QUERY, KEY, INDICES, MASK, BIAS, KEY_MASK, ROW_DOCUMENTS, KEY_DOCUMENTS, SLOPES, query_batch,
+    query_head, query_row, key_batch, key_head, key_row, mask_batch, mask_head, mask_row, mask_key,
+    mask_limit, bias_batch, bias_head, bias_row, bias_key, bias_limit, row_documents,
+    key_documents, query_heads, group, queries, keys, offset, window, softcap, scale, size,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr, FLAGS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Store, for each of ``BLOCK_M`` rows, the key with the largest visible score.
 
     Of equal scores it is the first.
     """
-    blocks = tl.cdiv(queries, BLOCK_M)
-    block = tl.program_id(0) % blocks
-    whole_head = tl.program_id(0) // blocks
-    batch = whole_head // query_heads
-    head = whole_head % query_heads
+    batch, head, whole_head, first_row = block_of_rows(queries, query_heads, BLOCK_M, False)
     masks = at_head(
-        (
-            (queries, keys, offset, window, softcap),
-            (MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit),
-            (BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit),
-            (KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES),
-        ),
-        batch,
-        head,
-        FLAGS,
-    )
-    first_row = block * BLOCK_M
+        (queries, keys, offset, window, softcap),
+        (MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit),
+        (BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit),
+        (KEY_MASK, ROW_DOCUMENTS, row_documents, KEY_DOCUMENTS, key_documents, SLOPES),
+        batch, head, FLAGS,
+    )  # fmt: skip
     at = first_row + tl.arange(0, BLOCK_M)
     there = at < queries
     i = at[:, None]
