@@ -7,6 +7,10 @@ edge are about its own mean and merged. Of the whole tiles they follow from mome
 so alike that the products cancel: less than a digit of seven is lost. Of other whole tiles they are
 about one centre, the mean of the edges' keys, of which there is then always a tile's worth: two
 sums, which wait for no maximum and merge once.
+
+Sums are of t, the score in units of log 2 less the rounded product of the row's maximum and the
+factor of its scores: one multiply-add a pair, rounded once. What the product was rounded by is
+corrected when all keys are summed.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls

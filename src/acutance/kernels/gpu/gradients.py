@@ -5,7 +5,8 @@ with t = s − m and e = exp t, the gradient of a score is
 
     e (constant + linear t + square t² + weight e + inverse dO·v) + plain + slope t
 
-and what falls on a single key, the first or the largest.
+and what falls on a single key, the first or the largest. Each query row belongs to one program, and
+so does each key with all query heads that share it: nothing is added up across programs.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
