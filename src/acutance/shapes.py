@@ -52,7 +52,7 @@ def did_you_mean(name: object, known: Iterable[str], otherwise: str = "") -> str
         >>> did_you_mean("entropi", ["entropy", "lse"]), did_you_mean("x", ["entropy"])
         ("; did you mean 'entropy'?", '')
     """
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.4)
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.7)
     return f"; did you mean {close[0]!r}?" if close else otherwise
 
 

@@ -131,7 +131,7 @@ def test_files_hold_what_is_small(minilm: Any, tmp_path: Path) -> None:
         (
             {"9.3": 0},
             ValueError,
-            "maps=9 is not a layer of the model: its blocks are numbered 0 to 5",
+            "maps=9 is not a layer of the model: it has 6 blocks, 0 to 5",
         ),
         ({"2.12": 0}, ValueError, "head 12.*12"),
         ({"2.3": range(65)}, ValueError, "at most 64 rows .* '2.3' names 65"),

@@ -507,7 +507,7 @@ ROW_FUNCTIONS = [first_order_mse, first_order_bias, second_order_mse, exact_nois
             1,
             r"^p and v must have the same number of keys n: 2, 1 ",
         ),
-        ([0.5, 0.5], TWO_VALUES, "gausian", 1, r"got 'gausian'; the nearest is 'gaussian'$"),
+        ([0.5, 0.5], TWO_VALUES, "gausian", 1, r"got 'gausian'; did you mean 'gaussian'\?$"),
         ([0.5, 0.5], TWO_VALUES, "uniform", -1, r"^scale: .* at least 0, got scale=-1$"),
         ([0.5, 0.5], TWO_VALUES, "uniform", math.inf, r"^scale: .* finite .* got scale=inf$"),
         (
@@ -634,5 +634,5 @@ def test_tail_rates():
     assert noise_tail_rate("laplace", 0.0) == math.inf
     with pytest.raises(ValueError, match="n: the number of keys must be at least 2, got n=1"):
         asymptotic_noise_mse(1, "laplace", 1.0)
-    with pytest.raises(ValueError, match="the nearest is 'laplace'"):
+    with pytest.raises(ValueError, match="did you mean 'laplace'"):
         noise_tail_rate("laplac", 1.0)

@@ -269,9 +269,9 @@ def test_layers_are_chosen_alike(given: Any, want: list[int], tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        (7, "=7 is not a layer of the model: its blocks are numbered 0 to 2"),
-        ("2-9", "=2-9 is not a layer of the model: its blocks are numbered 0 to 2"),
-        ("-9", "=-9 is not a layer of the model: its blocks are numbered 0 to 2"),
+        (7, "=7 is not a layer of the model: it has 3 blocks, 0 to 2"),
+        ("2-9", "=2-9 is not a layer of the model: it has 3 blocks, 0 to 2"),
+        ("-9", "=-9 is not a layer of the model: it has 3 blocks, 0 to 2"),
         (
             "model.layers.1.self_atn",
             r"is not a layer of the model; did you mean 'model\.layers\.1\.s",
@@ -299,5 +299,5 @@ def test_numbers_without_blocks_are_those_of_attention_layers() -> None:
     with torch.no_grad(), acutance.apply(model, {0: LAW}) as applied:
         model(x, x)
     assert list(applied.calls) == ["self_attn"]
-    with pytest.raises(ValueError, match="its attention layers are numbered 0 to 1"):
+    with pytest.raises(ValueError, match="it has 2 attention layers, 0 to 1"):
         acutance.probe(model, layers=2)

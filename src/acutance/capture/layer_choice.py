@@ -81,7 +81,7 @@ class LayerChoice:
         True
         >>> LayerChoice(7, names)
         Traceback (most recent call last):
-        ValueError: layers=7 is not a layer of the model: its blocks are numbered 0 to 1
+        ValueError: layers=7 is not a layer of the model: it has 2 blocks, 0 to 1
         >>> LayerChoice("hea", names)
         Traceback (most recent call last):
         ValueError: layers='hea' is not a layer of the model; did you mean 'head'?
@@ -133,17 +133,21 @@ class LayerChoice:
 
     def _nothing(self, part: range | str, names: Sequence[str]) -> str:
         if isinstance(part, str):
+            ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
             near = difflib.get_close_matches(part, names, n=3, cutoff=0.6)
-            near = near or difflib.get_close_matches(part, names, n=1, cutoff=0.3)
+            near = near or difflib.get_close_matches(part, ends, n=1, cutoff=0.7)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            if not near and self._attention:
+                first, count = self._attention[0], len(self._attention)
+                hint = f": it has {count} attention layer{'s' * (count > 1)}, the first is {first}"
             return f"{self._argument}={part!r} is not a layer of the model{hint}"
         asked = part[0] if len(part) == 1 else f"{part[0]}-{part[-1]}"
         text = f"{self._argument}={asked} is not a layer of the model"
-        if self._counts:
-            return f"{text}: its blocks are numbered 0 to {max(self._counts.values()) - 1}"
-        if self._attention:
-            last = len(self._attention) - 1
-            return f"{text}: its attention layers are numbered 0 to {last}"
+        count = max(self._counts.values(), default=len(self._attention))
+        if count:
+            kind = "block" if self._counts else "attention layer"
+            numbers = f"{kind}s, 0 to {count - 1}" if count > 1 else f"{kind}, 0"
+            return f"{text}: it has {count} {numbers}"
         return f"{text}: it has no numbered blocks, so use module names"
 
 

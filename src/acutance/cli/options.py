@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
@@ -310,8 +309,8 @@ def check_choice(option: str, given: str, among: Any) -> None:
     """Refuse a name that is none of a few, and name the nearest."""
     if given in among:
         return
-    near = difflib.get_close_matches(given, list(among), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise typer.BadParameter(
-        f"must be one of {', '.join(among)}, got {given}{hint}", param_hint=option
-    )
+    from acutance.shapes import did_you_mean
+
+    names = ", ".join(among)
+    text = f"must be one of {names}, got {given}{did_you_mean(given, among)}"
+    raise typer.BadParameter(text, param_hint=option)

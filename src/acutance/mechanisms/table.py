@@ -46,7 +46,7 @@ def mechanism(name: str | Mechanism) -> Mechanism:
     if not isinstance(name, str):
         raise TypeError(f"a mechanism must be a name or a Mechanism, got {type(name).__name__}")
     if name not in MECHANISMS:
-        close = difflib.get_close_matches(name, [*MECHANISMS, *_ALSO], n=1, cutoff=0.4)
+        close = difflib.get_close_matches(name, [*MECHANISMS, *_ALSO], n=1, cutoff=0.7)
         hint = f"choose from {', '.join(MECHANISMS)}"
         if close:
             hint = f"did you mean {_ALSO.get(close[0], close[0])!r}?"

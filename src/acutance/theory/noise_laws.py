@@ -195,9 +195,9 @@ def check_scale(kind: str, scale: ArrayLike, moment: int = 0) -> Array:
     Also if E exp(ε)^``moment`` is infinite for noise ε of that kind and scale; 0 does not check.
     """
     if kind not in _KINDS:
-        near = get_close_matches(str(kind).lower(), _KINDS, n=1, cutoff=0.0)[0]
-        names = ", ".join(_KINDS)
-        raise ValueError(f"kind: must be one of {names}, got {kind!r}; the nearest is {near!r}")
+        near = get_close_matches(str(kind).lower(), _KINDS, n=1, cutoff=0.7)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"kind: must be one of {', '.join(_KINDS)}, got {kind!r}{hint}")
     b = checked("scale", scale, "the scale of the noise must be finite and at least 0", 0.0)
     wide = b[(moment * b >= 1) & (kind in _HEAVY)]
     if wide.size:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 import inspect
@@ -33,6 +32,7 @@ from acutance.experiments.models.fitting import Note
 from acutance.files import tidy
 from acutance.from_json import checked, read_json
 from acutance.report import plot_style
+from acutance.shapes import did_you_mean
 
 _EXTRA = 'pip install "acutance[hf]"'
 _INSTALL = {
@@ -64,9 +64,8 @@ def pick(names: Sequence[str], experiments: Mapping[str, Experiment]) -> list[Ex
     """
     for name in names:
         if name not in experiments:
-            near = difflib.get_close_matches(name, experiments, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(experiments)}"
-            raise ValueError(f"there is no experiment {name!r}; {hint}")
+            hint = did_you_mean(name, experiments, f"; there are: {', '.join(experiments)}")
+            raise ValueError(f"there is no experiment {name!r}{hint}")
     return [one for name, one in experiments.items() if not names or name in names]
 
 
