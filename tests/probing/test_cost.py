@@ -179,7 +179,7 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], match: s
 
 def test_blocks_that_are_not_present() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 3)
-    with pytest.raises(ValueError, match="layers=3 is not .*: it has 3 blocks, 0 to 2"):
+    with pytest.raises(ValueError, match="it has 3 blocks, 0 to 2"):
         acutance.probe(model, layers="0,3")
 
 
