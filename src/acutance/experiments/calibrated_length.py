@@ -82,7 +82,10 @@ class Subject:
 
 
 def decoders(run: Run, seed: int) -> Subject:
-    """The decoder of this package or one trained as it was; loss on the last 64 bytes."""
+    """The bundled decoder for seed 0, else one trained in the same way.
+
+    Its loss is that of the last 64 bytes of each window.
+    """
     longest = TRAIN_LENGTH * times(run)[-1]
     training, held_out = (texts.read(texts.files(part)) for part in ("training", "held out"))
     if seed in SEEDS:
@@ -104,7 +107,10 @@ def decoders(run: Run, seed: int) -> Subject:
 
 
 def encoders(run: Run, seed: int) -> Subject:
-    """The masked language model without scaling of ``mlm_table``, loss on its masked bytes."""
+    """The masked language model of :mod:`~acutance.experiments.mlm_table` without a scaling law.
+
+    Its loss is that of the masked bytes.
+    """
     model = mlm_table.train(run, "O", seed)
     longest = mlm_table.TRAIN_LENGTH * times(run)[-1]
     training, held_out = (texts.read(texts.files(part)) for part in ("training", "held out"))
@@ -125,12 +131,15 @@ def encoders(run: Run, seed: int) -> Subject:
 
 
 def times(run: Run) -> tuple[int, ...]:
-    """Lengths in units of that of training."""
+    """The lengths tested, as multiples of the training length."""
     return (1, 2, 4) if run.quick else (1, 2, 4, 8)
 
 
 def fixed_laws(subject: Subject) -> dict[str, Scaling]:
-    """Laws that use the training length only; sqrt_log_n also uses the logits' deviation."""
+    """The laws to compare with, by name; ``"none"`` changes nothing.
+
+    They use only the training length, and sqrt_log_n also the standard deviation of the logits.
+    """
     length = subject.length
     with probe(subject.model, metrics=["logit_std"]) as opened, torch.no_grad():
         subject.model(subject.calibration[:, :length])
@@ -147,10 +156,10 @@ def fixed_laws(subject: Subject) -> dict[str, Scaling]:
 
 @torch.no_grad()
 def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Row], dict[str, Tensor]]:
-    """Entropies and losses under every law.
+    """Calibrate a model, then measure its entropies and losses under every law and length.
 
     Returns:
-        Rows, and by law the losses (lengths, windows).
+        The rows, and by name of the law the losses in nats, (lengths, windows).
     """
     lengths = [subject.length * factor for factor in times(run)]
     if run.note is not None:
@@ -193,7 +202,7 @@ def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Row], dict[str,
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Every kind of model, every seed, every law, every length."""
+    """Loss and entropy of each kind of model and seed, under each law and at each length."""
     rows: list[Row] = []
     kinds = (decoders,) if run.quick else (decoders, encoders)
     seeds = range(run.size(1, 3))
@@ -215,7 +224,15 @@ def measure(run: Run) -> Sequence[Row]:
 def compared(
     run: Run, kind: str, name: str, by_seed: list[dict[str, Tensor]], fitted: str = CALIBRATED
 ) -> list[Row]:
-    """The loss under a calibrated law minus that under a fixed one, over seeds."""
+    """One row for each length: the loss under a calibrated law less that under the law ``name``.
+
+    Args:
+        run: the run.
+        kind: name of the kind of model.
+        name: of the fixed law.
+        by_seed: for each seed the losses by name of law, (lengths, windows).
+        fitted: name of the calibrated law.
+    """
     rows = []
     for at, factor in enumerate(times(run)):
         differences = [losses[fitted][at] - losses[name][at] for losses in by_seed]
@@ -233,7 +250,7 @@ def compared(
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Loss and entropy against length for every law, a panel of each for the decoder."""
+    """The decoder's loss and entropy against length, in two panels, a line for each law."""
     own = [row for row in record.rows if row.condition.get("model") == "decoder"]
     laws = list(dict.fromkeys(str(r.condition["law"]) for r in own if r.quantity == "loss, nat"))
     laws.remove("ssmax")  # with s = 1 / log of the training length it is log_n

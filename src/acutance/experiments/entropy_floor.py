@@ -30,14 +30,14 @@ REACHED = Claim("reached", "gradient descent on the measured entropy ends there"
 
 
 def one_above_rest(n: int, norm: float) -> Tensor:
-    """Logits with a given norm and mean 0, all equal but the first."""
+    """A row of n logits, (1, n), with mean 0 and a given norm, all equal but the first."""
     logits = torch.full((1, n), -norm / math.sqrt(n * (n - 1)), dtype=torch.float64)
     logits[0, 0] = norm * math.sqrt((n - 1) / n)
     return logits
 
 
 def descend(logits: Tensor, norm: float, steps: int) -> Tensor:
-    """Entropies after following the negative gradient on the sphere of a norm."""
+    """Entropies (rows,) in nats after gradient descent on logits held at a Euclidean norm."""
     place = logits / logits.norm(dim=1, keepdim=True) * norm
     for step in range(steps):
         place.requires_grad_()
@@ -53,7 +53,10 @@ def descend(logits: Tensor, norm: float, steps: int) -> Tensor:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """The extreme row, random rows, and rows that descend."""
+    """Compare entropies with the lower bound for their norm.
+
+    Of the row that should attain it, of random rows, and of rows after gradient descent.
+    """
     rows = []
     starts, steps = run.size(64, 256), run.size(200, 1000)
     for n in (16, 256, 4096):
@@ -74,7 +77,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """The floor against the norm, with what was found."""
+    """The lower bound on the entropy against the norm of the logits, with measured entropies."""
     figure, [axes] = plot_style.new_figure(
         "Small logits cannot collapse: the entropy floor at logit norm s",
         "Lines: the closed form. Filled marks: one logit above the rest. Hollow marks: the least "

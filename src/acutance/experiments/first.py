@@ -41,20 +41,27 @@ DILUTES = Claim(
 
 
 def strings(count: int, n: int, generator: torch.Generator) -> Tensor:
-    """A start symbol and n random bits, (count, n + 1)."""
+    """``count`` strings of a start symbol and n random bits, (count, n + 1) int64."""
     ids = torch.randint(2, (count, n + 1), generator=generator)
     ids[:, 0] = START
     return ids
 
 
 def loss(model: torch.nn.Module, ids: Tensor) -> Tensor:
-    """Cross-entropy of the answer."""
+    """Mean cross-entropy of the model's answers to "is the first bit 1?", in nats."""
     answers = model(ids)[:, 0, 0]
     return F.binary_cross_entropy_with_logits(answers, (ids[:, 1] == 1).to(answers.dtype))
 
 
 def train(run: Run, law: str, length: int, seed: int) -> Encoder:
-    """A model of 2 layers, 1 head, width 16, taught strings of one length."""
+    """Train a model of 2 layers, 1 head and width 16 on strings of ``length`` bits.
+
+    Args:
+        run: gives the size and the directory of checkpoints.
+        law: name of the scaling law in :data:`LAWS` that its attention uses.
+        length: n of the training strings.
+        seed: of weights and strings.
+    """
     with seeded(seed):
         model = Encoder(
             3, 1, width=16, heads=1, hidden=64, layers=2, law=LAWS[law], kinds=3
@@ -69,24 +76,24 @@ def train(run: Run, law: str, length: int, seed: int) -> Encoder:
 
 @torch.no_grad()
 def answers(model: Encoder, ids: Tensor) -> Tensor:
-    """Whether each of these strings is answered rightly, 1 or 0, (B,) float64."""
+    """1 for each string (B, n + 1) that the model answers correctly, else 0; (B,) float64."""
     parts = [(model(part)[:, 0, 0] > 0) == (part[:, 1] == 1) for part in ids.split(16)]
     return torch.cat(parts).double()
 
 
 @torch.no_grad()
 def accuracy_by_counts(model: Encoder, n: int, drawn: Tensor) -> float:
-    """Share of strings of any n answered rightly.
+    """Share of strings of n bits that the model answers correctly, for n of any size.
 
-    The model tells only four kinds of tokens apart, so one token of each kind that counts as many
-    gives the answer of the whole string.
+    The model sees only four kinds of tokens: start, first bit, other 0, other 1. So each string is
+    replaced by one token of each kind, with its number of occurrences.
 
     Args:
         model: the model.
-        n: symbols.
-        drawn: (pairs,), standard normal numbers: how many of the other symbols are 1 is binomial,
-            drawn as normal. Each number makes two strings, whose first symbols are 0 and 1, so a
-            model that no longer sees the first symbol has exactly one half.
+        n: bits of a string.
+        drawn: (pairs,), standard normal numbers that set how many of the other bits are 1, as a
+            normal approximation of the binomial distribution. Each makes two strings, with first
+            bit 0 and 1, so a model that does not see the first bit scores exactly one half.
     """
     first = torch.arange(2).repeat(len(drawn))
     spread = math.sqrt(n - 1) / 2 * drawn.repeat_interleave(2)
@@ -100,7 +107,12 @@ def accuracy_by_counts(model: Encoder, n: int, drawn: Tensor) -> float:
 
 @torch.no_grad()
 def weight_of_first(model: Encoder, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Layer 1's weight on symbol 1 and the unscaled scores of the answering row, (B,), (B, n)."""
+    """How much the first layer's answering row, of the start symbol, attends to the first bit.
+
+    Returns:
+        The weight on the first bit (B,), and all scores of that row (B, n + 1) without the law's
+        factor.
+    """
     attention = cast("Block", model.blocks[0]).attention
     query, key, _ = attention.queries_keys_values(model.embed(ids))
     scores = (query[:, 0, :1] @ key[:, 0].mT)[:, 0] / math.sqrt(query.shape[-1])
@@ -110,7 +122,17 @@ def weight_of_first(model: Encoder, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def diluted(scores: Tensor, ids: Tensor, counts: Tensor, law: Scaling) -> Tensor:
-    """Weight of the first of ``counts`` symbols, from the scores of short strings, (B,)."""
+    """Predict the first bit's weight in a long string from the scores of a short one.
+
+    Args:
+        scores: of the answering row of short strings, (B, n + 1), without the law's factor.
+        ids: the short strings, (B, n + 1).
+        counts: (2,), how many of the other bits of the long string are 0 and 1.
+        law: scales the scores.
+
+    Returns:
+        The weight, (B,).
+    """
     factor = law.factor(torch.tensor([int(counts.sum()) + 2])).double()
     kinds = [scores[:, 2:][ids[:, 2:] == bit].mean().double() for bit in (0, 1)]
     scores = scores.double()
@@ -120,7 +142,7 @@ def diluted(scores: Tensor, ids: Tensor, counts: Tensor, law: Scaling) -> Tensor
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Train with each law at each length, test at 1000 symbols and beyond."""
+    """Accuracy of models trained with each law at each length, on strings of 1000 bits and more."""
     rows, generator = [], run.generator
     lengths = (10,) if run.quick else (10, 30, 100)
     seeds = [run.seed * 100 + step for step in range(run.size(2, 5))]
@@ -177,7 +199,7 @@ def _first_symbol_weight(model: Encoder, generator: torch.Generator, where: Wher
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Accuracy against n for both laws and every training length."""
+    """Accuracy against the length n of the strings, for both laws and every training length."""
     own = [row for row in record.rows if row.quantity.startswith("accuracy by")]
     lengths = list(dict.fromkeys(int(row.condition["trained at"]) for row in own))
     figure, [axes] = plot_style.new_figure(

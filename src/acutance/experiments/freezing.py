@@ -34,7 +34,11 @@ EXACT_H = Claim("exact entropy", "E H at finite n is the exact integral")
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Sample rows below and above M_n, the expected maximum of n standard normal numbers."""
+    """Mean entropy and collision of Gaussian rows whose deviation γ is below and above M_n.
+
+    M_n is the expected maximum of n standard normal numbers. Above it, rows are also compared with
+    the formulas for frozen rows.
+    """
     rows = []
     for n in (16, 256, 4096) if run.quick else (16, 256, 4096, 65536):
         top = float(theory.expected_max_gauss(n))
@@ -62,7 +66,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Collision and entropy against γ/M_n for each n, with the frozen law."""
+    """Collision and entropy against γ/M_n for each n, with the formulas for frozen rows."""
     figure, [left, right] = plot_style.new_figure(
         "Above γ = M_n attention freezes onto a few keys, however many there are",
         "Thin lines: exact integrals at each n. Thick line: the frozen law of infinitely many "

@@ -36,10 +36,15 @@ LIMIT = Claim(
 
 
 def limit_constant(kind: str, samples: int, seed: int) -> Estimate:
-    """Median of Λ/h for the gaps of infinitely many keys.
+    """Median of Λ/h for infinitely many keys: the critical scale over the hazard rate h.
 
-    With Γ_j the arrivals of a Poisson process the scaled gaps h·g_(j) are log(Γ_j/Γ_1) below an
-    exponential tail, and Γ_j − Γ_1 below a sharp upper end.
+    Γ_j being the arrivals of a Poisson process, the gaps g_(j) to the maximum times h are
+    log(Γ_j/Γ_1) if logits have an exponential tail, and Γ_j − Γ_1 if they have a sharp upper end.
+
+    Args:
+        kind: "exponential tail" or "sharp end".
+        samples: rows that are drawn.
+        seed: of the random numbers.
     """
     generator = np.random.default_rng(seed)
     arrivals = generator.exponential(size=(samples, 200)).cumsum(axis=1)
@@ -53,7 +58,7 @@ def limit_constant(kind: str, samples: int, seed: int) -> Estimate:
 
 
 def draw_logits(run: Run, family: str, rows: int, n: int) -> torch.Tensor:
-    """Rows of n logits: drawn from a family, or all 0 but the first for "one gap"."""
+    """Logits (rows, n): drawn from a family, or for "one gap" all 0 but the first."""
     if family == "one gap":
         found = torch.zeros(rows, n, dtype=torch.float64)
         found[:, 0] = GAP
@@ -67,7 +72,10 @@ def draw_logits(run: Run, family: str, rows: int, n: int) -> torch.Tensor:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Median of Λ over sampled rows, since its mean is infinite."""
+    """Median over sampled rows of the critical scale Λ, for each family of logits and n.
+
+    The median, since the mean is infinite. It is compared with the law predicted for the family.
+    """
     rows = []
     samples = run.size(60000, 200000)
     constants = {

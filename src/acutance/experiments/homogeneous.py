@@ -45,7 +45,7 @@ EXP = Claim("exp", "exp: E H is the exact integral at every λ")
 
 
 def power_entropy(n: int, k: float, share: float) -> float:
-    """Large-n entropy of n weights |z|^k of normal z when only a share of them takes part."""
+    """Entropy in nats, for large n, of n weights |z|^k of normal z, a ``share`` of them not 0."""
     moment = 2 ** (k / 2) * math.gamma((k + 1) / 2) / math.sqrt(math.pi)
     digamma = float(torch.special.digamma(torch.tensor((k + 1) / 2, dtype=torch.float64)))
     log_mean = k / 2 * (math.log(2) + digamma)  # E |z|^k log |z|^k over E |z|^k
@@ -53,7 +53,7 @@ def power_entropy(n: int, k: float, share: float) -> float:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Measure the entropy of the same rows under every kind of weights and λ."""
+    """Mean entropy of the same Gaussian rows for each kind of weights and scale λ of the scores."""
     rows = []
     z = gaussian(run, run.size(256, 4096), N)
     exact = np.asarray(theory.expected_entropy_gauss(N, LAMBDAS))
@@ -79,7 +79,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Entropy against λ for every kind of weights."""
+    """Entropy against the scale λ of the scores, a line for each kind of weights."""
     figure, [axes] = plot_style.new_figure(
         "A temperature sharpens exp and nothing that is a power",
         f"n = {N} Gaussian scores multiplied by λ; weights are normalised by their sum. Lines: "

@@ -47,7 +47,7 @@ TRACE = Claim("trace", "1 − Σp² ≤ H in every row: low entropy, small Jacob
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Measure entropy and softmax Jacobian of rows of 512 Gaussian logits at each scale."""
+    """Entropy and softmax Jacobian of rows of 512 Gaussian logits, at each scale λ."""
     thrice = tuple(3 * lam for lam in LAMBDAS)  # log Σp³ = log Z(3λ) − 3 log Z(λ)
     found = over_scales(
         run,
@@ -101,7 +101,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Entropy and gradient against λ."""
+    """Entropy, and λ times the size of the softmax Jacobian, against the scale λ of the logits."""
     figure, [left, right, last] = plot_style.new_figure(
         "Large logits: entropy vanishes, and the typical gradient with it, but not the mean",
         f"n = {N} Gaussian logits. Lines: exact integrals. Marks: mean over sampled rows, and "

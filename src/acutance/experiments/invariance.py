@@ -54,7 +54,12 @@ MATCH = Claim(
 
 
 def measured_scale(scores: Sequence[torch.Tensor], start: float) -> Estimate:
-    """Find the scale at which rows have a mean Σp² of 1/2, by the secant method from ``start``."""
+    """The scale at which rows of scores have a mean Σp² of 1/2, by the secant method.
+
+    Args:
+        scores: blocks of rows, each (rows, n).
+        start: first guess of the scale.
+    """
 
     def collision(scale: float) -> Estimate:
         return mean([statistics(scale * part).collision for part in scores])
@@ -72,10 +77,10 @@ def measured_scale(scores: Sequence[torch.Tensor], start: float) -> Estimate:
 
 
 def mean_given(values: torch.Tensor, control: torch.Tensor, expected: float) -> Estimate:
-    """The mean of values that vary with a control variate, whose mean is known.
+    """Mean of ``values``, made more precise by a control variate with the known mean ``expected``.
 
-    Most of the spread of H from row to row is that of Σp²; what a sample's mean Σp² is off by says
-    what its mean H is off by (a control variate).
+    Entropy varies from row to row mostly with Σp². So the error of the sample's mean Σp² tells most
+    of the error of its mean entropy, which is subtracted.
     """
     centred = control - control.mean()
     slope = (centred * values).mean() / centred.square().mean()
@@ -83,7 +88,7 @@ def mean_given(values: torch.Tensor, control: torch.Tensor, expected: float) -> 
 
 
 def scale_of_entropy(row: torch.Tensor, entropy: float) -> float:
-    """The scale at which one row has an entropy, in nats, by bisection on what is measured."""
+    """The scale at which a row of scores has a given entropy in nats, by bisection."""
 
     def excess(scale: float) -> float:
         return float(statistics(scale * row).entropy) - entropy
@@ -92,7 +97,10 @@ def scale_of_entropy(row: torch.Tensor, entropy: float) -> float:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Rows of every family at lengths from 512 on, under λ ∝ log n and at the exact scale."""
+    """Collision and entropy of rows of each family of logits, for n from 512 on.
+
+    Once with the scale λ proportional to log n, and once with the scale that should keep them.
+    """
     rows = []
     ns = (START, 16384) if run.quick else (START, 1024, 4096, 16384, 65536)
     for name, (law, family, parameter) in LAWS.items():
@@ -153,7 +161,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 @cache
 def _lines(name: str, at: tuple[float, ...]) -> tuple[sampling.Array, sampling.Array]:
-    """Effective keys under λ ∝ log n, and the scale that keeps them, of a family over n."""
+    """For a family and each n: effective keys with λ ∝ log n, and the scale that keeps them."""
     _, family, parameter = LAWS[name]
     n = np.array(at)
     kept = np.asarray(theory.scale_for_effective_keys(n, 2.0, family, **parameter))
@@ -162,7 +170,7 @@ def _lines(name: str, at: tuple[float, ...]) -> tuple[sampling.Array, sampling.A
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Collision under λ ∝ log n, and the scale that keeps it, against n."""
+    """Collision with a scale λ ∝ log n, and the scale that keeps it constant, against n."""
     figure, [left, right] = plot_style.new_figure(
         "Scaling by log n keeps the effective keys of one kind of logits, not of all",
         "Left: effective keys under λ ∝ log n, matched at n = 512; lines exact, marks sampled. "

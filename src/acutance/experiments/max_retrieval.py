@@ -54,7 +54,7 @@ SPREADS = Claim(
 
 
 class Retriever(nn.Module):
-    """Items through a network each, one head of attention over them, a network on what it reads.
+    """A network for each item, one head of attention over all items, and a network on its output.
 
     Args:
         law: what multiplies the scores.
@@ -71,12 +71,12 @@ class Retriever(nn.Module):
         self.answer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, CLASSES))
 
     def read(self, items: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores (B, n) and values (B, n, width)."""
+        """Scores (B, n) and values (B, n, width) of the attention over items (B, n, features)."""
         x = self.items(items)
         return self.key(x) @ self.query / math.sqrt(WIDTH), self.value(x)
 
     def scaled(self, scores: Tensor, law: Law | LearnedSSMax) -> Tensor:
-        """The scores times a law's factor."""
+        """The scores (B, n) times a law's factor for n keys."""
         n = torch.tensor([scores.shape[-1]])
         if isinstance(law, AdaptivePoly):
             entropy = statistics(scores).entropy
@@ -84,14 +84,17 @@ class Retriever(nn.Module):
         return scores * law.factor(n).reshape(-1, 1)
 
     def forward(self, items: Tensor, law: Law | LearnedSSMax | None = None) -> Tensor:
-        """Logits of the classes, (B, n, 1 + classes) to (B, classes)."""
+        """Logits of the classes (B, classes) for items (B, n, 1 + classes).
+
+        ``law`` scales the scores; None is the law the model was built with.
+        """
         scores, values = self.read(items)
         weights = self.scaled(scores, self.law if law is None else law).softmax(-1)
         return self.answer((weights.unsqueeze(1) @ values).squeeze(1))  # type: ignore[no-any-return]
 
 
 def sample(count: int, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Items with a uniform size and a random class, (count, n, 11), and the largest one's class."""
+    """Items (count, n, 11) with a uniform size and a random class, and the largest item's class."""
     sizes = torch.rand(count, n, 1, generator=generator)
     classes = torch.randint(CLASSES, (count, n), generator=generator)
     items = torch.cat([sizes, F.one_hot(classes, CLASSES).to(sizes.dtype)], -1)
@@ -99,7 +102,7 @@ def sample(count: int, n: int, generator: torch.Generator) -> tuple[Tensor, Tens
 
 
 def train(run: Run, kind: str, seed: int) -> Retriever:
-    """A model taught lengths from 1 to 16."""
+    """Train a model on 1 to 16 items; ``kind`` names its scaling law, ``seed`` sets its weights."""
     with seeded(seed):
         law = {"none": NoScaling(), "log n": LogN(base=math.e, n_min=2)}.get(kind)
         model = Retriever(LearnedSSMax(1) if law is None else law)
@@ -118,7 +121,7 @@ def train(run: Run, kind: str, seed: int) -> Retriever:
 
 
 def tested_law(kind: str, model: Retriever) -> Law | LearnedSSMax:
-    """The law a model is tested under."""
+    """The law that scales the scores in a test, for a kind of :data:`KINDS`."""
     if kind == "adaptive":
         return AdaptivePoly()
     if kind == "log n after training":
@@ -128,7 +131,7 @@ def tested_law(kind: str, model: Retriever) -> Law | LearnedSSMax:
 
 @torch.no_grad()
 def measure(run: Run) -> Sequence[Row]:
-    """Train with each law, test at up to 64 times the length."""
+    """Accuracy and entropy of models trained with each law, for up to 64 times the trained n."""
     rows: list[Row] = []
     seeds = [run.seed * 100 + step for step in range(run.size(1, 3))]
     answers: dict[tuple[str, int, int], Tensor] = {}  # 1 where right
@@ -178,7 +181,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Accuracy and entropy against n for every law."""
+    """Accuracy and entropy against the number of items n, a line for each law."""
     figure, [left, right] = plot_style.new_figure(
         "Taught on 16 items at most, the largest of many is found with a scale that grows",
         "Means over seeds. Adaptive temperature and 'log n after training' are put on the model "

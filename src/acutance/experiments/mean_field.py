@@ -36,14 +36,14 @@ METRICS = ("entropy", "mean_field_entropy", "jensen_gap", "max_gap")
 
 
 def entropy_by_definition(scores: torch.Tensor) -> torch.Tensor:
-    """−Σ p log p of materialised weights, apart from the sums of acutance."""
+    """Entropy −Σ p log p (rows,) in nats, from the weights themselves and not acutance's sums."""
     log_p = torch.log_softmax(scores, -1)
     return -(log_p.exp() * log_p).sum(-1)
 
 
 @cache
 def expectation(family: str, n: int, lam: float) -> tuple[float, float]:
-    """E J and E G of a family: integrals over the law of the logits, or closed forms."""
+    """Expected Jensen gap J and max gap G, in nats, of n logits of a family at scale ``lam``."""
     if family == "one-hot":
         logits = np.zeros(n)
         logits[0] = 1.0
@@ -56,7 +56,10 @@ def expectation(family: str, n: int, lam: float) -> tuple[float, float]:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Sample rows of every family, n and λ."""
+    """Check H = bound + J + G on sampled rows, and J and G against their expectations.
+
+    For each family of logits, n and scale λ; J is the Jensen gap and G the max gap.
+    """
     rows = []
     for n in (16, 4096) if run.quick else (16, 256, 4096, 65536):
         count = run.size(400, 2000 if n <= 4096 else 400)
@@ -103,7 +106,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """H, its bound and the two gaps against λ, a panel for each family."""
+    """Entropy, its bound and the two gaps against the scale λ, a panel for each family."""
     n = max(int(row.condition["n"]) for row in record.of("jensen"))
     figure, panels = plot_style.new_figure(
         "The mean-field entropy is a lower bound; two errors of one sign complete it",

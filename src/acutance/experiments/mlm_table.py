@@ -56,13 +56,13 @@ ENTROPY = Claim("entropy", "with log n the entropy grows less with n", SOURCE, r
 
 
 def masked(windows: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The windows with a share of their bytes masked, and which."""
+    """Replace a share of the bytes by the mask symbol; also return True where that was done."""
     hidden = torch.rand(windows.shape, generator=generator) < SHARE
     return windows.masked_fill(hidden, MASK), hidden
 
 
 def train(run: Run, kind: str, seed: int) -> Encoder:
-    """A model taught windows of 64 bytes."""
+    """Train a masked language model on windows of 64 bytes; ``kind`` names its scaling law."""
     with seeded(seed):
         model = Encoder(**_SHAPE, law=LAWS[kind])
     text = texts.read(texts.files("training"))
@@ -90,7 +90,19 @@ def evaluation(run: Run) -> tuple[Tensor, Tensor, Tensor]:
 def read(
     model: torch.nn.Module, windows: Tensor, ids: Tensor, hidden: Tensor, length: int
 ) -> tuple[Tensor, float]:
-    """Whether each masked byte is answered rightly, and the mean loss, in pieces of a length."""
+    """Let the model predict masked bytes, with windows cut into pieces of ``length`` bytes.
+
+    Args:
+        model: the model.
+        windows: original bytes (windows, n).
+        ids: the same with masked bytes.
+        hidden: True where a byte is masked.
+        length: of the pieces; it divides n.
+
+    Returns:
+        Whether each masked byte is predicted correctly, (masked bytes,), and their mean loss in
+        nats.
+    """
     right, loss = [], 0.0
     for whole, part, where in zip(
         *(x.reshape(-1, length).split(4096 // length) for x in (windows, ids, hidden)), strict=True
@@ -102,7 +114,7 @@ def read(
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Train both kinds, read the same masked bytes in pieces of every length."""
+    """Accuracy and entropy with and without log n, on the same masked bytes at each length."""
     rows: list[Row] = []
     seeds = [run.seed * 100 + step for step in range(run.size(1, 6))]
     data = evaluation(run)
@@ -156,7 +168,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def _applied(model: Encoder, data: tuple[Tensor, Tensor, Tensor], n: int, seed: int) -> Row:
-    """Loss with the law applied from outside, and with the law inside the model."""
+    """Compare the loss with the law applied by :func:`acutance.apply` and built into the model."""
     windows, ids, hidden = (one[:2] for one in data)
     _, built_in = read(model, windows, ids, hidden, n)
     bare = Encoder(**_SHAPE)
@@ -167,12 +179,12 @@ def _applied(model: Encoder, data: tuple[Tensor, Tensor, Tensor], n: int, seed: 
 
 
 def _over_seeds(values: list[float]) -> Estimate:
-    """Mean over seeds and its standard error, which is 0 for a single seed."""
+    """Mean of one value per seed and its standard error, which is 0 for a single seed."""
     return mean(torch.tensor(values)) if len(values) > 1 else Estimate(values[0], 0.0)
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Accuracy and entropy against n, with and without log n."""
+    """Accuracy and entropy against the length n of the pieces, with and without log n."""
     figure, [left, right] = plot_style.new_figure(
         "Masked bytes: trained on 64 at a time, read in longer windows",
         "O: no scaling. E: log n to the base 512, in training and after. Means over seeds, with "

@@ -61,7 +61,7 @@ COLLAPSE = Claim("collapse", "where r < 1, Σp̃² → 1 − r however many keys
 
 
 def sample(run: Run, kind: Kind, scale: float, rows: int, n: int) -> Tensor:
-    """Noise of a kind, (rows, n), by inverting its distribution function."""
+    """Noise (rows, n) of a kind and scale, by inverting its distribution function."""
     if kind == "gaussian":
         return scale * run.normal(rows, n)
     u = run.uniform(rows, n)
@@ -74,7 +74,7 @@ def sample(run: Run, kind: Kind, scale: float, rows: int, n: int) -> Tensor:
 
 
 def log_density_ratio(kind: Kind, scale: float, wide: float, noise: Tensor) -> Tensor:
-    """Log g(ε)/f(ε) of the densities of noise at two scales, f at ``scale`` and g at ``wide``."""
+    """Log g(ε)/f(ε) at ε = ``noise``, f and g the noise densities at ``scale`` and ``wide``."""
     k, z = wide / scale, noise / scale
     if kind == "gaussian":
         return z.square() / 2 * (1 - k**-2) - math.log(k)
@@ -86,9 +86,9 @@ def log_density_ratio(kind: Kind, scale: float, wide: float, noise: Tensor) -> T
 def output_error(
     run: Run, logits: Tensor, value: Tensor, kind: Kind, scale: float, samples: int
 ) -> Estimate:
-    """Mean square error of attention's output under noise.
+    """Mean square error of attention's output under noise on the logits.
 
-    Every query of a call is the same row with its own noise, added as a bias.
+    The call has the same row of logits for every query, each with other noise, added as a bias.
 
     A few rows with very large noise on one key carry much of this mean, so the standard error of a
     plain sample of some thousand rows says little. In every other row one key therefore draws its
@@ -125,7 +125,10 @@ def output_error(
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Rows of every width under every noise, then even rows of more and more keys."""
+    """Output error of rows of each width under each noise, and of even rows for growing n.
+
+    Compared with the exact integral, the first order and the limits for many keys.
+    """
     rows = []
     samples = run.size(5000, 10000)
     value = run.normal(N, WIDTH)
@@ -183,7 +186,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Error against noise for rows of every width, and against n for noise of every tail."""
+    """Output error against the noise, for rows of each width, and against n, for each tail."""
     figure, [left, right] = plot_style.new_figure(
         "Attention averages logit noise away, the slower the heavier its right tail",
         "Lines: exact integral. Thin grey lines: ν·Σp²‖v − o‖², the first order. Marks: mean over "

@@ -50,16 +50,16 @@ def published(base: float, length: int) -> float:
 
 
 def densities(octaves: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Weight at a distance, and the distances it is of.
+    """Distances, and the mean weight of a key at each of them.
 
     Args:
-        octaves: (..., octaves) weight by octave of distance of rows that see at least length/2
+        octaves: (..., octaves), weight by octave of distance, of rows that see at least length/2
             keys: :attr:`~acutance.experiments.models.language.Measured.octaves`.
-        length: T; distances up to T/2 − 1 are those that all of these rows have, and none of them
-            is that of the first key.
+        length: T, tokens of the text. Only distances up to T/2 − 1 are used: all of these rows have
+            keys there, and the first key of the text is not among them.
 
     Returns:
-        The distances, geometric means of each octave's ends, and the mean weight at each.
+        The distances (D,), the geometric mean of each octave's ends, and the weights (..., D).
     """
     count = (length // 2).bit_length() - 1
     width = 2.0 ** torch.arange(count)

@@ -78,7 +78,7 @@ def subjects(run: Run) -> Iterable[Subject]:
 
 @torch.no_grad()
 def summary(subject: Subject) -> HeadSummary:
-    """Every head's means over the rows of all texts."""
+    """Probe the model on all its texts; the mean of each metric over rows, for each head."""
     with probe(subject.model, noise=True) as opened:
         for batch in subject.batches:
             subject.model(**batch)
@@ -99,7 +99,7 @@ def r_squared(predicted: Tensor, measured: Tensor) -> float:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Every head of every model, its entropy beside what is predicted from its logits."""
+    """Compare each head's mean entropy with predictions from two, three and four of its numbers."""
     rows: list[Row] = []
     for subject in subjects(run):
         found = summary(subject)
@@ -152,7 +152,7 @@ def deviating(record: Record, least: float = 0.25) -> list[tuple[str, str, float
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Measured against predicted, from two numbers and from four."""
+    """Measured against predicted entropy of each head, from two numbers and from four."""
     figure, panels = plot_style.new_figure(
         "Entropy of trained heads from two numbers of their logits, and from four",
         "Each mark is a head: mean over rows. On the line prediction and measurement agree. Named: "

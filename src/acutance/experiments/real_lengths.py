@@ -119,7 +119,7 @@ def slopes(entropy: Tensor, least: int) -> Tensor:
 
 
 def of_entropy(run: Run) -> list[Row]:
-    """How each head's entropy changes with log n."""
+    """Rows with the slope of each head's entropy against log n, compared with 0 and 1."""
     found = language.measured(run)
     length, heads = found.reader.windows.shape[1], found.reader.heads[1]
     each = slopes(found.rows["entropy"], length // 8)
@@ -138,7 +138,10 @@ def of_entropy(run: Run) -> list[Row]:
 
 
 def of_losses(run: Run) -> list[Row]:
-    """Loss under each law: the decoder within and beyond its training, SmolLM2 within."""
+    """Rows comparing the loss under each law with that of the unchanged model.
+
+    The bundled decoder within and beyond its training length; SmolLM2 within.
+    """
     rows: list[Row] = []
     length = TRAIN_LENGTH * run.size(4, 8)
     small = language.small_reader(run, windows=run.size(32, 64), length=length + 1)
@@ -163,7 +166,16 @@ def of_losses(run: Run) -> list[Row]:
 
 
 def _within(reader: language.Reader, losses: dict[str, Tensor], early: int) -> list[Row]:
-    """Claims on the first tokens of a text, and the loss by octave of position."""
+    """Rows on the loss within the training length.
+
+    Args:
+        reader: the model.
+        losses: by name of the change, (windows, length − 1), in nats.
+        early: tokens at the start of a window on which the claims are tested.
+
+    Returns:
+        A row for each claim on the first tokens, and the change of the loss by octave of position.
+    """
     rows: list[Row] = []
     for name, part in losses.items():
         if name == "none":
@@ -183,12 +195,12 @@ def _within(reader: language.Reader, losses: dict[str, Tensor], early: int) -> l
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Slopes of entropy of every head, then losses under laws."""
+    """Rows on the entropy of each head against log n, then on the loss under each law."""
     return [*of_entropy(run), *of_losses(run)]
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Slopes by layer, and what each law changes by position."""
+    """Slope of each head's entropy by layer, and the change of the loss under each law."""
     figure, (left, right) = plot_style.new_figure(
         "Entropy against length, and laws put on a trained model",
         "Left: slope of each head's entropy against log n; 1 is log n less a constant. Right: loss "

@@ -50,7 +50,11 @@ ABOVE = Claim(
 
 @torch.no_grad()
 def weights(reader: language.Reader, ids: Tensor) -> Tensor:
-    """Mean weight that each key receives from the rows that see it, (layers · heads, n)."""
+    """Mean weight that each key of a text (n,) receives from the rows that see it, per head.
+
+    Returns:
+        (layers · heads, n).
+    """
     rows = torch.arange(len(ids), 0, -1)
     parts: list[Tensor] = []
 
@@ -64,7 +68,11 @@ def weights(reader: language.Reader, ids: Tensor) -> Tensor:
 
 
 def texts(reader: language.Reader, run: Run, ids: Tensor) -> dict[str, Tensor]:
-    """A window under each opening; those of another token are a token shorter at the end."""
+    """Variants of a window of tokens (n,), by name of what it opens with.
+
+    The window itself; with another token put before it and the last dropped; n random tokens; and
+    its first token repeated n times.
+    """
     size = int(reader.model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     found = {OWN: ids}
     for name, token in reader.openings.items():
@@ -75,7 +83,7 @@ def texts(reader: language.Reader, run: Run, ids: Tensor) -> dict[str, Tensor]:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Sinks in the first and the second key of every window, under each opening."""
+    """Share of heads whose first or second key is an attention sink, for each opening token."""
     reader = language.reader(run, windows=run.size(4, 8), length=run.size(64, 512))
     least = limit("sink")
     # by opening: whether each head sinks in the first key, and in the second, one row a window
@@ -137,7 +145,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Sinks by layer under each opening, and their share of all heads."""
+    """Heads with a sink by layer, for each opening token, and their share of all heads."""
     figure, (left, right) = plot_style.new_figure(
         "Heads that put more than 0.3 of their weight on the first token",
         "Means over windows; bars are standard errors. Left: by layer, for each opening. Right: "

@@ -44,9 +44,10 @@ TIGHT = Claim(
 
 
 def gaussian_share(deviation: Tensor, lost: float = LOST) -> Tensor:
-    """Share of the keys that hold all but ``lost`` of a row of many Gaussian logits.
+    """Share of the keys that hold all but ``lost`` of the weight, for many Gaussian logits.
 
-    Keys above a logit of c·σ hold the weight Φ_c(c − σ), and are a share Φ_c(c) of all.
+    ``deviation`` is σ, the standard deviation of the logits. The keys with a logit above c·σ are a
+    share Q(c) of all and hold the weight Q(c − σ), Q being the upper tail of the standard normal.
 
     Example:
         >>> gaussian_share(torch.tensor([0.0, 1.0, 3.0]))
@@ -58,7 +59,10 @@ def gaussian_share(deviation: Tensor, lost: float = LOST) -> Tensor:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Every head of the model: rows of the second half of each window, or its last row."""
+    """Keys that hold 99 % of the weight, entropy and its bound, for each head of a model.
+
+    Means over the rows of the second half of each window; some are of its last row only.
+    """
     found = language.measured(run)
     rows: list[Row] = []
     n = found.reader.windows.shape[1]
@@ -66,7 +70,7 @@ def measure(run: Run) -> Sequence[Row]:
     counts = torch.arange(1, n + 1, dtype=torch.float64)
 
     def by_head(values: Tensor) -> Tensor:
-        """Means over late rows, (windows, heads)."""
+        """Mean over the rows of the second half of each window, (windows, heads)."""
         return values[..., late].double().mean(-1)
 
     deviation = found.rows[BOUND]
@@ -122,7 +126,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Keys of 99 % against the rule, and entropy against the bound."""
+    """Keys that hold 99 % against the Gaussian rule, and entropy against its lower bound."""
     figure, (left, right) = plot_style.new_figure(
         "Keys that hold 99 % of a row, and the mean-field bound, head by head",
         "Each mark is a head: mean over the rows of the second half of the windows. On the line "

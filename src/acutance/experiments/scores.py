@@ -46,7 +46,10 @@ KEY = Claim(
 
 
 def expected(kind: str, n: int, d: int) -> float:
-    """E H at initialisation: one query's logits are N(0, ‖q‖²), and ‖q‖² is chi-squared."""
+    """Expected entropy in nats at initialisation, for a kind of scores, n keys and d dimensions.
+
+    The logits of one query q are N(0, ‖q‖²) times a scale, and ‖q‖² is chi-squared.
+    """
     if kind == "cosine":
         return float(theory.expected_entropy(n, 1.0, "cosine", d=d))
     nodes, weights = roots_genlaguerre(12, d / 2 - 1)
@@ -57,7 +60,7 @@ def expected(kind: str, n: int, d: int) -> float:
 
 
 def entropy(run: Run, kind: str, n: int, d: int, sets: int) -> Estimate:
-    """Mean entropy of queries over random keys, by acutance; sets of keys are independent."""
+    """Measured mean entropy of random queries over ``sets`` independent sets of n random keys."""
     heads = []
     for count in run.blocks(sets, n * max(1, d // 16)):
         query, key = run.normal(count, 1, 8, d), run.normal(count, 1, n, d)
@@ -70,7 +73,7 @@ def entropy(run: Run, kind: str, n: int, d: int, sets: int) -> Estimate:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Moments of scores, and entropies at initialisation by width."""
+    """Variance and fourth moment of q·k, and entropy of each kind of scores, for each width d."""
     rows = []
     n = run.size(512, 4096)
     for d in WIDTHS:
@@ -119,7 +122,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Entropy at initialisation against d."""
+    """Entropy at initialisation against the width d of queries and keys."""
     n = int(record.of("entropy")[0].condition["n"])
     figure, [axes] = plot_style.new_figure(
         "At the start dot products are frozen and cosines say nothing",

@@ -32,7 +32,7 @@ LIMIT = Claim(
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Sum the weights as they are, 16 to 65 536 of them."""
+    """Sparsity S and effective keys of n weights λ^(n−1), …, λ, 1, for n from 16 to 65,536."""
     rows = []
     for lam in LAMBDAS:
         before = None
@@ -57,7 +57,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """S and the effective keys against n."""
+    """Sparsity S and effective keys against n."""
     figure, [left, right] = plot_style.new_figure(
         "A decaying linear RNN: S → 0, but it goes on attending to the same keys",
         "Lines: closed forms. Marks: the weights (λ^(n−1), …, λ, 1) themselves. S falls only "

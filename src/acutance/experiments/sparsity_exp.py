@@ -29,7 +29,7 @@ FLOOR = Claim("floor", "S ≥ 1/√n in every row", relation=">=")
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """S and Σp² of rows of 16 keys and more, at eleven scales."""
+    """Mean sparsity S and collision Σp² of Gaussian rows, for each n and deviation γ."""
     rows = []
     for n in (16, 256, 4096) if run.quick else (16, 256, 4096, 65536):
         count = run.size(1000, 4000 if n <= 4096 else 1000)
@@ -48,7 +48,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """S against γ, with the floor of each n."""
+    """Mean sparsity S against the deviation γ of the logits, with the least S of n keys."""
     rows = record.of("formula")
     figure, [axes] = plot_style.new_figure(
         "Wide logits make softmax attention sparse, down to 1/√n",

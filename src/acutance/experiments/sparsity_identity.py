@@ -32,7 +32,7 @@ LEAST = Claim(
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """S of rows with Gaussian scores, then of rows whose keys are not Gaussian."""
+    """Mean sparsity S of signed weights: normal scores of mean β and deviation γ, then others."""
     rows = []
     n, count = run.size(4096, 65536), run.size(100, 200)
     blocks = [run.normal(size, n) for size in run.blocks(count, n)]
@@ -55,7 +55,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """S against γ for every β, and other laws as levels."""
+    """Sparsity S against the deviation γ for each mean β; other distributions as levels."""
     n = record.of("formula")[0].condition["n"]
     figure, [axes] = plot_style.new_figure(
         "Linear attention over Gaussian keys cannot be sparse",

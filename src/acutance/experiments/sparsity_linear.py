@@ -36,7 +36,10 @@ RATIO = Claim("ratio", "‖q'‖₂/‖q'‖₁ ≥ d^(−1/2): a minimum, not a
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """S of sampled features against their moments: the row's own, then the law's."""
+    """Sparsity S of sampled features, compared with the formula from their moments.
+
+    First with the empirical moments of the row, then with those of the distribution.
+    """
     rows = []
     for n in (16, 1024):
         query, keys = run.uniform(8), run.normal(n, 8).exp()
@@ -74,7 +77,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """S against d for three laws."""
+    """Sparsity S against the width d for three distributions of the features."""
     n = record.of("iid")[0].condition["n"]
     figure, [axes] = plot_style.new_figure(
         "A wider non-negative linear attention is less sparse, not more",

@@ -34,7 +34,7 @@ OPPOSITE = Claim("opposite", "for β < 0, a smaller γ is sparser", SOURCE, rela
 
 
 def printed(beta: float, gamma: float) -> float:
-    """Equation 6 as the article has it, term by term."""
+    """Sparsity by equation 6 of the article, term by term as printed there."""
     e, square = math.exp(-(beta**2) / (2 * gamma**2)), beta**2 + gamma**2
     one = math.erf(beta / (math.sqrt(2) * gamma)) + 1
     top = e * (math.sqrt(2) * beta * gamma + math.sqrt(math.pi) / e * square * one)
@@ -45,7 +45,7 @@ def printed(beta: float, gamma: float) -> float:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """S of sampled rows for every β and γ, where a key is active at all."""
+    """Mean sparsity S of rows with a positive score, for each mean β and deviation γ."""
     rows = []
     n, count = run.size(4096, 65536), run.size(60, 100)
     blocks = [run.normal(size, n) for size in run.blocks(count, n)]
@@ -82,7 +82,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """S against γ for every β."""
+    """Sparsity S against the deviation γ of the scores, a line for each mean β."""
     figure, [axes] = plot_style.new_figure(
         "Squared ReLU is sparse only where most scores are negative",
         "Lines: eq. 6 of article 9889. Marks: mean over sampled rows of "

@@ -37,7 +37,7 @@ CRITICAL = Claim(
 
 
 def weight(n: int, scale: float) -> float:
-    """Weight of the one key, as measured."""
+    """Measured weight of one key above n − 1 equal ones, with the logits times ``scale``."""
     key = torch.full((1, 1, n, 1), REST, dtype=torch.float64)
     key[..., 0, :] = TOP
     found = acutance.attend.row_statistics(torch.ones_like(key[:, :, :1]), key, scale=scale)
@@ -45,7 +45,10 @@ def weight(n: int, scale: float) -> float:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Weights at lengths from 4 to a hundred thousand (a million)."""
+    """Weight of one key above n − 1 equal ones, with and without the factor s log n.
+
+    For n from 2 to 10^5, at full size 10^6.
+    """
     rows = []
     ns = [2, 4, 10, 30, 100, 148, 149, 150, 300, 1000, 10**4, 10**5] + (
         [] if run.quick else [10**6]
@@ -69,7 +72,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Weight of the one key against n."""
+    """Weight of the one key above the rest against n, with and without the factor."""
     figure, [axes] = plot_style.new_figure(
         "Softmax fades with length; SSMax holds if s times the gap > 1",
         "One score of 3 among n − 1 scores of −2. Lines: closed forms. Marks: measured weight of "

@@ -41,7 +41,10 @@ LINEAR = Claim(
 
 
 def best_two_level(n: int, tau: float) -> tuple[float, int]:
-    """Most information over rows with k cosines at +1 and n − k at −1, and that k, by trying."""
+    """Largest information log n − H of rows with k cosines at +1 and n − k at −1, and its k.
+
+    Found by trying many k.
+    """
     counts = torch.arange(1, n)
     if n > 512:  # a coarse grid first, then every count near its best
         grid = torch.unique(torch.logspace(0, math.log10(n - 1), 60).long())
@@ -70,7 +73,10 @@ def _information(n: int, tau: float, counts: torch.Tensor) -> tuple[float, int]:
 
 
 def measure(run: Run) -> Sequence[Row]:
-    """Try every two-level row, random rows, and random keys."""
+    """Information log n − H of rows of cosines at temperature τ, compared with its bounds.
+
+    Of rows with two values, of random rows, and of random keys in d dimensions.
+    """
     rows = []
     ns = (16, 256, 4096) if run.quick else (16, 256, 4096, 65536)
     most = float(theory.information_range_limit(1.0))
@@ -120,7 +126,7 @@ def measure(run: Run) -> Sequence[Row]:
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """The range against τ, and the τ needed against n."""
+    """Largest information against the temperature τ, and the τ needed for a share against n."""
     figure, [left, right] = plot_style.new_figure(
         "A softmax over cosines says at most 0.4745 nat at τ = 1; a smaller τ lets it say more",
         "Lines: closed form. Marks: the best row found by trying two-level rows. Right: the "

@@ -27,10 +27,10 @@ _BLOCK = 1 << 17  # scores at a time: they stay in the cache
 
 @dataclass(frozen=True)
 class Run:
-    """What a measurement is given: its size and its random numbers.
+    """The settings of one run of an experiment: its size, random numbers and progress lines.
 
     Attributes:
-        name: the experiment's; each has its own numbers, whichever others run.
+        name: the experiment's; its random numbers do not depend on which others run.
         quick: whether to run at the small size.
         seed: of all random numbers, from 0 to 2³² − 1.
         keep: directory of trained models, finished and not; None keeps none.
@@ -47,7 +47,7 @@ class Run:
     note: Callable[[str], None] | None = None
 
     def kept(self, name: str) -> Path | None:
-        """The file of a model of that name; it differs by seed and size."""
+        """Path for a model's checkpoint, different for each seed and size; None stores none."""
         if self.keep is None:
             return None
         return self.keep / f"{name}-{'quick' if self.quick else 'full'}-seed{self.seed}.checkpoint"
@@ -58,7 +58,7 @@ class Run:
 
     @cached_property
     def generator(self) -> torch.Generator:
-        """The only source of random numbers."""
+        """The generator of all random numbers of this run."""
         return torch.Generator().manual_seed(zlib.crc32(f"{self.name} {self.seed}".encode()))
 
     def normal(self, *shape: int) -> Tensor:
@@ -71,28 +71,28 @@ class Run:
         return torch.rand(shape, generator=self.generator, dtype=torch.float64).clamp(min=tiny)
 
     def size(self, quick: int, full: int) -> int:
-        """One of two sizes."""
+        """``quick`` in a quick run, else ``full``."""
         return quick if self.quick else full
 
     def blocks(self, rows: int, n: int) -> Iterable[int]:
-        """Cut ``rows`` rows of n keys into blocks that fit in memory."""
+        """Numbers of rows that sum to ``rows``, each block of rows with n keys small in memory."""
         step = max(1, _BLOCK // n)
         return (min(step, rows - start) for start in range(0, rows, step))
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A published claim, or several about one thing, with what tests them.
+    """One or several published claims about one subject, and the measurement that tests them.
 
     Attributes:
         name: of the experiment, its files and its argument on the command line.
         title: what it is about, in a line.
         prediction: what is expected, with the formula, stated before it runs.
         claims: the first gives the experiment its verdict.
-        measure: makes the rows.
-        draw: makes the figure from the record.
-        needs: a package it cannot do without, beside those that acutance always has; "" for none.
-        full_needs: a further package that the full size cannot do without; "" for none.
+        measure: computes the rows of predictions and measurements.
+        draw: draws the figure from the record.
+        needs: a package it imports that acutance does not require; "" for none.
+        full_needs: a further package that only the full size imports; "" for none.
         full_only: keys of claims that the quick size is too small to decide.
     """
 
@@ -118,7 +118,7 @@ class Experiment:
 
 
 def statistics(scores: Tensor) -> RowStatistics:
-    """The statistics of rows given by their scores, as acutance measures them."""
+    """Row statistics of scores (rows, n), by :func:`acutance.rowstats.observe`."""
     return RowStatistics(observe(scores))
 
 

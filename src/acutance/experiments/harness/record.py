@@ -31,10 +31,11 @@ class Estimate(NamedTuple):
     Attributes:
         value: the mean or median.
         error: its standard error.
-        samples: how many independent numbers it was computed from; 0 if it was put together from
-            other estimates.
-        skewness: of the mean, that of the numbers over the root of their count. Up to some 0.3 the
-            mean is close to normal, and four standard errors mean what they say.
+        samples: how many independent numbers it was computed from; 0 if it was computed from other
+            estimates.
+        skewness: of the distribution of the mean: skewness of the numbers over the root of their
+            count. Up to about 0.3 the mean is close to normal, so that four standard errors can be
+            trusted.
     """
 
     value: float
@@ -53,10 +54,10 @@ class Claim:
         source: who makes it; "" for what follows from the mathematics of this library.
         expected: the verdict expected, stated before anything runs.
         relation: how a measurement must compare with its prediction.
-        within: share of the prediction that the claim itself leaves open, for approximations.
-        rounding: absolute difference that float64 may leave.
-        bound: the condition that limits it, a key of its rows' conditions; "" for none.
-        sense: whether it is to hold up to a value of ``bound``, from one on, or in categories.
+        within: tolerance, as a share of the prediction, of a claim that is an approximation.
+        rounding: absolute difference allowed for float64 rounding.
+        bound: the condition that limits the claim, a key of its rows' conditions; "" for none.
+        sense: whether it holds up to a value of ``bound``, from a value on, or in categories.
     """
 
     key: str
@@ -118,13 +119,13 @@ class Row:
     Attributes:
         claim: key of the claim it tests.
         quantity: what was measured.
-        condition: where.
+        condition: the settings it was measured at, by name, such as n and γ.
         relation: how the measurement must compare with the prediction.
         predicted: from theory.
         measured: from the run.
         error: standard error of the measurement.
-        allowed: how far it may be off.
-        agrees: whether it is not.
+        allowed: largest difference from the prediction that agrees with the claim.
+        agrees: whether the difference is within ``allowed``.
         samples: how many independent numbers were measured (:class:`Estimate`).
         skewness: of their mean.
     """
@@ -148,7 +149,7 @@ class Row:
 
     @property
     def miss(self) -> float:
-        """How far off, in units of what is allowed; a miss the relation allows is negative."""
+        """Difference from the prediction divided by ``allowed``; negative on the permitted side."""
         gap = self.measured - self.predicted
         gap = {"=": abs(gap), "<=": gap, ">=": -gap}[self.relation]
         if math.isnan(gap):
@@ -159,7 +160,7 @@ class Row:
 
 
 def seen(quantity: str, measured: float | Estimate, where: Mapping[str, Value]) -> Row:
-    """A measurement that tests no claim, kept with the others for the figure."""
+    """A row that tests no claim: a measurement recorded for the figure."""
     if not isinstance(measured, Estimate):
         measured = Estimate(float(measured), 0.0)
     value, error, samples, skewness = measured
@@ -169,7 +170,7 @@ def seen(quantity: str, measured: float | Estimate, where: Mapping[str, Value]) 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the rows say about a claim.
+    """The verdict of the rows on one claim.
 
     Attributes:
         claim: the claim.
@@ -177,7 +178,7 @@ class Judgement:
         condition: where it holds, in words, for the second kind; else "".
         agree: how many rows agree.
         rows: how many there are.
-        worst: the row that is furthest off for what it is allowed.
+        worst: the row with the largest :attr:`Row.miss`.
     """
 
     claim: Claim
@@ -283,7 +284,7 @@ def decided(claim: Claim, rows: Sequence[Row]) -> bool:
 
 
 def _domain(claim: Claim, rows: Sequence[Row]) -> str:
-    """Where all of the rows agree, in words; "" if nowhere."""
+    """The range of the claim's ``bound`` in which all rows agree, such as "n ≥ 64"; "" if none."""
     if claim.sense == "in":
         kinds = dict.fromkeys(row.condition[claim.bound] for row in rows)
         good = [
@@ -308,7 +309,7 @@ def _domain(claim: Claim, rows: Sequence[Row]) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """Everything one run of an experiment found.
+    """The results of one run of an experiment.
 
     Attributes:
         name: the experiment's.
@@ -385,7 +386,7 @@ class Record:
 
 
 def _encode(value: Any) -> Any:
-    """Plain JSON: infinities and NaN as text."""
+    """A value for JSON, with infinities and NaN as text."""
     if isinstance(value, dict):
         return {key: _encode(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

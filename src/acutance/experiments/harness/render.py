@@ -35,7 +35,7 @@ def measurement(row: Row) -> str:
 
 
 def where(row: Row) -> str:
-    """The row's condition in a few words."""
+    """The row's condition as text, such as "n = 256, γ = 2"."""
     parts = (
         f"{key} = {number(value) if isinstance(value, float) else value}"
         for key, value in row.condition.items()
@@ -44,7 +44,7 @@ def where(row: Row) -> str:
 
 
 def verdict(judgement: Judgement, rows: Sequence[Row]) -> Text:
-    """The verdict, coloured, marked where it is not the one expected or decides nothing."""
+    """The verdict, coloured, with a mark if it is unexpected or the data could not decide it."""
     text = Text(judgement.verdict, style=_COLOURS[judgement.kind])
     if not judgement.as_expected:
         text.append(f"  (expected: {judgement.claim.expected})", style="bold red")
@@ -56,7 +56,7 @@ def verdict(judgement: Judgement, rows: Sequence[Row]) -> Text:
 
 
 def listing(experiments: Iterable[Experiment]) -> Table:
-    """Names, what they are about and how many claims they test."""
+    """A table of experiments: name, title and number of claims."""
     table = NumberTable(box=None, pad_edge=False, header_style="bold")
     table.add_column("experiment", no_wrap=True)
     table.add_column("about")
@@ -83,7 +83,7 @@ def summary(records: Sequence[Record], width: int = _WIDE) -> Table:
 
 
 def _wide(records: Sequence[Record]) -> Table:
-    """A column for each thing."""
+    """The summary for wide terminals: a column each for experiment, claim, verdict and numbers."""
     table = Table(header_style="bold")
     table.add_column("experiment", no_wrap=True)
     table.add_column("claim", ratio=3)
@@ -109,7 +109,7 @@ def _wide(records: Sequence[Record]) -> Table:
 
 
 def _narrow(records: Sequence[Record]) -> Table:
-    """Claims under their experiment, numbers under their claim."""
+    """The summary for narrow terminals: claims under their experiment, numbers under claims."""
     table = Table(header_style="bold", show_header=False)
     table.add_column("claim", overflow="fold")
     for record in records:

@@ -43,12 +43,12 @@ _INSTALL = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """One experiment of a run.
+    """The result of one experiment of a run.
 
     Attributes:
-        record: what it found.
+        record: its results.
         resumed: whether it was read from an earlier run's file, not measured now.
-        files: what was written.
+        files: paths of its record and figures.
     """
 
     record: Record
@@ -57,10 +57,10 @@ class Outcome:
 
 
 def pick(names: Sequence[str], experiments: Mapping[str, Experiment]) -> list[Experiment]:
-    """The experiments of these names, each once, in their own order; all if there is no name.
+    """The experiments with these names, each once, in the order of the catalogue; all if no name.
 
     Raises:
-        ValueError: if there is not one of a name; it says which is nearest.
+        ValueError: if a name is unknown; it gives the nearest name.
     """
     for name in names:
         if name not in experiments:
@@ -70,7 +70,7 @@ def pick(names: Sequence[str], experiments: Mapping[str, Experiment]) -> list[Ex
 
 
 def missing(experiment: Experiment, *, quick: bool) -> str:
-    """The first package that an experiment of this size needs and that is not installed, or ""."""
+    """Import name of the first package that is not installed and needed at this size, or ""."""
     for package in (experiment.needs, "" if quick else experiment.full_needs):
         if package and importlib.util.find_spec(package) is None:
             return package
@@ -91,8 +91,8 @@ def run_one(
         experiment: which.
         quick: run at the small size.
         seed: of its random numbers.
-        keep: directory of the models it trains, so that a training that was stopped continues; None
-            keeps none.
+        keep: directory for checkpoints of the models it trains, so that an interrupted training
+            continues; None stores none.
         note: takes lines of progress from experiments that train.
 
     Returns:
@@ -132,14 +132,14 @@ def run(
     """Run experiments, writing each one's record and figures before the next begins.
 
     An experiment whose record in ``out`` has the same seed, size, code and versions is not run
-    again; what is missing of its figures is drawn from the record.
+    again; figures that are missing are drawn from the record.
 
     Args:
         experiments: which.
-        out: directory, made if it is not there.
+        out: directory of records and figures, created if needed.
         quick: run at the small size, seconds each.
         seed: of all random numbers.
-        force: measure again whatever is there, and replace records of other runs.
+        force: measure again even if a record exists, and replace records of other runs.
         figures: draw; needs matplotlib.
         note: takes lines of progress from experiments that train models. Those models stay in
             ``out/models``: a training that was stopped continues, a finished one is only read.
@@ -195,11 +195,11 @@ def run(
 def check_others(
     experiments: Iterable[Experiment], directory: Path, *, quick: bool, seed: int
 ) -> None:
-    """Refuse to replace what another run measured.
+    """Raise ValueError if this run would replace records of another run in ``directory``.
 
     Raises:
-        ValueError: naming the first record of another seed, or of full size where this run is
-            quick, and what replaces it. Full size replaces quick.
+        ValueError: naming the first record with another seed, or of full size where this run is
+            quick, and the option that replaces it. Full size may replace quick.
     """
 
     def named(quick: bool, seed: int) -> str:
@@ -220,7 +220,7 @@ def check_others(
 
 
 def draw(experiment: Experiment, record: Record, directory: Path) -> list[Path]:
-    """Draw the figures of a record that are not there yet, and say where all of them are."""
+    """Draw the figures of a record that do not exist yet; return the paths of all of them."""
     paths = _pictures(directory, experiment.name)
     for theme, pair in ((plot_style.LIGHT, paths[:2]), (plot_style.DARK, paths[2:])):
         if not all(path.exists() for path in pair):
@@ -235,7 +235,7 @@ def _pictures(directory: Path, name: str) -> list[Path]:
 
 
 def _earlier(experiment: Experiment, path: Path, *, quick: bool, seed: int) -> Record | None:
-    """The record of an earlier run, if it is one of the very same measurement."""
+    """The stored record, if its size, seed, code and versions are those of this run; else None."""
     try:
         record = load(path)
     except (OSError, ValueError):
@@ -252,7 +252,7 @@ def _earlier(experiment: Experiment, path: Path, *, quick: bool, seed: int) -> R
 
 
 def _about(experiment: Experiment) -> dict[str, str]:
-    """Versions, and the digest of the experiment's own file."""
+    """Versions of the packages used, and a hash of the experiment's source file."""
     source = Path(inspect.getsourcefile(experiment.measure) or "").read_bytes()
     versions = {name: version(name) for name in ("acutance", "torch", "numpy", "scipy")}
     return versions | {"code": hashlib.sha256(source).hexdigest()[:16]}
@@ -275,11 +275,11 @@ def _one_thread() -> Iterator[None]:
 def load(path: str | os.PathLike[str]) -> Record:
     """Read a record that :meth:`Record.save` wrote.
 
-    Whether a row agrees, and the verdicts, are judged again from what was predicted and measured.
+    Whether each row agrees, and the verdicts, are computed again from the stored numbers.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is no such record, damaged, or of another schema.
+        ValueError: if the file is not a record, is damaged, or has another schema.
     """
     try:
         read = read_json(path)
@@ -300,7 +300,7 @@ def load(path: str | os.PathLike[str]) -> Record:
 
 @dataclass(frozen=True)
 class _StoredRow:
-    """A row as a file has it: numbers that are not finite are text."""
+    """A row as stored in a file, where numbers that are not finite are text."""
 
     claim: str
     quantity: str
@@ -315,7 +315,7 @@ class _StoredRow:
     skewness: float = 0.0
 
     def judged(self, claims: Mapping[str, Claim]) -> Row:
-        """The row, whether it agrees judged by its claim alone."""
+        """The row, with ``agrees`` computed again from its claim."""
         predicted, value, error = map(_decode, (self.predicted, self.measured, self.error))
         if error < 0:
             raise ValueError(f"a standard error must be at least 0, got {error}")
@@ -336,7 +336,7 @@ class _StoredRow:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A record as a file has it."""
+    """A record as stored in a file."""
 
     name: str
     title: str
@@ -349,7 +349,7 @@ class _Stored:
     about: Mapping[str, str]
 
     def judged(self) -> Record:
-        """The record, every row and claim judged again."""
+        """The record, with every row and claim judged again."""
         claims = {claim.key: claim for claim in self.claims}
         if not claims:
             raise ValueError("it has no claims")
@@ -362,7 +362,7 @@ class _Stored:
 
 
 def _decode(value: float | str) -> float:
-    """A number, be it text because it is not finite."""
+    """The number that :func:`~acutance.experiments.harness.record._encode` stored."""
     if isinstance(value, str) and value not in ("inf", "-inf", "nan"):
         raise ValueError(f"a number must be a float, inf, -inf or nan, got {value!r:.60}")
     return float(value)

@@ -21,22 +21,22 @@ Array = NDArray[np.float64]
 
 
 def gaussian(run: Run, rows: int, n: int) -> Tensor:
-    """N(0, 1)."""
+    """Independent standard normal scores, (rows, n)."""
     return run.normal(rows, n)
 
 
 def uniform(run: Run, rows: int, n: int) -> Tensor:
-    """Uniform on [-1, 1]."""
+    """Independent scores uniform on [-1, 1], (rows, n)."""
     return 2 * run.uniform(rows, n) - 1
 
 
 def exponential(run: Run, rows: int, n: int) -> Tensor:
-    """P(s > x) = exp(-x)."""
+    """Independent scores with P(s > x) = exp(-x), (rows, n)."""
     return -run.uniform(rows, n).log()
 
 
 def cosine(d: int) -> Draw:
-    """Cosines of uniform directions of R^d with a fixed one."""
+    """A function that draws cosines of random directions of R^d with a fixed one, (rows, n)."""
 
     def draw(run: Run, rows: int, n: int) -> Tensor:
         # x / sqrt(x² + the sum of d - 1 other squares), a chi-squared number
@@ -50,7 +50,7 @@ def cosine(d: int) -> Draw:
 
 @cache
 def curve(form: Callable[..., Any], *arguments: float, at: tuple[float, ...]) -> Array:
-    """A formula along a line of a figure, computed once for all its themes.
+    """``form(*arguments, x)`` for each x of ``at``, cached: a figure is drawn in two themes.
 
     Example:
         >>> curve(pow, 2.0, at=(1.0, 2.0, 3.0))
@@ -62,14 +62,14 @@ def curve(form: Callable[..., Any], *arguments: float, at: tuple[float, ...]) ->
 def over_scales(
     run: Run, draw: Draw, n: int, rows: int, scales: Sequence[float], metrics: Sequence[str]
 ) -> dict[str, list[Tensor]]:
-    """Metrics of softmax rows at several scales, the same unit scores at each.
+    """Metrics of softmax rows at several scales, with the same random scores at each.
 
     Args:
         run: gives the random numbers.
-        draw: the law of the unit scores.
+        draw: draws scores at scale 1.
         n: keys in a row.
         rows: how many rows.
-        scales: what multiplies the scores.
+        scales: factors on the scores.
         metrics: names in :data:`acutance.METRICS`.
 
     Returns:
@@ -86,7 +86,7 @@ def over_scales(
 
 
 def gaussian_collision(run: Run, n: int, rows: int, scales: Sequence[float]) -> list[Estimate]:
-    """Mean Σp² of rows of Gaussian logits, with an error that can be judged at every scale.
+    """Mean Σp² of rows of Gaussian logits, with a trustworthy standard error at every scale.
 
     From half the freezing scale √(2 log n) on, a few rows with one large logit carry the mean: at
     γ = 2 and 65,536 keys that of 1000 plain rows had a skewness of 0.8. So below freezing one key

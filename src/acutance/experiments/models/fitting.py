@@ -31,12 +31,12 @@ class Plan:
     """How a model is trained: AdamW, a warm-up, and a fall to zero at the end.
 
     Attributes:
-        name: of what is trained; its random numbers are its own.
+        name: of the model; its random numbers depend on it.
         steps: how many.
         rate: highest learning rate.
         seed: of the batches.
         warm: steps over which the rate rises.
-        fall: share of the steps, the last ones, over which it falls linearly to 0.
+        fall: share of the steps, at the end, over which the rate falls linearly to 0.
         decay: weight decay.
         clip: largest norm of the gradient; infinite is no limit.
     """
@@ -63,7 +63,7 @@ class Plan:
         return self.rate * rising * falling
 
     def generator(self, step: int) -> torch.Generator:
-        """The random numbers of a step."""
+        """The generator of a step's random numbers; it depends on name, seed and step."""
         return torch.Generator().manual_seed(zlib.crc32(f"{self.name} {self.seed} {step}".encode()))
 
 
@@ -76,14 +76,14 @@ def fit(
     every: float = 30.0,
     note: Note | None = None,
 ) -> torch.nn.Module:
-    """Train a model, from its checkpoint if there is one of this very plan.
+    """Train a model, continuing from a checkpoint of the same plan if there is one.
 
     Args:
-        model: seeded and made by the caller; trained in place.
-        loss: of the model on a batch drawn with a generator.
-        plan: how.
-        keep: file of checkpoints, written whole or not at all; None keeps none. That of a finished
-            training stays, and asking for the same again only reads it.
+        model: with initial weights; trained in place.
+        loss: function of the model and a generator: the loss on a batch drawn with it.
+        plan: steps, rates and seeds.
+        keep: path of the checkpoint, written atomically; None stores none. The checkpoint of a
+            finished training stays, and calling this again only reads it.
         every: seconds between checkpoints.
         note: takes a line of progress now and then.
 
@@ -128,13 +128,13 @@ def fit(
 
 
 def _shapes_hash(model: torch.nn.Module) -> str:
-    """A hash of the names and shapes of a model's state, to tell architectures apart."""
+    """A hash of the names and shapes of a model's state, which differs between architectures."""
     shapes = [(name, tuple(value.shape)) for name, value in model.state_dict().items()]
     return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
 
 
 def _code(loss: Callable[..., Any]) -> str:
-    """Digest of the file that defines a loss; "" where there is none."""
+    """A hash of the source file that defines a loss; "" if there is no file."""
     try:
         source = Path(inspect.getsourcefile(loss) or "").read_bytes()
     except (OSError, TypeError):
@@ -166,7 +166,10 @@ def _resume(
     keep: Path | None,
     identity: dict[str, Any],
 ) -> int:
-    """Steps already taken; 0 if there is no checkpoint, or it is another training's or broken."""
+    """Load a checkpoint into the model and optimizer; return the number of steps done.
+
+    0, with nothing loaded, if there is no checkpoint, it is damaged, or has another ``identity``.
+    """
     if keep is None or not os.path.isfile(keep):
         return 0
     try:

@@ -42,13 +42,13 @@ _CHUNK = 512  # rows whose logits are in memory at a time
 
 @dataclass(frozen=True)
 class Reader:
-    """A decoder of transformers, and text that it was not trained on as far as that is known.
+    """A decoder of transformers, with windows of text that it was probably not trained on.
 
     Attributes:
         name: of the model.
         model: without its output layer, which is its embedding.
         windows: (windows, n) tokens, drawn with the run's seed.
-        openings: tokens that a text may begin with instead of its own, by what they are.
+        openings: other tokens that a text may begin with, by description.
     """
 
     name: str
@@ -58,19 +58,19 @@ class Reader:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Layers, and query heads of each."""
+        """Number of layers, and of query heads in each."""
         config: Any = self.model.config
         return config.num_hidden_layers, config.num_attention_heads
 
     @property
     def rope_base(self) -> float:
-        """Base of the rotary positions."""
+        """Base θ of the rotary position embedding."""
         config: Any = self.model.config
         return float(config.rope_parameters["rope_theta"])
 
     @torch.no_grad()
     def losses(self, ids: Tensor) -> Tensor:
-        """Loss of each next token, in nats: ids (n,) to (n − 1,)."""
+        """Loss in nats of each token (n,) but the first, given those before it; (n − 1,)."""
         hidden = self.model(input_ids=ids[None]).last_hidden_state[0, :-1]
         embedding = self.model.get_input_embeddings().weight  # type: ignore[operator]
         pairs = zip(hidden.split(_CHUNK), ids[1:].split(_CHUNK), strict=True)
@@ -80,10 +80,12 @@ class Reader:
 
 
 def reader(run: Run, *, windows: int, length: int) -> Reader:
-    """The model of a run with windows of its text: SmolLM2 and prose, or the decoder and source.
+    """A model with windows of text: SmolLM2 and prose at full size, else the bundled decoder.
+
+    The decoder reads source code of Python's standard library.
 
     Args:
-        run: its size says which model, its seed which windows.
+        run: its size decides the model, its seed the windows.
         windows: how many.
         length: of each, in tokens.
     """
@@ -99,7 +101,7 @@ def reader(run: Run, *, windows: int, length: int) -> Reader:
 
 
 def small_reader(run: Run, *, windows: int, length: int) -> Reader:
-    """The decoder of the package with windows of source code that it was not trained on."""
+    """The bundled decoder, with windows of source code that it was not trained on."""
     text = texts.read(texts.files("held out"))
     ids = texts.sample_windows(text, length, windows, _generator(run)).long()
     openings = {name: ord(text) for name, text in _PLAIN.items()}
@@ -107,7 +109,7 @@ def small_reader(run: Run, *, windows: int, length: int) -> Reader:
 
 
 def _generator(run: Run) -> torch.Generator:
-    """The same windows for all experiments of a seed."""
+    """A generator that draws the same windows in all experiments with the run's seed."""
     return torch.Generator().manual_seed(3000 + run.seed)
 
 
@@ -118,7 +120,7 @@ def _language_model() -> Any:
 
 @lru_cache(maxsize=1)
 def _prose() -> Tensor:
-    """Python's help topics as tokens."""
+    """The text of Python's help topics, as tokens of SmolLM2."""
     topics = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     ids: Tensor = _language_model().tokenizer(topics, return_tensors="pt").input_ids[0]
     return ids
@@ -126,11 +128,12 @@ def _prose() -> Tensor:
 
 @contextmanager
 def attending(model: torch.nn.Module, attend: Attend) -> Iterator[None]:
-    """Give a model of transformers another attention, by transformers' own interface.
+    """A context in which a transformers model computes its attention with another function.
 
     Args:
         model: a causal decoder, called without a mask or cache.
-        attend: called in every layer with query (B, Hq, L, E), key and value (B, H, L, E).
+        attend: called with the layer's index, query (B, Hq, L, E), key and value (B, H, L, E) and
+            scale; returns the output (B, Hq, L, E), or None for ordinary causal attention.
     """
     from transformers import AttentionInterface
 
@@ -156,7 +159,7 @@ def attending(model: torch.nn.Module, attend: Attend) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the rows of each window showed; heads are those of all layers, in order.
+    """Measurements of the attention rows of each window; heads are those of all layers, in order.
 
     Attributes:
         reader: the model and its windows.
@@ -165,9 +168,11 @@ class Measured:
         octaves: by text length T, (windows, heads, octaves): mean weight by octave of distance in
             the rows from T/2 to T. Octave 0 is the token itself, octave k distances 2^(k−1) to
             2^k − 1.
-        last: by number of keys and what it is, of each window's last row, from its sorted weights:
-            "tv" half the sum of abs(p − p̂), "kl" 1 − exp(−KL(p̂‖p)); (windows, heads).
-        exact_keys: keys that hold 99 % of the last row, counted, (windows, heads).
+        last: for each window's last row cut to its k largest weights and renormalised (p̂), by k and
+            name of the distance: "tv" is half the sum of abs(p − p̂), "kl" is 1 − exp(−KL(p̂‖p));
+            (windows, heads).
+        exact_keys: number of keys that hold 99 % of the last row, from sorted weights,
+            (windows, heads).
     """
 
     reader: Reader
@@ -179,7 +184,7 @@ class Measured:
 
 
 def measured(run: Run) -> Measured:
-    """The rows of the run's windows; read once in a process, whichever experiments ask."""
+    """Measure the rows of the run's windows; cached, so that experiments share it."""
     return _measured(run.quick, run.seed)
 
 
@@ -215,12 +220,12 @@ def _measured(quick: bool, seed: int) -> Measured:
 
 
 def _lengths(n: int) -> list[int]:
-    """Lengths of text whose weight by distance is kept: n, a half and a quarter of it."""
+    """Text lengths at which weight by distance is recorded: n/4, n/2 and n."""
     return [n // 4, n // 2, n]
 
 
 def _layer(query: Tensor, key: Tensor, scale: float) -> dict[Any, Tensor]:
-    """What :class:`Measured` keeps of one layer: (windows, heads, ...)."""
+    """The measurements of :class:`Measured` for one layer, each (windows, heads, ...)."""
     n = query.shape[2]
     stats = row_statistics(query, key, is_causal=True, scale=scale, enable_gqa=True, gaps=True)
     found: dict[Any, Tensor] = {name: stats[name] for name in METRICS}

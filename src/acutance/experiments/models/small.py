@@ -14,13 +14,13 @@ from acutance.scaling import LearnedScaling, NoScaling, Scaling
 
 
 class Attention(nn.Module):
-    """Self-attention of every token over all n, multiplied by a law's factor of n.
+    """Self-attention over all n tokens, with queries multiplied by a scaling law's factor for n.
 
     Args:
-        width: of tokens; ``heads`` divides it.
-        heads: how many.
-        law: what multiplies the queries.
-        base: of rotary positions; None has none.
+        width: of tokens; a multiple of ``heads``.
+        heads: number of heads.
+        law: the scaling law.
+        base: of rotary positions; None uses none.
     """
 
     def __init__(
@@ -32,7 +32,10 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def queries_keys_values(self, x: Tensor) -> Tensor:
-        """Project (B, n, width) to (3, B, heads, n, head width), with positions but no law."""
+        """Project (B, n, width) to queries, keys and values, (3, B, heads, n, head width).
+
+        Rotary positions are applied, the law is not.
+        """
         batch, n, width = x.shape
         parts = self.inputs(x).view(batch, n, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
@@ -62,7 +65,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, normalised after each sum, or before each part."""
+    """Attention and a feed-forward network with residual connections and layer norms.
+
+    With ``norm_first`` the input of each is normalised, else the sum after each.
+    """
 
     def __init__(self, attention: Attention, width: int, hidden: int, *, norm_first: bool) -> None:
         super().__init__()
@@ -73,7 +79,7 @@ class Block(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
 
     def forward(self, x: Tensor, counts: Tensor | None = None) -> Tensor:
-        """(B, n, width) to the same."""
+        """Map (B, n, width) to (B, n, width); ``counts`` as in :meth:`Attention.forward`."""
         first, second = self.norms
         if self.norm_first:
             x = x + self.attention(first(x), counts)
@@ -83,20 +89,20 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Tokens, positions, blocks, logits.
+    """A transformer encoder: embedded tokens, position embeddings, blocks, and output logits.
 
     Args:
-        symbols: how many kinds of tokens.
-        outputs: logits of each token.
+        symbols: size of the vocabulary.
+        outputs: number of logits of each token.
         width: of tokens.
         heads: of each layer.
         hidden: of the feed-forward networks.
         layers: how many.
         law: one for all layers, or one for each.
         base: of rotary positions; None has none.
-        kinds: how many kinds of positions are embedded: the first ``kinds - 1`` positions have
-            each their own, all others share the last. 0 embeds none.
-        norm_first: normalise before each part, not after each sum.
+        kinds: number of position embeddings: the first ``kinds - 1`` positions have one each, all
+            others share the last. 0 embeds no positions.
+        norm_first: normalise the input of attention and network, not the sum after them.
     """
 
     def __init__(
@@ -125,7 +131,7 @@ class Encoder(nn.Module):
         self.output = nn.Linear(width, outputs)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Tokens with their positions, (B, n) to (B, n, width)."""
+        """Embed tokens and positions: (B, n) to (B, n, width)."""
         x: Tensor = self.symbols(ids)
         if self.kinds is not None:
             places = torch.arange(ids.shape[-1]).clamp(max=self.kinds.num_embeddings - 1)
@@ -133,7 +139,7 @@ class Encoder(nn.Module):
         return x
 
     def forward(self, ids: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Logits, (B, n) to (B, n, outputs); ``counts`` as in :class:`Attention`."""
+        """Map tokens (B, n) to logits (B, n, outputs); ``counts`` as in :class:`Attention`."""
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x, counts)
@@ -142,7 +148,7 @@ class Encoder(nn.Module):
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A context in which initial weights are those of a seed; nothing outside changes.
+    """A context with PyTorch's CPU random numbers seeded; their state outside does not change.
 
     Example:
         >>> with seeded(3):

@@ -26,7 +26,7 @@ _HELD_OUT = 8  # one file in so many
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file, by its name below the standard library, is kept from training.
+    """Whether a file of the standard library, by relative path, is excluded from training.
 
     Example:
         >>> [name for name in ("argparse.py", "ast.py", "json/decoder.py") if is_held_out(name)]
@@ -36,7 +36,7 @@ def is_held_out(name: str) -> bool:
 
 
 def files(part: Part, folder: Path | None = None) -> list[Path]:
-    """The standard library's source files of a part, by name.
+    """The standard library's source files for training or held out from it, sorted by name.
 
     Args:
         part: "training" or "held out".

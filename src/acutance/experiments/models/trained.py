@@ -38,7 +38,7 @@ _STEPS = 3000
 
 
 def directory(seed: int = 0) -> Path:
-    """Where a decoder is, for whatever takes a model's directory: ``acutance probe``, transformers.
+    """Directory of a bundled decoder, to pass to ``acutance probe`` or transformers.
 
     Raises:
         ValueError: if none of that seed comes with acutance.
@@ -89,7 +89,7 @@ def decoder(seed: int = 0) -> LlamaForCausalLM:
 
 
 def record(seed: int = 0) -> dict[str, Any]:
-    """How a decoder was trained: text, versions, steps, and its held-out loss."""
+    """The stored facts of a bundled decoder's training: text, versions, steps, held-out loss."""
     path = directory(seed) / "training.json"
     read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return read
@@ -103,7 +103,7 @@ def train(
     keep: Path | None = None,
     note: Note | None = None,
 ) -> LlamaForCausalLM:
-    """Train a decoder from nothing; with the same text, seed and versions it is the same.
+    """Train a decoder from random weights; the same text, seed and versions give the same one.
 
     Args:
         seed: of initial weights and batches.
@@ -141,7 +141,7 @@ def next_byte_losses(model: torch.nn.Module, ids: Tensor) -> Tensor:
 
 
 def configuration() -> LlamaConfig:
-    """The decoder's make."""
+    """The decoder's configuration: 3 layers, 4 query heads on 2 key heads, width 96."""
     config: LlamaConfig = _transformers().LlamaConfig(
         vocab_size=256,
         hidden_size=96,
