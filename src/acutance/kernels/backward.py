@@ -51,9 +51,9 @@ def backward(
     """Gradients of a forward call's inputs from the gradients of its results.
 
     Args:
-        grad: gradients of the results.
-        sums: what the forward call returned.
-        call: what it was given.
+        grad: gradients of the loss by the output and each row sum.
+        sums: the results of the forward call.
+        call: the forward call.
         wanted: whether each field of :class:`~acutance.kernels.call.Gradients` is requested.
     """
     query, key, value, masking, rule, *_ = call
@@ -155,10 +155,11 @@ def backward(
 
 
 class Coefficients(NamedTuple):
-    """What multiplies the terms of each row's score gradients; None is 0.
+    """Coefficients of the gradient by a row's scores, each in the shape of the rows; None is 0.
 
-    Fields have the rows' shape. The gradient of score j is
-    ``e (dO·v_j inverse + constant + linear t + square t² + weight e) + slope t + plain``.
+    With t the score less the row's maximum m, e = exp(t), v_j the value of key j and dO the
+    gradient of the output, the gradient by score j is ``e (dO·v_j inverse + constant + linear t +
+    square t² + weight e) + slope t + plain``.
     """
 
     constant: Tensor | None
@@ -215,7 +216,7 @@ def row_coefficients(
 
 
 class _RowGradients:
-    """The coefficients of one tile row's score gradients, each (blocks, rows)."""
+    """The :class:`Coefficients` of one block of query rows, each (blocks, rows)."""
 
     def __init__(
         self, sums: dict[str, Tensor], grads: dict[str, Tensor | None], sink: Tensor | None
@@ -235,7 +236,11 @@ class _RowGradients:
         self.gm = grads["m"]
 
     def scores(self, ds: Tensor, t: Tensor, e: Tensor) -> None:
-        """Turn ``ds``, holding dO·v / Z, into the gradient of the scores; overwrites ``t``."""
+        """Turn ``ds`` into the gradient by the scores of a tile, (blocks, rows, keys), in place.
+
+        ``ds`` contains dO·v / Z on entry, ``t`` the scores less the row's maximum (overwritten),
+        and ``e`` = exp(t).
+        """
         ds.add_(self.constant.unsqueeze(-1)).addcmul_(self.linear.unsqueeze(-1), t)
         if self.weight is not None:
             ds.addcmul_(self.weight.unsqueeze(-1), e)
@@ -249,7 +254,7 @@ class _RowGradients:
 
 
 def _put_single(ds: Tensor, index: Tensor | None, grad: Tensor | None, tile: Tile) -> None:
-    """Add a row's gradient at one key, if that key is in this tile."""
+    """Add ``grad`` (blocks, rows) to ``ds`` at each row's key ``index``, if it is in this tile."""
     if index is None or grad is None:
         return
     inside = (index >= tile.start) & (index < tile.stop)
@@ -260,7 +265,7 @@ def _put_single(ds: Tensor, index: Tensor | None, grad: Tensor | None, tile: Til
 def _largest(
     q: Tensor, work: Work, masking: Masking, rule: Rule, scratch: Buffers, width: int
 ) -> Tensor:
-    """Index of each row's largest visible score (the earliest of equals)."""
+    """Index of the key with each row's largest visible score, the first of equal ones."""
     best = torch.full(q.shape[:2], -torch.inf, dtype=q.dtype, device=q.device)
     index = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
     for tile in masking.tiles(work.region, width):
@@ -275,7 +280,7 @@ def _largest(
 
 
 class _SharedGradient:
-    """Gradient of one additive mask: the scores' gradient summed over the sizes it shares."""
+    """Gradient of one additive mask: the scores' gradient summed over its dimensions of size 1."""
 
     def __init__(self, masking: Masking, tensor: Tensor | None, dtype: torch.dtype) -> None:
         if tensor is None:
@@ -284,7 +289,7 @@ class _SharedGradient:
         self._sum = torch.zeros_like(masking.spread(tensor), dtype=dtype)
 
     def add(self, ds: Tensor, work: Work, tile: Tile) -> None:
-        """Add a tile's gradient."""
+        """Add the gradient by the scores of one tile, (blocks, rows, keys)."""
         folded = as_mask_shape(ds, work)
         region = work.region
         cuts = (region.batch, region.heads, slice(None), region.rows, slice(tile.start, tile.stop))

@@ -51,16 +51,16 @@ class Layout:
         self.words_packed = struct.Struct("=" + self.code_until(self.names[-1])).pack
 
     def code_until(self, name: str) -> str:
-        """The codes of the members up to one, itself included."""
+        """Format characters of :mod:`struct` for all members up to ``name``, inclusive."""
         codes = self._codes[: self.names.index(name) + 1]
         return "".join(codes).replace("P", "Q")
 
     def words_until(self, name: str) -> int:
-        """How many words of eight bytes these have."""
+        """Number of words of eight bytes in all members up to ``name``, inclusive."""
         return sum(self._counts[: self.names.index(name) + 1])
 
     def pack(self, **values: int | float | tuple[int | float, ...]) -> bytes:
-        """The structure; members that are not named are 0, or null."""
+        """The structure's bytes from values by member name; members not given are 0 or null."""
         flat: list[int | float] = []
         for name, count in zip(self.names, self._counts, strict=True):
             value = values.pop(name, 0)
@@ -122,13 +122,13 @@ METRIC_BITS = {
 
 
 class Choice(NamedTuple):
-    """What runs for a pass of a dtype, and why.
+    """The instruction set that the native kernel uses for a pass and dtype, and why.
 
     Attributes:
         dtype: of queries, keys and values.
-        name: "forward", "decode" (few queries) or "backward".
-        cpu: the instruction set.
-        seconds: what each took for a small call, by instruction set; empty where none was timed.
+        name: of the pass: "forward", "decode" (few queries) or "backward".
+        cpu: the instruction set, such as "avx512".
+        seconds: measured time of a small call by instruction set; empty if none was timed.
     """
 
     dtype: str
@@ -138,7 +138,7 @@ class Choice(NamedTuple):
 
 
 class Chooser(Protocol):
-    """Which kernels a library runs; :class:`acutance.kernels.selection.Selection` decides it.
+    """Protocol of what chooses a library's instruction sets: ``kernels.selection.Selection``.
 
     Attributes:
         times: seconds of the kernels on this machine, by dtype.
@@ -147,23 +147,23 @@ class Chooser(Protocol):
     times: dict[str, dict[str, dict[str, float]]]
 
     def apply(self, dtype: str) -> None:
-        """Have the library run what was the fastest for a dtype."""
+        """Make the library use the instruction sets that were fastest for a dtype."""
 
     def choice(self, dtype: str, name: str) -> Choice:
-        """What runs for a pass of a dtype."""
+        """The instruction set in use for the pass ``name`` of a dtype."""
 
     def choices(self) -> tuple[Choice, ...]:
-        """What runs for every dtype and pass."""
+        """The instruction sets in use for every dtype and pass."""
 
     def complete(self) -> None:
-        """Time what was not timed yet."""
+        """Time the dtypes that have no measured times yet."""
 
 
 class Library:
-    """The loaded library."""
+    """The loaded shared library of native kernels."""
 
     def __init__(self, path: Path) -> None:
-        """Load it and hand it torch's threads.
+        """Load the library and let it run its work on torch's threads.
 
         Raises:
             OSError: if it cannot be loaded, or is of another version.
@@ -210,7 +210,7 @@ class Library:
 
     @property
     def cpus(self) -> tuple[str, ...]:
-        """Names of the instruction sets that both the machine and the build support, best first."""
+        """Names of the instruction sets that machine and build both support, widest first."""
         return tuple(self._loaded.acutance_cpus().decode().split())
 
     @property
@@ -219,10 +219,10 @@ class Library:
         return str(self._loaded.acutance_compiler().decode())
 
     def use_cpu(self, name: str | None) -> None:
-        """Use an instruction set by name for every call; None is the one chosen for each.
+        """Use one instruction set, by name, for all calls; None uses the one chosen for each pass.
 
         Raises:
-            ValueError: if this machine or this build has it not.
+            ValueError: if this machine or this build does not support it.
         """
         if self._loaded.acutance_use_cpu(None if name is None else name.encode()):
             raise ValueError(
@@ -239,16 +239,16 @@ class Library:
         return MOST_QUERIES_OF_BASELINE if self.cpu == "baseline" else math.inf
 
     def choose(self, code: int, dtype: int, place: int) -> None:
-        """Use the instruction set at a place in :attr:`cpus` for a pass of a dtype.
+        """Use the instruction set ``cpus[place]`` for a pass and dtype, given as their codes.
 
         Raises:
-            ValueError: if there is no such pass, dtype or place.
+            ValueError: if there is no such pass, dtype or index.
         """
         if self._loaded.acutance_choose(code, dtype, place):
             raise ValueError(f"no pass {code} of dtype {dtype} by instruction set {place}")
 
     def row_cost(self, dtype: int, cost: float) -> None:
-        """Set the time of a row computed alone relative to one among many; 0 for the default.
+        """Set the time of a row computed alone, relative to a row of a tile; 0 is the default.
 
         Raises:
             ValueError: if there is no such dtype, or the factor is negative or NaN.
@@ -257,12 +257,22 @@ class Library:
             raise ValueError(f"no factor of dtype {dtype}: {cost}")
 
     def run(self, place: int, code: int, call: bytes, result: bytes) -> int:
-        """One pass by the instruction set at a place in :attr:`cpus`, whatever is chosen."""
+        """Run one pass with the instruction set ``cpus[place]``, whatever is chosen.
+
+        Args:
+            place: index of the instruction set.
+            code: of the pass.
+            call: the packed C structure of the call.
+            result: that of the results, whose memory is written.
+
+        Returns:
+            The kernel's status, for :func:`acutance.kernels.native.check`.
+        """
         status: int = self._loaded.acutance_run(place, code, call, result)
         return status
 
     def exp(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The exponential of the native kernels in float32 or float64, for measuring its error."""
+        """The native kernels' own exponential of float32 or float64 numbers, for tests of it."""
         numbers = numbers.contiguous()
         result = torch.empty_like(numbers)
         dtype = 1 if numbers.dtype == torch.float64 else 0
@@ -271,10 +281,10 @@ class Library:
 
 
 def _openmp() -> Any:
-    """GOMP_parallel of the very OpenMP library that torch runs on, if it runs on one.
+    """The function ``GOMP_parallel`` of the OpenMP library that torch uses; None if it uses none.
 
-    Looked up through torch's own library, whose dependencies are searched too: another OpenMP in
-    the process would bring threads of its own.
+    It is looked up through torch's library and its dependencies: a second OpenMP library in the
+    process would start its own threads.
     """
     folder = Path(torch.__file__).parent / "lib"
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):

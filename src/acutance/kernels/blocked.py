@@ -110,7 +110,10 @@ def forward(call: KernelCall) -> Sums:
 
 @dataclass(frozen=True)
 class _Found:
-    """Output tensors of finished tile rows; all but ``parts`` have shape (B, H, group, L, …)."""
+    """Output tensors of a forward pass, filled one block of query rows after another.
+
+    All but ``parts`` have shape (B, H, group, L, …).
+    """
 
     n: Tensor | None  # None where the floating count in ``parts`` is exact
     parts: Tensor  # (fields of Part, rows): whole tile rows, one after the other
@@ -127,7 +130,7 @@ class _Found:
         return self.out.dtype == self.parts.dtype
 
     def part(self, work: Work, masking: Masking) -> Part:
-        """The place of a tile row's sums, each (blocks, rows)."""
+        """Views into ``parts`` for the sums of one block of query rows, each (blocks, rows)."""
         _, _, group, rows = work.fold
         region, size = work.region, work.blocks * group * rows
         head = region.batch.start * masking.heads + region.heads.start
@@ -136,7 +139,10 @@ class _Found:
         return Part(*cut.unbind())
 
     def places(self, work: Work, masking: Masking) -> tuple[Part, Tensor | None]:
-        """The places of a tile row's sums and, if it is one block of ``out``, of Σ e v."""
+        """Views for the sums of one block of query rows, and for its Σ e v in ``out``.
+
+        The second is None unless these rows are contiguous in ``out``.
+        """
         region, (batch, heads, group, rows) = work.region, work.fold
         whole = (batch == 1 or heads == masking.heads) and (group == 1 or rows == masking.queries)
         out = None
@@ -150,7 +156,7 @@ class _Found:
         return self.part(work, masking), out
 
     def by_head(self, masking: Masking) -> Tensor:
-        """All sums, (fields of Part, B, H, group, L)."""
+        """The sums ``parts`` in the order of heads and rows, (fields of Part, B, H, group, L)."""
         heads = (masking.batch, masking.heads, masking.group)
         each, rows = self.parts.shape[0], tile_shape(masking)[0]
         if rows >= masking.queries:
@@ -213,7 +219,11 @@ class _Found:
 
 
 def _moderate(call: KernelCall) -> bool:
-    """Whether all scores are small, by ‖q‖ ‖k‖; checked only where that is cheap."""
+    """Whether ‖q‖ ‖k‖ shows that all scores are small.
+
+    False without a check where that would cost much: on other devices than the CPU, with additive
+    masks, and for fewer than 256 queries.
+    """
     query, key, masking, rule = call.query, call.key, call.masking, call.rule
     if query.device.type != "cpu" or masking.additive or masking.alibi_slopes is not None:
         return False

@@ -25,8 +25,8 @@ class Rule:
         scale: factor of the scores.
         softcap: bounds the scaled scores as c · tanh(s / c).
         sinks: (Hq,) logits in the normaliser.
-        dropout_p: probability of dropping a weight; the statistics are taken before.
-        seed: one integer, of the dropped weights.
+        dropout_p: probability of dropping a weight; statistics are of the weights before dropout.
+        seed: tensor with one integer, the seed of the dropout.
     """
 
     scale: float
@@ -62,8 +62,8 @@ class Sums(NamedTuple):
     """The output and the sums of :class:`acutance.rowstats.RowState`.
 
     Fields are (B, Hq, L), in float32 or float64; ``out``, in the query's dtype, and the values'
-    moments ``O`` and ``R1`` are (B, Hq, L, Ev); ``gaps`` is (B, Hq, L, 64) int32. Absent ones have
-    no element.
+    moments ``O`` and ``R1`` are (B, Hq, L, Ev); ``gaps`` is (B, Hq, L, 64) int32. Fields that were
+    not requested have no element.
     """
 
     out: Tensor
@@ -85,7 +85,7 @@ class Sums(NamedTuple):
 
 
 class SumGradients(NamedTuple):
-    """Gradient of the loss by each differentiable sum, in its shape; None where it has none."""
+    """Gradient of the loss by each differentiable sum, in its shape; None where it is 0."""
 
     out: Tensor | None
     m: Tensor | None
@@ -115,5 +115,5 @@ ALL = (True,) * len(Gradients._fields)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays float64; everything else is accumulated in float32."""
+    """The dtype of row sums for inputs of a dtype: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

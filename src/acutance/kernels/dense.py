@@ -19,7 +19,7 @@ __all__ = ["backward", "forward"]
 
 
 def forward(call: KernelCall) -> Sums:
-    """The output and every row sum, without dropout."""
+    """Output and row sums of softmax attention without dropout, from the full score matrix."""
     sums = _sums(call)
     # an operator's results share no memory
     return Sums(*(part.detach().clone() for part in sums))
@@ -28,7 +28,7 @@ def forward(call: KernelCall) -> Sums:
 def backward(
     grad: SumGradients, sums: Sums, call: KernelCall, wanted: tuple[bool, ...] = ALL
 ) -> Gradients:
-    """Gradients of a forward call (:func:`acutance.kernels.backward.backward`)."""
+    """What :func:`acutance.kernels.backward.backward` returns, from the full score matrix."""
     query, key, value, masking, rule, *_ = call
     dtype = accumulate_dtype(query.dtype)
     B, H, g, L = masking.batch, masking.heads, masking.group, masking.queries
@@ -100,7 +100,10 @@ def backward(
 
 
 def _scores(call: KernelCall) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Scores (B, H, group, L, S), the slope a softcap leaves of them, and which are visible."""
+    """Scores (B, H, group, L, S), the softcap's derivative there, and True where a row sees a key.
+
+    The second is None without a softcap.
+    """
     query, key, _, masking, rule, *_ = call
     dtype = accumulate_dtype(query.dtype)
     q = query.to(dtype).reshape(masking.batch, masking.heads, masking.group, *query.shape[2:])
@@ -142,7 +145,7 @@ def _sums(call: KernelCall) -> Sums:
 
 
 def _masked(s: Tensor, masking: Masking) -> tuple[Tensor, Tensor]:
-    """Scores (B, H, group, L, S) with everything added, and which keys each row sees."""
+    """Scores (B, H, group, L, S) with masks, biases and ALiBi added, and True for visible keys."""
     L, S = s.shape[-2:]
     position = torch.arange(L, device=s.device).unsqueeze(-1) + masking.offset
     distance = position - torch.arange(S, device=s.device)

@@ -29,7 +29,7 @@ BACKEND_VARIABLE = "ACUTANCE_BACKEND"
 
 
 def check_backend(name: object, what: str = "backend") -> str:
-    """A backend's name, or "auto".
+    """Return ``name`` if it is the name of a backend or "auto"; ``what`` names it in errors.
 
     Raises:
         ValueError: if it is neither.
@@ -48,7 +48,7 @@ def forced() -> str:
 
 @constant
 def _forced() -> str:
-    """:func:`forced` as a constant of compiled graphs, which cannot trace into its cache."""
+    """:func:`forced` as a constant for ``torch.compile``, which cannot trace its cache."""
     return forced()
 
 
@@ -79,12 +79,13 @@ def choose(backend: str, call: KernelCall) -> str:
     """The name of the backend for a call.
 
     Args:
-        backend: its name, or "auto": then the one that :data:`BACKEND_VARIABLE` names, if it can
-            take the call, and otherwise the fastest that can.
+        backend: its name, or "auto": then the one that the environment variable
+            :data:`BACKEND_VARIABLE` names, if it supports the call, and otherwise the fastest that
+            does.
         call: the call.
 
     Raises:
-        ValueError: if the backend named cannot take the call.
+        ValueError: if the backend named does not support the call.
     """
     if backend != "auto":
         reason = why_not(backend, call)
@@ -103,10 +104,10 @@ def choose(backend: str, call: KernelCall) -> str:
 
 
 def _instead(backend: str, reason: str) -> str:
-    """The backend of a call whose configuration the Triton kernels failed on, if it may have one.
+    """The backend "blocked", for a call that the Triton kernels cannot run for some ``reason``.
 
     Raises:
-        ValueError: if the call names the Triton kernels.
+        ValueError: if ``backend`` is "triton", so that no other may be used.
     """
     if backend == "triton":
         raise ValueError(f"backend='triton' does not support this call: {reason}")
@@ -145,9 +146,10 @@ def forward(backend: str, call: KernelCall) -> Sums:
 def backward(
     backend: str, grad: SumGradients, sums: Sums, call: KernelCall, wanted: tuple[bool, ...]
 ) -> Gradients:
-    """The gradients (:func:`acutance.kernels.backward.backward`).
+    """Gradients of a forward call, as of :func:`acutance.kernels.backward.backward`.
 
-    What a backend's backward pass does not cover is the blocked one's: sums mean the same in all.
+    Where the backend's backward pass does not support the call, the blocked one is used, since the
+    sums have the same meaning in all backends.
     """
     chosen = choose(backend, call) if backend == "auto" else backend
     if chosen == "native" and native.why_no_gradient(wanted) is None:

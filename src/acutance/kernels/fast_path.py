@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 
 def _beginning(layout: Layout, last: str, after: str = "") -> struct.Struct:
-    """A C structure whose members are 0 except the first and last ones."""
+    """A packer of a C structure: members up to ``last``, zeros, and ``after`` at the very end."""
     code = layout.code_until(last)
     rest = layout.words - layout.words_until(last) - len(after)
     return struct.Struct(f"={code}{8 * rest}x{after}")
@@ -50,7 +50,7 @@ _SUMS = _beginning(SUMS, "first_index").pack
 
 
 class PackedStatistics(RowStatistics):
-    """Statistics whose sums share one memory block until they are read."""
+    """Row statistics from the native kernel, whose sums stay in one memory block until read."""
 
     _rows: tuple[Any, torch.dtype, int, int, int]
 
@@ -69,7 +69,10 @@ class PackedStatistics(RowStatistics):
         return computed[name] if computed else super().__getitem__(name)
 
     def as_dict(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """All available metrics by name, or those named, most of them by one native call."""
+        """Metrics by name, (B, Hq, L): those in ``names``, or all available ones.
+
+        Most of them are computed by one call of the native library.
+        """
         names = self.available if names is None else tuple(names)
         computed = self._native([name for name in METRIC_BITS if name in names])
         read = super().__getitem__
@@ -97,7 +100,7 @@ class PackedStatistics(RowStatistics):
 
     @property
     def n(self) -> Tensor:
-        """Visible keys of each row, (B, Hq, L): what of the sums is read most, by itself."""
+        """Visible keys of each row, (B, Hq, L), without unpacking the other sums."""
         rows, (_, B, H, L) = self._values(), self._rows[1:]
         whole = 8 // rows.element_size() * B * H * L
         return rows[:whole].view(torch.int64).clone().view(B, H, L)
@@ -121,7 +124,7 @@ class PackedStatistics(RowStatistics):
 
 
 def packed_alike(left: RowStatistics, right: RowStatistics) -> bool:
-    """Whether two statistics are packed and have the same number of rows."""
+    """Whether both are :class:`PackedStatistics` of the same dtype and shape (B, Hq, L)."""
     if not (isinstance(left, PackedStatistics) and isinstance(right, PackedStatistics)):
         return False
     return left._rows[1:] == right._rows[1:]
@@ -171,10 +174,22 @@ def attend(
     window: Any,
     backend: Any,
 ) -> tuple[Any, PackedStatistics] | None:
-    """The output, None without values, and the statistics; None where a call is not ordinary.
+    """Run an ordinary call of attention on the CPU without PyTorch's dispatcher.
 
-    The tensors are of no subclass, and want no gradient. Nothing is raised here: what this does not
-    take goes the long way, and is checked there.
+    Args:
+        query: (B, Hq, L, E), a plain tensor without gradient, like the others.
+        key: (B, H, S, E).
+        value: (B, H, S, Ev), or None for the statistics alone.
+        causal: as ``is_causal`` of :func:`acutance.attention`.
+        scale: factor of the scores, or None.
+        enable_gqa: whether several query heads may share a key head.
+        offset: position of the first query among the keys.
+        window: number of keys that a row sees at most, or None.
+        backend: name of the requested backend, or "auto".
+
+    Returns:
+        The output (None without values) and the statistics. None for a call that is not ordinary or
+        not valid: the caller then takes the general way, which checks it and raises.
     """
     if not unobserved():
         return None

@@ -33,17 +33,17 @@ def hides_keys(masking: Masking) -> bool:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether all values are finite; assumed on devices where the check would wait."""
+    """Whether all values are finite; True without a check on devices where it would wait."""
     if tensor.device.type != "cpu":
         return True
     return bool(tensor.sum(dtype=accumulate_dtype(tensor.dtype)).isfinite())
 
 
 def zeroed(tensor: Tensor) -> Tensor:
-    """The tensor with 0 for what is not finite, to be multiplied by gradients that are NaN or 0.
+    """The tensor with 0 in place of values that are not finite, for products with gradients.
 
-    The gradient of a score is NaN where the row sees a key that is not finite, and 0 where it does
-    not.
+    The gradient of a score is already NaN where a row sees such a key, and 0 where it does not; 0
+    times a value that is not finite would be NaN.
     """
     if tensor.device.type == "cpu" and not transformed() and all_finite(tensor):
         return tensor
@@ -51,9 +51,9 @@ def zeroed(tensor: Tensor) -> Tensor:
 
 
 def constant_where_not_finite(rows: Tensor) -> Tensor:
-    """The rows (..., E), those that are not finite without a gradient.
+    """The rows (..., E), with rows that contain NaN or infinity detached from the graph.
 
-    What makes scores of keys, a norm of a cosine, has no gradient there to be multiplied by 0.
+    So the derivative of, say, their norm is not computed: it would be NaN, also times 0.
     """
     wants = torch.is_grad_enabled() and rows.requires_grad
     if torch.compiler.is_compiling() or not wants:
@@ -68,8 +68,8 @@ def value_gradient(weights: Tensor, grad: Tensor, finite: bool) -> Tensor:
 
     Args:
         weights: 0 where a row does not see a key.
-        grad: of the output over the rows' normalisers.
-        finite: whether all of it is; a row's that is not reaches only the keys it sees.
+        grad: gradients of the output, divided by the rows' normalisers.
+        finite: whether all of ``grad`` is finite. If not, NaN goes only to keys that the row sees.
     """
     if finite:
         return weights.mT @ grad
@@ -85,13 +85,13 @@ def only_visible_values(
     """Repeat a forward pass with a non-finite output so that hidden values do not affect it.
 
     Args:
-        forward: the pass, called again with other values.
-        sums: what it gave.
-        call: what it was given, with values.
+        forward: the forward pass, called again with other values.
+        sums: its results.
+        call: its call, with values.
 
     Returns:
-        The sums, with the output (and the moments) that finite values alone give in rows that no
-        other value has a weight in.
+        The sums. In rows that give no weight to a non-finite value, the output (and the moments)
+        are those of the finite values alone.
     """
     value, noise = call.value, call.noise
     assert value is not None

@@ -58,7 +58,7 @@ def from_output(call: KernelCall, output: Callable[[KernelCall], Tensor]) -> Ten
 
 
 def _widened(call: KernelCall) -> KernelCall:
-    """The call in the dtype of the row sums, with values of 0, one component for each head."""
+    """The call in the dtype of the row sums, with values of 0 of width ``group``."""
     masking, dtype = call.masking, accumulate_dtype(call.query.dtype)
     query, key = call.query.detach().to(dtype), call.key.detach().to(dtype)
     size = (masking.batch, masking.heads, masking.keys, masking.group)
@@ -67,7 +67,10 @@ def _widened(call: KernelCall) -> KernelCall:
 
 
 def _one_for_each_row(call: KernelCall) -> Tensor:
-    """The output's gradient, (B, Hq, L, group): 1 in the place of the row's head in its group."""
+    """Gradient of the output, (B, Hq, L, group): 1 at the query head's index in its group, else 0.
+
+    With it, the gradient of the values is the weight that each key receives.
+    """
     masking = call.masking
     each = torch.eye(masking.group, dtype=call.query.dtype, device=call.query.device)
     each = each.repeat(masking.heads, 1)[None, :, None]
@@ -75,5 +78,5 @@ def _one_for_each_row(call: KernelCall) -> Tensor:
 
 
 def _by_query_head(mass: Tensor) -> Tensor:
-    """(B, H, S, group) as (B, Hq, S)."""
+    """Reshape (B, H, S, group) to (B, Hq, S), with Hq = H · group."""
     return mass.transpose(2, 3).flatten(1, 2)

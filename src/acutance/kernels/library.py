@@ -19,10 +19,10 @@ _NAMES = ("libacutance.so", "libacutance.dll")
 
 @cache
 def load() -> Library | str:
-    """The library, or in a sentence why there is none.
+    """Load the library of native kernels once; return it, or a sentence that says why it failed.
 
     Raises:
-        ValueError: if :data:`CPU_VARIABLE` names what is not to be had.
+        ValueError: if :data:`CPU_VARIABLE` names an instruction set that is not available.
     """
     if struct.calcsize("P") != 8:
         return "the native kernels need a 64-bit machine"

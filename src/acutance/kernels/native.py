@@ -46,7 +46,7 @@ UNFINISHED = 4
 
 @constant
 def _why_no_library() -> str | None:
-    """Why there is no library, or None."""
+    """Why the native library is not available, as a sentence; None if it is."""
     found = library.load()
     return found if isinstance(found, str) else None
 
@@ -79,11 +79,11 @@ def _library() -> Library:
 
 
 def check(status: int) -> None:
-    """Raise what the kernel reports.
+    """Raise an error if the status returned by a kernel is not 0.
 
     Raises:
         MemoryError: if its scratch could not be allocated.
-        RuntimeError: if it refuses the call, which :func:`why_not` should have.
+        RuntimeError: if it refuses the call, which :func:`why_not` should have prevented.
     """
     if status == 3:
         raise MemoryError("the native kernel could not allocate its scratch memory")
@@ -92,7 +92,7 @@ def check(status: int) -> None:
 
 
 def forward(call: KernelCall) -> Sums:
-    """The output and every row sum, of tensors on the CPU and without dropout."""
+    """Output and row sums of softmax attention, for tensors on the CPU, without dropout."""
     if not _something(call):
         return blocked.forward(call)
     query, _, value, _, _, noise, gaps = call
@@ -134,7 +134,7 @@ def forward(call: KernelCall) -> Sums:
 
 
 def is_loaded() -> bool:
-    """Whether there is a library."""
+    """Whether the native library is loaded; loads it if it was not tried yet."""
     return isinstance(library.load(), Library)
 
 
@@ -144,7 +144,7 @@ def structure(
     written: dict[str, Tensor | None],
     **numbers: int,
 ) -> None:
-    """Write where rows put their weight (``acutance_places`` in ``cpu/api.h``).
+    """Compute structure metrics into given tensors (``acutance_places`` in ``cpu/api.h``).
 
     Args:
         call: tensors on the CPU, no dropout; values are not read.
@@ -165,7 +165,7 @@ def structure(
 
 
 def _something(call: KernelCall) -> bool:
-    """Whether there is anything to attend with and to."""
+    """Whether a call has at least one query row and one key."""
     value = call.value
     return bool(call.query.numel() and call.key.numel() and (value is None or value.numel()))
 
@@ -242,9 +242,9 @@ def backward(
     call: KernelCall,
     wanted: tuple[bool, ...] = (True, True, True, False, False, True),
 ) -> Gradients:
-    """Gradients of a forward call (:func:`acutance.kernels.backward.backward`).
+    """Gradients of a forward call, as of :func:`acutance.kernels.backward.backward`.
 
-    The state's sums may come from any backend. No gradient of ``attn_mask`` or ``bias``.
+    ``sums`` may come from any backend. It computes no gradient of ``attn_mask`` or ``bias``.
     """
     if not _something(call):
         return blocked_backward(grad, sums, call, wanted)

@@ -47,7 +47,7 @@ _Tensors: TypeAlias = Sequence[Tensor | None]
 
 
 class _Settings(NamedTuple):
-    """What of a call is not a tensor: the operator's last arguments."""
+    """The settings of a call that are not tensors: the operator's last arguments."""
 
     causal: bool
     offset: int
@@ -61,7 +61,7 @@ class _Settings(NamedTuple):
 
 
 def _flat(call: KernelCall, backend: str) -> tuple[tuple[Tensor | None, ...], _Settings]:
-    """The arguments of the operator; autograd and compilers do not look inside records."""
+    """Split a call into tensors and settings: autograd and compilers need them apart."""
     query, key, value, masking, rule, noise, gaps = call
     masks = (masking.attn_mask, masking.bias, masking.key_mask)
     documents = (masking.query_documents, masking.key_documents)
@@ -72,7 +72,7 @@ def _flat(call: KernelCall, backend: str) -> tuple[tuple[Tensor | None, ...], _S
 
 
 def _call(tensors: Sequence[Any], settings: _Settings) -> KernelCall:
-    """The record again."""
+    """The inverse of :func:`_flat`: the call from its tensors and settings."""
     query, key, value, *masks, sinks, seed = tensors
     attn_mask, bias, key_mask, query_documents, key_documents, alibi_slopes = masks
     batch, query_heads, queries, _ = query.shape
@@ -182,7 +182,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _keep(ctx: Any, tensors: _Tensors, settings: _Settings, output: tuple[Tensor, ...]) -> None:
-    """Save what the backward pass needs."""
+    """Save inputs and results of the operator for its backward pass."""
     ctx.set_materialize_grads(False)
     ctx.settings = settings._replace(noise=False, gaps=False)
     ctx.save_for_backward(*tensors, *output)
@@ -229,7 +229,7 @@ def attend_rows(call: KernelCall, backend: str) -> tuple[Sums, str]:
         backend: its name, or "auto".
 
     Raises:
-        ValueError: if the backend named cannot take the call.
+        ValueError: if the backend named does not support the call.
     """
     chosen = dispatch.choose(backend, call)
     tensors, settings = _flat(call, backend)
@@ -252,9 +252,9 @@ def value_gradients(grad: SumGradients, sums: Sums, call: KernelCall, backend: s
 
     Args:
         grad: gradients of the results.
-        sums: what the call gave.
+        sums: the results of the call.
         call: the call, with values.
-        backend: of both passes.
+        backend: name of the backend of both passes.
     """
     tensors, settings = _flat(call, backend)
     wanted = [place == 2 for place in _GRADIENT_INPUTS]
@@ -297,7 +297,7 @@ class _RowSums(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """:func:`row_sums_backward`, of the gradients of its sums, with a derivative."""
+    """:func:`row_sums_backward` as an autograd function, for second derivatives."""
 
     @staticmethod
     def forward(settings: _Settings, wanted: Sequence[bool], *parts: Any) -> tuple[Tensor, ...]:
@@ -358,7 +358,7 @@ class _Gradients(torch.autograd.Function):
 
 
 def _split(parts: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """A call's tensors, the gradients of its results, its results."""
+    """Split flat arguments into the call's tensors, its results' gradients, and its results."""
     middle = _TENSORS + len(_DIFFERENTIABLE)
     return parts[:_TENSORS], parts[_TENSORS:middle], parts[middle:]
 
@@ -369,13 +369,16 @@ def _mapped(
     in_dims: Sequence[Any],
     arguments: Sequence[Any],
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """A function's results for each slice of the mapped dimension, stacked along a new first one.
+    """Call a function for each slice of a dimension mapped by ``torch.vmap``; stack the results.
 
     Args:
-        function: of one slice.
+        function: computes the results of one slice.
         size: of the mapped dimension.
-        in_dims: where it is in each argument; anything but an integer where it is not.
-        arguments: the function's.
+        in_dims: index of that dimension in each argument; not an integer if it has none.
+        arguments: of the function.
+
+    Returns:
+        The results, with a new first dimension, and its index in each of them, 0.
     """
     each = [
         part.unbind(dim) if isinstance(dim, int) else [part] * size

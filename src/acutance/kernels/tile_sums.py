@@ -64,7 +64,7 @@ def inverse_normaliser(Z: Tensor, m: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def _erase(values: Tensor, hidden: Hidden | None, work: Work) -> None:
-    """Zero what a tile hides."""
+    """Set ``values`` (blocks, rows, keys) of a tile to 0 at its hidden keys, in place."""
     if hidden is not None:
         hidden.erase(as_mask_shape(values, work))
 
@@ -98,12 +98,15 @@ class ValueSums(NamedTuple):
 
 
 def _unit(log2: float) -> float:
-    """Factor that makes a score natural: 1 if nothing was multiplied into it."""
+    """Factor from scores to natural units: log 2 if they were multiplied by log₂ e, else 1.
+
+    ``log2`` is the factor from the scores to units of log 2: 1 or log₂ e.
+    """
     return LN2 if log2 == 1.0 else 1.0
 
 
 def _about_maximum(part: Part, m: Tensor, log2: float | Tensor) -> tuple[Part, Tensor]:
-    """The same sums with distances from ``m``, the row's maximum, and what that makes of e."""
+    """The same sums relative to ``m``, the row's maximum, and the factor by which e changes."""
     drop = (part.reference - finite(m)).clamp_(FLOOR, 0.0).mul_(log2)
     decay = torch.exp2(drop)
     moved = part._replace(
@@ -170,13 +173,13 @@ def row_fields(part: Part, log2: float) -> tuple[dict[str, Tensor], Tensor]:
 
 
 class _Anywhere:
-    """Fields of :class:`Part` for ``out``: None, a tensor of its own."""
+    """Stand-in for :class:`Part` whose fields are None, so that ``out=`` allocates new tensors."""
 
     mean = m = Z = norm = average = W = spread = None
 
 
 class Running:
-    """One tile row on its way through the keys."""
+    """The running sums of one block of query rows, to which tiles of keys are added."""
 
     def __init__(
         self,
@@ -187,15 +190,15 @@ class Running:
         rows: Part | None,
         out: Tensor | None,
     ) -> None:
-        """Begin a row.
+        """Begin a block of query rows.
 
         Args:
-            like: (blocks, rows, …), the row's queries.
-            log2: what turns a score into units of log 2.
+            like: (blocks, rows, …), its queries.
+            log2: factor from a score to units of log 2.
             gaps: also count keys by their distance below the maximum.
-            count: also count keys by integers, where ``Part.n`` is not exact.
-            rows: where the sums go if there is only one tile.
-            out: where its sums of values go then.
+            count: also count keys by integers, where the floating ``Part.n`` is not exact.
+            rows: tensors to write the sums into if there is only one tile.
+            out: tensor for its sums of values in that case.
         """
         self._like, self._log2, self.rows, self.out = like, log2, rows, out
         self.unit = _unit(log2)
@@ -315,7 +318,10 @@ class Running:
             self._merge()
 
     def _near(self, m: Tensor, mean: Tensor, tile: Tile) -> bool:
-        """Whether scores may be measured from their means; of no device that must be waited for."""
+        """Whether scores of a tile may be measured from their mean and not from the maximum ``m``.
+
+        Only for wide tiles on the CPU, where the difference is small enough for exponentials.
+        """
         if tile.width < LONG or m.device.type != "cpu":
             return False
         if float((m - mean).max()) * self.unit > REACH:
@@ -355,14 +361,14 @@ class Running:
 
 
 def _decayed(tiles: tuple[Tensor, ...], decay: Tensor) -> Tensor:
-    """Sums of tiles, each multiplied by its decay."""
+    """Sum over tiles of each tile's tensor times its decay factor."""
     return torch.stack(tiles).mul_(decay).sum(0)
 
 
 def _weigh(
     e: Tensor, value: Tensor, keep: Tensor | None, centre: Tensor | None, out: Tensor | None
 ) -> ValueSums:
-    """A tile's weighted sums of values; of the noise metrics too, if ``centre`` is given."""
+    """Sums of a tile's values weighted by ``e``; with ``centre``, also those for noise metrics."""
     O = torch.bmm(e if keep is None else e * keep, value, out=out)
     if centre is None:
         return ValueSums(O, None, None, None)

@@ -47,7 +47,7 @@ LEVEL_ROWS = 512
 class Buffers:
     """Tile-sized scratch tensors, allocated once per call and reshaped for ragged tiles.
 
-    Views are kept too: tiles of few shapes come again and again.
+    Views are cached too, since tiles have few different shapes.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
@@ -66,11 +66,11 @@ class Buffers:
         return self._views[name, shape]
 
     def names(self) -> set[str]:
-        """What there are tensors for."""
+        """Names of the tensors allocated so far."""
         return set(self._store)
 
     def trim(self) -> None:
-        """Forget views, and what is larger than a tile."""
+        """Drop all views, and tensors larger than a tile."""
         self._views = {}
         limit = 2 * TILE_ELEMENTS
         self._store = {name: part for name, part in self._store.items() if part.numel() <= limit}
@@ -83,7 +83,7 @@ class Buffers:
 
 
 class _Pool(threading.local):
-    """Buffers of this thread that no call uses now, by device and dtype."""
+    """Buffers of this thread that are not in use, by device and dtype."""
 
     def __init__(self) -> None:
         self.free: dict[tuple[torch.device, torch.dtype], Buffers] = {}
@@ -94,10 +94,10 @@ _POOL = _Pool()
 
 @contextmanager
 def lent_buffers(like: Tensor, dtype: torch.dtype) -> Iterator[Buffers]:
-    """Buffers for one call, those of an earlier one where they are free.
+    """Buffers for one call, those of an earlier call if they are free.
 
-    New memory is given page by page by the operating system, which costs a call of 1,024 keys a
-    tenth of its time. What is held between calls is a few tiles for each thread.
+    New pages from the operating system would cost a call of 1,024 keys a tenth of its time. Between
+    calls each thread holds the memory of a few tiles.
     """
     if like.device.type != "cpu" or torch.is_inference_mode_enabled():
         yield Buffers(like, dtype)  # what is made in inference mode is of no use outside of it
@@ -110,7 +110,7 @@ def lent_buffers(like: Tensor, dtype: torch.dtype) -> Iterator[Buffers]:
 
 
 class Work(NamedTuple):
-    """One tile row: its region, how its rows fold, and the keys and values of its heads."""
+    """One block of query rows of some heads, with the keys and values of these heads."""
 
     region: Region
     blocks: int  # batch × key heads: the matrix products' batch
@@ -122,8 +122,8 @@ class Work(NamedTuple):
 def tile_shape(masking: Masking) -> tuple[int, int]:
     """Query rows and keys of a tile.
 
-    Where position hides keys, fewer rows leave less of the diagonal to compute in vain. A tile
-    grows with the threads that share each of its operations, so that starting them pays.
+    Causal masks and windows get fewer rows, so that fewer hidden scores near the diagonal are
+    computed. A tile grows with the number of threads, so that starting them pays off.
     """
     level = LEVEL_ROWS
     span = masking.keys if masking.window is None else 2 * masking.window
@@ -140,7 +140,7 @@ def _elements(masking: Masking) -> int:
 
 
 def tile_rows(call: KernelCall) -> Iterator[Work]:
-    """The tile rows of a call, each with enough heads together to fill a tile.
+    """Split a call into blocks of query rows, each with enough heads to fill a tile.
 
     Keys and values that need no copy are sliced separately for every tile row, so that early
     causal rows, which see few keys, combine more heads. Others are copied once for all rows.
@@ -166,7 +166,7 @@ def tile_rows(call: KernelCall) -> Iterator[Work]:
 
 
 def _at_rows(work: Work, rows: slice) -> Work:
-    """The same heads' tile row at other rows."""
+    """The block of the same heads with other query rows."""
     region = Region(work.region.batch, work.region.heads, rows)
     return work._replace(region=region, fold=(*work.fold[:3], rows.stop - rows.start))
 
@@ -179,7 +179,7 @@ def _mergeable(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _blocks(masking: Masking, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Batches and key heads of the tiles of one tile row."""
+    """Slices of batches and key heads, each with about as many scores as a tile may have."""
     blocks = max(1, _elements(masking) // (rows * masking.group * max(1, width)))
     heads = max(1, min(masking.heads, blocks))
     batches = max(1, min(masking.batch, blocks // max(1, masking.heads)))
@@ -192,7 +192,7 @@ def _blocks(masking: Masking, rows: int, width: int) -> Iterator[tuple[slice, sl
 
 
 def _work(call: KernelCall, region: Region, dtype: torch.dtype) -> Work:
-    """Keys and values of one region in the accumulation dtype, with its shape."""
+    """The block of query rows of a region, with keys and values in the accumulation dtype."""
     k, v = (
         None if tensor is None else tensor[region.batch, region.heads].to(dtype).flatten(0, 1)
         for tensor in (call.key, call.value)
@@ -208,7 +208,7 @@ def _work(call: KernelCall, region: Region, dtype: torch.dtype) -> Work:
 
 
 def fold_rows(tensor: Tensor, work: Work) -> Tensor:
-    """Cut (B, H, group, L, …) to the tile row as (blocks, group × rows, …)."""
+    """Cut the rows of a block out of (B, H, group, L, …), as (blocks, group × rows, …)."""
     region = work.region
     part = tensor[region.batch, region.heads, :, region.rows]
     return part.reshape(work.blocks, -1, *part.shape[4:])
@@ -219,7 +219,7 @@ def tile_scores(
 ) -> Tensor:
     """Scores of a tile before masking, (blocks, rows, keys), in the buffer ``scores``.
 
-    With a softcap its slope 1 − (s/cap)² stays in the buffer ``slope`` for the backward pass.
+    With a softcap, its derivative 1 − (s/cap)² is in the buffer ``slope`` for the backward pass.
     """
     shape = (work.blocks, q.shape[1], tile.width)
     s = scratch("scores", *shape)
@@ -239,7 +239,7 @@ def tile_scores(
 
 
 def columns(rows: Tensor, tile: Tile) -> Tensor:
-    """Cut keys or values, (blocks, S, …), to a tile."""
+    """The keys or values of a tile, cut out of (blocks, S, …)."""
     return rows if tile.width == rows.shape[1] else rows[:, tile.start : tile.stop]
 
 
@@ -249,14 +249,14 @@ def as_mask_shape(s: Tensor, work: Work) -> Tensor:
 
 
 def expand_rows(values: Tensor, work: Work) -> Tensor:
-    """Broadcast a value per row, (…, rows) as in a tile's masks, to (blocks, group × rows)."""
+    """Broadcast one value for each row, (…, rows) as in a mask, to (blocks, group × rows)."""
     return values.expand(work.fold).reshape(work.blocks, -1)
 
 
 def draw_kept(
     shape: tuple[int, ...], rule: Rule, generator: torch.Generator | None, like: Tensor
 ) -> Tensor | None:
-    """Dropout's factors of a tile's weights, 0 or 1/(1 − p); None without dropout."""
+    """Random dropout factors for the weights of a tile, 0 or 1/(1 − p); None without dropout."""
     if generator is None:
         return None
     draw = torch.rand(shape, generator=generator, device=like.device, dtype=like.dtype)
@@ -273,7 +273,7 @@ def dropout_generator(rule: Rule, device: torch.device) -> torch.Generator | Non
 
 
 def sink_rows(rule: Rule, work: Work, masking: Masking, like: Tensor) -> Tensor | None:
-    """The sink logits of a tile row, (blocks, rows)."""
+    """The sink logits of a block of query rows, (blocks, rows), or None."""
     if rule.sinks is None:
         return None
     sinks = rule.sinks.to(like.dtype).view(masking.heads, masking.group)[work.region.heads]

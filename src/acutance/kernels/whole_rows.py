@@ -41,7 +41,7 @@ class WeighedRows(NamedTuple):
         out: (B, Hq, L, Ev); None if the call has no values.
         weights: sums of each row's weights.
         scores: sums of each row's scores.
-        slopes: how each row responds to its scores; None if not computed.
+        slopes: derivatives of each row's weights by its scores; None if not computed.
     """
 
     out: Tensor | None
@@ -60,16 +60,17 @@ def weigh_rows(
     """Weights of any kind over validated input, row block by row block.
 
     Args:
-        call: the call; its rule's sinks are for ``weighting`` to take.
+        call: the call; sinks of its rule are passed to ``weighting``.
         weighting: how scores become weights.
         row_scale: another factor of the scores for each row, (B, Hq, L, 1).
-        score: scores of a block, before the scale; None is the dot product.
+        score: function that computes the scores of a block, before the scale; None is the dot
+            product.
 
     Returns:
-        Output and sums, the latter in float32 or float64. The state of the scores is whole for
-        softmax; for other weights it has counts, extremes and plain moments, and NaN for the sums
-        of exponentials, which no metric of theirs reads. ``slopes`` is None for softmax, and for
-        weightings that do not know their derivative.
+        Output and sums, the latter in float32 or float64. For softmax the state of the scores is
+        complete; for other weights it has counts, extremes and plain moments, and NaN for the sums
+        of exponentials, which none of their metrics needs. ``slopes`` is None for softmax, and for
+        weightings without a ``jacobian``.
     """
     value, masking = call.value, call.masking
     grad = torch.is_grad_enabled() and any(
@@ -101,7 +102,7 @@ def weigh_rows(
 
 
 def _ordinary(tensor: Tensor) -> bool:
-    """Whether all values are finite, if that can be known without waiting or a graph break."""
+    """Whether all values are known to be finite; False if a check would wait or break a graph."""
     if torch.compiler.is_compiling() or transformed() or tensor.device.type != "cpu":
         return False
     return all_finite(tensor)
@@ -128,7 +129,10 @@ def _row_blocks(masking: Masking) -> list[slice]:
 
 
 def _joined(blocks: Sequence[Sequence[tuple[Tensor, ...]]]) -> Iterator[Tensor]:
-    """Each field of blocks' sums as one tensor (B, Hq, L), or (B, Hq, L, 0) where it is absent."""
+    """Join the sums of blocks of rows: each field as one tensor (B, Hq, L).
+
+    (B, Hq, L, 0) for a field that was not requested.
+    """
     for field in range(len(blocks[0][0])):
         yield torch.cat([torch.cat([block[field] for block in rows], 2) for rows in blocks])
 
@@ -214,7 +218,7 @@ def _weighed(weights: Tensor, v: Tensor) -> Tensor:
 
 
 def _plain(s: Tensor, seen: Tensor | None, first_key: int) -> RowState:
-    """The fields of a row state that need no exponential."""
+    """A row state with the fields that need no exponential; the others are NaN."""
     rows = s.shape[:-1]
     if s.shape[-1] == 0:
         return observe(s, seen, first_key=first_key)
@@ -259,7 +263,7 @@ def _plain(s: Tensor, seen: Tensor | None, first_key: int) -> RowState:
 
 
 def _with_values(state: RowState, s: Tensor, seen: Tensor | None, v: Tensor) -> RowState:
-    """Fill in the output and value moments of a softmax's row state, by matrix products."""
+    """A softmax row state with the sums over values ``O``, ``R1`` and ``R2`` filled in."""
     with torch.no_grad():
         e = torch.exp(s - torch.where(state.n == 0, 0.0, state.m).unsqueeze(-1))
         e = e if seen is None else torch.where(seen, e, 0.0)
@@ -280,7 +284,7 @@ def _with_values(state: RowState, s: Tensor, seen: Tensor | None, v: Tensor) -> 
 def _slopes(
     weighting: Weighting, s: Tensor, weights: Tensor, seen: Tensor | None, v: Tensor | None
 ) -> Slopes | None:
-    """Trace and noise gain of a block, from the derivative of its weights."""
+    """Trace of the weights' Jacobian, and noise gain, of a block's rows; None without Jacobian."""
     if seen is not None:
         s = torch.where(seen, s, 0.0)
     found = weighting.jacobian(s, weights, seen) if s.numel() else Jacobian(s)

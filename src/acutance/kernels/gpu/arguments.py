@@ -69,7 +69,7 @@ def supported(call: KernelCall) -> str | None:
 
 
 def why_not(call: KernelCall) -> str | None:
-    """What :func:`supported` says, as far as it depends on a call's kind and not on its sizes."""
+    """:func:`supported` without the checks of sizes: device, dtype, dropout and Triton only."""
     query, value = call.query, call.value
     reason = why_unavailable()
     if reason is not None:
@@ -89,28 +89,28 @@ def why_not(call: KernelCall) -> str | None:
 
 @cache
 def _capable(device: torch.device) -> bool:
-    """Whether a device multiplies bfloat16, and is of a kind these kernels are compiled for."""
+    """Whether these kernels compile for a device: NVIDIA, compute capability 8.0 or above."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def padded(width: int) -> int:
-    """The width of a tile: a power of two, at least what a matrix product takes."""
+    """The width of a tile for heads of ``width``: a power of two, at least 16 for ``tl.dot``."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor, copied only if its last dimension has gaps."""
+    """The tensor, or a contiguous copy if the stride of its last dimension is not 1."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def strides(name: str, tensor: Tensor) -> dict[str, int]:
-    """The first three strides of a tensor by the kernels' names for them."""
+    """The strides of batch, heads and rows of a tensor, as keyword arguments of the kernels."""
     axes = ("batch", "head", "row")
     return {f"{name}_{axis}": tensor.stride(place) for place, axis in enumerate(axes)}
 
 
 def flags(call: KernelCall) -> Flags:
-    """What a call's kernels are compiled for."""
+    """The compile-time options of the kernels for a call."""
     query, masking, rule = call.query, call.masking, call.rule
     mask = masking.attn_mask
     kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
@@ -136,9 +136,9 @@ def flags(call: KernelCall) -> Flags:
 
 
 def mask_arguments(call: KernelCall) -> dict[str, Any]:
-    """Masks, sizes and the rule by the kernels' names for them.
+    """Masks, sizes, scale and softcap of a call, as keyword arguments of the kernels.
 
-    What is absent is pointed at the query: it is there, and never read.
+    The pointer of a mask that is absent is the query's; it is never read.
     """
     query, masking, rule = call.query, call.masking, call.rule
     slopes, key_mask = masking.alibi_slopes, masking.key_mask
@@ -165,7 +165,10 @@ def mask_arguments(call: KernelCall) -> dict[str, Any]:
 
 
 def _matrix(name: str, tensor: Tensor | None, query: Tensor) -> dict[str, Any]:
-    """Pointer, strides and limit of an L × S mask; what is broadcast has stride 0."""
+    """Pointer and strides of an L × S mask, 0 where it is broadcast, and the limit of hidden keys.
+
+    Entries at or below the limit hide a key.
+    """
     if tensor is None:
         steps, limit, found = [0, 0, 0, 0], 0.0, query
     else:
@@ -244,16 +247,16 @@ _chosen = threading.local()
 
 
 def tried() -> int:
-    """How many tile sizes a call may be given."""
+    """Number of candidate tile sizes that the tuner times for a call."""
     return 1 if interpreted() or os.environ.get(TUNE_VARIABLE) == "0" else TRIED
 
 
 @contextmanager
 def one_size(index: int) -> Iterator[None]:
-    """Launch with the candidate of this place, untimed, in this thread.
+    """A context in which this thread launches kernels with the candidate ``index``, untimed.
 
-    Where the device has no room for it, or there are fewer, the next one is taken, from the
-    beginning behind the last.
+    If the device has not enough memory for it, the next candidate is used, and after the last the
+    first.
     """
     _chosen.index = index
     try:
@@ -263,7 +266,7 @@ def one_size(index: int) -> Iterator[None]:
 
 
 def size_class(length: int) -> int:
-    """Lengths that share their tile sizes: 0 to 16, to 64, to 1024 and beyond."""
+    """Class of lengths that share tile sizes: up to 16, up to 64, up to 1024, or more."""
     return sum(length > bound for bound in (16, 64, 1024))
 
 
@@ -275,13 +278,13 @@ def candidates(
     item: int,
     capability: tuple[int, int],
 ) -> list[tuple[int, int, int, int]]:
-    """Those tile sizes that suit a call, best guess first.
+    """The tile sizes that suit a call, the most promising first.
 
     Args:
-        tiles: rows, keys, warps and stages of each.
+        tiles: the sizes to choose from, each (rows, keys, warps, stages).
         queries: L.
         width: padded widths of a key and its value together.
-        item: bytes of an element of what is multiplied.
+        item: bytes of an element of the matrices that are multiplied.
         capability: of the device.
 
     Returns:
@@ -321,12 +324,12 @@ class Launcher:
         self._tuned: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, blocks: Any, arguments: Mapping[str, Any]) -> None:
-        """Launch.
+        """Launch the kernel.
 
         Args:
-            blocks: from the chosen sizes (``BLOCK_M`` and ``BLOCK_N`` by name) to the number of
-                programs.
-            arguments: of the kernel, by name, less the tile sizes.
+            blocks: function from the tile sizes (``BLOCK_M`` and ``BLOCK_N`` by name) to the number
+                of programs.
+            arguments: keyword arguments of the kernel other than the tile sizes.
         """
         if interpreted():
             self._kernel[(blocks(SMALL),)](**arguments, **SMALL)
@@ -357,7 +360,7 @@ class Launcher:
     def _launch_first(
         self, sizes: list[tuple[int, int, int, int]], blocks: Any, arguments: Mapping[str, Any]
     ) -> None:
-        """Launch with the first of these sizes that the device has room for."""
+        """Launch with the first of these tile sizes that fits the device's shared memory."""
         for place, (rows, keys, warps, stages) in enumerate(sizes):
             tile = {"BLOCK_M": rows, "BLOCK_N": keys}
             launch = self._kernel[(blocks(tile),)]
@@ -369,7 +372,7 @@ class Launcher:
                     raise
 
     def _autotuner(self, found: tuple[tuple[int, int, int, int], ...]) -> Any:
-        """Triton's own tuner over these sizes."""
+        """Triton's autotuner of the kernel over these tile sizes, cached."""
         if found not in self._tuned:
             configs = [
                 triton.Config(

@@ -47,10 +47,10 @@ _lock = threading.RLock()
 def refusal_reason(call: KernelCall, *, warn: bool = True) -> str | None:
     """Why the first-use check refuses the forward kernel for a call; None if it does not.
 
-    The first call of each configuration is checked against the blocked path. The outcome is kept.
+    The first call of each configuration is checked against the blocked path; the result is cached.
 
     Args:
-        call: as :func:`acutance.kernels.gpu.passes` takes it.
+        call: as of :func:`acutance.kernels.gpu.passes.forward`.
         warn: issue a warning if the configuration is refused.
 
     Returns:
@@ -68,7 +68,7 @@ def gradient_refusal_reason(
 
     Args:
         grad: gradients of the sums.
-        call: as the forward pass takes it.
+        call: the forward call.
         wanted: which gradients are requested.
         warn: issue a warning if the configuration is refused.
     """
@@ -83,7 +83,7 @@ def gradient_refusal_reason(
 
 
 def forget() -> None:
-    """Check every configuration again at its next use."""
+    """Clear the cached results, so that every configuration is checked again at its next use."""
     with _lock:
         _verdicts.clear()
         _warned.clear()
@@ -132,7 +132,7 @@ def _capturing(query: Tensor) -> bool:
 
 
 def _named(call: KernelCall) -> str:
-    """A configuration in a few words."""
+    """A description of a call's configuration for messages."""
     query, masking = call.query, call.masking
     masks = {
         "causal": masking.causal,
@@ -149,7 +149,7 @@ def _named(call: KernelCall) -> str:
 
 
 def _kind(call: KernelCall) -> tuple[Any, ...]:
-    """The configuration of a call: all that kernels and tile sizes depend on."""
+    """The configuration of a call: everything that decides its kernels and tile sizes."""
     query, _, value, masking, rule, noise, gaps = call
     masks = (masking.attn_mask, masking.bias, masking.alibi_slopes)
     given = (*masks, masking.query_documents, masking.key_documents, rule.sinks)
@@ -216,7 +216,15 @@ def _differing(
     least: float,
     steps: float,
 ) -> str | None:
-    """Which result differs by more than rounding, as a clause; None if none does."""
+    """Name of the first result that differs by more than rounding, as a clause; None if none does.
+
+    Args:
+        found: results of the kernels.
+        want: results of the blocked path in float64.
+        dtype: of the call.
+        least: absolute difference that is always allowed.
+        steps: allowed difference in rounding steps of the dtype.
+    """
     gradients = isinstance(want, Gradients)
     for name, ours, theirs in zip(want._fields, found, want, strict=True):
         if ours is None or theirs is None or not theirs.numel():
@@ -258,7 +266,7 @@ def _largest(tensor: Tensor | None) -> float:
 
 
 class _Draw:
-    """Numbers that are the same in every process, and leave PyTorch's generators alone."""
+    """Random numbers with a fixed seed, from a generator of their own."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._device, self._generator = device, torch.Generator("cpu").manual_seed(seed)
@@ -273,7 +281,7 @@ class _Draw:
 
 
 def _small_call(call: KernelCall) -> KernelCall:
-    """A call of the same kind, of normal queries, keys and values."""
+    """A small call of the same configuration, with random queries, keys and values."""
     query, _, value, masking, rule, noise, gaps = call
     rows, keys, window = SMALL_SIZES if query.device.type == "cpu" else SIZES
     if has_moments(call):  # two chunks of keys for the first rows

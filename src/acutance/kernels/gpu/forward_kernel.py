@@ -56,7 +56,12 @@ def tile(
     BLOCK: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, NOISE: tl.constexpr,
     EDGE: tl.constexpr, MOMENTS: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of keys to the rows' sums."""
+    """Return the running sums ``state`` of some query rows after a tile of ``BLOCK`` keys.
+
+    ``q`` are the queries, ``K`` and ``V`` pointers to the head's keys and values, ``i`` the rows'
+    indices, ``start`` the tile's first key. With ``EDGE``, only keys from ``since`` to ``upto`` of
+    each row that no mask hides count; else all of the tile.
+    """
     acc, m, Z, U, W, Q, n, middle, M2, first, first_key, squares, spread, about, away1, away2 = (
         state
     )
@@ -183,7 +188,7 @@ def forward_kernel(
     BLOCK_V: tl.constexpr, HAS_SINKS: tl.constexpr, NOISE: tl.constexpr, CHUNK: tl.constexpr,
     FLAGS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: ``BLOCK_M`` rows of one head."""
+    """Output and sums of ``BLOCK_M`` query rows of one head, over all keys; one program each."""
     batch, head, whole_head, first_row = block_of_rows(queries, query_heads, BLOCK_M, FLAGS.causal)
     masks = at_head(
         (queries, keys, offset, window, softcap),

@@ -52,7 +52,10 @@ COEFFICIENTS = (
 
 
 class Terms(NamedTuple):
-    """Which coefficients a call has; ``shift``, ``constant`` and ``linear`` are always there."""
+    """Which optional coefficients of the score gradients a call has, at compile time.
+
+    ``shift``, ``constant`` and ``linear`` are always present.
+    """
 
     square: bool
     weight: bool
@@ -64,7 +67,7 @@ class Terms(NamedTuple):
 
 @jit
 def load(X, at, there, row, width: tl.constexpr, BLOCK: tl.constexpr, FLAGS: tl.constexpr):
-    """Some rows of a matrix, zero where there is none."""
+    """Load rows ``at`` of a matrix, (rows, BLOCK); 0 where not ``there`` or beyond ``width``."""
     column = tl.arange(0, BLOCK)[None, :]
     found = tl.load(
         X + tl.cast(at, tl.int64)[:, None] * row + column,
@@ -78,13 +81,13 @@ def load(X, at, there, row, width: tl.constexpr, BLOCK: tl.constexpr, FLAGS: tl.
 
 @jit
 def finite(x):
-    """0 for what is not finite: a gradient of 0, where a key is hidden, times that would be NaN."""
+    """Replace NaN and infinity by 0: times a gradient of 0 they would be NaN."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @jit
 def coefficients(ROWS, INDICES, count, at, there, AXIS: tl.constexpr, TERMS: tl.constexpr):
-    """The coefficients of some rows, along the other axis than ``AXIS``."""
+    """Load the coefficients of rows ``at``, as vectors with a new dimension at ``AXIS``."""
     shift = tl.load(ROWS + at, mask=there, other=0.0)
     constant = tl.load(ROWS + count + at, mask=there, other=0.0)
     linear = tl.load(ROWS + 2 * count + at, mask=there, other=0.0)
@@ -127,7 +130,15 @@ def coefficients(ROWS, INDICES, count, at, there, AXIS: tl.constexpr, TERMS: tl.
 def score_gradients(
     x, dp, i, j, rows, masks, scale, EDGE: tl.constexpr, TERMS: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """Exponentials, gradients of the scores and where they are, and the softcap's slope."""
+    """Gradients by the scores of one tile.
+
+    ``x`` are dot products, ``dp`` products of the output's gradient with the values, ``i`` and
+    ``j`` indices of queries and keys, ``rows`` the coefficients.
+
+    Returns:
+        The exponentials of the scores, the gradients, True for visible pairs, and the derivative of
+        the softcap.
+    """
     shift, constant, linear, square, weight, inverse, plain, slope = rows[:8]
     first, first_key, largest, largest_key = rows[8:]
     bend = 1.0
@@ -171,7 +182,10 @@ def queries_tile(
     BLOCK_V: tl.constexpr, ADD: tl.constexpr, EDGE: tl.constexpr, TERMS: tl.constexpr,
     FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """Add what one tile of keys gives to the gradient of a block of queries."""
+    """Add the contribution of one tile of keys to ``dq``, the gradient of some queries; return it.
+
+    With ``ADD``, the gradients of the scores are also written to ``ADDED``, for a full mask.
+    """
     keys = masks[0][1]
     columns = start + tl.arange(0, BLOCK)
     j = columns[None, :]
@@ -259,7 +273,10 @@ def keys_tile(
     query_row, BLOCK: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_V: tl.constexpr, EDGE: tl.constexpr, TERMS: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """Add what one tile of query rows gives to the gradients of a block of keys and values."""
+    """Add the contribution of one tile of query rows to ``dk`` and ``dv``, and return both.
+
+    ``dk`` and ``dv`` are the gradients of a block of keys and values, ``j`` their indices.
+    """
     queries = masks[0][0]
     at = start + tl.arange(0, BLOCK)
     there = at < queries

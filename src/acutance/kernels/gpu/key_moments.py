@@ -32,10 +32,10 @@ FEWEST_QUERIES, FEWEST_CHUNKS = 129, 4
 
 
 def has_moments(call: KernelCall) -> bool:
-    """Whether the moments of a call's logits are those of its keys.
+    """Whether mean and variance of each row's logits follow from moments of the keys alone.
 
-    They are where position alone hides keys, all rows see the first ones, and a score is a positive
-    factor times the dot product.
+    They do if only position hides keys, every row sees the keys from the first one on, and scores
+    are a positive factor times the dot product.
     """
     given, masking = flags(call), call.masking
     plain = not (given.changed or given.data or given.window)
@@ -44,7 +44,7 @@ def has_moments(call: KernelCall) -> bool:
 
 
 def chunk_size(width: int) -> int:
-    """Keys that are summed at a time: so the sums take at most half the memory of float32 keys."""
+    """Number of keys of a chunk: the chunks' sums need at most half the memory of the keys."""
     return max(128, 2 * padded(width))
 
 
@@ -53,7 +53,7 @@ def chunk_kernel(
     KEY, MEANS, PRODUCTS, key_batch, key_head, key_row, heads, chunks, E: tl.constexpr,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: the means of some columns of a chunk's keys, and a tile of their products."""
+    """Means of some components of a chunk's keys, and a tile of their product matrix KᵀK."""
     ROWS: tl.constexpr = BLOCK_M if BLOCK_M < BLOCK_E else BLOCK_E
     COLUMNS: tl.constexpr = BLOCK_N if BLOCK_N < BLOCK_E else BLOCK_E
     across: tl.constexpr = BLOCK_E // COLUMNS
@@ -100,9 +100,9 @@ def running_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: a tile of one head's products, from those of chunks to those of all up to each.
+    """Turn sums of single chunks into sums of all chunks up to each, for a tile of one head's KᵀK.
 
-    The first chunk is left out: the forward kernel looks at its pairs.
+    The first chunk is left out: the forward kernel computes its scores one by one.
     """
     ROWS: tl.constexpr = BLOCK_M if BLOCK_M < BLOCK_E else BLOCK_E
     COLUMNS: tl.constexpr = BLOCK_N if BLOCK_N < BLOCK_E else BLOCK_E
@@ -136,11 +136,11 @@ def rows_kernel(
     query_heads, group, queries, keys, offset, E: tl.constexpr, BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: the moments of ``BLOCK_M`` rows, over the chunks that all 128 around them see.
+    """Mean and summed squared deviations of the logits of ``BLOCK_M`` rows, over whole chunks.
 
-    Mean dot products are less that with the first key. Summed squared deviations are NaN where the
-    products cancel: an entry of them is off by at most some roundings of the root of the two on the
-    diagonal, which bounds the error of what a row makes of them.
+    The chunks are those that all rows of the surrounding block of 128 see. The mean is less the dot
+    product with the first key. The squared deviations are NaN where rounding may dominate them: the
+    error of an entry of KᵀK is at most some roundings of the root of its two diagonal entries.
     """
     COLUMNS: tl.constexpr = BLOCK_N if BLOCK_N < BLOCK_E else BLOCK_E
     blocks = tl.cdiv(queries, BLOCK_M)
@@ -180,9 +180,9 @@ def rows_kernel(
 
 @jit
 def last_chunk(row, keys, offset, CHUNK: tl.constexpr, CAUSAL: tl.constexpr):
-    """Number of the last chunk that all of 128 rows see whole: ``row`` and those around it.
+    """Index of the last chunk that ``row`` and all rows of its block of 128 see completely.
 
-    The same for every tile size.
+    It does not depend on the tile size.
     """
     stop = keys
     if CAUSAL:
@@ -196,16 +196,17 @@ _rows = Launcher(rows_kernel, ((64, 32, 4, 2),), [], fixed=True)
 
 
 def row_moments(query: Tensor, key: Tensor, call: KernelCall) -> tuple[Tensor, Tensor]:
-    """Moments of each row's dot products with the keys of all chunks it sees but the first.
+    """Moments of each row's dot products with the keys of all whole chunks it sees, but the first.
 
     Args:
         query: (B, Hq, L, E), with dense rows.
         key: (B, H, S, E), with dense rows.
-        call: what they are of, for which :func:`has_moments` holds.
+        call: the call, for which :func:`has_moments` holds.
 
     Returns:
         Means, less the product with the first key, and summed squared deviations, (B, Hq, L),
-        float32: NaN where these are not exact, undefined where there is no such chunk.
+        float32. The second is NaN where it would not be exact; both are undefined for rows that see
+        no such chunk.
     """
     B, H, S, E = key.shape
     width, chunk = padded(E), chunk_size(E)

@@ -20,13 +20,13 @@ OLDEST = (3, 4)
 
 
 class Kernel(Protocol):
-    """A compiled function: launched over a grid, or called from another one."""
+    """Type of a Triton function: launched over a grid, or called from another kernel."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        """The launcher for a grid."""
+        """The function that launches it with a grid of programs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Inside another kernel."""
+        """Call it from another kernel."""
 
 
 #: Sizes that change from call to call, as in decoding: a kernel is not compiled again for each.
@@ -42,7 +42,7 @@ def jit(function: Callable[..., Any]) -> Kernel:
 
 
 def constant(value: float) -> Any:
-    """A number that kernels may read from their module."""
+    """A ``tl.constexpr`` of a number, so that kernels may read it as a global of their module."""
     return value if triton is None else tl.constexpr(value)
 
 

@@ -138,10 +138,10 @@ _NOWHERE = 2**31 - 1
 
 
 def unsupported_gradient(masking: Masking, wanted: tuple[bool, ...]) -> str | None:
-    """Why the gradient of a mask cannot be had from these kernels, or None if it can.
+    """Why these kernels cannot compute the gradient of a mask or bias; None if they can.
 
-    Each entry of a full (B, Hq, L, S) mask belongs to one score; what is shared between rows or
-    heads would have to be added up.
+    They can for a full (B, Hq, L, S) mask, whose entries belong to one score each, and not for one
+    that rows or heads share.
     """
     pairs = masking.batch * masking.heads * masking.group * masking.queries * masking.keys
     for name, want, mask in zip(
@@ -157,9 +157,9 @@ def backward(
 ) -> Gradients:
     """Gradients of a forward call from those of its results.
 
-    Means what :func:`acutance.kernels.backward.backward` means, and is that function for what these
-    kernels do not take (:func:`unsupported_gradient`, dropout, float64). Sums are not added up
-    across programs: with the same tile sizes, results are the same from run to run.
+    Computes what :func:`acutance.kernels.backward.backward` does, and calls it where these kernels
+    cannot run (:func:`unsupported_gradient`, dropout, float64). No sum is added up by several
+    programs, so with the same tile sizes results are identical from run to run.
     """
     query, key, value, masking, rule, *_ = call
     if supported(call) is not None or unsupported_gradient(masking, wanted) is not None:
@@ -240,14 +240,14 @@ def backward(
 
 
 def _shaped(added: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """Gradients of all scores as those of a full mask."""
+    """Gradients of all scores in the shape and dtype of a full mask; None if not requested."""
     if added is None or mask is None:
         return None
     return added.reshape(mask.shape).to(mask.dtype, copy=True)
 
 
 def _terms(grad: SumGradients, found: Coefficients) -> Terms:
-    """Which coefficients there are."""
+    """Which optional coefficients the gradients of a call need."""
     return Terms(
         square=found.square is not None,
         weight=found.weight is not None,
@@ -261,10 +261,10 @@ def _terms(grad: SumGradients, found: Coefficients) -> Terms:
 def _table(
     sums: Sums, grad: SumGradients, found: Coefficients, half: bool
 ) -> tuple[Tensor, Tensor]:
-    """All coefficients, (10, B, Hq, L), and what gradients are multiplied by in the end.
+    """All coefficients, (10, B, Hq, L), and the factor to multiply gradients by at the end.
 
-    float16 gradients of scores would underflow where many rows share one loss: all are made larger
-    by the power of two that brings the largest coefficient to about 1.
+    float16 gradients of scores would underflow where many rows share one loss. So all are
+    multiplied by the power of two that makes the largest coefficient about 1.
     """
     parts = found._asdict() | {
         "shift": finite(sums.m),
@@ -282,7 +282,7 @@ def _table(
 
 
 def _sink_gradient(rule: Rule, found: Coefficients) -> Tensor | None:
-    """Gradient of the sinks; of the sums' gradients only the output's reaches them."""
+    """Gradient of the sink logits (Hq,), which comes from the output's gradient alone; or None."""
     if rule.sinks is None:
         return None
     if found.sink is None:

@@ -93,7 +93,7 @@ def edge_tile(index, left, start, all_stop, BLOCK: tl.constexpr):
 
 @jit
 def at_head(sizes, mask, bias, masks, batch, head, FLAGS: tl.constexpr):
-    """The masks of one query head: every pointer moved there, ALiBi's slope read."""
+    """The masks' pointers moved to one batch entry and query head, and its ALiBi slope."""
     queries, keys, offset, window, softcap = sizes
     MASK, mask_batch, mask_head, mask_row, mask_key, mask_limit = mask
     BIAS, bias_batch, bias_head, bias_row, bias_key, bias_limit = bias
@@ -118,9 +118,10 @@ def at_head(sizes, mask, bias, masks, batch, head, FLAGS: tl.constexpr):
 
 @jit
 def band(first, last, masks, BLOCK: tl.constexpr, LEAD: tl.constexpr, FLAGS: tl.constexpr):
-    """Keys that any row from ``first`` to ``last`` sees, and whole tiles all of them see.
+    """The range of keys that any row from ``first`` to ``last`` sees by position.
 
-    By position. Of the whole tiles the ``LEAD`` first are left to the edge.
+    Also the range, inside it, of whole tiles that all these rows see; the first ``LEAD`` tiles do
+    not count as whole.
     """
     queries, keys, offset, window, softcap, slope = masks[0]
     start = tl.zeros((), tl.int32)
@@ -139,7 +140,10 @@ def band(first, last, masks, BLOCK: tl.constexpr, LEAD: tl.constexpr, FLAGS: tl.
 
 @jit
 def rows_band(first, last, masks, BLOCK: tl.constexpr, FLAGS: tl.constexpr):
-    """Rows that see any key from ``first`` to ``last``, and whole tiles that see all of them."""
+    """The range of rows that see any key from ``first`` to ``last`` by position.
+
+    Also the range, inside it, of whole tiles of rows that see all these keys.
+    """
     queries, keys, offset, window, softcap, slope = masks[0]
     start = tl.zeros((), tl.int32)
     stop = start + queries
@@ -165,7 +169,7 @@ def _whole(
     LEAD: tl.constexpr,
     FLAGS: tl.constexpr,
 ):
-    """A range that begins at a tile, and the whole tiles of a range inside it."""
+    """The range [start, stop), begun at a tile, and the whole tiles of the range inside it."""
     stop = tl.maximum(stop, start)
     start = start // BLOCK * BLOCK
     all_start = ((all_start + BLOCK - 1) // BLOCK + LEAD) * BLOCK
@@ -178,7 +182,7 @@ def _whole(
 
 @jit
 def natural(x, i, j, masks, scale, FLAGS: tl.constexpr):
-    """Scores made of dot products, before biases, and the slope a softcap leaves of a score."""
+    """Scores from dot products x: scale, softcap, ALiBi; and the derivative of the softcap."""
     queries, keys, offset, window, softcap, slope = masks[0]
     s = x * scale
     bend = 1.0
@@ -193,7 +197,7 @@ def natural(x, i, j, masks, scale, FLAGS: tl.constexpr):
 
 @jit
 def in_place(i, j, masks, FLAGS: tl.constexpr):
-    """Which pairs exist and are visible by position."""
+    """True for pairs of query i and key j that exist and are visible by position."""
     queries, keys, offset, window, softcap, slope = masks[0]
     seen = (i < queries) & (j < keys)
     if FLAGS.causal:
@@ -219,7 +223,7 @@ def visible_range(rows, masks, FLAGS: tl.constexpr):
 
 @jit
 def visible(s, seen, i, j, masks, FLAGS: tl.constexpr):
-    """Scores with their biases, and which pairs are left after every mask that is data."""
+    """Scores s with bias and mask added, and ``seen`` less pairs that masks or documents hide."""
     queries, keys, offset, window, softcap, slope = masks[0]
     KEY_MASK, ROW_DOCUMENTS, KEY_DOCUMENTS = masks[3]
     if FLAGS.bias:
@@ -245,7 +249,7 @@ def visible(s, seen, i, j, masks, FLAGS: tl.constexpr):
 
 @jit
 def same_documents(rows, columns, masks):
-    """Whether any row and any key of a tile can be of one document, by the range of their ids."""
+    """Whether a row and a key of a tile may be in one document, judged by their ranges of ids."""
     queries, keys, offset, window, softcap, slope = masks[0]
     KEY_MASK, ROW_DOCUMENTS, KEY_DOCUMENTS = masks[3]
     # an index clamped to the last one repeats an id of the tile and changes no range
@@ -256,6 +260,6 @@ def same_documents(rows, columns, masks):
 
 @jit
 def _entries(matrix, i, j, there):
-    """Entries of an L × S matrix, whose rows lie further apart than 32 bits may count."""
+    """Entries (i, j) of an L × S mask and its limit, with 64-bit offsets; 0 where not ``there``."""
     X, row, key, limit = matrix
     return tl.load(X + i.to(tl.int64) * row + j.to(tl.int64) * key, mask=there, other=0), limit

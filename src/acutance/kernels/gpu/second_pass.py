@@ -33,7 +33,10 @@ def count_tile(
     q, KEY, to, top, there, start, i, masks, scale, keys, key_row, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """Count a tile's keys."""
+    """Add a tile's visible keys to the rows' gap histograms, at address ``to``.
+
+    Keys are counted by the distance of their score below the row's maximum ``top``.
+    """
     columns = start + tl.arange(0, BLOCK_N)
     j = columns[None, :]
     k = load(KEY, columns, columns < keys, key_row, E, BLOCK_E, FLAGS)
@@ -66,7 +69,7 @@ def gaps_kernel(
     E: tl.constexpr, BLOCK_E: tl.constexpr, FLAGS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: the histograms of ``BLOCK_M`` rows of one head, which hold zeros before."""
+    """Fill the gap histograms, zero before, of ``BLOCK_M`` rows of one head; one program each."""
     batch, head, whole_head, first_row = block_of_rows(queries, query_heads, BLOCK_M, False)
     masks = at_head(
         (queries, keys, offset, window, softcap),

@@ -51,7 +51,7 @@ _BLOCKED_QUERIES = (16, 256)
 
 
 def fastest(times: dict[str, float], order: Iterable[str]) -> str | None:
-    """The first in an order that no other beats by :data:`MARGIN`; None without times.
+    """The first name in ``order`` that no other beats by :data:`MARGIN`; None without times.
 
     Example:
         >>> fastest({"avx512_bf16": 9e-5, "avx512": 5e-5}, ("avx512_bf16", "avx512"))
@@ -63,9 +63,9 @@ def fastest(times: dict[str, float], order: Iterable[str]) -> str | None:
 
 
 def interleaved(runs: dict[str, Callable[[], float]]) -> dict[str, float]:
-    """The least time of each of several functions that return their time, run in turns.
+    """Run functions that return their time in turns, several rounds; return the least time of each.
 
-    What takes twice as long as another in one round is not run again.
+    A function that is twice as slow as another in one round is not run again.
     """
     least: dict[str, float] = {}
     for _ in range(_ROUNDS):
@@ -77,10 +77,10 @@ def interleaved(runs: dict[str, Callable[[], float]]) -> dict[str, float]:
 
 
 class Selection:
-    """The times of a library's kernels on this machine, and what follows from them."""
+    """Chooses the instruction sets of a native library by their times on this machine."""
 
     def __init__(self, library: Library, times: Times | None = None) -> None:
-        """Take up times; what is of other kernels or dtypes is left out."""
+        """Use stored times; those of other dtypes or instruction sets are ignored."""
         self.library = library
         self.times: Times = {
             dtype: passes
@@ -92,7 +92,7 @@ class Selection:
             self.apply(dtype)
 
     def choice(self, dtype: str, name: str) -> Choice:
-        """What runs for a pass of a dtype."""
+        """The instruction set in use for the pass ``name`` of a dtype, and the times behind it."""
         times = self.times.get(dtype, {}).get(name, {})
         cpus = self.library.cpus
         if self.library.named is not None:
@@ -100,11 +100,11 @@ class Selection:
         return Choice(dtype, name, fastest(times, cpus) or cpus[0], times)
 
     def choices(self) -> tuple[Choice, ...]:
-        """What runs for every dtype and pass."""
+        """The instruction sets in use for every dtype and pass."""
         return tuple(self.choice(dtype, name) for dtype in DTYPE_CODES for name in PASSES)
 
     def complete(self) -> None:
-        """Time what has not been timed yet, unless the environment selects a kernel."""
+        """Time the dtypes without times, unless the environment selects an instruction set."""
         if self.library.named is None and mode() != "never":
             for dtype in DTYPE_CODES:
                 if dtype not in self.times:
@@ -156,9 +156,9 @@ def _most_queries(native: float, few: float, many: float) -> float:
     """Queries up to which the native kernel is faster than plain PyTorch; infinite if it always is.
 
     Args:
-        native: its time a query.
-        few: plain PyTorch's time for the fewer of ``_BLOCKED_QUERIES``.
-        many: and for the more.
+        native: time of the native kernel for each query.
+        few: time of plain PyTorch for the smaller number of ``_BLOCKED_QUERIES``.
+        many: its time for the larger number.
     """
     least, most = _BLOCKED_QUERIES
     each = (many - few) / (most - least)
@@ -169,7 +169,10 @@ def _most_queries(native: float, few: float, many: float) -> float:
 
 
 def _time_blocked() -> dict[str, float]:
-    """CPU seconds of the plain PyTorch kernel, by number of queries; empty if it is observed."""
+    """CPU seconds of the plain PyTorch kernel, by number of queries.
+
+    Empty if a profiler or a dispatch mode observes PyTorch now.
+    """
     if not unobserved():
         return {}
     keys = _SHAPES["forward"][1]

@@ -75,7 +75,7 @@ def cpu_seconds() -> float:
 
 @dataclass(frozen=True)
 class Sample:
-    """One call, packed, with the memory that it reads and writes."""
+    """A call of the native library for timing, packed, with the tensors it reads and writes."""
 
     call: bytes
     result: bytes
@@ -192,7 +192,7 @@ def _identity(library: Library) -> dict[str, str]:
 
 
 def _folder() -> Path:
-    """The user's folder of caches, or the one that :data:`CACHE_VARIABLE` names."""
+    """The user's cache folder, or the folder in the environment variable :data:`CACHE_VARIABLE`."""
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named)
@@ -206,7 +206,7 @@ def _folder() -> Path:
 def cache_file(library: Library) -> Path | None:
     """Path of the times of this machine and build; None if there is no home directory.
 
-    Its name tells machines apart that share a home.
+    The name depends on the machine, as several may share a home directory.
     """
     try:
         identity = json.dumps(_identity(library), sort_keys=True)
@@ -233,10 +233,10 @@ def read(library: Library) -> Times | None:
 
 
 def _checked(seconds: Any) -> Times:
-    """The times, if they are times.
+    """Check that data from a cache file has the form of :data:`Times`, and return it.
 
     Raises:
-        ValueError: if they are not.
+        ValueError: if it has not.
     """
     times: Times = {}
     for dtype, passes in seconds.items():
