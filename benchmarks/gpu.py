@@ -56,6 +56,7 @@ class Case:
     causal: bool
     dtype: str
     tokens: int = TOKENS
+    model_width: int = MODEL_WIDTH
 
     @property
     def name(self) -> str:
@@ -67,7 +68,7 @@ class Case:
 
     @property
     def heads(self) -> int:
-        return max(1, MODEL_WIDTH // self.width)
+        return max(1, self.model_width // self.width)
 
     @property
     def flop(self) -> float:

@@ -17,7 +17,7 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,7 +63,14 @@ def main() -> int:
     return 1 if counts["wrong"] or faults else 0
 
 
-def sweep(types: list[str], path: Path, *, fresh: bool, seconds: float | None) -> None:
+def sweep(
+    types: list[str],
+    path: Path,
+    *,
+    fresh: bool,
+    seconds: float | None,
+    examined: Callable[[Any, str], dict[str, Any]] | None = None,
+) -> None:
     """Examine model types that the record does not have yet, or all that are named."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -78,7 +85,7 @@ def sweep(types: list[str], path: Path, *, fresh: bool, seconds: float | None) -
         raise SystemExit(f"transformers has no model type {', '.join(unknown)}")
     spent, context = 0.0, _context()
     for name in wanted:
-        found = _examined(context, name)
+        found = (examined or _examined)(context, name)
         spent += found["seconds"]
         record["models"][name] = found
         record["models"] = dict(sorted(record["models"].items()))
@@ -89,7 +96,14 @@ def sweep(types: list[str], path: Path, *, fresh: bool, seconds: float | None) -
             return
 
 
-def laws(types: list[str], path: Path, *, fresh: bool, seconds: float | None) -> None:
+def laws(
+    types: list[str],
+    path: Path,
+    *,
+    fresh: bool,
+    seconds: float | None,
+    in_process: Callable[[Any, Any, str], dict[str, Any]] | None = None,
+) -> None:
     """Put laws on model types whose attention was read: those without one, or all named."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from zoo.laws import Lawful
@@ -104,7 +118,7 @@ def laws(types: list[str], path: Path, *, fresh: bool, seconds: float | None) ->
         model = record["models"][name]
         if "law" in model and not (types or fresh):
             continue
-        found = _in_process(context, _under_laws, name)
+        found = (in_process or _in_process)(context, _under_laws, name)
         spent += found.pop("seconds")
         law = Lawful(**found)
         model["law"] = asdict(law)
@@ -138,8 +152,8 @@ def _context() -> Any:
     return context
 
 
-def _examined(context: Any, name: str) -> dict[str, Any]:
-    found = _in_process(context, _work, name)
+def _examined(context: Any, name: str, work: Any = None) -> dict[str, Any]:
+    found = _in_process(context, work or _work, name)
     if "failed" in found:
         found = {"verdict": "not built", "reason": found["failed"], "seconds": found["seconds"]}
     found["model_type"] = name

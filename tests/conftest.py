@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import combinations
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported: before anything
 # A compiled graph kept from another version of the operators would be run in place of this one.
@@ -101,13 +103,68 @@ def blocked_only(use_backend: Callable[[str], None]) -> None:
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch, blocked_only: None) -> None:
+def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set block sizes and other limits of a module, which small inputs do not reach otherwise.
+
+    Inputs that reach the usual ones would take seconds here, or are too large for a reference.
+    """
+
+    def use(module: Any, **sizes: float) -> None:
+        for name, size in sizes.items():
+            monkeypatch.setattr(module, name, size)
+
+    return use
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have a function run ``after`` times and then be stopped, by an error or a signal.
+
+    A real interrupt, or a disk that becomes full, cannot be timed to hit one step of a run.
+    """
+
+    def use(place: Any, name: str, after: int, stop: Callable[[], object]) -> None:
+        plain, calls = getattr(place, name), itertools.count()
+
+        def stopped(*given: Any, **options: Any) -> Any:
+            if next(calls) == after:
+                stop()
+            return plain(*given, **options)
+
+        monkeypatch.setattr(place, name, stopped)
+
+    return use
+
+
+@pytest.fixture
+def native_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Any]]:
+    """Record the first argument of every call of a native function: results do not show them."""
+    from acutance.kernels import library
+
+    found = library.load()
+    if isinstance(found, str):
+        pytest.skip(found)
+
+    def record(name: str) -> list[Any]:
+        run, calls = getattr(found, name), []
+
+        def recorded(*arguments: Any) -> int:
+            calls.append(arguments[0])
+            return int(run(*arguments))
+
+        monkeypatch.setattr(found, name, recorded)
+        return calls
+
+    return record
+
+
+@pytest.fixture
+def small_tiles(limits: Callable[..., None], blocked_only: None) -> None:
     """Tiles of 256 keys, the fewest there are, by at most four rows, of the blocked kernel."""
     from acutance.kernels import tiles
 
     # of the usual size, a tile would hold all that the float64 definition can be computed for
-    for name, size in {"TILE_ROWS": 4, "LEVEL_ROWS": 4, "TILE_ELEMENTS": 512}.items():
-        monkeypatch.setattr(tiles, name, size)
+    limits(tiles, TILE_ROWS=4, LEVEL_ROWS=4, TILE_ELEMENTS=512)
 
 
 @pytest.fixture(autouse=True)

@@ -129,18 +129,14 @@ def test_an_interrupt_keeps_what_was_read(
     save_model: Callable[..., Path],
     text: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    stop_at: Callable[..., None],
 ) -> None:
     folder, out = save_model(_tiny_gpt2()), tmp_path / "o.json"
-    plain, calls = load_model.TextModel.run, []
 
-    def stopped(self: load_model.TextModel, *inputs: torch.Tensor) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        plain(self, *inputs)
+    def stop() -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(load_model.TextModel, "run", stopped)
+    stop_at(load_model.TextModel, "run", 2, stop)
     result = run("probe", folder, "--text", text, "--length", 32, "--batch-size", 2, "--json", out)
     assert result.exit_code == INTERRUPTED
     assert "! Incomplete: 4 of " in result.stdout
@@ -149,7 +145,7 @@ def test_an_interrupt_keeps_what_was_read(
     about = record["about"]
     assert about["complete"] is False
     assert about["windows"] == 4 < about["windows_in_all"]
-    calls[:] = [1, 1]
+    stop_at(load_model.TextModel, "run", 0, stop)
     first = tmp_path / "none.json"
     result = run("probe", folder, "--text", text, "--json", first)
     assert result.exit_code == INTERRUPTED

@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from acutance.cli import app
-from acutance.comparison import Comparison, Step, compare, figures, render, runner
+from acutance.comparison import Comparison, compare, figures, render, runner
 from acutance.mechanisms import MECHANISMS
 from acutance.probing import QueryKeySample
 from acutance.report.plot_style import DARK, LIGHT
@@ -110,17 +110,13 @@ def test_files_are_written(run: Callable[..., Any], tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.json", "d.svg", "l.png"]
 
 
-def test_the_figure_draws_every_mechanism_once(
-    found: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+def test_the_figure_draws_every_mechanism_once(found: Comparison) -> None:
     for theme in (LIGHT, DARK):
-        figures.draw(found, tmp_path / "x.png", theme=theme)
-        (axes,) = drawn[-1].axes
+        drawn = figures.figure(found, theme=theme)
+        (axes,) = drawn.axes
         names = [text.get_text() for text in axes.get_legend().get_texts()]
         assert sorted(names) == sorted([*MECHANISMS, "all n keys"])
-        assert drawn[-1].get_facecolor()[:3] == pytest.approx(
+        assert drawn.get_facecolor()[:3] == pytest.approx(
             [int(theme.page[at : at + 2], 16) / 255 for at in (1, 3, 5)]
         )
         assert axes.get_xscale() == axes.get_yscale() == "log"
@@ -176,24 +172,15 @@ def test_the_mechanisms_are_listed(run: Callable[..., Any]) -> None:
 compare_runner = runner.compare
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """Have a comparison interrupted after so many steps: no signal comes at one."""
-
-    def run(*arguments: Any, progress: Any, **options: Any) -> Comparison:
-        def stop(step: Step) -> None:
-            if step.done == after:
-                raise KeyboardInterrupt
-
-        return compare_runner(*arguments, progress=stop, **options)
-
-    monkeypatch.setattr(runner, "compare", run)
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_an_interrupt_leaves_nothing_half_written(
-    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Any], tmp_path: Path, stop_at: Callable[..., None]
 ) -> None:
     record, figure = tmp_path / "c.json", tmp_path / "f.png"
-    interrupt(monkeypatch, 1)
+    stop_at(runner, "_result", 1, interrupt)
     result = run(*SMALL, *TWO, "--json", record, "--figure", figure)
     assert result.exit_code == 130
     assert "interrupted" in result.stderr
@@ -201,7 +188,7 @@ def test_an_interrupt_leaves_nothing_half_written(
     assert written["complete"] is False
     assert len(written["results"]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
-    interrupt(monkeypatch, 0)
+    stop_at(runner, "_result", 0, interrupt)
     record.unlink()
     result = run(*SMALL, *TWO, "--json", record)
     assert result.exit_code == 130

@@ -72,7 +72,7 @@ def test_a_model_of_nan_loses_no_output(
 
 
 def test_a_file_that_cannot_be_written_loses_no_other(
-    run: Callable[..., Any], broken: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Any], broken: list[object], tmp_path: Path, stop_at: Callable[..., None]
 ) -> None:
     from acutance.probing import HeadSummary
     from acutance.report.html_page import write
@@ -81,7 +81,7 @@ def test_a_file_that_cannot_be_written_loses_no_other(
         raise OSError("no space left on device")
 
     for place, name in ((HeadSummary, "to_parquet"), (write, "write_html")):
-        monkeypatch.setattr(place, name, full)
+        stop_at(place, name, 0, full)
     out = {kind: tmp_path / f"out.{kind}" for kind in ("parquet", "report", "json", "keep-qk")}
     given = [part for kind, path in out.items() for part in (f"--{kind}", path)]
     done = run("probe", *broken, "--length", 16, *given)

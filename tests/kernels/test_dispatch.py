@@ -282,22 +282,9 @@ def test_info_says_what_runs_here() -> None:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def counted(native_calls: Callable[[str], list[Any]]) -> list[Any]:
     """Every call that went past PyTorch's dispatcher."""
-    if not HERE:
-        pytest.skip(str(library.load()))
-    calls: list[str] = []
-    found = library.load()
-    assert not isinstance(found, str)
-    real = found.forward
-
-    def forward(call: bytes, sums: bytes) -> int:
-        calls.append("call")
-        status: int = real(call, sums)
-        return status
-
-    monkeypatch.setattr(found, "forward", forward)
-    return calls
+    return native_calls("forward")
 
 
 def test_the_short_way_and_the_operator_agree() -> None:

@@ -50,12 +50,11 @@ def test_the_gate_sees_an_error(gpu: ModuleType) -> None:
     assert gpu.share(exact * torch.nan, exact, eps, None) == float("inf")
 
 
-def test_the_gate_of_a_small_case(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gate_of_a_small_case(gpu: ModuleType) -> None:
     pytest.importorskip("triton", reason="triton is not installed (pip install triton, on Linux)")
-    monkeypatch.setattr(gpu, "MODEL_WIDTH", 32)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with np.errstate(all="ignore"):
-        found = gpu.gate(gpu.Case(48, 16, True, "bfloat16", tokens=48), device)
+        found = gpu.gate(gpu.Case(48, 16, True, "bfloat16", tokens=48, model_width=32), device)
     assert set(found) > {"entropy", "varentropy", "lse", "output", "gradient of key"}
     assert 0.0 < max(found.values()) <= 1.0, found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -78,8 +79,8 @@ def dense(
 
 
 @pytest.fixture(params=[1 << 21, 200], ids=["one block", "blocks"])
-def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_rows, "BLOCK_ELEMENTS", request.param)
+def size(request: pytest.FixtureRequest, limits: Callable[..., None]) -> None:
+    limits(whole_rows, BLOCK_ELEMENTS=request.param)
 
 
 def weigh(

@@ -162,8 +162,8 @@ def test_times_that_a_coarse_clock_rounded_decide_nothing() -> None:
         assert selection._most_queries(1e-6, few, many) == math.inf
 
 
-def test_the_number_of_queries_decides_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library.load(), "most_queries", 20.0)
+def test_the_number_of_queries_decides_the_backend(limits: Callable[..., None]) -> None:
+    limits(library.load(), most_queries=20.0)
     few, many = torch.ones(1, 1, 20, 8), torch.ones(1, 1, 21, 8)
     for value in (None, few):  # with noise a call takes the long way
         noise = value is not None

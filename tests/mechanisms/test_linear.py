@@ -22,7 +22,7 @@ from acutance.mechanisms import (
 )
 from acutance.rowstats import METRICS, WeightStatistics, observe_weights
 
-M = 100.0
+M = 1200.0
 MAPS = sorted(FEATURE_MAPS)
 SIGNED = {"identity"}
 
@@ -194,13 +194,12 @@ def test_any_offset_and_decay_with_its_statistics(
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_rows_formed_in_blocks_know_everything(
-    name: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for limit, size in {"QUERIES": 16, "KEYS": 12}.items():
-        monkeypatch.setattr(f"acutance.mechanisms.rows.{limit}", size)
-    query, key, value = tensors(50, 41)
+    name: str, is_causal: bool
+) -> None:  # blocks have 256 rows and 1,024 keys
+    query, key, value = tensors(300, 1100)
     decay = torch.tensor([1.0, 0.9, 0.5, 0.1], dtype=torch.float64)
-    options: dict[str, Any] = {"is_causal": is_causal, "key_mask": PADDING}
+    padding = torch.arange(1100) < torch.tensor([[1100], [1050]])
+    options: dict[str, Any] = {"is_causal": is_causal, "key_mask": padding}
     _, stats = decay_attention(
         query,
         key,

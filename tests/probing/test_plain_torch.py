@@ -518,15 +518,14 @@ def test_softmax_that_is_no_attention_is_not_read() -> None:
     assert [layer.source for layer in probe.summary().layers] == ["scaled_dot_product_attention"]
 
 
-def test_many_rows_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from acutance.capture import attention_call as call
+def test_many_rows_are_read_in_parts() -> None:
+    from acutance.capture.attention_call import observe_scores
 
-    scores = torch.randn(2, 3, 6, 6)
-    scores[1, :, :, 4:] = -torch.inf
-    whole, real = call.observe_scores(scores)
-    monkeypatch.setattr(call, "_ROWS_AT_ONCE", 2 * 3 * 6 * 2)
-    parts, real_in_parts = call.observe_scores(scores)
-    assert torch.equal(whole.entropy, parts.entropy)
+    scores = torch.randn(2, 3, 900, 900)  # parts have at most 2²² scores
+    scores[1, :, :, 800:] = -torch.inf
+    parts, real = observe_scores(scores)
+    for rows in (slice(0, 400), slice(400, 900)):
+        whole, _ = observe_scores(scores[:, :, rows])
+        assert torch.equal(whole.entropy, parts.entropy[:, :, rows])
     assert real is not None
-    assert real_in_parts is not None
-    assert real.tolist() == real_in_parts.tolist() == [[True] * 6, [True] * 4 + [False] * 2]
+    assert real.tolist() == [[True] * 900, [True] * 800 + [False] * 100]

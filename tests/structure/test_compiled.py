@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from acutance.kernels import native
 from acutance.structure import StructureStatistics, statistics
 
 _CASES: dict[str, dict[str, Any]] = {
@@ -55,13 +54,10 @@ def _read(dtype: torch.dtype, options: dict[str, Any]) -> StructureStatistics:
 def test_native_pass_is_the_blocked_pass(
     name: str,
     dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    native_calls: Callable[[str], list[Any]],
     use_backend: Callable[[str], None],
 ) -> None:
-    calls = []
-    run = native.structure
-    # which of the two ran shows in nothing else
-    monkeypatch.setattr(native, "structure", lambda *a, **k: calls.append(1) or run(*a, **k))
+    calls = native_calls("structure")
     found = _read(dtype, _CASES[name])
     assert calls
     use_backend("blocked")

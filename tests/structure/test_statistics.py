@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -159,11 +160,8 @@ def cases() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", cases())
 @pytest.mark.parametrize("elements", [1, 60, 1 << 19], ids=["rows", "some", "whole"])
-def test_statistics_equal_the_map(
-    name: str, elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for limit, size in {"BLOCK_ELEMENTS": elements, "_FEW_ROWS": 3}.items():
-        monkeypatch.setattr(module, limit, size)
+def test_statistics_equal_the_map(name: str, elements: int, limits: Callable[..., None]) -> None:
+    limits(module, BLOCK_ELEMENTS=elements, _FEW_ROWS=3)
     case = cases()[name]
     options = case["options"]
     query, key, tokens = random_call()

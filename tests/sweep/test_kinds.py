@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,7 +64,9 @@ def places(patch: pytest.MonkeyPatch, place_of: Any) -> None:
         patch.setattr(Listener, name, function)
 
 
-def test_every_verdict_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_verdict_can_be_given(
+    monkeypatch: pytest.MonkeyPatch, limits: Callable[..., None]
+) -> None:
     from zoo import examine, small
 
     def verdict(model_type: str = "vit") -> tuple[str, str]:
@@ -92,29 +95,25 @@ def test_every_verdict_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         places(patch, lambda self, module: None)
         assert verdict()[0] == "not read"
-    with monkeypatch.context() as patch:
-        patch.setattr(small, "LARGEST", 10)
-        kind, reason = verdict()
-        assert kind == "not built"
-        assert "million parameters where" in reason
+    limits(small, LARGEST=10)
+    kind, reason = verdict()
+    assert kind == "not built"
+    assert "million parameters where" in reason
 
 
-def test_an_output_that_moves_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_moves_is_wrong() -> None:
     from zoo import examine
 
-    running = examine._run
     counts = [0]
 
-    def run(model: Any, given: Any, **extra: Any) -> Any:
-        output = running(model, given, **extra)
+    def move(model: Any, given: Any, output: Any) -> None:
         counts[0] += 1
         if counts[0] == 4:  # plain, plain, witnessed, probed
             output["last_hidden_state"] += 1e-6
-        return output
 
     found = examine.Examined("vit")
     model, _, _, given = examine.runnable("vit", found)
-    monkeypatch.setattr(examine, "_run", run)
+    model.register_forward_hook(move)
     wrong = examine._judge(found, model, given, None, True)
     assert found.moved
     assert wrong == ["the output is another while it is probed"]

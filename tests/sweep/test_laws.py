@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,9 +75,7 @@ def _vit() -> tuple[Any, dict[str, Any]]:
         ),
     ],
 )
-def test_a_law_that_does_something_else_is_a_fault(
-    wrong: Any, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_law_that_does_something_else_is_a_fault(wrong: Any, fault: str) -> None:
     from zoo import laws
 
     model, given = _vit()
@@ -84,8 +83,7 @@ def test_a_law_that_does_something_else_is_a_fault(
     def law(model: Any, factor: float) -> Any:
         return acutance.apply(model, wrong(HeadTable([factor]), factor), windowed=True)
 
-    monkeypatch.setattr(laws, "_law", law)
-    found = laws.lawful(model, given)
+    found = laws.lawful(model, given, law=law)
     assert found.failed == ""
     with pytest.raises(AssertionError, match=fault):
         raise AssertionError(found.fault)
@@ -115,7 +113,7 @@ def test_what_cannot_be_compared_says_why() -> None:
 
 
 def test_laws_are_put_on_what_was_read_and_judge_nothing_anew(
-    sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sweep: ModuleType, tmp_path: Path
 ) -> None:
     done: list[str] = []
 
@@ -129,12 +127,12 @@ def test_laws_are_put_on_what_was_read_and_judge_nothing_anew(
         model.pop("law", None)
     path = tmp_path / "record.json"
     path.write_text(json.dumps({**sweep._begun(tmp_path / "none", True), "models": models}))
-    monkeypatch.setattr(sweep, "_in_process", in_process)
-    sweep.laws([], path, fresh=False, seconds=1.0)
+    go_on = partial(sweep.laws, path=path, fresh=False, in_process=in_process)
+    go_on([], seconds=1.0)
     assert done == ["bert"]
-    sweep.laws([], path, fresh=False, seconds=None)
+    go_on([], seconds=None)
     assert done == ["bert", "llama"]
-    sweep.laws(["bert"], path, fresh=False, seconds=None)
+    go_on(["bert"], seconds=None)
     assert done == ["bert", "llama", "bert"]
     after = json.loads(path.read_text())["models"]
     assert [after[name].pop("law")["calls"] for name in ("bert", "llama")] == [3, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,9 +58,7 @@ def test_reasons_cannot_break_the_page() -> None:
     assert line == r"| `x` | a \| b\\ \<script\> \`c\` \*d\* \$e\$ |"
 
 
-def test_a_sweep_goes_on_where_it_stopped(
-    sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_goes_on_where_it_stopped(sweep: ModuleType, tmp_path: Path) -> None:
     done: list[str] = []
 
     def examined(context: Any, name: str) -> dict[str, Any]:
@@ -69,13 +68,13 @@ def test_a_sweep_goes_on_where_it_stopped(
         return {"model_type": name, "verdict": "verified", "reason": "", "seconds": 1.0}
 
     path = tmp_path / "record.json"
-    monkeypatch.setattr(sweep, "_examined", examined)
+    sweep_on = partial(sweep.sweep, path=path, fresh=False, examined=examined)
     with pytest.raises(RuntimeError, match="goes off"):
-        sweep.sweep([], path, fresh=False, seconds=None)
+        sweep_on([], seconds=None)
     first = list(done)
     assert sorted(json.loads(path.read_text())["models"]) == first
     done.clear()
-    sweep.sweep([], path, fresh=False, seconds=2.0)
+    sweep_on([], seconds=2.0)
     assert len(done) == 2
     assert not set(done) & set(first)
 
@@ -83,19 +82,16 @@ def test_a_sweep_goes_on_where_it_stopped(
     record["versions"]["torch"] = "0.1"  # what was found with another release is found again
     path.write_text(json.dumps(record))
     done.clear()
-    sweep.sweep([], path, fresh=False, seconds=2.0)
+    sweep_on([], seconds=2.0)
     assert done == first
     with pytest.raises(SystemExit, match="transformers has no model type lama"):
-        sweep.sweep(["lama"], path, fresh=False, seconds=None)
+        sweep_on(["lama"], seconds=None)
 
 
-def test_a_model_that_takes_its_process_along_is_recorded(
-    sweep: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_takes_its_process_along_is_recorded(sweep: ModuleType) -> None:
     import multiprocessing
 
-    monkeypatch.setattr(sweep, "_work", _dies)
-    found = sweep._examined(multiprocessing.get_context("fork"), "llama")
+    found = sweep._examined(multiprocessing.get_context("fork"), "llama", _dies)
     assert found["verdict"] == "not built"
     assert found["reason"] == "its process ended with exit code 3"
 

@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from acutance.theory import critical_scale, gap_count, scales
+from acutance.theory import critical_scale, gap_count
 
 
 def scores_for_counting(rng):
@@ -110,20 +110,21 @@ def test_gap_law_of_random_rows():
         assert limit[int(rank - band)] < middle / n < limit[int(rank + band)]
 
 
-def test_rows_are_read_block_by_block(monkeypatch):
-    scores = np.random.default_rng(9).standard_normal((4, 256, 1024)).astype(np.float32)
-    view = scores.transpose(1, 0, 2)[:, ::-1]  # not contiguous
-    whole, counts = critical_scale(view), gap_count(view, [0.5, 3.0])
-    monkeypatch.setattr(scales, "_BLOCK", 10_000)
+def test_rows_are_read_block_by_block():
+    scores = np.random.default_rng(9).standard_normal((64, 256, 1024)).astype(np.float32)
+    view = scores.transpose(1, 0, 2)[:, ::-1]  # not contiguous; blocks have 2²⁰ scores
+    parts = [view[:, i : i + 4] for i in range(0, 64, 4)]
+    whole = np.concatenate([critical_scale(part) for part in parts], 1)
+    counts = np.concatenate([gap_count(part, [0.5, 3.0]) for part in parts], 1)
     tracemalloc.start()
     in_blocks = critical_scale(view)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (in_blocks == whole).all()
     assert (gap_count(view, [0.5, 3.0]) == counts).all()
-    assert whole.shape == (256, 4)
-    assert whole[3, 0] == critical_scale(scores[3, 3])
-    assert peak < 10 * 8 * 10_000 < scores.nbytes  # float64 blocks, never a copy of the scores
+    assert whole.shape == (256, 64)
+    assert whole[3, 0] == critical_scale(scores[63, 3])
+    assert peak < 6 * 8 * 2**20 < scores.nbytes  # float64 blocks, never a copy of the scores
 
 
 def test_no_rows():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import TYPE_CHECKING
 
 from acutance.comparison.record import Comparison
 from acutance.comparison.render import heading
@@ -20,22 +21,34 @@ from acutance.report.plot_style import (
     save,
 )
 
-__all__ = ["draw"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["draw", "figure"]
 
 
 def draw(comparison: Comparison, path: str | os.PathLike[str], *, theme: Theme = LIGHT) -> None:
+    """Write :func:`figure` to a .png or .svg file.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: for another ending, or if nothing was measured.
+    """
+    save(figure(comparison, theme=theme), path)
+
+
+def figure(comparison: Comparison, *, theme: Theme = LIGHT) -> Figure:
     """Draw effective keys against n, a line and marks for each mechanism.
 
     Marks without a line are of mechanisms that no function predicts, and hollow.
 
     Args:
         comparison: a comparison.
-        path: a .png or .svg file.
         theme: the page, light or dark.
 
     Raises:
         ImportError: without matplotlib.
-        ValueError: for another ending, or if nothing was measured.
+        ValueError: if nothing was measured.
     """
     names = [
         name
@@ -45,7 +58,7 @@ def draw(comparison: Comparison, path: str | os.PathLike[str], *, theme: Theme =
     if not names:
         raise ValueError("nothing to draw: no mechanism has effective keys")
     names.sort(key=lambda name: -comparison.of(name)[-1]["effective_keys"].measured)
-    figure, [axes] = new_figure(
+    drawing, [axes] = new_figure(
         "Effective number of keys per row",
         f"{heading(comparison)}. Lines: theory. Marks: measured.",
         theme=theme,
@@ -86,4 +99,4 @@ def draw(comparison: Comparison, path: str | os.PathLike[str], *, theme: Theme =
     box = axes.get_legend()
     assert box is not None
     box.set_bbox_to_anchor((1.01, 1.0))
-    save(figure, path)
+    return drawing
