@@ -75,24 +75,23 @@ def reference(
             seen = mask if mask.dtype == torch.bool else mask > -1.0
         pairs = [torch.complex(*x.double().chunk(2, -1)) for x in (query, key)]
         output = value.new_zeros(batch, heads, rows, width)
-        for b, h, r in itertools.product(range(batch), range(heads), range(rows)):
-            keys = seen[b, 0, r].nonzero().flatten()
-            if not len(keys):
-                continue
-            start, i, n = int(keys[0]), int(keys[-1]), len(keys)
-            scores, read = [], []
+        for b, h in itertools.product(range(batch), range(heads)):
             window = windows(module.layer_idx, h)
-            for j in keys.tolist():
-                at = distance(window, i - start, j - start, n)
-                if at is None:
-                    continue
-                turn = torch.polar(torch.ones_like(rates), (at - (i - j)) * rates)
-                product = (pairs[0][b, h, r] * pairs[1][b, h, j].conj() * turn).real.sum()
-                scores.append(product * given["scaling"])
-                read.append(j)
-            stretch = 1.0 if factor is None else factor(len(read))
-            weights = (torch.stack(scores) * stretch).softmax(0)
-            output[b, h, r] = weights @ value[b, h, read].double()
+            moved = torch.zeros(rows, total)  # by how much the distance differs from the own one
+            read = torch.zeros(rows, total, dtype=torch.bool)
+            for r in range(rows):
+                keys = seen[b, 0, r].nonzero().flatten().tolist()
+                for j in keys:
+                    at = distance(window, keys[-1] - keys[0], j - keys[0], len(keys))
+                    read[r, j] = at is not None
+                    moved[r, j] = 0 if at is None else at - (keys[-1] - j)
+            turn = torch.polar(torch.ones(()).double(), moved[..., None] * rates)
+            products = pairs[0][b, h, :, None] * pairs[1][b, h].conj() * turn
+            scores = products.real.sum(-1) * given["scaling"]
+            if factor is not None:
+                scores = scores * torch.tensor([[factor(int(n))] for n in read.sum(-1)])
+            weights = scores.masked_fill(~read, -torch.inf).softmax(-1).nan_to_num()
+            output[b, h] = weights @ value[b, h].double()
         return output.transpose(1, 2).to(query.dtype), None
 
     return attend
@@ -151,7 +150,7 @@ def test_rows_are_those_of_the_dense_reference(
     assert not changed[: max(window.size, window.beyond)].any()
 
 
-@pytest.mark.parametrize("window", WINDOWS[2:9], ids=str)
+@pytest.mark.parametrize("window", [WINDOWS[3], WINDOWS[5], WINDOWS[8]], ids=str)
 def test_left_padding_changes_nothing(
     llama: nn.Module, tokens: Tensor, run: Callable[..., Tensor], window: Window
 ) -> None:

@@ -61,14 +61,15 @@ def read_through(
     if changed < len(windows) or any(least <= window.beyond for window in heads):
         whole = own()
     for window, some in heads.items():
-        part = _Part(
-            _of_heads(call, some, len(windows)), _keys_of_heads(keys, some), window, rotary
-        )
+        some_call, some_keys = _of_heads(call, some, len(windows)), _keys_of_heads(keys, some)
+        skipped = _leading_rows(some_keys, window.beyond) if whole is not None else 0
+        part = _Part(*_rows_from(some_call, some_keys, skipped), window, rotary)
         output = part.output()
         if whole is not None and window.beyond:
             before = whole if len(some) == len(windows) else whole[:, some]
             left = (part.keys.count <= window.beyond)[..., None]
-            output = torch.where(left, before, output)
+            output = torch.where(left, before[:, :, skipped:], output)
+            output = torch.cat([before[:, :, :skipped], output], 2) if skipped else output
         if len(some) == len(windows):
             return output
         index = torch.tensor(some, device=output.device)
@@ -129,6 +130,30 @@ def _keys_of_heads(keys: VisibleKeys, some: list[int]) -> VisibleKeys:
         count=of(keys.count),
         seen=None if keys.seen is None else of(keys.seen),
     )
+
+
+def _leading_rows(keys: VisibleKeys, most: int) -> int:
+    """How many rows, from the first one on, see at most so many keys, where position decides."""
+    if keys.seen is not None:
+        return 0
+    few = (keys.count <= most).flatten(0, 1).all(0)
+    return int(few.to(torch.int64).cumprod(0).sum())
+
+
+def _rows_from(
+    call: AttentionCall, keys: VisibleKeys, start: int
+) -> tuple[AttentionCall, VisibleKeys]:
+    """The later rows of a call in which position alone hides keys."""
+    if not start:
+        return call, keys
+    rest = replace(
+        keys,
+        index=keys.index[:, :, start:],
+        first=keys.first[:, :, start:],
+        count=keys.count[:, :, start:],
+        offset=keys.offset + start,
+    )
+    return replace(call, query=call.query[:, :, start:]), rest
 
 
 @dataclass
