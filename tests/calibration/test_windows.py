@@ -256,6 +256,45 @@ def test_documents_in_one_row_are_read_apart(llama: Any, tokens: Tensor) -> None
         torch.testing.assert_close(packed[:, cut:], second, atol=CLOSE, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
+        ("Cohere", {}),  # pairs next to each other
+        ("Glm", {"head_dim": 8}),  # the same in half of the components
+        ("GPTNeoX", {}),  # a quarter of the components
+        ("Gemma3", {"head_dim": 8, "layer_types": ["full_attention"]}),  # two sets of frequencies
+        ("SmolLM3", {"no_rope_layers": [0]}),  # no positions
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_way_to_rotate(name: str, given: dict[str, Any], dtype: torch.dtype) -> None:
+    """With all other keys at distance 1, the last row is that of tokens that stand there."""
+    import transformers as hf
+
+    torch.manual_seed(4)
+    config = getattr(hf, f"{name}{'Text' if name == 'Gemma3' else ''}Config")(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128,
+        pad_token_id=0, **given,
+    )  # fmt: skip
+    model = getattr(hf, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)
+    model = model.to(dtype)
+    ids = torch.randint(3, 97, (1, 40))
+    places = torch.tensor([[0] * 39 + [1]])
+    want = logits(model, input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids))
+    with acutance.apply(model, Window(1, far="clamp")):
+        out = logits(model, input_ids=ids)
+    plain = logits(model, input_ids=ids)
+    error, change = ((one - want)[0, -1].float().norm() for one in (out, plain))
+    size = want[0, -1].float().norm()
+    assert error < (1e-5 if dtype == torch.float32 else 0.02) * size
+    assert (change > 0.05 * size) == (name != "SmolLM3")
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
 def test_other_models(built: Built, tokens: Tensor, name: str) -> None:
     """A window as long as the text changes nothing; one of the clamp, rows behind it alone."""

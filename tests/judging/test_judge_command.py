@@ -59,6 +59,19 @@ def test_a_law_is_judged_and_resumed(run: Callable[..., Any], text: Path, tmp_pa
     assert json.loads(again.stdout)["laws"] == record["laws"]
 
 
+def test_a_window_is_judged_beside_a_scaling(run: Callable[..., Any], text: Path) -> None:
+    """The decoder was trained on 128 bytes: read through a window of that, it goes on as there."""
+    pair = "clip_log_n:train_length=128+window:size=128,beyond=128"
+    given = ("judge", directory(), "--text", text, "--lengths", "512", "--windows", 6)
+    done = run(*given, "--law", pair, "--json", "-")
+    assert done.exit_code == 0, done.stderr
+    (law,) = json.loads(done.stdout)["laws"]
+    assert (law["name"], law["verdict"]) == (pair, "helps")
+    deltas = {part["to"]: part["delta"] for part in law["by_position"]}
+    assert all(delta == 0.0 for to, delta in deltas.items() if to <= 128)
+    assert deltas[512] < -0.3
+
+
 def test_several_texts_are_the_samples(run: Callable[..., Any], tmp_path: Path) -> None:
     files = []
     for number, path in enumerate(HELD_OUT):
