@@ -127,6 +127,7 @@ class Applied(PlainCalls):
         self._traces = bool(known) and set(known) == self._asking and kinds_are_library(model)
         self._traces &= not plans.windows()
         self._compiled = any(type(one).__name__ == "OptimizedModule" for one in model.modules())
+        self._compiled &= not plans.windows()  # which choose their calls by what a mask holds
         self._uncompiled = ExitStack()
         self._follower = PassFollower(
             self._modules, begun=self._begun, ended=self._ended, passed=self._passed
