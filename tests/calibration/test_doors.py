@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 import acutance
-from acutance.capture.entry_points import Doors, is_library_code
+from acutance.capture.entry_points import EntryPoints, is_library_code
 from acutance.scaling import LogN
 
 LAW = LogN(train_length=4)
@@ -318,13 +318,13 @@ def test_a_model_compiled_from_outside_runs_compiled_under_the_law(ids: Tensor) 
 
 def test_settings_are_looked_at() -> None:
     model = gpt2()
-    doors = Doors(
+    doors = EntryPoints(
         model,
         {model},
         [model.h[0].attn],
-        begun=lambda *_: None,
-        ended=lambda _: None,
-        passed=lambda: None,
+        on_begin=lambda *_: None,
+        on_end=lambda _: None,
+        on_attention=lambda: None,
     )
     assert doors.unchanged()
     model.h[0].attn.scale_attn_weights = False

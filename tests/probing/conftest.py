@@ -60,10 +60,10 @@ def read_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], N
     """
     from acutance.capture.readers import huggingface
 
-    read = huggingface._call
+    read = huggingface._read_call
 
     def use(reading: Callable[..., Any]) -> None:
-        monkeypatch.setattr(huggingface, "_call", functools.partial(reading, read))
+        monkeypatch.setattr(huggingface, "_read_call", functools.partial(reading, read))
 
     return use
 

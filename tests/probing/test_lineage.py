@@ -210,9 +210,9 @@ def test_nothing_is_kept_of_tensors_that_are_gone() -> None:
     inputs = given()
     with Following() as following:
         scores = torch.relu(inputs["q"] @ inputs["k"].mT + 1.0) * 2.0
-        assert following.lineage._known
+        assert following.lineage._nodes
         del scores
-        assert not following.lineage._known
+        assert not following.lineage._nodes
 
 
 def test_gradients_flow_through_what_is_left() -> None:
@@ -267,7 +267,7 @@ def test_which_products_are_scores() -> None:
         weights = torch.rand(B, H, L, S).double()
         following.lineage.weights(weights)
         assert not active(weights * 2.0 @ inputs["k"])
-        assert not following.lineage._known.get(id(weights @ inputs["k"]))
+        assert not following.lineage._nodes.get(id(weights @ inputs["k"]))
 
 
 def test_neither_steps_nor_memory_grow_without_bound() -> None:
@@ -281,7 +281,7 @@ def test_neither_steps_nor_memory_grow_without_bound() -> None:
         stream = torch.randn(1, 1 << 10, 4) @ torch.randn(1, 4, 1 << 10)
         for _ in range(40):
             stream = stream + torch.randn(1, 1 << 10, 1 << 10)
-        made = following.lineage._known[id(stream)][1]
+        made = following.lineage._nodes[id(stream)][1]
         assert made.kept <= 17 * stream.nbytes
         with pytest.raises(LineageError, match="too many tensors"):
             following.lineage.without_products(stream)
@@ -293,5 +293,5 @@ def test_a_cache_that_is_written_to_is_not_copied() -> None:
     with Following() as following:
         cache[:, :, :S] = inputs["k"] @ weight
         scores = inputs["q"] @ cache[:, :, :S].mT
-        assert following.lineage._known[id(cache)][1].args == ()
+        assert following.lineage._nodes[id(cache)][1].args == ()
         assert torch.equal(following.lineage.without_products(scores), torch.zeros(B, H, L, S))

@@ -93,7 +93,7 @@ def test_every_way_of_capture_is_heard() -> None:
     with torch.no_grad(), Listener(model, receiver) as listener:
         model(torch.randn(1, 5, 8))
     assert receiver.calls == WAYS
-    assert list(listener.heard) == [name for name, _ in WAYS]
+    assert list(listener.attention_modules) == [name for name, _ in WAYS]
     assert listener.calls == 5
     with torch.no_grad():
         model(torch.randn(1, 5, 8))
@@ -105,7 +105,7 @@ def test_layers_that_are_not_asked_for_are_not_handed_over() -> None:
     with torch.no_grad(), Listener(model, receiver, layers="plain,told") as listener:
         model(torch.randn(1, 5, 8))
     assert [name for name, _ in receiver.calls] == ["plain", "told"]
-    assert len(listener.heard) == 5
+    assert len(listener.attention_modules) == 5
 
 
 def test_errors_of_a_receiver_are_listed_or_end_the_pass() -> None:
@@ -113,10 +113,10 @@ def test_errors_of_a_receiver_are_listed_or_end_the_pass() -> None:
     with Listener(model, Names(ValueError("no such\nthing"))) as listener:
         model(torch.randn(1, 2, 5, 4))
     assert listener.unread == ["Way: no such thing"]
-    assert listener.nothing() == "the probe could not read any attention of Way: Way: no such thing"
+    assert listener.nothing_captured() == "the probe could not read any attention of Way: Way: no such thing"
     with (
         pytest.raises(RuntimeError, match="worse"),
-        Listener(model, Names(RuntimeError("worse")), lists=(ValueError,)) as strict,
+        Listener(model, Names(RuntimeError("worse")), listed_errors=(ValueError,)) as strict,
     ):
         model(torch.randn(1, 2, 5, 4))
     assert not strict.muted()

@@ -396,7 +396,7 @@ def test_multi_head_attention_under_autocast() -> None:
 def test_another_output_when_run_again_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = attention_layer()
     x = torch.randn(2, 6, 16)
-    monkeypatch.setattr(torch_functions, "agree", lambda again, output: False)
+    monkeypatch.setattr(torch_functions, "outputs_agree", lambda again, output: False)
     plain, _ = layer(x, x, x)
     with (
         pytest.raises(acutance.ProbeError, match="a different output when run again"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 import acutance
-from acutance.capture.entry_points import kinds_are_library
+from acutance.capture.entry_points import classes_are_library
 
 
 def gpt2(layers: int = 2) -> Any:
@@ -281,5 +281,5 @@ def test_transformers_may_be_imported_after_a_model_was_asked_about(
     model = gpt2()
     with monkeypatch.context() as patch:
         patch.delitem(sys.modules, "transformers")
-        assert kinds_are_library(nn.Linear(2, 2))
-    assert kinds_are_library(model)
+        assert classes_are_library(nn.Linear(2, 2))
+    assert classes_are_library(model)

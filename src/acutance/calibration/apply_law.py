@@ -23,7 +23,7 @@ from acutance.calibration.law import AnyLaw, Law
 from acutance.calibration.plain_calls import PlainCalls
 from acutance.calibration.windowed_calls import WindowedCall, rotary_of_layers
 from acutance.capture.change_functions import FunctionChange
-from acutance.capture.entry_points import kinds_are_library
+from acutance.capture.entry_points import classes_are_library
 from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack
@@ -124,13 +124,13 @@ class Applied(PlainCalls):
             self.instead = self._windowed_call  # transformers' interface looks whether it is there
         # whether compiled modules run compiled, with the law in their graphs: all attention asks
         # the interface, by the code of libraries or as a pass of all modules showed
-        self._traces = bool(known) and set(known) == self._asking and kinds_are_library(model)
+        self._traces = bool(known) and set(known) == self._asking and classes_are_library(model)
         self._traces &= not plans.windows()
         self._compiled = any(type(one).__name__ == "OptimizedModule" for one in model.modules())
         self._compiled &= not plans.windows()  # which choose their calls by what a mask holds
         self._uncompiled = ExitStack()
         self._follower = PassFollower(
-            self._modules, begun=self._begun, ended=self._ended, passed=self._passed
+            self._modules, on_begin=self._begun, on_end=self._ended, on_attention=self._passed
         )
         self._context: ExitStack | None = None
         self._install()
@@ -201,7 +201,7 @@ class Applied(PlainCalls):
         if name is None:
             return None
         if not torch.compiler.is_compiling():
-            self._follower.asked.add(call["module"])
+            self._follower.interface_modules.add(call["module"])
         plan = self._plans.of(name)
         if plan.laws is None:
             return None
@@ -262,9 +262,9 @@ class Applied(PlainCalls):
         """Whether this thread is inside a call that was scaled, or the law was removed."""
         return self._modules.thread.depth > 0 or self._context is None
 
-    def noticed(self, *, attention: bool = True) -> None:
+    def note_function(self, *, attention: bool = True) -> None:
         """Note a call of a function that is or may be attention, or of ``exp``."""
-        self._follower.library = False
+        self._follower.is_library = False
         self._by_functions |= attention
         if attention and self._traces:
             self._traces = False
@@ -286,7 +286,7 @@ class Applied(PlainCalls):
 
     def _begin(self, module: torch.nn.Module, name: str) -> None:
         thread = self._thread
-        self._follower.unseen.discard(name)
+        self._follower.not_yet_run.discard(name)
         if self._is_traced(module):  # with a mode around it the compiler would trace that too
             self._stop()
             thread.graphs += 1
@@ -320,18 +320,18 @@ class Applied(PlainCalls):
         """A function of attention, or that may be, is about to be called."""
         if self.muted() or not inside:
             return
-        self._follower.library = False
+        self._follower.is_library = False
         self._follower.follow_again()
         if self._thread.mode is None:
-            self._modules.thread.late = True
+            self._modules.thread.joined_late = True
             self._modules.thread.stack.append(class_name(self._model))
             self._start()
 
     def _ended(self, module: torch.nn.Module) -> None:
         """Such a pass has ended."""
         self._thread.factors.forget_masks()
-        if self._modules.thread.late:
-            self._modules.thread.late = False
+        if self._modules.thread.joined_late:
+            self._modules.thread.joined_late = False
             self._leave_model()
 
     def _leave_model(self) -> None:

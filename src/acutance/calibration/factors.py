@@ -12,7 +12,7 @@ from torch import Tensor
 from acutance.calibration.head_laws import HeadLaws
 from acutance.calibration.law import AnyLaw, by_layer
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.find_layers import in_window, is_softmax
+from acutance.capture.find_layers import is_softmax, is_windowed_inside
 from acutance.capture.head_axis import folded
 from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack
@@ -371,7 +371,7 @@ class Plans:
         if is_softmax(module):
             name = above or self._top
             module, above = self._modules.module_of(name) or module, name.rpartition(".")[0]
-        windowed = in_window(module, self._modules.module_of(above or self._top))
+        windowed = is_windowed_inside(module, self._modules.module_of(above or self._top))
         laws = self._of_layer(name)
         by_count = laws is not None and not laws.needs_entropy
         if laws is not None and not all(isinstance(one, Scaling) for one in laws.scalings()):

@@ -64,7 +64,7 @@ class PlainCalls(ABC):
         name = self._running_name()
         return None if name is None else self._plans.of(name)
 
-    def here(self) -> str | None:
+    def module_to_change(self) -> str | None:
         """Name of the module now running if its logits are to be scaled, else None."""
         plan = self._running()
         if plan is None or plan.laws is None or self._holds(plan.name):

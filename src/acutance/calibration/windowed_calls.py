@@ -15,7 +15,7 @@ from acutance.calibration.read_window import read_through
 from acutance.calibration.visible_keys import VisibleKeys, seen_through
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.readers.huggingface import InterfaceCall
-from acutance.capture.readers.torch_sdpa import as_given
+from acutance.capture.readers.torch_sdpa import restore_shape
 from acutance.capture.rotary import Rotary, find_rotary
 from acutance.masks import hidden_scores
 
@@ -166,7 +166,7 @@ def masked_arguments(laws: HeadLaws, call: AttentionCall, given: dict[str, Any])
     mask = _masked(call, windows, keys).attn_mask
     assert mask is not None
     if given["query"].dim() != 4:
-        mask = as_given(mask.expand(*call.query.shape[:3], -1), given)
+        mask = restore_shape(mask.expand(*call.query.shape[:3], -1), given)
     return {**given, "attn_mask": mask, "is_causal": False}
 
 

@@ -1,4 +1,4 @@
-"""AttentionCall: one captured attention, and how its rows are read and its output rebuilt."""
+"""AttentionCall: the arguments of a captured attention call, its statistics and output."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ class AttentionCall:
     """The arguments of one attention call, in the shapes of :func:`acutance.attention`.
 
     Attributes:
-        module: qualified name of the module it belongs to.
-        source: what it was read from.
+        module: qualified name of the module that made the call.
+        source: the kind of function it was captured from, such as ``"sdpa"``.
         query: (B, Hq, L, E).
         key: (B, H, S, E).
         value: (B, H, S, Ev).
         attn_mask: boolean or additive, broadcastable to (B, Hq, L, S).
         is_causal: position-based causal mask.
         query_offset: position of query 0 among the keys.
-        scale: factor of the scores; None is 1/√E.
+        scale: factor of the scores; None for 1/√E.
         dropout_p: probability of dropping a weight.
-        window: sliding window.
+        window: sliding window, in keys.
         key_mask: (B, S), True where a key takes part.
         cu_seqlens: cumulative document lengths.
         bias: added to the scores.
         softcap: bound of the scaled scores.
         sinks: (Hq,) logits in the normaliser.
-        cross: whether the queries are of another sequence than the keys.
-        real: boolean (B, L), False on queries known to be padding; None where only the masks tell.
-        unknown: keywords of the call that took no part in reading it.
+        cross: whether queries and keys come from different sequences.
+        real: boolean (B, L), False on padding queries; None if only the masks can tell.
+        unknown: keywords of the call that were ignored.
     """
 
     module: str
@@ -73,13 +73,13 @@ class AttentionCall:
     unknown: tuple[str, ...] = ()
 
     def unknown_keywords(self) -> str:
-        """The end of a sentence that names them, empty where there are none."""
+        """The end of a sentence that names the ignored keywords; empty if there are none."""
         if not self.unknown:
             return ""
         return f"; keywords that the probe does not know: {', '.join(self.unknown)}"
 
     def kind(self) -> tuple[object, ...]:
-        """A key shared by calls that are read in the same way: if one is right, all are."""
+        """A key shared by calls that are read alike: if one is read correctly, all are."""
         tensors = (self.attn_mask, self.key_mask, self.cu_seqlens, self.bias, self.sinks)
         kinds = tuple(None if part is None else (part.dtype, part.dim()) for part in tensors)
         queries, keys = self.query.shape[2], self.key.shape[2]
@@ -97,7 +97,7 @@ class AttentionCall:
         )
 
     def statistics(self, noise: bool, gaps: bool = False) -> RowStatistics:
-        """Row statistics of this call, without its output.
+        """Row statistics of the call, without computing its output.
 
         Args:
             noise: with ``noise_gain``.
@@ -108,8 +108,8 @@ class AttentionCall:
         stats = row_statistics(self.query, self.key, value, noise=noise, gaps=gaps, **self._options)
         return stats
 
-    def rebuilt(self, noise: bool, gaps: bool = False) -> tuple[Tensor, RowStatistics]:
-        """The output, without dropout, and the row statistics."""
+    def rebuild(self, noise: bool, gaps: bool = False) -> tuple[Tensor, RowStatistics]:
+        """Compute the output (B, Hq, L, Ev), without dropout, and the row statistics."""
         return attention(
             self.query,
             self.key,
@@ -121,9 +121,9 @@ class AttentionCall:
         )
 
     def weight_on(self, groups: Tensor) -> Tensor:
-        """The weight of each row on groups of keys, (B, Hq, L, K), in float32 at least.
+        """Weight of each row on groups of keys, (B, Hq, L, K), in float32 or float64.
 
-        It is the output that values of 1 in the group's component have.
+        It is the attention output if each key's value is its row of ``groups``.
 
         Args:
             groups: (B or 1, S, K), 1 where a key belongs to a group.
@@ -135,25 +135,28 @@ class AttentionCall:
             weights: Tensor = attention(query.to(dtype), key.to(dtype), value, **self._options)
         return weights
 
-    def even_weight_on(self, groups: Tensor) -> Tensor:
-        """The same if every visible key had the same weight, (B, 1, L, K), sinks aside.
+    def uniform_weight_on(self, groups: Tensor) -> Tensor:
+        """Weight of each row on groups of keys if all its visible keys had equal weight.
 
-        (B, Hq, L, K) where masks differ from head to head.
+        Sinks are ignored.
 
         Args:
             groups: (B or 1, S, K), 1 where a key belongs to a group.
+
+        Returns:
+            (B, 1, L, K), or (B, Hq, L, K) if masks differ between heads.
         """
         masks, heads = self._masks, 1
         masks["bias"] = None
         for mask in (self.attn_mask, self.bias):
             if mask is None:
                 continue
-            seen = mask if mask.dtype == torch.bool else torch.logical_not(hides(mask))
-            if mask is self.bias and bool(seen.all()):
+            visible = mask if mask.dtype == torch.bool else torch.logical_not(hides(mask))
+            if mask is self.bias and bool(visible.all()):
                 continue
-            before = masks["attn_mask"] if mask is self.bias else None
-            masks["attn_mask"] = seen if before is None else before & seen
-            heads = max(heads, seen.shape[-3] if seen.dim() > 2 else 1)
+            earlier = masks["attn_mask"] if mask is self.bias else None
+            masks["attn_mask"] = visible if earlier is None else earlier & visible
+            heads = max(heads, visible.shape[-3] if visible.dim() > 2 else 1)
         dtype = accumulate_dtype(self.query.dtype)
         batch, queries, keys = len(self.query), self.query.shape[2], self.key.shape[2]
         query, key = (
@@ -183,10 +186,10 @@ class AttentionCall:
         return {name: getattr(self, name) for name in names}
 
     def tolerance(self, dtype: torch.dtype, largest: Tensor) -> Tensor:
-        """Largest error of each rebuilt output row that rounding can explain.
+        """Largest relative error of each rebuilt output row that rounding can explain.
 
         A score has an absolute error of a few roundings, and its weight a relative error of the
-        same size. This adds at most 0.01: an incomplete capture causes larger errors.
+        same size. This adds at most 0.01, since an incomplete capture causes larger errors.
 
         Args:
             dtype: of the model's output. transformers' eager functions form their weights in
@@ -211,15 +214,15 @@ class AttentionCall:
         return VERIFY_TOLERANCE[dtype] + rounded
 
     def as_eager(self) -> Tensor | None:
-        """The output as eager functions compute it in a narrow type, to which they round scores.
+        """The output (B, Hq, L, Ev) as transformers' eager functions round it in 16 bits.
 
-        Where scores are large, that alone changes the weights. None for other functions, in a wide
-        type, or where keys are hidden by position, which no eager function does.
+        They round the scores to the narrow type, which changes the weights where scores are large.
+        None for other functions and types, and where keys are hidden by position.
         """
         if not self._eager:
             return None
-        placed = self.is_causal or self.window is not None or self.cu_seqlens is not None
-        if placed or self.query.dtype not in (torch.float16, torch.bfloat16):
+        hides_by_position = self.is_causal or self.window is not None or self.cu_seqlens is not None
+        if hides_by_position or self.query.dtype not in (torch.float16, torch.bfloat16):
             return None
         group = self.query.shape[1] // self.key.shape[1]
         key, value = (part.repeat_interleave(group, 1) for part in (self.key, self.value))
@@ -240,38 +243,38 @@ class AttentionCall:
 
     @property
     def _eager(self) -> bool:
-        """Whether transformers forms the weights itself."""
+        """Whether a transformers function computes the weights itself."""
         return self.source.startswith("transformers") and self.source != "transformers sdpa"
 
     @property
     def factor(self) -> float:
-        """The factor of the scores."""
+        """Factor of the scores: ``scale``, or 1/√E."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def masking(self) -> Masking:
-        """Everything that hides a key or is added to its score."""
+        """The call's masks, windows, documents and biases as one :class:`Masking`."""
         return check_masking(self.query, self.key, **self._masks)
 
     def seen_keys(self) -> Tensor | None:
         """Boolean (B, S), False on keys that masks hide from every row; None without a mask.
 
-        What position hides is not among it.
+        Keys hidden by position (causality, window, documents) count as seen.
         """
         batch, keys = self.query.shape[0], self.key.shape[2]
-        seen = None
+        visible = None
         if self.attn_mask is not None:
             mask = self.attn_mask
             while mask.dim() < 4:
                 mask = mask.unsqueeze(0)
-            boolean = mask.dtype == torch.bool  # nothing as large as the mask is made
-            seen = mask.any(2).any(1) if boolean else ~hides(mask.amax((1, 2)))
-            seen = seen.expand(-1, keys)
+            is_boolean = mask.dtype == torch.bool  # nothing as large as the mask is made
+            visible = mask.any(2).any(1) if is_boolean else ~hides(mask.amax((1, 2)))
+            visible = visible.expand(-1, keys)
         if self.key_mask is not None:
-            seen = self.key_mask if seen is None else seen & self.key_mask
-        return None if seen is None else seen.expand(batch, keys)
+            visible = self.key_mask if visible is None else visible & self.key_mask
+        return None if visible is None else visible.expand(batch, keys)
 
     def seen_by_position(self, positions: Tensor) -> Tensor | None:
-        """Mask (B, 1, r, S) of the keys that rows see by causality, window and documents.
+        """Mask (B, 1, r, S) of the keys that causality, window and documents leave visible.
 
         None if these hide no key.
 
@@ -279,44 +282,46 @@ class AttentionCall:
             positions: of the rows, (B, r), indices along the dimension of queries.
         """
         keys = torch.arange(self.key.shape[2], device=positions.device)
-        seen = None
+        visible = None
         if self.is_causal or self.window is not None:
-            away = (positions + self.query_offset).unsqueeze(-1) - keys
+            distance = (positions + self.query_offset).unsqueeze(-1) - keys
             if self.is_causal:
-                seen = away >= 0
+                visible = distance >= 0
             if self.window is not None:
-                near = away.abs() < self.window
-                seen = near if seen is None else seen & near
+                in_window = distance.abs() < self.window
+                visible = in_window if visible is None else visible & in_window
         if self.cu_seqlens is not None:
             edges = self.cu_seqlens.to(positions.device)[1:].contiguous()
-            own = torch.bucketize(positions + self.query_offset, edges, right=True)
-            same = own.unsqueeze(-1) == torch.bucketize(keys, edges, right=True)
-            seen = same if seen is None else seen & same
-        return None if seen is None else seen.unsqueeze(1)
+            query_documents = torch.bucketize(positions + self.query_offset, edges, right=True)
+            same_document = query_documents.unsqueeze(-1) == torch.bucketize(
+                keys, edges, right=True
+            )
+            visible = same_document if visible is None else visible & same_document
+        return None if visible is None else visible.unsqueeze(1)
 
 
-def relative_error(rebuilt: Tensor, output: Tensor, kept: Tensor) -> float:
-    """The largest of :func:`row_errors`, 0 where there is no row."""
-    errors = row_errors(rebuilt, output, kept)
+def relative_error(rebuilt: Tensor, output: Tensor, counted: Tensor) -> float:
+    """Largest of :func:`row_errors`; 0 if there are no rows."""
+    errors = row_errors(rebuilt, output, counted)
     return float(errors.max()) if errors.numel() else 0.0
 
 
-def row_errors(rebuilt: Tensor, output: Tensor, kept: Tensor) -> Tensor:
-    """Largest difference of two outputs in each counted row, relative to the largest entry of all.
+def row_errors(rebuilt: Tensor, output: Tensor, counted: Tensor) -> Tensor:
+    """Largest difference of two outputs in each row, relative to the largest entry of ``output``.
 
     Args:
         rebuilt: (B, Hq, L, Ev).
-        output: the model's, same shape.
-        kept: boolean (B, Hq, L).
+        output: the model's output, same shape.
+        counted: boolean (B, Hq, L), True on the rows to compare.
 
     Returns:
-        (B, Hq, L): 0 for a row that is not kept, infinity where a difference is not a number.
+        (B, Hq, L): 0 in rows that are not compared, infinity where a difference is NaN.
     """
-    rows = kept.unsqueeze(-1)
+    rows = counted.unsqueeze(-1)
     theirs = torch.where(rows, output.detach().double(), 0.0)
     ours = torch.where(rows, rebuilt.detach().double(), 0.0)
     if theirs.numel() == 0:
-        return theirs.new_zeros(kept.shape)
+        return theirs.new_zeros(counted.shape)
     size = theirs.abs().max()
     difference = (ours - theirs).abs().amax(-1)
     ratio = difference / size if size > 0 else difference
@@ -324,33 +329,33 @@ def row_errors(rebuilt: Tensor, output: Tensor, kept: Tensor) -> Tensor:
 
 
 def differences(
-    call: AttentionCall, rebuilt: Tensor, largest: Tensor, theirs: Tensor, kept: Tensor
+    call: AttentionCall, rebuilt: Tensor, largest: Tensor, theirs: Tensor, counted: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Differences of a call's recomputed rows, and the largest rounding error to expect.
+    """Errors of a call's rebuilt output rows, and the largest errors that rounding can explain.
 
     Args:
-        call: of those rows.
-        rebuilt: its output, (B, Hq, L, Ev).
-        largest: of each row's scores, (B, Hq, L).
+        call: the captured call.
+        rebuilt: its rebuilt output, (B, Hq, L, Ev).
+        largest: largest score of each row, (B, Hq, L).
         theirs: the model's output, same shape as ``rebuilt``.
-        kept: boolean (B, Hq, L).
+        counted: boolean (B, Hq, L), True on the rows to compare.
 
     Returns:
-        Both (B, Hq, L), relative to the largest entry of the output.
+        Two tensors (B, Hq, L), relative to the largest entry of the output.
     """
-    errors = row_errors(rebuilt, theirs, kept)
+    errors = row_errors(rebuilt, theirs, counted)
     tolerance = call.tolerance(theirs.dtype, largest)
     if bool((errors > tolerance).any()) and (eager := call.as_eager()) is not None:
-        errors = errors.minimum(row_errors(eager, theirs, kept))
+        errors = errors.minimum(row_errors(eager, theirs, counted))
     return errors, tolerance
 
 
 def observe_scores(scores: Tensor, gaps: bool = False) -> tuple[RowStatistics, Tensor]:
-    """Row statistics of scores that exist already, a few rows at a time.
+    """Row statistics of given scores, computed a few rows at a time.
 
     Args:
-        scores: (B, H, L, S); values a mask would hold hide their key.
-        gaps: with the gap histogram.
+        scores: (B, H, L, S); values as low as a mask's hide their key.
+        gaps: also record the gap histogram.
 
     Returns:
         The statistics, and a boolean (B, S) that is False on keys that no row sees.
@@ -373,14 +378,14 @@ def observe_scores(scores: Tensor, gaps: bool = False) -> tuple[RowStatistics, T
 
 
 def weights_on(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights of scores that exist already on groups of keys, and those of uniform attention.
+    """Weight of given scores on groups of keys, and the same for uniform attention.
 
     Args:
-        scores: (B, H, L, S); values a mask would hold hide their key.
+        scores: (B, H, L, S); values as low as a mask's hide their key.
         groups: (B or 1, S, K), 1 where a key belongs to a group.
 
     Returns:
-        Two tensors (B, H, L, K), in float32 at least.
+        Two tensors (B, H, L, K), in float32 or float64.
     """
     dtype = accumulate_dtype(scores.dtype)
     batch, heads, _, keys = scores.shape
@@ -394,5 +399,5 @@ def weights_on(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
             even = visible.to(dtype)
             even = even / even.sum(-1, keepdim=True).clamp(min=1.0)
             parts.append((weights @ groups, even @ groups))
-    mass, even = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    mass, even = (torch.cat(parts_of_one, 2) for parts_of_one in zip(*parts, strict=True))
     return mass, even

@@ -1,4 +1,4 @@
-"""Which rows of a call count: those of real tokens, among the selected ones."""
+"""Which rows of a call enter the statistics: real tokens, among the rows a user selected."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from acutance.capture.padding import (
     NO_MASK,
     PaddingMask,
     RealRows,
-    by_counts,
-    by_key_masks,
     call_sees_padding,
     checked_mask,
     checked_rows,
+    real_rows_from_counts,
+    real_rows_from_key_masks,
     scores_see_padding,
 )
 from acutance.capture.readers.huggingface import is_cross
@@ -30,14 +30,14 @@ _Sees = Callable[[Tensor, Tensor], bool]
 
 
 class CountedRows(NamedTuple):
-    """Which rows of a call count.
+    """Which rows of a call enter the statistics, and how many do not.
 
     Attributes:
-        counted: boolean (B, L); None where all do.
-        padded: rows that do not, because they are padding.
-        excluded: rows that do not, because others were requested.
-        source: what told of padding.
-        unseen: boolean (B, L), tokens that no row sees, where nothing told of padding.
+        counted: boolean (B, L); None if all rows count.
+        padded: number of rows left out as padding.
+        excluded: number of rows left out because the user selected others.
+        source: where the padding is known from.
+        unseen: boolean (B, L), tokens that no row sees, if no source says what is padding.
     """
 
     counted: Tensor | None = None
@@ -48,12 +48,12 @@ class CountedRows(NamedTuple):
 
 
 class RowReader:
-    """Decides which rows of a probe's calls count.
+    """Decides which rows of captured calls enter the statistics.
 
     Args:
-        thread: what is running.
+        thread: the modules that are running.
         attention_mask: a user's mask over tokens, (B, T).
-        rows: ``"real"``, ``"all"``, or which rows, boolean (L,) or (B, L).
+        rows: ``"real"``, ``"all"``, or boolean (L,) or (B, L).
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class RowReader:
         self._chosen = checked_rows(rows)
         self._all = isinstance(rows, str) and rows == "all"
 
-    def of(self, call: AttentionCall) -> CountedRows:
-        """The rows of a call that count.
+    def rows_of_call(self, call: AttentionCall) -> CountedRows:
+        """Which rows of a call count.
 
         Raises:
-            ValueError: if rows were requested that do not fit.
+            ValueError: if the user's selection of rows has another shape.
         """
         real = self.real(call)
         batch, _, queries, _ = call.query.shape
@@ -77,8 +77,8 @@ class RowReader:
             seen = call.seen_keys()
         return self._counted(real, seen, batch, queries, call.query.device)
 
-    def of_scores(self, scores: Tensor, module: str, n: Tensor, seen: Tensor) -> CountedRows:
-        """Which query rows of a score matrix enter the statistics: real, and requested by the user.
+    def rows_of_scores(self, scores: Tensor, module: str, n: Tensor, seen: Tensor) -> CountedRows:
+        """Which rows of a score matrix count.
 
         Args:
             scores: (B, H, L, S).
@@ -87,99 +87,111 @@ class RowReader:
             seen: boolean (B, S), True for keys that at least one row sees.
 
         Raises:
-            ValueError: if rows were requested that do not fit.
+            ValueError: if the user's selection of rows has another shape.
         """
         real = self.real_of_scores(scores, module, n, seen)
         batch, _, queries, keys = scores.shape
-        known = real.source or is_cross(module) or queries != keys
-        return self._counted(real, None if known else seen, batch, queries, scores.device)
+        padding_known = real.source or is_cross(module) or queries != keys
+        return self._counted(real, None if padding_known else seen, batch, queries, scores.device)
 
     def real(self, call: AttentionCall) -> RealRows:
-        """Which rows of a call are no padding.
+        """Which rows of a call are not padding.
 
-        What tells, the first to be believed first: the user; the call's own padding mask; the mask
-        over tokens that the innermost module was called with, unless real rows see what it says is
-        padding; masks over keys. The masks of cross-attention are about its keys: its queries are
+        The first source that applies decides: the user's mask; the call's own padding mask; the
+        token mask that the innermost running module was called with, unless real rows see tokens it
+        calls padding; masks over keys. Masks of cross-attention concern its keys; its queries are
         those of the self-attention that ran before it in the same numbered block.
         """
         batch, _, queries, _ = call.query.shape
         keys, device = call.key.shape[2], call.query.device
-        real = self._given(batch, queries, keys, device)
+        real = self._rows_from_user(batch, queries, keys, device)
         if real is None and call.real is not None:
             real = RealRows(call.real, "key_padding_mask")
         if real is None:
 
-            def sees(rows: Tensor, among: Tensor) -> bool:
-                return call_sees_padding(call, rows, among)
+            def sees(rows: Tensor, real_keys: Tensor) -> bool:
+                return call_sees_padding(call, rows, real_keys)
 
-            real = self._around(batch, queries, keys, device, None if call.cross else sees)
+            real = self._rows_from_module(
+                batch, queries, keys, device, None if call.cross else sees
+            )
             if real is None or real.source == NO_MASK:
-                real = by_key_masks(call) or real
+                real = real_rows_from_key_masks(call) or real
         return self._record_rows(call.module, call.cross, real, batch, queries)
 
     def real_of_scores(self, scores: Tensor, module: str, n: Tensor, seen: Tensor) -> RealRows:
-        """Which query rows of a score matrix are not padding, and how that is known.
-
-        Args:
-            scores: (B, H, L, S).
-            module: name of the module that computed them.
-            n: (B, H, L), number of keys that each row sees.
-            seen: boolean (B, S), True for keys that at least one row sees.
-        """
+        """Which rows of a score matrix are not padding; arguments as for :meth:`rows_of_scores`."""
         batch, _, queries, keys = scores.shape
         cross = is_cross(module)
-        real = self._given(batch, queries, keys, scores.device)
+        real = self._rows_from_user(batch, queries, keys, scores.device)
         if real is None:
 
-            def sees(rows: Tensor, among: Tensor) -> bool:
-                return scores_see_padding(scores, rows, among)
+            def sees(rows: Tensor, real_keys: Tensor) -> bool:
+                return scores_see_padding(scores, rows, real_keys)
 
-            real = self._around(batch, queries, keys, scores.device, None if cross else sees)
+            real = self._rows_from_module(
+                batch, queries, keys, scores.device, None if cross else sees
+            )
             if (real is None or real.source == NO_MASK) and queries == keys and not cross:
-                real = by_counts(n, seen) or real
+                real = real_rows_from_counts(n, seen) or real
         return self._record_rows(module, cross, real, batch, queries)
 
     def _counted(
         self, real: RealRows, seen: Tensor | None, batch: int, queries: int, device: torch.device
     ) -> CountedRows:
+        """Combine real rows with the user's selection.
+
+        Args:
+            real: which rows are not padding.
+            seen: boolean (B, S), keys that any row sees; None if padding is known otherwise.
+            batch: number of sequences, B.
+            queries: queries per sequence, L.
+            device: device of the call.
+
+        Raises:
+            ValueError: if the selection has another shape than (B, L).
+        """
         if self._all:
             return CountedRows()
         unseen = None if seen is None else torch.logical_not(seen)
-        rows, asked = real.rows, self._chosen
+        rows, requested = real.rows, self._chosen
         padded = 0 if rows is None else int(rows.numel() - rows.sum())
-        if asked is None:
+        if requested is None:
             return CountedRows(rows, padded, 0, real.source, unseen)
-        if asked.shape[1] != queries or asked.shape[0] not in (1, batch):
+        if requested.shape[1] != queries or requested.shape[0] not in (1, batch):
             raise ValueError(
-                f"rows has shape {tuple(asked.shape)}, but its queries are (B, L) = "
+                f"rows has shape {tuple(requested.shape)}, but its queries are (B, L) = "
                 f"{(batch, queries)}"
             )
-        asked = asked.to(device).expand(batch, -1)
-        rows = asked if rows is None else rows & asked
+        requested = requested.to(device).expand(batch, -1)
+        rows = requested if rows is None else rows & requested
         excluded = batch * queries - padded - int(rows.sum())
         return CountedRows(rows, padded, excluded, real.source, unseen)
 
-    def _given(self, batch: int, queries: int, keys: int, device: torch.device) -> RealRows | None:
-        """The real rows given by the user; None if none were given that fit."""
-        mask, around = self.mask, self._thread.masks.innermost
+    def _rows_from_user(
+        self, batch: int, queries: int, keys: int, device: torch.device
+    ) -> RealRows | None:
+        """Real rows by the user's mask; None if there is none of this size."""
+        mask, module_mask = self.mask, self._thread.masks.innermost
         if mask is None:
             return None
-        if around is not None:
-            mask = replace(mask, past=around.past)
+        if module_mask is not None:
+            mask = replace(mask, past=module_mask.past)
         rows = mask.rows(batch, queries, keys)
         return None if rows is None else RealRows(rows.to(device), mask.source)
 
-    def _around(
+    def _rows_from_module(
         self, batch: int, queries: int, keys: int, device: torch.device, sees: _Sees | None
     ) -> RealRows | None:
-        """The real rows by the mask of the innermost module; None if it has none that fits.
+        """Real rows by the token mask of the innermost running module; None if none fits.
 
         Args:
-            batch: B.
-            queries: L.
-            keys: S.
-            device: of the call.
-            sees: whether real rows see padding, given rows and keys; None of cross-attention.
+            batch: number of sequences, B.
+            queries: queries per sequence, L.
+            keys: keys per sequence, S.
+            device: device of the call.
+            sees: returns whether real rows see padding, given rows and keys; None for
+                cross-attention.
         """
         mask = self._thread.masks.innermost
         if mask is None or mask.real is None:
@@ -188,26 +200,25 @@ class RowReader:
         if rows is None:
             return None
         rows = rows.to(device)
-        among = None if sees is None else mask.keys(rows, keys)
-        if among is not None and sees is not None and sees(rows, among.to(device)):
+        real_keys = None if sees is None else mask.keys(rows, keys)
+        if real_keys is not None and sees is not None and sees(rows, real_keys.to(device)):
             return None
         return RealRows(rows, mask.source)
 
     def _record_rows(
         self, module: str, cross: bool, real: RealRows | None, batch: int, queries: int
     ) -> RealRows:
-        """Return the real rows, and remember those of self-attention.
+        """Return the real rows, and remember those of self-attention for cross-attention.
 
-        Cross-attention with unknown rows takes those of the attention that ran before it in its
-        block.
+        Cross-attention with unknown rows uses those of the self-attention before it in its block.
         """
         if not cross:
             real = RealRows(None, "") if real is None else real
             self._thread.rows = (module, real)
         elif real is None and self._thread.rows is not None:
-            before, rows = self._thread.rows
+            previous_module, rows = self._thread.rows
             fits = rows.rows is not None and tuple(rows.rows.shape) == (batch, queries)
-            real = rows if fits and _same_block(before, module) else None
+            real = rows if fits and _same_block(previous_module, module) else None
         return RealRows(None, "") if real is None else real
 
 

@@ -1,7 +1,7 @@
-"""The attention layers of a model before it runs: their names, order, heads and windows.
+"""Find the attention layers of a model before it runs: their names, order, heads and windows.
 
-Which modules attend shows when they run, and whoever listens goes by that. Before, to number layers
-and to say how many heads there are, a layer is known by the name of its class.
+Whether a module computes attention is known only when it runs. Before that, layers are recognised
+by the names of their classes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from acutance.capture.module_names import class_name, module_name, named_modules
 __all__ = [
     "NOT_READ",
     "attention_layers",
-    "in_window",
+    "is_windowed_inside",
     "is_softmax",
     "is_windowed",
     "layer_numbers",
     "looks_like_attention",
-    "may_attend",
-    "most_heads",
+    "may_compute_attention",
+    "max_heads",
     "scripted_attention",
     "uses_interface",
     "windowed_layers",
@@ -37,7 +37,7 @@ _OPERATIONS = re.compile(r"aten::(_?softmax|scaled_dot_product_attention|_safe_s
 
 
 def looks_like_attention(kind: str) -> bool:
-    """Whether a class is called attention.
+    """Whether a class name contains "attention" or "attn".
 
     Example:
         >>> [looks_like_attention(name) for name in ("LlamaAttention", "SelfAttn", "Linear")]
@@ -47,10 +47,10 @@ def looks_like_attention(kind: str) -> bool:
 
 
 def scripted_attention(module: torch.nn.Module) -> str:
-    """Why the attention of a module compiled by ``torch.jit`` is not read; empty if it has none.
+    """Why the attention in a ``torch.jit`` module cannot be captured; empty if it has none.
 
     Example:
-        >>> scripted_attention(torch.nn.MultiheadAttention(2, 1))  # can be listened to
+        >>> scripted_attention(torch.nn.MultiheadAttention(2, 1))  # not compiled
         ''
     """
     if not isinstance(module, torch.jit.ScriptModule):
@@ -68,11 +68,13 @@ _LOCAL = {"sliding_attention", "chunked_attention", "local", "local_attention"}
 
 
 def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Modules named or classed as attention, or with a head count, by module name.
+    """Modules that look like attention, by module name, in model order.
 
-    They are in model order. Of modules inside each other only the innermost: transformers'
-    ``BertAttention`` holds the ``BertSelfAttention`` that attends. What has heads in or around a
-    module that is called attention is none itself.
+    They are recognised by their own name, their class name or a head count.
+
+    Of nested modules only the innermost counts: transformers' ``BertAttention`` contains the
+    ``BertSelfAttention`` that computes attention. A module with a head count that contains, or lies
+    in, a module named attention does not count.
 
     Args:
         model: any module.
@@ -83,30 +85,30 @@ def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """
     modules = dict(model.named_modules())
     called = [name for name, one in modules.items() if looks_like_attention(type(one).__name__)]
-    found = set(called) - {outer for name in called for outer in _around(name)}
-    holding = {outer for name in found for outer in _around(name)}
+    found = set(called) - {outer for name in called for outer in _parents(name)}
+    holding = {outer for name in found for outer in _parents(name)}
     for name in reversed(modules):  # innermost first
-        if name in found or name in holding or not _says_heads(modules[name]):
+        if name in found or name in holding or not _has_head_count(modules[name]):
             continue
-        around = _around(name)
+        around = _parents(name)
         if found.isdisjoint(around):
             found.add(name)
             holding |= around
     return {module_name(model, name): modules[name] for name in modules if name in found}
 
 
-def _says_heads(module: torch.nn.Module) -> bool:
+def _has_head_count(module: torch.nn.Module) -> bool:
     return any(type(attribute(module, heads)) is int for heads in HEADS)
 
 
 def layer_numbers(model: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:
-    """Layers that attended by the number that each has among the model's attention layers.
+    """Index of each of these layers among the model's attention layers.
 
-    Where one of them is not known by the name of its class, they are numbered among themselves.
+    If one of them is not recognised as an attention layer, they are numbered among themselves.
 
     Args:
         model: any module.
-        names: of modules that attended.
+        names: names of modules that computed attention.
 
     Example:
         >>> layer_numbers(torch.nn.TransformerDecoderLayer(8, 2), ["multihead_attn"])
@@ -119,11 +121,11 @@ def layer_numbers(model: torch.nn.Module, names: Iterable[str]) -> dict[str, int
     return {name: place for place, name in enumerate(known) if name in attended}
 
 
-def most_heads(model: torch.nn.Module) -> int | None:
-    """The largest number of heads of any attention layer; None if a layer does not give it.
+def max_heads(model: torch.nn.Module) -> int | None:
+    """Largest number of heads of any attention layer; None if one of them does not state it.
 
     Example:
-        >>> most_heads(torch.nn.TransformerDecoderLayer(8, 2))
+        >>> max_heads(torch.nn.TransformerDecoderLayer(8, 2))
         2
     """
     counts = [heads_of(module) for module in attention_layers(model).values()]
@@ -131,19 +133,19 @@ def most_heads(model: torch.nn.Module) -> int | None:
     return max(known) if known and len(known) == len(counts) else None
 
 
-def _around(name: str) -> set[str]:
-    """Names of the modules that a module is inside."""
+def _parents(name: str) -> set[str]:
+    """Names of all modules that contain the named module."""
     parts = name.split(".")
     return {".".join(parts[:end]) for end in range(len(parts))} - {name}
 
 
 def is_softmax(module: torch.nn.Module) -> bool:
-    """Whether a module is a softmax alone: the attention is the module around it."""
+    """Whether a module is only a softmax, so that its parent is the attention layer."""
     return "softmax" in type(module).__name__.lower()
 
 
-def may_attend(module: torch.nn.Module) -> bool:
-    """Whether a module has code that might compute attention, unlike PyTorch's simple layers."""
+def may_compute_attention(module: torch.nn.Module) -> bool:
+    """Whether a module has code that could compute attention, unlike PyTorch's simple layers."""
     kind = type(module)
     # a list or a table of modules has none, and a scripted class one that cannot be asked for
     if inspect.getattr_static(kind, "forward", None) is torch.nn.Module.forward:
@@ -153,7 +155,7 @@ def may_attend(module: torch.nn.Module) -> bool:
 
 
 def uses_interface(module: torch.nn.Module) -> bool:
-    """Whether a module's class gets its attention function from transformers' interface."""
+    """Whether a class gets its attention function from transformers' ``AttentionInterface``."""
     for base in type(module).__mro__:
         for member in vars(base).values():
             code = getattr(getattr(member, "__wrapped__", member), "__code__", None)
@@ -163,10 +165,10 @@ def uses_interface(module: torch.nn.Module) -> bool:
 
 
 def is_windowed(module: torch.nn.Module) -> bool:
-    """Whether a transformers layer is configured with a window or chunks.
+    """Whether a transformers layer's configuration gives it a window or chunks.
 
-    What is passed to a call (``sliding_window``) is better evidence; this is for layers whose
-    window is in their mask alone.
+    An explicit ``sliding_window`` argument of a call is better evidence; this is for layers whose
+    window is only in their mask.
     """
     for name in ("layer_type", "attention_type"):
         if attribute(module, name) in _LOCAL:
@@ -183,7 +185,9 @@ def is_windowed(module: torch.nn.Module) -> bool:
 
 
 def windowed_layers(model: torch.nn.Module) -> dict[str, bool]:
-    """Whether each module has windowed attention, by name, from its configuration or its parent's.
+    """Whether each module's attention is windowed, by module name.
+
+    It is read from the configuration of the module or its parent.
 
     Example:
         >>> windowed_layers(torch.nn.MultiheadAttention(8, 2))["MultiheadAttention"]
@@ -191,12 +195,12 @@ def windowed_layers(model: torch.nn.Module) -> dict[str, bool]:
     """
     modules, top = dict(named_modules(model)), class_name(model)
     return {
-        name: in_window(module, modules[name.rpartition(".")[0] or top])
+        name: is_windowed_inside(module, modules[name.rpartition(".")[0] or top])
         for name, module in modules.items()
     }
 
 
-def in_window(module: torch.nn.Module, above: torch.nn.Module | None) -> bool:
-    """Whether a module or the attention that contains it is windowed."""
-    outer = "att" in type(above).__name__.lower() and above is not None and is_windowed(above)
+def is_windowed_inside(module: torch.nn.Module, parent: torch.nn.Module | None) -> bool:
+    """Whether a module, or the attention module ``parent`` that contains it, is windowed."""
+    outer = "att" in type(parent).__name__.lower() and parent is not None and is_windowed(parent)
     return outer or is_windowed(module)

@@ -1,4 +1,4 @@
-"""Which dimension of scores is heads and which is keys, and which of a layer's heads a rank has."""
+"""Which dimensions of scores are heads and keys, and which of a layer's heads this rank has."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from acutance.capture.handwritten.product_layout import Places
+from acutance.capture.handwritten.product_layout import ProductAxes
 
 __all__ = [
-    "HeadPlaces",
+    "HeadAxes",
     "attribute",
     "could_be_over_keys",
-    "decided_place",
+    "decide_head_axis",
     "first_head",
     "fold",
     "folded",
-    "head_places",
+    "candidate_head_axes",
     "heads_at_once",
     "heads_of",
     "projected_heads",
@@ -39,10 +39,10 @@ HEADS = (
 
 
 def could_be_over_keys(scores: Tensor, dim: int, heads: int | None) -> bool:
-    """Whether a softmax over this dimension could be attention's softmax over keys.
+    """Whether a softmax over dimension ``dim`` could be attention's softmax over keys.
 
-    Keys are the last dimension or, with heads last (then of size ``heads``), an inner one. Other
-    softmaxes are over image channels, the taps of a kernel, or the positions of each feature.
+    Keys are the last dimension or, if heads come last, an inner one. Other softmaxes run over image
+    channels, the taps of a kernel, or the positions of each feature.
 
     Example:
         >>> scores = torch.zeros(2, 5, 5, 3)
@@ -59,10 +59,10 @@ def could_be_over_keys(scores: Tensor, dim: int, heads: int | None) -> bool:
 
 
 def attribute(holder: object, name: str) -> Any:
-    """An attribute of a module or a configuration, None if there is none.
+    """An attribute of a module or configuration; None if there is none.
 
-    Where a module has none, ``getattr`` searches its parameters and raises an error: looking for
-    many names in all modules of a model would take longer than its forward pass.
+    ``getattr`` on a module without it searches the parameters and raises, which over many names and
+    modules would take longer than a forward pass.
     """
     kind = type(holder)
     if getattr(kind, "__getattr__", None) is torch.nn.Module.__getattr__:
@@ -72,7 +72,7 @@ def attribute(holder: object, name: str) -> Any:
 
 
 def heads_of(module: torch.nn.Module | None) -> int | None:
-    """The head count of a module; None if it has none.
+    """Number of heads of a module, from its attributes or configuration; None if it states none.
 
     Example:
         >>> heads_of(torch.nn.MultiheadAttention(8, 2))
@@ -90,7 +90,7 @@ def heads_of(module: torch.nn.Module | None) -> int | None:
 
 
 def heads_at_once(module: torch.nn.Module | None) -> int | None:
-    """Number of heads in one softmax of a module: with diffusers' sliced attention some of them."""
+    """Number of heads in one softmax of a module: fewer than all in diffusers' sliced attention."""
     heads = heads_of(module)
     size = getattr(getattr(module, "processor", None), "slice_size", None)
     sliced = isinstance(size, int) and heads is not None and size > 0 and heads % size == 0
@@ -98,16 +98,16 @@ def heads_at_once(module: torch.nn.Module | None) -> int | None:
 
 
 def fold(scores: Tensor, heads: int | None, place: int | None = None) -> Tensor:
-    """Scores of any rank as (B, H, L, S).
+    """Reshape scores of any rank to (B, H, L, S).
 
-    Three dimensions are batches of heads, or of a single head where their number does not fit. Of
-    four, the second is heads, unless only another one before the last has their number. More have
-    heads where their number is, and the rest is folded into the batch.
+    Three dimensions are (B · H, L, S), or (B, L, S) if the first is not divisible by ``heads``. Of
+    four, the second is heads, unless only another one has ``heads`` entries. Of more, heads is the
+    one with ``heads`` entries, and the others are folded into the batch.
 
     Args:
         scores: (..., S).
-        heads: how many there are, None if unknown.
-        place: which of four dimensions is heads, where that is known otherwise.
+        heads: number of heads; None if unknown.
+        place: index of the head dimension of four-dimensional scores, if it is known.
 
     Raises:
         ValueError: if heads cannot be distinguished from other dimensions.
@@ -126,7 +126,7 @@ def fold(scores: Tensor, heads: int | None, place: int | None = None) -> Tensor:
         three: Tensor = scores.unflatten(0, (-1, heads if fits and heads else 1))
         return three
     if scores.dim() == 4:
-        places = head_places(shape, heads)
+        places = candidate_head_axes(shape, heads)
         if place is None:
             place = places[0] if len(places) == 1 else 1
         return scores.transpose(1, place)
@@ -139,30 +139,35 @@ def fold(scores: Tensor, heads: int | None, place: int | None = None) -> Tensor:
     return scores.movedim(place, -3).flatten(0, -4)
 
 
-def head_places(shape: Sequence[int], heads: int | None) -> list[int]:
-    """Which of four dimensions, the last of them keys, have the number of heads.
+def candidate_head_axes(shape: Sequence[int], heads: int | None) -> list[int]:
+    """Which of the first three of four dimensions have ``heads`` entries.
 
     Example:
-        >>> head_places((4, 2, 9, 9), 4), head_places((4, 4, 9, 9), 4)
+        >>> candidate_head_axes((4, 2, 9, 9), 4), candidate_head_axes((4, 4, 9, 9), 4)
         ([0], [0, 1])
     """
     return [place for place in range(3) if shape[place] == heads] if len(shape) == 4 else []
 
 
-def decided_place(shape: Sequence[int], heads: int | None, product: Places) -> tuple[int, bool]:
-    """Which of four dimensions is heads, and whether the evidence is more than convention.
+def decide_head_axis(
+    shape: Sequence[int], heads: int | None, product: ProductAxes
+) -> tuple[int, bool]:
+    """Index of the head dimension among four, and whether evidence rather than convention decided.
 
-    What is not queries may be heads; the number of heads decides among them, then the values.
+    A dimension that is not queries may be heads; the number of heads decides, then the values.
 
     Args:
-        shape: of the scores, keys last.
-        heads: how many there are, None if unknown.
-        product: what the product that takes the weights says.
+        shape: shape of the scores, keys last.
+        heads: number of heads; None if unknown.
+        product: dimensions known from the product with the values.
 
     Example:
-        >>> decided_place((2, 4, 4, 9), 4, Places(queries=1))
+        >>> decide_head_axis((2, 4, 4, 9), 4, ProductAxes(queries=1))
         (2, True)
-        >>> decided_place((4, 4, 9, 9), 4, Places()), decided_place((3, 5, 9, 9), None, Places())
+        >>> (
+        ...     decide_head_axis((4, 4, 9, 9), 4, ProductAxes()),
+        ...     decide_head_axis((3, 5, 9, 9), None, ProductAxes()),
+        ... )
         ((1, False), (1, True))
     """
     among = [place for place in range(3) if place != product.queries]
@@ -174,9 +179,9 @@ def decided_place(shape: Sequence[int], heads: int | None, product: Places) -> t
 
 
 def projected_heads(module: torch.nn.Module | None, shape: Sequence[int], width: int) -> int | None:
-    """The number of heads of values with a width, from the linear layers that produce them.
+    """Number of heads of values of this width, from the linear layers that produce them.
 
-    None unless exactly one of a softmax's first three dimensions has such a number.
+    None unless exactly one of the first three dimensions of ``shape`` equals such a number.
 
     Example:
         >>> module = torch.nn.ModuleDict({"v": torch.nn.Linear(6, 12)})
@@ -191,19 +196,19 @@ def projected_heads(module: torch.nn.Module | None, shape: Sequence[int], width:
     return fitting[0] if len(fitting) == 1 else None
 
 
-class HeadPlaces:
-    """Which of four dimensions is heads in each module, as far as its calls show.
+class HeadAxes:
+    """Which of four dimensions of the scores is heads, for each module, learned from its calls.
 
     Example:
-        >>> places = HeadPlaces()
-        >>> places.place("attn", None, (4, 4, 9, 9), 4, Places())
+        >>> places = HeadAxes()
+        >>> places.place("attn", None, (4, 4, 9, 9), 4, ProductAxes())
         1
         >>> [why[:37] for _, why in places.undecided()]
         ['its softmax of (4, 4, 9, 9) fits its ']
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, int] = {}
+        self._decided: dict[str, int] = {}
         self._undecided: dict[str, tuple[int, str]] = {}
 
     def place(
@@ -212,27 +217,27 @@ class HeadPlaces:
         module: torch.nn.Module | None,
         shape: Sequence[int],
         heads: int | None,
-        product: Places,
+        product: ProductAxes,
     ) -> int:
-        """The dimension: by the number of heads, the product, or calls of other sizes.
+        """Index of the head dimension, by the head count, the product, or calls of other sizes.
 
-        A reading that a later call contradicts is listed, as is what no call decides.
+        Readings that a later call contradicts, or that no call decides, are listed as undecided.
 
         Args:
-            name: the module's.
-            module: whose projections tell the number of heads where ``heads`` is None.
-            shape: of the scores, keys last.
-            heads: how many there are, None if unknown.
-            product: what the product that takes the weights says.
+            name: name of the module.
+            module: the module, whose projections give the number of heads if ``heads`` is None.
+            shape: shape of the scores, keys last.
+            heads: number of heads; None if unknown.
+            product: dimensions known from the product with the values.
         """
         heads = projected_heads(module, shape, product.width) if heads is None else heads
-        place, decided = decided_place(shape, heads, product)
+        place, decided = decide_head_axis(shape, heads, product)
         if decided:
-            self._known[name] = place
+            self._decided[name] = place
             if name in self._undecided and self._undecided[name][0] == place:
                 del self._undecided[name]
             return place
-        known = self._known.get(name)
+        known = self._decided.get(name)
         if known is not None and shape[known] == heads:
             return known
         self._undecided.setdefault(
@@ -247,23 +252,19 @@ class HeadPlaces:
         return place
 
     def undecided(self) -> list[tuple[str, str]]:
-        """Modules whose head axis no call determined, or a later call contradicted, and why.
-
-        Each is returned once: the list is cleared.
-        """
+        """Names of modules whose head dimension is uncertain, with the reason; clears the list."""
         found = [(name, why) for name, (_, why) in self._undecided.items()]
         self._undecided.clear()
         return found
 
 
 def folded(scores: Tensor, dim: int, heads: int | None, place: int | None = None) -> Tensor:
-    """Scores whose keys are some dimension as (B, H, L, S): :func:`fold`, or heads are last.
+    """Like :func:`fold`, for scores whose keys are dimension ``dim``: (B, H, L, S).
 
     Args:
-        scores: of any rank; of four dimensions (B, L, S, H) or (B, S, L, H) where ``dim`` is not
-            the last.
-        dim: that of the keys.
-        heads: how many there are, None if unknown.
+        scores: scores of any rank; (B, L, S, H) or (B, S, L, H) if ``dim`` is not the last of four.
+        dim: dimension of the keys.
+        heads: number of heads; None if unknown.
         place: as for :func:`fold`.
 
     Raises:
@@ -279,17 +280,16 @@ def folded(scores: Tensor, dim: int, heads: int | None, place: int | None = None
 
 
 def first_head(module: torch.nn.Module | None, query: Tensor) -> int:
-    """Number, in its layer, of the first head that a call of this rank has.
+    """Number, in its layer, of the first head that this tensor-parallel rank computes.
 
-    A query projection whose rows are shared out over ranks has made the heads; it is told by its
-    weight, a DTensor sharded by rows whose part here is as many rows as the query is wide.
+    It follows from a query projection whose weight is a DTensor sharded by rows.
 
     Args:
-        module: the attention's module, with its projections.
+        module: the attention module, with its projections.
         query: (B, Hq, L, E).
 
     Returns:
-        0 where heads are not shared out, or nothing tells.
+        0 if heads are not split over ranks, or if that cannot be told.
 
     Example:
         >>> first_head(torch.nn.Linear(8, 8), torch.zeros(1, 2, 3, 4))
@@ -310,7 +310,7 @@ def first_head(module: torch.nn.Module | None, query: Tensor) -> int:
 
 
 def _first_row(weight: Any) -> int | None:
-    """The first row of a matrix that this rank has; None where rows are not shared out."""
+    """First row of a sharded matrix that this rank holds; None if it is not sharded by rows."""
     place = weight.device_mesh.get_coordinate()
     if place is None:
         return None

@@ -22,10 +22,10 @@ _RANGE = re.compile(r"(-?\d+)(?:-(-?\d+))?")
 
 
 def _items(name: str, given: Chosen) -> list[range | str]:
-    """Every number as a range (first, last + 1), every pattern as it is.
+    """Parse a choice: numbers and ranges become ``range``, patterns stay text.
 
     Raises:
-        TypeError: if something is not a number, range or text.
+        TypeError: if an item is not a number, range or text.
         ValueError: if nothing is chosen, or a range is empty.
     """
     if isinstance(given, int | str | range):
@@ -55,21 +55,21 @@ def _items(name: str, given: Chosen) -> list[range | str]:
 
 
 class LayerChoice:
-    """The layers of a model that are meant.
+    """The layers of a model that a user chose.
 
-    A number is that of a block, as the module's name has it: ``encoder.layer.3.attention.self``
-    lies in block 3; negative ones count from the last. In a model without numbered blocks it is
-    that of an attention layer. A pattern (``*`` and ``?``) is of a module's name, or of that of a
-    module around it.
+    A number is a block's number in the module name: ``encoder.layer.3.attention.self`` lies in
+    block 3; negative numbers count from the last. In a model without numbered blocks it is the
+    index of an attention layer. A pattern (``*`` and ``?``) matches the name of a module or of one
+    that contains it.
 
     Args:
-        given: what was requested.
-        names: of all modules of the model, without wrappers.
+        given: the user's choice.
+        names: names of all modules of the model, without wrappers.
         attention: names of its attention layers, in order.
-        argument: what ``given`` is called in errors.
+        argument: name of the option, for messages.
 
     Raises:
-        TypeError: if it holds anything but numbers, ranges and text.
+        TypeError: if the choice holds anything but numbers, ranges and text.
         ValueError: if a part of it chooses no module.
 
     Example:
@@ -111,7 +111,7 @@ class LayerChoice:
     def from_model(
         cls, given: Chosen, model: torch.nn.Module, argument: str = "layers"
     ) -> LayerChoice:
-        """The choice among a model's modules, however it is wrapped."""
+        """Apply a choice to the modules of a model, however it is wrapped."""
         names = [name for name, _ in named_modules(model)]
         return cls(given, names, list(attention_layers(model)), argument)
 
@@ -152,10 +152,10 @@ class LayerChoice:
 
 
 def choose_layers(model: torch.nn.Module, given: Chosen, argument: str = "layers") -> list[str]:
-    """Names of the attention layers that are meant, in model order.
+    """Names of the chosen attention layers, in model order.
 
-    Text that is the name of a module in which no attention layer is known is that module. In a
-    model of which none is known before it runs, what is meant are the outermost modules chosen.
+    Text that names a module without known attention layers chooses that module. If no attention
+    layer of the model is known before it runs, the outermost chosen modules are returned.
 
     Raises:
         TypeError: if ``given`` holds anything but numbers, ranges and text.
@@ -183,11 +183,11 @@ def choose_layers(model: torch.nn.Module, given: Chosen, argument: str = "layers
 
 
 class HeadChoice:
-    """The heads of every layer that are read: numbers and ranges, negative ones from the last.
+    """The chosen heads of every layer: numbers and ranges, negative ones counted from the last.
 
     Raises:
-        TypeError: if it holds anything but numbers, ranges and text.
-        ValueError: if text is not a number and no range.
+        TypeError: if the choice holds anything but numbers, ranges and text.
+        ValueError: if text is neither a number nor a range.
 
     Example:
         >>> HeadChoice("0,4-5,-1").of(8)
@@ -204,14 +204,11 @@ class HeadChoice:
             self._parts.append(part)
 
     def check(self, most: int, model: str) -> None:
-        """Refuse heads that no layer has.
+        """Raise ValueError for the first chosen head that no layer has.
 
         Args:
-            most: how many heads the layer with the most of them has.
-            model: what errors call the model.
-
-        Raises:
-            ValueError: naming the first such head.
+            most: largest number of heads of any layer.
+            model: what messages call the model.
         """
         for part in self._parts:
             for head in (part[-1], part[0]):
@@ -222,7 +219,7 @@ class HeadChoice:
                     )
 
     def of(self, heads: int) -> list[int]:
-        """The chosen of ``heads`` heads, ascending; those that a layer lacks are left out."""
+        """Indices of the chosen heads of a layer with ``heads`` heads, ascending."""
         return [
             head
             for head in range(heads)
@@ -231,7 +228,7 @@ class HeadChoice:
 
 
 def _block(name: str) -> tuple[str, int | None]:
-    """The prefix before the first number of a dotted name, and that number."""
+    """Prefix of a dotted name before its first number, and that number."""
     pieces = name.split(".")
     for place, piece in enumerate(pieces):
         if piece.isascii() and piece.isdigit():

@@ -1,12 +1,11 @@
 """Listener: captures every attention call of a model without changing the model.
 
-One listener has the model's :class:`ModuleStack`, knows which layers are requested and which rows
-are padding, and opens every way of capture: transformers' attention interface, and PyTorch's
-functions (SDPA, ``nn.MultiheadAttention``, FlexAttention, softmaxes written by hand,
-:func:`acutance.attention`, :func:`acutance.tap`). What it hears it hands to a :class:`Receiver`: a
-probe, a calibration, a watch that trains. A compiled model runs uncompiled meanwhile, and nothing
-is left on the model. Once a pass came by transformers' interface alone, later ones are watched by
-:class:`~acutance.capture.entry_points.Doors`.
+It covers transformers' attention interface and PyTorch's functions (SDPA,
+``nn.MultiheadAttention``, FlexAttention, hand-written softmaxes, :func:`acutance.attention`,
+:func:`acutance.tap`), and passes each call to a :class:`Receiver`: a probe, a calibration or a
+training monitor. Meanwhile compiled models run uncompiled. After a pass that used only
+transformers' interface, later passes are watched at
+:class:`~acutance.capture.entry_points.EntryPoints`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from acutance.capture.counted_rows import RowReader
 from acutance.capture.find_layers import scripted_attention
 from acutance.capture.layer_choice import Chosen, LayerChoice
 from acutance.capture.module_names import class_name
-from acutance.capture.module_stack import ModuleStack, Passes, rerun
+from acutance.capture.module_stack import ModuleStack, Passes, is_rerun
 from acutance.capture.padding import TokenMasks
 from acutance.capture.pass_follower import PassFollower
 from acutance.capture.readers import huggingface
@@ -41,11 +40,14 @@ _LOOKED_FOR = (
 
 
 class ProbeError(RuntimeError):
-    """Nothing could be measured: the model ran no attention that can be read."""
+    """Raised if nothing could be measured: the model ran no attention that can be read."""
 
 
 class Receiver(Protocol):
-    """What a listener hands attention to. No function mode is active while it works."""
+    """Receives the attention calls that a listener captures.
+
+    No function mode is active meanwhile.
+    """
 
     def on_call(
         self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
@@ -53,38 +55,47 @@ class Receiver(Protocol):
         """Receive one attention call.
 
         Args:
-            call: its arguments; ``call.module`` is its name, ``#1`` for a second one in one pass.
-            output: gives what the model computed, (B, Hq, L, Ev); None where that is not known.
-            module: the module that made it.
+            call: its arguments; ``call.module`` is ``name``, or ``name#1`` for the second in a
+                pass.
+            output: returns the model's output (B, Hq, L, Ev); None if it is unknown.
+            module: the module that made the call.
         """
 
     def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
         """Receive the scores of a hand-written softmax that a matrix product used.
 
         Args:
-            scores: what it was taken of, (B, H, L, S).
-            name: of the call.
-            doubt: says what speaks against these being the scores, None if nothing does.
+            scores: input of the softmax, (B, H, L, S).
+            name: name of the call.
+            doubt: returns why these may not be the scores, or None.
         """
 
 
 class ProductReceiver(Receiver, Protocol):
-    """A receiver of the products in scores that a model forms itself."""
+    """A receiver of the products of queries and keys in hand-written scores."""
 
     def on_products(self, products: Tensor, query: Tensor, key: Tensor, name: str) -> None:
-        """The scaled products of queries and keys, −inf where the key is hidden."""
+        """Receive the scaled products (B, H, L, S) of queries and keys, −inf on hidden keys."""
 
 
 class Provider(Receiver, Protocol):
-    """A receiver that computes calls in the model's stead."""
+    """A receiver that computes calls in place of the model."""
 
     def compute(
-        self, call: AttentionCall, own: Callable[[], Tensor], module: torch.nn.Module
+        self, call: AttentionCall, model_output: Callable[[], Tensor], module: torch.nn.Module
     ) -> tuple[Tensor, Callable[[], None]]:
-        """The output of a call, (B, Hq, L, Ev), and what records it.
+        """Compute a call in place of the model.
+
+        Args:
+            call: the captured call.
+            model_output: runs the model's function and returns its output (B, Hq, L, Ev).
+            module: the module that made the call.
+
+        Returns:
+            The output (B, Hq, L, Ev), and a function that records the call.
 
         Raises:
-            ValueError: if it is left to the model; the message is the reason.
+            ValueError: if the model must compute it; the message is the reason.
         """
 
 
@@ -93,31 +104,31 @@ class Listener:
 
     Args:
         model: any module.
-        receiver: what is told.
-        layers: which layers; None is all.
-        every: the first of every so many forward passes is heard.
+        receiver: receives the captured calls.
+        layers: which layers to capture; None for all.
+        every: capture the first of every ``every`` forward passes.
         attention_mask: a user's mask over tokens, (B, T).
         rows: which rows count, as for :func:`acutance.probe`.
-        gradients: leave the graph on what is handed over.
-        products: the receiver wants the products in scores that the model forms itself, instead of
-            the scores.
-        provides: the receiver computes calls in the model's stead.
-        lists: errors that are listed in ``unread``; others end the forward pass.
-        all_rows: note which rows are padding in layers that are not asked for too: those of
-            cross-attention are the rows of the self-attention before it.
-        around: another context to be in while the model is listened to.
+        gradients: keep the autograd graph of the captured tensors.
+        products: pass on the products in hand-written scores instead of the scores.
+        provides: the receiver computes calls in place of the model.
+        listed_errors: errors that are listed in ``unread``; others end the forward pass.
+        all_rows: record padding in layers that are not chosen too; cross-attention needs it from
+            the self-attention before it.
+        context: another context that is open while the listener is.
 
     Attributes:
-        modules: the model's modules, and which one runs.
+        modules: the model's modules, and which of them is running.
         rows: decides which rows are padding.
         passes: counts forward passes.
-        layers: the layers that are heard; None is all.
+        layers: the captured layers; None for all.
         unread: attention that could not be read, with the reason.
-        not_provided: attention that was left to the model though ``provides`` is set, and why.
-        heard: names of all modules whose attention ran, in order, also of layers not asked for.
-        ran: names of modules that ran.
-        calls: calls and softmaxes that were handed over since the context was entered.
-        skipped: names of modules that are not heard: they report by themselves.
+        not_provided: attention that the model computed although ``provides`` is set, with the
+            reason.
+        attention_modules: names of all modules whose attention ran, chosen or not.
+        modules_ran: names of all modules that ran.
+        calls: number of calls and softmaxes passed on since the context was entered.
+        skipped: names of modules that report their attention themselves.
 
     Raises:
         TypeError: if ``model`` is not a module or ``layers`` holds anything but numbers and text.
@@ -146,9 +157,9 @@ class Listener:
         gradients: bool = False,
         products: bool = False,
         provides: bool = False,
-        lists: tuple[type[Exception], ...] = (Exception,),
+        listed_errors: tuple[type[Exception], ...] = (Exception,),
         all_rows: bool = False,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -159,20 +170,23 @@ class Listener:
         self.layers = None if layers is None else LayerChoice.from_model(layers, model)
         self.unread: list[str] = []
         self.not_provided: list[str] = []
-        self.heard: dict[str, None] = {}
-        self.ran: dict[str, None] = {}
+        self.attention_modules: dict[str, None] = {}
+        self.modules_ran: dict[str, None] = {}
         self.calls = 0
         self.skipped: frozenset[str] = frozenset()
         self._receiver: Any = receiver
         self._gradients = gradients
-        self._lists, self._all_rows, self._around = lists, all_rows, around
+        self._listed_errors, self._all_rows, self._around = listed_errors, all_rows, context
         self._started = False
         self._lock = threading.RLock()
         self._context: ExitStack | None = None
         self._mode = FunctionCapture(self)
         self._home = 0  # the thread that opened this, whose functions the mode sees
         self._follower = PassFollower(
-            self.modules, begun=self._begun, ended=self._ended, passed=self._passed
+            self.modules,
+            on_begin=self._on_pass_begin,
+            on_end=self._on_pass_end,
+            on_attention=self._on_attention,
         )
 
     # -- the context ------------------------------------------------------------------------------
@@ -181,7 +195,7 @@ class Listener:
         if self._context is not None:
             raise ProbeError("this probe is already open; open another one to nest them")
         self.calls, self._started = 0, False
-        self.heard.clear()
+        self.attention_modules.clear()
         self.modules.read_names()
         self._home = threading.get_ident()
         self._mode = FunctionCapture(self)
@@ -200,8 +214,8 @@ class Listener:
         if context is not None:
             context.close()
 
-    def nothing(self) -> str:
-        """Why nothing was handed over."""
+    def nothing_captured(self) -> str:
+        """A sentence that says why no attention call was captured."""
         model = class_name(self.model)
         if self.layers is not None and self._started and not self.unread:
             return f"the probe captured no attention call in the requested layers of {model}"
@@ -211,120 +225,137 @@ class Listener:
             return f"the probe captured no attention call: {model} did not run while it was open"
         return f"the probe captured no attention call in {model}: {_LOOKED_FOR}"
 
-    def wants(self, name: str) -> bool:
-        """Whether calls of a module are captured."""
+    def captures_module(self, name: str) -> bool:
+        """Whether the attention of the named module is to be captured."""
         return self.layers is None or name in self.layers
 
     # -- what the captures ask --------------------------------------------------------------------
 
-    def here(self) -> str | None:
-        """Name for an attention call of the running module: :meth:`ModuleStack.place`."""
-        return self.modules.place()
+    def call_name(self) -> str | None:
+        """Name for an attention call of the running module; None outside the model.
+
+        The second call of a module in one forward pass is named ``name#1``, the third ``name#2``.
+        """
+        return self.modules.call_name()
 
     def running(self) -> str | None:
-        """Name of the module now running, None outside the model."""
+        """Name of the running module; None outside the model."""
         return self.modules.running()
 
     def module_of(self, name: str) -> torch.nn.Module | None:
-        """The module that an attention call was named after."""
+        """The module of a call with this name."""
         return self.modules.module_of(name)
 
-    def place_of(self, module: torch.nn.Module) -> str | None:
-        """Name for an attention call of a module, numbered as by :meth:`here` where it runs."""
+    def call_name_of(self, module: torch.nn.Module) -> str | None:
+        """Name for an attention call of a module, as :meth:`call_name`."""
         name, stack = self.modules.name_of(module), self.modules.thread.stack
         if name is None or not stack or stack[-1] != name:
             if name is not None:
-                self._follower.library = False
+                self._follower.is_library = False
             return name
-        self._follower.asked.add(module)
-        return self.here()
+        self._follower.interface_modules.add(module)
+        return self.call_name()
 
     def muted(self) -> bool:
         """Whether this thread is inside a call that is already captured."""
         return self.modules.thread.depth > 0
 
     def mute(self) -> AbstractContextManager[None]:
-        """Capture nothing of this thread in the context, since a call counts once."""
+        """Context in which this thread captures nothing, so that nested calls count once."""
         return self.modules.thread.mute()
 
     # -- what the captures report -----------------------------------------------------------------
 
     def provide(
         self,
-        make: Callable[[], AttentionCall],
+        read_call: Callable[[], AttentionCall],
         module: str,
-        own: Callable[[], Tensor],
-        refuse: str | None = None,
+        model_output: Callable[[], Tensor],
+        refusal: str | None = None,
     ) -> Tensor | None:
-        """Compute a call in the model's stead; None leaves it to the model.
+        """Compute a call in place of the model; None if the model must compute it.
 
         Args:
-            make: reads the call.
-            module: the call's name.
-            own: runs the model's own function, which gives (B, Hq, L, Ev).
-            refuse: why calls of this kind cannot be provided, if they cannot.
+            read_call: reads the call's arguments.
+            module: name of the call.
+            model_output: runs the model's function and returns its output (B, Hq, L, Ev).
+            refusal: why calls of this kind cannot be computed here; None if they can.
         """
-        if not self.provides or not self.wants(module):
+        if not self.provides or not self.captures_module(module):
             return None
         try:
-            if refuse is not None:
-                raise ValueError(refuse)
+            if refusal is not None:
+                raise ValueError(refusal)
             with self.mute():
                 with unwatched():
-                    call = make()
-                output, record = self._receiver.compute(call, own, self.module_of(module))
+                    call = read_call()
+                output, record = self._receiver.compute(call, model_output, self.module_of(module))
         except Exception as problem:  # the model has its own way to go on
-            self._list(self.not_provided, module, problem)
+            self._add_to_list(self.not_provided, module, problem)
             return None
-        self._hand_over(module, record)
+        self._deliver(module, record)
         computed: Tensor = output
         return computed
 
     def observe(
-        self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
+        self,
+        read_call: Callable[[], AttentionCall],
+        module: str,
+        output: Callable[[], Tensor] | None,
     ) -> None:
-        """Handle an attention call."""
-        if self._all_rows and not self.wants(module):
+        """Pass an attention call to the receiver.
+
+        Args:
+            read_call: reads the call's arguments.
+            module: name of the call.
+            output: returns the model's output (B, Hq, L, Ev); None if it is unknown.
+        """
+        if self._all_rows and not self.captures_module(module):
             with self.mute(), torch.no_grad(), unwatched():
-                self.rows.real(make())
-        self._hand_over(
-            module, lambda: self._receiver.on_call(make(), output, self.module_of(module))
+                self.rows.real(read_call())
+        self._deliver(
+            module, lambda: self._receiver.on_call(read_call(), output, self.module_of(module))
         )
 
     def observe_scores(
         self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
     ) -> None:
-        """Handle a softmax of which only the scores are known."""
-        self._hand_over(module, lambda: self._receiver.on_scores(scores, module, doubt))
+        """Pass the scores (B, H, L, S) of a hand-written softmax to the receiver."""
+        self._deliver(module, lambda: self._receiver.on_scores(scores, module, doubt))
 
     def observe_products(self, products: Tensor, query: Tensor, key: Tensor, module: str) -> None:
-        """Handle a softmax whose scores are computed from these products."""
-        self._hand_over(module, lambda: self._receiver.on_products(products, query, key, module))
+        """Pass the products in the scores of a hand-written softmax to the receiver."""
+        self._deliver(module, lambda: self._receiver.on_products(products, query, key, module))
 
     def unreadable(self, module: str, reason: object) -> None:
-        """List attention that could not be read."""
-        if self.wants(module):
-            self._list(self.unread, module, reason)
+        """List attention that could not be read, with the reason."""
+        if self.captures_module(module):
+            self._add_to_list(self.unread, module, reason)
 
-    def _list(self, texts: list[str], module: str, reason: object) -> None:
-        words = " ".join(str(reason).split()) or type(reason).__name__
-        text = f"{module}: {words}"
+    def _add_to_list(self, texts: list[str], module: str, reason: object) -> None:
+        """Add a sentence about a module to a list, once."""
+        reason_text = " ".join(str(reason).split()) or type(reason).__name__
+        text = f"{module}: {reason_text}"
         with self._lock:
             if text not in texts:
                 texts.append(text)
 
-    def _hand_over(self, module: str, tell: Callable[[], object]) -> None:
-        """Run the receiver, hidden from other listeners and from a default device."""
-        if rerun() or not self.modules.thread.reading or module.partition("#")[0] in self.skipped:
+    def _deliver(self, module: str, receive: Callable[[], object]) -> None:
+        """Call the receiver, hidden from other listeners, function modes and a default device."""
+        if (
+            is_rerun()
+            or not self.modules.thread.is_read
+            or module.partition("#")[0] in self.skipped
+        ):
             return
-        self.heard.setdefault(module)
-        if not self.wants(module):
+        self.attention_modules.setdefault(module)
+        if not self.captures_module(module):
             return
         with self.mute(), gradient_mode(self._gradients), unwatched():
             try:
-                tell()
-            except self._lists as problem:  # the model continues; the reason is listed
-                self._list(self.unread, module, problem)
+                receive()
+            except self._listed_errors as problem:  # the model continues; the reason is listed
+                self._add_to_list(self.unread, module, problem)
                 return
         with self._lock:
             self.calls += 1
@@ -334,65 +365,66 @@ class Listener:
     def _enter_module(self, module: torch.nn.Module, name: str) -> None:
         thread = self.modules.thread
         if not thread.stack:
-            thread.places.clear()
+            thread.call_counts.clear()
             self.passes.begin(name, thread)
             self._started = True
             self._follower.begin(module)
         thread.masks.enter(module)
-        self._follower.unseen.discard(name)
-        if name not in self.ran:
-            self.ran[name] = None
-            if why := scripted_attention(module):
-                self.unreadable(name, why)
+        self._follower.not_yet_run.discard(name)
+        if name not in self.modules_ran:
+            self.modules_ran[name] = None
+            if reason := scripted_attention(module):
+                self.unreadable(name, reason)
 
     def _leave_module(self, module: torch.nn.Module, name: str) -> None:
         self.modules.thread.masks.leave(module)
         if not self.modules.thread.stack:
             with self._follower.lock:
                 if self._follower.end():
-                    self._watch_doors()
+                    self._watch_entry_points()
 
     # -- passes that are watched at doors ---------------------------------------------------------
 
-    def noticed(self) -> None:
-        """Note a call of a function that is or may be attention: passes are followed."""
-        if self._follower.library is not False and self.modules.running() is not None:
-            self._follower.library = False
+    def note_function(self) -> None:
+        """Note a call of a function that is or may be attention: passes must be followed."""
+        if self._follower.is_library is not False and self.modules.running() is not None:
+            self._follower.is_library = False
 
-    def _watch_doors(self) -> None:
-        """Switch to the cheap mode after a pass in which all attention used the interface."""
-        if not self._at_home() or self._context is None:
+    def _watch_entry_points(self) -> None:
+        """Stop following passes after one in which all attention used transformers' interface."""
+        if not self._in_home_thread() or self._context is None:
             return
-        if self._follower.watch(self._masked, modes=1):
+        if self._follower.watch(self._mask_modules, modes=1):
             leave(self._mode)
 
-    def _masked(self) -> Iterator[torch.nn.Module]:
-        """Modules that take masks over tokens, by which padding is known."""
-        return (one for one in self.model.modules() if TokenMasks.reads(one))
+    def _mask_modules(self) -> Iterator[torch.nn.Module]:
+        """Modules whose arguments include masks over tokens, from which padding is known."""
+        return (module for module in self.model.modules() if TokenMasks.reads(module))
 
-    def _follow_again(self, library: bool | None) -> None:
-        """Switch back to following passes, in the thread whose functions the mode sees."""
+    def _follow_again(self, is_library: bool | None) -> None:
+        """Return to following passes."""
         with self._follower.lock:
             if self._follower.follow_again():
-                self._follower.library = library
+                self._follower.is_library = is_library
                 with unwatched():  # below modes that were entered since
                     self._mode.__enter__()  # type: ignore[no-untyped-call]
 
-    def _at_home(self) -> bool:
+    def _in_home_thread(self) -> bool:
+        """Whether this is the thread that opened the listener, whose functions the mode sees."""
         return threading.get_ident() == self._home
 
-    def _begun(self, module: torch.nn.Module, unchanged: bool) -> None:
-        """Handle the start of a pass; in other threads only the interface is watched."""
-        if not unchanged and self._at_home():
+    def _on_pass_begin(self, module: torch.nn.Module, unchanged: bool) -> None:
+        """Handle the start of a pass: if the model changed, return to following passes."""
+        if not unchanged and self._in_home_thread():
             self._follow_again(None)
 
-    def _passed(self, inside: bool, flat: bool) -> None:
-        """A function that may be attention is called; no softmax of two dimensions is."""
-        if self.muted() or flat or not self._at_home():
+    def _on_attention(self, in_pass: bool, fewer_than_3d: bool) -> None:
+        """Before an attention function runs, return to following passes unless it is unrelated."""
+        if self.muted() or fewer_than_3d or not self._in_home_thread():
             return
-        if inside or self.modules.running() is not None:
-            self.modules.thread.late = inside
+        if in_pass or self.modules.running() is not None:
+            self.modules.thread.joined_late = in_pass
             self._follow_again(False)
 
-    def _ended(self, module: torch.nn.Module) -> None:
-        self.modules.thread.late = False
+    def _on_pass_end(self, module: torch.nn.Module) -> None:
+        self.modules.thread.joined_late = False

@@ -1,7 +1,7 @@
-"""Hooks on the forward pass of modules that leave nothing on the modules themselves.
+"""Hooks on the forward pass of modules that are not stored on the modules.
 
-A hook that a module holds goes into its copies and its pickles. These are held by PyTorch for the
-whole process, and whoever asks for one decides by the module's identity whether it is meant.
+A hook stored on a module would enter its copies and pickles. These are PyTorch's global hooks,
+which select modules by identity.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _React = Callable[[torch.nn.Module], None]
 
 @contextmanager
 def follow(enter: _React, leave: _React) -> Iterator[None]:
-    """Call back as any module of the process starts its forward pass, and as it ends or raises.
+    """Context in which callbacks run when any module starts and ends its forward pass.
 
     Args:
         enter: called with the module, before its own hooks.
@@ -91,7 +91,7 @@ def follow_inputs(
     modules: Iterable[torch.nn.Module],
     react: Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None],
 ) -> Iterator[None]:
-    """Call back with the arguments of each forward pass of these modules, once it has run."""
+    """Context that calls ``react(module, args, kwargs)`` after each of their forward passes."""
     with _follow_results(modules, lambda module, args, kwargs, _: react(module, args, kwargs)):
         yield
 
@@ -100,7 +100,7 @@ def follow_inputs(
 def follow_outputs(
     modules: Iterable[torch.nn.Module], react: Callable[[torch.nn.Module, Any], None]
 ) -> Iterator[None]:
-    """Call back with the result of each forward pass of these modules."""
+    """Context that calls ``react(module, output)`` after each forward pass of these modules."""
     with _follow_results(modules, lambda module, args, kwargs, output: react(module, output)):
         yield
 
@@ -109,6 +109,7 @@ def follow_outputs(
 def _follow_results(
     modules: Iterable[torch.nn.Module], react: Callable[..., None]
 ) -> Iterator[None]:
+    """Context that calls ``react(module, args, kwargs, output)`` after each forward pass."""
     meant = {id(module): module for module in modules}  # holds them: an id is theirs alone
 
     def after(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:

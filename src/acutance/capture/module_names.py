@@ -1,4 +1,4 @@
-"""What a module of a model is called, whatever wraps the model or a part of it."""
+"""Names of a model's modules, independent of wrappers such as DataParallel or torch.compile."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def module_name(model: torch.nn.Module, name: str) -> str:
     """A module's name without wrappers: DataParallel, FSDP, torch.compile, checkpoint wrappers.
 
     Args:
-        model: what ``name`` starts from.
-        name: of a module or a parameter, as ``named_modules`` and ``named_parameters`` have it.
+        model: the root that ``name`` starts from.
+        name: name of a module or parameter, as from ``named_modules`` or ``named_parameters``.
 
     Returns:
-        The name that it has in the model without wrappers; for the model itself that of its class.
+        Its name in the unwrapped model; for the model itself, the name of its class.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -49,7 +49,10 @@ def module_name(model: torch.nn.Module, name: str) -> str:
 
 
 def named_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Every module under its :func:`module_name`, in model order; wrappers share a name."""
+    """All modules with their :func:`module_name`, in model order.
+
+    A wrapper has the same name as the module inside it.
+    """
     modules = list(model.named_modules())
     if not any(_wrapper(kind) for kind in {type(module) for _, module in modules}):
         return [(name or class_name(model), module) for name, module in modules]
@@ -71,7 +74,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def class_name(module: torch.nn.Module) -> str:
-    """Name of the class of the module inside its wrappers, as it was before it was sharded."""
+    """Class name of the module inside wrappers, as it was before sharding."""
     kind = type(unwrap(module))
     bases = kind.__bases__
     sharded = len(bases) > 1 and bases[0].__name__ in _ADDED
@@ -79,7 +82,7 @@ def class_name(module: torch.nn.Module) -> str:
 
 
 def _holds(module: torch.nn.Module) -> str | None:
-    """The attribute under which a wrapper stores its module; None if it is not a wrapper."""
+    """Attribute in which a wrapper stores its module; None if the module is not a wrapper."""
     name = _wrapper(type(module))
     return name if name is not None and module._modules.get(name) is not None else None
 

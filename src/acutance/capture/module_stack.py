@@ -1,7 +1,7 @@
-"""Which module of a model each thread is running, which forward pass, and what is muted.
+"""Which module of a model each thread is running, in which forward pass, and whether it is muted.
 
-:class:`ModuleStack` names the modules of one model and follows them by hooks that no module holds.
-What listens to a model and what changes it each have one.
+:class:`ModuleStack` names the modules of one model and follows them by global hooks. Each listener
+and each applied law has its own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from acutance.capture.module_hooks import follow
 from acutance.capture.module_names import named_modules
 from acutance.capture.padding import RealRows, TokenMasks
 
-__all__ = ["ModuleStack", "Passes", "Running", "module_of_method", "rerun"]
+__all__ = ["ModuleStack", "Passes", "Running", "module_of_method", "is_rerun"]
 
 
 class _Mute:
-    """The context of :meth:`Running.mute`: one for all, since it only counts."""
+    """The context of :meth:`Running.mute`; it counts how often it is open."""
 
     def __init__(self, thread: Running) -> None:
         self._thread = thread
@@ -35,18 +35,18 @@ class _Mute:
 
 
 class Running(threading.local):
-    """One thread's place in a probed model.
+    """What one thread is running in a model.
 
     Attributes:
-        depth: contexts open in which captures are ignored.
-        stack: names of the modules running, innermost last.
-        places: attention calls so far in this pass, by module.
-        rows: the last self-attention: module, and which of its rows are real.
-        reading: whether this forward pass is read.
-        turn: its number.
-        calls: attention calls in it, by module.
-        late: whether modules began to run before they were followed: frames tell which one runs.
-        masks: over tokens, of the modules running.
+        depth: number of open contexts in which captures are ignored.
+        stack: names of the running modules, innermost last.
+        call_counts: number of attention calls named so far in this pass, by module.
+        rows: module of the last self-attention, and which of its rows are real.
+        is_read: whether this forward pass is to be read.
+        pass_number: number of the forward pass.
+        calls_in_pass: number of attention calls read in this pass, by module.
+        joined_late: whether following began inside a pass; then the Python stack is searched.
+        masks: token masks of the running modules.
     """
 
     def __init__(self) -> None:
@@ -55,24 +55,24 @@ class Running(threading.local):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, of this thread."""
+        """Forget everything about this thread."""
         self.depth = 0
         self.stack: list[str] = []
-        self.late = False
-        self.places: dict[str, int] = {}
+        self.joined_late = False
+        self.call_counts: dict[str, int] = {}
         self.rows: tuple[str, RealRows] | None = None
-        self.reading, self.turn = True, 0
-        self.calls: dict[str, int] = {}
+        self.is_read, self.pass_number = True, 0
+        self.calls_in_pass: dict[str, int] = {}
         self.masks.clear()
 
     def mute(self) -> AbstractContextManager[None]:
-        """Ignore captures of this thread in the context: a call counts once."""
+        """Context in which captures of this thread are ignored, so that nested calls count once."""
         return self._mute
 
     def call_number(self, module: str) -> int:
-        """How many calls of a module this forward pass had before."""
-        count = self.calls.get(module, 0)
-        self.calls[module] = count + 1
+        """Number of earlier calls of a module in this forward pass; counts this one."""
+        count = self.calls_in_pass.get(module, 0)
+        self.calls_in_pass[module] = count + 1
         return count
 
 
@@ -81,19 +81,19 @@ class ModuleStack:
 
     Args:
         model: any module.
-        begin: called with a module and its name as it begins to run, before it is on the stack.
-        end: called with both when it has run or raised, after it was taken off.
+        begin: called with a module and its name when it starts, before it is on the stack.
+        end: called with both when it has ended or raised, after it left the stack.
 
     Attributes:
-        thread: the present thread's place in the model.
+        thread: what the current thread is running.
 
     Example:
-        >>> model, seen = torch.nn.Sequential(torch.nn.Identity()), []
-        >>> stack = ModuleStack(model, begin=lambda module, name: seen.append(name))
+        >>> model, started = torch.nn.Sequential(torch.nn.Identity()), []
+        >>> stack = ModuleStack(model, begin=lambda module, name: started.append(name))
         >>> stack.read_names()
         >>> with stack.follow():
         ...     _ = model(torch.zeros(1))
-        >>> seen
+        >>> started
         ['Sequential', '0']
     """
 
@@ -110,7 +110,7 @@ class ModuleStack:
         self._order: dict[str, int] = {}
 
     def read_names(self) -> None:
-        """Name the modules that the model has now."""
+        """Name all modules that the model has now."""
         self._names.clear()
         self._modules.clear()
         for index, (name, module) in enumerate(named_modules(self.model)):
@@ -119,27 +119,27 @@ class ModuleStack:
             self._order.setdefault(name, index)
 
     def named(self) -> Mapping[str, torch.nn.Module]:
-        """The modules that were named, in model order."""
+        """The named modules, in model order."""
         return self._modules
 
     def follow(self) -> AbstractContextManager[None]:
-        """Follow the modules that have names, for the length of the context."""
+        """Context in which the named modules are followed."""
         return follow(self.enter, self.leave)
 
     def name_of(self, module: torch.nn.Module | None) -> str | None:
-        """Name of a module of the model without wrappers, None for any other."""
+        """Name of a module of the model, without wrappers; None for any other module."""
         return self._names.get(id(module))
 
     def module_of(self, name: str) -> torch.nn.Module | None:
-        """The module that an attention call was named after."""
+        """The module of a call with this name."""
         return self._modules.get(name.partition("#")[0])
 
     def running(self) -> str | None:
-        """Name of the module now running, None outside the model."""
+        """Name of the running module; None outside the model."""
         stack = self.thread.stack
-        return stack[-1] if stack and not self.thread.late else module_of_method(self._names)
+        return stack[-1] if stack and not self.thread.joined_late else module_of_method(self._names)
 
-    def place(self) -> str | None:
+    def call_name(self) -> str | None:
         """Name for an attention call of the running module; None outside the model.
 
         The second call of a module in one forward pass is named ``name#1``, the third ``name#2``.
@@ -147,22 +147,22 @@ class ModuleStack:
         if not self.thread.stack:
             method_of = module_of_method(self._names)
             if method_of is not None:
-                self.thread.reading = True  # of no forward pass that could be left out
+                self.thread.is_read = True  # of no forward pass that could be left out
             return method_of
         name = self.running()
         if name is None:
             return None
-        seen = self.thread.places.get(name, 0)
-        self.thread.places[name] = seen + 1
-        return f"{name}#{seen}" if seen else name
+        count = self.thread.call_counts.get(name, 0)
+        self.thread.call_counts[name] = count + 1
+        return f"{name}#{count}" if count else name
 
     def order(self, name: str) -> tuple[int, int]:
-        """What sorts names of calls as the modules are in the model, then by their number."""
+        """Sort key for names of calls: position of the module in the model, then call number."""
         base, _, call = name.partition("#")
         return self._order.get(base, 0), int(call or 0)
 
     def enter(self, module: torch.nn.Module) -> None:
-        """Handle the start of a module call."""
+        """Handle the start of a module's forward pass."""
         if torch.compiler.is_compiling():
             return
         name = self._names.get(id(module))
@@ -172,7 +172,7 @@ class ModuleStack:
             self.thread.stack.append(name)
 
     def leave(self, module: torch.nn.Module) -> None:
-        """A module has run, or raised."""
+        """Handle the end of a module's forward pass, also by an exception."""
         if torch.compiler.is_compiling():
             return
         stack = self.thread.stack
@@ -183,44 +183,45 @@ class ModuleStack:
 
 
 class Passes:
-    """Count forward passes and decide which of them are read.
+    """Counts forward passes and decides which of them are read.
 
     Attributes:
-        every: the first of every so many is read.
-        turn: number of the next one; None counts them.
+        every: the first of every ``every`` passes is read.
+        pass_number: number of the next pass; None to count passes.
     """
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self.turn: int | None = None
+        self.pass_number: int | None = None
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def begin(self, name: str, thread: Running) -> None:
-        """Handle the start of a pass at this module.
+        """Handle the start of a forward pass at the named module.
 
-        Passes that begin at different modules are counted apart, as those of an encoder and of its
-        decoder's steps in generation.
+        Passes that begin at different modules are counted separately, such as those of an encoder
+        and of its decoder during generation.
         """
-        if rerun():
+        if is_rerun():
             return
         with self._lock:
             count = self._counts.get(name, 0)
             self._counts[name] = count + 1
-        thread.reading = count % self.every == 0
-        turn = count if self.turn is None else self.turn
-        if self.turn is None or turn != thread.turn:
-            thread.calls.clear()
-        thread.turn = turn
+        thread.is_read = count % self.every == 0
+        pass_number = count if self.pass_number is None else self.pass_number
+        if self.pass_number is None or pass_number != thread.pass_number:
+            thread.calls_in_pass.clear()
+        thread.pass_number = pass_number
 
 
 def module_of_method(names: Mapping[int, str]) -> str | None:
-    """The module whose method is running, where no forward pass is: ``decoder.decode(x)``.
+    """Name of the module whose method is running outside any forward pass: ``decoder.decode(x)``.
 
-    It is the first argument of the innermost function that has a module for one.
+    It is the first argument of the innermost function on the Python stack whose first argument is a
+    module.
 
     Args:
-        names: of modules, by identity.
+        names: names of modules by ``id``.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -233,6 +234,6 @@ def module_of_method(names: Mapping[int, str]) -> str | None:
     return None
 
 
-def rerun() -> bool:
-    """Whether a checkpointed forward pass runs again, for the backward pass."""
+def is_rerun() -> bool:
+    """Whether a checkpointed forward pass is being recomputed for the backward pass."""
     return torch._C._current_graph_task_id() != -1

@@ -1,7 +1,7 @@
-"""Padding: from the user's mask, the masks of modules, or the masks of calls.
+"""Which tokens are padding: from the user's mask, the masks of modules, or the masks of calls.
 
-A key that no row sees is no sign of padding: sparse attention selects few keys, and a strictly
-causal mask hides the last one. So a token is padding where a mask over tokens says so.
+A key that no row sees need not be padding: sparse attention selects few keys, and a strictly causal
+mask hides the last one. So padding is read from masks over tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = [
     "PaddingMask",
     "RealRows",
     "TokenMasks",
-    "by_counts",
-    "by_key_masks",
+    "real_rows_from_counts",
+    "real_rows_from_key_masks",
     "call_sees_padding",
     "checked_mask",
     "checked_rows",
@@ -36,7 +36,7 @@ __all__ = [
 
 #: In the place of a mask's name: the model was called without one.
 NO_MASK = "no mask"
-_GIVEN = "the given attention_mask"  # what a user's own mask is called in a summary
+_FROM_USER = "the given attention_mask"  # what a user's own mask is called in a summary
 #: Names of masks over tokens, the one to believe first. True, or 1, is a real token in those of the
 #: first group, and padding in those of the second.
 _REAL = ("attention_mask", "input_mask", "token_mask", "mask")
@@ -60,11 +60,11 @@ _DEPTH = 6  # frames between a hook and PyTorch's code that calls it, at most
 
 
 class RealRows(NamedTuple):
-    """Which rows of a call are of real tokens.
+    """Which rows of a call are real tokens.
 
     Attributes:
-        rows: boolean (B, L), False on padding; None where all rows are real.
-        source: what told; empty where nothing did.
+        rows: boolean (B, L), False on padding; None if all rows are real.
+        source: name of the mask that says so; empty if there was none.
     """
 
     rows: Tensor | None
@@ -76,10 +76,10 @@ class PaddingMask:
     """A mask over the tokens of a batch.
 
     Attributes:
-        real: boolean (B, T), False on padding; None where no token is.
-        source: its name.
-        past: tokens in a cache before the first query, None where that is not known.
-        whole: whether it says nothing of calls with fewer queries than it has tokens.
+        real: boolean (B, T), False on padding; None if no token is padding.
+        source: name of the mask.
+        past: number of tokens in a cache before the first query; None if unknown.
+        whole: whether the mask applies only to calls with as many queries as it has tokens.
     """
 
     real: Tensor | None
@@ -88,7 +88,7 @@ class PaddingMask:
     whole: bool = False
 
     def rows(self, batch: int, queries: int, keys: int) -> Tensor | None:
-        """The part for the queries of a call, (B, L); None where its sizes do not fit.
+        """Mask of a call's queries, (B, L); None if the sizes do not fit.
 
         Example:
             >>> mask = PaddingMask(torch.tensor([[True, True, False], [True, True, True]]), "", 1)
@@ -112,24 +112,24 @@ class PaddingMask:
         return self.real[:, first : first + queries].expand(batch, -1)
 
     def keys(self, rows: Tensor, keys: int) -> Tensor | None:
-        """The mask for the keys of a call whose queries have these rows; None if unknown."""
+        """Mask of the keys of a call whose queries have the mask ``rows``; None if unknown."""
         if self.real is not None and self.real.shape[1] == keys:
             return self.real.expand(rows.shape[0], -1)
         return rows if rows.shape[1] == keys else None
 
 
 class TokenMasks:
-    """The masks that the modules now running were called with, innermost last; of one thread."""
+    """The token masks that one thread's running modules were called with, innermost last."""
 
     def __init__(self) -> None:
         self._stack: list[tuple[int, PaddingMask]] = []
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all masks."""
         self._stack.clear()
 
     def enter(self, module: torch.nn.Module) -> None:
-        """Handle the start of a module call, from a hook."""
+        """Handle the start of a module's forward pass, inside a hook."""
         kind = type(module)
         forward = vars(kind).get("forward")  # what a scripted class has in its place raises errors
         if forward is None:
@@ -138,34 +138,34 @@ class TokenMasks:
         if not masks and not begins:
             return
         args, kwargs = _arguments(module)
-        given = dict(zip(parameters, args, strict=False)) | dict(kwargs)
+        arguments = dict(zip(parameters, args, strict=False)) | dict(kwargs)
         for name in masks:
-            whole = isinstance(given.get(name), Tensor) and given[name].dim() > 2
+            whole = isinstance(arguments.get(name), Tensor) and arguments[name].dim() > 2
             if whole and self._stack:
                 continue  # made of the mask of a module around this one
-            mask = _over_tokens(given.get(name), padded=name in _PADDED)
+            mask = _token_mask(arguments.get(name), padded=name in _PADDED)
             if mask is not None:
                 real = None if bool(mask.all()) else mask
-                found = PaddingMask(real, name, _past(given), whole)
+                found = PaddingMask(real, name, _cached_tokens(arguments), whole)
                 self._stack.append((id(module), found))
                 return
-        if begins and all(given.get(name) is None for name in masks):
+        if begins and all(arguments.get(name) is None for name in masks):
             self._stack.append((id(module), PaddingMask(None, NO_MASK)))
 
     @staticmethod
     def reads(module: torch.nn.Module) -> bool:
-        """Whether :meth:`enter` has anything to do with modules of this class."""
+        """Whether :meth:`enter` needs to be called for modules of this class."""
         _, masks, begins = _signature(inspect.getattr_static(type(module), "forward"))
         return bool(masks) or begins
 
     def leave(self, module: torch.nn.Module) -> None:
-        """A module has run."""
+        """Handle the end of a module's forward pass."""
         if self._stack and self._stack[-1][0] == id(module):
             self._stack.pop()
 
     @property
     def innermost(self) -> PaddingMask | None:
-        """The mask of the innermost running module; None if there is none."""
+        """The mask of the innermost running module that has one; None if there is none."""
         return self._stack[-1][1] if self._stack else None
 
 
@@ -194,10 +194,10 @@ def _signature(forward: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str,
 
 
 def _arguments(module: torch.nn.Module) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """What a module is being called with.
+    """Positional and keyword arguments with which a module is being called, inside a hook.
 
-    Hooks that PyTorch has for all modules get no keywords, and a hook that does would have to be
-    the module's own, and go into its copies. So they are read where PyTorch calls its hooks.
+    PyTorch's global hooks get no keywords, and a hook that does would have to be stored on the
+    module. So the arguments are read from the frame in which PyTorch calls its hooks.
     """
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_DEPTH):
@@ -211,8 +211,8 @@ def _arguments(module: torch.nn.Module) -> tuple[Sequence[Any], Mapping[str, Any
     return (), {}
 
 
-def _over_tokens(mask: Any, *, padded: bool) -> Tensor | None:
-    """A mask (B, T), or (B, 1, 1, T) with any number of ones, as True on real tokens."""
+def _token_mask(mask: Any, *, padded: bool) -> Tensor | None:
+    """A mask (B, T), or (B, 1, …, 1, T), as a boolean that is True on real tokens."""
     if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.numel() == 0 or mask.is_nested:
         return None
     if mask.dim() > 2:
@@ -228,9 +228,9 @@ def _over_tokens(mask: Any, *, padded: bool) -> Tensor | None:
         return torch.logical_not(real) if padded else real
 
 
-def _past(given: Mapping[str, Any]) -> int | None:
-    """Tokens in the cache that a module was called with, None without one."""
-    cache = next((given[name] for name in _PAST if given.get(name) is not None), None)
+def _cached_tokens(arguments: Mapping[str, Any]) -> int | None:
+    """Number of tokens in the cache that a module was called with; None without a cache."""
+    cache = next((arguments[name] for name in _PAST if arguments.get(name) is not None), None)
     if cache is None:
         return None
     try:
@@ -240,7 +240,7 @@ def _past(given: Mapping[str, Any]) -> int | None:
 
 
 def checked_mask(mask: Any) -> PaddingMask | None:
-    """A user's mask.
+    """Check the option ``attention_mask``.
 
     Raises:
         TypeError: if it is not a tensor.
@@ -267,15 +267,15 @@ def checked_mask(mask: Any) -> PaddingMask | None:
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError(f"attention_mask must be 1 on real tokens and 0 on padding, got {mask}")
     real = mask.detach() != 0
-    return PaddingMask(real, _GIVEN)
+    return PaddingMask(real, _FROM_USER)
 
 
 def checked_rows(rows: Any) -> Tensor | None:
-    """Check the argument ``rows=``: None for all real rows, else boolean (1 or B, L).
+    """Check the option ``rows``: None for all real rows, else boolean (1 or B, L).
 
     Raises:
         TypeError: if it is neither a word nor a boolean tensor.
-        ValueError: if it is another word, or not of one or two dimensions.
+        ValueError: if it is another word, or does not have one or two dimensions.
 
     Example:
         >>> checked_rows("real"), checked_rows(torch.tensor([True, False]))
@@ -297,11 +297,11 @@ def checked_rows(rows: Any) -> Tensor | None:
     return rows.detach() if rows.dim() == 2 else rows.detach()[None]
 
 
-def by_key_masks(call: AttentionCall) -> RealRows | None:
-    """Real rows of self-attention from the call's key masks; None if these do not determine them.
+def real_rows_from_key_masks(call: AttentionCall) -> RealRows | None:
+    """Real rows of self-attention from the call's key masks; None if they do not determine them.
 
-    ``key_mask`` hides padding. A mask that is the same for all rows does so if it differs between
-    sequences: what it hides from all of them alike may be tokens that only read.
+    ``key_mask`` hides padding. A mask that is the same for all rows does too, if it differs between
+    sequences; keys that it hides in all sequences alike may be real tokens.
     """
     batch, _, queries, _ = call.query.shape
     keys = call.key.shape[2]
@@ -310,7 +310,13 @@ def by_key_masks(call: AttentionCall) -> RealRows | None:
     real, source = call.key_mask, "key_mask"
     mask = call.attn_mask
     whole = mask is not None and mask.dim() == 4 and queries == keys == mask.shape[3]
-    if real is None and mask is not None and whole and mask.shape[0] == batch > 1 and _alike(mask):
+    if (
+        real is None
+        and mask is not None
+        and whole
+        and mask.shape[0] == batch > 1
+        and _same_for_all_rows(mask)
+    ):
         first = mask[:, 0, 0]
         seen = first if mask.dtype == torch.bool else torch.logical_not(hides(first))
         if bool((seen != seen[:1]).any()):
@@ -321,7 +327,7 @@ def by_key_masks(call: AttentionCall) -> RealRows | None:
     return RealRows(None if bool(real.all()) else real, source)
 
 
-def _alike(mask: Tensor) -> bool:
+def _same_for_all_rows(mask: Tensor) -> bool:
     """Whether a mask (B, H, L, S) is the same for all heads and rows."""
     first, last = mask[:, 0, 0], mask[:, -1, -1]
     if not torch.equal(first, last):  # as where position hides keys
@@ -331,8 +337,8 @@ def _alike(mask: Tensor) -> bool:
     return expanded or bool((mask == mask[:, :1, :1]).all())
 
 
-def by_counts(n: Tensor, seen: Tensor) -> RealRows | None:
-    """Like :func:`by_key_masks`, for a call of which only the scores are known.
+def real_rows_from_counts(n: Tensor, seen: Tensor) -> RealRows | None:
+    """Real rows of self-attention with known scores; None if undetermined.
 
     Args:
         n: (B, H, L), keys that each row sees.
@@ -343,9 +349,9 @@ def by_counts(n: Tensor, seen: Tensor) -> RealRows | None:
 
 
 def call_sees_padding(call: AttentionCall, rows: Tensor, keys: Tensor) -> bool:
-    """Whether a real row of a call sees a padded key.
+    """Whether a real row of a call sees a key that is called padding.
 
-    If so, those tokens are no padding as far as this call is concerned.
+    If so, the padding mask is not believed.
 
     Args:
         call: the captured call.
@@ -379,7 +385,7 @@ def call_sees_padding(call: AttentionCall, rows: Tensor, keys: Tensor) -> bool:
 
 
 def scores_see_padding(scores: Tensor, rows: Tensor, keys: Tensor) -> bool:
-    """Whether a real row of masked scores (B, H, L, S) sees a padded key.
+    """Whether a real row of masked scores (B, H, L, S) sees a key that is called padding.
 
     ``rows`` and ``keys`` are as for :func:`call_sees_padding`.
     """

@@ -1,4 +1,4 @@
-"""PassFollower: every module of a pass is followed, until a few places of the model are enough."""
+"""PassFollower: follows every module of a forward pass, until watching entry points is enough."""
 
 from __future__ import annotations
 
@@ -8,119 +8,124 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from acutance.capture.entry_points import Doors, is_library_code, others_listen
-from acutance.capture.find_layers import may_attend
+from acutance.capture.entry_points import EntryPoints, has_other_observers, is_library_code
+from acutance.capture.find_layers import may_compute_attention
 from acutance.capture.module_stack import ModuleStack
 
 __all__ = ["PassFollower"]
 
 
 class PassFollower:
-    """Follows the forward passes of one model for whoever listens to it or changes it.
+    """Follows the forward passes of one model for a listener or an applied law.
 
-    At first the hooks of ``modules`` follow every module. Where a pass showed that all attention
-    asks transformers' interface, and all code is that of libraries, :meth:`watch` closes the hooks
-    and has later passes watched by :class:`~acutance.capture.entry_points.Doors`;
-    :meth:`follow_again` goes back.
+    At first, hooks follow every module. If a pass showed that all attention uses transformers'
+    interface and all code is library code, :meth:`watch` replaces the hooks by
+    :class:`~acutance.capture.entry_points.EntryPoints`; :meth:`follow_again` goes back.
 
     Args:
         modules: the modules of the model.
-        begun: as for the doors.
-        ended: as for the doors.
-        passed: as for the doors.
+        on_begin: as for :class:`~acutance.capture.entry_points.EntryPoints`.
+        on_end: likewise.
+        on_attention: likewise.
 
     Attributes:
-        library: whether passes may be watched at doors; None: not yet known.
-        asked: modules that asked transformers' interface.
-        unseen: names of modules that may attend and did not run yet.
-        lock: held while passes begin, end, or come to be followed in another way.
+        is_library: whether entry points may be watched instead; None if not yet known.
+        interface_modules: modules that used transformers' interface.
+        not_yet_run: names of modules that may compute attention and have not run yet.
+        lock: held while passes begin, end, or the way of following changes.
     """
 
     def __init__(
         self,
         modules: ModuleStack,
         *,
-        begun: Callable[[torch.nn.Module, bool], None],
-        ended: Callable[[torch.nn.Module], None],
-        passed: Callable[[bool, bool], None],
+        on_begin: Callable[[torch.nn.Module, bool], None],
+        on_end: Callable[[torch.nn.Module], None],
+        on_attention: Callable[[bool, bool], None],
     ) -> None:
-        self.library: bool | None = None
-        self.asked: set[torch.nn.Module] = set()
-        self.unseen: set[str] = set()
+        self.is_library: bool | None = None
+        self.interface_modules: set[torch.nn.Module] = set()
+        self.not_yet_run: set[str] = set()
         self.lock = threading.RLock()
         self._modules = modules
-        self._begun, self._ended, self._passed = begun, ended, passed
-        self._doors: Doors | None = None  # watched instead of following passes
+        self._on_begin, self._on_end, self._on_attention = on_begin, on_end, on_attention
+        self._entry_points: EntryPoints | None = None  # watched instead of following passes
         self._following, self._watching = ExitStack(), ExitStack()
         self._roots: set[torch.nn.Module] = set()
         self._running = 0
 
     @contextmanager
-    def follow(self, library: bool | None = None) -> Iterator[None]:
-        """Follow passes for the length of the context."""
-        self.library, self._running = library, 0
-        self.asked.clear()
+    def follow(self, is_library: bool | None = None) -> Iterator[None]:
+        """Context in which forward passes are followed."""
+        self.is_library, self._running = is_library, 0
+        self.interface_modules.clear()
         self._roots.clear()
-        self.unseen = {name for name, one in self._modules.named().items() if may_attend(one)}
+        self.not_yet_run = {
+            name for name, module in self._modules.named().items() if may_compute_attention(module)
+        }
         with self._watching, self._following:
             self._following.enter_context(self._modules.follow())
             try:
                 yield
             finally:
-                self._doors = None
+                self._entry_points = None
 
     def begin(self, module: torch.nn.Module) -> None:
-        """A pass that is followed begins with this module."""
+        """Record that a followed pass begins with this module."""
         with self.lock:
             self._roots.add(module)
             self._running += 1
 
     def end(self) -> bool:
-        """Such a pass has ended; whether all modules ran by now and some asked the interface."""
+        """Record that a followed pass ended.
+
+        Returns:
+            Whether every module that may compute attention has run, and some used the interface.
+        """
         with self.lock:
             self._running -= 1
-            return bool(self.asked) and not self.unseen
+            return bool(self.interface_modules) and not self.not_yet_run
 
     def watch(
         self, inside: Callable[[], Iterable[torch.nn.Module]] | None = None, modes: int = 0
     ) -> bool:
-        """Follow passes no longer, where what else they could do would be seen.
+        """Replace following by watching entry points, if nothing else could go unnoticed.
 
         Args:
-            inside: further modules to follow in a pass; those that ask the interface are too.
-            modes: function modes of this thread that are the caller's.
+            inside: returns further modules to follow; those that use the interface are added.
+            modes: number of this thread's function modes that belong to the caller.
 
         Returns:
-            Whether passes are watched at doors from now on.
+            Whether entry points are watched from now on.
         """
         with self.lock:
-            if self.library is False or self._running or self._doors is not None:
+            if self.is_library is False or self._running or self._entry_points is not None:
                 return False
-            if self.library is None:
-                self.library = is_library_code(self._modules.model)
-            if not self.library or others_listen(hooks=1, modes=modes):
+            if self.is_library is None:
+                self.is_library = is_library_code(self._modules.model)
+            if not self.is_library or has_other_observers(hooks=1, modes=modes):
                 return False
-            self._doors = Doors(
+            self._entry_points = EntryPoints(
                 self._modules.model,
                 self._roots,
-                list(self.asked),
-                begun=self._begun,
-                ended=self._ended,
-                passed=self._passed,
-                inside=() if inside is None else {*inside(), *self.asked, *self._roots},
+                list(self.interface_modules),
+                on_begin=self._on_begin,
+                on_end=self._on_end,
+                on_attention=self._on_attention,
+                inside=() if inside is None else {*inside(), *self.interface_modules, *self._roots},
                 enter=self._modules.enter,
                 leave=self._modules.leave,
             )
             self._following.close()
-            self._watching.enter_context(self._doors.watch())
+            self._watching.enter_context(self._entry_points.watch())
             return True
 
     def follow_again(self) -> bool:
-        """Watch doors no longer; whether they were watched."""
+        """Return to following passes; whether entry points were watched until now."""
         with self.lock:
-            if self._doors is None:
+            if self._entry_points is None:
                 return False
-            self._doors = None
+            self._entry_points = None
             self._watching.close()
             self._following.enter_context(self._modules.follow())
             return True

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.entry_points import tell_all
-from acutance.capture.readers.acutance_attention import plain_call
+from acutance.capture.entry_points import notify_all
+from acutance.capture.readers.acutance_attention import call_from_arguments
 from acutance.capture.readers.torch_functions import FunctionCapture, FunctionObserver
 
 __all__ = ["Tap", "tap"]
@@ -37,8 +37,8 @@ def tap(
     """Report the attention computed inside this context to every open probe.
 
     Use it for attention that a probe cannot see, such as a kernel called directly, or of which it
-    sees only the softmax. Probes read nothing else inside the context. With no probe open it costs
-    almost nothing.
+    sees only the softmax. Probes read nothing else inside the context. It costs almost nothing if
+    no probe is open.
 
     Args:
         query: (B, Hq, L, E).
@@ -46,10 +46,10 @@ def tap(
         value: (B, H, S, Ev); ``verify`` and ``noise`` need it.
         attn_mask: this and the options below are those of :func:`acutance.attention`.
         is_causal: row i sees keys j ≤ i + query_offset.
-        scale: factor of the scores; None is 1/√E.
+        scale: factor of the scores; None for 1/√E.
         dropout_p: if above 0, the output is not compared.
         query_offset: position of query 0 among the keys.
-        window: sliding window.
+        window: sliding window, in keys.
         key_mask: boolean (B, S).
         cu_seqlens: cumulative document lengths.
         bias: added to the scores.
@@ -58,8 +58,8 @@ def tap(
 
     Returns:
         A context manager. Set its ``output``, (B, Hq, L, Ev), so that ``verify`` can compare.
-        Inputs that do not fit together are listed in :attr:`acutance.HeadSummary.unread`, and the
-        model runs on.
+        Inputs that do not fit together are listed in :attr:`acutance.HeadSummary.unread`; the model
+        runs on.
 
     Example:
         >>> import torch, acutance
@@ -74,40 +74,40 @@ def tap(
         >>> probe.summary().layers[0].status
         'verified'
     """
-    given = dict(locals())
+    arguments = dict(locals())
     observers: list[FunctionObserver] = []
     if not torch.compiler.is_compiling():
-        tell_all()
+        notify_all()
         stack = torch.overrides._get_current_function_mode_stack()
         observers = [mode.observer for mode in stack if isinstance(mode, FunctionCapture)]
-    return Tap(observers, given)
+    return Tap(observers, arguments)
 
 
 class Tap:
     """The context that :func:`tap` returns.
 
     Attributes:
-        output: what the code inside computes, (B, Hq, L, Ev); None if it does not say.
+        output: what the code inside computes, (B, Hq, L, Ev); None if not set.
     """
 
-    def __init__(self, observers: Sequence[FunctionObserver], given: dict[str, Any]) -> None:
+    def __init__(self, observers: Sequence[FunctionObserver], arguments: dict[str, Any]) -> None:
         self.output: Tensor | None = None
-        self._observers, self._given = observers, given
-        self._told: list[tuple[FunctionObserver, str]] = []
+        self._observers, self._arguments = observers, arguments
+        self._active_observers: list[tuple[FunctionObserver, str]] = []
         self._quiet = ExitStack()
 
     def only(self, observer: FunctionObserver) -> Tap:
         """Report to one probe only, if it is open."""
-        self._observers = [each for each in self._observers if each is observer]
+        self._observers = [candidate for candidate in self._observers if candidate is observer]
         return self
 
     def __enter__(self) -> Tap:
-        self._told = [
+        self._active_observers = [
             (observer, name)
             for observer in self._observers
-            if not observer.muted() and (name := observer.here()) is not None
+            if not observer.muted() and (name := observer.call_name()) is not None
         ]
-        for observer, _ in self._told:
+        for observer, _ in self._active_observers:
             self._quiet.enter_context(observer.mute())
         return self
 
@@ -120,11 +120,11 @@ class Tap:
         self._quiet.close()
         if kind is not None:
             return
-        given, output = self._given, self.output
-        compared = isinstance(output, Tensor) and isinstance(given.get("value"), Tensor)
-        for observer, name in self._told:
+        arguments, output = self._arguments, self.output
+        compared = isinstance(output, Tensor) and isinstance(arguments.get("value"), Tensor)
+        for observer, name in self._active_observers:
             observer.observe(
-                lambda name=name: plain_call(given, name, "tap"),  # type: ignore[misc]
+                lambda name=name: call_from_arguments(arguments, name, "tap"),  # type: ignore[misc]
                 name,
                 (lambda: output) if compared else None,  # type: ignore[arg-type, return-value]
             )

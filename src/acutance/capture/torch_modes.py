@@ -1,4 +1,4 @@
-"""PyTorch's function modes and its compiler, set aside while a model is listened to."""
+"""Suspend PyTorch's function modes and compiler while a model's attention is captured."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ COMPILER = "torch._dynamo"
 class _Eager:
     """Runs compiled models uncompiled while any probe is open.
 
-    A graph compiled earlier would run without ever calling what is captured here. The compiler's
-    stance is global to the process, so the first probe to open sets it and the last to close
-    restores it. While ``torch._dynamo`` is not imported nothing is compiled, and importing it just
-    to set the stance would cost over a second of CPU time: the stance is set when it is imported.
+    A compiled graph would bypass the captured functions. The compiler's stance is global to the
+    process: the first probe to open sets it, the last to close restores it. If ``torch._dynamo`` is
+    not imported yet, the stance is set when it is, since importing it takes over a second of CPU
+    time.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module's spec, with a loader that calls the function too."""
+        """Spec of the module, with a loader that also calls the function."""
         if fullname != self.name:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
@@ -92,17 +92,16 @@ EAGER = _Eager()
 
 
 def forget_compiled() -> None:
-    """Reset the compiler, since compiled graphs may contain a change or lack it."""
+    """Reset the compiler, since compiled graphs may contain a change that no longer applies."""
     if COMPILER in sys.modules:
         torch.compiler.reset()
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Disable this thread's function modes, so that other probes and a default device do not apply.
+    """Context without this thread's function modes: other probes and a default device do not apply.
 
-    Disabling them would leave them on the stack, and calls that something might watch take the
-    slow way through the dispatcher.
+    Modes are removed rather than disabled, since disabled modes still slow down each call.
     """
     count = torch._C._len_torch_function_stack()
     modes = [torch._C._pop_torch_function_stack() for _ in range(count)]
@@ -115,10 +114,10 @@ def unwatched() -> Iterator[None]:
 
 
 def leave(mode: TorchFunctionMode) -> None:
-    """Remove a mode from this thread's stack, wherever it is; no effect if it is not there.
+    """Remove a function mode from this thread's stack, wherever it is; no effect if it is absent.
 
-    Modes leave the innermost first, but not where an interrupt (Ctrl-C) ends a forward pass:
-    PyTorch then skips the hooks that would have left a mode entered inside the pass.
+    Modes normally leave innermost first. After an interrupt (Ctrl-C) in a forward pass PyTorch
+    skips the hooks that would have left a mode entered inside the pass.
 
     Example:
         >>> outer, inner = TorchFunctionMode(), TorchFunctionMode()
@@ -139,11 +138,11 @@ def leave(mode: TorchFunctionMode) -> None:
 
 @contextmanager
 def gradient_mode(keep: bool) -> Iterator[None]:
-    """Record gradients of what a listener computes from a model's tensors, or record none.
+    """Context that records gradients of what a listener computes, if ``keep``, or none.
 
-    What is recorded saves detached tensors: as it is, a saved output would hold its own graph. And
-    a checkpoint, which counts what is saved in its part of the model, does not see it: it would
-    miss these tensors when it runs that part alone again.
+    Recorded operations save detached tensors, since a saved output would hold its own graph.
+    Activation checkpoints do not see them: they would miss these tensors when they rerun the
+    forward pass.
     """
     if not keep:
         with torch.no_grad():

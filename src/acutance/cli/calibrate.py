@@ -306,7 +306,7 @@ def _judged(
     lengths: tuple[int, ...],
     options: CalibrateOptions,
 ) -> "Calibration":
-    """The law with what it does to the loss of the held-out windows, which is said at once."""
+    """Measure the law's effect on the held-out loss, print it, and add it to the result."""
     import warnings
 
     from acutance.judging.judge_model import judge_windows
@@ -338,7 +338,7 @@ def _judged(
 
 
 def _hurts(calibration: "Calibration") -> bool:
-    """Whether the law was found to raise the loss, at some positions at least."""
+    """Whether the law raises the loss, at least at some positions."""
     from acutance.judging.paired import HURTS, MIXED
 
     return calibration.judged is not None and calibration.judged["verdict"] in (HURTS, MIXED)

@@ -142,7 +142,7 @@ Dark = Annotated[bool, typer.Option("--dark", help="Draw the figure in dark colo
 
 
 def load_model(options: Any, device: str, *, head: bool = False) -> TextModel:
-    """The model that a record of options names, on a device, with or without its head."""
+    """Load the model named in the options, on a device, with or without its head."""
     from acutance.corpus.load_model import load
 
     names = ("tokenizer", "attention", "trust_remote_code", "allow_pickle", "allow_missing")
@@ -151,7 +151,7 @@ def load_model(options: Any, device: str, *, head: bool = False) -> TextModel:
 
 
 def read_lengths(text: str) -> tuple[int, ...]:
-    """The whole numbers of ``--lengths``, which rise from 2 or more."""
+    """Parse ``--lengths``: ascending whole numbers from 2."""
     try:
         lengths = tuple(int(part) for part in text.split(","))
     except ValueError as error:
@@ -166,13 +166,13 @@ def read_lengths(text: str) -> tuple[int, ...]:
 
 
 def check_resume(resume: bool, save: Path | None) -> None:
-    """Refuse to continue from nothing."""
+    """Refuse ``--resume`` without ``--save``."""
     if resume and save is None:
         raise typer.BadParameter("needs --save, the file to continue from", param_hint="--resume")
 
 
 def check_chart(chart: str, metric: str | None = None) -> None:
-    """Refuse a figure that nothing draws."""
+    """Refuse an unknown figure, or a metric that it cannot show."""
     if chart not in CHARTS:
         raise typer.BadParameter(
             f"must be one of {', '.join(CHARTS)}, got {chart}", param_hint="--chart"
@@ -221,7 +221,7 @@ def parse_spans(texts: Iterable[str]) -> dict[str, tuple[int, int | None]]:
 
 
 def check_metrics(names: Iterable[str]) -> None:
-    """Refuse a name that no metric has, and name the nearest; a state may still lack it."""
+    """Refuse an unknown metric, naming the nearest."""
     from acutance.structure import describe
 
     for name in names:
@@ -234,13 +234,15 @@ def check_metrics(names: Iterable[str]) -> None:
 def command(
     options: type[Given], sections: Mapping[str, str]
 ) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
-    """Turn a function of one options record into a command with the record's fields as options.
+    """Decorator that turns a function of an options record into a command.
 
-    Modules of commands do not postpone annotations: to evaluate a hundred of them from text takes
-    milliseconds of every start.
+    The record's fields become the command's options.
+
+    Annotations are not postponed in modules of commands, since evaluating a hundred of them from
+    text would slow every start.
 
     Args:
-        options: a frozen dataclass whose fields are annotated with what typer needs.
+        options: a frozen dataclass whose fields have typer annotations.
         sections: headings of the help page, each with names of fields, separated by spaces.
     """
     panels = {name: heading for heading, names in sections.items() for name in names.split()}
@@ -306,7 +308,7 @@ def _without_type(option: Any) -> Any:
 
 
 def check_choice(option: str, given: str, among: Any) -> None:
-    """Refuse a name that is none of a few, and name the nearest."""
+    """Refuse a name that is not one of a few, naming the nearest."""
     if given in among:
         return
     from acutance.shapes import did_you_mean

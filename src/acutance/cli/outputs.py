@@ -1,6 +1,6 @@
-"""Where the files of a command may go, and how they are written.
+"""Check and write a command's output files.
 
-Nothing that is read is replaced, nothing is written twice, no saved state is lost.
+An input is never overwritten, no file is written twice, and no saved state is lost.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ def check_outputs(
     resume: bool | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Refuse, before a long run, outputs that cannot be written or would destroy something.
+    """Before a long run, refuse outputs that cannot be written or would destroy something.
 
-    Two names of one file (links, hard links, ``./x`` and ``x``) are one file. Devices and pipes
-    may be named as often as one likes.
+    Two names of one file (links, hard links, ``./x`` and ``x``) count as one. Devices and pipes may
+    be named repeatedly.
 
     Args:
-        outputs: where each option's file goes; None where it was not asked for.
-        inputs: what each option or argument reads: a file, several, or the directory of a model.
-        state: the option whose file is a state that takes long to make, "" for none.
-        resume: whether the run continues from that state; None where it cannot.
+        outputs: output path of each option; None if not requested.
+        inputs: paths that each option or argument reads: a file, several, or the directory of a
+            model.
+        state: the option whose file is a state that takes long to compute, "" for none.
+        resume: whether the run continues from that state; None if it cannot.
         overwrite: whether that state may be replaced.
 
     Raises:
@@ -92,16 +93,16 @@ def write_and_show(
     targets: Mapping[str, Path | None],
     show: Callable[[Any], object],
 ) -> None:
-    """Write the requested files and say where; then show the table unless a file uses stdout.
+    """Write the requested files and report them; then show the table unless a file uses stdout.
 
     Args:
-        writers: what writes each file.
-        targets: where each goes, by the same names; None and "-" (standard output) are said nothing
-            of, others that have no writer are left alone.
+        writers: functions that write each file.
+        targets: path of each file, by the same names; None and "-" (standard output) are not
+            reported.
         show: prints the table on a console.
 
     Raises:
-        Exception: what a writer raised, once all have been tried.
+        Exception: the first error of a writer, after all have been tried.
     """
     from acutance.report.screen import note
 
@@ -123,7 +124,7 @@ def write_and_show(
 
 
 def _unwritable(path: Path) -> str:
-    """Why a file cannot be written, checked before a long run; empty if it can."""
+    """Why a file cannot be written; empty if it can."""
     if os.path.isdir(path):
         return f"{path} is a directory"
     folder = Path(os.path.realpath(path)).parent
@@ -151,7 +152,7 @@ def _check_state(option: str, path: Path, resume: bool | None, overwrite: bool) 
 
 
 def _read(inputs: Files) -> Iterator[tuple[str, Path]]:
-    """Every file that is read, with what the reader of a message calls it."""
+    """Every file that is read, with its name for messages."""
     for option, given in inputs.items():
         if given is None:
             continue
@@ -165,7 +166,7 @@ def _read(inputs: Files) -> Iterator[tuple[str, Path]]:
 
 
 def _identity(path: Path) -> tuple[int, int] | str | None:
-    """What two names of one file share; None for what is not a regular file."""
+    """A key that two names of the same file share; None for anything but regular files."""
     try:
         found = path.stat()
     except OSError:

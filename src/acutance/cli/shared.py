@@ -1,4 +1,4 @@
-"""What the commands share: what output needs, and how a failure ends."""
+"""Shared by all commands: consoles, progress bars and error handling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERRUPTED = 130
 
 
 def check_figure(option: str, path: Path | None) -> None:
-    """Refuse, before any work, a figure in a format that is not drawn, or without matplotlib."""
+    """Before any work, refuse a figure with an unsupported format, or without matplotlib."""
     if path is None:
         return
     if path.suffix.lower() not in (".png", ".svg"):
@@ -28,13 +28,13 @@ def check_figure(option: str, path: Path | None) -> None:
 
 
 def need(package: str, extra: str, what: str, instead: str = "") -> None:
-    """End with one sentence and exit code 1 where a package of an extra is not installed.
+    """Exit with one sentence and code 1 if a package of an extra is not installed.
 
     Args:
-        package: what is imported.
-        extra: the extra of acutance that has it.
-        what: what needs it, as the sentence begins.
-        instead: how to do without.
+        package: the package to import.
+        extra: the extra of acutance that installs it.
+        what: what needs it, as the beginning of the sentence.
+        instead: how to do without it.
     """
     if importlib.util.find_spec(package) is None:
         fail(f'{what} needs {package}; install it with: pip install "acutance[{extra}]"{instead}')
@@ -47,7 +47,7 @@ _REPEATED = {"spans": "span", "maps": "map"}
 
 @contextmanager
 def misuse() -> Iterator[None]:
-    """Report errors from the theory as misuse of the options with the same names: exit code 2."""
+    """Context that reports theory's errors as misuse of the options: exit code 2."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -99,7 +99,10 @@ def ended_as_interrupted() -> None:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Expected failures end with one sentence on standard error and exit code 1; misuse with 2."""
+    """Context in which expected failures end with one sentence on standard error and exit code 1.
+
+    Misuse of options ends with exit code 2.
+    """
     try:
         yield
     except typer.Exit:  # a RuntimeError itself: it has been told
@@ -108,11 +111,11 @@ def plain_errors() -> Iterator[None]:
         fail("interrupted before anything was read")
         raise typer.Exit(INTERRUPTED) from None
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        fail(_said(error), everywhere=getattr(error, "everywhere", False))
+        fail(_error_sentence(error), everywhere=getattr(error, "everywhere", False))
         raise typer.Exit(getattr(error, "exit_code", 1)) from error
 
 
-def _said(error: Exception) -> str:
+def _error_sentence(error: Exception) -> str:
     """The message of an error as one sentence; for file errors it begins with the file name."""
     if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
         return f"{error.filename}: {error.strerror}"
@@ -120,7 +123,7 @@ def _said(error: Exception) -> str:
 
 
 def fail(message: str, *, everywhere: bool = False) -> None:
-    """One line on standard error; ``everywhere`` also of ranks that else are silent."""
+    """Print one line on standard error; with ``everywhere`` also on ranks other than the first."""
     stream = (sys.__stderr__ if everywhere else None) or sys.stderr
     stream.write(f"acutance: {visible(' '.join(message.split()))}\n")
 
@@ -129,17 +132,19 @@ def fail(message: str, *, everywhere: bool = False) -> None:
 def progress(
     what: str, windows: int, tokens: int, screen: Any
 ) -> Iterator[Callable[[int, int, bool], None]]:
-    """A bar on standard error: windows, rate and time left; silent where that is not a terminal.
+    """Context with a progress bar on standard error; silent without a terminal.
+
+    It shows windows, rate and remaining time.
 
     Args:
-        what: what is being done, in a word.
-        windows: windows of the whole run.
-        tokens: tokens that the model reads in all.
+        what: the activity, in a word.
+        windows: number of windows of the whole run.
+        tokens: number of tokens that the model reads in all.
         screen: the console.
 
     Yields:
-        A function of the tokens that were read, the windows that are now done, and whether that
-        was now rather than in a run that is resumed.
+        A function of the number of tokens read, the number of windows now done, and whether that
+        happened now rather than in a resumed run.
     """
     import time
 

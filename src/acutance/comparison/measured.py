@@ -1,4 +1,4 @@
-"""One mechanism run on the inputs of a comparison: the metrics of its rows, its time and memory."""
+"""Run one mechanism on the inputs of a comparison: metrics of its rows, time and memory."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ class Rows:
     """Metrics of every row of one mechanism.
 
     Attributes:
-        values: each quantity, (heads, rows) float64; batches of a head are heads of their own.
-        why: for each quantity that is missing, the reason.
-        statistics: all of them.
+        values: each quantity, (heads, rows) float64; heads of different batch items count
+            separately.
+        why: the reason for each missing quantity.
+        statistics: the statistics of all rows.
     """
 
     values: dict[str, Tensor]
@@ -59,7 +60,7 @@ class Rows:
 
 
 def fixed_weights(mechanism: Mechanism) -> bool:
-    """Whether the weights depend on distance alone, so that rows are not random."""
+    """Whether a mechanism's weights depend only on distance, so that rows are not random."""
     return isinstance(mechanism.form, Decay | Recurrence)
 
 
@@ -68,8 +69,8 @@ def measure(mechanism: Mechanism, inputs: Inputs, seed: int = 0) -> Rows:
 
     Args:
         mechanism: an entry of the table.
-        inputs: what it is run on.
-        seed: of the direction in which the gradient is taken.
+        inputs: the queries, keys and values.
+        seed: seed of the random direction for the gradient.
     """
     with torch.no_grad():
         statistics = mechanism.run(
@@ -97,13 +98,14 @@ def query_gradient(mechanism: Mechanism, inputs: Inputs, seed: int = 0) -> Tenso
     .. math:: \frac{\lVert J^\top u \rVert \, \lVert q \rVert}{\sqrt d \, \lVert o \rVert},
         \qquad J = \partial o / \partial q, \quad u \sim N(0, I)
 
-    In the mean of squares :math:`\lVert J^\top u \rVert` is the Frobenius norm of J. An output that
-    is linear in the query has about 1; one frozen on a key, or averaging all of them, nearly 0.
+    The root mean square of :math:`\lVert J^\top u \rVert` is the Frobenius norm of J. The result is
+    about 1 for an output that is linear in the query, and nearly 0 if the row is saturated on one
+    key or averages all keys.
 
     Args:
         mechanism: an entry of the table.
-        inputs: what it is run on.
-        seed: of u.
+        inputs: the queries, keys and values.
+        seed: seed of u.
     """
     query = inputs.query.detach().clone().requires_grad_()
     out, _ = mechanism.run(
@@ -124,12 +126,12 @@ def query_gradient(mechanism: Mechanism, inputs: Inputs, seed: int = 0) -> Tenso
 def mean_and_error(
     values: Tensor, *, fixed: bool = False, alike: bool = True
 ) -> tuple[float, float]:
-    """Mean over rows and its standard error; heads are the independent unit.
+    """Mean over rows and its standard error; heads are treated as independent.
 
     Args:
-        values: (heads, rows); NaN is left out.
+        values: (heads, rows); NaN is ignored.
         fixed: rows are not random, so the error is 0.
-        alike: heads follow the same law; otherwise the error is not known.
+        alike: heads have the same distribution; otherwise the error is unknown.
 
     Example:
         >>> mean_and_error(torch.tensor([[1.0, 3.0], [4.0, 4.0]], dtype=torch.float64))
@@ -148,7 +150,7 @@ def mean_and_error(
 
 
 def heads_alike(mechanism: Mechanism) -> bool:
-    """Whether every head of a mechanism follows the same law."""
+    """Whether all heads of a mechanism have the same distribution."""
     return not (isinstance(mechanism.form, Linear) and mechanism.form.decays is not None)
 
 
@@ -161,7 +163,7 @@ QUICK = 0.1
 
 
 class Cost(NamedTuple):
-    """Wall and process CPU seconds, and MiB above the inputs at the peak."""
+    """Wall and process CPU seconds, and peak MiB above the inputs."""
 
     seconds: float
     cpu_seconds: float
@@ -171,8 +173,8 @@ class Cost(NamedTuple):
 def cost(mechanism: Mechanism, inputs: Inputs) -> Cost:
     """Measure time and peak memory of a mechanism, statistics included.
 
-    The first call, over 64 rows, is not counted. Memory is the rise of the process's resident size
-    while the mechanism runs once; NaN where the system does not say.
+    A warm-up call over 64 rows is not counted. Memory is the rise of the process's resident size
+    during one run; NaN if the system does not report it.
     """
     import torch
 
@@ -208,7 +210,7 @@ class Seconds(NamedTuple):
 
 
 def timed(call: Callable[[], object], repeats: int = 1) -> Seconds:
-    """Wall and process CPU seconds of one call, the mean of ``repeats``."""
+    """Mean wall and process CPU seconds of a call over ``repeats`` calls."""
     wall, cpu = time.perf_counter(), cpu_seconds()
     for _ in range(repeats):
         call()
@@ -217,10 +219,10 @@ def timed(call: Callable[[], object], repeats: int = 1) -> Seconds:
 
 
 def high_water(call: Callable[[], object]) -> int:
-    """Bytes by which a call raises the resident size at its peak, its result included.
+    """Bytes by which a call raises the peak resident size, its result included.
 
     Raises:
-        OSError: where the system has no such number.
+        OSError: if the system does not report it.
     """
     _trim()
     if _resettable():
@@ -237,7 +239,7 @@ def high_water(call: Callable[[], object]) -> int:
 
 
 def memory_method() -> str:
-    """How peak memory is read on this system."""
+    """How this system reports peak memory, as text."""
     if _resettable():
         return "resident high-water mark (VmHWM, reset before the call) above the inputs"
     if sys.platform == "win32":

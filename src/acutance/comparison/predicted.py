@@ -1,9 +1,9 @@
-"""Predictions for the rows that a comparison measures, from their queries alone where possible.
+"""Predictions for the rows of a comparison, from their queries alone if possible.
 
-For Gaussian keys and a score that is a dot product, a row's scores are normal with a mean β and a
-deviation γ that follow from its query. For other scores, and for queries and keys of a model, β and
-γ are the measured ones, and the prediction is marked ``plug-in``. Linear attention is predicted
-from the mean and covariance of its key features.
+For Gaussian keys and a dot-product score, a row's scores are normal with mean β and deviation γ
+that follow from its query. For other scores, and for queries and keys of a model, β and γ are
+measured, and the prediction is marked ``plug-in``. Linear attention is predicted from the mean and
+covariance of its key features.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Predicted:
     """Predictions for every row of one mechanism.
 
     Attributes:
-        values: each quantity that is predicted, (heads, rows) float64.
-        kinds: what kind of number each is.
-        why: for each that is not, the reason.
-        parameters: means over rows of what the prediction was made from.
+        values: each predicted quantity, (heads, rows) float64.
+        kinds: for each, the kind of prediction.
+        why: for each quantity without a prediction, the reason.
+        parameters: parameters of the prediction, means over rows.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -72,8 +72,8 @@ def predict_rows(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows) -
 
     Args:
         mechanism: an entry of the table.
-        inputs: the rows.
-        measured: what was read of them, for scores that have no law of their own.
+        inputs: the queries, keys and values.
+        measured: the measured rows, for scores without a known distribution.
     """
     law, form = mechanism.theory.law, mechanism.form
     if law is None:
@@ -110,7 +110,7 @@ def _scored(mechanism: Mechanism, inputs: Inputs, measured: MeasuredRows, n: flo
         if isinstance(score, Cosine) and distribution.key_mean == 0:
             tau, d = score.temperature, float(inputs.key.shape[3])
             values, kinds, why = _row(law, n, (("d", d), ("tau", tau)), variance)
-            return _spread(values, kinds, why, inputs, {"tau": tau, "d": d})
+            return _broadcast(values, kinds, why, inputs, {"tau": tau, "d": d})
         if isinstance(score, _NORMAL):
             query, _, scale = score.transform(inputs.query, inputs.key)
             factor = scaling.get(options.get("scaling")).factor(torch.tensor([round(n)]))
@@ -133,7 +133,7 @@ def _of_query(query: Tensor, scale: float, law: Gaussian) -> tuple[Tensor, Tenso
 
 
 def _sampled_scores(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Mean and deviation over the keys of q·k, (heads, rows)."""
+    """Mean and deviation of q·k over the keys, (heads, rows)."""
     group = inputs.query.shape[1] // inputs.key.shape[1]
     key = inputs.key.double().repeat_interleave(group, 1)
     scores = (inputs.query.double() @ key.mT).flatten(0, 1)
@@ -176,7 +176,7 @@ def _normal(
 
 
 def _curve(points: Array, heights: Array, where: Array) -> Array:
-    """A cubic spline through the points, in the logarithm where all values are positive."""
+    """A cubic spline through the points, in logarithms if all values are positive."""
     if (heights > 0).all():
         return np.asarray(np.exp(CubicSpline(points, np.log(heights))(where)), np.float64)
     return np.asarray(CubicSpline(points, heights)(where), np.float64)
@@ -197,7 +197,7 @@ def _row(
     )
 
 
-def _spread(
+def _broadcast(
     values: Mapping[str, float],
     kinds: Mapping[str, str],
     why: Mapping[str, str],
@@ -260,12 +260,13 @@ _GRID = 20_001
 def feature_moments(form: Linear, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Query features, and mean and covariance of key features, for each head.
 
-    For Gaussian keys the moments are those of the law: by an integral for maps of single
-    components, by draws of other keys for the rest. Features that depend on the key's place, and
-    keys of a model, have the moments of the keys themselves, with which sparsity is an identity.
+    For Gaussian keys the moments are those of the distribution: by quadrature for componentwise
+    maps, from further random keys for others. For features that depend on positions, and for keys
+    of a model, they are moments of the keys themselves; predicted sparsity is then an identity.
 
     Returns:
-        (heads, rows, F), (heads, F), (heads, F, F), float64; and whether they are of the keys.
+        (heads, rows, F), (heads, F), (heads, F, F), float64; and whether the moments are those of
+        the keys themselves.
     """
     heads, group = inputs.query.shape[1], inputs.query.shape[1] // inputs.key.shape[1]
     sizes = Sizes(heads, inputs.key.shape[1], inputs.n, inputs.key.shape[3])

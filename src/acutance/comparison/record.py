@@ -1,4 +1,4 @@
-"""The results of a comparison: one record for each mechanism and length, and one of them all."""
+"""The results of a comparison: a record for each mechanism and length, and all together."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCHEMA = "acutance.comparison/1"
 
 
 class Quantity(NamedTuple):
-    """A number that is compared: its symbol, unit and meaning."""
+    """A compared quantity: its symbol, unit and meaning."""
 
     symbol: str
     unit: str
@@ -64,14 +64,14 @@ class Reading:
     """One quantity of one mechanism at one length, measured and predicted.
 
     Attributes:
-        measured: mean over rows (``query_gradient``: median); NaN where there is none.
-        error: standard error of it, heads taken as independent; 0 where all rows are alike, NaN
-            where it is not known.
-        predicted: what theory says of these rows; NaN where it says nothing.
-        kind: of the prediction, a key of :data:`acutance.theory.KINDS`; "" without one.
-        z: standard errors that measurement and prediction are apart, row by row; NaN where the
+        measured: mean over rows (``query_gradient``: median); NaN if missing.
+        error: its standard error, heads treated as independent; 0 if rows are not random, NaN if
+            unknown.
+        predicted: the prediction for these rows; NaN if there is none.
+        kind: kind of prediction, a key of :data:`acutance.theory.KINDS`; "" without one.
+        z: difference of measurement and prediction, row by row, in standard errors; NaN if the
             prediction is not an expectation.
-        why: why one of the two is missing, in a sentence; "" where both are there.
+        why: reason for a missing value, as a sentence; "" if there is none.
     """
 
     measured: float = math.nan
@@ -100,13 +100,13 @@ class Result:
 
     Attributes:
         mechanism: name in :data:`acutance.MECHANISMS`.
-        n: keys a row sees.
-        rows: how many rows were read.
+        n: number of keys that a row sees.
+        rows: number of measured rows.
         readings: by the names of :data:`COMPARED`.
         seconds: wall time of one head with L = S = n, statistics included; NaN if not measured.
         cpu_seconds: process CPU time of the same.
         mib: peak memory of the same above its inputs, output included.
-        parameters: what the prediction was made from, means over rows.
+        parameters: parameters of the prediction, means over rows.
     """
 
     mechanism: str
@@ -131,8 +131,8 @@ class Comparison:
     """The results of all mechanisms at all lengths.
 
     Attributes:
-        results: in the order they were requested, all lengths of one mechanism together.
-        settings: what they were run on.
+        results: in the requested order, all lengths of one mechanism together.
+        settings: settings of the inputs.
         complete: False if it was interrupted.
     """
 
@@ -167,7 +167,7 @@ class Comparison:
         return tuple(sorted(results, key=lambda result: result.n))
 
     def to_dict(self) -> dict[str, Any]:
-        """All results as plain values for JSON; NaN becomes None."""
+        """All results as JSON values; NaN becomes None."""
         return {
             "schema": SCHEMA,
             "complete": self.complete,
@@ -199,24 +199,24 @@ def _result(result: Result) -> dict[str, Any]:
         "rows": result.rows,
         "readings": {
             name: {
-                "measured": _plain(reading.measured),
-                "error": _plain(reading.error),
-                "predicted": _plain(reading.predicted),
+                "measured": _json_number(reading.measured),
+                "error": _json_number(reading.error),
+                "predicted": _json_number(reading.predicted),
                 "kind": reading.kind or None,
-                "deviation": _plain(reading.deviation),
-                "z": _plain(reading.z),
+                "deviation": _json_number(reading.deviation),
+                "z": _json_number(reading.z),
                 "why": reading.why or None,
             }
             for name, reading in result.readings.items()
         },
-        "seconds": _plain(result.seconds),
-        "cpu_seconds": _plain(result.cpu_seconds),
-        "mib": _plain(result.mib),
-        "parameters": {name: _plain(value) for name, value in result.parameters.items()},
+        "seconds": _json_number(result.seconds),
+        "cpu_seconds": _json_number(result.cpu_seconds),
+        "mib": _json_number(result.mib),
+        "parameters": {name: _json_number(value) for name, value in result.parameters.items()},
     }
 
 
-def _plain(value: float) -> float | None:
+def _json_number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
@@ -247,8 +247,8 @@ class Inputs:
         key: (B, H, n, E).
         value: (B, H, n, Ev).
         is_causal: whether a row sees only the keys up to its own position.
-        law: distribution that queries and keys were drawn from; None if a model computed them.
-        names: of the heads; may be empty.
+        law: distribution of random queries and keys; None for those of a model.
+        names: names of the heads; may be empty.
     """
 
     query: Tensor
@@ -270,7 +270,7 @@ class Inputs:
 
     @property
     def value_variance(self) -> float:
-        """Variance of a value, summed over its components, mean over heads."""
+        """Variance of a value summed over its components, averaged over heads."""
         if self.law is not None:
             return float(self.value.shape[3])
         return float(self.value.double().var(2, correction=0).sum(-1).mean())
@@ -290,14 +290,14 @@ def gaussian(
     """Draw independent Gaussian queries, keys and values; each head has its own keys.
 
     Args:
-        n: keys.
+        n: number of keys.
         d: width of queries, keys and values.
         law: means and deviations.
-        heads: how many.
-        batch: how many sequences.
-        samples: rows of each head, at most n.
-        seed: of the draws; each n has draws of its own.
-        is_causal: whether rows see the keys up to their own place only.
+        heads: number of heads.
+        batch: number of sequences.
+        samples: number of rows per head, at most n.
+        seed: seed of the random numbers, which differ for each n.
+        is_causal: whether rows see only the keys up to their own position.
     """
     draw = torch.Generator().manual_seed(seed * 1_000_003 + n)
     key = torch.randn(batch, heads, n, d, generator=draw)
@@ -310,14 +310,14 @@ def gaussian(
 def captured(
     sample: QueryKeySample, n: int, *, heads: int, samples: int, is_causal: bool
 ) -> Inputs:
-    """Use queries, keys and values of a model: the last rows of its first n tokens.
+    """Inputs from a model's queries, keys and values: the last rows of its first n tokens.
 
     Args:
-        sample: read by :func:`acutance.probing.load_queries_keys`.
-        n: keys.
-        heads: at most this many, evenly spaced over the model.
-        samples: rows of each head.
-        is_causal: whether rows see the keys up to their own place only.
+        sample: a sample from :func:`acutance.probing.load_queries_keys`.
+        n: number of keys.
+        heads: largest number of heads, evenly spaced over the model.
+        samples: number of rows per head.
+        is_causal: whether rows see only the keys up to their own position.
 
     Raises:
         ValueError: if the sample is shorter than n.

@@ -90,7 +90,7 @@ class _Table:
 
 
 def heading(comparison: Comparison) -> str:
-    """A line on what the mechanisms were run on."""
+    """A line that describes the inputs of the comparison."""
     settings = comparison.settings
     heads = settings["heads"]
     rows = f"{settings['samples'] * heads * settings['batch']:,} rows, {heads} heads"
@@ -126,7 +126,7 @@ def sentences(comparison: Comparison) -> list[str]:
 
 
 def _agreement(comparison: Comparison) -> str:
-    """The largest distance between theory and measurement, in standard errors."""
+    """A sentence on the largest distance between theory and measurement, in standard errors."""
     judged: list[tuple[float, Result, str]] = [
         (abs(reading.z), result, name)
         for result in comparison.results
@@ -144,7 +144,7 @@ def _agreement(comparison: Comparison) -> str:
 
 
 def _missing(comparison: Comparison) -> str:
-    """The mechanisms without a prediction."""
+    """A sentence on the mechanisms without a prediction."""
     names = [
         name
         for name in comparison.mechanisms

@@ -42,7 +42,7 @@ DEFAULT_MECHANISMS = (
 
 
 class Step(NamedTuple):
-    """Progress of a comparison: steps done, and steps in all."""
+    """Progress of a comparison: finished steps, total steps, and the next mechanism and length."""
 
     done: int
     total: int
@@ -68,36 +68,37 @@ def compare(
 ) -> Comparison:
     r"""Run mechanisms on the same queries and keys; compare measured with predicted metrics.
 
-    Rows are sampled: ``samples`` queries of each head, the last of their sequence, and all n keys
-    of the head. Queries and keys are normal, or those of a model (``source``).
+    Rows are sampled: ``samples`` queries of each head, the last of their sequence, against all n
+    keys of the head. Queries and keys are random normal, or those of a model (``source``).
 
     Args:
         mechanisms: names of :data:`acutance.MECHANISMS` or entries; ``"all"`` for all of them, None
             for :data:`DEFAULT_MECHANISMS`.
         n: numbers of keys, each at least 2.
         d: width of queries, keys and values.
-        heads: heads, each with keys of its own; with a source at most this many.
-        batch: sequences.
-        samples: rows of each head.
-        mean: of the components, or a pair for queries and keys. Scores have the mean
-            :math:`\sqrt d \, \mu_q \mu_k` where they are scaled dot products.
+        heads: number of heads, each with its own keys; with a source, the largest number.
+        batch: number of sequences.
+        samples: number of rows per head.
+        mean: mean of the components, or a pair for queries and keys. Scaled dot products then have
+            the mean :math:`\sqrt d \, \mu_q \mu_k`.
         std: their standard deviation, or a pair.
-        is_causal: rows see the keys up to their own place only; recurrent mechanisms always do.
-        seed: of every draw.
-        source: queries and keys of a model, of :meth:`acutance.probing.Probe.queries_keys`; then
-            ``d``, ``batch``, ``mean`` and ``std`` say nothing.
+        is_causal: rows see only the keys up to their own position; recurrent mechanisms always do.
+        seed: random seed.
+        source: queries and keys of a model (:meth:`acutance.probing.Probe.queries_keys`); ``d``,
+            ``batch``, ``mean`` and ``std`` are then ignored.
         costs: also measure time and peak memory of one head with n rows.
         progress: called before each step.
 
     Returns:
-        The :class:`Comparison`. Interrupted (KeyboardInterrupt) after the first result, it has
-        those that are done, and ``complete`` is False.
+        The :class:`Comparison`. If interrupted (KeyboardInterrupt) after the first result, it holds
+        the finished results, and ``complete`` is False.
 
     Raises:
-        TypeError: if an argument is of the wrong kind.
-        ValueError: if a mechanism is unknown (the nearest is named) or a number is out of range.
-        ImportError: before anything is measured, if a mechanism needs a library that is not
-            installed.
+        TypeError: if an argument has the wrong type.
+        ValueError: if a mechanism is unknown (the message names the nearest) or a number is out of
+            range.
+        ImportError: if a mechanism needs a library that is not installed; raised before anything is
+            measured.
 
     Example:
         >>> found = compare(["cosine", "decay"], n=64, d=16, heads=2, costs=False)
@@ -165,7 +166,7 @@ def compare(
 def pick(
     mechanisms: str | Mechanism | Sequence[str | Mechanism] | None,
 ) -> tuple[Mechanism, ...]:
-    """The requested entries of the table, each once; see :func:`compare`.
+    """The requested entries of the table, without duplicates; see :func:`compare`.
 
     Raises:
         ValueError: if one is unknown (the nearest is named), or none is given.
@@ -193,7 +194,7 @@ def pick(
 
 
 def _check_installed(chosen: Sequence[Mechanism]) -> None:
-    """Run each mechanism on two keys, to report a missing library before any work."""
+    """Run each mechanism on two keys, so that a missing library is reported before any work."""
     two = torch.zeros(1, 1, 2, 16)
     with torch.no_grad():
         for entry in chosen:

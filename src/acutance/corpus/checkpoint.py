@@ -1,9 +1,8 @@
 """Which tensors of a saved model did not load, which of them matter, and the likely cause.
 
-transformers fills a parameter that its files lack with random numbers and continues; the
-measurements are then noise. Some differences are normal: files of a language model hold a head that
-the model without it has no place for, and lack the pooler that some models add behind the last
-layer.
+transformers initialises parameters that are missing from the files at random and continues;
+measurements are then meaningless. Some differences are normal: files of a language model contain a
+head that the base model lacks, and lack the pooler that some models add.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ _LISTED = 3
 
 
 def not_loaded(model: nn.Module, report: Mapping[str, Any]) -> str | None:
-    """The tensors that a model and its files do not share, as a clause without a subject.
+    """The tensors that a model and its files do not share, as a clause; None if irrelevant.
 
     Args:
-        model: the model, of transformers.
-        report: what ``from_pretrained`` returns with ``output_loading_info=True``.
+        model: a transformers model.
+        report: result of ``from_pretrained(..., output_loading_info=True)``.
 
     Returns:
         None if all that attention depends on has loaded.
@@ -84,7 +83,7 @@ def not_loaded(model: nn.Module, report: Mapping[str, Any]) -> str | None:
 
 
 def missing_head(model: nn.Module, report: Mapping[str, Any]) -> str | None:
-    """The tensors of a model's head that its files lack, in words; None where they lack none.
+    """The tensors of the model's head that its files lack, as text; None if none are missing.
 
     Args:
         model: a model of transformers with a head on its base model.
@@ -108,7 +107,7 @@ def _fits(model: nn.Module, name: str) -> bool:
 
 
 def _cause(missing: Collection[str], unexpected: Iterable[str]) -> str:
-    """The prefix without which most names in the files match the model's; empty if none."""
+    """A prefix whose removal makes most names in the files match the model's; empty if none."""
     before: Counter[str] = Counter()
     for name in unexpected:
         start = name.find(".") + 1

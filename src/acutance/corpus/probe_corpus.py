@@ -40,16 +40,16 @@ class Options:
     """Options of a run over a corpus.
 
     Attributes:
-        length: tokens of a window.
-        batch_size: windows run at once.
-        device: where this rank runs the model.
-        probe: what the probe reads of each window, and how; it gets the model's tokenizer.
-        every: one window in so many is run, the first of each group.
+        length: tokens per window.
+        batch_size: windows per batch.
+        device: device on which this rank runs the model.
+        probe: options of the probe; the model's tokenizer is added.
+        every: run one of this many windows, the first of each group.
         shard: the part of the corpus to run.
-        save: where the state is kept as the run continues.
-        save_every: windows between two writes, at least; a batch is never split.
-        resume: continue from what ``save`` holds.
-        law: the scaling law that is on the model, in words that differ with it; None for none.
+        save: file to which the state is saved during the run.
+        save_every: least number of windows between two writes; batches are not split.
+        resume: continue from the state in ``save``.
+        law: a text that identifies the scaling law applied to the model; None for none.
     """
 
     length: int
@@ -68,7 +68,7 @@ class Options:
             raise ValueError(f"every must be at least 1, got {self.every}")
 
     def left_out(self) -> dict[str, Any]:
-        """The options by which less is read than everything there is."""
+        """The options that restrict what is read, by name."""
         options = {name: getattr(self.probe, name) for name in _FEWER}
         if self.probe.max_rows is None:
             options["seed"] = 0  # nothing is drawn
@@ -81,10 +81,10 @@ class Outcome:
     """The result of a run; ranks other than the first know only whether it finished.
 
     Attributes:
-        state: the summary and the windows it is of; None on the other ranks.
-        finished: whether every window that was requested is done.
-        resumed: windows that were done before.
-        probe: the probe itself; None if nothing was left to run.
+        state: the summary and the windows it covers; None on other ranks.
+        finished: whether every requested window is done.
+        resumed: number of windows done in earlier runs.
+        probe: the probe; None if nothing was left to run.
     """
 
     state: State | None
@@ -103,24 +103,24 @@ def run_windows(
 ) -> Outcome:
     """Run a model over windows of tokens, batch by batch, and return the state.
 
-    Batches are those of one run over the whole corpus, whatever the shard and the number of ranks:
-    counts and extremes are then exactly those of one process with as many threads.
+    Batches are the same for any shard and number of ranks, so counts and extremes equal those of
+    one process with as many threads.
 
     Args:
         loaded: the model.
         pieces: windows of tokens, the same on every rank.
-        options: how to run.
-        about: facts to keep with the summary.
+        options: options of the run.
+        about: facts to store in the summary.
         world: the ranks.
-        advance: called after each batch with its tokens, its windows, and whether it ran now rather
-            than in the run that is resumed.
+        advance: called after each batch with its number of tokens, its number of windows, and
+            whether it ran now rather than in the resumed run.
 
     Returns:
-        The state so far, if a signal or ^C stopped the run early.
+        The outcome; the state so far if a signal or Ctrl-C stopped the run early.
 
     Raises:
-        KeyboardInterrupt: if ^C came before any window was done.
-        ValueError: if the file to resume is of another run.
+        KeyboardInterrupt: if Ctrl-C came before any window was done.
+        ValueError: if the state to resume belongs to another run.
     """
     with world.together():
         probe = open_probe(loaded, options)
@@ -164,7 +164,7 @@ def open_probe(loaded: TextModel, options: Options) -> Probe:
 def run_settings(
     loaded: TextModel, pieces: Sequence[Sequence[int]], options: Options, probe: Probe
 ) -> dict[str, Any]:
-    """The settings that decide the numbers of a window, in the order in which runs are compared."""
+    """The settings that determine the results of a window, in order of comparison."""
     return (
         {
             "model": model_digest(loaded.model),
@@ -186,7 +186,7 @@ def run_settings(
 
 
 def _span_texts(spans: Mapping[str, Any]) -> list[str]:
-    """Spans as the command has them, ``name=start:stop``."""
+    """Spans as the command line writes them, ``name=start:stop``."""
     return [
         f"{name}={start}:{'' if stop is None else stop}" for name, (start, stop) in spans.items()
     ]
@@ -321,15 +321,15 @@ class _Job:
 
 
 def restore(path: str | os.PathLike[str], run: Run) -> State | None:
-    """The state to resume from; None if there is no file yet.
+    """The state to resume from; None if the file does not exist.
 
     Args:
-        path: where the state is kept.
-        run: what is requested now.
+        path: the file.
+        run: the requested run.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if the file is not a state, or one of other settings, which it names.
+        ValueError: if the file is not a state, or has other settings; the message names them.
     """
     name = os.fspath(path)
     if not os.path.exists(path):

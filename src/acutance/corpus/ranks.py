@@ -1,7 +1,7 @@
 """Probing with many processes: the ranks that torchrun starts, and one summary of all of them.
 
-Summaries travel as bytes of safetensors, never as pickles, along a tree: log2(ranks) steps, each
-rank holding two at most, merged in the order of ranks.
+Summaries are sent as safetensors bytes along a tree: log2(ranks) steps, at most two summaries in
+memory per rank, merged in rank order.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _LAST_WORDS = timedelta(seconds=10)
 
 
 class RankError(RuntimeError):
-    """An error on another rank."""
+    """Raised for an error on another rank."""
 
 
 class LostRankError(RankError):
-    """Another rank does not respond."""
+    """Raised if another rank does not respond."""
 
     everywhere = True
 
@@ -43,12 +43,12 @@ def all_reduce_summary(
 ) -> HeadSummary:
     """The summary of all ranks' rows, on every rank of a group.
 
-    Counts, extremes and histograms are exactly those of one process that saw all rows, means and
-    spreads up to rounding in float64. Every rank of the group calls it.
+    Counts, extremes and histograms equal those of one process that saw all rows; means and spreads
+    agree up to float64 rounding. Every rank of the group must call it.
 
     Args:
-        summary: this rank's, as :meth:`acutance.Probe.summary` gives it; None if it saw no row.
-        group: the ranks; None is the default group. Gloo and NCCL will do.
+        summary: this rank's summary (:meth:`acutance.Probe.summary`); None if it has no rows.
+        group: the process group (gloo or NCCL); None for the default group.
 
     Raises:
         RuntimeError: if torch.distributed is not initialised.
@@ -107,9 +107,9 @@ def _collect(summary: HeadSummary | None, group: dist.ProcessGroup | None) -> He
 
 
 def _message(summary: HeadSummary | None, problem: str = "") -> bytes:
-    """One rank's contribution: its summary, nothing, or "!" and an error.
+    """One rank's contribution as bytes: its summary, nothing, or "!" and an error.
 
-    A summary that cannot be sent is a problem too: the others wait for a word either way.
+    An error is sent too, since the other ranks wait for a message.
     """
     if not problem and summary is not None:
         try:
@@ -232,7 +232,7 @@ class Ranks(SingleProcess):
             return
         text = None if problem is None else str(problem) or type(problem).__name__
         messages: list[str | None] = [None] * self.size
-        with _answered():
+        with _gloo_errors():
             dist.all_gather_object(messages, text)
         if problem is not None:
             raise problem
@@ -240,18 +240,18 @@ class Ranks(SingleProcess):
         raise RankError(f"rank {rank}: {messages[rank]}")
 
     def stopped(self) -> bool:
-        """Whether any rank was told to stop by Ctrl-C or by torchrun."""
+        """Whether any rank was asked to stop, by Ctrl-C or torchrun."""
         return self._any(self._stop)
 
     def collect(self, summary: HeadSummary | None) -> HeadSummary | None:
         """All ranks' summaries on the first rank; None on the others."""
-        with _answered():
+        with _gloo_errors():
             return _collect(summary, None)
 
     def first(self, value: T) -> T:
         """The first rank's value, on every rank."""
         box = [value]
-        with _answered():
+        with _gloo_errors():
             dist.broadcast_object_list(box, 0)
         return box[0]
 
@@ -265,13 +265,13 @@ class Ranks(SingleProcess):
 
     def _any(self, flag: bool) -> bool:
         flags = torch.tensor([int(flag)])
-        with _answered():
+        with _gloo_errors():
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags)
 
 
 @contextmanager
-def _answered() -> Iterator[None]:
+def _gloo_errors() -> Iterator[None]:
     """Context in which gloo's socket errors become LostRankError."""
     try:
         yield

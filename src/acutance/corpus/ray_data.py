@@ -1,7 +1,7 @@
-"""Probing a Ray dataset over a cluster (the extra ``ray``): actors probe chunks, states are merged.
+"""Probe a Ray dataset on a cluster (the extra ``ray``): actors probe, the driver merges.
 
-A chunk's state holds that chunk's rows alone and is made by a function without memory, so a task
-that Ray runs again gives the same state again; the driver takes each chunk's windows once.
+The state of a chunk depends only on its rows, so a task that Ray retries gives the same state; the
+driver adds each chunk once.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ __all__ = ["probe_dataset"]
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Consecutive windows that one task probes, whole batches of the corpus.
+    """Consecutive windows that one task probes, in whole batches of the corpus.
 
     Attributes:
-        first: index of the first in the corpus.
-        pieces: their tokens.
+        first: index of the first window in the corpus.
+        pieces: the windows' tokens.
     """
 
     first: int
@@ -284,7 +284,7 @@ def _texts(dataset: Any, column: str, ray_data: Any) -> list[corpus.Text]:
 
 @contextmanager
 def _in_order(ray_data: Any) -> Iterator[None]:
-    """Context in which Ray preserves the order of rows, by which windows are numbered."""
+    """Context in which Ray preserves the order of rows, which numbers the windows."""
     options = ray_data.DataContext.get_current().execution_options
     before, options.preserve_order = options.preserve_order, True
     try:

@@ -1,4 +1,4 @@
-"""A model with its tokenizer, as runs over texts use them."""
+"""TextModel: a model with its tokenizer, as runs over texts use it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from acutance.capture.find_layers import most_heads
+from acutance.capture.find_layers import max_heads
 from acutance.capture.layer_choice import HeadChoice
 from acutance.summary.layer import NOT_LOADED
 
@@ -27,17 +27,17 @@ LONGEST_DEFAULT = 512
 
 
 class ModelError(RuntimeError):
-    """A model that cannot be loaded or run on text, with the reason in one sentence."""
+    """Raised for a model that cannot be loaded or run on text, with the reason in one sentence."""
 
 
 class OptionError(ModelError):
-    """An option that this model does not support."""
+    """Raised for an option that this model does not support."""
 
     exit_code = 2
 
 
 class HeadError(ModelError):
-    """A model without a language-model head: it predicts no token, so it has no loss."""
+    """Raised for a model without a language-model head, which has no loss."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class TextModel:
     """A model with its tokenizer.
 
     Attributes:
-        name: what to call it.
-        model: in evaluation mode.
-        tokenizer: the one saved with it.
-        positions: the longest window it reads, None where it says none.
-        not_loaded: which weights did not load, where that was allowed; else None.
-        weights: how the weights were stored, if they were quantised or might have been.
+        name: display name.
+        model: the model, in evaluation mode.
+        tokenizer: its tokenizer.
+        positions: longest window that it supports; None if unknown.
+        not_loaded: which weights were not loaded, if that was allowed; else None.
+        weights: how the weights were stored, if they may have been quantised.
     """
 
     name: str
@@ -62,15 +62,15 @@ class TextModel:
 
     @property
     def about(self) -> dict[str, str]:
-        """Facts of the weights for every output: how they were stored, which did not load."""
+        """Facts about the weights for outputs: how they were stored, which were not loaded."""
         facts = {NOT_LOADED: self.not_loaded, "weights": self.weights}
         return {name: fact for name, fact in facts.items() if fact is not None}
 
     def window(self, length: int | None) -> int:
-        """The window length: as requested, or the model's longest up to 512 tokens.
+        """The window length: as requested, else the model's longest up to 512 tokens.
 
         Raises:
-            OptionError: if more is requested than the model has positions of.
+            OptionError: if the request exceeds the model's number of positions.
         """
         if length is None:
             return min(self.positions or LONGEST_DEFAULT, LONGEST_DEFAULT)
@@ -82,13 +82,13 @@ class TextModel:
 
     @property
     def base(self) -> TextModel:
-        """The same model without its head, on the same weights."""
+        """The same model without its head, sharing the weights."""
         base = getattr(self.model, "base_model", self.model)
         return replace(self, model=base if isinstance(base, torch.nn.Module) else self.model)
 
     @property
     def pad(self) -> int:
-        """A token id for padding; padded rows are masked, so any will do."""
+        """A token id for padding; padded rows are masked, so its value does not matter."""
         for name in ("pad_token_id", "eos_token_id"):
             token = getattr(self.tokenizer, name, None)
             if isinstance(token, int):
@@ -103,7 +103,7 @@ class TextModel:
         """
         if law_heads is None:
             return
-        most = most_heads(self.model) or self._configured_heads()
+        most = max_heads(self.model) or self._configured_heads()
         try:
             choice = HeadChoice(law_heads)
             if most:
@@ -112,7 +112,7 @@ class TextModel:
             raise OptionError(f"--heads {law_heads}: {error}") from error
 
     def _configured_heads(self) -> int:
-        """Heads of a layer by the model's configuration; 0 if it does not give them."""
+        """Number of heads of a layer from the configuration; 0 if it does not state it."""
         config: Any = getattr(self.model, "config", None)
         names = "num_attention_heads", "n_head", "encoder_attention_heads", "num_heads"
         parts = (config, config.get_text_config()) if hasattr(config, "get_text_config") else ()
@@ -145,7 +145,7 @@ class TextModel:
 
 
 def automatic_class(label: str, config: Any, head: bool) -> Any:
-    """The class of transformers that loads a model, without a head or with the one it has.
+    """The transformers class that loads a model, without a head or with its language-model head.
 
     Raises:
         HeadError: if models of its kind have no language-model head.

@@ -16,7 +16,7 @@ from acutance.files import check_regular
 
 
 class CorpusError(ValueError):
-    """A text that cannot be read or is empty."""
+    """Raised for a text that cannot be read or is empty."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Text:
 
     Attributes:
         name: file name, ``standard input`` or the bundled text's title.
-        content: what it says.
+        content: the text.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Text:
 
 
 def bundled() -> Text:
-    """The page of English prose included in the package.
+    """A page of English prose included in the package.
 
     Example:
         >>> len(bundled().content.split()) > 1000
@@ -44,7 +44,7 @@ def bundled() -> Text:
 
 
 def read(names: Sequence[str]) -> list[Text]:
-    """Read files (``-`` is standard input), as UTF-8.
+    """Read files as UTF-8; ``-`` is standard input.
 
     Raises:
         CorpusError: naming the file, if one is missing, unreadable, not text or empty.
@@ -99,11 +99,11 @@ class Batch:
 def windows(texts: Sequence[Text], tokenizer: Any, length: int) -> list[list[int]]:
     """Cut every text into windows of at most ``length`` tokens, special tokens included.
 
-    A text's last window is shorter; windows never span texts. A window of special tokens alone is
-    left out.
+    A text's last window may be shorter; windows never span texts. Windows that contain only special
+    tokens are dropped.
 
     Raises:
-        CorpusError: if a text gives no token.
+        CorpusError: if a text has no tokens.
     """
     pieces: list[list[int]] = []
     for text in texts:
@@ -122,7 +122,7 @@ def windows(texts: Sequence[Text], tokenizer: Any, length: int) -> list[list[int
 
 
 def with_special_tokens(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Wrap a window as the tokenizer wraps a whole text."""
+    """Add the tokenizer's special tokens around a window, as around a whole text."""
     if tokenizer.num_special_tokens_to_add(pair=False) == 0:
         return ids
     if hasattr(tokenizer, "build_inputswith_special_tokens"):

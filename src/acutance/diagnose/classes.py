@@ -15,7 +15,7 @@ __all__ = ["CLASSES", "Class", "HeadClass", "classify"]
 
 @dataclass(frozen=True)
 class HeadClass:
-    """One class that a head is in.
+    """One class that a head belongs to.
 
     Attributes:
         name: one of :data:`CLASSES`.
@@ -28,17 +28,17 @@ class HeadClass:
     numbers: Mapping[str, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The fields as JSON values."""
         return {"name": self.name, "sentence": self.sentence, "numbers": dict(self.numbers)}
 
 
 @dataclass(frozen=True)
 class Class:
-    """A category of attention heads and the rule that defines it.
+    """A class of attention heads and the rule that defines it.
 
     Attributes:
-        name: of the category.
-        threshold: value at which the rule applies.
+        name: name of the class.
+        threshold: value from which the rule applies.
         rule: the rule, in words.
         source: reference for the threshold or the name.
     """
@@ -74,10 +74,9 @@ CLASSES: dict[str, Class] = {
 def classify(summary: Judged) -> list[tuple[HeadClass, ...]]:
     """The classes of every head, by :data:`CLASSES`.
 
-    A head may be in several classes, and in none. Classes whose numbers were not recorded are
-    never given: ``local``, ``previous-token`` and ``positional`` need a probe with ``structure``.
-    Heads of layers whose capture is known to be wrong, or whose rows see fewer than eight keys on
-    average, are in none.
+    A head may be in several classes or in none. ``local``, ``previous-token`` and ``positional``
+    need a probe with ``structure``. Heads are in no class if their layer's capture is known to be
+    wrong or their rows see fewer than eight keys on average.
 
     Args:
         summary: any :class:`acutance.HeadSummary`.

@@ -1,6 +1,6 @@
 """Findings: the most notable heads of a summary, each with a sentence on what it can mean.
 
-A finding repeats what was measured and names what it can mean; it proves nothing about the model.
+A finding repeats a measurement and names possible meanings; it proves nothing about the model.
 Layers whose capture is known to be wrong (status ``mismatch``) yield none.
 """
 
@@ -35,17 +35,17 @@ MOST_NAMED = 3  # heads named for each kind; the last sentence counts the rest
 
 @dataclass(frozen=True)
 class Finding:
-    """A notable head: its numbers in a sentence.
+    """A notable head, described in a sentence.
 
     Attributes:
         kind: one of :data:`LABELS`.
         layer: index of the layer, in model order.
         head: index of the head in its layer.
         module: qualified name of the layer's module.
-        value: the number it was found by: mean normalized entropy ("sharpest", "most_diffuse",
-            "collapsed", "dead"; in a summary without it the extremes have mean entropy or
-            effective keys), mean weight of the first key ("first_key_sink") or the largest of all
-            rows' maximum logits ("largest_logit").
+        value: the number that selected it: mean normalized entropy ("sharpest", "most_diffuse",
+            "collapsed", "dead"; mean entropy or effective keys if that was not recorded), mean
+            weight of the first key ("first_key_sink") or the largest maximum logit of any row
+            ("largest_logit").
         sentence: what it is and what it can mean.
     """
 
@@ -62,7 +62,7 @@ def _name(head: HeadFacts) -> str:
 
 
 def _caveat(head: HeadFacts) -> str:
-    """A clause on few rows or an unverified capture; empty for neither."""
+    """A clause about few rows or an unverified capture; empty if neither applies."""
     parts = []
     if head.record.rows < FEW_ROWS:
         rows = f"{head.record.rows} row{'s' * (head.record.rows != 1)}"
@@ -75,17 +75,17 @@ def _caveat(head: HeadFacts) -> str:
 def findings(summary: Judged) -> list[Finding]:
     """The most notable heads of a summary, by kind.
 
-    The sharpest and the most diffuse head, up to three each of the heads that look like attention
-    sinks, collapsed or dead (those furthest beyond their threshold), and the head with the largest
-    logit. The rules are those of :func:`recommendations`, by the thresholds of
-    :data:`acutance.probing.THRESHOLDS`. Metrics that were not recorded find nothing; of an
-    untrained model only the sharpest and the most diffuse head are named.
+    The sharpest and the most diffuse head; up to three each of the heads that look like attention
+    sinks, collapsed or dead, those furthest beyond their threshold; and the head with the largest
+    logit. They use the rules of :func:`recommendations` and the thresholds of
+    :data:`acutance.probing.THRESHOLDS`. For an untrained model only the sharpest and the most
+    diffuse head are reported.
 
     Args:
         summary: any head summary.
 
     Returns:
-        Findings in that order; none where no head has a row.
+        Findings in that order; none if no head has rows.
 
     Example:
         >>> import torch, acutance
@@ -130,7 +130,7 @@ def findings(summary: Judged) -> list[Finding]:
 
 
 def describe_key_norms(key_norms: Mapping[str, Any]) -> str:
-    """A sentence on how often the length of a key decides a row's largest weight.
+    """A sentence on how often key norms decide which key has a row's largest weight.
 
     Example:
         >>> layers = [
@@ -177,7 +177,7 @@ def _extremes(heads: list[HeadFacts]) -> list[Finding]:
 
 
 def _spread(head: HeadFacts, title: str) -> str:
-    """A sentence on how widely a head attends, from the metrics that were recorded."""
+    """A sentence on how widely a head attends, from the recorded metrics."""
     keys, entropy = head.mean("effective_keys"), head.mean("entropy")
     share = head.mean("normalized_entropy")
     most = entropy + head.mean("information")
@@ -201,6 +201,7 @@ def _spread(head: HeadFacts, title: str) -> str:
 
 
 def _sink(head: HeadFacts, value: float) -> tuple[str, str]:
+    """The sentence for an attention-sink head, and what it can mean."""
     n = head.mean("n_keys")
     even = f" (a uniform share of {_number(n)} keys is {1 / n:.1%})" if n > 1 else ""
     return (
@@ -226,6 +227,7 @@ def _collapsed(head: HeadFacts, value: float) -> tuple[str, str]:
 
 
 def _dead(head: HeadFacts, value: float) -> tuple[str, str]:
+    """The sentence for a dead head, and what it can mean."""
     n = head.mean("n_keys")
     of = f" over {_number(n)} keys" if math.isfinite(n) else ""
     return (
@@ -272,7 +274,7 @@ def _beyond(
 ) -> list[Finding]:
     """Findings for the heads furthest beyond a threshold, at most three.
 
-    The first says what it can mean, the last how many of all heads there are.
+    The first says what it can mean, the last how many heads there are in all.
     """
     hits = [(rules[rule], head) for head, rules in judged if rule in rules]
     ranked = sorted(hits, key=lambda pair: -pair[0].size)
@@ -293,7 +295,7 @@ def _finding(kind: Kind, head: HeadFacts, value: float, sentence: str) -> Findin
 
 
 def _number(value: float) -> str:
-    """Format with three significant digits, without an exponent below a million."""
+    """A number with three significant digits, without an exponent below a million."""
     if value == round(value) and abs(value) < 1e6:
         return f"{value:,.0f}"
     if abs(value) >= 1e6:

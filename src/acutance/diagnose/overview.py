@@ -1,8 +1,8 @@
-"""A summary of all heads in a few lines, however many heads there are.
+"""An overview of all heads in a few lines, however many heads there are.
 
-At most ten findings and five pieces of advice, one line each: kinds of heads with their numbers and
-layers, the extremes, the head that differs most from the others. :func:`findings` and
-:func:`recommendations` have the full sentences.
+At most ten findings and five pieces of advice, one line each: classes of heads with their numbers
+and layers, the extremes, the head that differs most from the others. :func:`findings` and
+:func:`recommendations` give full sentences.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _IN_BRIEF = {
 
 
 def overview(summary: Judged) -> list[str]:
-    """What a summary shows, in at most ten short sentences, most telling first.
+    """What a summary shows, in at most ten short sentences, most important first.
 
     Example:
         >>> import torch, acutance
@@ -68,7 +68,7 @@ def overview(summary: Judged) -> list[str]:
 
 
 def advice_in_brief(summary: Judged) -> list[str]:
-    """What to do, most urgent first, at most five lines; one line where nothing is to do."""
+    """What to do, most urgent first, at most five lines; one line if there is nothing to do."""
     by_kind: dict[str, list[Recommendation]] = defaultdict(list)
     for each in recommendations(summary):
         by_kind[each.kind].append(each)
@@ -100,7 +100,7 @@ def _kinds(summary: Judged, heads: Sequence[HeadFacts]) -> list[str]:
 
 
 def _where(places: Sequence[tuple[int, int]]) -> str:
-    """Where some heads are: each of a few, else the layers that have most of them."""
+    """The places of some heads: each of a few, else the layers that contain most of them."""
     by_layer = Counter(layer for layer, _ in places)
     if len(by_layer) == 1:
         return f"all in layer {places[0][0]}"
@@ -127,6 +127,7 @@ def _extremes(heads: Sequence[HeadFacts]) -> list[str]:
 
 
 def _collapsed(summary: Judged, heads: Sequence[HeadFacts]) -> list[str]:
+    """A line on heads whose entropy has collapsed; empty if there are none."""
     hit = [head for head in heads if "entropy_collapse" in summary.judgements[head.index]]
     if not hit:
         return []
@@ -137,7 +138,7 @@ def _collapsed(summary: Judged, heads: Sequence[HeadFacts]) -> list[str]:
 
 
 def _unusual(heads: Sequence[HeadFacts]) -> list[str]:
-    """The heads furthest from the median of all, by the median deviation, one for each metric."""
+    """The heads furthest from the median of all heads, in median absolute deviations, by metric."""
     ranked = []
     for name in _COMPARED:
         values = {head.index: head.mean(name) for head in heads if math.isfinite(head.mean(name))}
@@ -168,7 +169,7 @@ def _spread(head: HeadFacts, name: str) -> str:
 
 
 def _keys(head: HeadFacts, name: str) -> str:
-    """Effective keys; another metric where they were not recorded."""
+    """A head's effective keys, or another metric if they were not recorded."""
     value = head.mean("effective_keys")
     if not math.isfinite(value):
         return f"{head.mean(name):.2f}"

@@ -1,9 +1,8 @@
 """Recommendations: what is unusual about a model's attention, and how to find out what it means.
 
-Each repeats what was measured. Statistics of attention do not show what a change does to the loss,
-so the advice says how to measure that (:func:`acutance.judge`), or what costs nothing. Growth is
-reported only where a fitted slope is beyond its standard error, and what may be by design is called
-suspected.
+Attention statistics do not show how a change would affect the loss, so the advice says how to
+measure that (:func:`acutance.judge`), or names changes without cost. Growth is reported only if a
+fitted slope is significant, and what may be by design is called suspected.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ class Recommendation:
     Attributes:
         kind: one of :data:`KINDS`.
         layer: index of the layer, in model order.
-        heads: numbers of the heads; empty where it is about the whole layer.
+        heads: numbers of the heads; empty for the whole layer.
         module: qualified name of the layer's module.
         reason: what is unusual.
-        numbers: the numbers it was found by, of the head furthest beyond the threshold.
-        advice: how to find out what it means, or a remedy that costs nothing.
-        certainty: "measured", "fitted" (a slope with its standard error), or "suspected" (what is
-            measured can be by design).
+        numbers: the numbers of the head furthest beyond the threshold.
+        advice: how to find out what it means, or a remedy without cost.
+        certainty: "measured", "fitted" (a slope with its standard error), or "suspected" (may be by
+            design).
     """
 
     kind: Kind
@@ -105,16 +104,16 @@ class Recommendation:
 
 
 def recommendations(summary: Judged) -> list[Recommendation]:
-    """What is unusual, most urgent first, one for each kind and layer.
+    """What is unusual about a summary, most urgent first, one for each kind and layer.
 
     Args:
-        summary: any head summary; growth with n needs one of this version, with rows of at least
-            three octaves of n, of two sequences each.
+        summary: any head summary; growth with n needs a profile with rows in at least three octaves
+            of n, from two sequences each.
 
     Returns:
-        The recommendations; none where no head is beyond a threshold. The thresholds are the
-        table :data:`acutance.probing.THRESHOLDS`. For an untrained model, only capture errors and
-        scores that are not finite are reported.
+        The recommendations; none if no head is beyond a threshold of
+        :data:`acutance.probing.THRESHOLDS`. For an untrained model only capture errors and scores
+        that are not finite are reported.
 
     Example:
         >>> import torch, acutance
@@ -153,8 +152,8 @@ def in_words(recommended: Sequence[Recommendation], nothing: str = NOTHING) -> l
     """Recommendations for a terminal: at most three layers of each kind, each advice once.
 
     Args:
-        recommended: what :func:`recommendations` gave.
-        nothing: the sentence where there is nothing, see :func:`no_recommendation`.
+        recommended: result of :func:`recommendations`.
+        nothing: sentence for an empty list, see :func:`no_recommendation`.
 
     Returns:
         At least one sentence.

@@ -1,7 +1,7 @@
 """The rules that judge each head once; classes, findings and recommendations read the result.
 
-A rule looks at one head's facts. It returns by which numbers the head is beyond a threshold of the
-one table, or None.
+A rule looks at one head's facts. It returns the numbers by which the head is beyond a threshold, or
+None.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _ANY_LENGTH = frozenset({"not_finite", "large_logits", "coarse_scores", "dilutio
 
 @dataclass(frozen=True)
 class Judgement:
-    """One rule that a head breaks, with its numbers.
+    """One rule that a head meets, with its numbers.
 
     Attributes:
-        size: how far beyond it is; ranks heads of the same kind.
-        numbers: what the sentences about it need.
+        size: how far beyond the threshold it is; ranks heads of the same kind.
+        numbers: numbers for sentences about it.
     """
 
     size: float
@@ -64,18 +64,18 @@ class Judgement:
 
 
 class Judged(Summary, Protocol):
-    """A summary with the rules that each of its heads breaks."""
+    """A summary with the rules that each of its heads meets."""
 
     @property
     def judgements(self) -> list[dict[Kind, Judgement]]:
-        """For each head, the rules it breaks."""
+        """For each head, the rules it meets."""
 
 
 def judge(head: HeadFacts) -> dict[Kind, Judgement]:
-    """The rules that one head breaks.
+    """The rules that one head meets.
 
     Empty if the layer's capture is known to be wrong. Rules about weights apply only to heads whose
-    rows see at least eight keys on average: with fewer, every head looks sharp, local or even.
+    rows see at least eight keys on average: with fewer, every head looks sharp, local or uniform.
     """
     if head.record.status == "mismatch":
         return {}
@@ -188,7 +188,7 @@ def _collapse(head: HeadFacts) -> Judgement | None:
 
 
 def _dilution(head: HeadFacts) -> Judgement | None:
-    """Whether entropy grows significantly with n, with the fitted slope and its endpoints."""
+    """Significant growth of the entropy with n: the fitted slope and its endpoints."""
     if head.mean("normalized_entropy") > DIFFUSE:
         return None
     slope = head.entropy_slope(octaves=OCTAVES, least_n=LEAST_KEYS)

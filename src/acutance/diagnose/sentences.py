@@ -1,7 +1,6 @@
-"""The words of a diagnosis: sentences of recommendations, and plain words for each metric.
+"""Sentences of a diagnosis, and what low and high values of each metric mean in plain words.
 
-The formula, unit and source of a metric are in :data:`acutance.METRICS`; :data:`METRIC_WORDS` says
-what a low and a high value look like in a model, for a reader who has seen none of them.
+The formula, unit and source of a metric are in :data:`acutance.METRICS`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def ranges(indices: list[int], noun: str) -> str:
 
 
 def _from_to(beyond: _Beyond, name: str, form: str) -> str:
-    """Format the range of a number over heads; a single number if both ends print the same."""
+    """A number's range over heads as text; a single number if both ends print the same."""
     values = [judgement.numbers[name] for _, judgement in beyond]
     low, high = format(min(values), form), format(max(values), form)
     return low if low == high else f"{low} to {high}"
@@ -222,7 +221,7 @@ _CROSS = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn", re.IGNORECASE
 
 
 def crossing(module: str) -> str:
-    """A suffix for layers that attend to another sequence, recognised by the module's name.
+    """A suffix for cross-attention layers, recognised by the module's name; else empty.
 
     Example:
         >>> crossing("decoder.block.0.layer.1.EncDecAttention"), crossing("encoder.layer.0.attn")

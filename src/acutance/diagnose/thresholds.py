@@ -1,4 +1,4 @@
-"""One table of thresholds, and the facts about a head that are compared with them."""
+"""The table of thresholds that classes of heads, findings, recommendations and alarms use."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Threshold:
     """A number that a head's statistic is compared with: a convention, not a law.
 
     Attributes:
-        name: what it is called.
-        metric: what is compared, in words where it is no metric of :data:`acutance.METRICS`.
-        side: which side of it counts.
+        name: its name.
+        metric: what is compared: a metric of :data:`acutance.METRICS`, or a description.
+        side: on which side of the number the rule applies.
         value: the number.
-        reason: why it lies there.
-        source: where it is from.
+        reason: why this number.
+        source: where it comes from.
     """
 
     name: str
@@ -89,7 +89,7 @@ THRESHOLDS: dict[str, Threshold] = {row[0]: Threshold(*row) for row in _ROWS}
 
 
 def limit(name: str) -> float:
-    """The value of a threshold.
+    """Value of a threshold.
 
     Raises:
         KeyError: if the name is unknown.
@@ -106,11 +106,11 @@ NEAR = int(limit("near"))
 
 
 class Summary(Protocol):
-    """The parts of :class:`acutance.HeadSummary` that a diagnosis reads, as a protocol."""
+    """The parts of :class:`acutance.HeadSummary` that a diagnosis reads."""
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What was probed: dtype, whether the model is untrained."""
+        """Facts about the run: dtype, whether the model is untrained."""
 
     @property
     def layers(self) -> Sequence[Any]:
@@ -118,19 +118,19 @@ class Summary(Protocol):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics, columns of ``moments``."""
+        """Names of the metrics, the columns of ``moments``."""
 
     @property
     def moments(self) -> Any:
-        """Moments, a row for each head."""
+        """Moments of the metrics, one row per head."""
 
     @property
     def profile(self) -> Any:
-        """Each metric by octave of n, or None."""
+        """Each metric by octave of n; None if not recorded."""
 
     @property
     def distances(self) -> Any:
-        """Weight by octave of distance, or None."""
+        """Weight by octave of distance; None if not recorded."""
 
     @property
     def places(self) -> list[tuple[int, int]]:
@@ -138,18 +138,18 @@ class Summary(Protocol):
 
 
 class HeadFacts:
-    """One head's numbers by name; NaN where a metric was not recorded or no row counts.
+    """The numbers of one head by name; NaN if a metric was not recorded or there are no rows.
 
     Attributes:
-        index: row of the summary's arrays.
+        index: index of the head in the summary's arrays.
         layer: index of the layer, in model order.
         head: number of the head in its layer.
         record: the layer.
-        dtype: of the model's scores, such as "bfloat16"; empty if unknown.
-        near: mean weight within :data:`NEAR` positions.
-        even: what even weights would have there.
-        peak: where a row's largest weight stands most often, relative to the query.
-        peak_share: the share of rows in which it stands there.
+        dtype: dtype of the model's scores, such as "bfloat16"; empty if unknown.
+        near: mean weight within :data:`NEAR` positions of the query.
+        even: the same for uniform attention.
+        peak: most frequent position of a row's largest weight, relative to the query.
+        peak_share: share of rows with that position.
     """
 
     near = even = peak = peak_share = math.nan
@@ -169,7 +169,7 @@ class HeadFacts:
         return self._value(name, self._arrays.mean)
 
     def high(self, name: str) -> float:
-        """The largest value of a metric among the head's rows."""
+        """Largest value of a metric over the head's rows."""
         return self._value(name, self._arrays.high)
 
     def has(self, name: str) -> bool:
@@ -185,14 +185,14 @@ class HeadFacts:
         return values[self.index][self._columns[name]] if self.count(name) else math.nan
 
     def entropy_slope(self, *, octaves: int, least_n: float) -> Any:
-        """The slope of the entropy against log n over the largest octaves, or None."""
+        """Slope of the entropy against log n over the largest octaves, or None."""
         column = self._columns.get("entropy")
         if column is None or self._profile is None:
             return None
         return self._profile.final_slope(self.index, column, octaves=octaves, least_n=least_n)
 
     def entropy_at(self, n: float) -> tuple[float, float]:
-        """Measured entropy and its standard error in the octave whose typical count is n."""
+        """Mean entropy and its standard error in the octave that contains n keys."""
         mean, error = self._profile.at(self.index, self._columns["entropy"], n)
         return float(mean), float(error)
 

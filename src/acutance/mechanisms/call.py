@@ -1,4 +1,4 @@
-"""One call of linear attention: its tensors, whose features are computed in segments."""
+"""LinearCall: a validated call of linear attention, whose features are computed in segments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_ROWS = slice(0, 0)
 
 
 class Piece(NamedTuple):
-    """Some queries and some keys of a call, with their positions."""
+    """Consecutive queries and keys of a call, with their positions."""
 
     query: Tensor
     key: Tensor
@@ -52,22 +52,23 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """A call whose arguments have been checked.
+    """A validated call of linear attention.
 
     Attributes:
         query: (B, Hq, L, E).
         key: (B, H, S, E).
         value: (B, H, S, Ev).
-        feature_map: what makes features of them.
+        feature_map: φ, computes features of queries and keys.
         scale: factor of the weights.
         log_decay: log λ, (H, G) or (H, 1), or None.
-        visible: (B, S), or None where every key takes part.
+        visible: (B, S), or None if every key takes part.
         row_places: (L,), positions of the queries.
         key_places: (S,), positions of the keys.
-        chunk: rows that meet their keys directly in a causal scan.
+        chunk: number of rows per chunk of a causal scan; within a chunk, weights are computed
+            directly.
         by_sum: whether outputs are divided by the sum of the weights.
         eps: added to that sum.
-        underflows: whether weights of a whole row can underflow under its decay.
+        underflows: whether the decay can make all weights of a row underflow.
     """
 
     query: Tensor
@@ -86,7 +87,10 @@ class Call:
 
     @property
     def in_units(self) -> bool:
-        """Whether sums are stored relative to their size; not needed for signed weights."""
+        """Whether sums are stored relative to their size, to avoid underflow.
+
+        Sums of signed weights are not.
+        """
         return self.underflows and self.feature_map.nonnegative
 
     @property
@@ -96,16 +100,16 @@ class Call:
 
     @property
     def keys(self) -> int:
-        """S."""
+        """Number of keys, S."""
         return self.key.shape[2]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the sums."""
+        """Dtype of the sums."""
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
     def pieces(self, rows: list[slice], keys: list[slice]) -> Iterator[Piece]:
-        """Consecutive parts of the queries and of the keys, side by side."""
+        """Iterate over paired slices of the queries and the keys."""
         query, key, value = cut(self.query, rows), cut(self.key, keys), cut(self.value, keys)
         for i, (row, part) in enumerate(zip(rows, keys, strict=True)):
             visible = None if self.visible is None else self.visible[:, part]
@@ -121,7 +125,7 @@ class Call:
         key: Tensor | None = None,
         value: Tensor | None = None,
     ) -> Piece:
-        """A piece of these places with tensors that were cut there; None where there is none."""
+        """The piece for slices of rows and keys whose tensors are cut already; None if absent."""
         return Piece(
             self.query[:, :, NO_ROWS] if query is None else query,
             self.key[:, :, NO_ROWS] if key is None else key,
@@ -136,7 +140,7 @@ class Call:
         return self.features(self.placed(NO_ROWS, NO_ROWS), self.log_decay)
 
     def features(self, piece: Piece, log_decay: Tensor | None, missing: int = 0) -> Features:
-        """Features of these queries and keys, and of ``missing`` hidden keys after them."""
+        """Features of a piece's queries and keys, followed by ``missing`` hidden keys."""
         heads = self.key.shape[1]
         q = self.feature_map(piece.query.to(self.dtype), piece.row_places)
         if self.scale != 1.0:
@@ -157,7 +161,7 @@ class Call:
         q = q.unflatten(1, (heads, group))
         return Features(q, k.unsqueeze(2), v.unsqueeze(2), visible, log_decay)
 
-    def turned(self) -> Call:
+    def reversed(self) -> Call:
         """The call with its sequence reversed."""
         return replace(
             self,
@@ -169,8 +173,8 @@ class Call:
             key_places=self.key_places.flip(0),
         )
 
-    def stretches(self, start: int, stop: int) -> list[slice]:
-        """Consecutive parts of a sequence, in whole chunks."""
+    def segments(self, start: int, stop: int) -> list[slice]:
+        """Slices of a sequence from ``start`` to ``stop``, in whole chunks."""
         width = max(1, self.query.shape[0] * self.query.shape[1] * self.query.shape[3])
         size = max(1, STRETCH // (width * self.chunk)) * self.chunk
         return [slice(begin, min(begin + size, stop)) for begin in range(start, stop, size)]
@@ -182,10 +186,9 @@ class Call:
 
 
 def cut(tensor: Tensor, parts: list[slice], dim: int = 2) -> tuple[Tensor, ...]:
-    """Consecutive parts of a tensor, cut all at once.
+    """Split a tensor into consecutive parts in one operation.
 
-    A slice by itself would give its gradient a tensor of full size, and n / stretch of them are no
-    longer O(n).
+    Slicing each part would allocate a gradient of full size for each, which is not O(n) in total.
     """
     sizes = [part.stop - part.start for part in parts]
     first = parts[0].start if parts else 0
@@ -209,11 +212,11 @@ def make_call(
     row_start: int,
     key_start: int,
 ) -> Call:
-    """The call of tensors whose shapes have been checked; everything else is checked here.
+    """Check all options and make the call; the tensors' shapes have been checked already.
 
     Raises:
-        TypeError: if an option is of the wrong kind.
-        ValueError: if one does not fit, or a decay is outside (0, 1].
+        TypeError: if an option has the wrong type.
+        ValueError: if an option does not fit, or a decay is outside (0, 1].
     """
     chosen = find_map(feature_map)
     check_number("scale", scale)
@@ -254,7 +257,7 @@ def make_call(
 
 
 def _rate(decay: float | Tensor | None, log_decay: Tensor | None) -> float:
-    """The largest −log λ of any head; 0 where a compiler does not know it."""
+    """The largest −log λ of any head; 0 if it is not known while compiling."""
     if isinstance(decay, int | float):
         return -math.log(decay)
     if log_decay is None or log_decay.numel() == 0 or torch.compiler.is_compiling():
@@ -279,7 +282,7 @@ def _check_key_mask(key_mask: Tensor, query: Tensor, key: Tensor) -> None:
 
 
 def _normalizes(normalize: bool | None, chosen: FeatureMap) -> bool:
-    """Whether a call divides by the sum of its weights.
+    """Whether a call divides outputs by the sum of the weights.
 
     Raises:
         TypeError: if it is neither a bool nor None.

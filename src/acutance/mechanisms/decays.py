@@ -1,7 +1,6 @@
-r"""Decays: the factor λ by which a weight shrinks per key of distance, and what it leaves.
+r"""Decays: weights that shrink by a factor λ per key of distance, and their statistics.
 
-Weights :math:`1, \lambda, \lambda^2, \dots` need no sums over keys at all: every statistic of them
-is a closed form.
+All statistics of the weights :math:`1, \lambda, \lambda^2, \dots` have closed forms.
 """
 
 from __future__ import annotations
@@ -46,9 +45,10 @@ def alibi_decays(
 ) -> Tensor:
     r"""ALiBi's slopes as decays, :math:`\lambda_h = e^{-m_h}` with :math:`m_h = 2^{-8(h+1)/H}`.
 
-    Softmax attention with a linear bias :math:`-m_h |i - j|` has :math:`\lambda_h^{|i - j|}` as
-    the part of its weights that does not depend on content. As published, a number of heads that
-    is no power of two takes the slopes of the power below, then every other one of twice as many.
+    In softmax attention with the linear bias :math:`-m_h |i - j|`, the weights are proportional to
+    :math:`\lambda_h^{|i - j|}` times a factor that depends on content. As published, a number of
+    heads that is not a power of two uses the slopes of the next lower power of two, then every
+    other slope of twice as many.
 
     Args:
         heads: Hq.
@@ -77,7 +77,7 @@ def alibi_decays(
 
 
 def check_decay(decay: float | Tensor, heads: int, like: Tensor) -> Tensor:
-    """The decays as a tensor (Hq,) of ``like``'s dtype and device.
+    """The decays as a tensor (Hq,) with the dtype and device of ``like``.
 
     Raises:
         TypeError: if they are neither a number nor a floating Tensor.
@@ -109,16 +109,16 @@ def decay_statistics(n: Tensor | int, decay: Tensor | float) -> WeightStatistics
     r"""Statistics of the weights :math:`1, \lambda, \dots, \lambda^{n-1}`, the latest key first.
 
     With :math:`\theta = -\log \lambda`, effective keys are :math:`\tanh(n\theta/2) /
-    \tanh(\theta/2)`, below :math:`(1+\lambda)/(1-\lambda)` however many keys there are; the weights
-    divided by their sum are a distribution and have an entropy.
+    \tanh(\theta/2)`, always below :math:`(1+\lambda)/(1-\lambda)`. Divided by their sum, the
+    weights are a distribution and have an entropy.
 
     Args:
-        n: visible keys, integers of shape (...); 0 for a row without any.
-        decay: λ in (0, 1], or :math:`|\lambda|` of complex decays; it broadcasts against n.
+        n: number of visible keys, integers of shape (...); 0 for rows without keys.
+        decay: λ in (0, 1], or :math:`|\lambda|` of complex decays; broadcast against n.
 
     Returns:
-        Statistics of the broadcast shape, float64 where the decay is and float32 otherwise, in
-        constant time a row. Differentiable in the decay.
+        Statistics of the broadcast shape, float64 for float64 decays and float32 otherwise.
+        Differentiable in the decay.
 
     Raises:
         TypeError: if n is not an integer, or the decay no number.
@@ -164,7 +164,7 @@ def _geometric(theta: Tensor, n: Tensor) -> Tensor:
 
 
 def _mean_position(theta: Tensor, n: Tensor) -> Tensor:
-    r"""Mean of k under :math:`e^{-k\theta}`, 0 ≤ k < n; by a series where n θ is small."""
+    r"""Mean of k under :math:`e^{-k\theta}`, 0 ≤ k < n; by a series for small n θ."""
     width = n * theta
     near = width < 0.2
     x = torch.where(near, theta / 2, 0.0)
@@ -176,12 +176,12 @@ def _mean_position(theta: Tensor, n: Tensor) -> Tensor:
 
 
 def _excess(x: Tensor) -> Tensor:
-    r""":math:`1 / (e^x - 1)`, 0 and not NaN where :math:`e^x` overflows."""
+    r""":math:`1 / (e^x - 1)`; 0 if :math:`e^x` overflows."""
     return torch.exp(-x) / -torch.expm1(-x)
 
 
 def _langevin(x: Tensor) -> Tensor:
-    r""":math:`\coth x - 1/x` for x ≤ 0.1, to the last digit."""
+    r""":math:`\coth x - 1/x` for x ≤ 0.1, to full precision."""
     y = x * x
     tail = 1 / 4725 - y * (2 / 93555 - y * 1382 / 638512875)
     return x * (1 / 3 - y * (1 / 45 - y * (2 / 945 - y * tail)))

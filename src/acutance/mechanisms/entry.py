@@ -45,7 +45,7 @@ Law = Literal["softmax", "cosine", "relu2", "identity", "linear", "decay"]
 
 
 class Sizes(NamedTuple):
-    """The sizes that a mechanism's parameters may depend on: Hq, H, S, E."""
+    """Sizes on which a mechanism's parameters may depend: Hq, H, S, E."""
 
     heads: int
     kv_heads: int
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The arguments that a mechanism is run on."""
+    """The arguments with which a mechanism is run."""
 
     query: Tensor
     key: Tensor
@@ -81,7 +81,7 @@ class Form(ABC):
 
     Attributes:
         kind: "rows", "linear", "decay", "recurrence" or "gated".
-        always_causal: whether a row sees no key after its own place, whatever is asked.
+        always_causal: whether rows never see later keys, regardless of ``is_causal``.
     """
 
     kind: ClassVar[str]
@@ -97,7 +97,7 @@ class Rows(Form):
     """A mechanism defined by score, weighting and scaling, run by :func:`acutance.attention`.
 
     Args:
-        options: the options of ``attention`` for tensors of given sizes.
+        options: returns the options of ``attention`` for given sizes.
     """
 
     kind: ClassVar[str] = "rows"
@@ -125,8 +125,8 @@ class Linear(Form):
     """Linear attention: a feature map, with or without decay by distance.
 
     Args:
-        feature_map: φ for given sizes.
-        decays: λ of each query head, (Hq,), and with them every row is causal; None for none.
+        feature_map: returns φ for given sizes.
+        decays: returns λ of each query head, (Hq,); rows are then causal. None for no decay.
     """
 
     kind: ClassVar[str] = "linear"
@@ -156,10 +156,10 @@ class Linear(Form):
 
 @dataclass(frozen=True)
 class Decay(Form):
-    """Weights that depend on distance alone; query and key are ignored.
+    """Weights that depend only on distance; query and key are ignored.
 
     Args:
-        decays: λ of each query head, (Hq,).
+        decays: returns λ of each query head, (Hq,).
     """
 
     kind: ClassVar[str] = "decay"
@@ -167,7 +167,7 @@ class Decay(Form):
     decays: Callable[[int], Tensor]
 
     def run(self, call: Call) -> tuple[Tensor, Statistics]:
-        """Decay attention, and statistics in closed form."""
+        """Decay attention, with statistics in closed form."""
         query, key, value, _, offset, _, _ = call
         decays = self.decays(query.shape[1]).to(query)
         out = decay_attention(
@@ -181,13 +181,13 @@ class Decay(Form):
 
 @dataclass(frozen=True)
 class Recurrence(Form):
-    r"""A linear recurrent unit that reads the values; query and key are ignored.
+    r"""A linear recurrent unit over the values; query and key are ignored.
 
-    Its rows are those of its states: fields of its statistics are (1, states, L).
+    Each state counts as a row: fields of its statistics are (1, states, L).
 
     Args:
-        states: how many.
-        radii: the ring of :math:`|\lambda|`.
+        states: number of states.
+        radii: range of :math:`|\lambda|`.
     """
 
     kind: ClassVar[str] = "recurrence"
@@ -215,19 +215,19 @@ class Recurrence(Form):
         inputs = value.to(parameters.D.dtype)
         found, _ = linear_recurrent_unit(inputs, parameters)
         out = found.repeat_interleave(query.shape[1] // value.shape[1], 1).to(query.dtype)
-        asked = slice(offset, offset + query.shape[2])
+        requested = slice(offset, offset + query.shape[2])
         decays = lru_decays(parameters.nu_log, parameters.theta_log)
         sums = recurrence_statistics(value.shape[2], decays).sums
-        turned = WeightSums(*(part.mT[None, :, asked] for part in sums))
-        return out[:, :, asked], WeightStatistics(turned)
+        transposed = WeightSums(*(part.mT[None, :, requested] for part in sums))
+        return out[:, :, requested], WeightStatistics(transposed)
 
 
 @dataclass(frozen=True)
 class Gated(Form):
     r"""Squared ReLU between two affine maps of one sequence, as in a gated attention unit.
 
-    The shared vectors z are the keys; the query gives only its places. Images are drawn as
-    published, :math:`\gamma \sim N(0, 0.02^2)`, with offset 0.
+    The shared vectors z are the keys; of the query only its positions are used. The affine maps are
+    drawn as published, :math:`\gamma \sim N(0, 0.02^2)`, with offset 0.
     """
 
     kind: ClassVar[str] = "gated"
@@ -258,12 +258,12 @@ class Gated(Form):
 
 @dataclass(frozen=True)
 class Theory:
-    """What theory predicts of a mechanism's rows.
+    """What theory predicts for a mechanism's rows.
 
     Attributes:
-        functions: names in :mod:`acutance.theory`.
-        law: the mechanism of :func:`acutance.theory.predict`, or None where there is none.
-        how: a sentence: how ``predict`` is called for it, or why there is nothing to call.
+        functions: names of functions in :mod:`acutance.theory`.
+        law: the mechanism's name in :func:`acutance.theory.predict`; None if there is none.
+        how: a sentence that says how to call ``predict`` for it, or why that is not possible.
     """
 
     functions: tuple[str, ...]
@@ -277,13 +277,13 @@ class Mechanism:
 
     Attributes:
         name: as in :data:`~acutance.mechanisms.MECHANISMS`.
-        title: in words.
-        formula: LaTeX, of the weight of key j in a row with scores :math:`s_j` over n keys.
+        title: a descriptive name.
+        formula: LaTeX, the weight of key j in a row with scores :math:`s_j` over n keys.
         source: the publication.
-        can_concentrate: a sentence, with the condition.
-        theory: what predicts its rows.
-        streaming: a sentence: the path it takes, its time and memory.
-        code: a line of Python that gives its output from ``query``, ``key`` and ``value``.
+        can_concentrate: a sentence on whether rows can concentrate on few keys, with the condition.
+        theory: which theory predicts its rows.
+        streaming: a sentence on the algorithm, its time and memory.
+        code: a line of Python that computes its output from ``query``, ``key`` and ``value``.
         form: how it is run.
     """
 
@@ -299,7 +299,7 @@ class Mechanism:
 
     @property
     def always_causal(self) -> bool:
-        """Whether rows never see later keys, whatever ``is_causal`` says."""
+        """Whether rows never see later keys, regardless of ``is_causal``."""
         return self.form.always_causal
 
     def run(
@@ -313,21 +313,21 @@ class Mechanism:
         noise: bool = False,
         rows: Literal["sums", "blockwise"] = "blockwise",
     ) -> tuple[Tensor, Statistics]:
-        """Run the mechanism; its own parameters, if any, are drawn from a fixed seed.
+        """Run the mechanism; its own parameters, if any, are drawn with a fixed seed.
 
         Args:
             query: (B, Hq, L, E).
             key: (B, H, S, E), Hq a multiple of H.
             value: (B, H, S, Ev).
-            is_causal: row i sees keys j ≤ i + query_offset; recurrent ones always do so.
+            is_causal: row i sees keys j ≤ i + query_offset; recurrent mechanisms always do.
             query_offset: position of query 0 among the keys.
-            noise: also sum what ``noise_gain`` needs, where the weights admit it.
-            rows: for linear attention, where statistics come from: "blockwise" has all metrics,
-                "sums" is O(n).
+            noise: also compute ``noise_gain``, if the weights have one.
+            rows: source of linear attention's statistics: "blockwise" gives all metrics, "sums" is
+                O(n).
 
         Returns:
-            The output (B, Hq, L, Ev) and the statistics of its rows, fields (B, Hq, L); of a
-            recurrence (1, states, L), of a gated unit (B, H, L).
+            The output (B, Hq, L, Ev) and the statistics of its rows, fields (B, Hq, L); (1, states,
+            L) for a recurrence, (B, H, L) for a gated unit.
 
         Raises:
             TypeError: if an argument is of the wrong kind.
@@ -350,7 +350,7 @@ class Mechanism:
 
 
 def _placed(value: Any, like: Tensor) -> Any:
-    """Parameters on the query's device and of its dtype, without gradients."""
+    """A parameter on the query's device, with its dtype and without gradients."""
     if isinstance(value, torch.nn.Module):
         return value.to(like).requires_grad_(False)
     return Sink(value.sinks.to(like)) if isinstance(value, Sink) else value

@@ -1,8 +1,8 @@
 r"""Feature maps from q and k to q' and k', such that a weight is :math:`a = q' \cdot k'`.
 
-A map is a small record. It is named (``feature_map="elu1"``) or, with options of its own, given
-(``feature_map=CosFormer(length=4096)``); any function of a tensor is one too
-(``feature_map=lambda x: torch.relu(x) + 0.1``).
+A map is given by name (``feature_map="elu1"``), as a record with options
+(``feature_map=CosFormer(length=4096)``), or as any function of a tensor (``feature_map=lambda x:
+torch.relu(x) + 0.1``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FeatureMap(ABC):
     Attributes:
         name: as in :data:`FEATURE_MAPS`.
         source: article.
-        nonnegative: whether every weight is at or above 0, so that rows can be normalised.
+        nonnegative: whether every weight is at least 0, so that rows can be normalised.
     """
 
     name: ClassVar[str]
@@ -41,7 +41,7 @@ class FeatureMap(ABC):
 
         Args:
             x: (..., length, E), floating point.
-            positions: (length,), the place of each among all keys; most maps do not look at it.
+            positions: (length,), position of each among all keys; most maps ignore it.
 
         Returns:
             (..., length, features), of the same dtype.
@@ -49,19 +49,19 @@ class FeatureMap(ABC):
 
 
 class Identity(FeatureMap):
-    """The vectors themselves: weights of both signs, which are not normalised."""
+    """The vectors themselves; weights have both signs and are not normalised."""
 
     name = "identity"
     source = "Schmidhuber (1992), Neural Computation 4:131"
     nonnegative = False
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """X."""
+        """Return ``x`` unchanged."""
         return x
 
 
 class Elu1(FeatureMap):
-    """elu(x) + 1: above 0 everywhere."""
+    """elu(x) + 1 of each component: always positive."""
 
     name = "elu1"
     source = "Katharopoulos et al. (2020), arXiv:2006.16236"
@@ -72,7 +72,7 @@ class Elu1(FeatureMap):
 
 
 class Relu(FeatureMap):
-    """max(x, 0); a query without a positive component gives no weight to any key."""
+    """max(x, 0) of each component; a query without positive components gives no key any weight."""
 
     name = "relu"
     source = "Kasai et al. (2021), arXiv:2103.13076"
@@ -105,7 +105,7 @@ class Exp(FeatureMap):
 
 
 class Softmax(FeatureMap):
-    """softmax over the components."""
+    """Softmax over the components of each vector."""
 
     name = "softmax"
     source = "Shen et al. (2018), arXiv:1812.01243"
@@ -116,7 +116,7 @@ class Softmax(FeatureMap):
 
 
 class Hedgehog(FeatureMap):
-    """softmax over the components and their negatives: twice as many features."""
+    """Softmax over the components and their negatives: twice as many features."""
 
     name = "hedgehog"
     source = "Zhang et al. (2024), arXiv:2402.04347"
@@ -128,7 +128,9 @@ class Hedgehog(FeatureMap):
 
 @dataclass(frozen=True)
 class CosFormer(FeatureMap):
-    r"""relu with the weight of distance :math:`\cos\bigl(\frac{\pi}{2} \frac{i - j}{M}\bigr)`.
+    r"""ReLU features whose weights are multiplied by the cosine of the distance.
+
+    At distance i − j the factor is :math:`\cos\bigl(\frac{\pi}{2} \frac{i - j}{M}\bigr)`.
 
     Args:
         length: M, at or above the largest distance between a query and a key, so that no weight
@@ -176,14 +178,13 @@ class CallableMap(FeatureMap):
     """A function of a tensor, or a module, as a feature map.
 
     Args:
-        function: takes queries or keys, (..., length, E), to features, (..., length, F); it sees a
-            stretch of them at a time. Parameters of its own get their gradients.
-        nonnegative: whether no feature is negative, so that rows can be normalised; checked.
+        function: maps queries or keys, (..., length, E), to features, (..., length, F); it receives
+            a segment at a time. Its parameters get gradients.
+        nonnegative: whether all features are non-negative, so that rows can be normalised; checked.
 
     Raises:
-        TypeError: if the function is not callable, or gives no tensor.
-        ValueError: if its features are of another length, or negative where they are said not to
-            be.
+        TypeError: if the function is not callable, or does not return a tensor.
+        ValueError: if its features have another length, or are negative despite ``nonnegative``.
 
     Example:
         >>> query, key, value = torch.randn(3, 1, 2, 6, 4).unbind(0)

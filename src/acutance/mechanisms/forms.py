@@ -1,4 +1,4 @@
-"""The two forms of a call: rows that see all keys, and causal rows."""
+"""Linear attention of whole calls: rows that see all keys, and causal rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from acutance.mechanisms.call import NO_ROWS, Call
 from acutance.mechanisms.relative import NOTHING, added, unit_of
 from acutance.mechanisms.scan import Carry, Sums, read
-from acutance.mechanisms.segments import Part, in_stretches
+from acutance.mechanisms.segments import Part, in_segments
 from acutance.mechanisms.state import LinearState, Rows, begin, first_weight, follow, past
 from acutance.rowstats.state import NO_KEY
 
@@ -16,8 +16,8 @@ __all__ = ["causal", "full", "onwards", "remembered"]
 
 
 def remembered(call: Call, state: LinearState, keys: int, length: int) -> LinearState:
-    """The state after the first ``keys`` keys of a call, and empty positions up to ``length``."""
-    parts = call.stretches(0, keys)
+    """State after the first ``keys`` keys of a call, and empty positions up to ``length``."""
+    parts = call.segments(0, keys)
 
     def absorbed(
         index: int, log_decay: Tensor | None, state: LinearState, key: Tensor, value: Tensor
@@ -27,7 +27,7 @@ def remembered(call: Call, state: LinearState, keys: int, length: int) -> Linear
 
     if parts:
         cuts = [Part(call.key, 2, parts), Part(call.value, 2, parts)]
-        state = in_stretches(absorbed, cuts, call.log_decay, state, closed=call.closed)[1]
+        state = in_segments(absorbed, cuts, call.log_decay, state, closed=call.closed)[1]
     if length > keys:
         state = past(state, call.empty_features(), length - keys)
     return state
@@ -42,8 +42,8 @@ def onwards(
     strict: bool = False,
     finish: bool = True,
 ) -> tuple[Rows, LinearState]:
-    """Causal rows from ``row`` on after a state, the first of them at the place of key ``key``."""
-    parts = call.stretches(row, call.rows)
+    """Causal rows from ``row`` on that continue a state; the first is at key ``key``."""
+    parts = call.segments(row, call.rows)
     edges = [(part.start - row + key, part.stop - row + key) for part in parts]
     keys = [slice(min(start, call.keys), min(stop, call.keys)) for start, stop in edges]
 
@@ -59,7 +59,7 @@ def onwards(
     if not parts:
         return follow(state, call.empty_features(), chunk=call.chunk)
     cuts = [Part(call.query, 2, parts), Part(call.key, 2, keys), Part(call.value, 2, keys)]
-    rows, state = in_stretches(followed, cuts, call.log_decay, state, closed=call.closed)
+    rows, state = in_segments(followed, cuts, call.log_decay, state, closed=call.closed)
     assert rows is not None
     return rows, state
 
@@ -76,18 +76,18 @@ def causal(
 
 
 def full(call: Call, offset: int, *, squares: bool) -> Rows:
-    """Rows that see every key, from one sum over keys or, with a decay, one from each side."""
+    """Rows that see every key: one sum over keys or, with a decay, one from each side."""
     state = begin(call.empty_features(), squares)
     state = remembered(call, state, call.keys, call.keys)
     sums = None
     if call.log_decay is not None:
         earlier = causal(call, offset, squares=squares, finish=False).sums
         left = call.keys - call.rows - offset
-        turned = call.turned()
-        later = causal(turned, left, squares=squares, strict=True, finish=False).sums
+        reversed_call = call.reversed()
+        later = causal(reversed_call, left, squares=squares, strict=True, finish=False).sums
         values, *others = later
         sums = added(earlier, Sums(values.flip(-2), *(part.flip(-1) for part in others)))
-    parts = call.stretches(0, call.rows) or [NO_ROWS]
+    parts = call.segments(0, call.rows) or [NO_ROWS]
     order = [0, 1, *([2] if squares else []), *([3] if call.in_units else [])]
 
     def seeing_all(
@@ -113,13 +113,13 @@ def full(call: Call, offset: int, *, squares: bool) -> Rows:
     cuts = [Part(call.query, 2, parts)]
     if sums is not None:
         cuts += [Part(sums[i], 3, parts) for i in order]
-    rows, _ = in_stretches(seeing_all, cuts, call.log_decay, state, closed=call.closed)
+    rows, _ = in_segments(seeing_all, cuts, call.log_decay, state, closed=call.closed)
     assert rows is not None
     return rows
 
 
 def _finished(call: Call, rows: Rows) -> Rows:
-    """Rows with their output instead of its numerator: 0 where all weights are 0."""
+    """Divide the rows' numerators by their normalisers; 0 where all weights are 0."""
     sums = rows.sums
     out = sums.values
     in_units = sums.exponents.shape == sums.total.shape
@@ -136,7 +136,7 @@ def _finished(call: Call, rows: Rows) -> Rows:
 
 
 def _stacked(above: Rows, below: Rows) -> Rows:
-    """Rows under others."""
+    """Concatenate rows."""
     fields = zip([*above.sums, *above[1:]], [*below.sums, *below[1:]], strict=True)
     dims = (-2, -1, -1, -1, -1, -1, -1)
     values, total, squares, exponents, *rest = (

@@ -1,6 +1,6 @@
-r"""Linear attention: weights :math:`a_{ij} = q'_i \cdot k'_j`, whose sums need no rows.
+r"""Linear attention: weights :math:`a_{ij} = q'_i \cdot k'_j`, computed from sums over keys.
 
-Every form costs O(n): one product for rows that see all keys, a chunked scan for causal ones, and a
+Every form is O(n): one product for rows that see all keys, a chunked scan for causal rows, and a
 state of fixed size for decoding. A decay multiplies the weights by :math:`\lambda^{|i - j|}`.
 """
 
@@ -94,29 +94,29 @@ def linear_attention(
         feature_map: φ, a name of :data:`~acutance.mechanisms.FEATURE_MAPS`, a FeatureMap, or any
             function of a tensor (:class:`~acutance.mechanisms.CallableMap`).
         is_causal: row i sees keys j ≤ i + query_offset.
-        normalize: divide by the sum of the weights; None: where the feature map has no negative
-            weights. A row whose weights are all 0 has output 0.
-        scale: factor of the weights; it cancels when they are normalised.
+        normalize: divide by the sum of the weights; None to do so if the feature map has no
+            negative weights. A row whose weights are all 0 has output 0.
+        scale: factor of the weights; it cancels if they are normalised.
         query_offset: position of query 0 among the keys: S − L when decoding with a cache.
         key_mask: boolean (B, S), True where a key takes part.
-        enable_gqa: let Hq be a multiple of H, consecutive query heads sharing a key head.
+        enable_gqa: allow Hq to be a multiple of H; consecutive query heads share a key head.
         return_stats: also return the statistics of the weights a.
-        rows: "sums" takes statistics from sums over keys, in O(n F²) for F features: sparsity,
-            effective keys, collision and the first key's weight of non-negative weights. The sizes
-            of signed weights, entropy and the largest weight are no such sums and are NaN;
-            "blockwise" has them all, forming rows block by block in O(n²) time and O(n) memory.
-        eps: added to the sum that normalises.
-        chunk: rows that meet their keys directly in a causal scan.
+        rows: "sums" computes statistics from sums over keys, in O(n F²) for F features: sparsity,
+            effective keys, collision and the first key's weight, for non-negative weights. Sizes of
+            signed weights, entropy and the largest weight are then NaN. "blockwise" gives them all,
+            computing rows block by block in O(n²) time and O(n) memory.
+        eps: added to the normalising sum.
+        chunk: number of rows per chunk of a causal scan.
 
     Returns:
         (B, Hq, L, Ev) of the query's dtype; with ``return_stats`` also
-        :class:`~acutance.rowstats.WeightStatistics`, fields (B, Hq, L). Both are differentiable,
-        twice.
+        :class:`~acutance.rowstats.WeightStatistics`, fields (B, Hq, L). Both are twice
+        differentiable.
 
     Raises:
-        TypeError: if an argument is of the wrong kind.
-        ValueError: if shapes do not fit, no feature map has the name (the nearest is named), or
-            signed weights are to be normalised.
+        TypeError: if an argument has the wrong type.
+        ValueError: if shapes do not fit, there is no feature map of this name (the message gives
+            the nearest), or signed weights are to be normalised.
 
     Example:
         Four equal keys share their weight evenly:
@@ -211,30 +211,31 @@ def decay_attention(
     eps: float = 0.0,
     chunk: int = CHUNK,
 ) -> Tensor | tuple[Tensor, WeightStatistics]:
-    r"""Linear attention whose weights decay with distance: retention, in O(n).
+    r"""Linear attention whose weights decay with distance (retention), in O(n).
 
     .. math:: a_{ij} = \lambda^{|i - j|} \, \phi(q_i) \cdot \phi(k_j)
 
-    Distance is between positions: hidden keys count. RetNet's retention is
-    ``decay=retnet_decays(Hq), scale=E**-0.5``. A decay in (0, 1) keeps effective keys at or below
-    what content and :math:`(1 + \lambda)/(1 - \lambda)` allow, however long the row is.
+    Distances are between positions, so hidden keys count. RetNet's retention is
+    ``decay=retnet_decays(Hq), scale=E**-0.5``. With a decay below 1, effective keys stay bounded
+    for any length: without content, by :math:`(1 + \lambda)/(1 - \lambda)`.
 
     Args:
-        query: (B, Hq, L, E), as for :func:`linear_attention`, like all that is not named here.
+        query: (B, Hq, L, E); this and all that is not explained here as in
+            :func:`linear_attention`.
         key: (B, H, S, E).
         value: (B, H, S, Ev).
-        decay: λ in (0, 1], one number or (Hq,); differentiable.
+        decay: λ in (0, 1], a number or (Hq,); differentiable.
         feature_map: φ.
         is_causal: row i sees keys j ≤ i + query_offset; otherwise keys on both sides.
-        normalize: divide by the sum of the weights; None: where they are not negative.
+        normalize: divide by the sum of the weights; None to do so if they are non-negative.
         scale: factor of the weights.
         query_offset: position of query 0 among the keys.
-        key_mask: boolean (B, S).
-        enable_gqa: let Hq be a multiple of H.
+        key_mask: boolean (B, S), True where a key takes part.
+        enable_gqa: allow Hq to be a multiple of H.
         return_stats: also return the statistics of the weights a.
-        rows: where statistics come from, "sums" or "blockwise".
-        eps: added to the sum that normalises.
-        chunk: rows that meet their keys directly.
+        rows: source of the statistics, "sums" or "blockwise".
+        eps: added to the normalising sum.
+        chunk: number of rows per chunk of a causal scan.
 
     Returns:
         As :func:`linear_attention`.

@@ -1,6 +1,7 @@
-r"""Diagonal linear recurrences, real or complex: :math:`h_t = \lambda h_{t-1} + x_t` by channel.
+r"""Diagonal linear recurrences, real or complex: :math:`h_t = \lambda h_{t-1} + x_t` per channel.
 
-Whole sequences are scanned in chunks, in time and memory O(n); a step needs the last state alone.
+Whole sequences are scanned in chunks, in O(n) time and memory; a single step needs only the last
+state.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ STRETCH = 2**15
 
 
 def diagonal_recurrence(x: Tensor, decay: Tensor, state: Tensor | None = None) -> Tensor:
-    r"""Every state of :math:`h_t = \lambda h_{t-1} + x_t`.
+    r"""All states of the recurrence :math:`h_t = \lambda h_{t-1} + x_t`.
 
-    The last state of one call is the ``state`` of the next, so that a prompt, its pieces and single
-    tokens are the same computation.
+    The last state of one call can be the ``state`` of the next, so sequences can be processed in
+    pieces.
 
     Args:
         x: (..., L, N), real or complex, of single or double precision.
         decay: λ, (N,), real or complex, :math:`0 < |\lambda| \le 1`.
-        state: :math:`h_{-1}`, (..., N); None is 0.
+        state: :math:`h_{-1}`, (..., N); None for 0.
 
     Returns:
-        h, (..., L, N), complex where x, λ or the state is. Differentiable in all three, twice;
-        the backward pass is the same scan from the other end.
+        h, (..., L, N), complex if x, λ or the state is. Twice differentiable in all three; the
+        backward pass is the same scan in reverse.
 
     Raises:
         TypeError: if an argument is not a tensor of single or double precision.
@@ -94,7 +95,7 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
-        h = _stretched(x, decay, state)
+        h = _scan_segments(x, decay, state)
         ctx.save_for_backward(h, decay, state)
         ctx.real = not x.is_complex(), not decay.is_complex(), not state.is_complex()
         ctx.single = x.dtype, decay.dtype, state.dtype
@@ -118,10 +119,10 @@ class _Recurrence(torch.autograd.Function):
 def _by_operations(
     upstream: Tensor, h: Tensor, decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a scan, as operations that have gradients in turn."""
+    """Gradients of a scan by differentiable operations."""
     back = decay.conj().resolve_conj()
-    turned, none = upstream.flip(-2), torch.zeros_like(state)
-    grad = cast(Tensor, _Recurrence.apply(turned, back, none)).flip(-2)  # type: ignore[no-untyped-call]
+    reversed_upstream, no_state = upstream.flip(-2), torch.zeros_like(state)
+    grad = cast(Tensor, _Recurrence.apply(reversed_upstream, back, no_state)).flip(-2)  # type: ignore[no-untyped-call]
     first = grad[..., 0, :]
     by_decay = _by_channel(grad[..., 1:, :] * h[..., :-1, :].conj())
     by_decay = by_decay + _by_channel(first * state.conj())
@@ -131,7 +132,7 @@ def _by_operations(
 def _returned(
     upstream: Tensor, h: Tensor, decay: Tensor, state: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a scan, stretch by stretch from the end; that of the input has ``dtype``."""
+    """Gradients of a scan, segment by segment from the end; that of the input has ``dtype``."""
     grad = h.new_empty(h.shape, dtype=dtype)
     back = decay.conj().resolve_conj()
     exact = back.to(torch.complex128 if back.is_complex() else torch.float64)
@@ -151,12 +152,12 @@ def _returned(
 
 
 def _by_channel(products: Tensor) -> Tensor:
-    """Sum over everything but the channels."""
+    """Sum over all dimensions but the channels."""
     return products.reshape(-1, products.shape[-1]).sum(0)
 
 
 def _size(x: Tensor) -> int:
-    """Positions of one stretch."""
+    """Number of positions per segment."""
     return max(1, STRETCH // max(1, x[..., :1, :].numel() * CHUNK)) * CHUNK
 
 
@@ -164,8 +165,8 @@ def _starts(x: Tensor) -> range:
     return range(0, x.shape[-2], _size(x))
 
 
-def _stretched(x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
-    """The scan in stretches that fit a cache, each going on from the one before."""
+def _scan_segments(x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+    """The scan in segments that fit in cache, each continuing from the one before."""
     dtype = torch.promote_types(torch.promote_types(x.dtype, decay.dtype), state.dtype)
     h = x.new_empty(x.shape, dtype=dtype)
     exact = decay.to(torch.complex128 if decay.is_complex() else torch.float64)
@@ -179,9 +180,9 @@ def _stretched(x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
 
 
 def _scan(x: Tensor, decay: Tensor) -> Tensor:
-    """Doubling inside chunks, then the same scan over the chunks' last states.
+    """Scan by doubling inside chunks, then the same scan over the chunks' last states.
 
-    ``decay`` is of double precision: its high powers would carry a rounded one's error.
+    ``decay`` is in double precision, since its high powers amplify rounding.
     """
     length = x.shape[-2]
     if length <= CHUNK:
@@ -201,7 +202,7 @@ def _scan(x: Tensor, decay: Tensor) -> Tensor:
 
 
 def _doubled(x: Tensor, decay: Tensor) -> Tensor:
-    """The recurrence over at most a chunk: h_t gains λ^s h_{t−s} for s = 1, 2, 4 and so on."""
+    """The recurrence over at most one chunk: h_t += λ^s h_{t−s} for s = 1, 2, 4, …."""
     h, factor, step = x.clone(), decay, 1
     while step < x.shape[-2]:
         h[..., step:, :] += factor.to(x.dtype) * h[..., :-step, :].clone()
@@ -210,20 +211,19 @@ def _doubled(x: Tensor, decay: Tensor) -> Tensor:
 
 
 def _powers(decay: Tensor, count: int) -> Tensor:
-    """λ, λ², … as (count, N)."""
+    """λ, λ², …, λ^count as (count, N)."""
     return decay.expand(count, -1).cumprod(0)
 
 
 def recurrence_statistics(length: int, decay: Tensor) -> WeightStatistics:
-    r"""Statistics of what each state of a recurrence weighs: row t holds :math:`|\lambda|^{t-j}`.
+    r"""Statistics of the weights in each state of a recurrence: :math:`|\lambda|^{t-j}` in row t.
 
     Args:
-        length: L.
+        length: number of rows, L.
         decay: λ, (N,), real or complex.
 
     Returns:
-        Statistics with fields (L, N), closed forms all: see
-        :func:`~acutance.mechanisms.decay_statistics`.
+        Statistics in closed form, fields (L, N); see :func:`~acutance.mechanisms.decay_statistics`.
 
     Raises:
         ValueError: if :math:`|\lambda|` is outside (0, 1].
@@ -242,12 +242,12 @@ class LRUParameters(NamedTuple):
     r"""Parameters of a linear recurrent unit of N states, H inputs and M outputs.
 
     Attributes:
-        nu_log: (N,), :math:`|\lambda| = e^{-e^{\nu}}`: stable whatever its value.
-        theta_log: (N,), the angle of λ is :math:`e^{\theta}`.
-        gamma_log: (N,), the inputs' scale, at first :math:`\sqrt{1 - |\lambda|^2}`.
+        nu_log: (N,), ν with :math:`|\lambda| = e^{-e^{\nu}}`: stable for any value.
+        theta_log: (N,), θ; the angle of λ is :math:`e^{\theta}`.
+        gamma_log: (N,), logarithm of the inputs' scale, initially :math:`\sqrt{1 - |\lambda|^2}`.
         B: (N, H), complex.
         C: (M, N), complex.
-        D: (M, H), a skip connection; with M = H a vector (H,) is its diagonal.
+        D: (M, H), a skip connection; if M = H, a vector (H,) is its diagonal.
     """
 
     nu_log: Tensor
@@ -259,7 +259,7 @@ class LRUParameters(NamedTuple):
 
 
 def lru_decays(nu_log: Tensor, theta_log: Tensor) -> Tensor:
-    r""":math:`\lambda = e^{-e^\nu + i e^\theta}`, (N,), complex: inside the unit circle always.
+    r""":math:`\lambda = e^{-e^\nu + i e^\theta}`, (N,), complex, always inside the unit circle.
 
     Example:
         >>> lru_decays(torch.tensor([-2.0]), torch.tensor([0.0])).abs()
@@ -283,21 +283,21 @@ def lru_parameters(
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> LRUParameters:
-    r"""The published initialisation: λ uniform on the ring between ``r_min`` and ``r_max``.
+    r"""Parameters with the published initialisation: λ uniform on a ring in the complex plane.
 
     Args:
-        states: N.
-        inputs: H.
-        outputs: M; None is H, with a diagonal D.
+        states: number of states, N.
+        inputs: number of inputs, H.
+        outputs: number of outputs, M; None for H, with a diagonal D.
         r_min: inner radius, in [0, r_max).
         r_max: outer radius, in (r_min, 1].
         max_phase: largest angle, in (0, 2π].
-        dtype: float32 or float64, of the real parameters.
-        device: where they live.
-        generator: for the draws.
+        dtype: dtype of the real parameters, float32 or float64.
+        device: device of the parameters.
+        generator: random generator.
 
     Returns:
-        Parameters that require no gradient yet.
+        The parameters, without ``requires_grad``.
 
     Raises:
         ValueError: if a size is not positive, or radii or phase are out of range.
@@ -348,21 +348,21 @@ def lru_parameters(
 def linear_recurrent_unit(
     inputs: Tensor, parameters: LRUParameters, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""A linear recurrent unit over a sequence, or a piece of one.
+    r"""Run a linear recurrent unit over a sequence, or a piece of one.
 
     .. math:: h_t = \lambda h_{t-1} + e^\gamma B u_t, \qquad y_t = \mathrm{Re}(C h_t) + D u_t
 
     Args:
         inputs: u, (..., L, H), float32 or float64.
-        parameters: of :func:`lru_parameters`, or trained from there.
-        state: h before the first input, (..., N), complex; None is 0.
+        parameters: from :func:`lru_parameters`, possibly trained.
+        state: h before the first input, (..., N), complex; None for 0.
+
+    Raises:
+        TypeError: if inputs are not a real tensor of single or double precision.
+        ValueError: if widths do not fit.
 
     Returns:
         y, (..., L, M), and the state after the last input, (..., N).
-
-    Raises:
-        TypeError: if inputs are no real tensor of single or double precision.
-        ValueError: if widths do not fit.
 
     Example:
         >>> p = lru_parameters(16, 4)

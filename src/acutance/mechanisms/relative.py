@@ -1,10 +1,10 @@
 r"""Sums of decayed weights stored relative to their size, for decays that would underflow.
 
-Far from its last key, or under a fast decay, every weight of a row is below the smallest number,
-though their ratios are not. Here each feature of the carry has an exponent, :math:`k'_f =
-e^{\varepsilon_f} \kappa_f` with the largest :math:`\kappa_f` near 1, and each row one for its
-weights. Sizes are constants in exponents and powers of λ are not: the gradient by λ of what all
-weights of a row have in common then cancels in float64, before it is rounded.
+Far from a row's last key, or under a fast decay, all weights underflow although their ratios do
+not. Here each feature of the carry has an exponent, :math:`k'_f = e^{\varepsilon_f} \kappa_f` with
+the largest :math:`\kappa_f` near 1, and each row has one for its weights. In the exponents, sizes
+are constants for autograd and powers of λ are not, so common factors of all weights cancel in
+float64 in the gradient by λ, before rounding.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_relative(carry: Carry) -> bool:
 
 
 def relative(carry: Carry) -> Carry:
-    """A carry without exponents, with them."""
+    """Add exponents to a carry that has none."""
     if is_relative(carry):
         return carry
     exponents = _log_size(carry.keys)
@@ -52,12 +52,12 @@ def relative(carry: Carry) -> Carry:
 
 
 def advance(carry: Carry, log_decay: Tensor, steps: int) -> Carry:
-    """The carry ``steps`` positions later, without keys in between."""
+    """The carry ``steps`` positions later, without further keys."""
     return carry._replace(exponents=carry.exponents + log_decay.unsqueeze(-1) * steps)
 
 
 def absorb(carry: Carry, k: Tensor, v: Tensor, log_decay: Tensor) -> Carry:
-    """The carry after these keys, (B, H, 1, S, F) and values (B, H, 1, S, Ev)."""
+    """The carry after further keys, (B, H, 1, S, F), and values, (B, H, 1, S, Ev)."""
     if k.shape[-2] == 0:
         return carry
     return _followed(carry, _block(k, v, log_decay, has_squares(carry)), log_decay, k.shape[-2])
@@ -91,7 +91,7 @@ def chunks(
 
 
 def added(left: Sums, right: Sums) -> Sums:
-    """The sums of the same rows over both sets of keys."""
+    """Sums of the same rows over two sets of keys."""
     if left.exponents.shape != left.total.shape:
         return Sums(*(x + y for x, y in zip(left, right, strict=True)))
     unit = torch.maximum(left.exponents, right.exponents)
@@ -106,27 +106,34 @@ def added(left: Sums, right: Sums) -> Sums:
 
 
 def unit_of(exponents: Tensor) -> Tensor:
-    """The exponents of rows, 0 for one without weight."""
+    """The rows' exponents; 0 for rows without weight."""
     return torch.where(exponents > NOTHING / 2, exponents, 0.0)
 
 
 def faded(log_decay: Tensor, distance: Tensor, exponents: Tensor) -> Tensor:
-    """λ^distance / e^exponent: decay factors relative to the largest weight of their row.
+    """λ^distance / e^exponent: decay factors relative to the largest weight of each row.
 
     Args:
         log_decay: log λ of each query head, (H, G).
-        distance: positions from the key to the query, broadcast against ``exponents``.
+        distance: number of positions from key to query, broadcast against ``exponents``.
         exponents: log of the unit of each row, (B, H, G, L) or (B, H, G, L, S).
 
     Returns:
-        Factors in the shape of ``exponents``, float64 where the device has it, at most e^87.
+        Factors in the shape of ``exponents``, at most e^87, float64 if the device supports it.
     """
     power = log_decay.view(*log_decay.shape, *([1] * (exponents.dim() - 3)))
     return torch.exp((_wide(power) * distance - unit_of(exponents)).clamp(max=TOP))
 
 
 def faded_from(log_decay: Tensor, distance: Tensor, size: Tensor, nearest: Tensor) -> Tensor:
-    """λ to distances (L, S) in units of each row's largest weight: its log and its distance."""
+    """Powers of λ at distances (L, S), relative to each row's largest weight.
+
+    Args:
+        log_decay: log λ of each query head, (H, G).
+        distance: (L, S).
+        size: log of the largest weight of each row.
+        nearest: distance of that weight.
+    """
     rate = _wide(log_decay)[:, :, None]
     start = unit_of(size - rate.detach() * nearest)
     power = rate.unsqueeze(-1) * (distance - nearest.unsqueeze(-1)) - start.unsqueeze(-1)
@@ -134,25 +141,27 @@ def faded_from(log_decay: Tensor, distance: Tensor, size: Tensor, nearest: Tenso
 
 
 def log_faded(weights: Tensor, log_decay: Tensor, distance: Tensor) -> Tensor:
-    """Log of the size of weights, (B, H, G, L, S), at these distances, (L, S)."""
+    """Log of the absolute weights (B, H, G, L, S) with decay at distances (L, S)."""
     return _log_size(weights) + _wide(log_decay)[:, :, None, None] * distance.abs()
 
 
 def representable(exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """The unit of each row, or the nearest one whose products with shares are numbers too."""
+    """The unit of each row, limited so that products with it neither overflow nor underflow."""
     limit = -math.log(torch.finfo(dtype).tiny) / 2
     return torch.exp(unit_of(exponents.detach()).clamp(-limit, limit)).to(dtype)
 
 
 def _block(k: Tensor, v: Tensor, log_decay: Tensor, squares: bool) -> Carry:
-    """Carry of one block, or of many: (B, H, 1, [N,] C, F) gives (B, H, G, [N,] ...)."""
+    """Sums over one block of keys, or of many: (B, H, 1, [N,] C, F) gives (B, H, G, [N,] ...)."""
     ages = torch.arange(k.shape[-2] - 1, -1, -1, device=k.device)
     fade = _times(log_decay, ages).unsqueeze(-1)
     fade = fade.unsqueeze(2) if k.dim() == 6 else fade
     exponents = (_log_size(k) + fade).amax(-2)
     k = k * _factor(fade - exponents.unsqueeze(-2), k)
-    turned = k.transpose(-1, -2)
-    return Carry(turned @ v, k.sum(-2), turned @ k if squares else turned[..., :0], exponents)
+    transposed = k.transpose(-1, -2)
+    return Carry(
+        transposed @ v, k.sum(-2), transposed @ k if squares else transposed[..., :0], exponents
+    )
 
 
 def _followed(carry: Carry, block: Carry, log_decay: Tensor, length: int) -> Carry:
@@ -174,7 +183,7 @@ def _scaled(carry: Carry, factor: Tensor) -> Carry:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In the dtype of exponents: thousands of them differ by digits that float32 has not."""
+    """Convert to the dtype of exponents, which need more digits than float32."""
     return x if x.device.type == "mps" else x.double()
 
 

@@ -17,11 +17,11 @@ QUERIES, KEYS = 256, 1024
 
 
 def blockwise(call: Call, *, is_causal: bool, offset: int) -> WeightSums:
-    """Sums of the weights of explicit rows, (B, Hq, L): time O(L S), memory O(L) and one block.
+    """Sums of explicit rows of weights, (B, Hq, L): O(L S) time, O(L) memory plus one block.
 
     Args:
-        call: what is asked; its rows, divided by their sum, are distributions if no weight of its
-            feature map is negative.
+        call: the call; its rows, divided by their sums, are distributions if its feature map is
+            non-negative.
         is_causal: row i sees keys j ≤ i + offset.
         offset: position of query 0 among the keys.
     """
@@ -102,6 +102,6 @@ def blockwise(call: Call, *, is_causal: bool, offset: int) -> WeightSums:
 
 
 def _in_units(sums: WeightSums, exponents: Tensor) -> WeightSums:
-    """Sums of weights (B, H, G, L), relative to a unit for each row."""
+    """Convert sums of weights (B, H, G, L) that are relative to a unit for each row."""
     unit = representable(exponents, sums.c.dtype).flatten(1, 2)
     return sums._replace(c=sums.c * unit, top=sums.top * unit, first=sums.first * unit)

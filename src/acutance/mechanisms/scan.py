@@ -35,15 +35,15 @@ __all__ = [
 
 
 class Carry(NamedTuple):
-    """Sums over all keys so far, each key decayed by its distance from the last one's position.
+    """Sums over all keys so far, each decayed by its distance from the last position.
 
     Attributes:
-        values: of k' vᵀ, (B, H, G, F, Ev).
-        keys: of k', (B, H, G, F).
-        squares: of k' k'ᵀ under the squared decay, (B, H, G, F, F); no element, (..., 0), when
-            sums of squares are not asked for.
-        exponents: log of the unit of each feature, (B, H, G, F); no element, (..., 0), where all
-            are in units of 1 (:mod:`acutance.mechanisms.relative`).
+        values: Σ k' vᵀ, (B, H, G, F, Ev).
+        keys: Σ k', (B, H, G, F).
+        squares: Σ k' k'ᵀ with squared decay, (B, H, G, F, F); (..., 0) if sums of squares are not
+            needed.
+        exponents: log of the unit of each feature, (B, H, G, F); (..., 0) if all units are 1
+            (:mod:`acutance.mechanisms.relative`).
     """
 
     values: Tensor
@@ -56,11 +56,10 @@ class Sums(NamedTuple):
     """Sums of each row's weights.
 
     Attributes:
-        values: numerator, (B, H, G, L, Ev).
-        total: sum of weights, (B, H, G, L).
-        squares: sum of squared weights, (B, H, G, L), or no element, (..., 0).
-        exponents: log of the unit of each row's weights, (B, H, G, L); no element, (..., 0), where
-            all are in units of 1.
+        values: Σ weights times values, (B, H, G, L, Ev).
+        total: Σ weights, (B, H, G, L).
+        squares: Σ squared weights, (B, H, G, L), or (..., 0).
+        exponents: log of the unit of each row's weights, (B, H, G, L); (..., 0) if all units are 1.
     """
 
     values: Tensor
@@ -73,10 +72,10 @@ def empty_carry(k: Tensor, v: Tensor, group: int, squares: bool) -> Carry:
     """A carry of zeros: the sums before the first key.
 
     Args:
-        k: key features (B, H, ..., F), for batch, heads, features, dtype and device.
-        v: values (..., Ev), for their width.
-        group: G, query heads to each key head.
-        squares: whether it has room for sums of squares.
+        k: key features (B, H, ..., F), which give batch, heads, features, dtype and device.
+        v: values (..., Ev), which give their width.
+        group: number of query heads per key head, G.
+        squares: whether to include sums of squares.
     """
     batch, heads, features = k.shape[0], k.shape[1], k.shape[-1]
     rows = (batch, heads, group, features)
@@ -100,7 +99,7 @@ def _powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
 
 
 def advance(carry: Carry, log_decay: Tensor | None, steps: int) -> Carry:
-    """The carry ``steps`` positions later, without keys in between."""
+    """The carry ``steps`` positions later, without further keys."""
     if log_decay is None or steps == 0:
         return carry
     once = torch.exp(log_decay * steps).unsqueeze(-1)
@@ -114,7 +113,7 @@ def advance(carry: Carry, log_decay: Tensor | None, steps: int) -> Carry:
 
 
 def absorb(carry: Carry, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Carry:
-    """The carry after these keys, (B, H, 1, S, F) and values (B, H, 1, S, Ev), as one product."""
+    """The carry after further keys, (B, H, 1, S, F), by one matrix product."""
     length = k.shape[-2]
     if length == 0:
         return carry
@@ -124,19 +123,22 @@ def absorb(carry: Carry, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Carr
 
 
 def _summary(k: Tensor, v: Tensor, log_decay: Tensor | None, squares: bool) -> Carry:
-    """Carry of one block, or of many: (B, H, 1, [N,] C, F) gives (B, H, G, [N,] ...)."""
+    """Sums over one block of keys, or of many: (B, H, 1, [N,] C, F) gives (B, H, G, [N,] ...)."""
     if log_decay is not None:
         ages = torch.arange(k.shape[-2] - 1, -1, -1, device=k.device)
         weights = _powers(log_decay, ages).unsqueeze(-1)
         k = k * (weights.unsqueeze(2) if k.dim() == 6 else weights)
-    turned = k.transpose(-1, -2)
+    transposed = k.transpose(-1, -2)
     return Carry(
-        turned @ v, k.sum(-2), turned @ k if squares else turned[..., :0], turned[..., 0, :0]
+        transposed @ v,
+        k.sum(-2),
+        transposed @ k if squares else transposed[..., :0],
+        transposed[..., 0, :0],
     )
 
 
 def read(q: Tensor, carry: Carry) -> Sums:
-    """The sums of rows that see exactly the carry's keys, without decay: q is (..., L, F)."""
+    """Sums of rows q (..., L, F) that see exactly the carry's keys, without decay."""
     squares = ((q @ carry.squares) * q).sum(-1) if has_squares(carry) else q[..., :0, 0]
     total = (q @ carry.keys.unsqueeze(-1)).squeeze(-1)
     return Sums(q @ carry.values, total, squares, q[..., :0, 0])
@@ -157,17 +159,17 @@ def scan(
     strict: bool = False,
     chunks: Chunks | None = None,
 ) -> tuple[Sums, Carry]:
-    """Causal sums: row i sees the carry's keys and keys 0 … i of these.
+    """Causal sums: row i sees the carry's keys and keys 0 … i.
 
     Args:
         q: (B, H, G, L, F).
-        k: (B, H, 1, L, F), 0 where hidden.
-        v: (B, H, 1, L, Ev), finite everywhere.
+        k: (B, H, 1, L, F), 0 for hidden keys.
+        v: (B, H, 1, L, Ev), finite.
         log_decay: log λ, (H, G) or (H, 1), or None for λ = 1.
-        carry: keys before these.
-        chunk: rows that meet their keys directly.
-        strict: leave out key i of row i.
-        chunks: what takes whole chunks of rows; None for sums in units of 1.
+        carry: sums over earlier keys.
+        chunk: number of rows per chunk; within a chunk, weights are computed directly.
+        strict: exclude key i from row i.
+        chunks: function that handles whole chunks; None for units of 1.
 
     Returns:
         The rows' sums, and the carry after the last key.
@@ -201,7 +203,7 @@ def _chunks(
     size: int,
     strict: bool,
 ) -> tuple[Sums, Carry]:
-    """Whole chunks of ``size`` rows: neighbours meet directly, the rest through carries."""
+    """Sums of whole chunks: direct weights within a chunk, carries for earlier keys."""
     squares = has_squares(carry)
     q, k, v = (part.unflatten(-2, (-1, size)) for part in (q, k, v))
     places = torch.arange(size, device=q.device)
@@ -218,7 +220,7 @@ def _chunks(
 
 
 def with_distant(near: Tensor, v: Tensor, distant: Sums) -> Sums:
-    """The sums of whole chunks, as rows: weights of their own keys, and sums of keys before."""
+    """Add the sums over earlier keys to the weights within each chunk."""
     has_squares = distant.squares.shape == distant.total.shape
     return Sums(
         (near @ v + distant.values).flatten(-3, -2),
@@ -237,7 +239,7 @@ def _seen(places: Tensor, strict: bool) -> Tensor:
 
 
 def fading(log_decay: Tensor, size: int, strict: bool, device: torch.device) -> Tensor:
-    """The factor of a decay on the weights of a chunk, (H, G, 1, size, size); 0 for hidden keys."""
+    """Decay factors within a chunk, (H, G, 1, size, size); 0 for later keys."""
     places = torch.arange(size, device=device)
     fade = _powers(log_decay, (places[:, None] - places).clamp(min=0))
     return fade.masked_fill(~_seen(places, strict), 0.0).unsqueeze(2)
@@ -246,7 +248,7 @@ def fading(log_decay: Tensor, size: int, strict: bool, device: torch.device) -> 
 def _prefixes(
     carry: Carry, blocks: Carry, log_decay: Tensor | None, size: int
 ) -> tuple[Carry, Carry]:
-    """The carry before each of N blocks, at dimension 3, and the one after the last."""
+    """The carry before each of N blocks (dimension 3), and the carry after the last."""
     before, last = [], []
     fade = None if log_decay is None else torch.exp(log_decay * size)
     for name, first, new in zip(Carry._fields, carry, blocks, strict=True):

@@ -1,4 +1,4 @@
-r"""The entries of the table that form scores: score × weighting × scaling."""
+r"""Table entries of mechanisms that compute scores: score × weighting × scaling."""
 
 from __future__ import annotations
 

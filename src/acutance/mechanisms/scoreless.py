@@ -1,4 +1,4 @@
-r"""The entries of the table that never form scores: feature maps, decays and a recurrence."""
+r"""Table entries of mechanisms without scores: feature maps, decays and a recurrence."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _rings(heads: int) -> Tensor:
 
 def _decay(name: str, title: str, formula: str, source: str, more: str, decays: str,
            of: Callable[[int], Tensor]) -> Mechanism:  # fmt: skip
-    """The table entry for a decay without content."""
+    """The table entry for a decay that ignores content."""
     ones = "torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1]), value"
     return Mechanism(
         name, title, formula, source,

@@ -1,8 +1,8 @@
 """Process sequences in segments; the backward pass recomputes each segment.
 
-A stretch is small enough for a cache. What one leaves for the next is a state of fixed size; for
-the backward pass the states alone are kept, and each stretch is run again, last to first. Time and
-memory stay O(n): no operation, in either direction, touches a whole sequence for one stretch of it.
+A segment fits in cache. It passes a state of fixed size to the next. For the backward pass only
+these states are saved, and each segment is recomputed, last to first. Time and memory are O(n): no
+operation touches a whole sequence for one segment.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from acutance.mechanisms.call import cut
 from acutance.mechanisms.scan import Sums
 from acutance.mechanisms.state import LinearState, Rows
 
-__all__ = ["Part", "Step", "in_stretches"]
+__all__ = ["Part", "Step", "in_segments"]
 
 
 class Part(NamedTuple):
-    """A tensor that is cut along one dimension, and where: consecutive slices."""
+    """A tensor that is split along one dimension, and its consecutive slices."""
 
     tensor: Tensor
     dim: int
     slices: list[slice]
 
     def cut(self) -> tuple[Tensor, ...]:
-        """Its pieces, cut all at once."""
+        """The pieces, split in one operation."""
         return cut(self.tensor, self.slices, self.dim)
 
     def piece(self, index: int) -> Tensor:
-        """One segment, without gradients."""
+        """One piece, without gradients."""
         part = self.slices[index]
         return self.tensor.narrow(self.dim, part.start, part.stop - part.start)
 
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 Step = Callable[..., tuple[Rows | None, LinearState]]
 
 
-def in_stretches(
+def in_segments(
     step: Step,
     parts: Sequence[Part],
     log_decay: Tensor | None,
@@ -52,18 +52,18 @@ def in_stretches(
     *,
     closed: bool,
 ) -> tuple[Rows | None, LinearState]:
-    """Run a step over consecutive stretches.
+    """Run a step over consecutive segments.
 
     Args:
-        step: called once for each stretch, and again for its gradient.
-        parts: the sequences, all cut into as many pieces.
+        step: called once for each segment, and again in the backward pass.
+        parts: the sequences, all split into the same number of pieces.
         log_decay: log λ or None.
-        state: before the first stretch.
-        closed: whether a gradient can go nowhere but to the parts, the decay and the state: a
-            step that calls a function of the user's has parameters of its own.
+        state: state before the first segment.
+        closed: whether only parts, decay and state need gradients; a user's function may have
+            parameters of its own.
 
     Returns:
-        All rows as one, None where the step gives none, and the state after the last stretch.
+        All rows concatenated (None if the step returns none), and the state after the last segment.
     """
     tensors = [part.tensor for part in parts] + [t for t in state if t.is_floating_point()]
     learns = any(t.requires_grad for t in tensors)
@@ -73,7 +73,7 @@ def in_stretches(
         return _joined(step, parts, log_decay, state, random=not closed)
     if not (learns and torch.is_grad_enabled()):
         return _in_place(step, parts, log_decay, state, None)
-    found = _Stretched.apply(  # type: ignore[no-untyped-call]
+    found = _Segmented.apply(  # type: ignore[no-untyped-call]
         step, [part[1:] for part in parts], log_decay, *state, *(part.tensor for part in parts)
     )
     after = LinearState(*found[:STATE])
@@ -87,7 +87,7 @@ def _in_place(
     state: LinearState,
     states: list[LinearState] | None,
 ) -> tuple[Rows | None, LinearState]:
-    """Every stretch, without a gradient; notes the state before each."""
+    """Run every segment without gradients, recording the state before each in ``states``."""
     length = _rows_in(parts[0])
     whole: list[Tensor] = []
     start = 0
@@ -120,7 +120,7 @@ def _joined(
     *,
     random: bool,
 ) -> tuple[Rows | None, LinearState]:
-    """Every stretch by operations that autograd differentiates any number of times."""
+    """Run every segment by operations that autograd can differentiate any number of times."""
     found: list[list[Tensor]] = []
     for index, pieces in enumerate(zip(*(part.cut() for part in parts), strict=True)):
         if torch.compiler.is_compiling() or transformed():
@@ -151,8 +151,8 @@ def _joined(
     ), state
 
 
-class _Stretched(torch.autograd.Function):
-    """:func:`_in_place` with a backward pass that runs each stretch again."""
+class _Segmented(torch.autograd.Function):
+    """:func:`_in_place` with a backward pass that recomputes each segment."""
 
     @staticmethod
     def forward(
@@ -239,7 +239,7 @@ def _gradients(
     *,
     create_graph: bool = False,
 ) -> list[Tensor | None]:
-    """Gradient by each leaf; None for one that has none."""
+    """Gradient by each leaf; None for leaves without one."""
     chosen = [
         (out, grad)
         for out, grad in zip(outs, grads, strict=True)
@@ -270,7 +270,7 @@ def _detached_leaf(tensor: Tensor) -> Tensor:
 
 
 def _blank(part: Part) -> Tensor:
-    """Allocate the gradient of a sequence; parts that no piece covers are 0."""
+    """Allocate the gradient of a sequence; entries outside all pieces are 0."""
     tensor, dim, slices = part
     made = torch.empty_like(tensor)
     first = slices[0].start if slices else 0
@@ -297,7 +297,7 @@ def _rows(fields: list[Tensor]) -> Rows:
 
 
 def _dims(fields: list[Tensor]) -> list[tuple[Tensor, int | None]]:
-    """Each field and its dimension of rows; None for one that is not known."""
+    """Each field with its dimension of rows; None for unknown fields."""
     total = fields[1]
     optional = [-1 if field.shape == total.shape else None for field in fields[2:4]]
     dims: list[int | None] = [-2, -1, *optional, -1, -1, -1]

@@ -26,15 +26,15 @@ def linear_state(
     key_mask: Tensor | None = None,
     statistics: bool = False,
 ) -> LinearState:
-    """The state after a prompt's keys, for :func:`linear_step` to continue from.
+    """The state after a prompt's keys, from which :func:`linear_step` continues.
 
     Args:
         key: (B, H, S, E); S may be 0, for the state before any key.
         value: (B, H, S, Ev).
-        feature_map: as in the steps that follow.
-        decay: as in the steps that follow; (Hq,) where query heads share key heads.
+        feature_map: as in the following steps.
+        decay: as in the following steps; (Hq,) if query heads share key heads.
         key_mask: boolean (B, S), True where a key takes part.
-        statistics: keep the sum that later rows' statistics need, F × F numbers a head.
+        statistics: also store the sums for later rows' statistics, F × F numbers per head.
 
     Returns:
         The state, in float64 for float64 keys and float32 otherwise.
@@ -131,28 +131,28 @@ def linear_step(
     eps: float = 0.0,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, LinearState] | tuple[Tensor, LinearState, WeightStatistics]:
-    """Causal linear attention of new tokens after a state: one token, or a prompt's next piece.
+    """Causal linear attention of new tokens, continuing a state.
 
-    Prompts in pieces and single tokens, in any mixture, give the outputs of one causal call.
+    Prompts in pieces and single tokens give the same outputs as one causal call.
 
     Args:
-        state: from :func:`linear_state` or the step before, with the same feature map and decay.
+        state: from :func:`linear_state` or the previous step, with the same feature map and decay.
         query: (B, Hq, L, E), L new tokens.
         key: (B, H, L, E), of the same tokens.
         value: (B, H, L, Ev).
-        feature_map: as in :func:`linear_attention`, like what follows.
-        decay: λ, for :func:`decay_attention` step by step; None is none.
-        normalize: divide by the sum of the weights; None: where they are not negative.
+        feature_map: this and the options below as in :func:`linear_attention`.
+        decay: λ, as in :func:`decay_attention`; None for no decay.
+        normalize: divide by the sum of the weights; None to do so if they are non-negative.
         scale: factor of the weights.
         key_mask: boolean (B, L), True where a new key takes part.
-        enable_gqa: let Hq be a multiple of H.
-        return_stats: also return the statistics of the new rows; the state must have been made
-            with ``statistics=True``.
-        eps: added to the sum that normalises.
-        chunk: rows that meet their keys directly.
+        enable_gqa: allow Hq to be a multiple of H.
+        return_stats: also return the statistics of the new rows; needs a state with
+            ``statistics=True``.
+        eps: added to the normalising sum.
+        chunk: number of rows per chunk of a causal scan.
 
     Returns:
-        Output (B, Hq, L, Ev), the state after it and, with ``return_stats``, the statistics.
+        Output (B, Hq, L, Ev), the new state and, with ``return_stats``, the statistics.
 
     Raises:
         TypeError: if an argument is of the wrong kind.

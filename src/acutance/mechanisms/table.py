@@ -1,6 +1,6 @@
 """``MECHANISMS``: every mechanism by name, with its formula, its theory and a way to run it.
 
-The command ``acutance compare`` and the pages of the documentation read this table.
+``acutance compare`` and the documentation use this table.
 """
 
 from __future__ import annotations

@@ -18,51 +18,50 @@ __all__ = ["MultiheadAttention"]
 
 
 class MultiheadAttention(Remembering):
-    r"""``torch.nn.MultiheadAttention`` with statistics of each row.
+    r"""``torch.nn.MultiheadAttention`` with statistics of each attention row.
 
-    Names and meaning of the arguments up to ``dtype``, the parameters' names, shapes and start are
-    those of :class:`torch.nn.MultiheadAttention`; its state dict loads, and with the defaults of
-    what follows ``dtype`` the output is its output to rounding.
+    Arguments up to ``dtype``, and names, shapes and initial values of parameters, are those of
+    :class:`torch.nn.MultiheadAttention`. Its state dict loads, and with default further arguments
+    the output is equal up to rounding.
 
     .. warning::
-        Boolean masks have **the sense of** ``nn.MultiheadAttention``: **True hides**. That is the
-        opposite of :func:`acutance.attention` and of
-        :func:`~torch.nn.functional.scaled_dot_product_attention`, where True takes part.
+        In boolean masks **True hides a key**, as in ``nn.MultiheadAttention``. That is the opposite
+        of :func:`acutance.attention` and :func:`~torch.nn.functional.scaled_dot_product_attention`.
 
-    It differs from PyTorch's in four points. ``need_weights`` is False unless requested, since
-    those weights are an L×S matrix and nothing else here is. ``is_causal=True`` applies the causal
-    mask, with or without ``attn_mask``; it is no mere hint. A row whose every key is hidden gives
-    0 before the output projection, not NaN. The keys of ``add_bias_kv`` and ``add_zero_attn`` are
-    seen by every row under ``is_causal`` too; they stand before the others, so that
-    ``first_weight`` is theirs.
+    There are four differences from PyTorch. ``need_weights`` is False by default, since the weights
+    are an L×S matrix. ``is_causal=True`` applies the causal mask, with or without ``attn_mask``,
+    and is not only a hint. A row whose keys are all hidden gives 0 before the output projection,
+    not NaN. The keys of ``add_bias_kv`` and ``add_zero_attn`` are visible to every row under
+    ``is_causal`` too; they precede the others, so ``first_weight`` is the weight of the first of
+    them.
 
     Args:
         embed_dim: width of query and output.
-        num_heads: Hq; it divides ``embed_dim``.
+        num_heads: number of query heads, Hq; must divide ``embed_dim``.
         dropout: probability of dropping a weight in training.
         bias: add a bias to the projections.
-        add_bias_kv: append a trained key and value.
-        add_zero_attn: append a key and value of zeros.
-        kdim: width of the key; None is ``embed_dim``.
-        vdim: width of the value; None is ``embed_dim``.
+        add_bias_kv: add a trained key and value.
+        add_zero_attn: add a key and value of zeros.
+        kdim: width of the key; None for ``embed_dim``.
+        vdim: width of the value; None for ``embed_dim``.
         batch_first: inputs and output are (B, L, E), not (L, B, E).
         device, dtype: of the parameters.
-        score: a name or a score of :mod:`acutance.scores`. ``"general"`` and ``"additive"`` train
-            a :class:`~acutance.scores.GeneralScore` or :class:`~acutance.scores.AdditiveScore` of
-            each head; any other module, such as :class:`~acutance.scores.QKNorm`, is trained too.
-        weights: a name or a weighting of :mod:`acutance.weights`; ``"sink"`` trains one for each
-            head. A Parameter in a weighting is trained, a tensor moves with the module.
-        scaling: a name or a law of :mod:`acutance.scaling`; a Learned one is trained.
-        num_kv_heads: H, key heads that query heads share; None is ``num_heads``. PyTorch's state
-            dicts load only there.
+        score: a name or a score of :mod:`acutance.scores`. ``"general"`` and ``"additive"`` train a
+            :class:`~acutance.scores.GeneralScore` or :class:`~acutance.scores.AdditiveScore` for
+            each head; other modules, such as :class:`~acutance.scores.QKNorm`, are trained too.
+        weights: a name or a weighting of :mod:`acutance.weights`; ``"sink"`` trains a sink for each
+            head. A Parameter in a weighting is trained; a tensor becomes a buffer.
+        scaling: a name or a law of :mod:`acutance.scaling`; learned ones are trained.
+        num_kv_heads: number of key heads, H, which query heads share; None for ``num_heads``.
+            PyTorch's state dicts load only with None.
         positions: None; ``"rotary"`` or a :class:`Rotary`, applied to query and key, after the
             normalisation of a QKNorm; ``"alibi"`` or an :class:`Alibi`.
         statistics: ``"detached"``, ``"graph"`` or ``"off"``, see :class:`Recorded`.
 
     Attributes:
-        last_statistics: of the last forward, rows (B, Hq, L):
-            :class:`~acutance.rowstats.RowStatistics`, or for weights that are not softmax
-            :class:`~acutance.rowstats.WeightStatistics`; before dropout.
+        last_statistics: statistics of the last forward before dropout, fields (B, Hq, L):
+            :class:`~acutance.rowstats.RowStatistics`, or
+            :class:`~acutance.rowstats.WeightStatistics` for weights other than softmax.
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -177,24 +176,25 @@ class MultiheadAttention(Remembering):
         *,
         query_offset: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Compute attention.
 
         Args:
             query: (L, B, embed_dim), (B, L, embed_dim) with ``batch_first``, or (L, embed_dim).
             key: (S, B, kdim), like the query.
             value: (S, B, vdim), like the query.
-            key_padding_mask: (B, S), or (S,) without a batch. Boolean: **True hides**. Floating: it
-                is added to the scores.
-            need_weights: also return the weights. This one makes an L×S matrix for each head.
-            attn_mask: (L, S) or (B · Hq, L, S). Boolean: **True hides**. Floating: it is added.
-            average_attn_weights: return the mean of the heads' weights, not each head's.
-            is_causal: row i sees keys j ≤ i + query_offset, and what ``attn_mask`` leaves of them.
-            query_offset: position of query 0 among the keys, for ``is_causal`` and ``positions``:
-                S − L when the queries are the last of the keys.
+            key_padding_mask: (B, S), or (S,) without a batch. Boolean: **True hides**. Floating:
+                added to the scores.
+            need_weights: also return the weights, which takes an L×S matrix for each head.
+            attn_mask: (L, S) or (B · Hq, L, S). Boolean: **True hides**. Floating: added to the
+                scores.
+            average_attn_weights: return the mean of the heads' weights instead of each head's.
+            is_causal: row i sees keys j ≤ i + query_offset that ``attn_mask`` does not hide.
+            query_offset: position of query 0 among the keys, for ``is_causal`` and ``positions``: S
+                − L if the queries are the last of the keys.
 
         Returns:
-            The output, shaped as the query, and with ``need_weights`` the weights (B, L, S), or
-            (B, Hq, L, S) of each head, without B for inputs without a batch; otherwise None. In
+            The output, shaped as the query, and with ``need_weights`` the weights (B, L, S), or (B,
+            Hq, L, S) for each head, without B for inputs without a batch; otherwise None. In
             training the weights are those after dropout.
 
         Raises:

@@ -1,7 +1,8 @@
-"""One call of a module: its masks, its scores and weightings as submodules, and the call itself.
+"""HeadCall: one attention call of a module, with its masks and its trainable scores and weightings.
 
 ``nn.MultiheadAttention`` and :func:`~torch.nn.functional.scaled_dot_product_attention` disagree on
-what True means in a mask: in :class:`Masks`, as in the latter, a key takes part where it is True.
+the meaning of True in a mask. In :class:`Masks`, as in the latter, True marks a key that takes
+part.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class HeadCall:
         return found if statistics else (found[0], None)
 
     def statistics(self, *, scaled: bool = True) -> RowStatistics | WeightStatistics:
-        """The statistics alone."""
+        """Row statistics without an output."""
         return row_statistics(
             self.query,
             self.key,
@@ -126,7 +127,7 @@ class HeadCall:
             return self.weights(s, seen.expand(s.shape))
 
     def _factor(self, dtype: torch.dtype) -> Tensor:
-        """The scaling's factor of each row, (B, Hq or 1, L, 1), as :meth:`attend` takes it."""
+        """The scaling's factor of each row, (B, Hq or 1, L, 1), as :meth:`attend` applies it."""
         masking = check_masking(
             self.query, self.key, self.masks.attn_mask, self.is_causal, **self._options
         )
@@ -158,8 +159,8 @@ def hold_score(
     """The score for a name, trainable if it has parameters, or the given score.
 
     Raises:
-        ValueError: if the name is unknown, or its parameters cannot be guessed.
-        TypeError: if it is not a score, or a record that would hide its parameters from training.
+        ValueError: if the name is unknown, or its parameters must be given explicitly.
+        TypeError: if it is not a score, or a record whose parameters would not be trained.
     """
     if score == "general":
         return GeneralScore(width, num_heads=num_heads, device=device, dtype=dtype)
@@ -178,12 +179,12 @@ def hold_score(
 
 
 class HeldWeights(nn.Module):
-    """A weighting whose tensors are parameters or buffers of the module.
+    """A weighting whose tensors are parameters or buffers of this module.
 
     Args:
-        weights: a name or a weighting. ``"sink"`` trains a sink for each head, from 0.
-        num_heads: Hq.
-        device, dtype: of the parameters that are created.
+        weights: a name or a weighting. ``"sink"`` trains a sink for each head, initially 0.
+        num_heads: number of query heads, Hq.
+        device, dtype: of new parameters.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class HeldWeights(nn.Module):
         self.record = record
 
     def forward(self) -> Weighting:
-        """The weighting with its present tensors."""
+        """The weighting with the current tensors."""
         if not self.names:
             return self.record
         tensors: dict[str, Any] = {name: getattr(self, name) for name in self.names}
@@ -263,7 +264,7 @@ def translate(
     is_causal: bool,
     extra: int,
 ) -> Masks:
-    """The masks of ``nn.MultiheadAttention`` for keys preceded by ``extra`` more.
+    """Convert the masks of ``nn.MultiheadAttention``, for keys preceded by ``extra`` further keys.
 
     Raises:
         TypeError: if a mask is neither boolean nor floating.
@@ -302,7 +303,7 @@ def _check_kind(name: str, mask: Tensor) -> torch.dtype:
 
 
 def _four_dimensional(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
-    """A mask (L, S) or (B·Hq, L, S) as (1, 1, L, S) or (B, Hq, L, S)."""
+    """Reshape a mask (L, S) or (B·Hq, L, S) to (1, 1, L, S) or (B, Hq, L, S)."""
     if tuple(mask.shape) == (queries, keys):
         return mask[None, None]
     if tuple(mask.shape) == (batch * heads, queries, keys):

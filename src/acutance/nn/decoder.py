@@ -1,4 +1,4 @@
-"""A decoder block: causal self-attention, attention to an encoder's memory, a network."""
+"""DecoderBlock: causal self-attention, attention to an encoder's memory, and an MLP."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["DecoderBlock", "DecoderState"]
 
 
 class DecoderState(NamedTuple):
-    """What a :class:`DecoderBlock` remembers between steps.
+    """What a :class:`DecoderBlock` stores between steps.
 
     Attributes:
-        memory: keys and values of the encoder's output, projected once.
+        memory: projected keys and values of the encoder's output.
         memory_padding_mask: (B, S), True hides, or None.
         past: keys and values of the tokens so far; None before the first.
     """
@@ -36,33 +36,33 @@ class DecoderState(NamedTuple):
 
 
 class DecoderBlock(nn.Module):
-    r"""A decoder block that reads an encoder's memory with additive (Bahdanau) scores.
+    r"""A decoder block that attends to an encoder's memory with additive (Bahdanau) scores.
 
     .. math::
         x \leftarrow x + \mathrm{self}(\mathrm{norm}(x)), \quad
         x \leftarrow x + \mathrm{cross}(\mathrm{norm}(x), m), \quad
         x \leftarrow x + W_2 \, \mathrm{gelu}(W_1 \mathrm{norm}(x))
 
-    The cross-attention's scores are :math:`v^\top \tanh(W_q q + W_k k)`, with parameters of each
-    head, over the memory; any other score takes their place by ``score``. Norms come first
-    (pre-norm). It is a transformer's decoder layer, not Bahdanau's recurrent network.
+    The scores of the cross-attention are :math:`v^\top \tanh(W_q q + W_k k)`, with parameters for
+    each head; ``score`` selects others. Norms come first (pre-norm). It is a transformer's decoder
+    layer, not Bahdanau's recurrent network.
 
     Args:
         embed_dim: width of input and output.
-        num_heads: heads of both attentions; it divides ``embed_dim``.
-        memory_dim: width of the memory; None is ``embed_dim``.
-        hidden: width of the network; None is ``4 · embed_dim``.
-        score: of the cross-attention, see :class:`MultiheadAttention`.
-        weights: of the cross-attention.
-        scaling: of the cross-attention.
-        positions: of the self-attention.
-        dropout: in training, of weights and of each branch before it is added.
+        num_heads: number of heads of both attentions; must divide ``embed_dim``.
+        memory_dim: width of the memory; None for ``embed_dim``.
+        hidden: width of the feed-forward network; None for ``4 · embed_dim``.
+        score: score of the cross-attention, see :class:`MultiheadAttention`.
+        weights: weighting of the cross-attention.
+        scaling: scaling of the cross-attention.
+        positions: positions of the self-attention.
+        dropout: dropout of weights and of each branch, in training.
         statistics: of both attentions, see :class:`Recorded`.
         device, dtype: of the parameters.
 
     Attributes:
         self_attention: a causal :class:`MultiheadAttention`.
-        cross_attention: another, whose keys are the memory.
+        cross_attention: a :class:`MultiheadAttention` to the memory.
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -150,7 +150,7 @@ class DecoderBlock(nn.Module):
 
     @property
     def last_statistics(self) -> RowStatistics | WeightStatistics | None:
-        """Of the cross-attention's last forward or step, rows (B, Hq, L)."""
+        """Statistics of the cross-attention's last forward or step, fields (B, Hq, L)."""
         return self.cross_attention.last_statistics
 
     def forward(
@@ -160,13 +160,13 @@ class DecoderBlock(nn.Module):
         memory_padding_mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """The block over a whole target.
+        """Run the block over a whole target sequence.
 
         Args:
             x: (B, L, embed_dim).
-            memory: (B, S, memory_dim), of the encoder.
+            memory: output of the encoder, (B, S, memory_dim).
             memory_padding_mask: (B, S), **True hides**.
-            key_padding_mask: (B, L) of the target, **True hides**.
+            key_padding_mask: (B, L), of the target, **True hides**.
 
         Returns:
             (B, L, embed_dim).
@@ -178,7 +178,7 @@ class DecoderBlock(nn.Module):
         return self._read(x + self.drop(attended), state)
 
     def start(self, memory: Tensor, memory_padding_mask: Tensor | None = None) -> DecoderState:
-        """Project the memory, once for all steps.
+        """Project the memory once for all steps.
 
         Args:
             memory: (B, S, memory_dim).
@@ -189,21 +189,21 @@ class DecoderBlock(nn.Module):
         )
 
     def step(self, x: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
-        """The block over the next tokens.
+        """Run the block over the next tokens.
 
         Args:
-            x: (B, L, embed_dim), one token or more.
-            state: of :meth:`start` or the step before.
+            x: (B, L, embed_dim), one or more tokens.
+            state: from :meth:`start` or the previous step.
 
         Returns:
-            (B, L, embed_dim), and the state after them.
+            (B, L, embed_dim), and the new state.
         """
         check_sequence(x, self.embed_dim)
         attended, past = self.self_attention.step(self.norms[0](x), state.past)
         return self._read(x + self.drop(attended), state), state._replace(past=past)
 
     def _read(self, x: Tensor, state: DecoderState) -> Tensor:
-        """From the self-attention's sum on: attend to the memory, then the network."""
+        """The part after self-attention: attend to the memory, then the feed-forward network."""
         found = self.cross_attention.recall(
             self.norms[1](x), state.memory, state.memory_padding_mask
         )

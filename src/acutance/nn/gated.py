@@ -1,4 +1,4 @@
-"""The gated attention unit: one head whose output is gated, instead of attention and network."""
+"""The gated attention unit: one attention head whose output is gated by the input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["GatedAttentionUnit", "check_sequence"]
 
 
 def check_sequence(x: Tensor, width: int) -> Tensor:
-    """An input (B, L, width).
+    """Check an input (B, L, width).
 
     Raises:
         TypeError: if it is not a Tensor.
@@ -38,21 +38,20 @@ class GatedAttentionUnit(Recorded):
         a_{ij} = \tfrac{1}{n_i} \mathrm{relu}(q_i \cdot k_j / \sqrt{s})^2, \qquad
         o_i = \Bigl(u_i \odot \textstyle\sum_j a_{ij} v_j\Bigr) W_o
 
-    Query and key share one narrow z, each with a scale and an offset of every component. Neither
-    the norm before it nor the residual sum is part of the module: ``x + unit(norm(x))``.
+    Query and key share one narrow z, each with a scale and an offset per component. The norm before
+    the unit and the residual sum are not part of the module: ``x + unit(norm(x))``.
 
-    The articles differ in constants. Su divides by :math:`n s` as here. The first article's code
+    The articles differ in constants. Su divides by :math:`n s`, as here. The first article's code
     has :math:`\mathrm{relu}(q \cdot k / n)^2`, 1/n² in all, and a relative bias instead of rotary
     positions. Here n is the number of keys that the row sees, not the padded length.
 
     Args:
-        embed_dim: d, of input and output.
-        key_dim: s, the width of z.
-        expansion: u and v are ``expansion · embed_dim`` wide.
+        embed_dim: width of input and output, d.
+        key_dim: width of z, s.
+        expansion: u and v have width ``expansion · embed_dim``.
         bias: add a bias to the projections.
-        weights: ``"relu2"`` is the articles'; ``"softmax"`` with
-            ``scaling=LogN(train_length=512, n_min=1)`` is Su's softmax plus; any other of
-            :mod:`acutance.weights`.
+        weights: ``"relu2"`` as in the articles; ``"softmax"`` with ``scaling=LogN(train_length=512,
+            n_min=1)`` is Su's softmax plus; any other weighting of :mod:`acutance.weights`.
         score: a name or score of :mod:`acutance.scores`.
         scaling: a name or law of :mod:`acutance.scaling`.
         positions: None, ``"rotary"`` or a :class:`Rotary`.
@@ -61,7 +60,7 @@ class GatedAttentionUnit(Recorded):
         device, dtype: of the parameters.
 
     Attributes:
-        last_statistics: of the last forward, rows (B, 1, L).
+        last_statistics: statistics of the last forward, fields (B, 1, L).
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -119,7 +118,7 @@ class GatedAttentionUnit(Recorded):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Glorot projections without bias; γ normal with deviation 0.02 and β 0, as published."""
+        """Initialise as published: Glorot projections, zero biases, γ ~ N(0, 0.02²), β = 0."""
         for layer in (self.in_proj, self.out_proj):
             nn.init.xavier_uniform_(layer.weight)
             if layer.bias is not None:
@@ -133,7 +132,7 @@ class GatedAttentionUnit(Recorded):
         """The unit's output, before the residual sum.
 
         Args:
-            x: (B, L, embed_dim), normalised by the caller.
+            x: (B, L, embed_dim), already normalised.
             key_padding_mask: boolean (B, L), **True hides**.
             is_causal: row i sees rows up to i.
 

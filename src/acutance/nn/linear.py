@@ -31,7 +31,7 @@ __all__ = ["LinearAttention", "LinearHeads"]
 
 
 class LinearHeads(Recorded):
-    """What linear attention with and without decay share: projections, heads, the two forms."""
+    """Base of linear attention modules: projections, heads, parallel and step form."""
 
     positions: Rotary | None = None
 
@@ -93,18 +93,18 @@ class LinearHeads(Recorded):
         state: LinearState | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, LinearState]:
-        """Causal attention of new tokens after a state whose size does not grow.
+        """Causal attention of new tokens after a state of fixed size.
 
-        Steps of any lengths give the outputs of one causal forward.
+        Steps of any lengths give the same outputs as one causal forward.
 
         Args:
             x: the next tokens, (B, L, embed_dim).
-            state: of the step before; None at the first.
+            state: from the previous step; None at the first.
             key_padding_mask: boolean (B, L) of these tokens, **True hides**.
 
         Returns:
-            The output (B, L, embed_dim) and the state after it. Statistics of its rows are those of
-            sums, whatever ``rows`` says, and are there if the first step recorded.
+            The output (B, L, embed_dim) and the new state. Statistics always come from sums,
+            whatever ``rows`` is, and are recorded if the first step recorded them.
         """
         seen = key_mask(key_padding_mask, *check_sequence(x, self.embed_dim).shape[:2])
         offset = 0 if state is None else int(state.position)
@@ -170,7 +170,7 @@ class LinearHeads(Recorded):
         return self._finish(x, found[0] if records else found)
 
     def _heads(self, x: Tensor, offset: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, Hq, L, E), keys and values (B, H, L, ...) of tokens from a position on."""
+        """Queries (B, Hq, L, E), keys and values (B, H, L, ...) of tokens from ``offset`` on."""
         q = split_heads(self.q_proj(x), self.num_heads)
         k = split_heads(self.k_proj(x), self.num_kv_heads)
         if self.positions is not None:
@@ -178,34 +178,35 @@ class LinearHeads(Recorded):
         return q, k, split_heads(self.v_proj(x), self.num_kv_heads)
 
     def _finish(self, x: Tensor, out: Tensor) -> Tensor:
-        """From the heads' outputs (B, Hq, L, Ev) to the module's."""
+        """The module's output from the heads' outputs (B, Hq, L, Ev)."""
         joined: Tensor = self.out_proj(join_heads(out))
         return joined
 
 
 class LinearAttention(LinearHeads):
-    r"""Multi-head linear attention, self-attention in O(n).
+    r"""Multi-head linear self-attention in O(n).
 
     .. math:: o_i = \frac{\sum_j \phi(q_i) \cdot \phi(k_j) \, v_j}
               {\sum_j \phi(q_i) \cdot \phi(k_j)}
 
     Args:
         embed_dim: width of input and output.
-        num_heads: Hq; it divides ``embed_dim``.
-        num_kv_heads: H, key heads that query heads share; None is ``num_heads``.
-        value_dim: width of all heads' values; None is ``embed_dim``.
+        num_heads: number of query heads, Hq; must divide ``embed_dim``.
+        num_kv_heads: number of key heads, H, which query heads share; None for ``num_heads``.
+        value_dim: total width of all heads' values; None for ``embed_dim``.
         feature_map: φ, a name of :data:`~acutance.mechanisms.FEATURE_MAPS` or a FeatureMap.
-        normalize: divide by the sum; None: where the feature map has no negative weights.
+        normalize: divide by the sum of the weights; None to do so if the feature map has no
+            negative weights.
         scale: factor of the weights.
         bias: add a bias to the projections.
-        rows: where statistics come from: ``"sums"`` in O(n), without entropy, and for signed
-            weights the number of keys alone; ``"blockwise"`` all of them, in O(n²) time.
+        rows: source of the statistics: ``"sums"`` in O(n), without entropy, and for signed weights
+            only the number of keys; ``"blockwise"`` has all of them, in O(n²) time.
         statistics: ``"detached"``, ``"graph"`` or ``"off"``, see :class:`Recorded`; off saves the
             sums of squares.
         device, dtype: of the parameters.
 
     Attributes:
-        last_statistics: of the last forward or step, rows (B, Hq, L).
+        last_statistics: statistics of the last forward or step, fields (B, Hq, L).
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -259,7 +260,7 @@ class LinearAttention(LinearHeads):
     def forward(
         self, x: Tensor, key_padding_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Attend.
+        """Compute linear attention.
 
         Args:
             x: (B, L, embed_dim).

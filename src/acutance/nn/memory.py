@@ -1,4 +1,4 @@
-"""Multi-head attention from projected keys on: caches, extra keys, masks and the call itself."""
+"""Multi-head attention after the projections: key-value caches, extra keys, masks and the call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["KeyValues", "Remembering"]
 
 
 class KeyValues(NamedTuple):
-    """Keys and values that are already projected, and rotated where positions are.
+    """Projected keys and values, with rotary positions applied.
 
     Attributes:
         key: (B, H, S, E).
@@ -31,7 +31,7 @@ class KeyValues(NamedTuple):
 
 
 class Remembering(Projected):
-    """What attention does once its options are checked; :class:`MultiheadAttention` checks them."""
+    """Base of :class:`MultiheadAttention`: attention with key-value caches, for checked options."""
 
     num_heads: int
     num_kv_heads: int
@@ -45,7 +45,7 @@ class Remembering(Projected):
     scaling: AnyScaling
 
     def remember(self, key: Tensor, value: Tensor, *, offset: int = 0) -> KeyValues:
-        """Project keys and values once, for :meth:`recall` to attend to many times.
+        """Project keys and values once, so that :meth:`recall` can attend to them many times.
 
         Args:
             key: (S, B, kdim), (B, S, kdim) with ``batch_first``, or (S, kdim).
@@ -73,11 +73,11 @@ class Remembering(Projected):
         *,
         query_offset: int = 0,
     ) -> Tensor:
-        """Attend to keys that :meth:`remember` projected; the output of :meth:`forward`.
+        """Attend to keys projected by :meth:`remember`; same output as :meth:`forward`.
 
         Args:
-            query: as in :meth:`forward`, like what follows.
-            memory: of :meth:`remember`.
+            query: this and the arguments below as in :meth:`forward`.
+            memory: result of :meth:`remember`.
             key_padding_mask: (B, S). Boolean: **True hides**.
             attn_mask: (L, S) or (B · Hq, L, S). Boolean: **True hides**.
             is_causal: row i sees keys j ≤ i + query_offset.
@@ -100,14 +100,14 @@ class Remembering(Projected):
     def step(self, x: Tensor, past: KeyValues | None = None) -> tuple[Tensor, KeyValues]:
         """Causal self-attention of new tokens after those in ``past``: decoding with a cache.
 
-        Steps of any lengths give the outputs of one causal forward.
+        Steps of any lengths give the same outputs as one causal forward.
 
         Args:
             x: the next tokens, shaped as the query of :meth:`forward`.
-            past: of the step before; None at the first.
+            past: keys and values from the previous step; None at the first.
 
         Returns:
-            The output, and keys and values with the new ones.
+            The output, and the keys and values including the new ones.
 
         Raises:
             ValueError: if the module has other widths for key and value, or shapes do not fit.
@@ -235,14 +235,14 @@ class Remembering(Projected):
         return self.out_proj(join_heads(out)), None
 
     def _slopes(self, like: Tensor) -> Tensor | None:
-        """ALiBi's slopes, not a buffer, since casting the module would round it."""
+        """ALiBi's slopes (Hq,); not a buffer, since casting the module would round them."""
         if not isinstance(self.positions, Alibi):
             return None
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         return self.positions.of(self.num_heads, dtype=dtype, device=like.device)
 
     def _with_extra(self, memory: KeyValues) -> KeyValues:
-        """Keys and values, preceded by the ones that ``add_bias_kv`` and ``add_zero_attn`` add."""
+        """Keys and values, preceded by those of ``add_bias_kv`` and ``add_zero_attn``."""
         keys, values = [memory.key], [memory.value]
         if self.add_zero_attn:
             for parts in (keys, values):
@@ -258,7 +258,7 @@ class Remembering(Projected):
 
 @dataclass(frozen=True)
 class _Scaled:
-    """The dot product of vectors that are already normalised, times the scale of their score."""
+    """A dot-product score of normalised vectors, with the scale of the original score."""
 
     scale: float
 

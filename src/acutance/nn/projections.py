@@ -30,20 +30,20 @@ _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, L, heads · E) as (B, heads, L, E)."""
+    """Reshape (B, L, heads · E) to (B, heads, L, E)."""
     split: Tensor = x.unflatten(-1, (heads, -1)).transpose(1, 2)
     return split
 
 
 def join_heads(x: Tensor) -> Tensor:
-    """(B, heads, L, E) as (B, L, heads · E)."""
+    """Reshape (B, heads, L, E) to (B, L, heads · E)."""
     return x.transpose(1, 2).flatten(2)
 
 
 class Projected(Recorded):
-    """Query, key, value and output projections, named, shaped and initialised as PyTorch's.
+    """Query, key, value and output projections, with PyTorch's names, shapes and initialisation.
 
-    One packed ``in_proj_weight`` where all three inputs are as wide as the module, otherwise
+    If all three inputs have the module's width there is one packed ``in_proj_weight``, otherwise
     ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight``. A state dict of either form loads
     into the packed one.
     """
@@ -101,7 +101,7 @@ class Projected(Recorded):
                 nn.init.xavier_normal_(bias)
 
     def _project(self, index: int, x: Tensor) -> Tensor:
-        """Query (0), key (1) or value (2) of (..., inputs)."""
+        """Project x (..., inputs) to query (index 0), key (1) or value (2)."""
         widths = [self.embed_dim, self.kv_width, self.kv_width]
         if self.in_proj_weight is not None:
             weight = self.in_proj_weight.split(widths)[index]
@@ -112,7 +112,7 @@ class Projected(Recorded):
 
 
 def _pack(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *_: object) -> None:
-    """Join separate projections where the module has a packed one."""
+    """State-dict hook: concatenate separate projections if the module has a packed one."""
     if getattr(module, "in_proj_weight", None) is None:
         return
     names = [prefix + name for name in _SEPARATE]
@@ -121,20 +121,20 @@ def _pack(module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, 
 
 
 def rotate(x: Tensor, offset: int = 0, *, base: float = 10_000.0) -> Tensor:
-    r"""Rotary position embedding: turn each pair of components by an angle of its position.
+    r"""Rotary position embedding: rotate pairs of components by angles proportional to position.
 
-    Component i and component :math:`i + E/2` are the pair that turns by :math:`p \, b^{-2i/E}` at
-    position p: the half rotation of GPT-NeoX and of Hugging Face's Llama. The original paper pairs
-    neighbours :math:`(2i, 2i+1)`, which is the same up to an order of components.
+    Component i is paired with component :math:`i + E/2` and rotated by :math:`p \, b^{-2i/E}` at
+    position p: the half rotation of GPT-NeoX and Hugging Face's Llama. The original paper pairs
+    neighbours :math:`(2i, 2i+1)`, which differs only in the order of components.
 
     Args:
         x: (..., L, E), E even.
         offset: position of the first row.
-        base: b, positive; larger bases turn more slowly.
+        base: b, positive; larger bases rotate more slowly.
 
     Returns:
-        The turned vectors, in the dtype of ``x``. Angles are taken in float64, the rotation in
-        float32 at least.
+        The rotated vectors, in the dtype of ``x``. Angles are computed in float64, the rotation in
+        float32 or float64.
 
     Raises:
         TypeError: if x is not a Tensor.
@@ -171,10 +171,10 @@ def rotate(x: Tensor, offset: int = 0, *, base: float = 10_000.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions, as the option of a module: see :func:`rotate`.
+    """Rotary positions, as an option of a module: see :func:`rotate`.
 
     Args:
-        base: of the angles' speeds.
+        base: base of the angular frequencies.
 
     Example:
         >>> Rotary(base=500_000.0)(torch.ones(1, 4, 2)).shape
@@ -187,16 +187,16 @@ class Rotary:
         check_number("base", self.base, above=0.0)
 
     def __call__(self, x: Tensor, offset: int = 0) -> Tensor:
-        """Vectors (..., L, E), turned."""
+        """Rotate vectors (..., L, E)."""
         return rotate(x, offset, base=self.base)
 
 
 @dataclass(frozen=True)
 class Alibi:
-    r"""A bias that falls with distance, :math:`-m_h |i - j|`, as the option of a module.
+    r"""A bias that decreases with distance, :math:`-m_h |i - j|`, as an option of a module.
 
     Args:
-        slopes: m, one for each query head; None is ALiBi's, :math:`2^{-8(h+1)/H}`.
+        slopes: m for each query head; None for ALiBi's, :math:`2^{-8(h+1)/H}`.
 
     Example:
         >>> Alibi().of(heads=4)
@@ -215,7 +215,7 @@ class Alibi:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """The slopes, (Hq,)."""
+        """The slopes for a number of query heads, (Hq,)."""
         if self.slopes is None:
             return -torch.log(alibi_decays(heads, dtype=torch.float64)).to(dtype).to(device)
         slopes = torch.tensor([check_number("slopes", m) for m in self.slopes], dtype=torch.float64)
@@ -231,10 +231,10 @@ Positions: TypeAlias = str | Rotary | Alibi | None
 
 
 def find_positions(positions: Positions, *, alibi: bool = True) -> Rotary | Alibi | None:
-    """The positions for a name, or those given.
+    """The positions for a name, or the given ones.
 
     Raises:
-        ValueError: if the name is unknown, or ALiBi has no place there.
+        ValueError: if the name is unknown, or ALiBi is not supported here.
         TypeError: if it is neither a name nor a record.
 
     Example:

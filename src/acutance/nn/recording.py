@@ -20,15 +20,16 @@ Recording = Literal["detached", "graph", "off"]
 class Recorded(nn.Module):
     """A module that stores the statistics of its last forward pass.
 
-    Statistics are in no ``state_dict``, and a copy or a pickle of the module has none.
+    They are not part of ``state_dict``, copies or pickles.
 
     Args:
-        statistics: ``"detached"`` keeps numbers; ``"graph"`` keeps their gradients too, for a loss
-            on them, and with it the forward's graph until the next forward; ``"off"`` keeps, and
-            where that costs something computes, nothing. It may be set at any time.
+        statistics: ``"detached"`` stores numbers; ``"graph"`` also keeps their gradients, for a
+            loss on them, and with it the forward's graph until the next forward; ``"off"`` stores
+            nothing and skips extra work. It can be changed at any time.
 
     Attributes:
-        last_statistics: of the last forward or step; None before the first, and when switched off.
+        last_statistics: statistics of the last forward or step; None before the first, and if
+            switched off.
 
     Raises:
         ValueError: if ``statistics`` is not one of the three.
@@ -59,11 +60,12 @@ class Recorded(nn.Module):
             self.last_statistics = None
 
     def _record(self, stats: RowStatistics | WeightStatistics | None) -> None:
-        self._keep(stats)
+        self._store(stats)
         if _listeners and (listener := _listeners.get(id(self))) is not None:
             listener.hear(self, self.last_statistics)
 
-    def _keep(self, stats: RowStatistics | WeightStatistics | None) -> None:
+    def _store(self, stats: RowStatistics | WeightStatistics | None) -> None:
+        """Store the statistics of a forward pass, detached or not as :attr:`statistics` says."""
         if stats is None or self.statistics == "off":
             self.last_statistics = None
         elif self.statistics == "graph":
@@ -91,11 +93,11 @@ def listen(
     recording: Recording,
     hear: Callable[[Recorded, RowStatistics | WeightStatistics | None], None],
 ) -> Iterator[None]:
-    """Call a function with what each of these modules records, in the context; contexts nest.
+    """Context that calls a function with what each of these modules records; contexts nest.
 
     Args:
-        modules: who records.
-        recording: what they keep meanwhile, whatever their own setting is.
+        modules: the recording modules.
+        recording: what they store meanwhile, overriding their own setting.
         hear: called with the module and its new ``last_statistics``.
 
     Example:

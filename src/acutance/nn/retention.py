@@ -1,4 +1,4 @@
-r"""Heads that forget: linear attention whose weights decay, and retention as published."""
+r"""Linear attention whose weights decay with distance, and retention as in RetNet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PRESETS = {"retnet": retnet_decays, "alibi": alibi_decays}
 
 
 def _decays(decay: str | float | Tensor, heads: int) -> Tensor:
-    """λ of each head in float64, (Hq,)."""
+    """λ of each head in float64, (Hq,), from a name, a number or a tensor."""
     if isinstance(decay, str):
         if decay not in _PRESETS:
             raise ValueError(
@@ -47,25 +47,25 @@ class DecayAttention(LinearHeads):
 
     .. math:: a_{ij} = \lambda_h^{|i - j|} \, \phi(q_i) \cdot \phi(k_j)
 
-    A head keeps at most about :math:`(1 + \lambda)/(1 - \lambda)` effective keys, whatever the
-    length.
+    Apart from the content factor, a head has at most :math:`(1 + \lambda)/(1 - \lambda)` effective
+    keys, for any length.
 
     Args:
         embed_dim: width of input and output.
-        num_heads: Hq; it divides ``embed_dim``.
+        num_heads: number of query heads, Hq; must divide ``embed_dim``.
         decay: λ in (0, 1]: ``"retnet"``, :math:`1 - 2^{-5-h}`; ``"alibi"``, :math:`e^{-m_h}` of
             ALiBi's slopes; a number, or a Tensor (Hq,).
-        learned: train λ, from there, as :math:`e^{-e^{\nu}}`: inside (0, 1) whatever ν. It must
-            start below 1.
-        positions: None, ``"rotary"`` or a :class:`Rotary`, for maps of signed features.
-        num_kv_heads: as in :class:`LinearAttention`, like what follows.
-        value_dim: width of all heads' values.
+        learned: train λ from this value, as :math:`e^{-e^{\nu}}`, which stays inside (0, 1). The
+            initial λ must be below 1.
+        positions: None, ``"rotary"`` or a :class:`Rotary`, for feature maps with signed features.
+        num_kv_heads: this and the options below as in :class:`LinearAttention`.
+        value_dim: total width of all heads' values.
         feature_map: φ.
-        normalize: divide by the sum.
-        scale: factor of the weights; None is 1/√E.
+        normalize: divide by the sum of the weights.
+        scale: factor of the weights; None for 1/√E.
         bias: add a bias to the projections.
-        rows: where statistics come from.
-        statistics: what is kept of them.
+        rows: source of the statistics.
+        statistics: which statistics are stored.
         device, dtype: of the parameters.
 
     Raises:
@@ -147,12 +147,12 @@ class DecayAttention(LinearHeads):
     def forward(
         self, x: Tensor, key_padding_mask: Tensor | None = None, is_causal: bool = True
     ) -> Tensor:
-        """Attend.
+        """Compute decay attention.
 
         Args:
             x: (B, L, embed_dim).
             key_padding_mask: boolean (B, L), **True hides**; hidden keys count as distance.
-            is_causal: row i sees rows up to i; otherwise both sides decay.
+            is_causal: row i sees rows up to i; otherwise weights decay on both sides.
 
         Returns:
             (B, L, embed_dim).

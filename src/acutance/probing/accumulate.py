@@ -1,4 +1,4 @@
-"""Records: what a probe has read of each layer, as it fills."""
+"""LayerRecords: the statistics that a probe has accumulated for each layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from acutance.kernels.fast_path import joined_state, packed_alike
 from acutance.probing.row_sampling import Sample
 from acutance.probing.spans import SpanWeights
-from acutance.probing.structure import Structured
+from acutance.probing.structure import CallStructure
 from acutance.rowstats import RowStatistics
 from acutance.structure import STRUCTURE
 from acutance.summary.by_octave import Profile
@@ -24,68 +24,68 @@ from acutance.summary.moments import Moments, stack, summarise_stacked
 from acutance.summary.optional_parts import OptionalParts
 from acutance.summary.spans import Spans
 
-__all__ = ["MOST_CALLS", "Records", "Rows", "joined"]
+__all__ = ["MAX_SEPARATE_CALLS", "LayerRecords", "CallRows", "join_calls"]
 
-#: Rows times heads that wait, at most, to be summarised together: a decoded token at a time, the
-#: many small steps would take longer than the model.
-MOST_WAITING = 1 << 14
+#: Most rows times heads that are collected before they are summarised together. Summarising after
+#: each decoded token would take longer than the model itself.
+MAX_PENDING = 1 << 14
 
 
-class Rows(NamedTuple):
-    """The rows of one call.
+class CallRows(NamedTuple):
+    """Statistics of the rows of one attention call.
 
     Attributes:
-        stats: of rows (B, H, L).
-        kept: boolean (B, H, L), rows that count.
-        sample: how they were drawn, None where they are all.
-        structured: where their weight lies, if that was read.
-        on_spans: their weight on spans of the input, likewise.
+        stats: row statistics, fields of shape (B, H, L).
+        counted: boolean (B, H, L), True on the rows that enter the summary.
+        sample: how the rows were sampled; None if every row was read.
+        structure: where the rows' weight lies among the keys; None if not requested.
+        span_weights: the rows' weight on named spans of the input; None if not requested.
     """
 
     stats: RowStatistics
-    kept: Tensor
+    counted: Tensor
     sample: Sample | None = None
-    structured: Structured | None = None
-    on_spans: SpanWeights | None = None
+    structure: CallStructure | None = None
+    span_weights: SpanWeights | None = None
 
 
-class _Record:
-    """One layer."""
+class _LayerRecord:
+    """The statistics accumulated for one layer, and the calls not yet summarised."""
 
-    def __init__(self, layer: Layer, nothing: OptionalParts, metrics: int) -> None:
+    def __init__(self, layer: Layer, optional_parts: OptionalParts, metrics: int) -> None:
         self.layer = layer
-        self.alike: Counter[Layer] = Counter()  # of further calls, which merge into the layer
+        self.identical_calls: Counter[Layer] = Counter()  # later calls, merged on demand
         self.moments = Moments.none(layer.heads, metrics)
-        self.beside = nothing
-        self.waiting: list[Rows] = []
-        self.size = 0
+        self.optional_parts = optional_parts
+        self.pending: list[CallRows] = []
+        self.pending_rows = 0
 
     def add(self, layer: Layer) -> None:
-        """Add what is known of another call."""
+        """Count another call of the same layer."""
         if (layer.heads, layer.chosen) != (self.layer.heads, self.layer.chosen):
-            self.layer = self.layer.merge(layer)  # says what does not fit
+            self.layer = self.layer.merge(layer)  # raises if they do not fit
         else:
-            self.alike[layer] += 1
+            self.identical_calls[layer] += 1
 
-    def settle(self) -> None:
-        """Merge the pending calls, those of the same kind in one step."""
-        for layer, calls in self.alike.items():
+    def merge_pending_layers(self) -> None:
+        """Merge the counted calls into the layer's record, identical ones in one step."""
+        for layer, calls in self.identical_calls.items():
             self.layer = self.layer.merge(layer.times(calls))
-        self.alike.clear()
+        self.identical_calls.clear()
 
-    def take(self, moments: Moments, beside: OptionalParts) -> None:
-        """Add rows that are summarised."""
+    def add_rows(self, moments: Moments, optional_parts: OptionalParts) -> None:
+        """Merge the summary of further rows into the layer's."""
         self.moments = self.moments.merge(moments)
-        self.beside = self.beside.merge(beside)
+        self.optional_parts = self.optional_parts.merge(optional_parts)
 
 
-class Records:
-    """All layers, by name.
+class LayerRecords:
+    """The statistics that a probe accumulates, for each layer by name.
 
     Args:
-        metrics: what is recorded of their rows.
-        profile: record it by octave of n too.
-        spans: names of spans of the input, None where their weight is not recorded.
+        metrics: names of the row metrics to record.
+        profile: also record them by octave of the number of visible keys.
+        spans: names of the spans whose weight is recorded; None for no spans.
     """
 
     def __init__(
@@ -94,76 +94,76 @@ class Records:
         self._metrics, self._profile, self._spans = metrics, profile, spans
         self._structure = any(name in STRUCTURE for name in metrics)
         self._lock = threading.Lock()
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, _LayerRecord] = {}
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def add(self, layer: Layer, rows: Rows) -> None:
-        """Add a call's rows to its layer's.
+    def add(self, layer: Layer, rows: CallRows) -> None:
+        """Add the rows of one call to the record of its layer.
 
         Raises:
-            ValueError: if the layer had other heads before.
+            ValueError: if earlier calls of the layer had other heads.
         """
-        large = rows.sample is not None or rows.kept.numel() > MOST_WAITING // 4
-        now = large or self._structure or self._spans is not None
-        found = self._summed(rows) if now else None
+        large = rows.sample is not None or rows.counted.numel() > MAX_PENDING // 4
+        immediately = large or self._structure or self._spans is not None
+        summary = self._summarise(rows) if immediately else None
         with self._lock:
             record = self._records.get(layer.module)
             if record is None:
-                record = _Record(layer, self._nothing(layer.heads), len(self._metrics))
+                record = _LayerRecord(layer, self._empty_parts(layer.heads), len(self._metrics))
                 self._records[layer.module] = record
             else:
                 record.add(layer)
-            if found is not None:
-                record.take(*found)
+            if summary is not None:
+                record.add_rows(*summary)
                 return
-            if record.waiting and not _alike(record.waiting[0], rows):
-                self._finish(record)
-            record.waiting.append(rows)
-            record.size += rows.kept.numel()
-            if record.size >= MOST_WAITING:
-                self._finish(record)
+            if record.pending and not _can_concatenate(record.pending[0], rows):
+                self._summarise_pending(record)
+            record.pending.append(rows)
+            record.pending_rows += rows.counted.numel()
+            if record.pending_rows >= MAX_PENDING:
+                self._summarise_pending(record)
 
     def names(self) -> list[str]:
-        """Names of the layers."""
+        """Names of the recorded layers, in the order of their first calls."""
         with self._lock:
             return list(self._records)
 
     def finished(self) -> dict[str, tuple[Layer, Moments, OptionalParts]]:
-        """Every layer with the summary of all its rows."""
+        """Summarise all pending rows and return each layer's record by name."""
         with self._lock, torch.no_grad():
             for record in self._records.values():
-                record.settle()
-                self._finish(record)
+                record.merge_pending_layers()
+                self._summarise_pending(record)
             return {
-                name: (each.layer, each.moments, each.beside)
-                for name, each in self._records.items()
+                name: (record.layer, record.moments, record.optional_parts)
+                for name, record in self._records.items()
             }
 
-    def _finish(self, record: _Record) -> None:
-        """Summarise the rows that wait."""
-        if record.waiting:
-            record.take(*self._summed(_joined(record.waiting)))
-            record.waiting, record.size = [], 0
+    def _summarise_pending(self, record: _LayerRecord) -> None:
+        """Summarise a layer's pending rows together."""
+        if record.pending:
+            record.add_rows(*self._summarise(_concatenate(record.pending)))
+            record.pending, record.pending_rows = [], 0
 
-    def _summed(self, rows: Rows) -> tuple[Moments, OptionalParts]:
-        """The moments and optional parts of the rows of one call."""
-        stats, structured = rows.stats, rows.structured
+    def _summarise(self, rows: CallRows) -> tuple[Moments, OptionalParts]:
+        """Moments and optional parts of the rows of one call."""
+        stats, structure = rows.stats, rows.structure
         values = stats.as_dict(name for name in stats.available if name in self._metrics)
         for name in self._metrics:
-            if structured is not None and name in STRUCTURE:
-                values[name] = structured.statistics[name]
-            elif name not in values:  # of rows known by their scores alone
+            if structure is not None and name in STRUCTURE:
+                values[name] = structure.statistics[name]
+            elif name not in values:  # not known from scores alone
                 values[name] = torch.full_like(stats.state.Z, torch.nan)
         stacked = stack(values, self._metrics)
-        moments = summarise_stacked(stacked, rows.kept, self._metrics)
+        moments = summarise_stacked(stacked, rows.counted, self._metrics)
         if rows.sample is not None:
-            moments = moments.sampled(rows.sample.total, rows.sample.taken)
-        return moments, self._beside(stacked, rows)
+            moments = moments.sampled(rows.sample.total, rows.sample.n_sampled)
+        return moments, self._optional_parts(stacked, rows)
 
-    def _nothing(self, heads: int) -> OptionalParts:
-        """What is recorded of no rows."""
+    def _empty_parts(self, heads: int) -> OptionalParts:
+        """Optional parts of a layer without rows."""
         profile, structure = Profile.none(heads, len(self._metrics)), self._structure
         return OptionalParts(
             profile=profile if self._profile else None,
@@ -172,93 +172,111 @@ class Records:
             spans=None if self._spans is None else Spans.none(heads, self._spans),
         )
 
-    def _beside(self, stacked: Tensor, rows: Rows) -> OptionalParts:
-        """Profile by n, positions, distances and spans of the rows of one call."""
-        parts = self._nothing(rows.kept.shape[1])
+    def _optional_parts(self, stacked: Tensor, rows: CallRows) -> OptionalParts:
+        """Profiles by n and by position, distances and span weights of the rows of one call."""
+        parts = self._empty_parts(rows.counted.shape[1])
         if self._profile:
-            parts = replace(parts, profile=Profile.of(stacked, rows.stats.state.n, rows.kept))
-        structured, weights = rows.structured, rows.on_spans
-        if structured is not None and structured.positions is not None:
-            places = structured.positions.unsqueeze(1) + 1
-            found = structured.statistics
+            parts = replace(parts, profile=Profile.of(stacked, rows.stats.state.n, rows.counted))
+        structure, weights = rows.structure, rows.span_weights
+        if structure is not None and structure.positions is not None:
+            positions = structure.positions.unsqueeze(1) + 1
+            statistics = structure.statistics
             parts = replace(
                 parts,
-                positions=Profile.of(stacked, places.clamp(min=1), rows.kept),
-                distances=Distances.from_rows(found.octaves, found.even, found.peak, rows.kept),
+                positions=Profile.of(stacked, positions.clamp(min=1), rows.counted),
+                distances=Distances.from_rows(
+                    statistics.octaves, statistics.even, statistics.peak, rows.counted
+                ),
             )
         if weights is not None and self._spans is not None:
-            spans = Spans.from_rows(*weights, rows.kept, self._spans)
+            spans = Spans.from_rows(*weights, rows.counted, self._spans)
             parts = replace(parts, spans=spans)
         return parts
 
 
-def _alike(left: Rows, right: Rows) -> bool:
-    """Whether two calls' rows can be laid one after the other."""
+def _can_concatenate(left: CallRows, right: CallRows) -> bool:
+    """Whether the rows of two calls have the same shapes, dtypes and device."""
     if packed_alike(left.stats, right.stats):
         return True
 
-    def form(rows: Rows) -> list[Any]:
+    def form(rows: CallRows) -> list[Any]:
         return [(part.shape[1:], part.dtype, part.device) for part in rows.stats.state]
 
     return form(left) == form(right)
 
 
-def _joined(parts: list[Rows]) -> Rows:
+def _concatenate(parts: list[CallRows]) -> CallRows:
     if len(parts) == 1:
         return parts[0]
     state = joined_state([part.stats for part in parts])
-    return Rows(RowStatistics(state), torch.cat([part.kept for part in parts]))
+    return CallRows(RowStatistics(state), torch.cat([part.counted for part in parts]))
 
 
-#: Calls of one module in one pass that are distinguished; more are merged.
-MOST_CALLS = 64
+#: Up to this many calls of one module in a forward pass are recorded separately; more are merged.
+MAX_SEPARATE_CALLS = 64
 
-Found: TypeAlias = tuple[Layer, Moments, OptionalParts]
+LayerResult: TypeAlias = tuple[Layer, Moments, OptionalParts]
 
 
-def joined(records: Mapping[str, Found], heads_of: Callable[[str], int | None]) -> dict[str, Found]:
-    """Records by name, those of one layer's heads joined and those of long loops merged.
+def join_calls(
+    records: Mapping[str, LayerResult], heads_of: Callable[[str], int | None]
+) -> dict[str, LayerResult]:
+    """Join the records of a module that calls attention in a loop.
+
+    A loop over heads becomes one layer with all heads; a loop of more than
+    :data:`MAX_SEPARATE_CALLS` calls becomes one merged record.
 
     Args:
-        records: by name of the call, ``name`` or ``name#1``.
-        heads_of: how many heads the module of a name says it has, None if it says nothing.
+        records: by name of the call: ``name`` for a module's first call in a pass, ``name#1`` for
+            its second, and so on.
+        heads_of: returns the number of heads of a named module, None if the module has no such
+            attribute.
     """
-    calls: dict[str, list[tuple[int, str]]] = {}
+    by_base: dict[str, list[tuple[int, str]]] = {}
     for name in records:
         base, _, number = name.partition("#")
-        calls.setdefault(base, []).append((int(number or 0), name))
-    result: dict[str, Found] = {}
-    for base, each in calls.items():
-        found = {number: records[name] for number, name in sorted(each)}
-        one = _heads(found, heads_of(base))
-        if one is None and len(found) > MOST_CALLS:
-            one = _merged(list(found.values()))
-        if one is None:
-            result |= {name: records[name] for _, name in each}
+        by_base.setdefault(base, []).append((int(number or 0), name))
+    result: dict[str, LayerResult] = {}
+    for base, numbered in by_base.items():
+        calls_by_number = {number: records[name] for number, name in sorted(numbered)}
+        merged = _join_head_loop(calls_by_number, heads_of(base))
+        if merged is None and len(calls_by_number) > MAX_SEPARATE_CALLS:
+            merged = _merge_calls(list(calls_by_number.values()))
+        if merged is None:
+            result |= {name: records[name] for _, name in numbered}
         else:
-            layer, moments, beside = one
-            result[base] = replace(layer, module=base), moments, beside
+            layer, moments, optional_parts = merged
+            result[base] = replace(layer, module=base), moments, optional_parts
     return result
 
 
-def _heads(found: Mapping[int, Found], heads: int | None) -> Found | None:
-    """Calls for different heads of a layer, joined into one; None if they are not."""
-    layers = [layer for layer, _, _ in found.values()]
-    count, few = len(found), layers[0].heads
-    whole = list(found) == list(range(count)) and heads is not None
-    if heads is None or not whole or heads % few or (count * few) % heads or heads == few:
+def _join_head_loop(calls: Mapping[int, LayerResult], heads: int | None) -> LayerResult | None:
+    """Join the calls of a loop over heads, and batch items, into one layer; None if it is none."""
+    layers = [layer for layer, _, _ in calls.values()]
+    count, heads_per_call = len(calls), layers[0].heads
+    complete = list(calls) == list(range(count)) and heads is not None
+    if (
+        heads is None
+        or not complete
+        or heads % heads_per_call
+        or (count * heads_per_call) % heads
+        or heads == heads_per_call
+    ):
         return None
-    if any(layer.heads != few or layer.chosen or layer.source != "softmax" for layer in layers):
+    if any(
+        layer.heads != heads_per_call or layer.chosen or layer.source != "softmax"
+        for layer in layers
+    ):
         return None
-    turns = heads // few  # calls for all heads of one item of the batch
+    batch_size = heads // heads_per_call  # each turn of the loop handles all heads of one item
     parts = []
-    for turn in range(turns):
-        part = _merged([found[k] for k in range(turn, count, turns)])
+    for item in range(batch_size):
+        part = _merge_calls([calls[k] for k in range(item, count, batch_size)])
         if part is None:
             return None
-        layer, moments, beside = part
-        numbers = tuple(range(turn * few, (turn + 1) * few))
-        parts.append((replace(layer, module="", chosen=numbers), moments, beside))
+        layer, moments, optional_parts = part
+        numbers = tuple(range(item * heads_per_call, (item + 1) * heads_per_call))
+        parts.append((replace(layer, module="", chosen=numbers), moments, optional_parts))
     layer = parts[0][0]
     for other, _, _ in parts[1:]:
         layer = layer.join_heads(other)
@@ -266,13 +284,13 @@ def _heads(found: Mapping[int, Found], heads: int | None) -> Found | None:
     return layer, moments, OptionalParts.join([part for _, _, part in parts])
 
 
-def _merged(parts: list[Found]) -> Found | None:
+def _merge_calls(parts: list[LayerResult]) -> LayerResult | None:
     """Merge several calls of the same heads; None if the calls had different heads."""
-    layer, moments, beside = parts[0]
+    layer, moments, optional_parts = parts[0]
     layer = replace(layer, module="")
-    for more, values, rest in parts[1:]:
-        if more.numbers != layer.numbers:
+    for next_layer, next_moments, next_parts in parts[1:]:
+        if next_layer.numbers != layer.numbers:
             return None
-        layer = layer.merge(replace(more, module=""))
-        moments, beside = moments.merge(values), beside.merge(rest)
-    return layer, moments, beside
+        layer = layer.merge(replace(next_layer, module=""))
+        moments, optional_parts = moments.merge(next_moments), optional_parts.merge(next_parts)
+    return layer, moments, optional_parts

@@ -1,4 +1,4 @@
-"""Rows of attention weights of the heads that a user names, exact, without a model's own map."""
+"""Exact rows of attention weights of named heads, computed without the model's full map."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.find_layers import most_heads
+from acutance.capture.find_layers import max_heads
 from acutance.capture.layer_choice import HeadChoice, LayerChoice
 from acutance.capture.module_names import class_name
 from acutance.probing.row_sampling import Sample, take_heads, take_rows
@@ -26,11 +26,13 @@ __all__ = ["MOST_MAP_ROWS", "MapReader", "MapRows", "check_maps"]
 MOST_MAP_ROWS = 64
 #: Which rows: one, several, or a slice with an end.
 MapRows: TypeAlias = "int | Sequence[int] | slice"
-_NAMED = re.compile(r"layer (?P<layer>\S+) head (?P<head>\S+)|(?P<short>\S+)\.(?P<number>-?\d+)")
+_HEAD_NAME = re.compile(
+    r"layer (?P<layer>\S+) head (?P<head>\S+)|(?P<short>\S+)\.(?P<number>-?\d+)"
+)
 
 
-class _Asked(NamedTuple):
-    """Rows of one name."""
+class _MapRequest(NamedTuple):
+    """A head as the user named it, and the positions of the requested rows."""
 
     name: str
     layer: int | str
@@ -38,8 +40,13 @@ class _Asked(NamedTuple):
     rows: frozenset[int]
 
 
-class _Kept:
-    """One head's rows of one sequence, as they come."""
+class _SequenceMap:
+    """The rows of one head and one sequence recorded so far.
+
+    Attributes:
+        rows: position of the query to its weights, (keys,).
+        ids: token ids of the keys.
+    """
 
     def __init__(self) -> None:
         self.rows: dict[int, Tensor] = {}  # by position, (keys,)
@@ -47,160 +54,182 @@ class _Kept:
 
 
 class MapReader:
-    """Keeps rows of named heads of one probe's calls.
+    """Records rows of attention weights of the heads named in ``maps``.
 
     Args:
-        model: what is probed.
-        maps: as for :func:`acutance.probe`.
-        tokenizer: has words for tokens, or None.
-        tokens: follows the ids that the model's embedding gets.
+        model: the probed model.
+        maps: heads and rows, as for :func:`acutance.probe`.
+        tokenizer: names tokens; None for no names.
+        tokens: records the token ids that the model's embedding receives.
 
     Raises:
-        TypeError: if a name or rows are of another type.
-        ValueError: if a name is no head of the model, or rows are negative or more than 64.
+        TypeError: if a head or its rows have the wrong type.
+        ValueError: if the model has no such head, or rows are negative or more than 64.
     """
 
     def __init__(
         self, model: torch.nn.Module, maps: Mapping[Any, MapRows], tokenizer: Any, tokens: Tokens
     ) -> None:
-        self._asked = [
-            (one, LayerChoice.from_model(one.layer, model, "maps"), HeadChoice(one.head))
-            for one in check_maps(maps)
+        self._requests = [
+            (
+                request,
+                LayerChoice.from_model(request.layer, model, "maps"),
+                HeadChoice(request.head),
+            )
+            for request in check_maps(maps)
         ]
-        if (most := most_heads(model)) is not None:
-            for _, _, heads in self._asked:
+        if (most := max_heads(model)) is not None:
+            for _, _, heads in self._requests:
                 heads.check(most, class_name(model))
         self._tokenizer, self.tokens = tokenizer, tokens
-        self._kept: dict[tuple[str, str, int, int], _Kept] = {}
-        self._begun: dict[str, tuple[int, int]] = {}  # first sequence of the last call, and next
+        self._maps: dict[tuple[str, str, int, int], _SequenceMap] = {}
+        #: by module: number of the first sequence of its last call, and of the next call
+        self._sequences: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
     def read(self, whole: AttentionCall, places: InputPlaces, real: Tensor | None) -> None:
-        """Keep what a call has of the rows.
+        """Record the requested rows that a call contains.
 
         Args:
-            whole: of all heads and rows.
-            places: where all its rows stand.
-            real: boolean (B, L), rows that count; None if all do.
+            whole: the call with all its heads and rows.
+            places: positions of all its queries and keys.
+            real: boolean (B, L), False on padding; None if there is no padding.
         """
         name = whole.module.partition("#")[0]
-        asked = [(one, heads) for one, layers, heads in self._asked if name in layers]
-        if not asked:
+        requests = [(request, heads) for request, layers, heads in self._requests if name in layers]
+        if not requests:
             return
         batch, total, queries, _ = whole.query.shape
         with self._lock:
-            first, following = self._begun.get(whole.module, (0, 0))
+            first, following = self._sequences.get(whole.module, (0, 0))
             if places.begins or following - first != batch:
                 first, following = following, following + batch
-            self._begun[whole.module] = first, following
+            self._sequences[whole.module] = first, following
         if first >= MOST_SEQUENCES:
             return
-        at = places.in_input
-        at = torch.arange(queries)[None] if at is None else at.cpu()
-        at = at.expand(batch, -1)
+        positions = places.in_input
+        positions = torch.arange(queries)[None] if positions is None else positions.cpu()
+        positions = positions.expand(batch, -1)
         ids = None
         if places.queries is not None:
             ids = self.tokens.keys(batch, queries, whole.key.shape[2], places.last)
-        for one, choice in asked:
-            wanted = torch.isin(at, torch.tensor(sorted(one.rows)))
+        for request, choice in requests:
+            selected = torch.isin(positions, torch.tensor(sorted(request.rows)))
             if real is not None:
-                wanted &= real.cpu()
+                selected &= real.cpu()
             heads = choice.of(total)
             if not heads:
                 raise ValueError(
-                    f"maps: {one.name!r} names a head that the layer does not have: it has {total}"
+                    f"maps: {request.name!r} names a head that the layer does not have: "
+                    f"it has {total} heads"
                 )
-            if bool(wanted.any()):
-                weights, sample = _rows(whole, heads, wanted)
-                self._keep(one.name, whole.module, heads, first, at, weights, sample, places, ids)
+            if bool(selected.any()):
+                weights, sample = _compute_rows(whole, heads, selected)
+                self._store(
+                    request.name,
+                    whole.module,
+                    heads,
+                    first,
+                    positions,
+                    weights,
+                    sample,
+                    places,
+                    ids,
+                )
 
-    def _keep(
+    def _store(
         self,
         name: str,
         module: str,
         heads: list[int],
         first: int,
-        at: Tensor,
+        positions: Tensor,
         weights: Tensor,
         sample: Sample,
         places: InputPlaces,
         ids: Tensor | None,
     ) -> None:
-        lost = torch.zeros(places.before)  # keys that a sliding cache has dropped
+        """Store weights (B, heads, r, S) by the request's name, layer, head and sequence."""
+        dropped_keys = torch.zeros(places.before)  # keys that a sliding cache has dropped
         for b in range(min(len(weights), MOST_SEQUENCES - first)):
             for h, head in enumerate(heads):
                 with self._lock:
-                    kept = self._kept.setdefault((name, module, head, first + b), _Kept())
+                    sequence_map = self._maps.setdefault(
+                        (name, module, head, first + b), _SequenceMap()
+                    )
                 for i in sample.real[b].nonzero()[:, 0].tolist():
-                    position = int(at[b, sample.positions[b, i]])
-                    kept.rows[position] = torch.cat([lost, weights[b, h, i]])
+                    position = int(positions[b, sample.positions[b, i]])
+                    sequence_map.rows[position] = torch.cat([dropped_keys, weights[b, h, i]])
                 if ids is not None:
-                    before = kept.ids[: places.before]
-                    kept.ids = torch.cat([before, ids[b].cpu()])
+                    dropped_ids = sequence_map.ids[: places.before]
+                    sequence_map.ids = torch.cat([dropped_ids, ids[b].cpu()])
 
     def unrecorded(self) -> list[str]:
-        """The names of which no sequence has a row, a sentence each."""
+        """One sentence for each request of which no sequence had a row."""
         with self._lock:
-            recorded = {name for (name, *_), one in self._kept.items() if one.rows}
+            recorded = {name for (name, *_), one in self._maps.items() if one.rows}
         return [
             f"maps: no sequence has row {', '.join(map(str, sorted(one.rows)[:5]))} of {one.name!r}"
-            for one, _, _ in self._asked
+            for one, _, _ in self._requests
             if one.name not in recorded
         ]
 
     def maps(self) -> dict[str, list[HeadMap]]:
-        """What was kept, by name as it was given; layers and heads as they ran, then sequences."""
-        found: dict[str, list[HeadMap]] = {one.name: [] for one, _, _ in self._asked}
+        """The recorded maps by the user's name for the head, ordered by sequence."""
+        maps: dict[str, list[HeadMap]] = {
+            stored_map.name: [] for stored_map, _, _ in self._requests
+        }
         with self._lock:
-            kept = sorted(self._kept.items(), key=lambda item: item[0][3])
-        for (name, module, head, sequence), one in kept:
-            if not one.rows:  # a shorter sequence of a batch
+            stored = sorted(self._maps.items(), key=lambda item: item[0][3])
+        for (name, module, head, sequence), stored_map in stored:
+            if not stored_map.rows:  # a shorter sequence of a batch
                 continue
-            positions = sorted(one.rows)
-            keys = max(map(len, one.rows.values()))
+            positions = sorted(stored_map.rows)
+            keys = max(map(len, stored_map.rows.values()))
             weights = torch.zeros(len(positions), keys)
-            for place, position in enumerate(positions):
-                row = one.rows[position]
-                weights[place, : len(row)] = row
+            for index, position in enumerate(positions):
+                row = stored_map.rows[position]
+                weights[index, : len(row)] = row
             tokens: tuple[str, ...] = ()
-            if self._tokenizer is not None and len(one.ids):
-                ids = one.ids[:keys].tolist() + [-1] * (keys - len(one.ids))
+            if self._tokenizer is not None and len(stored_map.ids):
+                ids = stored_map.ids[:keys].tolist() + [-1] * (keys - len(stored_map.ids))
                 tokens = tuple(token_text(self._tokenizer, i) if i >= 0 else "" for i in ids)
-            found[name].append(
+            maps[name].append(
                 HeadMap(name, module, head, sequence, tuple(positions), weights, tokens)
             )
-        return found
+        return maps
 
 
-def check_maps(maps: Any) -> list[_Asked]:
-    """The names and rows of maps, whatever the model.
+def check_maps(maps: Any) -> list[_MapRequest]:
+    """Parse the option ``maps``: heads and the rows requested of each.
 
     Raises:
-        TypeError: if a name or rows are of another type.
-        ValueError: if a name is none, or rows are none, negative or more than 64.
+        TypeError: if a head or its rows have the wrong type.
+        ValueError: if a head's name is not understood, or rows are empty, negative or more than 64.
     """
     if not isinstance(maps, Mapping) or not maps:
         raise TypeError(f"maps must map heads to their rows, got {maps!r:.60}")
-    asked = []
-    for given, rows in maps.items():
-        layer, head, name = _named(given)
-        asked.append(_Asked(name, layer, head, _row_numbers(name, rows)))
-    return asked
+    requests = []
+    for head_key, rows in maps.items():
+        layer, head, name = _parse_head(head_key)
+        requests.append(_MapRequest(name, layer, head, _parse_rows(name, rows)))
+    return requests
 
 
-def _named(given: Any) -> tuple[int | str, int | str, str]:
-    """Layer, head and name of a key: ``(5, 3)``, ``"layer 5 head 3"`` or ``"5.3"``."""
-    if isinstance(given, tuple) and len(given) == 2 and type(given[1]) is int:
-        return given[0], given[1], f"layer {given[0]} head {given[1]}"
-    match = _NAMED.fullmatch(given) if isinstance(given, str) else None
+def _parse_head(head_key: Any) -> tuple[int | str, int | str, str]:
+    """Parse ``(5, 3)``, ``"layer 5 head 3"`` or ``"5.3"`` into layer, head and display name."""
+    if isinstance(head_key, tuple) and len(head_key) == 2 and type(head_key[1]) is int:
+        return head_key[0], head_key[1], f"layer {head_key[0]} head {head_key[1]}"
+    match = _HEAD_NAME.fullmatch(head_key) if isinstance(head_key, str) else None
     if match is None:
         raise ValueError(
-            f"maps must name heads as 'layer 5 head 3', '5.3' or (5, 3), got {given!r:.60}"
+            f"maps must name heads as 'layer 5 head 3', '5.3' or (5, 3), got {head_key!r:.60}"
         )
-    return match["layer"] or match["short"], match["head"] or match["number"], given
+    return match["layer"] or match["short"], match["head"] or match["number"], head_key
 
 
-def _row_numbers(name: str, rows: Any) -> frozenset[int]:
+def _parse_rows(name: str, rows: Any) -> frozenset[int]:
+    """Row positions from a number, a sequence or a slice with an end; ``name`` is for messages."""
     if isinstance(rows, slice):
         if rows.stop is None:
             raise ValueError(f"maps: the rows of {name!r} must have an end, got {rows}")
@@ -219,12 +248,20 @@ def _row_numbers(name: str, rows: Any) -> frozenset[int]:
     return frozenset(rows)
 
 
-def _rows(whole: AttentionCall, heads: list[int], wanted: Tensor) -> tuple[Tensor, Sample]:
-    """Weights (B, heads, r, S) of some rows, in float32 on the CPU, and which rows these are."""
-    most = int(wanted.sum(1).max())
-    order = wanted.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
-    real = wanted.gather(1, order)
-    sample = Sample(order.to(whole.query.device), real, int(wanted.numel()), int(wanted.sum()))
+def _compute_rows(
+    whole: AttentionCall, heads: list[int], selected: Tensor
+) -> tuple[Tensor, Sample]:
+    """Weights (B, heads, r, S) of the selected rows, float32 on the CPU, and which rows they are.
+
+    Args:
+        whole: the call with all its heads and rows.
+        heads: numbers of the query heads.
+        selected: boolean (B, L), True on the rows to compute.
+    """
+    most = int(selected.sum(1).max())
+    order = selected.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+    real = selected.gather(1, order)
+    sample = Sample(order.to(whole.query.device), real, int(selected.numel()), int(selected.sum()))
     rows = kernel_call(take_rows(take_heads(whole, heads), sample))
     size = (*rows.query.shape[:3], rows.key.shape[2])
     weights = torch.zeros(size)
@@ -232,7 +269,7 @@ def _rows(whole: AttentionCall, heads: list[int], wanted: Tensor) -> tuple[Tenso
         for block in blocks(exactly):
             region = block.region
             e, Z = block.exponentials(block.largest())
-            share = (e / torch.where(Z > 0, Z, 1.0).unsqueeze(-1)).float().cpu()
-            keys = slice(block.start, block.start + share.shape[-1])
-            weights[region.batch, region.heads, region.rows, keys] = share[:, :, 0]
-    return weights, Sample(order, real, sample.total, sample.taken)
+            weights_block = (e / torch.where(Z > 0, Z, 1.0).unsqueeze(-1)).float().cpu()
+            keys = slice(block.start, block.start + weights_block.shape[-1])
+            weights[region.batch, region.heads, region.rows, keys] = weights_block[:, :, 0]
+    return weights, Sample(order, real, sample.total, sample.n_sampled)

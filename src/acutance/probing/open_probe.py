@@ -1,4 +1,4 @@
-"""The probe: a context in which a model's attention is measured while it runs as it always does."""
+"""``probe``: a context in which a model's attention is measured while the model runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def probe(
     attention_mask: Tensor | None = None,
     rows: Tensor | str = "real",
 ) -> Probe:
-    """Measure the attention of a model while it runs, changing nothing of it.
+    """Measure a model's attention while it runs, without changing its output.
 
     Args:
         model: any module; calls inside it are read, whatever else runs.

@@ -1,4 +1,4 @@
-"""Probe: record the attention calls that a listener captures, and summarise them."""
+"""Probe: records the attention calls that a listener captures, and summarises them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from acutance.capture.listener import Listener, ProbeError
 from acutance.capture.module_names import class_name
 from acutance.capture.padding import checked_mask
 from acutance.capture.tap import Tap, tap
-from acutance.probing.accumulate import Records, Rows, joined
+from acutance.probing.accumulate import CallRows, LayerRecords, join_calls
 from acutance.probing.head_maps import MapReader
 from acutance.probing.query_key_sample import QueryKeySample
-from acutance.probing.read_call import Read, Reader
+from acutance.probing.read_call import CallRead, CallReader
 from acutance.probing.settings import ProbeSettings
 from acutance.probing.spans import Span, SpanReader
 from acutance.probing.structure import StructureReader
@@ -39,53 +39,59 @@ _OF_A_CORPUS = ("number_passes", "expect_tokens")
 
 
 class _Recorder:
-    """Reads and records the calls that a probe's listener captures.
+    """Reads each call that a probe's listener captures and adds it to the probe's records.
 
     Attributes:
-        records: takes what was read.
-        reader: reads each call.
-        listener: lists calls whose rows are not to be trusted.
+        records: the accumulated statistics of each layer.
+        reader: reads the statistics of one call.
+        listener: captures the calls, and lists those whose rows are not reliable.
     """
 
-    reader: Reader
+    reader: CallReader
     listener: Listener
 
-    def __init__(self, records: Records) -> None:
+    def __init__(self, records: LayerRecords) -> None:
         self.records = records
 
     def on_call(
         self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
     ) -> None:
-        """Read a call that the model computed, and record it."""
+        """Record a call that the model computed; ``output`` returns the model's (B, Hq, L, Ev)."""
         self._record(self.reader.call(call, output, module), call.module)
 
     def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
-        """Record rows of which only the scores are known."""
+        """Record rows whose scores (B, H, L, S) are known, but not their queries and keys."""
         self._record(self.reader.scores(scores, name, doubt), name)
 
     def compute(
-        self, call: AttentionCall, own: Callable[[], Tensor], module: torch.nn.Module
+        self, call: AttentionCall, model_output: Callable[[], Tensor], module: torch.nn.Module
     ) -> tuple[Tensor, Callable[[], None]]:
-        """The output of a call, computed in the model's stead, and what records it."""
-        provided = self.reader.provide(call, own)
+        """Compute a call's output in place of the model.
+
+        Returns:
+            The output (B, Hq, L, Ev), and a function that records the call's statistics.
+        """
+        provided = self.reader.provide(call, model_output)
 
         def record() -> None:
             self._record(self.reader.provided(call, provided, module), call.module)
 
         return provided.output, record
 
-    def _record(self, read: Read, name: str) -> None:
-        rows = Rows(read.stats, read.kept, read.sample, read.structured, read.on_spans)
+    def _record(self, read: CallRead, name: str) -> None:
+        rows = CallRows(read.stats, read.counted, read.sample, read.structure, read.span_weights)
         self.records.add(read.layer, rows)
         if read.doubt is not None:
             self.listener.unreadable(name, read.doubt)
 
 
 class Probe:
-    """What :func:`probe` opens. Used once or many times; records add up.
+    """A context in which a model's attention is recorded; opened by :func:`probe`.
+
+    It may be entered several times: records accumulate.
 
     Attributes:
-        metrics: names recorded, in the order of :data:`acutance.METRICS`.
+        metrics: names of the recorded metrics, in the order of :data:`acutance.METRICS`.
     """
 
     def __init__(self, model: torch.nn.Module, settings: ProbeSettings) -> None:
@@ -106,7 +112,7 @@ class Probe:
             self._tokens = self._tokens or Tokens()
             self._maps = MapReader(model, settings.maps, settings.tokenizer, self._tokens)
         names = None if self._spans is None else self._spans.names
-        self._records = Records(self.metrics, settings.profile, names)
+        self._records = LayerRecords(self.metrics, settings.profile, names)
         recorder = _Recorder(self._records)
         self._listener = recorder.listener = Listener(
             model,
@@ -116,9 +122,9 @@ class Probe:
             attention_mask=settings.attention_mask,
             rows=settings.rows,
             provides=settings.provide,
-            around=self._follow_tokens,
+            context=self._follow_tokens,
         )
-        self._reader = recorder.reader = Reader(
+        self._reader = recorder.reader = CallReader(
             settings,
             structure=self._structure,
             spans=self._spans,
@@ -141,28 +147,29 @@ class Probe:
     ) -> None:
         self._listener.__exit__(kind, error, trace)
         if kind is None and not self._listener.calls:
-            raise ProbeError(self._listener.nothing())
+            raise ProbeError(self._listener.nothing_captured())
         if kind is None and self._spans is not None:
             self._spans.check_length()
 
     def _follow_tokens(self) -> AbstractContextManager[None]:
+        """Context that records the model's input token ids, if an option needs them."""
         return nullcontext() if self._tokens is None else self._tokens.follow(self._model)
 
     @property
     def unread(self) -> list[str]:
-        """Attention that could not be read, with the reason."""
+        """Attention that could not be read, one sentence each, with the reason."""
         return self._listener.unread
 
     @property
     def not_provided(self) -> list[str]:
-        """With ``provide``, attention that was left to the model, with the reason."""
+        """With ``provide``, attention that the model computed itself, with the reason."""
         return self._listener.not_provided
 
     @property
     def attention_mask(self) -> Tensor | None:
         """Which tokens of the next batches are real, boolean (B, T); set it for each batch.
 
-        None where it was not given: the model's own mask tells then.
+        None if it was not given: the mask passed to the model then decides.
         """
         mask = self._listener.rows.mask
         return None if mask is None else mask.real
@@ -173,42 +180,41 @@ class Probe:
 
     @property
     def spans(self) -> Mapping[str, Span] | None:
-        """The named spans of the next batches; set others, of the same names, for each batch.
+        """The named spans of the next batches; assign others of the same names for each batch.
 
-        None where the probe was opened without.
+        None if the probe was opened without spans.
         """
-        return None if self._spans is None else self._spans.given
+        return None if self._spans is None else self._spans.original
 
     @spans.setter
     def spans(self, spans: Mapping[str, Span]) -> None:
         if self._spans is None:
             raise ValueError("spans are read by a probe that is opened with spans=")
-        self._spans.given = spans
+        self._spans.original = spans
 
     @property
     def maps(self) -> dict[str, list[HeadMap]]:
-        """Rows of the heads that ``maps=`` names, by name; one entry for each layer and sequence.
+        """Recorded rows of the heads that ``maps=`` names, one entry per layer and sequence.
 
-        Rows of different sequences are not comparable, so nothing is averaged. The first eight
-        sequences are kept.
+        Rows of different sequences are not averaged. Only the first eight sequences are recorded.
         """
         return {} if self._maps is None else self._maps.maps()
 
-    def number_passes(self, turn: int | None) -> None:
-        """Number the next forward passes, which decides the sampled rows; None counts them."""
-        self._listener.passes.turn = turn
+    def number_passes(self, pass_number: int | None) -> None:
+        """Set the number of the next forward pass, which seeds row sampling; None counts passes."""
+        self._listener.passes.pass_number = pass_number
 
     def expect_tokens(self, longest: int) -> None:
-        """Check spans against the longest sequence to come, which may run elsewhere or earlier.
+        """Check that all spans end within sequences of ``longest`` tokens.
 
         Raises:
-            ValueError: if a span ends beyond it.
+            ValueError: if a span ends beyond that.
         """
         if self._spans is not None:
             self._spans.expect(longest)
 
     def tap(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Any) -> Tap:
-        """:func:`acutance.tap` for this probe only; no effect while it is closed.
+        """:func:`acutance.tap` for this probe only; without effect while the probe is closed.
 
         Args:
             query: (B, Hq, L, E).
@@ -227,27 +233,27 @@ class Probe:
     # -- results ----------------------------------------------------------------------------------
 
     def summary(self, about: dict[str, Any] | None = None) -> HeadSummary:
-        """What was recorded so far, layers in model order.
+        """Summarise what was recorded so far, layers in model order.
 
         Args:
-            about: facts to keep with it (model, text); versions are added.
+            about: facts to store in the summary (model, text); versions are added.
 
         Raises:
             ProbeError: if nothing was recorded.
         """
         records, modules = self._records.finished(), self._listener.modules
         if self._structure is not None:
-            for name, (layer, moments, beside) in records.items():
-                records[name] = layer, moments, self._structure.among(beside, layer)
-        records = joined(records, lambda name: heads_of(modules.module_of(name)))
+            for name, (layer, moments, optional_parts) in records.items():
+                records[name] = layer, moments, self._structure.add_examples(optional_parts, layer)
+        records = join_calls(records, lambda name: heads_of(modules.module_of(name)))
         if not records:
-            raise ProbeError(self._listener.nothing())
-        found = [records[name] for name in sorted(records, key=modules.order)]
-        besides = [beside for _, _, beside in found]
+            raise ProbeError(self._listener.nothing_captured())
+        ordered = [records[name] for name in sorted(records, key=modules.order)]
+        parts = [optional_parts for _, _, optional_parts in ordered]
         return HeadSummary(
-            layers=tuple(layer for layer, _, _ in found),
+            layers=tuple(layer for layer, _, _ in ordered),
             metrics=self.metrics,
-            moments=Moments.join([moments for _, moments, _ in found]),
+            moments=Moments.join([moments for _, moments, _ in ordered]),
             about={
                 "model": class_name(self._model),
                 "torch": torch.__version__,
@@ -259,51 +265,55 @@ class Probe:
                 *self._not_read(records),
                 *(() if self._maps is None else self._maps.unrecorded()),
             ),
-            optional_parts=OptionalParts.join(besides),
+            optional_parts=OptionalParts.join(parts),
             not_provided=tuple(self.not_provided),
-            maps=tuple(one for each in self.maps.values() for one in each),
+            maps=tuple(head_map for maps in self.maps.values() for head_map in maps),
         )
 
     def _not_read(self, records: Iterable[str]) -> Iterator[str]:
-        """Modules that are called attention and ran, and of which nothing was read or listed."""
-        heard = {name.partition("#")[0] for name in records}
-        heard |= {text.partition(": ")[0].partition("#")[0] for text in self.unread}
+        """Sentences about modules with attention in their class name that ran but were not read."""
+        mentioned = {name.partition("#")[0] for name in records}
+        mentioned |= {text.partition(": ")[0].partition("#")[0] for text in self.unread}
         listener, modules = self._listener, self._listener.modules
-        for name in sorted(listener.ran, key=modules.order):
+        for name in sorted(listener.modules_ran, key=modules.order):
             kind = type(modules.module_of(name)).__name__
-            near = any(
+            already_mentioned = any(
                 other == name or other.startswith(f"{name}.") or name.startswith(f"{other}.")
-                for other in heard
+                for other in mentioned
             )
-            if looks_like_attention(kind) and not near and listener.wants(name):
-                heard.add(name)
+            if (
+                looks_like_attention(kind)
+                and not already_mentioned
+                and listener.captures_module(name)
+            ):
+                mentioned.add(name)
                 yield f"{name}: {kind} ran, and {NOT_READ}"
 
     def queries_keys(self) -> QueryKeySample:
         """The recorded queries, keys and values: four heads per layer, one sequence.
 
         Raises:
-            ProbeError: if the probe was not opened with ``keep=True``, or kept nothing.
+            ProbeError: if the probe was not opened with ``keep=True``, or recorded none.
         """
-        if self._reader.keeper is None:
+        if self._reader.recorder is None:
             raise ProbeError("queries and keys are recorded only by a probe opened with keep=True")
         order = sorted(self._records.names(), key=self._listener.modules.order)
         try:
-            return self._reader.keeper.sample(order)
+            return self._reader.recorder.sample(order)
         except ValueError as error:
             raise ProbeError(str(error)) from error
 
     def __repr__(self) -> str:
         count = len(list(self._records.names()))
-        what = f"{count} layer{'s' * (count != 1)} read" if count else "nothing read yet"
-        return f"Probe of {type(self._model).__name__}: {what}; summary(), findings(), report()"
+        state = f"{count} layer{'s' * (count != 1)} read" if count else "nothing read yet"
+        return f"Probe of {type(self._model).__name__}: {state}; summary(), findings(), report()"
 
     def __dir__(self) -> list[str]:
-        """What users call, without what runs of a corpus call."""
+        """Attribute names without those that only runs over a corpus use."""
         return [name for name in super().__dir__() if name not in _OF_A_CORPUS]
 
     def findings(self) -> Any:
-        """The heads worth a look first, a list of :class:`~acutance.report.Finding`.
+        """The heads that deserve attention first, a list of :class:`~acutance.report.Finding`.
 
         Raises:
             ProbeError: if nothing was recorded.
@@ -327,10 +337,10 @@ class Probe:
     def report(self, path: str | None = None) -> Any:
         """The summary as one self-contained HTML page, a :class:`~acutance.report.Report`.
 
-        In a notebook the page is shown where the result of a cell is.
+        A notebook displays it as the result of a cell.
 
         Args:
-            path: where to write the page, too.
+            path: also write the page to this file.
         """
         from acutance.report.html_page.write import Report
 

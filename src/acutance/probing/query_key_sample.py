@@ -1,7 +1,6 @@
-"""Queries, keys and values themselves, of a few heads and one sequence: a sample of bounded size.
+"""A bounded sample of a model's queries, keys and values: a few heads per layer, one sequence.
 
-The statistics of a probe do not hold them. ``acutance compare --from`` runs other mechanisms on
-them.
+``acutance compare --from`` runs other attention mechanisms on it.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from acutance.files import write_bytes
 from acutance.masks import hides
 from acutance.summary.files import parse, read, sealed
 
-__all__ = ["KEPT_SCHEMA", "Keeper", "QueryKeySample", "load_queries_keys"]
+__all__ = ["SCHEMA", "QueryKeyRecorder", "QueryKeySample", "load_queries_keys"]
 
-KEPT_SCHEMA = "acutance.queries_keys/1"
-#: Heads of one layer and tokens of one sequence that are kept at most.
+SCHEMA = "acutance.queries_keys/1"
+#: Most heads of one layer, and most tokens of one sequence, in a sample.
 HEADS_PER_LAYER, TOKENS = 4, 1024
 #: Larger numbers have products whose squares overflow in float32; a model that has them is broken.
 LARGEST = 1e9
@@ -39,7 +38,7 @@ class QueryKeySample:
         key: (heads, n, E), that of a query head's group where heads share keys.
         value: (heads, n, Ev).
         heads: "module/head" of each.
-        is_causal: whether the model's rows see only the keys up to their own place.
+        is_causal: whether each query sees only the keys up to its own position.
     """
 
     query: Tensor
@@ -54,7 +53,7 @@ class QueryKeySample:
         return self.query.shape[1]
 
     def spread(self, count: int) -> QueryKeySample:
-        """At most ``count`` of the heads, evenly spaced over the model.
+        """Select at most ``count`` of the heads, evenly spaced over the model.
 
         Example:
             >>> x = torch.zeros(8, 2, 4)
@@ -62,20 +61,20 @@ class QueryKeySample:
             >>> sample.spread(3).heads
             ('a', 'd', 'f')
         """
-        chosen = _spaced(len(self.heads), count)
+        chosen = _evenly_spaced(len(self.heads), count)
         return QueryKeySample(
             self.query[chosen], self.key[chosen], self.value[chosen],
             tuple(self.heads[index] for index in chosen), self.is_causal,
         )  # fmt: skip
 
     def key_norm_effect(self) -> Tensor:
-        """Share of rows whose top key would be another if all keys of a head had one length.
+        """Share of rows whose top key changes when all keys of a head are given the same norm.
 
-        A key's length multiplies its score, so a long key can win rows that it does not match.
-        Biases, masks other than causality, and softcaps are left out.
+        A key's norm multiplies its score, so a long key can win rows that it does not match.
+        Biases, softcaps and masks other than the causal one are ignored.
 
         Returns:
-            (heads,), from 0, where key lengths decide nothing, to 1.
+            Shape (heads,), from 0 (key norms decide nothing) to 1.
 
         Example:
             >>> query = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
@@ -95,7 +94,7 @@ class QueryKeySample:
         return torch.stack(shares)
 
     def key_norms(self) -> dict[str, Any]:
-        """:meth:`key_norm_effect` by layer and head, as ``probe --keep-qk --json`` writes it.
+        """:meth:`key_norm_effect` by layer and head, in the form ``probe --keep-qk --json`` writes.
 
         Returns:
             ``tokens``, ``is_causal``, ``mean`` over all heads, and ``layers``, each with its
@@ -128,11 +127,11 @@ class QueryKeySample:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, atomically; :func:`load_queries_keys` reads it exactly."""
+        """Write the sample atomically to a safetensors file for :func:`load_queries_keys`."""
         from safetensors.torch import save
 
         header = {
-            "schema": KEPT_SCHEMA,
+            "schema": SCHEMA,
             "sample": json.dumps({"heads": self.heads, "is_causal": self.is_causal}),
         }
         parts = {"query": self.query, "key": self.key, "value": self.value}
@@ -141,18 +140,18 @@ class QueryKeySample:
 
 
 def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
-    """Read a sample that :meth:`QueryKeySample.save` wrote.
+    """Read a file written by :meth:`QueryKeySample.save`.
 
     Raises:
         FileNotFoundError: if there is no such file.
         OSError: if it cannot be read.
         ValueError: if it is another kind of file, damaged, or holds what no probe writes.
     """
-    name = os.fspath(path)
-    header, parts = read(path, KEPT_SCHEMA, "sample of queries and keys (probe --keep-qk)")
+    path_text = os.fspath(path)
+    header, parts = read(path, SCHEMA, "sample of queries and keys (probe --keep-qk)")
     try:
-        about = parse(header, "sample")
-        heads, causal = about.get("heads"), about.get("is_causal")
+        metadata = parse(header, "sample")
+        heads, causal = metadata.get("heads"), metadata.get("is_causal")
         if set(parts) != {"query", "key", "value"}:
             raise ValueError(
                 f"its arrays must be query, key and value, got {', '.join(sorted(parts))}"
@@ -162,19 +161,21 @@ def load_queries_keys(path: str | os.PathLike[str]) -> QueryKeySample:
         if not isinstance(causal, bool):
             raise ValueError(f"is_causal must be true or false, got {causal!r:.60}")
         query, key, value = parts["query"], parts["key"], parts["value"]
-        alike = query.dim() == value.dim() == 3 and query.shape == key.shape
-        if not alike or value.shape[:2] != query.shape[:2] or len(heads) != len(query):
-            shapes = ", ".join(f"{which} {tuple(part.shape)}" for which, part in parts.items())
+        same_shape = query.dim() == value.dim() == 3 and query.shape == key.shape
+        if not same_shape or value.shape[:2] != query.shape[:2] or len(heads) != len(query):
+            shapes = ", ".join(f"{path_text} {tuple(part.shape)}" for name, part in parts.items())
             raise ValueError(
                 f"its arrays must have shape (heads, n, width) of {len(heads)} heads, got {shapes}"
             )
         if not min(*query.shape, value.shape[2]):
             raise ValueError(f"it is empty: query is {tuple(query.shape)}")
-        for which, part in parts.items():
-            if part.dtype != torch.float32 or not _usable(part):
-                raise ValueError(f"{which} must contain float32 numbers of at most {LARGEST:g}")
+        for name, part in parts.items():
+            if part.dtype != torch.float32 or not _is_finite(part):
+                raise ValueError(f"{name} must contain float32 numbers of at most {LARGEST:g}")
     except ValueError as error:
-        raise ValueError(f"{name} is not a complete sample of queries and keys: {error}") from error
+        raise ValueError(
+            f"{path_text} is not a complete sample of queries and keys: {error}"
+        ) from error
     return QueryKeySample(query, key, value, tuple(heads), causal)
 
 
@@ -188,36 +189,41 @@ class _Layer(NamedTuple):
     is_causal: bool
 
     @property
-    def usable(self) -> bool:
-        """Whether all its numbers can be computed with."""
-        return all(map(_usable, (self.query, self.key, self.value)))
+    def is_finite(self) -> bool:
+        """Whether all entries are finite and small enough to square in float32."""
+        return all(map(_is_finite, (self.query, self.key, self.value)))
 
 
-class Keeper:
-    """Records the queries and keys of a probe's first calls."""
+class QueryKeyRecorder:
+    """Records queries, keys and values of each module's first self-attention call."""
 
     def __init__(self) -> None:
         self._layers: dict[str, _Layer] = {}
 
-    def take(self, call: AttentionCall, real: Tensor | None) -> None:
-        """Record the longest sequence of a module's first call, if it is self-attention."""
+    def record(self, call: AttentionCall, real: Tensor | None) -> None:
+        """Record the longest sequence of a call, if it is the module's first self-attention call.
+
+        Args:
+            call: the captured call.
+            real: boolean (B, L), False on padding; None if there is no padding.
+        """
         query, key, value = call.query, call.key, call.value
-        whole = query.shape[2] == key.shape[2] and query.shape[3] == key.shape[3]
-        if call.module in self._layers or call.cross or not whole:
+        is_self_attention = query.shape[2] == key.shape[2] and query.shape[3] == key.shape[3]
+        if call.module in self._layers or call.cross or not is_self_attention:
             return
-        row, tokens = 0, torch.arange(query.shape[2], device=query.device)
+        sequence, tokens = 0, torch.arange(query.shape[2], device=query.device)
         if real is not None:
-            row = int(real.sum(1).argmax())
-            tokens = real[row].nonzero()[:, 0]
+            sequence = int(real.sum(1).argmax())
+            tokens = real[sequence].nonzero()[:, 0]
         tokens = tokens[:TOKENS]
-        heads = _spaced(query.shape[1], HEADS_PER_LAYER)
+        heads = _evenly_spaced(query.shape[1], HEADS_PER_LAYER)
         group = query.shape[1] // key.shape[1]
         shared = [head // group for head in heads]
         scale = 1.0 if call.scale is None else call.scale * query.shape[3] ** 0.5
-        causal = call.is_causal or _looks_causal(call.attn_mask, row, tokens)
-        parts = (query[row, heads] * scale, key[row, shared], value[row, shared])
-        kept = [part[:, tokens].detach().float().cpu() for part in parts]
-        self._layers[call.module] = _Layer(kept[0], kept[1], kept[2], heads, causal)
+        causal = call.is_causal or _looks_causal(call.attn_mask, sequence, tokens)
+        parts = (query[sequence, heads] * scale, key[sequence, shared], value[sequence, shared])
+        recorded = [part[:, tokens].detach().float().cpu() for part in parts]
+        self._layers[call.module] = _Layer(recorded[0], recorded[1], recorded[2], heads, causal)
 
     def sample(self, order: list[str]) -> QueryKeySample:
         """Combine the recorded queries and keys into one sample, layers in model order.
@@ -228,44 +234,47 @@ class Keeper:
             order: names of modules, in the order of the summary.
 
         Raises:
-            ValueError: if nothing was kept.
+            ValueError: if nothing was recorded.
         """
-        names = [name for name in order if name in self._layers and self._layers[name].usable]
+        names = [name for name in order if name in self._layers and self._layers[name].is_finite]
         if not names:
             raise ValueError(
                 "no queries and keys were recorded: the model ran no self-attention over a "
                 "whole sequence with visible queries and keys, or none with finite values"
             )
-        like = self._layers[names[0]]
-        alike = {
+        first = self._layers[names[0]]
+        compatible = {
             name: layer
             for name, layer in ((name, self._layers[name]) for name in names)
-            if layer.query.shape[1:] == like.query.shape[1:]
-            and layer.value.shape[2] == like.value.shape[2]
+            if layer.query.shape[1:] == first.query.shape[1:]
+            and layer.value.shape[2] == first.value.shape[2]
         }
         return QueryKeySample(
-            query=torch.cat([layer.query for layer in alike.values()]),
-            key=torch.cat([layer.key for layer in alike.values()]),
-            value=torch.cat([layer.value for layer in alike.values()]),
-            heads=tuple(f"{name}/{head}" for name, layer in alike.items() for head in layer.heads),
-            is_causal=all(layer.is_causal for layer in alike.values()),
+            query=torch.cat([layer.query for layer in compatible.values()]),
+            key=torch.cat([layer.key for layer in compatible.values()]),
+            value=torch.cat([layer.value for layer in compatible.values()]),
+            heads=tuple(
+                f"{name}/{head}" for name, layer in compatible.items() for head in layer.heads
+            ),
+            is_causal=all(layer.is_causal for layer in compatible.values()),
         )
 
 
-def _usable(part: Tensor) -> bool:
+def _is_finite(part: Tensor) -> bool:
+    """Whether all entries are numbers of at most :data:`LARGEST`."""
     return bool((part.abs() <= LARGEST).all())  # False for NaN
 
 
-def _spaced(total: int, count: int) -> list[int]:
-    """``count`` of ``total`` indices, evenly spaced, or all of them."""
+def _evenly_spaced(total: int, count: int) -> list[int]:
+    """Up to ``count`` evenly spaced indices below ``total``."""
     if count >= total:
         return list(range(total))
     return [round(index * total / count) for index in range(count)]
 
 
 def _looks_causal(mask: Tensor | None, row: int, tokens: Tensor) -> bool:
-    """Whether a mask hides all later tokens from the first."""
+    """Whether a mask (B, H, L, S) hides all later tokens of a sequence from its first token."""
     if mask is None or mask.dim() != 4 or mask.shape[2] < 2 or len(tokens) < 2:
         return False
-    seen = mask[min(row, mask.shape[0] - 1), 0, tokens[0], tokens[1:]]
-    return bool((~seen if seen.dtype == torch.bool else hides(seen)).all())
+    first_row = mask[min(row, mask.shape[0] - 1), 0, tokens[0], tokens[1:]]
+    return bool((~first_row if first_row.dtype == torch.bool else hides(first_row)).all())

@@ -1,9 +1,8 @@
-"""Providing: acutance's kernel computes the attention it measures, in the model's stead.
+"""Replace a model's attention by acutance's kernel, which also returns the statistics.
 
-One pass gives the output and the statistics, so that measuring costs little more than the model
-alone. The output is then that of another kernel, equal to rounding. What a capture might miss would
-now change the model, so the first call of every kind is also computed by the model's own function,
-and a layer whose outputs differ is left alone.
+Measuring then costs little more than running the model. Outputs equal the model's up to rounding.
+The first call of each kind is also computed by the model's function; a layer whose outputs differ
+is not replaced.
 """
 
 from __future__ import annotations
@@ -20,17 +19,16 @@ from acutance.capture.attention_call import VERIFY_TOLERANCE, AttentionCall, rel
 from acutance.capture.torch_modes import unwatched
 from acutance.rowstats import RowState, RowStatistics
 
-__all__ = ["Provided", "Provider", "why_not"]
+__all__ = ["Provided", "Provider", "reason_not_provided"]
 
 
 class Provided(NamedTuple):
-    """An output instead of the model's own.
+    """An attention output that replaces the model's, and the statistics of its rows.
 
     Attributes:
-        output: (B, Hq, L, Ev), with its gradient.
-        stats: of the same rows, without.
-        error: largest relative difference from the model's own output, None where that was not
-            computed.
+        output: (B, Hq, L, Ev), differentiable.
+        stats: row statistics of the same call, detached.
+        error: largest relative difference from the model's output; None if that was not computed.
     """
 
     output: Tensor
@@ -39,39 +37,39 @@ class Provided(NamedTuple):
 
 
 class Provider:
-    """Decides which calls are provided, and remembers which kinds agreed with the model.
+    """Computes attention calls with acutance's kernel and compares them with the model's output.
 
     Attributes:
-        suspects: layers whose own output differed, by name.
+        suspects: names of the layers whose output differed; they are not replaced any more.
     """
 
     def __init__(self, always: bool) -> None:
-        """``always`` compares every call, not only the first of its kind."""
+        """Compare every call with the model's output if ``always``, else the first of each kind."""
         self._always = always
         self._equal: dict[tuple[object, ...], bool] = {}
         self._lock = threading.Lock()
         self.suspects: set[str] = set()
 
     def provide(
-        self, call: AttentionCall, own: Callable[[], Tensor], noise: bool, gaps: bool
+        self, call: AttentionCall, model_output: Callable[[], Tensor], noise: bool, gaps: bool
     ) -> Provided:
-        """Compute a call.
+        """Compute the output and row statistics of a captured call.
 
         Args:
-            call: what was captured.
-            own: the model's own function, which gives (B, Hq, L, Ev).
+            call: the captured call.
+            model_output: runs the model's function and returns its output (B, Hq, L, Ev).
             noise: also measure ``noise_gain``.
             gaps: also count keys by their distance below the maximum.
 
         Raises:
-            ValueError: if it cannot be provided; the message is the reason.
+            ValueError: if the call cannot be replaced; the message is the reason.
         """
-        if reason := why_not(call):
+        if reason := reason_not_provided(call):
             raise ValueError(reason)
         if call.module in self.suspects:
             raise ValueError("its output differs from the model's own")
         with unwatched():
-            output, stats = call.rebuilt(noise, gaps)
+            output, stats = call.rebuild(noise, gaps)
         if output.requires_grad:
             stats = RowStatistics(RowState(*(part.detach() for part in stats.state)), stats.backend)
         kind = (*call.kind(), bool((stats.state.n == 0).any()))
@@ -80,7 +78,7 @@ class Provider:
         error = None
         if self._always or equal is None:
             with torch.no_grad():
-                theirs = own()
+                theirs = model_output()
             error = _difference(output, theirs)
             if not error <= VERIFY_TOLERANCE.get(theirs.dtype, 0.0):
                 self.suspects.add(call.module)
@@ -90,12 +88,12 @@ class Provider:
         return Provided(output, stats, error)
 
 
-def why_not(call: AttentionCall) -> str | None:
-    """Why a call cannot be provided, None if it can.
+def reason_not_provided(call: AttentionCall) -> str | None:
+    """Reason why acutance's kernel cannot replace a call; None if it can.
 
     Example:
         >>> x = torch.zeros(1, 1, 2, 4)
-        >>> why_not(AttentionCall("layer", "sdpa", x, x, x, dropout_p=0.1))
+        >>> reason_not_provided(AttentionCall("layer", "sdpa", x, x, x, dropout_p=0.1))
         'dropout makes its weights random'
     """
     if call.dropout_p > 0.0:
@@ -113,10 +111,10 @@ def why_not(call: AttentionCall) -> str | None:
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """Largest relative difference over all rows; infinite where only one is a number."""
+    """Largest relative difference of two outputs; infinite where exactly one of them is NaN."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return float("inf")
-    both = ours.isnan() & theirs.isnan()
-    every = torch.ones(ours.shape[:3], dtype=torch.bool, device=ours.device)
-    first, second = (part.detach().masked_fill(both, 0.0) for part in (ours, theirs))
-    return relative_error(first, second, every)
+    both_nan = ours.isnan() & theirs.isnan()
+    all_rows = torch.ones(ours.shape[:3], dtype=torch.bool, device=ours.device)
+    first, second = (part.detach().masked_fill(both_nan, 0.0) for part in (ours, theirs))
+    return relative_error(first, second, all_rows)

@@ -1,4 +1,4 @@
-"""Parts of a call: some of its heads, and some of its rows, drawn at random with a seed."""
+"""Restrict a captured call to some of its heads, or to rows sampled at random with a seed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["Sample", "draw", "take_heads", "take_rows"]
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows drawn from one call, without replacement, all equally likely.
+    """Rows sampled uniformly, without replacement, from one call.
 
     Attributes:
-        positions: (B, r) queries, ascending in each sequence; the tail of a row may be filler.
-        real: boolean (B, r), False on filler.
-        total: rows the call has, padding aside.
-        taken: rows drawn.
+        positions: (B, r) indices of sampled queries, ascending; padded at the end of each sequence.
+        real: boolean (B, r), False where ``positions`` is padded.
+        total: number of rows of the call, without padding.
+        n_sampled: number of sampled rows.
     """
 
     positions: Tensor
     real: Tensor
     total: int
-    taken: int
+    n_sampled: int
 
-    def of(self, rows: Tensor) -> Tensor:
-        """The drawn rows of a tensor (B, H, L, ...)."""
+    def select(self, rows: Tensor) -> Tensor:
+        """The sampled rows (B, H, r, ...) of a tensor (B, H, L, ...)."""
         index = self.positions.view(len(self.positions), 1, -1, *[1] * (rows.dim() - 3))
         index = index.expand(-1, rows.shape[1], -1, *rows.shape[3:])
         return torch.gather(rows.expand(len(self.positions), *rows.shape[1:]), 2, index)
@@ -40,23 +40,23 @@ def draw(
     batch: int,
     queries: int,
     real: Tensor | None,
-    most: int,
+    max_rows: int,
     seed: tuple[object, ...],
     device: torch.device | None = None,
 ) -> Sample | None:
-    """Draw at most ``most`` rows of a call; None where it has no more than that.
+    """Sample ``max_rows`` rows of a call at random; None if the call has no more rows than that.
 
     Args:
-        batch: B.
-        queries: L.
-        real: boolean (B, L), False on padding; None if all rows count.
-        most: rows to draw.
-        seed: what decides the draw: the same parts, the same rows.
-        device: where the rows are.
+        batch: number of sequences, B.
+        queries: queries per sequence, L.
+        real: boolean (B, L), False on padding; None if there is no padding.
+        max_rows: number of rows to sample.
+        seed: any values; the same values give the same rows.
+        device: device of the result.
 
     Example:
         >>> sample = draw(2, 5, None, 3, (0, "layer", 0))
-        >>> sample.taken, sample.total, int(sample.real.sum())
+        >>> sample.n_sampled, sample.total, int(sample.real.sum())
         (3, 10, 3)
         >>> draw(2, 5, None, 10, (0,)) is None
         True
@@ -65,27 +65,27 @@ def draw(
         rows = torch.arange(batch * queries, device="cpu")
     else:
         rows = real.flatten().nonzero()[:, 0].cpu()
-    if len(rows) <= most:
+    if len(rows) <= max_rows:
         return None
-    chance = torch.Generator("cpu").manual_seed(zlib.crc32(repr(seed).encode()))
-    order = torch.randperm(len(rows), generator=chance, device="cpu")
-    drawn = rows[order[:most]].sort().values
+    generator = torch.Generator("cpu").manual_seed(zlib.crc32(repr(seed).encode()))
+    order = torch.randperm(len(rows), generator=generator, device="cpu")
+    drawn = rows[order[:max_rows]].sort().values
     sequence, place = drawn // queries, drawn % queries
     counts = torch.bincount(sequence, minlength=batch)
-    widest = int(counts.max())
-    column = torch.arange(most, device="cpu") - (counts.cumsum(0) - counts)[sequence]
-    positions = torch.zeros(batch, widest, dtype=torch.int64, device="cpu")
-    there = torch.zeros(batch, widest, dtype=torch.bool, device="cpu")
-    positions[sequence, column], there[sequence, column] = place, True
-    return Sample(positions.to(device), there.to(device), len(rows), most)
+    longest = int(counts.max())
+    column = torch.arange(max_rows, device="cpu") - (counts.cumsum(0) - counts)[sequence]
+    positions = torch.zeros(batch, longest, dtype=torch.int64, device="cpu")
+    is_real = torch.zeros(batch, longest, dtype=torch.bool, device="cpu")
+    positions[sequence, column], is_real[sequence, column] = place, True
+    return Sample(positions.to(device), is_real.to(device), len(rows), max_rows)
 
 
 def take_heads(call: AttentionCall, heads: list[int]) -> AttentionCall:
-    """The call of some of the query heads, with the key head of each."""
+    """Restrict a call to some query heads, with the key head of each."""
     total, group = call.query.shape[1], call.query.shape[1] // call.key.shape[1]
     shared = [head // group for head in heads]
 
-    def of(tensor: Tensor | None) -> Tensor | None:
+    def select(tensor: Tensor | None) -> Tensor | None:
         if tensor is None or tensor.dim() < 3 or tensor.shape[-3] != total or total == 1:
             return tensor
         return tensor[..., heads, :, :]
@@ -95,33 +95,33 @@ def take_heads(call: AttentionCall, heads: list[int]) -> AttentionCall:
         query=call.query[:, heads],
         key=call.key[:, shared],
         value=call.value[:, shared],
-        attn_mask=of(call.attn_mask),
-        bias=of(call.bias),
+        attn_mask=select(call.attn_mask),
+        bias=select(call.bias),
         sinks=None if call.sinks is None else call.sinks[heads],
     )
 
 
 def take_rows(call: AttentionCall, sample: Sample) -> AttentionCall:
-    """The call of the rows drawn: what depends on their positions becomes a mask."""
-    seen = call.seen_by_position(sample.positions)
+    """Restrict a call to sampled rows; causality, window and documents become an explicit mask."""
+    visible = call.seen_by_position(sample.positions)
 
-    def of(tensor: Tensor | None) -> Tensor | None:
+    def select(tensor: Tensor | None) -> Tensor | None:
         while tensor is not None and tensor.dim() < 4:
             tensor = tensor.unsqueeze(0)
         if tensor is None or tensor.shape[2] == 1:
             return tensor
-        return sample.of(tensor)
+        return sample.select(tensor)
 
-    mask = of(call.attn_mask)
-    if seen is not None and mask is not None and mask.dtype != torch.bool:
-        mask = torch.where(seen, mask, -torch.inf)
-    elif seen is not None:
-        mask = seen if mask is None else mask & seen
+    mask = select(call.attn_mask)
+    if visible is not None and mask is not None and mask.dtype != torch.bool:
+        mask = torch.where(visible, mask, -torch.inf)
+    elif visible is not None:
+        mask = visible if mask is None else mask & visible
     return replace(
         call,
-        query=sample.of(call.query),
+        query=sample.select(call.query),
         attn_mask=mask,
-        bias=of(call.bias),
+        bias=select(call.bias),
         is_causal=False,
         query_offset=0,
         window=None,

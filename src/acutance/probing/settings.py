@@ -1,4 +1,4 @@
-"""ProbeSettings: what a probe reads and how, checked once and handed on whole."""
+"""ProbeSettings: the checked options of a probe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from acutance.capture.find_layers import most_heads
+from acutance.capture.find_layers import max_heads
 from acutance.capture.layer_choice import Chosen, HeadChoice
 from acutance.capture.module_names import class_name
 from acutance.probing.head_maps import MapRows
@@ -27,10 +27,11 @@ __all__ = ["ProbeSettings"]
 class ProbeSettings:
     """The options of :func:`acutance.probe`, under the same names.
 
-    ``noise``, ``gaps`` and ``structure`` are true also where a metric or an example needs them.
+    ``noise``, ``gaps`` and ``structure`` are set to True if a requested metric or example needs
+    them.
 
     Raises:
-        TypeError: if an option is of another type than it says.
+        TypeError: if an option has the wrong type.
         ValueError: if a metric does not exist, or a number is too small.
 
     Example:
@@ -81,8 +82,8 @@ class ProbeSettings:
             needed = [metric(name) for name in self.metrics]
             if not needed:
                 raise ValueError("metrics must name at least one metric, got none")
-            self._imply("noise", any(each.needs_values for each in needed))
-            self._imply("gaps", any(each.needs_gaps for each in needed))
+            self._imply("noise", any(needed_metric.needs_values for needed_metric in needed))
+            self._imply("gaps", any(needed_metric.needs_gaps for needed_metric in needed))
         self._imply("structure", bool(self.examples))
 
     def _imply(self, name: str, needed: bool) -> None:
@@ -90,20 +91,20 @@ class ProbeSettings:
 
     @property
     def recorded(self) -> tuple[str, ...]:
-        """Names of the metrics that are recorded, in the order of :data:`acutance.METRICS`."""
-        wanted = set(
+        """Names of the metrics to record, in the order of :data:`acutance.METRICS`."""
+        requested = set(
             metric_names(noise=self.noise, gaps=self.gaps) if self.metrics is None else self.metrics
         )
         if not self.structure:
-            return tuple(name for name in METRICS if name in wanted)
-        wanted.add("first_weight")  # the weight on the first token
-        return (*(name for name in METRICS if name in wanted), *STRUCTURE)
+            return tuple(name for name in METRICS if name in requested)
+        requested.add("first_weight")  # the weight on the first token
+        return (*(name for name in METRICS if name in requested), *STRUCTURE)
 
     def check_heads(self, model: torch.nn.Module) -> None:
-        """Check that the heads to read are a model's.
+        """Check that a model has the requested heads.
 
         Raises:
-            ValueError: if they are more than the model has.
+            ValueError: if a head number is too large for the model.
         """
-        if self.heads is not None and (most := most_heads(model)) is not None:
-            HeadChoice(self.heads).check(most, class_name(model))
+        if self.heads is not None and (n_heads := max_heads(model)) is not None:
+            HeadChoice(self.heads).check(n_heads, class_name(model))

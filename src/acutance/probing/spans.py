@@ -1,7 +1,7 @@
 """Weight of a captured call's rows on named spans of the input.
 
-A span's weight is the output that its keys' values of 1 have: one more pass of the attention
-kernel, with a component of the value for each span, gives those of all rows in memory of O(n).
+If the values are one-hot vectors of each key's span, the attention output is the weight on each
+span. One more pass of the kernel gives it for all rows in O(n) memory.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ class SpanWeights(NamedTuple):
     """Weights of one call's rows on K spans and on all other keys.
 
     Attributes:
-        mass: (B, H, L, K + 1).
-        even: (B, H or 1, L, K + 1), the same where every visible key has the same weight.
-        labels: (B or 1, L), number of each query's span, K for none; None where the queries are of
-            another sequence.
+        mass: (B, H, L, K + 1), weight on each span; the last entry is for keys outside all spans.
+        even: (B, H or 1, L, K + 1), the same if every visible key had equal weight.
+        labels: (B or 1, L), index of each query's span, K outside all; None in cross-attention.
     """
 
     mass: Tensor
@@ -40,8 +39,16 @@ class SpanWeights(NamedTuple):
     labels: Tensor | None
 
 
-class _Spans:
-    """The spans of one batch, checked."""
+class _CheckedSpans:
+    """The checked spans of one batch.
+
+    Attributes:
+        names: the spans' names.
+        parts: for each span a boolean (B, S), or (start, stop) for all or for each sequence.
+        batch: number of sequences that the spans are for; None if they are the same for all.
+        length: number of tokens, where a span is a mask; None otherwise.
+        furthest: name and (start, stop) of the span that ends last; None if all are masks.
+    """
 
     def __init__(self, spans: Any) -> None:
         if not isinstance(spans, Mapping):
@@ -57,15 +64,16 @@ class _Spans:
                     f"{ALL_ROWS!r}, got {name!r}"
                 )
         self.names = tuple(spans)
-        self.parts = [_checked(name, span) for name, span in spans.items()]
+        self.parts = [_parse_span(name, span) for name, span in spans.items()]
         sizes = {name: len(part) for name, part in zip(spans, self.parts, strict=True)}
-        batches = {name: size for name, size in sizes.items() if size > 1 or _each(spans[name])}
+        batches = {
+            name: size for name, size in sizes.items() if size > 1 or _is_per_sequence(spans[name])
+        }
         if len(set(batches.values())) > 1:
             raise ValueError(
                 "spans given for each sequence must all have the same number of sequences, got "
                 + ", ".join(f"{name!r} for {size}" for name, size in batches.items())
             )
-        #: sequences that the spans are of; None where they are the same for all
         self.batch = next(iter(batches.values()), None)
         widths = {part.shape[1] for part in self.parts if isinstance(part, Tensor)}
         if len(widths) > 1:
@@ -73,7 +81,6 @@ class _Spans:
                 "spans given as masks must have the same length, got "
                 f"{', '.join(map(str, sorted(widths)))}"
             )
-        #: tokens of the sequences, where masks tell
         self.length = next(iter(widths), None)
         self._check_overlap()
         stops = [
@@ -82,10 +89,10 @@ class _Spans:
             if not isinstance(part, Tensor)
             for span in part
         ]
-        #: the span that ends last, by name, and where
         self.furthest = max(stops, key=lambda one: one[1][1] or one[1][0] + 1, default=None)
 
     def _check_overlap(self) -> None:
+        """Raise ValueError if two spans contain the same token."""
         ends = [
             end
             for part in self.parts
@@ -99,55 +106,57 @@ class _Spans:
             raise ValueError(f"spans must end within the input, got an end at token {length - 1}")
         count = torch.zeros(self.batch or 1, length, dtype=torch.int64, device="cpu")
         for index in range(len(self.parts)):
-            count += self._held(index, count.shape[0], 0, length, torch.device("cpu"))
+            count += self._token_mask(index, count.shape[0], 0, length, torch.device("cpu"))
             if bool((count > 1).any()):
                 row, place = (count > 1).nonzero()[0].tolist()
-                where = f" of sequence {row}" if self.batch is not None else ""
+                of_sequence = f" of sequence {row}" if self.batch is not None else ""
                 raise ValueError(
                     f"spans must not overlap: {self.names[index]!r} and a span before it "
                     "both contain "
-                    f"token {place}{where}"
+                    f"token {place}{of_sequence}"
                 )
 
-    def _held(self, index: int, batch: int, start: int, keys: int, device: torch.device) -> Tensor:
-        """Boolean (batch, keys), True on the tokens of a span; key 0 is token ``start``."""
+    def _token_mask(
+        self, index: int, batch: int, start: int, keys: int, device: torch.device
+    ) -> Tensor:
+        """Boolean (batch, keys), True on the tokens of span ``index``; key 0 is token ``start``."""
         part = self.parts[index]
-        held = torch.zeros(batch, keys, dtype=torch.bool, device=device)
+        mask = torch.zeros(batch, keys, dtype=torch.bool, device=device)
         if isinstance(part, Tensor):
-            mask = part[:, start : start + keys].to(device)
-            held[:, : mask.shape[1]] = mask
-            return held
+            part_mask = part[:, start : start + keys].to(device)
+            mask[:, : part_mask.shape[1]] = part_mask
+            return mask
         for row, (first, stop) in enumerate(part):
             rows = slice(None) if len(part) == 1 else row
-            held[rows, max(0, first - start) : None if stop is None else max(0, stop - start)] = (
+            mask[rows, max(0, first - start) : None if stop is None else max(0, stop - start)] = (
                 True
             )
-        return held
+        return mask
 
     def labels(self, start: int, keys: int, device: torch.device) -> Tensor:
-        """Number of each token's span, (B or 1, keys) int64; K for none; key 0 is ``start``."""
+        """Span index of each token, (B or 1, keys), K if in none; key 0 is token ``start``."""
         batch = self.batch or 1
         labels = torch.full((batch, keys), len(self.names), device=device)
         for index in range(len(self.names)):
-            labels[self._held(index, batch, start, keys, device)] = index
+            labels[self._token_mask(index, batch, start, keys, device)] = index
         return labels
 
 
 class SpanReader:
-    """Reads the weight of one probe's calls on spans of the input.
+    """Measures the weight of a probe's calls on named spans of the input.
 
     Args:
-        model: what is probed; the keys of a decoder that has an encoder are no part of the input.
+        model: the probed model; keys of a decoder that has an encoder are not part of the input.
         spans: as for :func:`acutance.probe`.
 
     Raises:
         TypeError: if a span is neither ranges nor a tensor.
-        ValueError: if a span is empty, negative, overlaps another or has a name that is in use.
+        ValueError: if a span is empty, negative, overlaps another or has a reserved name.
     """
 
     def __init__(self, model: torch.nn.Module, spans: Mapping[str, Span]) -> None:
-        self._spans, self._given = _Spans(spans), spans
-        self._decoder = _decoder(model)
+        self._spans, self._original = _CheckedSpans(spans), spans
+        self._decoder_prefix = _decoder_prefix(model)
         self._longest = 0
 
     @property
@@ -156,26 +165,26 @@ class SpanReader:
         return self._spans.names
 
     @property
-    def given(self) -> Mapping[str, Span]:
-        """The spans of the next batches."""
-        return self._given
+    def original(self) -> Mapping[str, Span]:
+        """The spans of the next batches, as the user gave them."""
+        return self._original
 
-    @given.setter
-    def given(self, spans: Mapping[str, Span]) -> None:
-        checked = _Spans(spans)
+    @original.setter
+    def original(self, spans: Mapping[str, Span]) -> None:
+        checked = _CheckedSpans(spans)
         if checked.names != self.names:
             raise ValueError(
                 f"spans must have the same names for every batch, {', '.join(self.names)}, got "
                 f"{', '.join(checked.names)}"
             )
         self.check_length()
-        self._spans, self._given, self._longest = checked, spans, 0
+        self._spans, self._original, self._longest = checked, spans, 0
 
     def expect(self, longest: int) -> None:
-        """Check the spans against the longest sequence to come.
+        """Check that all spans end within sequences of ``longest`` tokens.
 
         Raises:
-            ValueError: if one ends beyond it.
+            ValueError: if one ends beyond that.
         """
         self._longest = longest
         self.check_length()
@@ -195,18 +204,22 @@ class SpanReader:
     def read(
         self, call: AttentionCall, whole: AttentionCall, places: InputPlaces
     ) -> SpanWeights | None:
-        """The weights of a call's rows; None where its keys are no part of the input.
+        """Weights of a call's rows on the spans; None if its keys are not part of the input.
 
         Args:
-            call: of the heads and rows that are read.
-            whole: the call before rows were drawn from it.
-            places: where they stand.
+            call: the call restricted to the heads and rows that are read.
+            whole: the call with all its rows.
+            places: positions of the queries and keys.
 
         Raises:
-            ValueError: if the spans are of another batch or another length than the call.
+            ValueError: if the spans are for another batch size or length than the call's.
         """
         name = whole.module.partition("#")[0]
-        if self._decoder is not None and not whole.cross and f"{name}.".startswith(self._decoder):
+        if (
+            self._decoder_prefix is not None
+            and not whole.cross
+            and f"{name}.".startswith(self._decoder_prefix)
+        ):
             return None
         batch, keys = whole.query.shape[0], whole.key.shape[2]
         tokens = keys if places.queries is None else places.last + 1
@@ -214,15 +227,15 @@ class SpanReader:
         self._check_call(batch, places.before + tokens, sizes)
         labels = self._spans.labels(places.before, keys, call.query.device)
         one_hot = torch.nn.functional.one_hot(labels, len(self.names) + 1)
-        asked = None
+        query_labels = None
         if places.queries is not None:
-            at = places.queries.clamp(min=0)
-            size = torch.broadcast_shapes(at.shape[:1], labels.shape[:1])[0]
-            asked = labels.expand(size, -1).gather(1, at.expand(size, -1))
-        return SpanWeights(call.weight_on(one_hot), call.even_weight_on(one_hot), asked)
+            positions = places.queries.clamp(min=0)
+            size = torch.broadcast_shapes(positions.shape[:1], labels.shape[:1])[0]
+            query_labels = labels.expand(size, -1).gather(1, positions.expand(size, -1))
+        return SpanWeights(call.weight_on(one_hot), call.uniform_weight_on(one_hot), query_labels)
 
     def read_scores(self, scores: Tensor) -> SpanWeights:
-        """The same of self-attention whose scores (B, H, L, S) a model has formed itself.
+        """Weights on the spans of self-attention with known scores (B, H, L, S).
 
         Raises:
             ValueError: as :meth:`read`.
@@ -235,12 +248,12 @@ class SpanReader:
         return SpanWeights(mass, even, labels if queries == keys else None)
 
     def _check_call(self, batch: int, tokens: int, sizes: set[int] | None) -> None:
-        """Raise ValueError where a call does not fit the spans.
+        """Raise ValueError if a call does not fit the spans.
 
         Args:
-            batch: its sequences.
-            tokens: of each, so far.
-            sizes: what masks may be long; None if the call is a part of the sequences.
+            batch: its number of sequences.
+            tokens: length of each sequence so far.
+            sizes: lengths that a mask may have; None if the call is only a part of the sequences.
         """
         spans = self._spans
         if spans.batch is not None and spans.batch != batch:
@@ -255,12 +268,12 @@ class SpanReader:
 
 
 def check_spans(spans: Mapping[str, Span]) -> None:
-    """Raise what :class:`SpanReader` raises of spans, before there is a model."""
-    _Spans(spans)
+    """Check the option ``spans`` without a model; raises what :class:`SpanReader` raises."""
+    _CheckedSpans(spans)
 
 
-def _each(span: Any) -> bool:
-    """Whether a span is given for each sequence."""
+def _is_per_sequence(span: Any) -> bool:
+    """Whether a span is given for each sequence separately."""
     return isinstance(span, Tensor) or not _is_range(span)
 
 
@@ -272,8 +285,8 @@ def _is_range(span: Any) -> bool:
     )
 
 
-def _checked(name: str, span: Any) -> Tensor | list[_Range]:
-    """A boolean (B, S), or ranges: one for all sequences, or one for each."""
+def _parse_span(name: str, span: Any) -> Tensor | list[_Range]:
+    """Check one span: a boolean (B, S), or ranges, one for all sequences or one for each."""
     if isinstance(span, Tensor):
         if span.dtype != torch.bool or span.dim() != 2:
             raise ValueError(
@@ -283,30 +296,30 @@ def _checked(name: str, span: Any) -> Tensor | list[_Range]:
         if not bool(span.any()):
             raise ValueError(f"spans: {name!r} contains no token")
         return span.detach()
-    several = not _is_range(span)
-    if several and not (isinstance(span, list | tuple) and span and all(map(_is_range, span))):
+    per_sequence = not _is_range(span)
+    if per_sequence and not (isinstance(span, list | tuple) and span and all(map(_is_range, span))):
         raise TypeError(
             f"spans: {name!r} must be a pair (start, stop), a list of pairs or a "
             "boolean mask (B, S), got "
             f"{span!r:.60}"
         )
     ranges: list[_Range] = []
-    for start, stop in span if several else [span]:
+    for start, stop in span if per_sequence else [span]:
         if start is None or start < 0 or (stop is not None and stop <= start):
             raise ValueError(f"spans: {name!r} must have 0 <= start < stop, got ({start}, {stop})")
         ranges.append((start, stop))
     return ranges
 
 
-def _decoder(model: torch.nn.Module) -> str | None:
-    """The beginning of names inside the decoder of an encoder-decoder; None for other models."""
-    whole = unwrap(model)
+def _decoder_prefix(model: torch.nn.Module) -> str | None:
+    """Prefix of module names in the decoder of an encoder-decoder; None for other models."""
+    unwrapped = unwrap(model)
     part: Any = None
-    if getattr(getattr(whole, "config", None), "is_encoder_decoder", False):
-        part = whole.get_decoder() if hasattr(whole, "get_decoder") else None  # type: ignore[operator]
-    elif isinstance(whole, torch.nn.Transformer):
-        part = whole.decoder
-    for name, module in whole.named_modules():
+    if getattr(getattr(unwrapped, "config", None), "is_encoder_decoder", False):
+        part = unwrapped.get_decoder() if hasattr(unwrapped, "get_decoder") else None  # type: ignore[operator]
+    elif isinstance(unwrapped, torch.nn.Transformer):
+        part = unwrapped.decoder
+    for name, module in unwrapped.named_modules():
         if module is part and name:
             return f"{module_name(model, name)}."
     return None

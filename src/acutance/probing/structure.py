@@ -1,4 +1,4 @@
-"""Structure of a captured call: where its rows' weight lies, and the sharpest of them in full."""
+"""Structure of a captured call: where its rows' weight lies, and its sharpest rows in full."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ from acutance.summary.examples import Examples, Row
 from acutance.summary.head_summary import Layer
 from acutance.summary.optional_parts import OptionalParts
 
-__all__ = ["CRITICAL_ROWS", "Structured", "StructureReader", "kernel_call", "token_text"]
+__all__ = ["CRITICAL_ROWS", "CallStructure", "StructureReader", "kernel_call", "token_text"]
 
-#: Rows of each sequence of a call whose scores are sorted for ``critical_ratio``, where the gap
-#: histogram does not give it for all.
+#: Rows of each sequence whose scores are sorted for ``critical_ratio`` if no gap histogram was
+#: recorded; the histogram gives it for every row.
 CRITICAL_ROWS = 16
-_BLANK = "\u2581"  # how sentence pieces write a blank
+_BLANK = "\u2581"  # SentencePiece's sign for a blank
 
 
-class Structured(NamedTuple):
-    """Structure statistics of one call's rows.
+class CallStructure(NamedTuple):
+    """Structure statistics of the rows of one call.
 
     Attributes:
-        statistics: of rows (B, H, L).
-        positions: (B, L) where queries stand among the keys; None where they are of another
-            sequence.
+        statistics: fields of shape (B, H, L).
+        positions: (1 or B, L), index of the key at each query's position; None in cross-attention.
     """
 
     statistics: StructureStatistics
@@ -45,32 +44,32 @@ class Structured(NamedTuple):
 
 
 class StructureReader:
-    """Reads the structure of one probe's calls.
+    """Measures where the weight of each row of a probe's calls lies, and keeps the sharpest rows.
 
     Args:
-        model: what is probed; its configuration names special tokens where nothing else does.
-        tokenizer: names special tokens and has words for all; anything with ``all_special_ids``
-            and ``decode``.
-        special: ids of special tokens.
-        examples: sharpest rows to keep of each head.
+        model: the probed model; its configuration names the special tokens if neither
+            ``tokenizer`` nor ``special`` does.
+        tokenizer: any object with ``all_special_ids`` and ``decode``, or None.
+        special: ids of special tokens; None for the tokenizer's.
+        examples: number of sharpest rows to keep of each head.
 
     Raises:
-        TypeError: if special ids are none.
+        TypeError: if ``special`` contains anything but integers.
     """
 
     def __init__(
         self, model: torch.nn.Module, tokenizer: Any, special: Iterable[int] | None, examples: int
     ) -> None:
         if special is None:
-            named = getattr(tokenizer, "all_special_ids", None)
-            special = special_ids(model) if named is None else named
+            tokenizer_ids = getattr(tokenizer, "all_special_ids", None)
+            special = special_ids(model) if tokenizer_ids is None else tokenizer_ids
         self._special = tuple(special)
-        if not all(isinstance(each, int) for each in self._special):
+        if not all(isinstance(token, int) for token in self._special):
             raise TypeError(f"special must contain token ids, got {self._special!r}")
         self._word: Callable[[int], str] | None = None
         if tokenizer is not None:
             self._word = lambda token: token_text(tokenizer, token)
-        self._most = examples
+        self._n_examples = examples
         self._examples: dict[str, Examples] = {}
         self._lock = threading.Lock()
         self.tokens = Tokens()
@@ -81,99 +80,117 @@ class StructureReader:
         whole: AttentionCall,
         stats: RowStatistics,
         places: InputPlaces,
-    ) -> tuple[Structured, KernelCall, Tensor | None]:
-        """The structure of a call's rows.
+    ) -> tuple[CallStructure, KernelCall, Tensor | None]:
+        """Measure the structure of a call's rows.
 
         Args:
-            call: of the heads and rows that are read.
-            whole: the call before rows were drawn from it.
-            stats: of these rows; their gap histogram gives every row's ``critical_ratio``.
-            places: where they stand.
+            call: the call restricted to the heads and rows that are read.
+            whole: the call with all its rows.
+            stats: statistics of the rows; with a gap histogram they give ``critical_ratio``.
+            places: positions of the queries and keys.
 
         Returns:
-            The structure, and what :meth:`keep` needs: the rows, and the tokens of the keys.
+            The structure, the kernel call of the rows, and the token ids (B, S) of the keys (None
+            if unknown); :meth:`keep` takes the last two.
         """
         rows = kernel_call(call)
         positions = places.queries
-        tokens = asked = special = None
+        tokens = query_tokens = special = None
         batch, _, queries, _ = whole.query.shape
         if positions is not None and positions.numel():
             tokens = self.tokens.keys(batch, queries, whole.key.shape[2], places.last)
         if tokens is not None and positions is not None:
             tokens = tokens.to(call.query.device)
-            asked = tokens_at(tokens, positions)
+            query_tokens = tokens_at(tokens, positions)
             if self._special:
                 special = torch.isin(tokens, torch.tensor(self._special, device=tokens.device))
-        counted = has_gaps(stats.state)
-        every = 0 if counted else max(1, -(-call.query.shape[2] // CRITICAL_ROWS))
-        found = observe_structure(rows, Places(positions, tokens, asked, special, every))
-        if counted:
-            found = replace(found, critical_ratio=stats.critical_ratio())
-        return Structured(found, positions), rows, tokens
+        has_histogram = has_gaps(stats.state)
+        row_step = 0 if has_histogram else max(1, -(-call.query.shape[2] // CRITICAL_ROWS))
+        statistics = observe_structure(
+            rows, Places(positions, tokens, query_tokens, special, row_step)
+        )
+        if has_histogram:
+            statistics = replace(statistics, critical_ratio=stats.critical_ratio())
+        return CallStructure(statistics, positions), rows, tokens
 
     def keep(
         self,
         module: str,
         rows: KernelCall,
         stats: RowStatistics,
-        kept: Tensor,
+        counted: Tensor,
         positions: Tensor | None,
         tokens: Tensor | None,
     ) -> None:
-        """Keep a call's rows that are among the sharpest of their heads."""
-        if not self._most:
+        """Keep the rows of a call that are among the sharpest of their heads so far.
+
+        Args:
+            module: name of the layer.
+            rows: the kernel call of the rows.
+            stats: their statistics.
+            counted: boolean (B, H, L), True on the rows that enter the summary.
+            positions: (1 or B, L), index of the key at each query's position; None if unknown.
+            tokens: token ids of the keys, (B, S); None if unknown.
+        """
+        if not self._n_examples:
             return
-        heads, queries = kept.shape[1:]
+        heads, queries = counted.shape[1:]
         with self._lock:
-            before = self._examples.setdefault(module, Examples.none(heads, self._most))
-        threshold = before.threshold.tolist()
+            earlier = self._examples.setdefault(module, Examples.none(heads, self._n_examples))
+        threshold = earlier.threshold.tolist()
         information, entropy = stats.information, stats.entropy
-        sharp = torch.where(kept & (stats.state.n > 1), information, -torch.inf)
-        flat = sharp.transpose(0, 1).flatten(1)
-        best = flat.topk(min(self._most, flat.shape[1]), dim=1)
-        found = []
+        sharpness = torch.where(counted & (stats.state.n > 1), information, -torch.inf)
+        flat = sharpness.transpose(0, 1).flatten(1)
+        best = flat.topk(min(self._n_examples, flat.shape[1]), dim=1)
+        new_rows = []
         for head in range(heads):
-            for value, place in zip(
+            for value, flat_index in zip(
                 best.values[head].tolist(), best.indices[head].tolist(), strict=True
             ):
                 if value == -torch.inf or not value > threshold[head]:
                     continue
-                b, i = divmod(place, queries)
+                b, i = divmod(flat_index, queries)
                 weights, last = _weights(rows, b, head, i)
-                here = -1 if positions is None else int(positions[min(b, len(positions) - 1), i])
+                position = (
+                    -1 if positions is None else int(positions[min(b, len(positions) - 1), i])
+                )
                 ids = torch.full(weights.shape, -1) if tokens is None else tokens[b].cpu()
-                found.append(
+                new_rows.append(
                     Row(
                         head=head,
                         information=value,
                         entropy=float(entropy[b, head, i]),
-                        position=here,
+                        position=position,
                         n_keys=int(stats.state.n[b, head, i]),
-                        query=int(ids[here]) if 0 <= here < len(ids) else -1,
+                        query=int(ids[position]) if 0 <= position < len(ids) else -1,
                         weights=weights,
                         tokens=ids,
                         last=last,
                     )
                 )
-        if found:
-            made = Examples.from_rows(found, heads, self._most)
+        if new_rows:
+            new_examples = Examples.from_rows(new_rows, heads, self._n_examples)
             with self._lock:
-                self._examples[module] = self._examples[module].merge(made)
+                self._examples[module] = self._examples[module].merge(new_examples)
 
-    def among(self, beside: OptionalParts, layer: Layer) -> OptionalParts:
+    def add_examples(self, optional_parts: OptionalParts, layer: Layer) -> OptionalParts:
         """Add a layer's sharpest rows to its optional parts, if examples were requested."""
-        if not self._most:
-            return beside
+        if not self._n_examples:
+            return optional_parts
         with self._lock:
-            found = self._examples.get(layer.module, Examples.none(layer.heads, self._most))
-        return replace(beside, examples=found if self._word is None else found.named(self._word))
+            examples = self._examples.get(
+                layer.module, Examples.none(layer.heads, self._n_examples)
+            )
+        return replace(
+            optional_parts, examples=examples if self._word is None else examples.named(self._word)
+        )
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """Text of a token; its name in the vocabulary if it is not a whole character."""
+    """Text of a token id; its name in the vocabulary if it is not a whole character."""
     decoded = str(tokenizer.decode([token])) if hasattr(tokenizer, "decode") else ""
-    named = hasattr(tokenizer, "convert_ids_to_tokens")
-    name = str(tokenizer.convert_ids_to_tokens(token)) if named else ""
+    has_names = hasattr(tokenizer, "convert_ids_to_tokens")
+    name = str(tokenizer.convert_ids_to_tokens(token)) if has_names else ""
     if name.startswith(_BLANK) and not decoded.startswith(" "):
         return f" {decoded}"  # decoders of sentence pieces drop the blank that a text begins with
     if decoded and "\ufffd" not in decoded:
@@ -188,18 +205,20 @@ def kernel_call(call: AttentionCall) -> KernelCall:
 
 
 def _weights(rows: KernelCall, batch: int, head: int, row: int) -> tuple[Tensor, int]:
-    """The weights of one row over all keys, (S,) float64 on the CPU, and the last key it sees."""
+    """Weights of one row over all keys, (S,) float64 on the CPU, and the last key that it sees."""
     masking = rows.masking
     shared, member = divmod(head, masking.group)
     weights = torch.zeros(masking.keys, dtype=torch.float64, device="cpu")
     last = -1
-    at = Region(slice(batch, batch + 1), slice(shared, shared + 1), slice(row, row + 1))
+    region = Region(slice(batch, batch + 1), slice(shared, shared + 1), slice(row, row + 1))
     with exact(rows) as exactly:
-        for block in blocks(exactly, at):
-            seen = (block.scores[0, 0, member, 0] > -torch.inf).nonzero()
-            e, Z = block.exponentials(block.largest())
-            width = e.shape[-1]
-            part = e[0, 0, member, 0].cpu().double() / Z[0, 0, member, 0].cpu().double()
-            weights[block.start : block.start + width] = part
-            last = block.start + int(seen[-1]) if len(seen) else -1
+        for block in blocks(exactly, region):
+            visible = (block.scores[0, 0, member, 0] > -torch.inf).nonzero()
+            exponentials, total = block.exponentials(block.largest())
+            width = exponentials.shape[-1]
+            row_weights = (
+                exponentials[0, 0, member, 0].cpu().double() / total[0, 0, member, 0].cpu().double()
+            )
+            weights[block.start : block.start + width] = row_weights
+            last = block.start + int(visible[-1]) if len(visible) else -1
     return weights, last

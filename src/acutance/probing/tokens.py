@@ -1,4 +1,4 @@
-"""Which tokens a model reads, and where in its input the rows and keys of a call stand."""
+"""The token ids that a model reads, and the input positions of a call's queries and keys."""
 
 from __future__ import annotations
 
@@ -13,64 +13,70 @@ from torch import Tensor
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.module_hooks import follow_inputs
 from acutance.capture.module_names import unwrap
-from acutance.capture.module_stack import rerun
+from acutance.capture.module_stack import is_rerun
 from acutance.probing.row_sampling import Sample
 from acutance.structure.blocks import last_visible
 
 __all__ = ["InputPlaces", "PlaceReader", "Tokens", "special_ids"]
 
 #: Tokens of each sequence that are remembered, for the keys of a cache.
-_MOST = 1 << 17
+_MAX_REMEMBERED = 1 << 17
 _NAMES = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")
 
 
-class _Seen(threading.local):
-    """Token ids that one thread's embedding looked up: the last ones, and the ones before."""
+class _ThreadTokens(threading.local):
+    """Token ids that the model embedded in one thread.
+
+    Attributes:
+        ids: (B, T) of the last embedding call.
+        past: (B, T') of that call and the earlier ones of the same sequences.
+    """
 
     ids: Tensor | None = None
     past: Tensor | None = None
 
 
 class Tokens:
-    """Follows the ids that a model's token embedding gets.
+    """Records the token ids that a model's input embedding receives.
 
-    The embedding is the one a Hugging Face model names, else those with the most rows.
+    The embedding is ``get_input_embeddings()`` of a Hugging Face model; in other models, the
+    embedding tables with the most rows.
     """
 
     def __init__(self) -> None:
-        self._seen = _Seen()
+        self._current = _ThreadTokens()
 
     def follow(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Record the inputs of a model's embeddings, in the context."""
-        return follow_inputs(_embeddings(model), self._take)
+        """Context in which the inputs of a model's embedding tables are recorded."""
+        return follow_inputs(_embeddings(model), self._record_ids)
 
-    def _take(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Record the token ids of an embedding call, and append them to those of the cache."""
+    def _record_ids(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Hook: record the ids of an embedding call and append them to the earlier ones."""
         ids = args[0] if args else kwargs.get("input")
-        if rerun() or not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() > 2:
+        if is_rerun() or not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() > 2:
             return
         ids = ids.detach().reshape(-1, ids.shape[-1] if ids.dim() else 1).long()
-        seen = self._seen
-        past = seen.past
+        current = self._current
+        past = current.past
         if past is None or past.shape[0] != ids.shape[0] or past.device != ids.device:
             past = ids[:, :0]
-        seen.ids = ids
-        seen.past = torch.cat([past, ids], 1)[:, -_MOST:]
+        current.ids = ids
+        current.past = torch.cat([past, ids], 1)[:, -_MAX_REMEMBERED:]
 
     def forget(self) -> None:
-        """Forget all tokens seen in this thread."""
-        self._seen.ids = self._seen.past = None
+        """Forget the token ids recorded in this thread."""
+        self._current.ids = self._current.past = None
 
     def keys(self, batch: int, queries: int, keys: int, last: int) -> Tensor | None:
-        """Token ids of a call's keys, (B, S), −1 where unknown; None if none is known.
+        """Token ids (B, S) of a call's keys, −1 where unknown; None if none is known.
 
         Args:
-            batch: B.
-            queries: L.
-            keys: S.
-            last: where the last query stands among the keys.
+            batch: number of sequences, B.
+            queries: number of queries, L.
+            keys: number of keys, S.
+            last: index of the last query's position among the keys.
         """
-        ids, past = self._seen.ids, self._seen.past
+        ids, past = self._current.ids, self._current.past
         if ids is None or past is None or ids.shape[1] != queries or ids.shape[0] not in (1, batch):
             return None
         if queries == keys:
@@ -79,49 +85,48 @@ class Tokens:
         count = min(last + 1, past.shape[1], keys)
         if count < queries:
             return None
-        found = torch.full((batch, keys), -1, dtype=torch.int64, device=ids.device)
-        found[:, last + 1 - count : last + 1] = past[:, past.shape[1] - count :]
-        return found
+        key_ids = torch.full((batch, keys), -1, dtype=torch.int64, device=ids.device)
+        key_ids[:, last + 1 - count : last + 1] = past[:, past.shape[1] - count :]
+        return key_ids
 
 
 def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The embedding tables that receive token ids."""
-    tables = [each for each in model.modules() if isinstance(each, torch.nn.Embedding)]
+    """The embedding modules of a model that receive token ids."""
+    tables = [table for table in model.modules() if isinstance(table, torch.nn.Embedding)]
     try:
-        named = unwrap(model).get_input_embeddings()  # type: ignore[operator]
+        declared = unwrap(model).get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError, TypeError):
-        named = None
-    if isinstance(named, torch.nn.Module) and not isinstance(named, torch.nn.Embedding):
-        return [named]
-    rows = max((each.num_embeddings for each in tables), default=0)
-    if named is not None:
-        rows = named.num_embeddings
+        declared = None
+    if isinstance(declared, torch.nn.Module) and not isinstance(declared, torch.nn.Embedding):
+        return [declared]
+    rows = max((table.num_embeddings for table in tables), default=0)
+    if declared is not None:
+        rows = declared.num_embeddings
     # an encoder and its decoder may have a table each, as large
-    return [each for each in tables if each.num_embeddings == rows]
+    return [table for table in tables if table.num_embeddings == rows]
 
 
 def special_ids(model: torch.nn.Module) -> tuple[int, ...]:
-    """Ids that a Hugging Face configuration calls special; none for other models."""
-    found: set[int] = set()
+    """Special token ids from a Hugging Face model's configuration; empty for other models."""
+    special: set[int] = set()
     model = unwrap(model)
     for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
         for name in _NAMES:
             value = getattr(config, f"{name}_token_id", None)
             values = value if isinstance(value, list | tuple) else [value]
-            found.update(each for each in values if type(each) is int and each >= 0)
-    return tuple(sorted(found))
+            special.update(token for token in values if type(token) is int and token >= 0)
+    return tuple(sorted(special))
 
 
 @dataclass(frozen=True)
 class InputPlaces:
-    """Where the rows and keys of a call stand.
+    """Positions of a call's queries and keys in the model's input.
 
     Attributes:
-        queries: (1 or B, L), the key at which each query stands; None where queries are of another
-            sequence than the keys.
-        last: the key at which the whole call's last query stands; −1 where not known.
-        before: tokens of the input before key 0, which a cache that slides with a window has lost.
-        begins: whether the call holds the whole sequence so far, and so begins a new one.
+        queries: (1 or B, L), index of the key at each query's position; None in cross-attention.
+        last: index of the key at the position of the call's last query; −1 if not known.
+        before: number of input tokens before key 0, dropped by a sliding-window cache.
+        begins: whether the call's queries start at the first token of the input.
     """
 
     queries: Tensor | None
@@ -131,7 +136,7 @@ class InputPlaces:
 
     @property
     def in_input(self) -> Tensor | None:
-        """Where each query stands in the input, (1 or B, L)."""
+        """Position of each query in the input, (1 or B, L); None in cross-attention."""
         return None if self.queries is None else self.queries + self.before
 
     def of(self, sample: Sample | None) -> InputPlaces:
@@ -144,22 +149,22 @@ class InputPlaces:
 
 
 class PlaceReader(threading.local):
-    """Follows the layers of one thread, whose calls may continue from those before."""
+    """Computes :class:`InputPlaces` of calls, counting the tokens of each layer's cache."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, int] = {}
 
     def of(self, call: AttentionCall, module: Any = None) -> InputPlaces:
-        """The places of a call.
+        """Positions of a call's queries and keys.
 
-        A call whose queries are as many as its keys, or that says where they begin, is believed.
-        Else queries are the last of a longer sequence, in a cache, and stand at the last key they
-        see.
+        If the call has as many queries as keys, or states the first query's position, positions
+        follow from that. Otherwise the keys come from a cache, and each query is at the position of
+        the last key it sees.
 
         Args:
-            call: with all its heads and rows. Each call is given once, since the next may continue
-                it.
-            module: whose call it is; its window tells of a cache that slides.
+            call: the call with all its heads and rows. Pass each call once, since the next may
+                continue it.
+            module: the attention module; its ``sliding_window`` reveals a cache that drops keys.
         """
         if call.cross:
             return InputPlaces(None)
@@ -181,7 +186,9 @@ class PlaceReader(threading.local):
 
 
 def _window(call: AttentionCall, module: Any) -> int | None:
-    """The sliding window of a layer, also where a mask stands for it in the call."""
+    """Sliding window of a layer in keys, from the call, the module or its configuration."""
     config = getattr(module, "config", None)
-    known = (getattr(part, "sliding_window", None) for part in (module, config))
-    return call.window or next((each for each in known if isinstance(each, int)), None)
+    candidates = (getattr(part, "sliding_window", None) for part in (module, config))
+    return call.window or next(
+        (candidate for candidate in candidates if isinstance(candidate, int)), None
+    )

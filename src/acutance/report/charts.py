@@ -53,15 +53,15 @@ def draw(
     metric: str | None = None,
     dark: bool = False,
 ) -> None:
-    """Draw one of :data:`CHARTS`.
+    """Draw one of the figures in :data:`CHARTS` to a file.
 
     Args:
         summary: any head summary.
         path: a .png or .svg file.
-        chart: which.
-        metric: what it shows; None is entropy for "lengths" and normalized entropy else. "theory"
-            takes none.
-        dark: on a dark page.
+        chart: name of the figure.
+        metric: the metric to show; None for entropy in "lengths" and normalized entropy in others.
+            "theory" accepts none.
+        dark: use a dark background.
 
     Raises:
         ImportError: without matplotlib.
@@ -232,12 +232,12 @@ def draw_lengths(
 def draw_theory(
     summary: HeadSummary, path: str | os.PathLike[str], *, theme: Theme = LIGHT
 ) -> None:
-    """Draw measured entropy against what theory predicts of each head.
+    """Draw measured entropy against predicted entropy, a point for each head.
 
     The prediction is :meth:`~acutance.summary.head_summary.HeadSummary.predict`'s, from the first
-    key's gap, and the spread and Jensen gap of the other logits; for a summary without these it is
-    the entropy of Gaussian logits with the same deviation. The three heads farthest from it are
-    named.
+    key's gap and the spread and Jensen gap of the other logits; for a summary without these, the
+    entropy of Gaussian logits with the same deviation. The three heads with the largest differences
+    are labelled.
 
     Args:
         summary: one with ``entropy``, ``gaussian_entropy`` and ``logit_std``.
@@ -306,10 +306,10 @@ def draw_theory(
 
 
 def _enough(rows: Any) -> Any:
-    """Which octaves of n have enough rows to be drawn, boolean (octaves,).
+    """Boolean (octaves,): which octaves of n have enough rows to be drawn.
 
-    ``rows`` counts the rows of each octave. One with less than a small share (``_FEW``) of the
-    rows of the octave before it is left out: only the last rows of each window reach it.
+    ``rows`` counts the rows of each octave. An octave with less than a small share (``_FEW``) of
+    the previous one's rows is omitted: only the last rows of each window reach it.
 
     Example:
         >>> _enough(np.array([20, 40, 80, 2])).tolist()

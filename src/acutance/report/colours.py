@@ -36,7 +36,7 @@ class ColourScale:
     Attributes:
         low: value at 0.
         high: value at 1.
-        log: whether the way between them is logarithmic.
+        log: whether the scale is logarithmic.
     """
 
     low: float
@@ -73,8 +73,8 @@ class ColourScale:
 def colour_scale(name: str, means: Iterable[float]) -> ColourScale:
     """Choose the colour scale for the head means of a metric.
 
-    Shares run from 0 to 1 whatever the data, so that pictures of two models compare; other metrics
-    run over the data, from 0 where that is their floor, logarithmic where they span a decade.
+    Shares use 0 to 1 whatever the data, so that pictures of two models are comparable. Other
+    metrics use the data's range, from 0 if that is their minimum, logarithmic if it spans a decade.
 
     Example:
         >>> colour_scale("normalized_entropy", [0.3, 0.4])

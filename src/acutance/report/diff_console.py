@@ -25,13 +25,13 @@ _BAR = 8  # cells of a bar to either side
 
 
 def print_diff(changes: Diff, console: Console, metrics: Sequence[str], top: int) -> None:
-    """Print a diff for the width of a console.
+    """Print a diff at the width of a console.
 
     Args:
         changes: the diff.
-        console: where to.
-        metrics: whose heads and layers to list.
-        top: heads listed for each.
+        console: where to print.
+        metrics: metrics whose heads and layers are listed.
+        top: number of heads to list for each.
     """
     ascii_only = console.options.ascii_only
 
@@ -72,7 +72,7 @@ def print_diff(changes: Diff, console: Console, metrics: Sequence[str], top: int
         title(f"Layer by layer: mean {name} over heads")
         console.print(_layers(changes, metric, console.width, ascii_only))
     console.print()
-    for sentence in _below(changes):
+    for sentence in _footnotes(changes):
         say(sentence, "dim")
 
 
@@ -89,7 +89,7 @@ def _subject(about: Mapping[str, Any]) -> str:
 
 
 def _table(ascii_only: bool, keys: int, *columns: str) -> NumberTable:
-    """A table without lines: a text column, then number columns."""
+    """A borderless table: a text column, then number columns."""
     table = NumberTable(
         keys=keys, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim"
     )
@@ -186,7 +186,7 @@ def _plain(cells: Sequence[str], ascii_only: bool) -> Iterator[Text]:
 
 
 def _bar(value: float, reach: float, ascii_only: bool) -> str:
-    """A change as a bar to the left or right of the middle.
+    """A change as a bar to the left or right of a centre line.
 
     Example:
         >>> _bar(-0.5, 1.0, True), _bar(1.0, 1.0, True)
@@ -199,7 +199,7 @@ def _bar(value: float, reach: float, ascii_only: bool) -> str:
     return f"{cells if value < 0 else '':>{_BAR}}{middle}{cells if value > 0 else '':<{_BAR}}"
 
 
-def _below(changes: Diff) -> Iterator[str]:
+def _footnotes(changes: Diff) -> Iterator[str]:
     """Notes on how to read the numbers and what they assume."""
     yield (
         "Moved: the confidence interval of the change excludes 0. Intervals hold for all "
@@ -220,7 +220,7 @@ def _below(changes: Diff) -> Iterator[str]:
 
 
 def _number(value: float, metric: str) -> str:
-    """A value with as many digits as a change of it needs."""
+    """A value with enough digits to show its change."""
     if not math.isfinite(value):
         return "–"
     if value and abs(value) < 1:

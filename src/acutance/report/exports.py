@@ -28,14 +28,15 @@ def exports(
     dark: bool = False,
     key_norms: Mapping[str, Any] | None = None,
 ) -> dict[str, Callable[[Path], object]]:
-    """Functions that write each file, by its option.
+    """Functions that write each export file, by the name of its option.
 
     Args:
         summary: any head summary.
-        chart: which figure, a name of :data:`acutance.report.charts.CHARTS`.
-        metric: what the figure shows; None is what suits it.
-        dark: whether the figure has a dark page.
-        key_norms: of :meth:`acutance.probing.QueryKeySample.key_norms`, for the JSON and the page.
+        chart: name of the figure, from :data:`acutance.report.charts.CHARTS`.
+        metric: metric of the figure; None for the figure's default.
+        dark: use a dark background in the figure.
+        key_norms: result of :meth:`acutance.probing.QueryKeySample.key_norms`, for the JSON and the
+            page.
     """
 
     def json_to(path: Path) -> None:
@@ -80,8 +81,8 @@ def put_csv(table: Any, path: Path) -> None:
 def csv_bytes(table: Any) -> bytes:
     r"""Encode a pyarrow table as UTF-8 CSV with a header line; NaN becomes an empty field.
 
-    Text is always in quotes, so that what a module is called cannot end a field or a line; one
-    that a spreadsheet would take for a formula has an apostrophe before it.
+    Text is always quoted, so that a module's name cannot end a field or a line; text that a
+    spreadsheet would read as a formula is prefixed with an apostrophe.
 
     Example:
         >>> import pyarrow

@@ -22,15 +22,15 @@ def draw_heads(
     *,
     theme: Theme = LIGHT,
 ) -> None:
-    """Draw a heat map, layer × head, of a metric's mean over rows, 1600 pixels wide.
+    """Draw a heat map (layer × head) of a metric's mean over rows, 1600 pixels wide.
 
-    The picture is a card with round corners on nothing, so that it sits well on any page.
+    The image is a card with rounded corners on a transparent background.
 
     Args:
         summary: any head summary.
-        path: where to write it, atomically; an SVG where it ends in .svg, else a PNG.
-        metric: a metric the summary has.
-        theme: the card, light or dark.
+        path: output file, written atomically; SVG if it ends in .svg, else PNG.
+        metric: a recorded metric.
+        theme: light or dark.
 
     Raises:
         ImportError: without matplotlib.

@@ -1,8 +1,8 @@
-"""The style of every figure: a light or dark page, and marks that also read in grey.
+"""The style of every figure: light or dark, and curves that remain distinct in greyscale.
 
-A line is what is predicted, a mark what was measured. The curves of a figure take viridis in order,
-so their lightness alone tells them apart, and each has its own dash and mark besides. Where there
-are more than seven, colours come round again too, and colour, dash and mark together tell.
+Lines are predictions, marks are measurements. Curves use viridis in order, so that lightness
+distinguishes them, and each has its own dash and mark. With more than seven curves, the combination
+of colour, dash and mark is unique.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def reference(
     y: float | None = None,
     name: str = "_nolegend_",
 ) -> None:
-    """Draw a thin line across the panel at a value: a floor, a limit, a critical point."""
+    """Draw a thin line across the panel at a value, such as a limit or a critical point."""
     how: dict[str, Any] = {"color": theme.muted, "linewidth": 1.1, "linestyle": (0, (1, 1.5))}
     if x is not None:
         axes.axvline(x, label=name, **how)
@@ -269,7 +269,7 @@ def reference(
 def legend(
     axes: Axes, theme: Theme, *, title: str = "", where: Any = "best", columns: int = 1
 ) -> None:
-    """The legend inside the panel; ``where`` as matplotlib's ``loc``."""
+    """Draw the legend inside the panel; ``where`` is matplotlib's ``loc``."""
     how: dict[str, Any] = {
         "loc": where,
         "ncols": columns,

@@ -1,6 +1,6 @@
 """Figures of theory: entropy and effective keys against scale, information against temperature.
 
-A solid line is exact at this n, a dashed one the formula for many keys, a mark the row asked about.
+A solid line is exact at this n, a dashed one the limit for many keys, and a mark the requested row.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _curve_scales(prediction: Prediction, name: str, here: float) -> list[float]
 
 
 def _within(limit: Any, exact: Any, metric: str, n: float) -> Any:
-    """The formula's values inside the picture, and one point beyond."""
+    """The limit formula's values within the range of the exact curve, and one point beyond."""
     lowest = 0.3 if metric == "effective_keys" else -0.2 * math.log(n)
     return np.where(np.isfinite(limit) & (limit > lowest), limit, np.nan)
 
@@ -196,7 +196,7 @@ def _within(limit: Any, exact: Any, metric: str, n: float) -> Any:
 def _critical(
     axes: Any, theme: Theme, prediction: Prediction, metric: str, name: str, far: float
 ) -> None:
-    """Mark where the formulas for Gaussian logits break down."""
+    """Mark the scale at which the formulas for Gaussian logits break down."""
     parameters = prediction.parameters
     if name != "logit_std" or parameters.get("family") != "gaussian" or parameters["n"] < 2:
         return

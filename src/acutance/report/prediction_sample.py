@@ -1,4 +1,4 @@
-"""Rows drawn from the law that a prediction is about, and measured as any row is."""
+"""Sample random rows from the distribution of a prediction and measure them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MOST = 1 << 22  # scores in memory at a time
 
 
 def sample_rows(prediction: Prediction, rows: int, seed: int = 0) -> dict[str, tuple[float, float]]:
-    """Means and standard errors of every metric over random rows.
+    """Means and standard errors of every metric over random rows, by metric name.
 
     Args:
-        prediction: of a softmax of independent logits: ``softmax``, ``cosine``, ``dot`` or
+        prediction: a softmax of independent logits: ``softmax``, ``cosine``, ``dot`` or
             ``scaled_dot``.
-        rows: how many rows to draw, at least 2.
-        seed: of the random numbers.
+        rows: number of rows, at least 2.
+        seed: seed of the random numbers.
 
     Raises:
         ValueError: for other mechanisms, whose weights ``row_statistics`` does not measure.
@@ -57,7 +57,7 @@ def sample_rows(prediction: Prediction, rows: int, seed: int = 0) -> dict[str, t
 
 
 def _draw(prediction: Prediction, rows: int, n: int, generator: torch.Generator) -> Tensor:
-    """Logits (rows, n) of the prediction's law, by its quantiles."""
+    """Random logits (rows, n) of the prediction's distribution."""
     given: dict[str, Any] = dict(prediction.parameters)
     gamma, mean = logit_deviation(prediction), given.get("logit_mean")
     logits: Tensor

@@ -1,7 +1,7 @@
 """The terminal view of a prediction: a table of metrics, and remarks.
 
-The formula beside a value is ``Prediction.population``. It is said to hold where it is within 1 %
-of the exact value, and the sentences say why it does not.
+The limit formula shown with a value is ``Prediction.population``. It is said to hold if it is
+within 1 % of the exact value; the remarks explain why it does not.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def prediction_table(prediction: Prediction, measured: Any = None) -> ConsoleRen
     """A rich renderable with a line for each metric that theory predicts.
 
     Args:
-        prediction: from :func:`acutance.theory.predict`.
-        measured: means and standard errors by name, to stand beside it; none if left out.
+        prediction: result of :func:`acutance.theory.predict`.
+        measured: means and standard errors by metric name, shown in a further column; None for
+            none.
 
     Example:
         >>> from acutance import theory
@@ -115,7 +116,7 @@ def remarks(prediction: Prediction) -> list[str]:
 
 
 def prediction_record(prediction: Prediction) -> dict[str, Any]:
-    """Everything as plain values for JSON; NaN and infinities as None."""
+    """A prediction as JSON values; NaN and infinities become None."""
     return {
         "schema": SCHEMA,
         "mechanism": prediction.mechanism,
@@ -146,7 +147,7 @@ def logit_deviation(prediction: Prediction) -> float | None:
 
 
 def _remarks(row: Prediction) -> Iterator[str]:
-    """Sentences that say where the formulas hold for this row."""
+    """Sentences on where the limit formulas hold for this row."""
     n = float(row.parameters["n"])
     gamma = logit_deviation(row)
     if gamma is not None and n >= 2:
@@ -177,7 +178,7 @@ def _remarks(row: Prediction) -> Iterator[str]:
             f"{row.entropy:.2f}: it loses {row.jensen_gap:.2f} to the logsumexp and "
             f"{row.max_gap:.2f} to the maximum."
         )
-    yield from _why(row)
+    yield from _reasons_for_missing(row)
 
 
 def _gaussian_remarks(row: Prediction, n: float, gamma: float) -> Iterator[str]:
@@ -290,8 +291,8 @@ def _decay_remarks(row: Prediction, n: float) -> Iterator[str]:
         )
 
 
-def _why(row: Prediction) -> Iterator[str]:
-    """The metrics without a value, grouped by reason."""
+def _reasons_for_missing(row: Prediction) -> Iterator[str]:
+    """Sentences on the metrics without a value, grouped by reason."""
     grouped: dict[str, list[str]] = {}
     for name, reason in row.why.items():
         grouped.setdefault(reason, []).append(name)
@@ -314,7 +315,7 @@ def _heading(row: Prediction) -> str:
 
 
 def _verdict(exact: float, limit: float, kind: str) -> str:
-    """One of holds, near and off, with the relative difference; empty if there is no formula."""
+    """One of holds, near or off, with the relative difference; empty if there is no formula."""
     if math.isnan(limit) or not math.isfinite(exact):
         return ""
     if exact == limit:

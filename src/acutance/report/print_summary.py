@@ -57,7 +57,7 @@ def bullets(sentences: Sequence[str], ascii_only: bool) -> Table:
 
 
 def span_table(spans: Spans, ascii_only: bool) -> Table:
-    """Mean weight by span of query and key; in brackets that of equal weights."""
+    """Mean weight by span of query and key, with uniform attention's in brackets."""
     table = NumberTable(keys=1, box=None, padding=(0, 2, 0, 0), show_edge=False)
     table.add_column(" rows of", no_wrap=True)
     for name in (*spans.names, OTHER):
@@ -73,7 +73,7 @@ def span_table(spans: Spans, ascii_only: bool) -> Table:
 
 
 def most_on_spans(summary: HeadSummary, count: int = 3) -> list[str]:
-    """For each span the heads whose rows put most weight on it, as a sentence."""
+    """For each span, a sentence on the heads whose rows put most weight on it."""
     spans = summary.spans
     assert spans is not None
     sentences = []

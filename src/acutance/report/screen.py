@@ -49,7 +49,7 @@ class Screen(Console):
 
 
 def note(*parts: str | tuple[str, str]) -> Text:
-    """A rich ``Text`` from strings and (string, style) pairs; brackets in them are no markup.
+    """A rich ``Text`` from strings and (string, style) pairs; brackets are not markup.
 
     Example:
         >>> note(("state written to", "dim"), " /tmp/[/]").plain
@@ -64,16 +64,16 @@ _WORDS = 12
 
 
 class NumberTable(Table):
-    """A rich table that never cuts a number: columns that do not fit continue below.
+    """A rich table that never truncates a number: columns that do not fit continue below.
 
-    Other columns, of words, fold. Where that does not make room, the gaps narrow to one space, and
-    then the columns are laid out in blocks, one below the other, each after the key columns. Only a
-    number that is wider than the terminal itself continues in the next line.
+    Text columns are wrapped first, then gaps narrow to one space, then the columns are split into
+    blocks, one below the other, each starting with the key columns. Only numbers wider than the
+    terminal are broken.
 
     Args:
         *headers: columns, as for a rich table.
-        keys: how many of the first columns each block begins with.
-        options: those of a rich table.
+        keys: number of key columns with which each block begins.
+        options: options of a rich table.
 
     Example:
         >>> table = NumberTable(keys=1, box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -148,15 +148,15 @@ class NumberTable(Table):
         first: bool = True,
         last: bool = True,
     ) -> RenderResult:
-        """Render some of the columns as a table of its own.
+        """Render some of the columns as a separate table.
 
         Args:
             block: indices of the columns.
-            widths: width of every column of the whole table without folding, in characters.
-            gap: spaces between columns.
-            room: characters that a line may have.
-            console: what it is printed on.
-            options: rich's, for this console.
+            widths: unwrapped width of every column of the whole table, in characters.
+            gap: number of spaces between columns.
+            room: number of characters per line.
+            console: the console to print on.
+            options: rich's options for this console.
             first: whether to print the table's title.
             last: whether to print its caption.
         """

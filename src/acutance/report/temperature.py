@@ -1,4 +1,4 @@
-"""Recommend the temperature of a softmax over cosines, for a share of log n as information.
+"""Recommend the temperature of a softmax over cosines, to reach a share of log n as information.
 
 The three arrangements of keys are those of :func:`acutance.theory.tau_for_information`: cosines
 chosen freely, aligned pairs with all other keys spread evenly, and one match among random keys.
@@ -39,11 +39,11 @@ class Setting:
     """The temperature for one arrangement of keys.
 
     Attributes:
-        key: as :func:`acutance.theory.tau_for_information` calls it.
-        name: in words.
-        tau: temperature at which it carries the information asked for.
-        at_one: the most it says at temperature 1, in nats; None where no formula gives it.
-        needs: what it takes.
+        key: its name in :func:`acutance.theory.tau_for_information`.
+        name: its description.
+        tau: temperature at which a row carries the requested information.
+        at_one: largest information at temperature 1, in nats; None if there is no formula.
+        needs: what the arrangement requires.
         feasible: whether the dimension, if given, allows it.
     """
 
@@ -60,11 +60,11 @@ class Advice:
     """A recommended temperature with an explanation.
 
     Attributes:
-        n: keys in a row.
-        fraction: information asked for, as a share of log n.
+        n: number of keys in a row.
+        fraction: requested information, as a share of log n.
         d: dimension of queries and keys; None if not given.
         settings: the arrangements that could be computed.
-        chosen: the one whose temperature is recommended.
+        chosen: the arrangement whose temperature is recommended.
         sentences: the explanation.
     """
 
@@ -81,7 +81,7 @@ class Advice:
         return self.chosen.tau
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values for JSON."""
+        """The fields as JSON values."""
         return {"schema": SCHEMA, "tau": self.tau, "scale": 1 / self.tau, **asdict(self)}
 
 
@@ -89,12 +89,11 @@ def advise(n: int, fraction: float, d: float | None = None, negatives: str | Non
     """Recommend a temperature for a softmax over n cosines.
 
     Args:
-        n: keys in a row, at least 2.
+        n: number of keys in a row, at least 2.
         fraction: information as a share of log n, between 0 and 1.
         d: dimension of queries and keys, at least 2, if known.
-        negatives: "box" (the cosines may be anything), "simplex" (aligned pairs, the others spread
-            evenly) or "random" (needs ``d``). If left out, "random" with ``d`` and "simplex"
-            without.
+        negatives: "box" (cosines may have any value), "simplex" (aligned pairs, the others spread
+            evenly) or "random" (needs ``d``). By default "random" with ``d``, else "simplex".
 
     Raises:
         ValueError: if an argument is outside its domain, or "random" lacks ``d``.

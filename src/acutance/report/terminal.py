@@ -29,13 +29,13 @@ _Line = list[tuple[str, Style | None]]
 def console_table(summary: HeadSummary, metric: str | None = None) -> ConsoleRenderable:
     """A rich renderable: mean of a metric for each layer and head, then notes.
 
-    Heads that do not fit beside each other fold onto further lines; where that would take more than
-    100 lines, each layer gets one line with its lowest, quartile, median and highest head instead.
-    Numbers say everything colour does, so it reads as well in a file or with ``NO_COLOR``.
+    Long layers continue on further lines; if that takes more than 100 lines, each layer gets one
+    line with its lowest, quartile, median and highest head. Numbers repeat what colours show, so
+    the table also works in a file or with ``NO_COLOR``.
 
     Args:
         summary: any head summary.
-        metric: what the cells show; None is normalized entropy, or the next best there is.
+        metric: metric of the cells; None for normalized entropy, or the next best one recorded.
 
     Raises:
         ValueError: if the metric does not exist or was not recorded.
@@ -96,7 +96,7 @@ class _HeadTable:
             yield []
             yield from self._body(width)
             yield []
-        for line, style in _below(self.summary):
+        for line, style in _footnotes(self.summary):
             yield [(line, style)]
 
     def _head(self, width: int) -> Iterator[_Line]:
@@ -175,10 +175,10 @@ class _HeadTable:
                 yield line
 
     def _digest(self, cell: int, width: int) -> Iterator[_Line]:
-        """One line for each layer: the spread of its heads, and the extreme ones.
+        """One line for each layer: the distribution over its heads, and the extreme ones.
 
-        Where that does not fit, quartiles, the median and the ends give way to the mean, in this
-        order, and a sentence says so.
+        If it does not fit, quartiles, median and extremes are dropped in this order until only the
+        mean is left, and a sentence says so.
         """
         bold, dim = Style(bold=True), Style(dim=True)
         wide = max(cell, 6) + 2
@@ -250,8 +250,8 @@ def headline(metrics: Sequence[str]) -> str:
     return next((name for name in _PREFERRED if name in metrics), first)
 
 
-def _below(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
-    """Notes on what was read and how far to trust it."""
+def _footnotes(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
+    """Notes on what was read and how reliable it is."""
     layers = summary.layers
     for sentence in row_sentences(layers):
         yield sentence, None
@@ -309,7 +309,7 @@ def row_sentences(layers: tuple[Layer, ...]) -> list[str]:
 
 
 def chosen_sentences(layers: tuple[Layer, ...]) -> list[str]:
-    """The heads that were read, for layers that were read in part.
+    """Sentences on which heads were read, for layers that were not read in full.
 
     Example:
         >>> chosen_sentences((Layer("a", 2, chosen=(1, 4)), Layer("b", 2, chosen=(1, 4))))
@@ -337,7 +337,7 @@ def span(values: Iterable[int]) -> str:
 
 
 def status_sentences(layers: tuple[Layer, ...]) -> list[tuple[str, bool]]:
-    """For each status, how many layers have it and what it means; True for a mismatch.
+    """For each status, a sentence on the layers that have it; the flag is True for a mismatch.
 
     Example:
         >>> status_sentences((Layer("a", 1, "verified", error=1e-6), Layer("b", 1, "verified")))
@@ -362,7 +362,7 @@ def status_sentences(layers: tuple[Layer, ...]) -> list[tuple[str, bool]]:
 
 
 def module_sentences(layers: tuple[Layer, ...]) -> list[str]:
-    """The modules of the layers, names of one pattern together.
+    """Sentences that list the layers' modules, with names of one pattern grouped.
 
     Example:
         >>> module_sentences((Layer("h.0.attn", 2), Layer("h.1.attn", 2), Layer("pool", 1)))

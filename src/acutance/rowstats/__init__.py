@@ -1,4 +1,4 @@
-"""Row statistics: the mergeable state, the metrics on it, and the dense float64 oracle."""
+"""Row statistics: the mergeable state, the metrics on it, and a dense float64 reference."""
 
 from __future__ import annotations
 

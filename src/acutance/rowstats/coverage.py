@@ -1,9 +1,9 @@
-r"""How many keys hold a share of a row's mass, read from its gap histogram.
+r"""How many keys hold a share of a row's mass, from its gap histogram.
 
-The histogram (:mod:`acutance.rowstats.gaps`) counts keys by bins of a quarter of a nat: a key's
-weight is known up to a factor of :math:`e^{1/4}`, the largest exactly. Within a bin keys are taken
-to lie evenly, and masses are scaled so that they add up to the normaliser, which the row state has
-exactly. Mass is that on keys: a sink outside of them has no part in it.
+The histogram (:mod:`acutance.rowstats.gaps`) counts keys in bins of a quarter of a nat, so a key's
+weight is known up to a factor of :math:`e^{1/4}`; the largest is known exactly. Keys are assumed to
+be spread evenly within a bin, and masses are scaled to sum to the normaliser, which the row state
+holds exactly. Mass means weight on keys: a sink is excluded.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _ROUNDING = 1e-3
 
 
 class _Bins(NamedTuple):
-    """The bins of rows, from the largest keys down; fields are (..., 65).
+    """The histogram bins of rows, from the largest keys down; fields are (..., 65).
 
-    The last one holds what is below the grid.
+    The last bin holds all keys below the grid.
 
     Attributes:
-        keys: in the bin; the largest key of all is in none.
-        near: the gap at which the bin begins.
-        far: the gap at which it ends.
+        keys: number of keys in the bin; the largest key of the row is in none.
+        near: gap to the row's maximum at which the bin begins, in nats.
+        far: gap at which it ends, in nats.
         mass: share of the row's mass in the bin.
         top: (...), share of the largest key.
     """
@@ -44,7 +44,11 @@ class _Bins(NamedTuple):
 
 
 def _bins(state: RowState) -> _Bins:
-    """Key counts, distances and weights of each histogram bin; raises if there is no histogram."""
+    """Key counts, gaps and masses of each histogram bin.
+
+    Raises:
+        ValueError: if the state has no gap histogram.
+    """
     if not has_gaps(state):
         raise ValueError("these statistics have no gap histogram: compute them with gaps=True")
     dtype, device = state.Z.dtype, state.Z.device
@@ -80,13 +84,13 @@ def _bins(state: RowState) -> _Bins:
 
 
 def _spans(bins: _Bins) -> tuple[Tensor, Tensor, Tensor]:
-    """Widths of the bins, whether they have any, and widths to divide by."""
+    """Widths of the bins, whether they are positive, and widths safe to divide by."""
     span = bins.far - bins.near
     return span, span > 0, torch.where(span > 0, span, 1.0)
 
 
-def _held(bins: _Bins, part: Tensor) -> Tensor:
-    """Share of each bin's mass on the part of it that is nearest to the maximum."""
+def _mass_within(bins: _Bins, part: Tensor) -> Tensor:
+    """Mass of each bin on the part of it that is nearest to the maximum."""
     span, wide, _ = _spans(bins)
     part = part.clamp(0.0, 1.0)
     whole = torch.where(wide, torch.expm1(-span), 1.0)
@@ -94,10 +98,10 @@ def _held(bins: _Bins, part: Tensor) -> Tensor:
 
 
 def keys_holding(state: RowState, share: float) -> Tensor:
-    """The fewest keys that hold a share of each row's mass, (...); NaN for a row without keys.
+    """Smallest number of keys that hold a share of each row's mass, (...); NaN without keys.
 
     Args:
-        state: of rows whose statistics were requested with ``gaps=True``.
+        state: row state with a gap histogram (``gaps=True``).
         share: above 0, at most 1.
 
     Raises:
@@ -133,11 +137,11 @@ def keys_holding(state: RowState, share: float) -> Tensor:
 
 
 def mass_of_largest(state: RowState, keys: int) -> Tensor:
-    """Share of each row's mass on its ``keys`` largest keys, (...); NaN for a row without keys.
+    """Share of each row's mass on its ``keys`` largest keys, (...); NaN for rows without keys.
 
     Args:
-        state: of rows whose statistics were requested with ``gaps=True``.
-        keys: how many, at least 1.
+        state: row state with a gap histogram (``gaps=True``).
+        keys: number of keys, at least 1.
 
     Raises:
         ValueError: if there is not one key at least, or the state has no gap histogram.
@@ -167,12 +171,12 @@ def mass_of_largest(state: RowState, keys: int) -> Tensor:
 def mass_below(state: RowState, gap: float) -> Tensor:
     """Share of each row's mass on keys more than a gap below its maximum, (...).
 
-    That is what dropping them loses. NaN for a row without keys.
+    This is the mass lost by dropping them. NaN for rows without keys.
 
     Args:
-        state: of rows whose statistics were requested with ``gaps=True``.
-        gap: nats below the maximum, 0 or more. A threshold on weights relative to the largest, τ,
-            is a gap of −log τ.
+        state: row state with a gap histogram (``gaps=True``).
+        gap: nats below the maximum, at least 0. A threshold τ on weights relative to the largest is
+            a gap of −log τ.
 
     Raises:
         ValueError: if the gap is negative, or the state has no gap histogram.
@@ -199,7 +203,7 @@ def mass_below(state: RowState, gap: float) -> Tensor:
 
 
 class MassBounds(NamedTuple):
-    """What a share of each row's mass lies between, both (...)."""
+    """Lower and upper bound of a share of each row's mass, both (...)."""
 
     least: Tensor
     most: Tensor
@@ -208,19 +212,19 @@ class MassBounds(NamedTuple):
 def mass_bounds(
     state: RowState, *, keys: int | None = None, gap: float | None = None
 ) -> MassBounds:
-    r"""What :func:`mass_of_largest` or :func:`mass_below` lies between, whatever the keys of a bin.
+    r"""Bounds of :func:`mass_of_largest` or :func:`mass_below`, wherever keys lie in a bin.
 
-    A key of a bin weighs between :math:`e^{-far}` and :math:`e^{-near}` of the largest, by the
-    edges of the bin. That bounds the mass of some bins from both sides and that of the others, and
-    the two make up the normaliser, which is exact: of each bound the nearer one counts.
+    A key's weight relative to the largest is between :math:`e^{-far}` and :math:`e^{-near}`, the
+    edges of its bin. This bounds the mass of the selected bins and that of the others; both sum to
+    the normaliser, which is exact, so the tighter bound applies.
 
     Args:
-        state: of rows whose statistics were requested with ``gaps=True``.
-        keys: bound the share of so many largest keys, at least 1.
-        gap: bound the share of keys more than this below the maximum, 0 or more.
+        state: row state with a gap histogram (``gaps=True``).
+        keys: bound the share of this many largest keys, at least 1.
+        gap: bound the share of keys more than this below the maximum, at least 0, in nats.
 
     Returns:
-        The bounds, which hold up to the rounding of the normaliser; NaN for a row without keys.
+        The bounds, which hold up to the rounding of the normaliser; NaN for rows without keys.
 
     Raises:
         ValueError: unless one of the two is given and is such a number, or if the state has no gap
@@ -267,13 +271,13 @@ def mass_bounds(
 def critical_ratio(state: RowState) -> Tensor:
     r""":math:`\beta/\Lambda = \min_{j \ge 2} g_{(j)} / \log j` of each row, (...).
 
-    With :math:`g_{(j)}` the gap of the j-th largest key, :math:`1/\Lambda` in units of the scale
-    that the row has: below 1 the largest key does not stand alone. Gaps are taken evenly within
-    a bin, and keys below the grid at its end, 16 nats down: what is above :math:`16 / \log n` is
-    told as that. NaN for a row with fewer than two keys.
+    With :math:`g_{(j)}` the gap of the j-th largest key, this is :math:`1/\Lambda` in units of the
+    present scale: below 1 the largest key does not dominate the row. Keys are assumed to be spread
+    evenly within a bin, and keys below the grid to be at its end, 16 nats down, which caps the
+    result at :math:`16 / \log n`. NaN for rows with fewer than two keys.
 
     Args:
-        state: of rows whose statistics were requested with ``gaps=True``.
+        state: row state with a gap histogram (``gaps=True``).
 
     Raises:
         ValueError: if the state has no gap histogram.

@@ -1,8 +1,8 @@
-r"""The oracle: every statistic again, in float64, on the whole matrix, from its definition.
+r"""Reference implementation: every statistic in float64 on the whole score matrix, by definition.
 
-Nothing here is shared with the sums: the visible keys are one dense boolean matrix made from the
-options themselves, :math:`p` is a softmax that is really formed, and each metric is the formula a
-textbook has for it. That costs L × S numbers a head and is for tests, on small inputs.
+It shares no code with the sums: the mask is one dense boolean matrix, the softmax is computed in
+full, and each metric is its textbook formula. It needs L × S numbers per head and is meant for
+tests.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def dense_statistics(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    r"""Every metric of attention rows by definition, materialised, in float64.
+    r"""Every metric of attention rows by definition, from the full matrix in float64.
 
-    Takes the options of :func:`acutance.attention` and assumes they are legal. Differentiable
-    wherever no visible weight is so small that it is exactly 0.
+    It accepts the options of :func:`acutance.attention` without checking them. Differentiable
+    unless a visible weight underflows to exactly 0.
 
     Args:
-        query: (B, Hq, L, E), any floating dtype; its numbers are taken as exact.
+        query: (B, Hq, L, E), any floating dtype, converted to float64.
         key: (B, H, S, E).
         value: (B, H, S, Ev); without it there is no ``noise_gain`` and no ``output``.
-        attn_mask: boolean or additive, as everything below as in :func:`acutance.attention`.
+        attn_mask: boolean or additive; this and the options below as in :func:`acutance.attention`.
         is_causal: row i sees keys j ≤ i + query_offset.
-        scale: factor of the scores; None is 1/√E.
-        enable_gqa: let Hq be a multiple of H.
+        scale: factor of the scores; None for 1/√E.
+        enable_gqa: allow Hq to be a multiple of H.
         query_offset: position of query 0 among the keys.
         window: a row at position i sees keys with ``abs(i - j) < window``.
         key_mask: boolean (B, S), True where a key takes part.
@@ -55,13 +55,13 @@ def dense_statistics(
         cu_seqlens: the same as cumulative lengths.
         bias: added to the scores.
         alibi_slopes: (Hq,); adds ``-slope * abs(position - j)``.
-        softcap: bounds scaled scores.
+        softcap: bound of the scaled scores.
         sinks: (Hq,) learned logits in the normaliser.
 
     Returns:
         By name, each metric (B, Hq, L) in float64 (``n_keys`` int64) and, with values, ``output``
-        (B, Hq, L, Ev): 0 for a row with no visible key, whose metrics are NaN except ``n_keys`` 0
-        and ``lse`` and ``max_logit`` −inf.
+        (B, Hq, L, Ev). For a row with no visible key, ``output`` and ``n_keys`` are 0, ``lse`` and
+        ``max_logit`` −inf, and all other metrics NaN.
 
     Example:
         >>> query = torch.zeros(1, 1, 3, 8)
@@ -102,7 +102,7 @@ def dense_statistics(
 def _metrics(
     s: Tensor, visible: Tensor, sink: Tensor | None, value: Tensor | None, group: int
 ) -> dict[str, Tensor]:
-    """The definitions, for finite scores with 0 at the hidden places."""
+    """Every metric from scores (B, Hq, L, S) that are finite, with 0 at hidden keys."""
     count = visible.sum(-1)
     none = count == 0
     n = count.double().masked_fill(none, torch.nan)
@@ -162,7 +162,7 @@ def _metrics(
         "jensen_gap": lse - n.log() - mean,
         "max_gap": top - weighted_mean,
         "gaussian_entropy": expected_entropy(n, std),
-        **_rest(s, visible),
+        **_first_versus_rest(s, visible),
         "jacobian_trace": (p * (1 - p)).sum(-1),
     }
     if value is not None:
@@ -179,8 +179,8 @@ def _metrics(
     }
 
 
-def _rest(s: Tensor, visible: Tensor) -> dict[str, Tensor]:
-    """What compares the first visible key with the others; NaN for a single key."""
+def _first_versus_rest(s: Tensor, visible: Tensor) -> dict[str, Tensor]:
+    """Metrics that compare the first visible key with the others; NaN for a single key."""
     several = visible.sum(-1) > 1
     safe = torch.where(several.unsqueeze(-1), s, 0.0)
     if not s.shape[-1]:
@@ -204,7 +204,7 @@ def _rest(s: Tensor, visible: Tensor) -> dict[str, Tensor]:
 
 
 def _noise_gain(p: Tensor, value: Tensor, output: Tensor) -> Tensor:
-    """Σ_j p_j² Σ_e (v_je − o_e)², one query at a time: the differences are L × S × Ev numbers."""
+    """Σ_j p_j² Σ_e (v_je − o_e)² for each row, one query at a time to save memory."""
     rows = [
         (p[:, :, i].square().unsqueeze(-1) * (value - output[:, :, i : i + 1]).square()).sum(
             (-1, -2)
@@ -215,7 +215,7 @@ def _noise_gain(p: Tensor, value: Tensor, output: Tensor) -> Tensor:
 
 
 def _distance(query: Tensor, key: Tensor, offset: int) -> Tensor:
-    """How far each key lies before each query, (L, S)."""
+    """Position of each query minus position of each key, (L, S)."""
     positions = torch.arange(query.shape[2], device=query.device) + offset
     return positions[:, None] - torch.arange(key.shape[2], device=query.device)[None, :]
 
@@ -233,7 +233,7 @@ def _visible(
     cu_seqlens: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """The whole boolean matrix, (B, Hq, L, S)."""
+    """Boolean (B, Hq, L, S), True where a key is visible."""
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
     seen = torch.ones(batch, heads, queries, keys, dtype=torch.bool, device=query.device)

@@ -1,7 +1,7 @@
-"""What every metric of a row is, in words: read without PyTorch, which measuring needs.
+"""Description of every row metric: name, symbol, unit, range, meaning, source. Needs no PyTorch.
 
-One table of name, symbol, unit, range, meaning and source, in the order that reports show.
-:data:`acutance.rowstats.METRICS` adds to each the function that computes it.
+The table is in the order of reports. :data:`acutance.rowstats.METRICS` adds the function that
+computes each metric.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SU_SPARSITY = "Su Jianlin, kexue.fm article 9889"
 
 
 class Description(NamedTuple):
-    """One metric in words; the fields are those of :class:`acutance.rowstats.Metric`."""
+    """Description of one metric; the fields are those of :class:`acutance.rowstats.Metric`."""
 
     name: str
     symbol: str

@@ -1,10 +1,10 @@
-r"""The gap histogram of a row: how many keys lie how far below its maximum, on a fixed grid.
+r"""The gap histogram of a row: how many keys lie how far below its maximum score, on a fixed grid.
 
-The grid is one of logits, multiples of :data:`WIDTH`, and does not move with the row: bin d of a
+The bins are aligned to multiples of :data:`WIDTH` in the scores, independent of the row: bin d of a
 row with maximum m counts the visible keys with :math:`\lfloor 4m \rfloor - \lfloor 4s_j \rfloor =
-d`. Where a maximum rises, bins shift by whole places and nothing is scaled, so histograms of parts
-of a row add up to that of the row exactly. Keys :data:`BINS` bins or more below the maximum are in
-no bin; ``n`` less the counts is their number.
+d`. When the maximum rises, counts shift by whole bins, so histograms of parts of a row add up
+exactly. Keys :data:`BINS` bins or more below the maximum are in no bin; their number is ``n`` minus
+the counts.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ WIDTH = 0.25
 
 
 def absent(rows: Tensor) -> Tensor:
-    """The histogram of rows that have none, (..., 0)."""
+    """An empty histogram (..., 0), for rows recorded without one."""
     return rows.detach().unsqueeze(-1)[..., :0].to(torch.int32)
 
 
 def edge(scores: Tensor) -> Tensor:
-    """Number of each score's bin on the grid, floor(4 s), in the scores' dtype."""
+    """Bin number of each score on the grid, floor(4 s), in the scores' dtype."""
     return torch.floor(scores * (1.0 / WIDTH))
 
 
 def count(scores: Tensor, hidden: Tensor | None, top: Tensor) -> Tensor:
-    """The histogram of rows of scores.
+    """The gap histogram of rows of scores.
 
     Args:
         scores: (..., S).
-        hidden: boolean, as the scores; True where a key does not count. None where all do.
+        hidden: boolean, same shape, True on keys to ignore; None to count all.
         top: :func:`edge` of each row's maximum, (...).
 
     Returns:
@@ -52,11 +52,11 @@ def count(scores: Tensor, hidden: Tensor | None, top: Tensor) -> Tensor:
 
 
 def fold(scores: Tensor, top: Tensor) -> Tensor:
-    """:func:`count` by as few passes as there are, with scores of hidden keys at −inf.
+    """The gap histogram of scores in blocks, in as few passes as possible.
 
     Args:
-        scores: (blocks, rows, S), already divided by the width; they are overwritten.
-        top: (blocks, rows), the floor of the largest.
+        scores: (blocks, rows, S), divided by the bin width, −inf on hidden keys; overwritten.
+        top: (blocks, rows), the floor of each row's maximum.
 
     Returns:
         (blocks, rows, 64) int32.
@@ -74,15 +74,15 @@ def fold(scores: Tensor, top: Tensor) -> Tensor:
     return found.view(*top.shape, BINS + 1)[..., :BINS]
 
 
-def aligned(counts: Tensor, own: Tensor, top: Tensor) -> Tensor:
-    """A histogram about one maximum as one about a maximum at or above it.
+def aligned(counts: Tensor, old_top: Tensor, top: Tensor) -> Tensor:
+    """Shift a histogram to a maximum at or above the row's.
 
     Args:
         counts: (..., 64).
-        own: :func:`edge` of the maximum that it is about, (...).
-        top: that of the other.
+        old_top: :func:`edge` of the maximum it refers to, (...).
+        top: :func:`edge` of the new maximum, (...).
     """
-    drop = torch.nan_to_num(top - own, BINS, BINS, BINS).clamp(0, BINS).to(torch.int64)
+    drop = torch.nan_to_num(top - old_top, BINS, BINS, BINS).clamp(0, BINS).to(torch.int64)
     place = torch.arange(BINS, device=counts.device) - drop.unsqueeze(-1)
     moved = counts.expand(place.shape).gather(-1, place.clamp(min=0))
     return torch.where(place >= 0, moved, torch.zeros_like(moved))

@@ -44,9 +44,9 @@ def expected_entropy(n: Tensor, std: Tensor) -> Tensor:
     .. math:: E H(n, \sigma) = -E \sum_{j=1}^n p_j \log p_j, \qquad
               p = \mathrm{softmax}(\sigma z), \quad z_j \sim N(0, 1)
 
-    Set beside a measured entropy it tells how much of the concentration comes from the spread of
-    the logits alone. Within 1e-6 nat of the quadrature for n from 1 to 1e12 and every std (6e-6
-    in float32; 3e-6 up to n = 1e7). Beyond 1e12 keys it is only continuous and of the right order.
+    Compared with a measured entropy it shows how much of the concentration comes from the spread of
+    the logits alone. It agrees with quadrature within 1e-6 nat for n from 1 to 1e12 and every std
+    (6e-6 in float32; 3e-6 up to n = 1e7). Beyond 1e12 keys it is continuous and only approximate.
 
     Args:
         n: Number of visible keys of each row, any dtype, shape (...). Not differentiated.
@@ -79,12 +79,12 @@ def expected_entropy(n: Tensor, std: Tensor) -> Tensor:
 
 
 def _key_coordinate(log_n: Tensor) -> Tensor:
-    """The table's coordinate x in [0, 1]: finer in log n where there are few keys."""
+    """The table's coordinate x in [0, 1] for log n; it resolves small n more finely."""
     return (torch.log1p(log_n / 2) / math.log1p(LOG_N_MAX / 2)).clamp(max=1.0)
 
 
 def _spline(table: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Sum of the 4 × 4 cubic B-splines that are alive at (x, y)."""
+    """Sum of the 4 × 4 cubic B-splines that are nonzero at (x, y)."""
     row, over_x = _basis(x.unsqueeze(-1), KEY_INTERVALS)  # vmap refuses an index of shape ()
     column, over_y = _basis(y.unsqueeze(-1), SPREAD_INTERVALS)
     width = SPREAD_INTERVALS + 3
@@ -99,7 +99,7 @@ def _spline(table: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _basis(t: Tensor, intervals: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Interval that holds t in [0, 1], and the four uniform cubic B-splines alive there."""
+    """The interval that contains t in [0, 1], and its four uniform cubic B-splines."""
     position = t * intervals
     interval = position.detach().to(torch.int64).clamp(0, intervals - 1)
     s = position - interval
@@ -114,7 +114,7 @@ def _basis(t: Tensor, intervals: int) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 @constant
 def spline_table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The spline's coefficients, flat; read from the package once, then cached per device."""
+    """The spline's coefficients, flattened; cached per dtype and device."""
     key = (dtype, device)
     if key in _tables:
         return _tables[key]

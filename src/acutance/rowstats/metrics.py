@@ -1,7 +1,7 @@
 """METRICS: every statistic of an attention row, each a function of its :class:`RowState`.
 
-The probe, the reports, the command line and the documentation iterate it. What each metric is
-called and means stands in :mod:`acutance.rowstats.descriptions`, for whoever needs no PyTorch.
+The probe, reports, command line and documentation iterate over this table. Descriptions that need
+no PyTorch are in :mod:`acutance.rowstats.descriptions`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Metric:
         name: as in :data:`METRICS` and on :class:`~acutance.rowstats.RowStatistics`.
         symbol: LaTeX.
         unit: "nat", "nat²", "keys", "logit", "value²" or "1" (a pure number).
-        range: the values it can take, for n visible keys.
+        range: the possible values, for n visible keys.
         meaning: one line.
         source: article or textbook.
-        compute: the function of the state; NaN for a row with no visible key unless said.
-        needs_values: whether it exists only when values were given and noise metrics asked for.
-        needs_gaps: whether it exists only when the gap histogram was requested.
+        compute: function of the state; NaN for rows with no visible key unless stated otherwise.
+        needs_values: whether it requires values and ``noise=True``.
+        needs_gaps: whether it requires the gap histogram.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Metric:
 
 
 def _where_any(state: RowState, values: Tensor, otherwise: float = torch.nan) -> Tensor:
+    """``values`` in rows with a visible key, ``otherwise`` elsewhere."""
     return torch.where(state.n == 0, otherwise, values)
 
 
@@ -55,10 +56,10 @@ def _count(state: RowState) -> Tensor:
 
 
 def _with_sink(state: RowState) -> RowState:
-    """The sums with the sink as one more outcome of the distribution (unchanged without a sink).
+    """The sums with the sink as one more outcome of the distribution; unchanged without a sink.
 
-    Where either side has all the weight, the other's is 0 or about to be: means are taken before
-    weights shrink, never as quotients of what has shrunk, and distances end at :data:`DEEPEST`.
+    Means are computed before weights shrink and distances are capped at :data:`DEEPEST`, so that
+    nothing is lost to rounding if either the sink or the keys have almost all the weight.
     """
     if state.sink.dim() != state.Z.dim():  # the sink is absent
         return state._replace(m=state.m.detach())
@@ -164,7 +165,7 @@ def varentropy(state: RowState) -> Tensor:
 def entropy_slope(state: RowState) -> Tensor:
     r""":math:`dH/d\log\lambda = -\mathrm{Var}_p(s)` for scores multiplied by λ, at λ = 1.
 
-    Exact for scores without additive bias or sink, which λ would not multiply.
+    Exact without additive bias and sink, since λ does not multiply those.
     """
     return -varentropy(state)
 
@@ -176,7 +177,7 @@ def collision(state: RowState) -> Tensor:
 
 
 def effective_keys(state: RowState) -> Tensor:
-    r""":math:`1 / \sum_j p_j^2`: how many equally weighted keys would collide as often.
+    r""":math:`1 / \sum_j p_j^2`: number of equal weights with the same collision probability.
 
     Example:
         >>> from acutance.rowstats import observe
@@ -200,19 +201,19 @@ def top_weight(state: RowState) -> Tensor:
 
 
 def first_weight(state: RowState) -> Tensor:
-    """The first visible key's weight: attention-sink mass."""
+    """Weight of the first visible key, often an attention sink."""
     full = _with_sink(state)
     above = torch.where(state.n == 0, 0.0, state.first - full.m.detach())
     return _where_any(state, torch.exp(above) / torch.where(state.n == 0, 1.0, full.Z))
 
 
 def logit_mean(state: RowState) -> Tensor:
-    """Plain mean of the visible scores."""
+    """Unweighted mean of the visible scores."""
     return _where_any(state, state.mean)
 
 
 def logit_std(state: RowState) -> Tensor:
-    r"""Plain standard deviation of the visible scores, :math:`\sqrt{M_2 / n}`; 0 for one key."""
+    r"""Unweighted standard deviation of visible scores, :math:`\sqrt{M_2 / n}`; 0 for one key."""
     n = _count(state)
     variance = state.M2 / n
     spread = variance > 0
@@ -221,10 +222,10 @@ def logit_std(state: RowState) -> Tensor:
 
 
 def mean_field_entropy(state: RowState) -> Tensor:
-    r""":math:`\log n - (s_\max - \bar s)`: a lower bound on H, useless if negative.
+    r""":math:`\log n - (s_\max - \bar s)`: a lower bound on the entropy H; may be negative.
 
-    :math:`H = H_{mf} + J + G` exactly, with :func:`jensen_gap` J and :func:`max_gap` G. With a sink
-    the identity holds and the bound does not.
+    :math:`H = H_{mf} + J + G` exactly, with :func:`jensen_gap` J and :func:`max_gap` G. With
+    a sink the identity holds but the bound does not.
     """
     return torch.log(_count(state)) - (_moving(state.m) + state.depth)
 
@@ -239,7 +240,7 @@ def jensen_gap(state: RowState) -> Tensor:
 
 
 def _moving(m: Tensor) -> Tensor:
-    """0, with the gradient of the maximum: what the constant reference point leaves out."""
+    """A zero with the gradient of the row maximum, which the state treats as a constant."""
     top = torch.where(m == -torch.inf, 0.0, m)
     return top - top.detach()
 
@@ -253,7 +254,7 @@ def max_gap(state: RowState) -> Tensor:
 
 
 def gaussian_entropy(state: RowState) -> Tensor:
-    """The expected entropy of n independent normal scores with this ``logit_std``."""
+    """Expected entropy of n independent normal scores with this row's ``logit_std``, in nats."""
     n = _where_any(state, state.n.to(state.Z.dtype), 2.0)
     spread = torch.where(state.n == 0, 1.0, logit_std(state))
     return _where_any(state, expected_entropy(n, spread))
@@ -262,8 +263,8 @@ def gaussian_entropy(state: RowState) -> Tensor:
 def first_gap(state: RowState) -> Tensor:
     r""":math:`s_1 - \log\sum_{j>1} e^{s_j}`: log-odds of the first visible key against all others.
 
-    NaN for a single key. Where the first key has all of the weight to rounding, so that nothing is
-    known of the others, the gap ends at -log eps of the sums' dtype: 15.9 in float32.
+    NaN for a single key. If the first key has all the weight up to rounding, the gap is capped at
+    −log eps of the sums' dtype: 15.9 in float32.
 
     Example:
         >>> from acutance.rowstats import observe
@@ -275,7 +276,7 @@ def first_gap(state: RowState) -> Tensor:
 
 
 def rest_logit_std(state: RowState) -> Tensor:
-    r"""Plain standard deviation of the visible scores but the first; NaN for a single key."""
+    r"""Unweighted standard deviation of all visible scores but the first; NaN for a single key."""
     several, _, _ = _first_and_rest(state)
     n = torch.where(several, _count(state), 2.0)
     step = torch.where(several, state.first - state.mean, 0.0)
@@ -288,7 +289,10 @@ def rest_logit_std(state: RowState) -> Tensor:
 
 
 def rest_jensen_gap(state: RowState) -> Tensor:
-    r""":math:`\log\frac{1}{n-1}\sum_{j>1} e^{s_j} - \bar s_{j>1}`; NaN for a single key."""
+    r""":math:`\log\frac{1}{n-1}\sum_{j>1} e^{s_j} - \bar s_{j>1}`; NaN for a single key.
+
+    The Jensen gap of all visible scores but the first.
+    """
     several, _, rest = _first_and_rest(state)
     n = torch.where(several, _count(state), 2.0)
     step = torch.where(several, state.first - state.mean, 0.0)
@@ -297,11 +301,7 @@ def rest_jensen_gap(state: RowState) -> Tensor:
 
 
 def _first_and_rest(state: RowState) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the sums of each row into its first visible key and all others; three tensors (...).
-
-    True for rows of several keys; s_1 - m, the first key's score less the row's maximum; the sum of
-    e^(s_j - m) over all other keys, at least the dtype's eps. Rows of one key have 0 and 1.
-    """
+    """Whether there are other keys, the first key's score, and the others' sum, relative to m."""
     several = state.n > 1
     first = torch.where(several, state.first - state.m.detach(), 0.0)
     Z = torch.where(several, state.Z, 2.0)
@@ -309,12 +309,12 @@ def _first_and_rest(state: RowState) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def jacobian_trace(state: RowState) -> Tensor:
-    r""":math:`\mathrm{tr}\,(\mathrm{diag}\,p - pp^\top) = 1 - \sum_j p_j^2`: gradient health."""
+    r""":math:`1 - \sum_j p_j^2`, the trace of the softmax Jacobian diag p − p pᵀ."""
     return 1.0 - collision(state)
 
 
 def sink_mass(state: RowState) -> Tensor:
-    """Weight of the sink, which is in the normaliser but is not a key; 0 without a sink."""
+    """Weight of the sink, which is in the normaliser but not a key; 0 without a sink."""
     if not has_sink(state):
         return _where_any(state, torch.zeros_like(state.Z))
     full = _with_sink(state)
@@ -327,7 +327,7 @@ def noise_gain(state: RowState) -> Tensor:
     r""":math:`\sum_j p_j^2 \lVert v_j - o \rVert^2`, how far noise in the logits moves the output.
 
     For iid logit noise of variance ν, :math:`E\lVert\tilde o - o\rVert^2 \approx \nu` times this.
-    It has no gradient, and needs statistics computed with ``noise=True``.
+    It has no gradient, since the kernel provides none for the values' moments.
     """
     if not has_noise(state):
         raise ValueError("noise_gain needs values: pass value=... and noise=True")
@@ -344,22 +344,22 @@ def noise_gain(state: RowState) -> Tensor:
 
 
 def keys_50(state: RowState) -> Tensor:
-    """The fewest keys that hold half of a row's weight on keys; needs the gap histogram."""
+    """Smallest number of keys that hold half of a row's weight; needs the gap histogram."""
     return keys_holding(state, 0.5)
 
 
 def keys_90(state: RowState) -> Tensor:
-    """The fewest keys that hold 90 % of a row's weight on keys; needs the gap histogram."""
+    """Smallest number of keys that hold 90 % of a row's weight; needs the gap histogram."""
     return keys_holding(state, 0.9)
 
 
 def keys_95(state: RowState) -> Tensor:
-    """The fewest keys that hold 95 % of a row's weight on keys; needs the gap histogram."""
+    """Smallest number of keys that hold 95 % of a row's weight; needs the gap histogram."""
     return keys_holding(state, 0.95)
 
 
 def keys_99(state: RowState) -> Tensor:
-    """The fewest keys that hold 99 % of a row's weight on keys; needs the gap histogram."""
+    """Smallest number of keys that hold 99 % of a row's weight; needs the gap histogram."""
     return keys_holding(state, 0.99)
 
 
@@ -388,10 +388,10 @@ def metric_names(*, noise: bool = False, gaps: bool = False) -> tuple[str, ...]:
 
 
 def metric(name: str) -> Metric:
-    """The metric of that name.
+    """Look up a metric by name.
 
     Raises:
-        ValueError: if there is none, naming the nearest.
+        ValueError: if there is none; the message names the nearest.
 
     Example:
         >>> metric("entropy").unit

@@ -1,8 +1,8 @@
-r"""Row statistics of keys that are spread over processes: one exact merge across a process group.
+r"""Merge row statistics over keys that are sharded across processes.
 
-Context-parallel (ring) attention gives every rank some of the keys. Each rank observes its own,
-and :func:`all_reduce_keys` joins the states as :func:`~acutance.rowstats.merge` would, with six
-all-reduces whose size is that of one state, however many ranks there are.
+In context-parallel (ring) attention every rank holds some of the keys. Each rank observes its own,
+and :func:`all_reduce_keys` merges the states as :func:`~acutance.rowstats.merge` would, with six
+all-reduces of the size of one state, independent of the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from acutance.rowstats.state import (
     UNPLACED,
     RowState,
     _finite,
-    _nothing,
+    _no_elements,
     _shift,
     has_gaps,
     has_noise,
@@ -41,32 +41,30 @@ def all_reduce_keys(
 ) -> State:
     r"""Merge the states of all ranks, which have the same rows and different keys, exactly.
 
-    Every rank of the group calls it, with rows of the same shape and dtype; every rank gets the
-    same result. With :math:`m = \max_r m_r` and each rank's sums shifted to it,
+    Every rank of the group calls it with rows of the same shape and dtype, and gets the same
+    result. With :math:`m = \max_r m_r` and each rank's sums shifted to it,
 
     .. math::
-
         Z = \sum_r Z_r, \quad U = \sum_r U_r, \quad
         W = \sum_r W_r + Z_r (c_r - c)^2, \; c_r = U_r / Z_r, \quad
         M_2 = \sum_r M_{2,r} + n_r (d_r - d)^2,
 
-    d being ``depth``, and so on for Q, O, R1 and R2. Sums are made in float64 (on MPS, which has
-    none, in float32) and returned in the state's dtype.
+    d being ``depth``, and similarly for Q, O, R1 and R2. Sums are computed in float64 (float32 on
+    MPS, which lacks it) and returned in the state's dtype.
 
     Args:
-        state: this rank's rows over this rank's keys. A rank that holds no key passes
-            :func:`~acutance.rowstats.empty` rows (with ``value_width``, where others carry values)
-            or :func:`~acutance.rowstats.empty_weights`.
-        group: the ranks that share the keys; None is the default group.
-        first_key: where this rank's keys lie among all keys, if the state does not know: the
-            position of its key 0, or for keys that are not contiguous (zigzag or striped rings)
-            the position of each of its keys, (S,) int64, ascending. ``first_weight`` needs it.
+        state: this rank's rows over this rank's keys. A rank without keys passes
+            :func:`~acutance.rowstats.empty` rows (with ``value_width`` if others carry values) or
+            :func:`~acutance.rowstats.empty_weights`.
+        group: the ranks that share the keys; None for the default group.
+        first_key: position of this rank's key 0 among all keys, if the state does not know it; for
+            keys that are not contiguous (zigzag or striped rings), the position of each key, (S,)
+            int64, ascending. ``first_weight`` needs it.
 
     Returns:
-        The joint state, of the same kind and without gradient: the result is a measurement, and
-        autograd does not pass through it. Values' sums and the gap histogram are kept where every
-        rank has them, a sink where any has, a field of :class:`~acutance.rowstats.WeightSums` where
-        every rank knows it.
+        The joint state, of the same kind and detached: autograd does not pass through it. Values'
+        sums and the gap histogram are kept if every rank has them, a sink if any has one, and a
+        field of :class:`~acutance.rowstats.WeightSums` if every rank knows it.
 
     Raises:
         RuntimeError: if torch.distributed is not initialised.
@@ -117,11 +115,11 @@ def all_reduce_keys(
 
 
 def _rows(state: RowState, group: dist.ProcessGroup | None, first_key: int | Tensor) -> RowState:
-    """Merge row states of softmax over the ranks of a group."""
+    """Merge softmax row states over the ranks of a group."""
     state = RowState(*(field.detach() for field in state))
     index, problem = _placed(state.first_index, first_key)
     noisy = has_noise(state)
-    _alike("RowState", state.Z, group)
+    _same_on_all_ranks("RowState", state.Z, group)
     no_noise, no_gaps, sunk, wrong = _any(
         [not noisy, not has_gaps(state), state_has_sink(state), problem is not None],
         state.Z,
@@ -130,7 +128,7 @@ def _rows(state: RowState, group: dist.ProcessGroup | None, first_key: int | Ten
     _refuse(problem, wrong)
     width = state.O.shape[-1] if noisy else 0
     if not no_noise:
-        _alike("values of width", state.Z, group, width)
+        _same_on_all_ranks("values of width", state.Z, group, width)
     add = _adder(group, state.Z)
 
     sink = state.sink if state_has_sink(state) else torch.full_like(state.Z, -torch.inf)
@@ -161,10 +159,10 @@ def _rows(state: RowState, group: dist.ProcessGroup | None, first_key: int | Ten
         depth=depth.to(narrow),
         first=first.to(narrow),
         first_index=first_index,
-        sink=sink if sunk else _nothing(m),
-        O=_nothing(m),
-        R1=_nothing(m),
-        R2=_nothing(m),
+        sink=sink if sunk else _no_elements(m),
+        O=_no_elements(m),
+        R1=_no_elements(m),
+        R2=_no_elements(m),
         gaps=histogram.absent(m),
     )
     if not no_gaps:
@@ -183,10 +181,10 @@ def _rows(state: RowState, group: dist.ProcessGroup | None, first_key: int | Ten
 def _weights(
     sums: WeightSums, group: dist.ProcessGroup | None, first_key: int | Tensor
 ) -> WeightSums:
-    """Merge the weight sums of all ranks of a group."""
+    """Merge weight sums over the ranks of a group."""
     sums = WeightSums(*(field.detach() for field in sums))
     index, problem = _placed(sums.first_index, first_key)
-    _alike("WeightSums", sums.c, group)
+    _same_on_all_ranks("WeightSums", sums.c, group)
     names = ("T", "A", "Q", "X", "top", "first")
     unknowns = [not _known(sums, getattr(sums, name)) for name in names]
     *flags, wrong = _any([*unknowns, problem is not None], sums.c, group)
@@ -214,7 +212,7 @@ def _weights(
 
 
 def _wide(state: RowState) -> RowState:
-    """The state with its sums in the dtype they are added in."""
+    """The state with its sums in the dtype used for adding."""
     dtype = _sum_dtype(state.Z)
     return RowState(*(x.to(dtype) if x.is_floating_point() else x for x in state))
 
@@ -238,7 +236,7 @@ class _adder:  # noqa: N801 (used as the function it is)
 
 
 def _placed(index: Tensor, first_key: int | Tensor) -> tuple[Tensor, str | None]:
-    """A rank's first key of each row by its position among all keys, or what forbids it."""
+    """Position of each row's first key among all keys, or the reason why it is unknown."""
     some = index != NO_KEY
     index = torch.where(index < 0, index - UNPLACED, index)  # among this rank's keys
     if isinstance(first_key, int):
@@ -264,7 +262,7 @@ def _placed(index: Tensor, first_key: int | Tensor) -> tuple[Tensor, str | None]
 
 
 def _refuse(problem: str | None, wrong: bool) -> None:
-    """Raise on every rank what is wrong on one, so that none waits for it."""
+    """Raise the same error on every rank if any rank has a problem, so that none waits."""
     if wrong:
         raise ValueError(problem or "first_key of another rank does not fit its state")
 
@@ -287,14 +285,16 @@ def _first(
 
 
 def _any(flags: list[bool], like: Tensor, group: dist.ProcessGroup | None) -> list[bool]:
-    """Each flag, true if it is on any rank."""
+    """For each flag, whether it is true on any rank."""
     found = torch.tensor(flags, dtype=torch.int64, device=like.device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group)
     return [bool(flag) for flag in found.tolist()]
 
 
-def _alike(what: str, rows: Tensor, group: dist.ProcessGroup | None, width: int = 0) -> None:
-    """Refuse, on every rank, rows that differ: collectives of unlike sizes hang or read garbage."""
+def _same_on_all_ranks(
+    what: str, rows: Tensor, group: dist.ProcessGroup | None, width: int = 0
+) -> None:
+    """Raise ValueError on every rank if rows differ in shape, since collectives would hang."""
     shape = f"{what} {width or ''} {tuple(rows.shape)} {rows.dtype}".replace("  ", " ")
     number = zlib.crc32(shape.encode())
     pair = torch.tensor([number, -number], dtype=torch.int64, device=rows.device)

@@ -1,8 +1,8 @@
-"""The sums that describe a row of attention: build and merge them.
+"""RowState: sums that describe a row of attention; build them from scores and merge them.
 
-A :class:`RowState` holds, for each row, sums over its visible keys taken relative to the row's
-largest score. :func:`observe` makes one from scores, :func:`merge` joins the states of two sets of
-keys exactly, and every metric (:mod:`acutance.rowstats.metrics`) is a function of the result.
+The sums run over the row's visible keys, relative to its largest score. :func:`observe` builds a
+state from scores, :func:`merge` joins the states of two sets of keys exactly, and every metric
+(:mod:`acutance.rowstats.metrics`) is a function of the state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEEPEST = -1000.0
 
 
 class RowState(NamedTuple):
-    r"""Sums over the visible keys of each row; every field is (...), the rows' shape, unless said.
+    r"""Sums over the visible keys of each row; fields have the rows' shape (...), unless stated.
 
     With scores :math:`s_j`, maximum :math:`m` and :math:`e_j = e^{s_j - m}`:
 
@@ -34,25 +34,24 @@ class RowState(NamedTuple):
         m: :math:`\max_j s_j`, −inf for a row with no visible key.
         Z: :math:`\sum_j e_j`.
         U: :math:`\sum_j e_j (s_j - m)`.
-        W: :math:`\sum_j e_j (s_j - m - U/Z)^2`, about the weighted mean so that nothing cancels.
+        W: :math:`\sum_j e_j (s_j - m - U/Z)^2`, about the weighted mean, to avoid cancellation.
         Q: :math:`\sum_j e_j^2`.
-        mean: plain mean of the scores.
-        M2: plain sum of squared deviations from ``mean``.
-        depth: plain mean of :math:`m - s_j`, which ``m - mean`` would lose to rounding.
+        mean: unweighted mean of the scores.
+        M2: unweighted sum of squared deviations from ``mean``.
+        depth: unweighted mean of :math:`m - s_j`, which ``m - mean`` would lose to rounding.
         first: score of the first visible key.
-        first_index: position of that key among all keys, int64; for a part that does not say where
-            its keys lie (:func:`observe` without ``first_key``), among its own keys, less 2⁶².
-        sink: logit of a sink that shares the normaliser without being a key; no element, (..., 0),
-            without one.
-        O: :math:`\sum_j e_j v_j`, (..., Ev); like the next two, it has no element, (..., 0), unless
-            noise metrics were requested.
+        first_index: position of that key among all keys, int64. For a part observed without
+            ``first_key`` it is the position among its own keys minus 2⁶².
+        sink: logit of a sink that is in the normaliser but not a key; (..., 0) without one.
+        O: :math:`\sum_j e_j v_j`, (..., Ev); like the next two, (..., 0) unless noise metrics were
+            requested.
         R1: :math:`\sum_j e_j^2 v_j / Q`, (..., Ev).
         R2: :math:`\sum_j e_j^2 \lVert v_j - R_1 \rVert^2`.
-        gaps: (..., 64) int32, visible keys by distance below ``m`` (:mod:`acutance.rowstats.gaps`);
-            no element, (..., 0), unless it was requested.
+        gaps: (..., 64) int32, number of visible keys by their distance below ``m``
+            (:mod:`acutance.rowstats.gaps`); (..., 0) unless requested.
 
-    The maximum inside ``Z, U, W, Q`` is a reference point, not a variable: autograd treats it as a
-    constant there, and every metric is a function of the state for which that is exact.
+    The maximum inside ``Z, U, W, Q`` is a constant for autograd, and every metric is a function of
+    the state for which that gives the exact gradient.
     """
 
     n: Tensor
@@ -96,14 +95,14 @@ def empty(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> RowState:
-    """The state of rows that have seen no key: the identity of :func:`merge`.
+    """The state of rows with no key: the identity of :func:`merge`.
 
     Args:
         rows: shape of the rows.
-        value_width: Ev, when the state is to be merged with one that carries values.
-        gaps: whether it is to be merged with one that carries the gap histogram.
+        value_width: Ev, to merge with a state that carries values.
+        gaps: whether it is to be merged with a state that has a gap histogram.
         dtype: floating dtype of the sums.
-        device: where they live.
+        device: device of the sums.
 
     Example:
         >>> state = observe(torch.tensor([[0.5, 2.0]]))
@@ -126,7 +125,7 @@ def empty(
         depth=zero,
         first=zero,
         first_index=torch.full_like(count, NO_KEY),
-        sink=_nothing(zero),
+        sink=_no_elements(zero),
         **_no_values(zero),
     )
     if gaps:
@@ -138,12 +137,13 @@ def empty(
 
 
 def _no_values(rows: Tensor) -> dict[str, Tensor]:
-    """Empty tensors for the optional fields, so that ``vmap`` accepts them."""
-    none = _nothing(rows)
+    """Empty tensors for the values' sums, so that ``vmap`` accepts the state."""
+    none = _no_elements(rows)
     return {"O": none, "R1": none, "R2": none, "gaps": histogram.absent(rows)}
 
 
-def _nothing(rows: Tensor) -> Tensor:
+def _no_elements(rows: Tensor) -> Tensor:
+    """An empty tensor (..., 0) for an absent field."""
     return rows.unsqueeze(-1)[..., :0]
 
 
@@ -156,17 +156,16 @@ def observe(
     first_key: int | None = None,
     gaps: bool = False,
 ) -> RowState:
-    r"""The state of rows given as explicit scores: one block of keys, or all of them.
+    r"""The state of rows of explicit scores: one block of keys, or all of them.
 
     Args:
         scores: (..., S), after scale and bias. −inf hides a key (in :func:`acutance.attention` only
-            masks do). float16 and bfloat16 are widened.
+            masks do). float16 and bfloat16 are converted to float32.
         mask: boolean, broadcastable to ``scores``; True where the key takes part.
-        value: (..., S, Ev), to carry the output and the noise sums as well.
+        value: (..., S, Ev), to carry the output and the noise sums too.
         sink: sink logits, broadcastable to the rows.
-        first_key: position of column 0 among all keys, whether that key is hidden or not. Blocks
-            that are merged out of order need it for ``first_weight``, all of them; blocks merged
-            left to right do not.
+        first_key: position of column 0 among all keys, whether or not that key is hidden. Required
+            for ``first_weight`` if blocks are merged out of order.
         gaps: also count keys by their distance below the maximum.
 
     Returns:
@@ -199,7 +198,7 @@ def observe_visible(
     first_key: int | None = None,
     gaps: bool = False,
 ) -> RowState:
-    """:func:`observe` with ``seen``, of the scores' shape, as the only mask.
+    """:func:`observe` with the visible keys as a boolean of the scores' full shape.
 
     A visible score of −inf (a product that overflowed) has weight 0; sums of e·s are NaN then.
     """
@@ -233,7 +232,7 @@ def observe_visible(
         depth=depth,
         first=plain.gather(-1, column.unsqueeze(-1)).squeeze(-1),
         first_index=torch.where(n > 0, column + place_of(first_key), NO_KEY),
-        sink=_nothing(Z.detach()) if sink is None else sink.to(dtype).expand_as(Z),
+        sink=_no_elements(Z.detach()) if sink is None else sink.to(dtype).expand_as(Z),
         **_no_values(Z.detach()),
     )
     if gaps:
@@ -248,21 +247,21 @@ def observe_visible(
 
 
 def place_of(first_key: int | None) -> int:
-    """The offset from a column to its ``first_index``."""
+    """Offset from a column to its ``first_index``."""
     return UNPLACED if first_key is None else first_key
 
 
 def unplaced(index: Tensor) -> Tensor:
-    """Mark first-key indices as those of a part whose place among all keys is unknown."""
+    """Mark first-key indices as those of a part with unknown position among all keys."""
     known = (index >= 0) & (index != NO_KEY)
     return torch.where(known, index + torch.where(known, UNPLACED, 0), index)
 
 
 def joined_first(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the first key of all is the right part's, and its index, from each ``first_index``.
+    """Whether the first of all keys is in the right part, and its index, from each ``first_index``.
 
-    Of two parts that do not say where they lie, the left one's keys come first; beside one that
-    says, a part that does not begins at 0.
+    If neither part knows its position, the left one's keys come first; if one does, the other is
+    assumed to begin at key 0.
     """
     a, b = (torch.where(index < 0, index - UNPLACED, index) for index in (left, right))
     loose = (left < 0) & (right < 0)
@@ -274,22 +273,22 @@ def joined_first(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 def merge(left: RowState, right: RowState) -> RowState:
     """The state of two disjoint sets of keys of the same rows, exactly.
 
-    Associative, with :func:`empty` as identity, and commutative where both parts say where their
-    keys lie: ``first`` then follows the smaller ``first_index``. Where neither does (blocks
-    observed without ``first_key``), ``left``'s keys are taken to come before ``right``'s; where one
-    does, the other is taken to begin at 0.
+    Associative, with :func:`empty` as identity, and commutative if both parts know the positions of
+    their keys: ``first`` then follows the smaller ``first_index``. If neither does (blocks observed
+    without ``first_key``), ``left``'s keys come before ``right``'s; if one does, the other is
+    assumed to begin at 0.
 
     Args:
         left: one set of keys.
-        right: the other; its rows broadcast against ``left``'s. The state of a call counts its own
-            keys from 0: for calls on two blocks of keys use
-            :meth:`RowStatistics.merge <acutance.rowstats.RowStatistics.merge>`.
+        right: the other; its rows broadcast against ``left``'s. A state counts its keys from 0; to
+            merge calls on two blocks of keys use :meth:`RowStatistics.merge
+            <acutance.rowstats.RowStatistics.merge>`.
 
     Returns:
-        The joint state. Values' sums and the gap histogram are kept only where both carry them.
+        The joint state. Values' sums and the gap histogram are kept only if both carry them.
 
     Raises:
-        TypeError: if one is no :class:`RowState`.
+        TypeError: if one is not a :class:`RowState`.
 
     Example:
         Scores split anywhere give the state of the whole row:
@@ -343,48 +342,45 @@ def merge(left: RowState, right: RowState) -> RowState:
 
 
 def sum_of_gaps(parts: Sequence[RowState], m: Tensor) -> Tensor:
-    """The gap histogram about a maximum of all parts' keys, (..., 64)."""
+    """The gap histogram of several parts, relative to the maximum ``m`` of all, (..., 64)."""
     top = histogram.edge(m.detach())
     each = [histogram.aligned(x.gaps, histogram.edge(x.m.detach()), top) for x in parts]
     return torch.stack(each).sum(0, dtype=torch.int32)
 
 
 def _finite(m: Tensor) -> Tensor:
-    """A reference that can be subtracted: the maximum, or the lowest number where there is none."""
+    """The maximum, or the lowest finite number in rows without one."""
     return m.clamp(min=torch.finfo(m.dtype).min)
 
 
 def _same_sink(left: RowState, right: RowState) -> Tensor:
-    """Sink logits (...) of two states to be merged, which share them; no element if none has any.
-
-    If only one state has them, they are its; if both do, the larger, without a check.
-    """
+    """The sink of two states; if both have one, they must be equal."""
     if has_sink(left) and has_sink(right):
         return torch.maximum(left.sink, right.sink)
     return left.sink if has_sink(left) else right.sink
 
 
 def check_state(part: object, kind: type, function: str, attribute: str) -> None:
-    """Raise TypeError unless ``part`` is of the kind of sums that a merge function needs."""
+    """Raise TypeError unless ``part`` is of the record type that a merge function needs."""
     if not isinstance(part, kind):
         advice = f": pass its .{attribute}" if hasattr(part, attribute) else ""
         raise TypeError(f"{function} needs two {kind.__name__}, got {type(part).__name__}{advice}")
 
 
 def _middle(state: RowState, reference: Tensor) -> Tensor:
-    """Weighted mean of a part's scores, from the reference down to :data:`DEEPEST`."""
+    """Weighted mean of a part's scores relative to the reference, at least −:data:`DEEPEST`."""
     drop = torch.where(state.Z == 0, 0.0, (state.m.detach() - reference).clamp(min=DEEPEST))
     return ratio(state.U, state.Z) + drop
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Quotient, 0 where the denominator is 0, with a gradient that is 0 there and not NaN."""
+    """Quotient that is 0, with gradient 0, where the denominator is 0."""
     none = denominator == 0
     return torch.where(none, 0.0, numerator / torch.where(none, 1.0, denominator))
 
 
 def _shift(state: RowState, reference: Tensor) -> RowState:
-    """The state's sums relative to a common reference at or above its own maximum."""
+    """The state's sums relative to a reference at or above its own maximum."""
     empty_rows = state.Z == 0
     drop = torch.where(empty_rows, 0.0, state.m.detach() - reference)
     decay = torch.exp(drop)

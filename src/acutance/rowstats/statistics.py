@@ -1,4 +1,4 @@
-"""Every metric of rows as an attribute, computed when it is read: NamedMetrics, RowStatistics."""
+"""Row metrics as attributes that are computed when read: NamedMetrics, RowStatistics."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class NamedMetrics(ABC):
     @property
     @abstractmethod
     def available(self) -> tuple[str, ...]:
-        """Names of the metrics that are defined for this result, in the table's order."""
+        """Names of the metrics defined for this result, in the order of METRICS."""
 
     def __repr__(self) -> str:
         return (
@@ -72,15 +72,15 @@ class NamedMetrics(ABC):
         )
 
     def __dir__(self) -> list[str]:
-        """Without the metrics that these rows do not have."""
+        """Attribute names without the metrics that these rows lack."""
         missing = METRICS.keys() - set(self.available)
         return [name for name in super().__dir__() if name not in missing]
 
     def as_dict(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """All available metrics by name, or those named; faster than one after the other.
+        """All available metrics by name, or the named ones; faster than reading them one by one.
 
         Raises:
-            ValueError: if a name is no metric's.
+            ValueError: if there is no metric of a given name.
         """
         return {name: self[name] for name in (self.available if names is None else names)}
 
@@ -89,8 +89,8 @@ class NamedMetrics(ABC):
 class RowStatistics(NamedMetrics):
     """Every metric of :data:`~acutance.rowstats.METRICS` for each row, as attributes.
 
-    A metric is computed from :attr:`state` when it is read, so unread ones cost nothing and each
-    carries its gradient.
+    A metric is computed from :attr:`state` when read, so unread ones cost nothing; gradients pass
+    through.
 
     Attributes:
         state: the mergeable sums; each field has one entry per row, (B, Hq, L) for attention.
@@ -118,7 +118,9 @@ class RowStatistics(NamedMetrics):
         return metric_names(noise=has_noise(self.state), gaps=has_gaps(self.state))
 
     def keys_holding(self, share: float) -> Tensor:
-        """The fewest keys that hold a share of each row's weight; needs ``gaps=True``.
+        """Smallest number of keys that hold a share of each row's weight, (B, Hq, L).
+
+        Needs ``gaps=True``.
 
         Raises:
             ValueError: if the share is not above 0 and at most 1, or the call had no ``gaps=True``.
@@ -132,7 +134,7 @@ class RowStatistics(NamedMetrics):
         return coverage.keys_holding(self.state, share)
 
     def mass_of_largest(self, keys: int) -> Tensor:
-        """Share of each row's weight on its largest keys, as many as given; needs ``gaps=True``.
+        """Share of each row's weight on its ``keys`` largest keys, (B, Hq, L); needs ``gaps=True``.
 
         Raises:
             ValueError: if ``keys`` is below 1, or the call had no ``gaps=True``.
@@ -140,10 +142,10 @@ class RowStatistics(NamedMetrics):
         return coverage.mass_of_largest(self.state, keys)
 
     def mass_below(self, gap: float) -> Tensor:
-        """Share of each row's weight that dropping keys loses; needs ``gaps=True``.
+        """Share of each row's weight on keys far below its maximum; needs ``gaps=True``.
 
         Args:
-            gap: keys whose logit is more than this below the row's maximum are dropped.
+            gap: how many nats below the maximum; dropping the keys beyond it loses this share.
 
         Raises:
             ValueError: if the gap is negative, or the call had no ``gaps=True``.
@@ -153,20 +155,20 @@ class RowStatistics(NamedMetrics):
     def mass_bounds(
         self, *, keys: int | None = None, gap: float | None = None
     ) -> coverage.MassBounds:
-        """What :meth:`mass_of_largest` or :meth:`mass_below` lies between; needs ``gaps=True``.
+        """Bounds of :meth:`mass_of_largest` or :meth:`mass_below`; needs ``gaps=True``.
 
         Args:
-            keys: bound the share of so many largest keys.
-            gap: bound the share of keys more than this below the maximum.
+            keys: bound the share of this many largest keys.
+            gap: bound the share of keys more than this below the maximum, in nats.
 
         Raises:
-            ValueError: unless one of the two is given and is such a number, or if the call had no
+            ValueError: unless exactly one valid argument is given, or if the call had no
                 ``gaps=True``.
         """
         return coverage.mass_bounds(self.state, keys=keys, gap=gap)
 
     def critical_ratio(self) -> Tensor:
-        """Scale divided by the one above which the largest key dominates; needs ``gaps=True``.
+        """Score scale over the scale from which the largest key dominates; needs ``gaps=True``.
 
         Raises:
             ValueError: if the call had no ``gaps=True``.
@@ -177,10 +179,10 @@ class RowStatistics(NamedMetrics):
         """Statistics of the same rows over both sets of keys (:func:`~acutance.rowstats.merge`).
 
         The other's keys come after these: ``first_weight`` is that of the first key visible here,
-        and only where a row has none here, of the first one there.
+        or of the first one there in rows that see none here.
 
         Raises:
-            TypeError: if ``other`` is no :class:`RowStatistics`.
+            TypeError: if ``other`` is not a :class:`RowStatistics`.
         """
         if not isinstance(other, RowStatistics):
             raise TypeError(

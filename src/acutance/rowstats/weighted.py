@@ -1,10 +1,10 @@
 r"""Statistics of weights other than softmax: signed, unnormalised, or known only by sums.
 
-:class:`WeightSums` is to weights what :class:`~acutance.rowstats.RowState` is to scores: sums over
-a row's visible keys that merge exactly. :class:`WeightStatistics` reads every metric of
-:data:`~acutance.rowstats.METRICS` from them, NaN where weights of that kind have none. Sizes
-:math:`p_j = |a_j| / \sum_k |a_k|` take the place of probabilities, so neither the sign nor the unit
-of the weights matters, only how unequal they are.
+:class:`WeightSums` is for weights what :class:`~acutance.rowstats.RowState` is for scores: sums
+over a row's visible keys that merge exactly. :class:`WeightStatistics` computes the metrics of
+:data:`~acutance.rowstats.METRICS` from them, NaN where such weights have none. Relative sizes
+:math:`p_j = |a_j| / \sum_k |a_k|` take the place of probabilities, so signs and units do not
+matter.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = [
 
 
 class WeightSums(NamedTuple):
-    r"""Sums over the visible keys of each row; every field is (...), the rows' shape.
+    r"""Sums over the visible keys of each row; every field has the rows' shape (...).
 
-    Sums are in units of a reference size c, so that squares neither overflow nor vanish. A field
-    that is not known has no element, (..., 0); a merge knows what both sides know.
+    Sums are in units of a reference size c, so that squares neither overflow nor underflow. An
+    unknown field is (..., 0); a merge knows the fields that both sides know.
 
     Attributes:
         n: number of visible keys, int64.
-        c: the reference, a constant for autograd; 0 for a row without weight.
+        c: the reference size, a constant for autograd; 0 for a row without weight.
         T: :math:`\sum_j a_j / c`, with signs.
         A: :math:`\sum_j |a_j| / c`.
         Q: :math:`\sum_j a_j^2 / c^2`.
@@ -95,12 +95,12 @@ def empty_weights(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> WeightSums:
-    """The sums of rows that have seen no key: the identity of :func:`merge_weights`.
+    """The sums of rows with no key: the identity of :func:`merge_weights`.
 
     Args:
         rows: shape of the rows.
         dtype: floating dtype of the sums.
-        device: where they live.
+        device: device of the sums.
 
     Example:
         >>> sums = observe_weights(torch.tensor([1.0, -3.0]))
@@ -120,16 +120,16 @@ def observe_weights(
     distribution: bool = False,
     first_key: int | None = None,
 ) -> WeightSums:
-    r"""The sums of rows given as explicit weights: one block of keys, or all of them.
+    r"""The sums of rows of explicit weights: one block of keys, or all of them.
 
     Args:
-        weights: (..., S), of either sign and any sum. float16 and bfloat16 are widened.
+        weights: (..., S), of either sign and any sum. float16 and bfloat16 are converted to
+            float32.
         mask: boolean, broadcastable to ``weights``; True where the key takes part. Hidden weights
-            may hold anything.
-        distribution: whether whole rows are distributions (or would be, divided by their sum), so
+            may hold any value.
+        distribution: whether whole rows, divided by their sum, are probability distributions, so
             that they have an entropy.
-        first_key: position of column 0 among all keys, for blocks that are merged out of order;
-            blocks merged left to right need none.
+        first_key: position of column 0 among all keys; only needed for blocks merged out of order.
 
     Returns:
         The rows' sums, shape ``weights.shape[:-1]``.
@@ -184,16 +184,16 @@ def _share_logs(share: Tensor) -> Tensor:
 def merge_weights(left: WeightSums, right: WeightSums) -> WeightSums:
     """The sums of two disjoint sets of keys of the same rows, exactly.
 
-    Associative, with :func:`empty_weights` as identity, and commutative where both parts say where
-    their keys lie (``first_key``); otherwise ``left``'s come before ``right``'s. The weights of
-    both sides are on one scale: those of a row normalised block by block are not.
+    Associative, with :func:`empty_weights` as identity, and commutative if both parts know the
+    positions of their keys (``first_key``); otherwise ``left``'s come before ``right``'s. Both
+    sides' weights must be on one scale: rows normalised block by block are not.
 
     Args:
         left: one set of keys.
         right: the other; its rows broadcast against ``left``'s.
 
     Returns:
-        The joint sums, of what both sides know.
+        The joint sums; only fields that both sides know.
 
     Example:
         >>> a = torch.tensor([0.5, -1.0, 4.0])
@@ -225,7 +225,7 @@ def merge_weights(left: WeightSums, right: WeightSums) -> WeightSums:
 
 
 def _rescaled(sums: WeightSums, c: Tensor) -> WeightSums:
-    """The sums in units of c, at or above their own."""
+    """The sums in units of a reference c at or above their own."""
     ratio = sums.c / torch.where(c > 0, c, 1.0)
     log_ratio = torch.log(torch.where(ratio > 0, ratio, 1.0))
     scaled = sums._replace(
@@ -360,7 +360,7 @@ class WeightStatistics(NamedMetrics):
 
 
 def _compute(name: str, sums: WeightSums) -> Tensor:
-    """A metric of :data:`_NEEDS`, from fields that are known."""
+    """Compute a metric of :data:`_NEEDS` from known fields."""
     if name == "n_keys":
         return sums.n
     if name == "sink_mass":

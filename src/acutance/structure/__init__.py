@@ -1,4 +1,4 @@
-"""Structure of attention: how far rows attend, and to which tokens, in memory of O(n)."""
+"""Where attention rows put their weight: distances and tokens, in O(n) memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Scores a block of whole rows at a time, and Part: where the weight of such a block goes."""
+"""Iterate over the scores of a call in blocks of whole rows.
+
+A block is some query rows of some heads against every key that they can see, so memory is bounded
+by the block and independent of the size of the attention map.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ _FEW_ROWS = 64  # rows of a block below which fewer heads are taken at once
 
 @contextmanager
 def exact(call: KernelCall) -> Iterator[KernelCall]:
-    """The call with inputs as autocast casts them, in a context without autocast and gradients."""
+    """Context without autocast and gradients, with the call's inputs cast as autocast would."""
     query, key, _ = cast_inputs(call.query, call.key, None)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         yield call._replace(query=query.detach(), key=key.detach())
@@ -43,10 +47,10 @@ class Block(NamedTuple):
     """Scores of some whole rows.
 
     Attributes:
-        region: the batches, key heads and queries they are of.
-        start: key of the first column.
+        region: batches, key heads and queries of the rows.
+        start: index of the key of the first column.
         scores: (batch, heads, group, rows, width), −inf where a key is hidden.
-        seen: boolean, each size full or 1, False where a key is hidden; None where none is.
+        seen: boolean, each size full or 1, False where a key is hidden; None if none is.
         sink: (1, heads, group, 1) logits in the normaliser, or None.
     """
 
@@ -57,17 +61,18 @@ class Block(NamedTuple):
     sink: Tensor | None
 
     def largest(self) -> Tensor:
-        """The largest score of each row, (…, rows); −inf where it sees nothing."""
+        """Largest score of each row, (…, rows); −inf for rows that see no key."""
         s = self.scores
         return s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
 
     def exponentials(self, top: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights times their normaliser, and the normaliser: (…, rows, width) and (…, rows).
+        """Unnormalised weights (…, rows, width) and their normaliser (…, rows).
 
-        Written over the scores. A row that sees nothing has normaliser 0, or that of its sink.
+        The scores are overwritten. For rows that see no key the normaliser is 0, or that of the
+        sink.
 
         Args:
-            top: what :meth:`largest` gives.
+            top: result of :meth:`largest`.
         """
         s = self.scores
         if self.sink is not None:
@@ -81,13 +86,13 @@ class Block(NamedTuple):
 
 
 def blocks(call: KernelCall, at: Region | None = None) -> Iterator[Block]:
-    """The blocks of a call; rows that position alone hides every key from may be in none.
+    """Iterate over the blocks of a call, inside :func:`exact`.
 
-    Inside of :func:`exact`.
+    Rows whose keys are all hidden by position may be in no block.
 
     Args:
         call: the call; its values are not read.
-        at: only this part of it, as one block.
+        at: only this region, as one block.
     """
     masking = call.masking
     for region in _regions(masking) if at is None else (at,):
@@ -148,10 +153,10 @@ def _block(call: KernelCall, region: Region, tile: Tile) -> Block:
 
 
 def last_visible(masking: Masking) -> Tensor:
-    """The last key that each row sees, (B, L) int64; −1 for a row that sees none.
+    """Index of the last key that each row sees, (B, L) int64; −1 for rows that see none.
 
-    Where a causal row was given as a mask, or against a cache, this is where its query stands.
-    Heads that see different keys are joined.
+    For causal rows given by a mask, or against a cache, this is the query's position. It is the
+    maximum over heads that see different keys.
 
     Example:
         >>> mask = torch.tensor([[True, True, True, False, False]])
@@ -188,31 +193,31 @@ NO_PEAK = -128
 
 
 class Places(NamedTuple):
-    """What places and tokens of a call's rows and keys are measured by.
+    """Positions and tokens of a call's queries and keys, for structure metrics.
 
     Attributes:
-        positions: (1 or B, L) where queries stand among the keys; None where they are of another
-            sequence, which leaves everything about distance NaN.
+        positions: (1 or B, L), index of the key at each query's position; None in cross-attention,
+            where metrics of distance are NaN.
         tokens: (1 or B, S) ids of the keys, or None.
-        asked: (1 or B, L) ids of the queries, or None.
+        query_tokens: (1 or B, L) ids of the queries, or None.
         special: boolean (1 or B, S), True on special tokens, or None.
-        critical_every: rows from one whose scores are sorted to the next; 0 is none.
-        octaves: of distance, of each side.
+        critical_every: sort the scores of every such row for ``critical_ratio``; 0 for none.
+        octaves: number of octaves of distance on each side.
     """
 
     positions: Tensor | None = None
     tokens: Tensor | None = None
-    asked: Tensor | None = None
+    query_tokens: Tensor | None = None
     special: Tensor | None = None
     critical_every: int = 1
     octaves: int = 1
 
 
 class Part:
-    """The structure of one block; tensors are (batch, heads, group, rows, …)."""
+    """Structure metrics of one block; tensors are (batch, heads, group, rows, …)."""
 
     def __init__(self, block: Block, places: Places) -> None:
-        positions, tokens, asked, special, every, octaves = places
+        positions, tokens, query_tokens, special, every, octaves = places
         batch, _, row = block.region.batch, block.region.heads, block.region.rows
         width = block.scores.shape[-1]
         columns = slice(block.start, block.start + width)
@@ -223,8 +228,8 @@ class Part:
         self._at = None if at is None else at[:, None, None]
         self._special = None if special is None else _cut(special, batch)[:, columns]
         self._same = None
-        if tokens is not None and asked is not None:
-            keys, queries = _cut(tokens, batch)[:, columns], _cut(asked, batch)[:, row]
+        if tokens is not None and query_tokens is not None:
+            keys, queries = _cut(tokens, batch)[:, columns], _cut(query_tokens, batch)[:, row]
             same = (queries[:, :, None] == keys[:, None, :]) & (queries >= 0)[:, :, None]
             if at is not None:
                 same &= torch.arange(width, device=same.device) != at[:, :, None]
@@ -255,19 +260,19 @@ class Part:
             found["mass_previous"] = self._one(e, self._at - 1) * inverse
             share = torch.where(none, 0.0, inverse)
             self.octaves = self._octave_sums(e.cumsum(-1)) * share[..., None, None]
-            self.even = self._alike(e)
+            self.even = self._uniform(e)
             width = e.shape[-1]
             away = (torch.arange(width, device=e.device) - self._at.unsqueeze(-1)).abs()
             found["attention_distance"] = e.mul_(away.to(e.dtype)).sum(-1) * inverse
         return found
 
     def _where(self, kind: Tensor, mass: Tensor) -> Tensor:
-        """The mass; NaN for rows that see no key of that kind."""
+        """The mass, NaN for rows that see no key of the kind."""
         there = kind if self._seen is None else kind & self._seen
         return torch.where(there.any(-1), mass, torch.nan)
 
     def _one(self, e: Tensor, column: Tensor) -> Tensor:
-        """The entry of one column of each row, NaN where there is none or it is hidden."""
+        """Weight on one column of each row; NaN if there is no such column or it is hidden."""
         width = e.shape[-1]
         inside = (column >= 0) & (column < width)
         if width == 0:
@@ -283,7 +288,8 @@ class Part:
     def _octave_sums(self, running: Tensor) -> Tensor:
         """Sums over each octave of query-key distance, from cumulative sums over the columns.
 
-        Returns (…, 2, K): keys behind the query, itself included, and ahead of it; K octaves.
+        Returns:
+            (…, 2, K): keys up to the query's position, and later keys; K octaves.
         """
         assert self._at is not None
         step = 1 << torch.arange(self._count, device=running.device)
@@ -302,8 +308,8 @@ class Part:
         parts = [torch.cat([own, left], -1), torch.cat([nothing, right], -1)]
         return torch.stack(parts, -2).clamp_(min=0.0)
 
-    def _alike(self, e: Tensor) -> Tensor:
-        """Shares of the visible keys by octave."""
+    def _uniform(self, e: Tensor) -> Tensor:
+        """Weight by octave of distance if all visible keys had equal weight."""
         assert self._at is not None
         ones = e.new_ones(1, 1, 1, 1, e.shape[-1])
         running = (ones if self._seen is None else self._seen.to(e.dtype)).cumsum(-1)
@@ -314,7 +320,7 @@ class Part:
         return self._octave_sums(running) / running[..., -1:].unsqueeze(-1).clamp(min=1.0)
 
     def _peak(self, s: Tensor, top: Tensor) -> Tensor:
-        """Relative position of the one largest score of each row, if it is near."""
+        """Relative position of each row's largest score if it is unique and near, else a marker."""
         assert self._at is not None
         near = torch.arange(-PEAKS, PEAKS + 1, device=s.device)
         column = self._at.unsqueeze(-1) + near
@@ -327,7 +333,7 @@ class Part:
         return torch.where(alone, largest.to(torch.uint8).argmax(-1) - PEAKS, NO_PEAK)
 
     def _critical(self, s: Tensor) -> Tensor:
-        """β/Λ of every ``every``-th row, NaN on the others."""
+        """β/Λ of every ``critical_every``-th row, NaN on the others."""
         region = self._block.region.rows
         first = -region.start % self._every
         found = torch.full(s.shape[:-1], torch.nan, dtype=s.dtype, device=s.device)
@@ -338,7 +344,7 @@ class Part:
 
 
 def critical_ratio(scores: Tensor) -> Tensor:
-    """β/Λ of rows (…, keys) of scores, −inf where a key is hidden; NaN where one key is seen."""
+    """β/Λ of rows (…, keys) of scores, −inf on hidden keys; NaN for rows that see one key."""
     ordered = scores.sort(-1, descending=True).values
     top = ordered[..., :1]
     gaps = torch.where(top == -torch.inf, torch.nan, top) - ordered[..., 1:]

@@ -1,4 +1,4 @@
-"""STRUCTURE: metrics of where a row's weight goes; METRICS describe how it is spread."""
+"""STRUCTURE: metrics of where a row's weight lies, as METRICS describe how concentrated it is."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["STRUCTURE", "StructureMetric", "describe", "structure_metric"]
 
 @dataclass(frozen=True)
 class StructureMetric:
-    """One metric of where a row's weight goes.
+    """One metric of where a row's weight lies.
 
     Attributes:
         name: as in :data:`STRUCTURE` and on :class:`StructureStatistics`.
         symbol: LaTeX.
         unit: "keys" or "1" (a pure number).
-        range: the values it can take, for n visible keys.
+        range: the possible values, for n visible keys.
         meaning: one line.
-        source: article it is from.
+        source: article.
     """
 
     name: str
@@ -80,10 +80,10 @@ STRUCTURE: dict[str, StructureMetric] = {
 
 
 def structure_metric(name: str) -> StructureMetric:
-    """The entry of :data:`STRUCTURE` with that name.
+    """Look up an entry of :data:`STRUCTURE` by name.
 
     Raises:
-        ValueError: if there is none, naming the nearest.
+        ValueError: if there is none; the message names the nearest.
 
     Example:
         >>> structure_metric("mass_self").meaning
@@ -96,10 +96,10 @@ def structure_metric(name: str) -> StructureMetric:
 
 
 def describe(name: str) -> Metric | StructureMetric:
-    """The entry of :data:`acutance.METRICS` or :data:`STRUCTURE` with that name.
+    """Look up an entry of :data:`acutance.METRICS` or :data:`STRUCTURE` by name.
 
     Raises:
-        ValueError: if neither has it, naming the nearest.
+        ValueError: if neither has it; the message names the nearest.
 
     Example:
         >>> describe("entropy").unit, describe("attention_distance").unit

@@ -35,11 +35,10 @@ _MOST_OCTAVES, _MOST_TOKEN = 64, 2**31
 
 @dataclass(frozen=True)
 class StructureStatistics:
-    r"""Where the weight of each row goes.
+    r"""Where the weight of each attention row lies.
 
-    Every metric of :data:`STRUCTURE` is an attribute, rows (B, Hq, L), in float32 or float64. A row
-    that sees no key of a kind has NaN there: the first row of causal attention sees no previous
-    key. A row that sees no key at all has NaN everywhere.
+    Every metric of :data:`STRUCTURE` is an attribute (B, Hq, L), in float32 or float64. It is NaN
+    for rows that see no key of that kind: the first row of causal attention sees no previous key.
 
     Attributes:
         attention_distance: :math:`\sum_j p_j |i - j|`, in positions.
@@ -48,11 +47,11 @@ class StructureStatistics:
         mass_same: weight on other positions with the query's token; NaN without ``tokens``.
         mass_special: weight on special tokens; NaN without them.
         critical_ratio: β/Λ on the rows where it was requested, NaN elsewhere.
-        octaves: (B, Hq, L, 2, K) weight by octave of distance, behind (own position included) and
-            ahead: octave 0 is distance 0, octave k distances 2^(k−1) to 2^k − 1.
-        even: (B, 1 or Hq, L, 2, K) the same if all visible keys were weighed alike.
-        peak: (B, Hq, L) int64, where the largest weight stands relative to the query, −8 to 8; −128
-            where none of these is the largest, or several are.
+        octaves: (B, Hq, L, 2, K) weight by octave of distance, up to the query's position and after
+            it: octave 0 is distance 0, octave k distances 2^(k−1) to 2^k − 1.
+        even: (B, 1 or Hq, L, 2, K), the same if all visible keys had equal weight.
+        peak: (B, Hq, L) int64, position of the largest weight relative to the query, −8 to 8; −128
+            if it lies further away or is not unique.
     """
 
     attention_distance: Tensor
@@ -71,7 +70,7 @@ class StructureStatistics:
 
 
 def octaves_of(distance: int) -> int:
-    """Number of octaves that hold all distances up to one.
+    """Number of octaves needed for distances up to ``distance``.
 
     Example:
         >>> [octaves_of(distance) for distance in (0, 1, 2, 3, 4, 7, 8)]
@@ -96,26 +95,26 @@ def statistics(
     sinks: Tensor | None = None,
     **masks: Unpack[MaskOptions],
 ) -> StructureStatistics:
-    r"""Where the weight of each row of softmax attention goes, in O(n) memory.
+    r"""Where the weight of each row of softmax attention lies, in O(n) memory.
 
-    With the weights :math:`p_j` of a query at position i: the mean distance
-    :math:`\sum_j p_j |i - j|`, the weight by octave of distance, and the weight on the row's own,
-    previous, same and special tokens. Nothing here carries a gradient.
+    With weights :math:`p_j` of a query at position i: the mean distance :math:`\sum_j p_j |i - j|`,
+    the weight by octave of distance, and the weight on the row's own, previous, same and special
+    tokens. The result is not differentiable.
 
     Args:
         query: (B, Hq, L, E).
         key: (B, H, S, E).
-        attn_mask: see :func:`acutance.attention`, as every option that is not explained here.
+        attn_mask: as in :func:`acutance.attention`, like every option not explained here.
         is_causal: row i sees keys j ≤ i + query_offset.
-        scale: factor of the scores; None is 1/√E.
-        enable_gqa: let Hq be a multiple of H.
-        tokens: token ids of the keys, (S,) or (B, S), integers; ids below 0 are like no other.
+        scale: factor of the scores; None for 1/√E.
+        enable_gqa: allow Hq to be a multiple of H.
+        tokens: token ids of the keys, (S,) or (B, S), integers; negative ids match no other.
         special: ids of special tokens; needs ``tokens``.
-        positions: where each query stands among the keys, (L,) or (B, L); by default query_offset
-            onwards.
-        critical_every: sort the scores of every such row for ``critical_ratio``; 0 is none.
-        softcap: bounds scaled scores.
-        sinks: (Hq,) learned logits in the normaliser; they hold weight that is on no key.
+        positions: index of the key at each query's position, (L,) or (B, L); by default from
+            query_offset on.
+        critical_every: sort the scores of every such row for ``critical_ratio``; 0 for none.
+        softcap: bound of the scaled scores.
+        sinks: (Hq,) learned logits in the normaliser; their weight is on no key.
         masks: ``query_offset``, ``window``, ``key_mask``, ``document_ids``, ``cu_seqlens``,
             ``bias`` and ``alibi_slopes``.
 
@@ -168,13 +167,13 @@ def statistics(
             marked = torch.isin(tokens, torch.tensor(marks, device=tokens.device))
     elif marks:
         raise ValueError("special needs tokens, got None")
-    asked = None if tokens is None else tokens_at(tokens, positions)
-    places = Places(positions, tokens, asked, marked, critical_every)
+    query_tokens = None if tokens is None else tokens_at(tokens, positions)
+    places = Places(positions, tokens, query_tokens, marked, critical_every)
     return observe_structure(KernelCall(query, key, None, masking, rule), places)
 
 
 def _ids(name: str, value: Tensor, batch: int, length: int, like: Tensor) -> Tensor:
-    """Integers of each position, (1 or B, length)."""
+    """Check integers of each position, (1 or B, length)."""
     check_tensor(name, value)
     if value.dtype not in INTEGERS:
         raise TypeError(f"{name} must be an integer Tensor, got {value.dtype}")
@@ -189,7 +188,7 @@ def _ids(name: str, value: Tensor, batch: int, length: int, like: Tensor) -> Ten
 
 
 def tokens_at(tokens: Tensor, positions: Tensor) -> Tensor:
-    """The tokens at some positions, −1 beyond the ends: (B or 1, S) to (B or 1, L)."""
+    """The tokens at some positions, −1 outside: (B or 1, S) to (B or 1, L)."""
     batch = max(tokens.shape[0], positions.shape[0])
     places = positions.expand(batch, -1)
     inside = (places >= 0) & (places < tokens.shape[1])
@@ -200,11 +199,11 @@ def tokens_at(tokens: Tensor, positions: Tensor) -> Tensor:
 
 
 def observe_structure(call: KernelCall, places: Places) -> StructureStatistics:
-    """The statistics of a validated call.
+    """Structure statistics of a validated call.
 
     Args:
         call: the call; values are not read.
-        places: what is asked of its rows; ``octaves`` follow from their positions.
+        places: positions and tokens of its rows and keys; the number of octaves follows from them.
     """
     masking, positions = call.masking, places.positions
     by_head = any(
@@ -276,7 +275,7 @@ def _native(
         by_head: whether heads may see different keys.
     """
     query, masking, dtype = call.query, call.masking, accumulate_dtype(call.query.dtype)
-    positions, tokens, asked, special, every, octaves = places
+    positions, tokens, query_tokens, special, every, octaves = places
     shape = query.shape[:3]
     found = {name: query.new_full(shape, torch.nan, dtype=dtype) for name in STRUCTURE}
     mass = query.new_zeros(*shape, 2, octaves, dtype=dtype)
@@ -287,13 +286,13 @@ def _native(
     if every and masking.keys > 1:
         kept = -(-shape[2] // every)
         scores = query.new_full((*shape[:2], kept, masking.keys), -torch.inf, dtype=dtype)
-    same = tokens is not None and asked is not None
+    same = tokens is not None and query_tokens is not None
     native.structure(
         call,
         {
             "position": positions,
             "token": tokens if same else None,
-            "asked": asked if same else None,
+            "asked": query_tokens if same else None,
             "special": special,
         },
         {

@@ -1,1 +1,1 @@
-"""The statistics that a probe records for every head: merging them, comparing them, files."""
+"""The statistics that a probe records for every head: merging, comparing and saving them."""

@@ -1,8 +1,8 @@
 """Profile: how a metric changes with the number of visible keys, or with position.
 
-Rows are put into octaves of a count, and for each head, metric and octave the profile keeps what
-merges: how many rows, their mean and spread, and how much the means of single sequences differ.
-The latter is what errors are made of: rows of one text are no independent draws.
+Rows are grouped by octaves of a count. For each head, metric and octave a profile holds sums that
+can be merged: the number of rows, their mean and spread, and how much the means of sequences
+differ. Standard errors come from the last, since the rows of one text are not independent.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Slope(NamedTuple):
     """A line fitted to a profile: metric = level + value · log n.
 
     Attributes:
-        value: the slope, in the metric's unit for each e-fold of n.
+        value: the slope, in the metric's unit per e-fold of n.
         error: its standard error.
-        octaves: octaves it was fitted to.
-        low_n: typical n of the first of them.
-        high_n: typical n of the last.
+        octaves: number of octaves in the fit.
+        low_n: mean n of the first of them.
+        high_n: mean n of the last.
         low: fitted metric at ``low_n``.
         high: fitted metric at ``high_n``.
-        sequences: fewest sequences that an octave had.
+        sequences: smallest number of sequences in any of the octaves.
     """
 
     value: float
@@ -52,31 +52,31 @@ class Slope(NamedTuple):
     def margin(self) -> float:
         """Half the width of the slope's 98 % confidence interval.
 
-        Student's t for one degree of freedom less than there are sequences: with two it is 32
-        standard errors, with many 2.3.
+        It uses Student's t with one degree of freedom less than ``sequences``: 32 standard errors
+        for two sequences, 2.3 for many.
         """
         return float(stdtrit(max(1, self.sequences - 1), 0.99)) * self.error
 
     @property
     def significant(self) -> bool:
-        """Whether the slope is beyond its margin."""
+        """Whether the slope differs from 0 by more than its margin."""
         return abs(self.value) > self.margin
 
 
 @dataclass(frozen=True)
 class Profile(HeadArrays):
-    """A metric's moments by octave of a count, for some heads: (heads, metrics, octaves) arrays.
+    """Moments of metrics by octave of a count, for some heads: (heads, metrics, octaves) arrays.
 
     Octave k holds the rows whose count is 2^k to 2^(k+1) − 1. There are as many octaves as rows
     need.
 
     Attributes:
-        rows: (heads, octaves) int64, rows in the octave.
-        log_n: (heads, octaves), mean logarithm of their count; 0 where there is none.
-        count: int64, rows on which the metric is a finite number.
-        mean: their mean; 0 where there is none.
+        rows: (heads, octaves) int64, number of rows in the octave.
+        log_n: (heads, octaves), mean logarithm of their count; 0 without rows.
+        count: int64, number of rows on which the metric is finite.
+        mean: mean over those rows; 0 without rows.
         M2: sum of squared deviations of rows from the mean.
-        groups: int64, sequences these rows are of, counted again in each call.
+        groups: int64, number of sequences of these rows, counted again in each call.
         between: Σ over sequences of rows times the squared deviation of the sequence's mean.
     """
 
@@ -90,7 +90,7 @@ class Profile(HeadArrays):
 
     @staticmethod
     def none(heads: int, metrics: int, octaves: int = 0) -> Profile:
-        """The profile of no rows: the identity of :meth:`merge`."""
+        """An empty profile: the identity of :meth:`merge`."""
         arrays = {}
         for field in fields(Profile):
             lead = (heads,) if field.name in ("rows", "log_n") else (heads, metrics)
@@ -103,9 +103,10 @@ class Profile(HeadArrays):
         """The profile of one call's rows.
 
         Args:
-            values: (metrics, heads, B, L), float32 or float64; what is not finite is left out.
+            values: (metrics, heads, B, L), float32 or float64; values that are not finite are
+                ignored.
             n: counts, integers that broadcast to (B, heads, L).
-            mask: boolean (B, heads, L), True for rows that count.
+            mask: boolean (B, heads, L), True on rows that count.
 
         Returns:
             The profile, on the CPU.
@@ -176,22 +177,22 @@ class Profile(HeadArrays):
         most_n: float = math.inf,
         fewest: int = 3,
     ) -> Slope | None:
-        """The slope of a metric against log n, over octaves whose mean n is within bounds.
+        """Slope of a metric against log n, over the octaves whose mean n lies in a range.
 
-        Octaves are weighed by their rows. The standard error has two parts: what the means of
-        sequences, which differ among themselves, leave open, and how far the octaves are from a
-        line. Octaves of one sequence usually err to the same side, which the first part ignores:
-        it then comes out too large rather than too small.
+        Octaves are weighted by their rows. The standard error has two parts: differences between
+        sequences, and deviations of the octaves from the line. Octaves of one sequence usually
+        deviate in the same direction, which the first part ignores, so the error is rather too
+        large than too small.
 
         Args:
-            head: row of the arrays.
-            metric: column of the arrays.
-            least_n: octaves below are left out.
-            most_n: octaves above are left out.
-            fewest: octaves needed.
+            head: index of the head.
+            metric: index of the metric.
+            least_n: ignore octaves whose mean n is smaller.
+            most_n: ignore octaves whose mean n is larger.
+            fewest: number of octaves needed.
 
         Returns:
-            The slope, or None where fewer octaves have rows from two sequences or more.
+            The slope; None if fewer octaves have rows of at least two sequences.
         """
         count, groups = self.count[head, metric], self.groups[head, metric]
         x, y = self.log_n[head], self.mean[head, metric]
@@ -228,9 +229,9 @@ class Profile(HeadArrays):
     def final_slope(self, head: int, metric: int, *, octaves: int, least_n: float) -> Slope | None:
         """Slope of a metric over log n in its last ``octaves`` octaves of n.
 
-        Only octaves with rows of at least two sequences count; None if there is none. A last octave
-        with less than a quarter of the rows of the one before is left out: the last row of a text
-        of 1024 tokens is alone in its octave. No n below ``least_n`` is used.
+        Only octaves with rows of at least two sequences and a mean n of at least ``least_n`` are
+        used; None if there is none. A last octave with less than a quarter of the previous octave's
+        rows is ignored: in texts of 1024 tokens only the last row is in its octave.
         """
         used = (self.groups[head, metric] > 1).nonzero().flatten().tolist()
         count = self.count[head, metric].tolist()
@@ -242,15 +243,15 @@ class Profile(HeadArrays):
         return self.slope(head, metric, least_n=max(least, least_n), most_n=most)
 
     def at(self, head: int, metric: int, n: float) -> tuple[float, float]:
-        """Mean of a metric and its standard error in the octave whose typical count is n."""
+        """Mean of a metric and its standard error in the octave that contains the count n."""
         octave = int((self.log_n[head] - math.log(n)).abs().nan_to_num(math.inf).argmin())
         return float(self.mean[head, metric, octave]), float(self.error[head, metric, octave])
 
     def to_dicts(self, metrics: tuple[str, ...]) -> list[dict[str, Any]]:
-        """For each head, its octaves with rows as columns of plain numbers.
+        """For each head, its octaves with rows as columns of JSON values.
 
-        ``from`` is the lowest count of an octave and ``typical`` that of its rows; then for each
-        metric ``count``, ``mean``, ``std``, ``error`` and ``groups``.
+        ``from`` is the lowest count of an octave and ``typical`` the mean of its rows; then follow
+        for each metric ``count``, ``mean``, ``std``, ``error`` and ``groups``.
         """
         typical = self.log_n.exp().tolist()
         columns = {
@@ -292,7 +293,7 @@ class Profile(HeadArrays):
         )
 
     def merge(self, other: Profile) -> Profile:
-        """The profile of both sets of rows."""
+        """The profile of the rows of both."""
         octaves = max(self.octaves, other.octaves)
         left, right = self.padded(octaves), other.padded(octaves)
         rows, count = left.rows + right.rows, left.count + right.count
@@ -338,12 +339,12 @@ class Profile(HeadArrays):
 
 
 def _sums(x: Tensor, share: Tensor, counted: Tensor, whole: bool) -> dict[str, Tensor]:
-    """Sums that a profile holds, from (metrics, heads, B, L) values: (metrics, heads, octaves).
+    """Sums that a profile holds, (metrics, heads, octaves), from values (metrics, heads, B, L).
 
     Args:
         x: values, 0 on rows that do not count.
         share: (heads or 1, B, L, octaves), 1 in the octave of each row that counts.
-        counted: boolean (B, heads, L).
+        counted: boolean (B, heads, L), True on rows that count.
         whole: whether every value is finite.
     """
     metrics, heads, batch, queries = x.shape

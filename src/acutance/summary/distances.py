@@ -23,15 +23,15 @@ MOST_DISTANCES = 64
 class Distances(HeadArrays):
     """Mean weight by octave of distance, for each head.
 
-    The third axis is 0 for keys behind the query, its own position included, and 1 for those
-    ahead; octave 0 is the own position, octave k distances of 2^(k−1) to 2^k − 1.
+    The third axis is 0 for keys up to the query's position and 1 for later keys. Octave 0 is the
+    query's own position, octave k are distances of 2^(k−1) to 2^k − 1.
 
     Attributes:
-        rows: (heads,) int64, rows counted; 0 where queries are of another sequence than keys.
+        rows: (heads,) int64, number of rows; 0 in cross-attention.
         mass: (heads, 2, octaves) float64, mean weight.
-        even: the same if all visible keys were weighed alike.
-        peaks: (heads, 17) int64, rows whose one largest weight stands 8 positions behind, 7, and
-            so on to 8 ahead.
+        even: the same if all visible keys had equal weight.
+        peaks: (heads, 17) int64, number of rows whose largest weight is 8, 7, …, 1, 0 positions
+            before the query, then 1, …, 8 after it.
     """
 
     rows: Tensor
@@ -41,7 +41,7 @@ class Distances(HeadArrays):
 
     @staticmethod
     def none(heads: int, octaves: int = 0) -> Distances:
-        """The record of no rows: the identity of :meth:`merge`."""
+        """An empty record: the identity of :meth:`merge`."""
         zero = torch.zeros(heads, 2, octaves, dtype=torch.float64, device="cpu")
         rows = torch.zeros(heads, dtype=torch.int64, device="cpu")
         peaks = torch.zeros(heads, 2 * PEAKS + 1, dtype=torch.int64, device="cpu")
@@ -80,7 +80,7 @@ class Distances(HeadArrays):
         return Distances(self.rows, mass, even, self.peaks)
 
     def merge(self, other: Distances) -> Distances:
-        """The record of both sets of rows."""
+        """The record of the rows of both."""
         octaves = max(self.mass.shape[-1], other.mass.shape[-1])
         left, right = self.padded(octaves), other.padded(octaves)
         rows = self.rows + other.rows
@@ -93,10 +93,10 @@ class Distances(HeadArrays):
         )
 
     def within(self, distance: int) -> tuple[Tensor, Tensor]:
-        """Weight within a distance of 2^k − 1, and the weight that even attention would put there.
+        """Mean weight within a distance of 2^k − 1, and the same for uniform attention.
 
         Args:
-            distance: 0, 1, 3, 7 and so on; anything between counts as the next lower of these.
+            distance: 0, 1, 3, 7, …; other values are rounded down to one of these.
 
         Returns:
             Two tensors (heads,).
@@ -106,7 +106,7 @@ class Distances(HeadArrays):
         return mass, even
 
     def to_dict(self, head: int) -> dict[str, Any]:
-        """One head's numbers as plain JSON values."""
+        """One head's numbers as JSON values."""
         (behind, ahead), (even_behind, even_ahead) = (
             self.mass[head].tolist(),
             self.even[head].tolist(),

@@ -1,7 +1,7 @@
 """Examples: the sharpest rows of each head, with the tokens they attend to.
 
-What is kept is bounded: some rows of each head, for each a few keys and the weights along a stretch
-of its text. Texts are token ids; words for them come from a tokenizer, where there is one.
+Their size is bounded: a few rows of each head, and for each a few keys and the weights along a
+stretch of its text. Texts are token ids, with their decoded text if a tokenizer was given.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Example:
     """One row of attention with its tokens as text.
 
     Attributes:
-        position: where its query stands among the keys; −1 where that is not known.
-        n_keys: keys it sees.
-        entropy: in nats.
-        information: log n − entropy, in nats: what makes it sharp.
-        query: its token.
-        attended: (token, position, weight) of its most attended keys.
-        context: (token, weight) of a stretch of its text that holds the query.
+        position: index of the key at the query's position; −1 if not known.
+        n_keys: number of keys that the row sees.
+        entropy: entropy of the row, in nats.
+        information: log n − entropy, in nats.
+        query: text of the query's token.
+        attended: (token, position, weight) of the most attended keys.
+        context: (token, weight) of a stretch of text around the query.
     """
 
     position: int
@@ -70,15 +70,15 @@ class Row:
     """One row of attention before its tokens are decoded.
 
     Attributes:
-        head: its head.
-        information: log n − entropy.
+        head: number of the head.
+        information: log n − entropy, in nats.
         entropy: in nats.
-        position: of the query among the keys, −1 if not known.
-        n_keys: keys it sees.
-        query: id of its token, −1 if not known.
+        position: index of the key at the query's position; −1 if not known.
+        n_keys: number of keys that the row sees.
+        query: id of the query's token; −1 if not known.
         weights: (S,) float64 on the CPU.
-        tokens: (S,) ids of the keys, −1 where not known.
-        last: last key it sees.
+        tokens: (S,) ids of the keys; −1 if not known.
+        last: index of the last key that the row sees.
     """
 
     head: int
@@ -94,23 +94,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Examples(HeadArrays):
-    """The sharpest rows of each head: those with the largest information log n − H, first.
+    """The sharpest rows of each head, those with the largest information log n − H first.
 
-    Arrays are float64 and int64, −1 where there is nothing, NaN where there is no row.
+    Missing integers are −1 and missing numbers NaN.
 
     Attributes:
-        information: (heads, k).
-        entropy: (heads, k).
-        position: (heads, k), of the query among the keys.
-        n_keys: (heads, k).
+        information: (heads, k), in nats.
+        entropy: (heads, k), in nats.
+        position: (heads, k), index of the key at the query's position.
+        n_keys: (heads, k), number of keys that the row sees.
         query: (heads, k), id of the query's token.
         keys: (heads, k, 8), positions of the most attended keys.
-        tokens: (heads, k, 8), their ids.
+        tokens: (heads, k, 8), their token ids.
         weights: (heads, k, 8), their weights, descending.
         start: (heads, k), position of the first token of ``context``.
-        context: (heads, k, 48), ids of a stretch of the text.
+        context: (heads, k, 48), token ids of a stretch of text around the query.
         context_weights: (heads, k, 48), the row's weights there.
-        words: text of each id that is known.
+        words: text of each known token id.
     """
 
     information: Tensor
@@ -149,11 +149,11 @@ class Examples(HeadArrays):
         examples = Examples.none(heads, deep)
         for head, each in by_head.items():
             for place, row in enumerate(each):
-                examples._put(head, place, row)
+                examples._set_row(head, place, row)
         return examples._sharpest(most)
 
-    def _put(self, head: int, place: int, row: Row) -> None:
-        """Store a row as one of the sharpest rows of a head."""
+    def _set_row(self, head: int, place: int, row: Row) -> None:
+        """Store a row as the ``place``-th example of a head."""
         at = (head, place)
         self.information[at], self.entropy[at] = row.information, row.entropy
         self.position[at], self.n_keys[at], self.query[at] = row.position, row.n_keys, row.query
@@ -174,12 +174,12 @@ class Examples(HeadArrays):
 
     @property
     def depth(self) -> int:
-        """Most rows recorded for a head."""
+        """Number of rows recorded per head."""
         return self.information.shape[1]
 
     @property
     def threshold(self) -> Tensor:
-        """Information log n − H that a row must exceed to enter the record, (heads,)."""
+        """Information that a row must exceed to enter the record, (heads,), in nats."""
         lowest = self.information.nan_to_num(-math.inf)
         if not self.depth:
             return lowest.new_full((len(lowest),), math.inf)
@@ -190,10 +190,10 @@ class Examples(HeadArrays):
         return self.words.get(token, f"#{token}") if token >= 0 else ""
 
     def rows(self, head: int) -> list[Example]:
-        """A head's rows, sharpest first.
+        """The examples of a head, sharpest first.
 
         Args:
-            head: row of the arrays, as :attr:`HeadSummary.places` counts them.
+            head: index of the head, as in :attr:`HeadSummary.places`.
         """
         rows = []
         for place in range(self.depth):
@@ -228,7 +228,7 @@ class Examples(HeadArrays):
         return rows
 
     def merge(self, other: Examples) -> Examples:
-        """The sharpest rows of both records, as many as the larger one has."""
+        """The sharpest rows of both records, as many as the larger one holds."""
         depth = max(self.depth, other.depth)
         both = {
             name: torch.cat([getattr(self, name), getattr(other, name)], 1) for name in _arrays()

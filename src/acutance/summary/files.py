@@ -1,8 +1,7 @@
 """Read and check state files: safetensors arrays with a JSON header.
 
-A state is a safetensors file: arrays, and a header of strings with a schema and JSON. Files come
-from other machines and from runs that were killed, so everything is checked when it is read, and
-whatever does not fit is refused with one sentence that names the file.
+Files may come from other machines and interrupted runs, so everything is checked on reading, and an
+error is one sentence that names the file.
 """
 
 from __future__ import annotations
@@ -61,18 +60,18 @@ _COUNTS = ("calls", "rows", *LEFT_OUT, "unseen", "provided")
 def read(
     path: str | os.PathLike[str], schema: str, what: str = "head summary"
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The header and arrays of a file of one schema.
+    """Read the header and arrays of a state file.
 
     Args:
         path: the file.
-        schema: what its header has to name.
-        what: what such a file is, for a message.
+        schema: the schema that its header must name.
+        what: what such a file contains, for messages.
 
     Raises:
         FileNotFoundError: if there is no such file.
         OSError: if it cannot be read.
-        ValueError: if it is no safetensors file, cut short, of another schema, or if its seal is
-            not that of what it holds; files of earlier versions have none.
+        ValueError: if it is not a safetensors file, is truncated, has another schema, or does not
+            match its checksum (files of earlier versions have none).
     """
     from safetensors import SafetensorError, safe_open
 
@@ -104,7 +103,7 @@ def read(
 
 
 def sealed(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Add a SHA-256 digest of header and arrays, by which :func:`read` detects damage.
+    """Header with a SHA-256 checksum of header and arrays, which :func:`read` verifies.
 
     Example:
         >>> arrays = {"mean": torch.zeros(2)}
@@ -126,10 +125,10 @@ def sealed(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str
 
 
 def parse(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
-    """Decode a JSON object or list of the header.
+    """Decode the JSON object or list in a header field.
 
     Raises:
-        ValueError: if it is missing, or anything else.
+        ValueError: if the field is missing or has another type.
     """
     if field not in header:
         raise ValueError(f"{field!r} is missing")
@@ -144,7 +143,7 @@ def parse(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
 
 
 def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
-    """Check the types of the summary's record: layers, metrics, about, unread.
+    """Check the types in the header of a summary: layers, metrics, about, unread.
 
     Raises:
         ValueError: naming the first thing that does not fit.
@@ -179,10 +178,10 @@ def checked_record(header: Mapping[str, str]) -> dict[str, Any]:
 
 
 def optional(header: Mapping[str, str], field: str, kind: type = dict) -> Any:
-    """Decode a JSON object or list of the header (:func:`parse`); an empty one if it has none.
+    """Decode the JSON object or list in a header field, or an empty one if the field is missing.
 
     Raises:
-        ValueError: if it is anything else.
+        ValueError: if it has another type.
     """
     return parse(header, field, kind) if field in header else kind()
 
@@ -288,7 +287,7 @@ _NARROW = (torch.uint8, torch.int16, torch.int32)
 def compact(
     header: Mapping[str, str], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Header and arrays as they go into a file; :func:`expand` is the inverse.
+    """Header and arrays in the compact form of a file; :func:`expand` is the inverse.
 
     Example:
         >>> arrays = {"a": torch.tensor([0, 300]), "b": torch.tensor([0, 300])}
@@ -320,10 +319,10 @@ def compact(
 
 
 def expand(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The arrays before :func:`compact`; arrays of other files are returned unchanged.
+    """Undo :func:`compact`; arrays of files without compaction are returned unchanged.
 
     Raises:
-        ValueError: if the header names arrays that the file has not, or has in another form.
+        ValueError: if the header names arrays that are missing or have another form.
     """
     if FIELD not in header:
         return dict(tensors)
@@ -346,6 +345,7 @@ def expand(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str
 
 
 def _holds(kind: torch.dtype, value: int) -> bool:
+    """Whether an integer dtype can represent a value."""
     return torch.iinfo(kind).min <= value <= torch.iinfo(kind).max
 
 

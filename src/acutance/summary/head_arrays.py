@@ -17,7 +17,7 @@ __all__ = ["HeadArrays", "check_arrays"]
 
 @dataclass(frozen=True)
 class HeadArrays:
-    """Base of moments, profiles, distances and examples: each tensor field has one entry a head."""
+    """Base of records whose tensor fields have the heads as their first axis."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The arrays by name."""
@@ -46,13 +46,13 @@ def check_arrays(
     like: HeadArrays,
     possible: Callable[[str, Tensor], Tensor],
 ) -> None:
-    """Raise ValueError for the first array of a file that does not fit.
+    """Raise ValueError for the first array of a file that has a wrong shape, dtype or value.
 
     Args:
-        what: name of the record, with its article.
-        tensors: arrays by name, each of ``like`` among them.
+        what: name of the record, with its article, for messages.
+        tensors: arrays by name; must contain those of ``like``.
         like: a record with the right shapes and dtypes.
-        possible: from the name of an array and the array, a boolean mask of values that can occur.
+        possible: returns, for the name of an array and the array, a boolean mask of valid values.
     """
     for name, pattern in like.tensors().items():
         part = tensors[name]

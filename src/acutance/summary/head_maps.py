@@ -1,4 +1,4 @@
-"""HeadMap: rows of attention weights of one head over one sequence, and how files hold them."""
+"""HeadMap: rows of attention weights of one head over one sequence, and how files store them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class HeadMap:
     """Rows of attention weights of one head over one sequence.
 
     Attributes:
-        name: as the rows were requested.
-        module: the layer's.
-        head: its number in the layer.
-        sequence: number of the sequence, in the order in which the layer met them.
-        positions: where the rows' queries stand in the input, ascending.
+        name: name under which the user requested the rows.
+        module: name of the layer's module.
+        head: number of the head in its layer.
+        sequence: number of the sequence, in the order in which the layer processed them.
+        positions: positions of the rows' queries in the input, ascending.
         weights: (rows, keys) float32 on the CPU; 0 for keys that a row does not see.
-        tokens: text of the keys, empty where no tokenizer is known.
+        tokens: text of the keys; empty without a tokenizer.
     """
 
     name: str
@@ -38,7 +38,7 @@ class HeadMap:
     tokens: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """Everything but the weights, as plain JSON values."""
+        """Everything but the weights, as JSON values."""
         return {
             "name": self.name,
             "module": self.module,
@@ -50,7 +50,7 @@ class HeadMap:
 
 
 def few_enough(maps: Sequence[HeadMap]) -> bool:
-    """Whether files hold these maps."""
+    """Whether these maps are small enough to be stored in files."""
     return sum(one.weights.numel() for one in maps) <= MOST_STORED
 
 
@@ -64,9 +64,9 @@ def maps_to_dict(maps: Sequence[HeadMap]) -> dict[str, Any]:
 
 
 def merged_maps(first: Sequence[HeadMap], second: Sequence[HeadMap]) -> tuple[HeadMap, ...]:
-    """The maps of two runs: the second's sequences are counted on; those above eight are left out.
+    """Maps of two runs; the second's sequences are numbered on, and those above eight dropped.
 
-    Rows of different sequences are not comparable, so nothing is averaged.
+    Rows of different sequences are not averaged.
     """
     after: dict[tuple[str, str, int], int] = {}
     for one in first:
@@ -84,8 +84,8 @@ def checked_maps(records: Sequence[Any], arrays: Mapping[str, Tensor]) -> tuple[
     """Build maps from the records and arrays of a file, after checking them.
 
     Args:
-        records: what :meth:`HeadMap.record` gave.
-        arrays: their weights by number, ``"0"`` and so on.
+        records: results of :meth:`HeadMap.record`.
+        arrays: their weights, by index as text: ``"0"``, ``"1"``, ….
 
     Raises:
         ValueError: naming the first thing that does not fit.

@@ -1,4 +1,4 @@
-"""HeadSummary: statistics of every head of a probed model; it merges, exports and saves."""
+"""HeadSummary: statistics of every head of a probed model; merging, export and saving."""
 
 from __future__ import annotations
 
@@ -45,15 +45,14 @@ class HeadSummary:
 
     Attributes:
         layers: the layers, in model order.
-        metrics: names of the metrics, columns of ``moments``.
-        moments: arrays with all layers' heads one after the other.
-        about: what was probed: model, text, versions.
-        unread: attention that could not be read, each with its reason.
-        optional_parts: what else is recorded of the heads: see :attr:`profile`, :attr:`positions`,
-            :attr:`distances`, :attr:`examples` and :attr:`spans`.
-        not_provided: attention that a probe was to provide and left to the model, each with its
-            reason.
-        maps: rows of attention weights of named heads, on request.
+        metrics: names of the metrics, the columns of ``moments``.
+        moments: arrays with the heads of all layers concatenated.
+        about: facts about the run: model, text, versions.
+        unread: attention that could not be read, with the reason.
+        optional_parts: further statistics: :attr:`profile`, :attr:`positions`, :attr:`distances`,
+            :attr:`examples` and :attr:`spans`.
+        not_provided: with ``provide``, attention that the model computed itself, with the reason.
+        maps: rows of attention weights of named heads, if requested.
 
     Example:
         >>> import torch, acutance
@@ -94,7 +93,7 @@ class HeadSummary:
 
     @property
     def profile(self) -> Profile | None:
-        """Each metric by octave of n; None in states of earlier versions."""
+        """Each metric by octave of n; None in files of earlier versions."""
         return self.optional_parts.profile
 
     @property
@@ -109,12 +108,12 @@ class HeadSummary:
 
     @property
     def examples(self) -> Examples | None:
-        """The sharpest rows of each head; None where they were not asked for."""
+        """The sharpest rows of each head; None if not requested."""
         return self.optional_parts.examples
 
     @property
     def spans(self) -> Spans | None:
-        """Mean weight on named parts of the input; None where they were not asked for."""
+        """Mean weight on named parts of the input; None if not requested."""
         return self.optional_parts.spans
 
     def __post_init__(self) -> None:
@@ -127,7 +126,7 @@ class HeadSummary:
             )
 
     def column(self, name: str) -> int:
-        """Index of a metric's column in ``moments``.
+        """Index of a metric in ``moments``.
 
         Raises:
             ValueError: if it was not recorded.
@@ -140,17 +139,17 @@ class HeadSummary:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """(layer, head) of each row of ``moments``."""
+        """(layer, head) of each head in ``moments``."""
         return [(i, head) for i, layer in enumerate(self.layers) for head in layer.numbers]
 
     def mean(self, name: str) -> Tensor:
-        """Mean of a metric for each head, all layers in a row; NaN where no row counts."""
+        """Mean of a metric for each head, (heads,) over all layers; NaN without rows."""
         column = self.column(name)
         count = self.moments.count[:, column]
         return self.moments.mean[:, column].masked_fill(count == 0, math.nan)
 
     def std(self, name: str) -> Tensor:
-        """Standard deviation over rows for each head."""
+        """Standard deviation of a metric over rows for each head, (heads,)."""
         return self.moments.std[:, self.column(name)]
 
     def sampling_error(self, name: str) -> Tensor:
@@ -159,12 +158,12 @@ class HeadSummary:
 
     @property
     def coverage(self) -> str:
-        """One sentence: in how many modules attention was read, and in which it was not."""
+        """A sentence on how many modules' attention was read, and which was not."""
         return coverage_line([layer.module for layer in self.layers], self.unread)
 
     @cached_property
     def judgements(self) -> list[dict[Kind, Judgement]]:
-        """The rules that each head breaks, computed once for classes, findings and alarms."""
+        """The diagnostic rules that each head meets; findings, classes and alarms share them."""
         return judge_heads(self)
 
     @property
@@ -173,7 +172,10 @@ class HeadSummary:
         return any(layer.skipped for layer in self.layers)
 
     def grid(self, name: str) -> list[list[float]]:
-        """Mean of a metric as a list of layers, each a list of its heads (layers may differ)."""
+        """Mean of a metric as nested lists, [layer][head].
+
+        Layers may have different numbers of heads.
+        """
         parts = self.mean(name).split([layer.heads for layer in self.layers])
         return [part.tolist() for part in parts]
 
@@ -183,8 +185,11 @@ class HeadSummary:
         See :func:`~acutance.theory.expected_head_metrics` for the model and its limits.
 
         Args:
-            n: number of visible keys, whose octave the rows are taken from; the largest octave
-                that is well filled if left out.
+            n: number of visible keys; rows of the octave that contains it are used. None for the
+                largest octave with enough rows.
+
+        Returns:
+            Predicted and measured values for every head.
 
         Raises:
             ValueError: if the summary lacks ``first_gap``, ``rest_logit_std``, ``rest_jensen_gap``
@@ -270,14 +275,16 @@ class HeadSummary:
     def columns(self) -> dict[str, list[Any]]:
         """A table with one row for each layer and head, as columns.
 
-        ``layer`` (index in model order), ``head``, ``module``, ``status`` and ``rows``; how many
-        rows were left out: ``padded`` (by the masks in ``padded_by``), ``empty`` (no visible key),
-        ``excluded`` (not requested) and ``skipped`` (not sampled); and ``unseen``, rows read whose
-        token no row sees. Then mean, standard deviation, minimum and maximum of each metric over
-        rows and, with sampling, the mean's standard error. With structure, ``classes``
-        (:func:`classify`) and the mean weight by octave of distance, ``mass_octave_<k>`` behind and
-        ``mass_octave_ahead_<k>`` ahead. With spans, the mean weight on each, ``weight_on_<span>``,
-        its standard error over sequences, and the value of equal weights (``_error``, ``_even``).
+        First ``layer`` (index in model order), ``head``, ``module``, ``status`` and ``rows``. Then
+        the numbers of rows left out: ``padded`` (``padded_by`` names the mask), ``empty`` (they see
+        no key), ``excluded`` (not selected by the user) and ``skipped`` (not sampled), and
+        ``unseen`` (read, but no row sees their token). Then each metric's mean, standard deviation,
+        minimum and maximum over rows, and the standard error from sampling if rows were sampled.
+        With structure, the mean weight by octave of distance, ``mass_octave_<k>`` before and
+        ``mass_octave_ahead_<k>`` after the query, and ``classes``, the names from :func:`classify`.
+        With spans, the mean weight of all rows on each span, ``weight_on_<span>``, its standard
+        error over sequences, ``weight_on_<span>_error``, and the value for uniform attention,
+        ``weight_on_<span>_even``.
         """
         places = self.places
         table: dict[str, list[Any]] = {
@@ -304,7 +311,7 @@ class HeadSummary:
         return pyarrow.table(self.columns())
 
     def to_frame(self) -> Any:
-        """The columns as a pandas DataFrame where pandas is installed, else a pyarrow table."""
+        """The columns as a pandas DataFrame, or as a pyarrow table without pandas."""
         if importlib.util.find_spec("pandas") is None:
             return self.to_arrow()
         import pandas
@@ -319,7 +326,7 @@ class HeadSummary:
         write_whole(path, lambda where: pyarrow.parquet.write_table(table, where))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON values: numbers that are not finite become None."""
+        """Everything as JSON values; numbers that are not finite become None."""
         heads = [
             {"layer": layer, "head": head, "metrics": metrics}
             for (layer, head), metrics in zip(
@@ -378,12 +385,12 @@ class HeadSummary:
         return header, tensors
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, str] | None = None) -> None:
-        """Write the summary as a safetensors file, atomically; :func:`acutance.load` reads it.
+        """Write the summary atomically to a safetensors file for :func:`load`.
 
         Maps of more than 262,144 weights are left out, and ``about`` says so.
 
         Args:
-            path: where to.
+            path: the file.
             extra: further entries of the header.
         """
         from safetensors.torch import save

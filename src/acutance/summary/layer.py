@@ -1,4 +1,4 @@
-"""Layer: one attention layer of a probed model; notices: what limits all numbers of a summary."""
+"""Layer: one attention layer of a probed model; notices: warnings that concern a whole summary."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ LEFT_OUT = ("padded", "empty", "excluded", "skipped")
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention layer of a model, in model order.
+    """One attention layer of a model.
 
     Attributes:
-        module: qualified name of the module whose attention this is.
-        heads: query heads seen.
-        status: how far the capture is to be trusted, see :data:`STATUSES`.
-        calls: attention calls read.
-        rows: rows read for each head.
+        module: qualified name of its attention module.
+        heads: number of query heads read.
+        status: how far the capture was verified, see :data:`STATUSES`.
+        calls: number of attention calls read.
+        rows: number of rows read for each head.
         padded: rows left out because their token is padding.
-        padded_by: what told that: the masks' names; ``masks`` where a token sees no key and no row
-            sees it. Empty where nothing told of padding.
-        excluded: rows left out because the probe's ``rows=`` did not ask for them.
-        unseen: rows read of tokens that no row sees as a key, where nothing told of padding.
+        padded_by: names of the masks that say so; ``masks`` if a token sees no key and no row sees
+            it; empty if padding is not known.
+        excluded: rows left out because the probe's ``rows=`` does not select them.
+        unseen: rows read of tokens that no row sees as a key, if padding is not known.
         empty: rows left out because they see no key.
-        error: largest relative difference of a rebuilt output, None where none was rebuilt.
-        source: what the call was read from.
-        chosen: numbers of the heads, ascending, where they are not the first ``heads``.
-        skipped: rows not read because others were drawn in their place.
-        provided: calls whose output acutance computed in the model's stead.
+        error: largest relative difference of a rebuilt output; None if none was rebuilt.
+        source: kind of function the calls were captured from.
+        chosen: ascending numbers of the heads, if they are not the first ``heads``.
+        skipped: rows left out by random sampling.
+        provided: calls whose output acutance computed in place of the model.
     """
 
     module: str
@@ -83,7 +83,7 @@ class Layer:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Number of each head in its layer."""
+        """Numbers of the heads in their layer."""
         return self.chosen or tuple(range(self.heads))
 
     def join_heads(self, other: Layer) -> Layer:
@@ -126,7 +126,7 @@ class Layer:
         )
 
     def times(self, count: int) -> Layer:
-        """This layer with its counts multiplied, as if ``count`` identical calls had been made.
+        """A copy with counts multiplied, as if ``count`` identical calls had been made.
 
         Example:
             >>> Layer("attn", 4, calls=1, rows=3).times(5).rows
@@ -147,7 +147,7 @@ NOT_LOADED = "weights_not_loaded"
 
 
 def notices(about: Mapping[str, Any]) -> list[str]:
-    """Warnings for the top of a table or page; none for a complete run of a trained model.
+    """Warnings to show above a table or page; none for a complete run of a trained model.
 
     Args:
         about: the facts of a summary.
@@ -180,10 +180,10 @@ def notices(about: Mapping[str, Any]) -> list[str]:
 
 
 def not_loaded_sentence(text: str) -> str:
-    """A sentence that names the weights that did not load.
+    """A sentence that names the weights that were not loaded.
 
     Args:
-        text: what :func:`acutance.corpus.checkpoint.not_loaded` gave.
+        text: result of :func:`acutance.corpus.checkpoint.not_loaded`.
     """
     return f"The model did not load: {text}. Missing weights are random numbers."
 
@@ -192,8 +192,8 @@ def coverage_line(modules: Sequence[str], unread: Sequence[str]) -> str:
     """A sentence on how many modules were read, and which were not.
 
     Args:
-        modules: that were read.
-        unread: what was not, each text beginning with the name of its module.
+        modules: names of the modules read.
+        unread: attention not read, each text beginning with the name of its module.
 
     Example:
         >>> coverage_line(["layers.0", "layers.1"], ["pool: its scores were overwritten"])

@@ -1,9 +1,9 @@
-"""Moments: count, mean, spread, extremes and histogram of many metrics for many heads at once.
+"""Moments: count, mean, spread, extremes and histogram of metrics over rows, for many heads.
 
-All arrays have heads first and metrics second. Adding rows, and joining two records, is exact up to
-rounding in float64: counts, extremes and histograms exactly, means and spreads by Chan's formula.
-Rows that were drawn from more stand for all of them: they weigh accordingly, and what the draw may
-have done to each mean is known.
+All arrays have heads first and metrics second. Adding rows and merging records is exact for counts,
+extremes and histograms, and exact up to float64 rounding for means and spreads (Chan's formula).
+Sampled rows are weighted so that they represent all rows, and the resulting error of each mean is
+recorded.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _MOST_NATS, _OCTAVES, _DECADES, _MOST_SIGNED = 16.0, 32.0, 6.0, 1e5
 
 
 def edges(name: str) -> list[float]:
-    """The 65 bin edges of a metric's histogram; the outer bins include values beyond.
+    """The 65 bin edges of a metric's histogram; the outer bins also hold values beyond them.
 
-    A bin holds the values from its lower edge up to, and without, its upper edge.
+    A bin includes its lower edge and excludes its upper edge.
 
     Example:
         >>> edges("top_weight")[:3]
@@ -117,7 +117,7 @@ _SHIFT, _CELLS = 21, 1 << 11
 
 
 class _Cells(NamedTuple):
-    """A lookup table from equal cells to unequal bins, five times as fast as a binary search."""
+    """Lookup table from equally spaced cells to bins of unequal width, for speed."""
 
     base: Tensor
     edge: Tensor
@@ -125,7 +125,7 @@ class _Cells(NamedTuple):
 
 @functools.lru_cache
 def _cells(scale: Scale, device: torch.device) -> _Cells | None:
-    """The lookup table for a scale; None where two edges fall into one cell."""
+    """The lookup table for a scale; None if a cell contains two edges."""
     edges = _boundaries(scale, torch.float32, torch.device("cpu"))
     first = torch.arange(_CELLS, dtype=torch.int64, device="cpu") << _SHIFT
     ends = torch.stack([first, first + (1 << _SHIFT) - 1])
@@ -145,16 +145,16 @@ class Moments(HeadArrays):
     """Count, mean, spread, extremes and histogram over rows: (heads, metrics) arrays.
 
     Attributes:
-        count: rows counted, int64; a metric that is NaN or infinite on a row does not count it.
-        mean: mean over those rows, float64; NaN where there is none.
+        count: number of rows on which the metric is finite, int64.
+        mean: mean over those rows, float64; NaN without rows.
         M2: sum of squared deviations from the mean.
-        low: smallest value, +inf where there is none.
-        high: largest value, −inf where there is none.
+        low: smallest value, +inf without rows.
+        high: largest value, −inf without rows.
         histogram: (heads, metrics, 64) int64, on the edges of :func:`edges`.
-        weight: rows that those counted stand for, float64: as many, and more where rows were drawn
-            from more. Means and ``M2`` are over them.
-        sampling: variance that drawing rows gives the sum over those rows, float64; 0 where all
-            were read, NaN where a single row was drawn.
+        weight: number of rows that the counted ones represent, float64: larger than ``count`` if
+            rows were sampled. ``mean`` and ``M2`` refer to these.
+        sampling: variance of the sum over those rows from sampling, float64; 0 if all rows were
+            read, NaN if a single row was sampled.
     """
 
     count: Tensor
@@ -168,7 +168,7 @@ class Moments(HeadArrays):
 
     @staticmethod
     def none(heads: int, metrics: int) -> Moments:
-        """The record of no rows: the identity of :meth:`merge`."""
+        """An empty record: the identity of :meth:`merge`."""
         zero = torch.zeros(heads, metrics, dtype=torch.float64, device="cpu")
         return Moments(
             count=torch.zeros_like(zero, dtype=torch.int64),
@@ -183,15 +183,14 @@ class Moments(HeadArrays):
 
     @staticmethod
     def of(values: Tensor, names: tuple[str, ...]) -> Moments:
-        """Moments of rows given as (metrics, heads, rows); NaN and infinity are left out.
+        """Moments of rows given as (metrics, heads, rows); NaN and infinity are ignored.
 
         Args:
-            values: float64 or float32 (anything else is widened to float64).
-            names: what the metrics are called, which says on what scale they are binned.
+            values: float64 or float32 (other types are converted to float64).
+            names: names of the metrics, which determine the bins.
 
         Returns:
-            The record, on the CPU. Sums are made in float64 where the values are, except on devices
-            that have none.
+            The record, on the CPU. Sums are computed in the dtype of ``values``.
         """
         x = values.detach()
         if x.device.type == "mps":
@@ -253,7 +252,7 @@ class Moments(HeadArrays):
         )
 
     def merge(self, other: Moments) -> Moments:
-        """Moments of both sets of rows."""
+        """Moments of the rows of both."""
         count, weight = self.count + other.count, self.weight + other.weight
         share = other.weight / torch.where(count == 0, 1.0, weight)
         step = torch.where(other.count == 0, 0.0, other.mean - self.mean)
@@ -273,8 +272,8 @@ class Moments(HeadArrays):
     def sampled(self, total: int, drawn: int) -> Moments:
         r"""These moments, marked as ``drawn`` rows sampled without replacement from ``total``.
 
-        A mean over k of them that count has the variance :math:`(1 - t/T)\, s^2 / k`, with
-        :math:`s^2 = M_2 / (k - 1)`.
+        The mean over k counted rows has the variance :math:`(1 - t/T)\, s^2 / k`, with
+        :math:`s^2 = M_2 / (k - 1)`, ``drawn`` t and ``total`` T.
 
         Example:
             >>> values = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
@@ -336,7 +335,7 @@ class Moments(HeadArrays):
 
     @property
     def std(self) -> Tensor:
-        """Standard deviation over rows; NaN where there are none."""
+        """Standard deviation over rows; NaN without rows."""
         return torch.sqrt(self.M2 / self.weight.masked_fill(self.count == 0, math.nan))
 
 
@@ -369,7 +368,7 @@ def summarise(values: Mapping[str, Tensor], counted: Tensor, metrics: tuple[str,
 
 
 def summarise_stacked(stacked: Tensor, counted: Tensor, metrics: tuple[str, ...]) -> Moments:
-    """Moments of metrics that :func:`stack` has put together."""
+    """Moments of metrics stacked by :func:`stack`."""
     rows = stacked.flatten(2)
     selected = counted.transpose(0, 1).flatten(1)
     if bool((selected == selected[:1]).all()):

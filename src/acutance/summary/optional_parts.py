@@ -22,17 +22,17 @@ _TEXTS = ("words", "names")
 
 @dataclass(frozen=True)
 class OptionalParts:
-    """Parts of a summary that may be absent; each has the heads as its first axis.
+    """Parts of a summary that may be absent; the first axis of each is the heads.
 
-    A part that one of two records lacks, what is made of both lacks too: it would be of some rows
-    only.
+    Merging two records keeps only the parts that both have, since a part of one would cover only
+    some of the rows.
 
     Attributes:
         profile: metrics by octave of n.
         positions: metrics by octave of position, with structure.
         distances: weight by octave of distance, with structure.
-        examples: the sharpest rows, on request.
-        spans: weight on parts of the input, on request.
+        examples: the sharpest rows, if requested.
+        spans: weight on parts of the input, if requested.
     """
 
     profile: Profile | None = None

@@ -27,10 +27,10 @@ class PredictedHeads:
     """Predicted and measured means of every head, over its rows in one octave of n.
 
     Attributes:
-        n: (heads,), typical number of visible keys of these rows; NaN where no octave has rows.
-        predicted: for each name in ``PREDICTED``, (heads,); NaN where a head has no prediction.
-        measured: the same of what was measured in these rows, for each that was recorded.
-        skewness: (heads,), of the logits of all keys but the first.
+        n: (heads,), mean number of visible keys of these rows; NaN without rows.
+        predicted: for each name in ``PREDICTED``, (heads,); NaN for heads without a prediction.
+        measured: the measured means of the same rows, by name.
+        skewness: (heads,), skewness of the logits of all keys but the first.
     """
 
     n: Tensor
@@ -39,10 +39,10 @@ class PredictedHeads:
     skewness: Tensor
 
     def r_squared(self, name: str = "entropy") -> float:
-        """Share of the heads' differences in a metric that the prediction explains.
+        """Coefficient of determination R² of the prediction of a metric over the heads.
 
-        1 at best; below 0 it is worse than giving every head the mean. NaN with fewer than two
-        heads that have both numbers.
+        1 at best; below 0 it is worse than predicting the mean for every head. NaN with fewer than
+        two heads that have both values.
         """
         predicted, measured = self.predicted[name], self.measured[name]
         both = predicted.isfinite() & measured.isfinite()
@@ -56,17 +56,17 @@ class PredictedHeads:
 def predict_heads(
     profile: Profile, metrics: tuple[str, ...], n: float | None = None
 ) -> PredictedHeads:
-    """Predict each head's weights from its ``first_gap``, ``rest_logit_std``, ``rest_jensen_gap``.
+    """Predict each head's metrics from its ``first_gap``, ``rest_logit_std``, ``rest_jensen_gap``.
 
     Args:
         profile: means by octave of the number of visible keys.
-        metrics: names of its columns, these three among them.
-        n: the octave to predict in is the one that holds this many keys; the largest that is well
-            filled if left out.
+        metrics: names of its metrics, which must include these three.
+        n: a number of visible keys; the octave that contains it is predicted. None for the largest
+            octave with enough rows.
 
     Returns:
-        Heads without a prediction are NaN: those with weights that are not softmax, with a sink
-        outside the keys, or with fewer than 8 visible keys.
+        Predicted and measured means; NaN for heads whose weights are not softmax, that have a sink
+        outside the keys, or that see fewer than 8 keys.
     """
     columns = [metrics.index(name) for name in PREDICTED_FROM]
     heads = torch.arange(len(profile.rows))

@@ -1,4 +1,4 @@
-"""Spans: the mean weight that rows of each part of the input put on each part of it, by head."""
+"""Spans: the mean weight that rows of each named part of the input put on each part, by head."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Spans(HeadArrays):
     """Mean weight of rows on named spans of the input.
 
     With K spans, the last axis has K + 1 entries: the keys of each span, in the order of ``names``,
-    then all others. The axis before has K + 2: the rows of each span, of all other tokens, and of
-    all tokens together.
+    then all other keys. The axis before has K + 2: the rows of each span, of all other tokens, and
+    of all tokens together.
 
     Attributes:
-        rows: (heads, K + 2) int64.
-        mean: (heads, K + 2, K + 1), mean weight of these rows on these keys; 0 without rows. Rows
-            add up to 1, less what sinks take.
-        even: (heads, K + 2, K + 1), the same for rows that weigh all keys they see alike.
-        groups: (heads, K + 2) int64, sequences the rows are of, counted again in each call.
+        rows: (heads, K + 2) int64, number of rows.
+        mean: (heads, K + 2, K + 1), mean weight of these rows on these keys; 0 without rows. Each
+            row sums to 1 minus the weight of sinks.
+        even: (heads, K + 2, K + 1), the same if all visible keys had equal weight.
+        groups: (heads, K + 2) int64, number of sequences of the rows, counted again in each call.
         between: (heads, K + 2, K + 1), Σ over sequences of rows times the squared deviation of the
             sequence's mean.
-        names: of the spans.
+        names: names of the spans.
     """
 
     rows: Tensor
@@ -48,7 +48,7 @@ class Spans(HeadArrays):
 
     @staticmethod
     def none(heads: int, names: Sequence[str]) -> Spans:
-        """The record of no rows: the identity of :meth:`merge`."""
+        """An empty record: the identity of :meth:`merge`."""
         size = (heads, len(names) + 2)
         return Spans(
             rows=torch.zeros(size, dtype=torch.int64, device="cpu"),
@@ -68,11 +68,10 @@ class Spans(HeadArrays):
 
         Args:
             mass: (B, heads, L, K + 1), weight of each row on the keys of each span and all others.
-            even: (B, heads or 1, L, K + 1), the same where every visible key has the same weight.
-            labels: (B or 1, L), number of the span that holds each query, K for none of them; None
-                where the queries are no part of the input.
-            counted: boolean (B, heads, L), True for rows that count.
-            names: of the K spans.
+            even: (B, heads or 1, L, K + 1), the same if every visible key had equal weight.
+            labels: (B or 1, L), index of each query's span, K if in none; None in cross-attention.
+            counted: boolean (B, heads, L), True on rows that count.
+            names: names of the K spans.
         """
         if mass.device.type == "mps":  # it has no float64
             mass, even, counted = mass.cpu(), even.cpu(), counted.cpu()
@@ -108,11 +107,11 @@ class Spans(HeadArrays):
         return torch.sqrt(self.between / (self.rows * (groups - 1)).unsqueeze(-1))
 
     def weight(self, span: str, rows: str = ALL_ROWS) -> Tensor:
-        """Mean weight on a span, (heads,); NaN where no row counts.
+        """Mean weight on a span, (heads,); NaN without rows.
 
         Args:
             span: a name, or ``"other"`` for keys in no span.
-            rows: of which rows: a name, ``"other"``, or ``"all"``.
+            rows: whose weight: the name of a span, ``"other"``, or ``"all"``.
 
         Raises:
             ValueError: if there is no such span.
@@ -127,10 +126,10 @@ class Spans(HeadArrays):
         return known.index(name)
 
     def merge(self, other: Spans) -> Spans:
-        """The record of both sets of rows.
+        """The record of the rows of both.
 
         Raises:
-            ValueError: if their spans have other names.
+            ValueError: if they have different spans.
         """
         if self.names != other.names:
             raise ValueError(
@@ -155,7 +154,7 @@ class Spans(HeadArrays):
         """Concatenate records of different heads.
 
         Raises:
-            ValueError: if their spans have other names.
+            ValueError: if they have different spans.
         """
         for part in parts[1:]:
             parts[0].heads(0, 0).merge(part.heads(0, 0))  # says which names differ
@@ -176,9 +175,9 @@ class Spans(HeadArrays):
         }
 
     def to_dict(self, head: int) -> dict[str, Any]:
-        """One head's numbers as plain JSON values: for each kind of row, the weight on each span.
+        """One head's numbers as JSON values: for each kind of rows, the weight on each span.
 
-        Kinds of rows that none counts are left out; ``error`` is None for a single sequence.
+        Kinds without rows are omitted; ``error`` is None for a single sequence.
         """
         table = {}
         errors = self.error

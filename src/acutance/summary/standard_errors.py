@@ -1,8 +1,8 @@
 """Standard errors of a head's means, and the slope of a metric against the number of keys.
 
-The rows of a sequence share its words, so a standard error that counts them as independent draws is
-too small, often several times. Sequences are treated as the independent unit. A summary with a
-profile records how much its sequences differ; for any other, only an upper bound is known.
+The rows of a sequence are correlated, so a standard error that treats them as independent is often
+several times too small. Sequences are treated as the independent unit. A profile records how much
+they differ; without one only an upper bound is known.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Uncertainty:
     """Standard errors of the means of a summary.
 
     Attributes:
-        error: (heads, metrics), between sequences or an upper bound of it; NaN where it is
-            not known.
-        floor: (heads, metrics), what it would be if all rows were independent.
-        dof: (heads, metrics), degrees of freedom of ``error``; NaN where it is not known.
+        error: (heads, metrics), from differences between sequences, or an upper bound; NaN if
+            unknown.
+        floor: (heads, metrics), the standard error if all rows were independent.
+        dof: (heads, metrics), degrees of freedom of ``error``; NaN if unknown.
         how: which of the two ``error`` is, see :data:`HOW`.
     """
 
@@ -61,7 +61,7 @@ class Uncertainty:
 
 
 def worst(*ways: How) -> How:
-    """The least reliable of several ways to a standard error."""
+    """The least reliable of several sources of a standard error."""
     return max(ways, key=_WORST.index)
 
 
@@ -69,22 +69,21 @@ def uncertainty(summary: HeadSummary, run: Run | None = None) -> Uncertainty:
     r"""Standard errors of every head's mean of every metric.
 
     With a profile, the mean is the weighted mean over octaves of n, so its error is at most the
-    weighted sum of the octaves' errors, each between sequences:
+    weighted sum of the octaves' errors between sequences:
 
     .. math:: \mathrm{SE} \le \sum_k \frac{N_k}{N} \mathrm{SE}_k
 
-    with equality where a sequence that is high in one octave is high in all. Without a profile, a
-    mean over G sequences of equal length, the rows of each all alike, has
-    :math:`\sigma / \sqrt{G - 1}`, with :math:`\sigma` the deviation over rows; less alike rows have
-    less.
+    with equality if a sequence that is high in one octave is high in all. Without a profile, the
+    upper bound for G sequences of equal length is :math:`\sigma / \sqrt{G - 1}`, with
+    :math:`\sigma` the deviation over rows; it is reached if the rows of each sequence are equal.
 
     Args:
         summary: any head summary.
-        run: the run it is of, which says how many sequences there are; without it the least
-            number that ``summary`` admits is used.
+        run: its run, which states the number of sequences; without it, the smallest number
+            consistent with ``summary`` is used.
 
     Returns:
-        Standard errors, their degrees of freedom, and how they came about.
+        Standard errors, their degrees of freedom and their source.
 
     Example:
         Two sequences of ten equal rows each are two observations, not twenty:
@@ -119,15 +118,15 @@ def uncertainty(summary: HeadSummary, run: Run | None = None) -> Uncertainty:
 def between(profile: Profile, share: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Weighted sum of the octaves' standard errors, and degrees of freedom of the largest term.
 
-    An octave that a single sequence reaches says nothing of its error: it is given the spread of
-    the sequences where that is largest.
+    An octave that only one sequence reaches is given the largest spread between sequences of any
+    octave.
 
     Args:
-        profile: of some heads and metrics.
-        share: (heads, metrics, octaves), weight of each octave; None is its share of the rows.
+        profile: profile of some heads and metrics.
+        share: (heads, metrics, octaves), weight of each octave; None for its share of the rows.
 
     Returns:
-        Both (heads, metrics); NaN where no octave has two sequences.
+        Two tensors (heads, metrics); NaN if no octave has two sequences.
     """
     if not profile.octaves:
         nothing = profile.count.sum(-1) * math.nan
@@ -151,10 +150,10 @@ def between(profile: Profile, share: Tensor | None = None) -> tuple[Tensor, Tens
 
 
 def _sequences(summary: HeadSummary, run: Run | None) -> Tensor | None:
-    """A lower bound on the number of sequences that each head's rows come from; None if unknown.
+    """A lower bound on the number of sequences of each head's rows; None if unknown.
 
-    Windows of a run count by their tokens, so that a short last one is less than one. A summary
-    without a run has one sequence in a call, at least.
+    Windows of a run count by their tokens, so that a short last one counts less than one. Without a
+    run, each call has at least one sequence.
     """
     heads = torch.tensor([layer.heads for layer in summary.layers], dtype=torch.int64)
     if run is not None and run.windows:
@@ -170,17 +169,17 @@ def _sequences(summary: HeadSummary, run: Run | None) -> Tensor | None:
 def slope(
     summary: HeadSummary, metric: str, head: int, *, least_n: float = 0.0, fewest: int = 3
 ) -> Slope | None:
-    """How a head's metric changes with log n, by :meth:`Profile.slope` on the summary's profile.
+    """Slope of a head's metric against log n, by :meth:`Profile.slope` on the summary's profile.
 
     Args:
         summary: any head summary.
         metric: a recorded metric.
         head: index in :attr:`HeadSummary.places`.
-        least_n: octaves of fewer keys are left out.
-        fewest: octaves needed, at least three.
+        least_n: ignore octaves with fewer keys.
+        fewest: number of octaves needed, at least three.
 
     Returns:
-        The slope; None without a profile, or where too few octaves have rows of two sequences.
+        The slope; None without a profile, or if too few octaves have rows of two sequences.
 
     Raises:
         ValueError: if the metric was not recorded.

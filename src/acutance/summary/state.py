@@ -1,4 +1,4 @@
-"""States: a summary with the run and windows it covers; shards of a run are merged by it."""
+"""States: a summary with the run and windows it covers; shards of a run are merged as states."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _DIGESTS = {"model": "another model", "text": "another text"}
 class Shard:
     """The ``number``-th of ``count`` parts of a corpus, counted from 1.
 
-    Batches are dealt in turn, so that a batch holds the same windows in every shard as it would in
-    one run over all: its numbers are then the same to the last bit.
+    Batches are assigned to shards in turn, so that each batch contains the same windows as in a
+    single run and its results are bitwise equal.
 
     Example:
         >>> Shard.parse("2/3").of(8)
@@ -80,12 +80,12 @@ class Run:
     """The settings of a run over a corpus, and the windows that are done.
 
     Attributes:
-        settings: everything that decides a window's numbers: digests of model and text, length,
-            batch size, metrics and so on.
-        total: windows of the whole corpus.
-        done: half-open ranges of the windows whose rows are in the state, ascending.
-        tokens: tokens of those windows.
-        shard: the part of the corpus that was requested.
+        settings: everything that determines the results: digests of model and text, length, batch
+            size, metrics and so on.
+        total: number of windows of the whole corpus.
+        done: half-open ranges of the windows included in the state, ascending.
+        tokens: number of tokens of those windows.
+        shard: the requested part of the corpus.
     """
 
     settings: Mapping[str, Any]
@@ -105,7 +105,7 @@ class Run:
         return self.windows == self.total
 
     def difference(self, other: Run, mine: str, theirs: str) -> str | None:
-        """The first setting in which two runs differ, as a clause of a sentence; None if none."""
+        """The first setting in which two runs differ, as a clause; None if they agree."""
         names = dict.fromkeys((*other.settings, *self.settings))
         for name in sorted(names, key="text".__eq__):  # which other settings change too: last
             left, right = self.settings.get(name), other.settings.get(name)
@@ -199,14 +199,14 @@ class State:
     run: Run
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file that :func:`load_state` and :func:`acutance.load` read, atomically."""
+        """Write a file atomically for :func:`load_state` and :func:`acutance.load`."""
         self.summary.save(path, {"run": self.run.to_json()})
 
     def join(self, other: State) -> State:
-        """Merge the states of two parts of one run; their settings are assumed to be equal.
+        """Merge the states of two parts of one run; their settings must be equal (not checked).
 
         Raises:
-            ValueError: if both hold a window.
+            ValueError: if both contain the same window.
         """
         run = replace(
             self.run,

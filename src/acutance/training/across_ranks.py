@@ -1,4 +1,4 @@
-"""Work across the ranks of ``torch.distributed``: exact maxima, gathered rows, sharded weights."""
+"""Operations across ``torch.distributed`` ranks: exact maxima, gathered rows, sharded weights."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def ranks(group: Any = None) -> tuple[int, int]:
 class ExactMaxima:
     """Largest value of each head over all ranks, including layers that only some ranks run.
 
-    One ``all_reduce`` of all heads of all layers. The ranks agree on a layout first, and again
-    when one of them sees a layer that is not in it.
+    It uses one ``all_reduce`` for all heads of all layers. The ranks agree on a layout first, and
+    again when one of them has a new layer.
 
     Args:
-        group: the process group; None is all ranks.
+        group: the process group; None for all ranks.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -49,7 +49,7 @@ class ExactMaxima:
     def _reduce(
         self, maxima: dict[str, Tensor], device: torch.device
     ) -> tuple[dict[str, Tensor], bool]:
-        """The maxima over ranks of all known modules, and whether a rank has an unknown one."""
+        """Maxima over ranks of all known modules, and whether a rank has an unknown one."""
         unknown = any(self._layout.get(name) != len(value) for name, value in maxima.items())
         parts = [
             maxima[name].to(device, torch.float64)
@@ -103,7 +103,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_rows(rows: Tensor, group: Any = None) -> Tensor:
-    """Rows (n, d) of every rank as one (ranks · n, d), with gradients to the rank they came from.
+    """Concatenate the rows (n, d) of all ranks to (ranks · n, d), with gradients.
 
     Raises:
         ValueError: if ranks have different numbers of rows.
@@ -123,16 +123,16 @@ def gather_rows(rows: Tensor, group: Any = None) -> Tensor:
 
 
 def is_sharded(weight: Tensor) -> bool:
-    """Whether a tensor is a DTensor, whose parts or copies lie on several ranks."""
+    """Whether a tensor is a DTensor, distributed over several ranks."""
     return type(weight).__name__ == "DTensor"
 
 
 @torch.no_grad()
 def multiply(weight: Tensor, dim: int, start: int, size: int, factor: float) -> None:
-    """Scale entries ``start`` to ``start + size`` of a dimension, each rank its own.
+    """Multiply entries ``start`` to ``start + size`` of a dimension in place, on every rank.
 
     Raises:
-        ValueError: if it is not told from the placements which entries are this rank's.
+        ValueError: if the placements do not determine which entries this rank holds.
 
     Example:
         >>> weight = torch.ones(3, 2)
@@ -164,7 +164,7 @@ def multiply(weight: Tensor, dim: int, start: int, size: int, factor: float) -> 
 
 
 def _mine(entries: int, ranks: int, rank: int) -> tuple[int, int]:
-    """This rank's entries of a dimension that is split as by ``torch.chunk``."""
+    """First entry and number of entries of this rank, if split as by ``torch.chunk``."""
     share = -(-entries // ranks)
     return min(rank * share, entries), min((rank + 1) * share, entries)
 

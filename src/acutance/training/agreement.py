@@ -1,4 +1,4 @@
-"""Check that a module's projections produced the queries and keys of its scores."""
+"""Check that the queries and keys of a module's scores are the outputs of its projections."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Outputs:
     def __init__(self, projections: Iterable[nn.Module]) -> None:
         self._recorded: dict[nn.Module, deque[Tensor]] = {}
         self._context = ExitStack()
-        self._context.enter_context(follow_outputs(projections, self._keep))
+        self._context.enter_context(follow_outputs(projections, self._record))
 
-    def _keep(self, module: nn.Module, output: Any) -> None:
+    def _record(self, module: nn.Module, output: Any) -> None:
         if is_sharded(output):  # a hook of the module's own makes it local after this
             output = output.to_local()
         if isinstance(output, Tensor):
             self._recorded.setdefault(module, deque(maxlen=_MOST)).append(output.detach())
 
     def take(self, module: nn.Module) -> tuple[Tensor, ...]:
-        """Recorded outputs of a module since :meth:`forget`."""
+        """Recorded outputs of a module since :meth:`forget`; removes them."""
         return tuple(self._recorded.get(module, ()))
 
     def left(self) -> set[nn.Module]:
-        """Modules with recorded outputs."""
+        """Modules that still have recorded outputs."""
         return set(self._recorded)
 
     def forget(self, modules: Sequence[nn.Module]) -> None:
@@ -58,7 +58,7 @@ class Outputs:
 
 
 def rotary_width(module: nn.Module, width: int) -> int:
-    """Number of leading entries of a head that rotary embedding rotates; 0 if all may be."""
+    """Number of leading entries of each head that rotary embedding rotates; 0 if it may be all."""
     config: Any = getattr(module, "config", None)
     share = getattr(config, "partial_rotary_factor", None)
     if share is None and isinstance(parameters := getattr(config, "rope_parameters", None), dict):
@@ -73,24 +73,22 @@ def rotary_width(module: nn.Module, width: int) -> int:
 def agrees(
     projections: Projections, query: Tensor, key: Tensor, outputs: Outputs, rotary: int = 0
 ) -> bool | None:
-    """Whether scored vectors have the lengths of the projections' outputs, up to a scale.
+    """Whether scored vectors have the norms of the projections' outputs, up to a scale.
 
-    A rotation leaves lengths as they are, a scale by head and position multiplies them; slices of
-    other heads, a normalisation, a clamp or something added do not. Only then does a factor on
-    the weights multiply the scores by as much. Where a part of each head is rotated, it may have a
-    scale of its own.
+    Rotations keep norms and scales by head and position multiply them, but selecting other heads,
+    normalising, clamping or adding a term changes them. Only if norms agree does a factor on the
+    weights multiply the scores. A rotated part of each head may have a scale of its own.
 
     Args:
-        projections: where queries and keys are made.
-        query: (B, Hq, L, E), as they were scored.
-        key: (B, H, S, E).
-        outputs: of the projections, in the same forward.
-        rotary: the first so many entries of a head are rotated and the others are not; 0 where
-            that is not known.
+        projections: the weights of queries and keys.
+        query: (B, Hq, L, E), as scored.
+        key: (B, H, S, E), as scored.
+        outputs: the projections' outputs in the same forward pass.
+        rotary: number of leading entries of a head that are rotated; 0 if unknown.
 
     Returns:
-        None where nothing could be compared, or a projection gave several outputs and none of
-        those that are kept agrees.
+        None if nothing could be compared, or a projection had several outputs and no recorded one
+        agrees.
     """
     if not projections.makers:
         return None
@@ -116,7 +114,7 @@ def agrees(
 def _proportional(
     scored: Tensor, output: Tensor, slices: Sequence[HeadSlices], cut: int
 ) -> bool | None:
-    """Whether scored queries or keys are a rotation or multiple of the output; None if unclear."""
+    """Whether scored vectors are a rotation or multiple of the output; None if undecidable."""
     batch, _, rows, width = scored.shape
     if output.dim() < 2 or output.shape[:-1].numel() != batch * rows or batch * rows < 2:
         return None
@@ -133,7 +131,7 @@ def _proportional(
 def _fits(
     scored: Tensor, output: Tensor, slices: Sequence[HeadSlices], first: int, last: int
 ) -> bool | None:
-    """Whether the lengths of some entries of all heads agree up to one scale."""
+    """Whether the norms of some entries of all heads agree up to one scale."""
     lengths = [_length(output, slices, head, first, last) for head in range(scored.shape[1])]
     expected_part = scored[..., first:last]
     expected = torch.linalg.vector_norm(expected_part, dim=-1, dtype=_wide(scored)).transpose(1, 2)
@@ -165,21 +163,21 @@ def _wide(part: Tensor) -> torch.dtype:
 
 
 def _clear(lengths: Tensor) -> Tensor:
-    """Which lengths are finite and large enough for a meaningful ratio."""
+    """Which norms are finite and large enough for a meaningful ratio."""
     finite = lengths.isfinite()
     return finite & (lengths > _FAINT * torch.where(finite, lengths, 0.0).amax())
 
 
 def _centred_log_ratios(lengths: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Compare lengths with expected ones up to a common scale, in each order tokens may have.
+    """Compare norms with expected ones up to a common scale, for both possible orders of tokens.
 
     Args:
         lengths: vector norms, (..., H), of B·L tokens.
         expected: (B, L, H).
 
     Yields:
-        log(expected / lengths), centred so that a common scale cancels, and log(lengths)
-        centred in the same way. Zeros in the first mean agreement up to scale.
+        log(expected / lengths), centred so that a common scale cancels, and log(lengths), centred
+        likewise. All zeros in the first mean agreement up to scale.
     """
     batch, rows, heads = expected.shape
     orders = [lengths.reshape(batch, rows, heads)]

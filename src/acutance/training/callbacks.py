@@ -1,7 +1,7 @@
 """Callbacks that connect a monitor to transformers' Trainer and to Lightning.
 
-Both call their callbacks by the names of methods and ask for no base class, so neither library is
-imported here, and the two Lightning packages are served alike.
+Both find callbacks by method names and need no base class, so neither library is imported, and both
+Lightning packages work.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Events:
         context.close()
 
     def __getattr__(self, name: str) -> Any:
-        """Ignore every event that is not handled, in any release of the trainer."""
+        """Ignore all other events, in any release of the trainer."""
         if name.startswith("on_") or name == "setup":
             return _nothing
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -68,7 +68,7 @@ class TrainerEvents(_Events):
     """Callback for ``transformers.Trainer``."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Find the Trainer, and restore the state of a checkpoint."""
+        """Find the Trainer, and restore the state from a checkpoint."""
         self.close()
         self._trainer = _calling_trainer(self)
         saved = (getattr(state, "stateful_callbacks", None) or {}).get(STATE_KEY)
@@ -78,7 +78,7 @@ class TrainerEvents(_Events):
             self.load_state_dict(saved)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Watch this step's forward passes, from each call of ``training_step``."""
+        """Watch this step's forward passes, inside each call of ``training_step``."""
         self._release()
         self._forget()
         self.steps = state.global_step
@@ -198,9 +198,9 @@ class LightningEvents(_Events):
                 self.write_histograms(writer, record)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Release the model."""
+        """Stop watching the model."""
         self.close()
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        """Release the model."""
+        """Stop watching the model."""
         self.close()

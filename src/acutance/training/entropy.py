@@ -1,4 +1,4 @@
-"""Losses on rows of attention: the distance of their entropy from a target, and the z-loss."""
+"""Losses on attention rows: the distance of their entropy from a target, and the z-loss."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ class EntropyRegularizer(nn.Module):
               \delta_r = H_r - \min(H^*, \log n_r)
               \quad\text{or}\quad \max(0, \min(H^*, \log n_r) - H_r)
 
-    A row of n keys cannot have more than log n nats, so that is what is asked of short rows. The
-    mean is over the rows of each call, then over calls. With a ``margin`` distances up to it are
-    free.
+    The target of a row of n keys is at most log n nats, its largest possible entropy. The mean is
+    over the rows of each call, then over calls. Distances up to ``margin`` cost nothing.
 
     Args:
-        target: the entropy rows shall have; or
-        floor: the entropy they shall not fall under. Exactly one of the two.
-        weight: w.
+        target: desired entropy of the rows; or
+        floor: lower limit of their entropy. Give exactly one of the two.
+        weight: factor of the loss, w.
         unit: of target, floor and margin: ``"nats"``, or ``"fraction"`` of each row's log n.
-        margin: distance that is free.
+        margin: distance without cost.
 
     Attributes:
-        entropy: mean entropy of the rows at the last call, in nats, detached; None before it.
+        entropy: mean entropy of the rows at the last call, in nats, detached; None before.
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -110,6 +109,7 @@ class EntropyRegularizer(nn.Module):
         return self.weight * torch.stack(losses).mean()
 
     def _distance(self, entropy: Tensor, most: Tensor) -> Tensor:
+        """Distance of each row's entropy from the target or floor, (...), in nats."""
         nats = self.unit == "nats"
         aim = most.clamp(max=self.aim) if nats else self.aim * most
         margin = self.margin if nats else self.margin * most
@@ -165,12 +165,11 @@ class ZLoss(nn.Module):
 
     .. math:: \ell = w \cdot \frac{1}{R} \sum_r \Bigl(\log \sum_j e^{s_{rj}}\Bigr)^2
 
-    Softmax ignores a shift of a row's logits; this fixes the shift, and with it bounds the largest
-    logit, which is at most the logsumexp. A row of n equal logits has it at 0 where they are
-    −log n.
+    Softmax ignores a common shift of a row's logits; this loss fixes the shift and so bounds the
+    largest logit, which is at most the logsumexp. It is 0 for a row of n logits equal to −log n.
 
     Args:
-        weight: w.
+        weight: factor of the loss, w.
 
     Raises:
         TypeError: if ``weight`` is not a number.

@@ -30,11 +30,11 @@ class ContrastiveReport:
     Attributes:
         loss: the loss, in nats.
         temperature: τ that was used.
-        negatives: number of negatives of each row (the first direction's).
+        negatives: number of negatives per row (in the first direction).
         negative_entropy: entropy in nats of the weights among the negatives alone.
-        effective_negatives: 1/Σp² of the same weights: how many negatives count.
-        positive_weight: weight of the positive among all.
-        accuracy: share of rows whose positive is above every negative, by more than rounding.
+        effective_negatives: 1/Σp² of the same weights, the effective number of negatives.
+        positive_weight: weight of the positive among all candidates.
+        accuracy: share of rows whose positive exceeds every negative, by more than rounding.
     """
 
     loss: float
@@ -53,34 +53,35 @@ class InfoNCE(nn.Module):
               \frac{e^{s_{ii}}}{\sum_j e^{s_{ij}} + \sum_m e^{s_{im}}}, \qquad
               s_{ij} = \cos(a_i, b_j) / \tau
 
-    j runs over the batch, m over the extra negatives. The sums are those of attention's rows, added
-    tile by tile: memory is O(B), never B², in both directions of autograd. Embeddings narrower
-    than float32 are widened.
+    j runs over the batch, m over the extra negatives. The sums are computed tile by tile like those
+    of attention rows: memory is O(B) instead of B², also in the backward pass. Embeddings narrower
+    than float32 are converted to it.
 
     ==================  ===========================================================================
     ``temperature``     1/τ
     ==================  ===========================================================================
     ``fixed``           1/``tau``
     ``learned``         trained as its logarithm, from 1/``tau``, at most 1/``minimum``
-    ``log_n``           ``coefficient`` · log n, n the candidates of a row
-    ``entropy_target``  moved after each forward in training by one Newton step on the measured
-                        entropy of the negatives, towards ``target`` · log of their number, and
-                        held between 0.001 and 1000
+    ``log_n``           ``coefficient`` · log n, n the number of candidates of a row
+    ``entropy_target``  after each training forward, one Newton step towards a measured entropy of
+    the
+                        negatives of ``target`` · log of their number; kept between 0.001 and 1000
     ==================  ===========================================================================
 
     Args:
-        temperature: which of the four.
-        tau: τ, or where it starts.
+        temperature: one of the four.
+        tau: τ, or its initial value.
         minimum: lowest τ of ``learned``.
-        coefficient: of ``log_n``.
-        target: of ``entropy_target``, between 0 and 1.
-        symmetric: the mean of the loss and of the one with the two sides exchanged. Extra negatives
-            take part in the first alone.
-        gather: take the other ranks' positives as negatives too; every rank has as many pairs.
+        coefficient: coefficient of ``log_n``.
+        target: target of ``entropy_target``, between 0 and 1.
+        symmetric: average with the loss in which the two sides are exchanged. Extra negatives are
+            used only in the first.
+        gather: use the other ranks' positives as negatives too; every rank must have the same
+            number of pairs.
         group: process group of ``gather``.
 
     Attributes:
-        report: :class:`ContrastiveReport` of the last forward; None before it.
+        report: :class:`ContrastiveReport` of the last forward; None before.
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -149,8 +150,8 @@ class InfoNCE(nn.Module):
         """The loss, a scalar, in nats.
 
         Args:
-            anchor: (B, d), any length. A row of zeros has cosine 0 with all, and no gradient.
-            positive: (B, d): row i belongs to anchor i.
+            anchor: (B, d), of any norm. A row of zeros has cosine 0 with all, and no gradient.
+            positive: (B, d); row i belongs to anchor i.
             negatives: (M, d), further negatives of every anchor.
 
         Raises:
@@ -176,7 +177,7 @@ class InfoNCE(nn.Module):
             if self.temperature == "entropy_target" and self.training:
                 self._follow([side[2] for side in sides])  # both directions had the same τ
         losses = torch.stack([side[0] for side in sides])
-        self._keep(losses, sides)
+        self._store_report(losses, sides)
         return losses.mean()
 
     def _side(
@@ -188,7 +189,7 @@ class InfoNCE(nn.Module):
         candidates = len(keys) + (0 if extra is None else len(extra))
         scale = self.scale(candidates).to(query)
         scaled = query * scale
-        statistics = _others(scaled, keys, rank * len(query))
+        statistics = _statistics_of_others(scaled, keys, rank * len(query))
         if extra is not None:
             further = row_statistics(scaled[None, None], extra[None, None], scale=1.0)
             statistics = RowStatistics(merge(statistics.state, further.state))
@@ -217,7 +218,7 @@ class InfoNCE(nn.Module):
         self.log_scale.copy_(moved.clamp(1e-3, _LARGEST).log())
 
     @torch.no_grad()
-    def _keep(
+    def _store_report(
         self, losses: Tensor, sides: list[tuple[Tensor, Tensor, RowStatistics, Tensor]]
     ) -> None:
         """Store the report of the last call."""
@@ -240,11 +241,11 @@ class InfoNCE(nn.Module):
         return f"{self.temperature!r}, symmetric={self.symmetric}, gather={self.gather}"
 
 
-def _others(query: Tensor, key: Tensor, offset: int) -> RowStatistics:
+def _statistics_of_others(query: Tensor, key: Tensor, offset: int) -> RowStatistics:
     """Statistics of row i over all keys except ``offset + i``, (1, 1, B).
 
-    The keys before it are a causal row, and so are those behind it, read backwards: two halves that
-    merge exactly. Taking the one key out of the sums of all would cancel where it has the most.
+    Earlier keys form a causal row, and later keys one in reversed order; the two merge exactly.
+    Subtracting one key from the sums over all would cancel if it has most of the weight.
     """
     before = row_statistics(
         query[None, None], key[None, None], is_causal=True, scale=1.0, query_offset=offset - 1
@@ -261,7 +262,7 @@ def _others(query: Tensor, key: Tensor, offset: int) -> RowStatistics:
 
 
 def _unit(rows: Tensor) -> Tensor:
-    """Normalise rows to length 1; a row of zeros stays zero, without gradient."""
+    """Normalise rows to norm 1; rows of zeros stay zero, without gradient."""
     wide = rows if rows.dtype == torch.float64 else rows.float()
     largest = wide.detach().abs().amax(-1, keepdim=True)  # squares of 1e25 would overflow
     nonzero = largest > 0
@@ -269,7 +270,7 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 def _tie(match: Tensor, scale: Tensor) -> Tensor:
-    """Differences of logits that rounding alone may produce."""
+    """Largest difference of logits that rounding can produce."""
     return 8 * torch.finfo(match.dtype).eps * scale
 
 

@@ -1,4 +1,4 @@
-"""AttentionMonitor: measure a model's attention every so many steps of its training."""
+"""AttentionMonitor: measure a model's attention every few steps of its training."""
 
 from __future__ import annotations
 
@@ -40,40 +40,36 @@ Histograms = Literal["layer", "head", "none"]
 class AttentionMonitor(TrainerEvents, LightningEvents):
     r"""Measures a model's attention every ``every`` optimiser steps, and warns.
 
-    The same object is a callback of ``transformers.Trainer``, a callback of Lightning's ``Trainer``
-    and, with :meth:`watch` and :meth:`step`, part of any loop. What it measures are the forward
-    passes of a step, all of them where gradients are accumulated. The first step is measured too.
-    Training is not changed: losses and weights are those of a run without it, bit for bit, unless
-    ``provide`` is requested, or the model is compiled: it runs uncompiled in the steps that are
-    measured.
+    The object is a callback of ``transformers.Trainer`` and of Lightning's ``Trainer``; with
+    :meth:`watch` and :meth:`step` it works in any training loop. It measures all forward passes of
+    a step, also with gradient accumulation. The first step is measured too. Training is unchanged
+    bit for bit, unless ``provide`` is requested or the model is compiled: compiled models run
+    uncompiled in measured steps.
 
-    A head raises an alarm when the mean of H / log n over its rows falls below ``collapse``, when
-    one of its logits exceeds ``growth``, or when its scores are no finite numbers. There is one
-    warning for each head and kind.
-
-    Where ``torch.distributed`` is initialised, every rank takes part, and all have the same record.
+    A head raises an alarm if the mean of H / log n over its rows falls below ``collapse``, one of
+    its logits exceeds ``growth``, or its scores are not finite. There is one warning for each head
+    and kind. Under ``torch.distributed`` every rank takes part and all get the same record.
 
     Args:
-        every: optimiser steps between two measurements.
-        metrics: what becomes scalars and histograms, of :data:`acutance.METRICS`.
-        layers: which layers, as for :func:`acutance.probe`; None is all.
+        every: number of optimiser steps between two measurements.
+        metrics: metrics of :data:`acutance.METRICS` to log as scalars and histograms.
+        layers: which layers, as for :func:`acutance.probe`; None for all.
         heads: which heads of each layer, likewise.
-        max_rows: measure at most this many rows of a call, drawn at random. The largest logit is
+        max_rows: measure at most this many rows of a call, sampled at random. The largest logit is
             then that of these rows.
-        provide: let acutance's kernel compute the attention of the steps that are measured, forward
-            and backward; outputs are then equal to rounding, no longer to the bit.
-        collapse: share of log n; None turns the alarm off.
-        growth: largest logit; None turns the alarm off.
-        on_alarm: called with each :class:`Alarm` that is new, on every rank; what it raises ends
-            the training.
+        provide: let acutance's kernel compute the attention of measured steps, forward and
+            backward; outputs are then equal up to rounding.
+        collapse: threshold on mean H / log n; None turns the alarm off.
+        growth: threshold on the largest logit; None turns the alarm off.
+        on_alarm: called with each new :class:`Alarm` on every rank; an exception that it raises
+            ends the training.
         histograms: one for each "layer", each "head", or "none".
-        profile: also keep each metric by octave of n in the record's summary, as a probe does;
-            nothing that is logged needs it.
-        writer: a ``SummaryWriter`` to write to in a loop of your own. Trainers have their own.
-        group: the ranks that train this model; None is all of them.
+        profile: also record each metric by octave of n in the record's summary, as a probe does.
+        writer: a ``SummaryWriter`` for custom training loops. Trainers have their own.
+        group: the ranks that train this model; None for all.
 
     Attributes:
-        steps: optimiser steps so far.
+        steps: number of optimiser steps so far.
         last: the last record; None before the first.
 
     Raises:
@@ -147,18 +143,18 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
 
     @property
     def due(self) -> bool:
-        """Whether the current step is measured: the first, and each multiple of ``every``.
+        """Whether the current step is to be measured: the first, and each multiple of ``every``.
 
-        Where a loop counts several steps at once, the one that passes a multiple's distance.
+        If a loop counts several steps at once, the first step at or after each multiple.
         """
         number = self.steps + 1
         return number == 1 or number % self.every == 0 or number - self._measured >= self.every
 
     def watch(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Measure the forward passes in this context if the step is due.
+        """Context that measures the forward passes inside it if the step is due.
 
         Args:
-            model: the model that trains, the same each time in one step.
+            model: the model being trained, the same throughout a step.
 
         Raises:
             TypeError: if it is not a module.
@@ -206,10 +202,10 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         """End an optimiser step: call it after ``optimizer.step()``, on every rank.
 
         Returns:
-            What was measured; None if the step was not due, or nothing could be read.
+            The measurements; None if the step was not due, or nothing could be read.
 
         Raises:
-            ProbeError: if the first step that is due showed no attention. Later ones only warn.
+            ProbeError: if the first measured step showed no attention. Later ones only warn.
         """
         due, self.steps = self.due, self.steps + 1
         if not due:

@@ -61,7 +61,8 @@ _NORMS = tuple(
 class HeadSlices:
     """The slices of one tensor that belong to each head.
 
-    ``size`` entries every ``stride``, or where heads stand in groups, ``group`` times ``size``.
+    Each has ``size`` entries and starts ``stride`` after the previous one; with groups, ``group``
+    heads are adjacent.
     """
 
     tensor: Tensor
@@ -72,7 +73,7 @@ class HeadSlices:
     group: int = 1
 
     def offset(self, head: int) -> int:
-        """Index along ``dim`` at which a head's slice of ``tensor`` starts."""
+        """Index along ``dim`` at which a head's slice starts."""
         return self.start + head // self.group * self.stride + head % self.group * self.size
 
     def __getitem__(self, head: int) -> Tensor:
@@ -84,15 +85,15 @@ class Projections:
     """The weights that produce the queries and keys of a module's heads.
 
     Attributes:
-        heads: Hq.
-        group: query heads that share a key head.
-        query: slices by query head: weight, and bias where there is one.
+        heads: number of query heads, Hq.
+        group: number of query heads that share a key head.
+        query: slices by query head: weight, and bias if there is one.
         key: slices by key head.
-        query_alone: slices by query head of what meets a key that all heads share (the rotary part
-            of multi-head latent attention).
+        query_alone: slices by query head of the part that meets a key shared by all heads (the
+            rotary part of multi-head latent attention).
         layout: one of :data:`LAYOUTS`.
-        makers: the modules whose outputs are the queries and the keys; empty where parameters are
-            used directly.
+        makers: the modules whose outputs are the queries and keys; empty if parameters are used
+            directly.
     """
 
     heads: int
@@ -106,10 +107,10 @@ class Projections:
     def factors(
         self, head: int, factor: float, alpha: float = 0.5
     ) -> Iterator[tuple[HeadSlices, float]]:
-        r"""Factors on a head's query and key weights that multiply its logits, and no other head's.
+        r"""Factors for a head's query and key weights that multiply only its logits.
 
-        Queries take :math:`\gamma^\alpha` and keys the rest; where a key is shared, the
-        queries take all of it.
+        Queries get :math:`\gamma^\alpha` and keys the rest; if the key is shared, queries get all
+        of it.
         """
         one_to_one = self.group == 1
         for part in self.query:
@@ -127,20 +128,19 @@ class Projections:
 
 
 def find_layouts(module: nn.Module, heads: int, width: int) -> tuple[Projections, ...]:
-    """All plausible locations of the weights behind a module's queries and keys.
+    """All plausible locations of the weights of a module's queries and keys.
 
     Args:
         module: an attention module.
-        heads: Hq.
-        width: E, of one head's query.
+        heads: number of query heads, Hq.
+        width: width of one head's query, E.
 
     Returns:
-        One, or the ways in which a projection of all three may be laid out, the usual one for its
-        name first.
+        One, or the possible layouts of a fused projection, the usual one for its name first.
 
     Raises:
-        ValueError: if they are unknown, are computed from others, or a normalisation between
-            them and the scores would undo a factor.
+        ValueError: if they are unknown or computed from other weights, or a later normalisation
+            would undo a factor.
     """
     kind = type(module).__name__
     for name in _NORMS:
@@ -182,7 +182,7 @@ def find_layouts(module: nn.Module, heads: int, width: int) -> tuple[Projections
 def _slices(
     name: str, module: Any, start: int, stride: int, size: int, group: int = 1
 ) -> Iterator[tuple[HeadSlices, int]]:
-    """Slices of a weight and its bias along the output dimension."""
+    """Slices of a weight and its bias along the output dimension, with the dimension's size."""
     if hasattr(module, "parametrizations"):
         raise ValueError(f"{name} is computed by a parametrization: remove it before clipping")
     # a weight that is no parameter is made from others at each forward (LoRA, weight_norm, FSDP)

@@ -38,31 +38,30 @@ class QKClip:
               W_q^h \leftarrow \gamma_h^{\alpha} W_q^h, \quad
               W_k^h \leftarrow \gamma_h^{1 - \alpha} W_k^h
 
-    :math:`S^h_{\max}` is the largest scaled product :math:`q \cdot k` of a head over the rows,
-    visible keys, batches and ranks since the last step, before softcap, bias and sinks. Biases of
-    the projections are scaled with them. A key that query heads share is left alone, and the
-    queries of the head take all of γ: with grouped queries, and for the rotary part of multi-head
-    latent attention, whose own parts take √γ each. Other heads stay as they are, bit for bit.
+    :math:`S^h_{\max}` is the largest scaled product :math:`q \cdot k` of a head over rows, visible
+    keys, batches and ranks since the last step, before softcap, bias and sinks. Projection biases
+    are scaled too. A key that query heads share is not scaled; the head's queries get all of γ:
+    with grouped queries, and for the rotary part of multi-head latent attention, whose other parts
+    get √γ each. Other heads are unchanged bit for bit.
 
-    Works on ``torch.nn.MultiheadAttention``, on :class:`acutance.nn.MultiheadAttention`, and on
+    It supports ``torch.nn.MultiheadAttention``, :class:`acutance.nn.MultiheadAttention`, and
     modules of any library that call ``F.scaled_dot_product_attention`` or transformers' attention
-    interface, or take a softmax of one product of queries and keys, and have their projections
-    under a usual name (``q_proj`` and ``k_proj``, ``query`` and ``key``, ``c_attn``,
-    ``qkv_proj``, ...). A layer's first forward tells how a projection of
-    queries, keys and values is laid out, and whether what was scored is what the projections made:
-    a layer in which something else lies between, such as a normalisation, is refused. Weights that
-    modules share take the smallest of their factors, once.
+    interface, or use a softmax of one product of queries and keys, with projections under a usual
+    name (``q_proj`` and ``k_proj``, ``query`` and ``key``, ``c_attn``, ``qkv_proj``, ...). A
+    layer's first forward shows how a fused projection is laid out, and whether the scored vectors
+    are the projections' outputs: a layer with something in between, such as a normalisation, is
+    refused. Weights shared by modules get the smallest of their factors, once.
 
     Args:
-        model: the model that trains.
-        tau: τ, above 0.
-        alpha: the share of γ, as an exponent, that queries take; between 0 and 1.
+        model: the model being trained.
+        tau: threshold τ, above 0.
+        alpha: exponent of γ for the queries, between 0 and 1.
         layers: as for :class:`AttentionWatch`.
-        group: process group of the maxima; None is all ranks, where ``torch.distributed`` is
+        group: process group for the maxima; None for all ranks, if ``torch.distributed`` is
             initialised.
 
     Attributes:
-        steps: steps taken.
+        steps: number of steps so far.
         clips: by module, how often each head was scaled, integers (Hq,).
 
     Raises:
@@ -147,9 +146,9 @@ class QKClip:
                 f"{'; '.join(self._watch.unread)}"
             )
         for seen in rows:
-            self._take(seen)
+            self._update_maxima(seen)
 
-    def _take(self, seen: WatchedRows) -> None:
+    def _update_maxima(self, seen: WatchedRows) -> None:
         """Update the largest logit of each head with one attention call."""
         name = seen.module.partition("#")[0]
         stats = seen.statistics
@@ -190,7 +189,9 @@ class QKClip:
         """Projections, in the chosen modules, whose weight layout is unknown."""
         modules = dict(named_modules(self._model))
         told = {self._holder(modules, name) for name in self._layouts}
-        chosen = {self._holder(modules, name) for name in modules if self._watch.wants(name)}
+        chosen = {
+            self._holder(modules, name) for name in modules if self._watch.captures_module(name)
+        }
         return {
             part
             for module in chosen - told
@@ -200,7 +201,7 @@ class QKClip:
         } - self._aside
 
     def _holder(self, modules: Mapping[str, torch.nn.Module], name: str) -> torch.nn.Module | None:
-        """The nearest enclosing module that has an attribute of a projection's name."""
+        """The nearest enclosing module that has an attribute with a projection's name."""
         module = modules.get(name)
         for _ in range(3):
             if module is None or any(part in NAMES for part, _ in module.named_children()):
@@ -266,12 +267,12 @@ class QKClip:
     def settle(self, run: Callable[[], object], *, rounds: int = 100) -> tuple[ClipReport, ...]:
         """Run and clip repeatedly until no head exceeds τ on what ``run`` computes.
 
-        Scaling one layer changes what the next one is given, so one step holds every head to τ
-        only for unchanged inputs. In the order of the layers each is final after one more round.
+        Scaling one layer changes the inputs of the next, so a single step guarantees τ only for
+        unchanged inputs. With each round one more layer is final.
 
         Args:
             run: runs the model, such as ``lambda: model(**batch)``.
-            rounds: at most this many.
+            rounds: largest number of rounds.
 
         Returns:
             The report of each round; the last clipped nothing.
@@ -289,7 +290,7 @@ class QKClip:
         raise RuntimeError(f"after {rounds} rounds {len(reports[-1].clipped)} heads exceeded tau")
 
     def after(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Call :meth:`step` after every step of an optimiser, until the result's ``remove()``.
+        """Call :meth:`step` after every step of an optimiser; the result's ``remove()`` ends it.
 
         Example:
             >>> layer = torch.nn.MultiheadAttention(8, 2)
@@ -343,10 +344,10 @@ class QKClip:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, with its τ and α.
+        """Restore what :meth:`state_dict` returned, including τ and α.
 
         Raises:
-            ValueError: if something is missing.
+            ValueError: if an entry is missing.
         """
         wanted = set(QKClip.state_dict(self))
         if set(state) != wanted:
@@ -365,5 +366,5 @@ class QKClip:
 
 
 def _margin(eps: float) -> float:
-    """Increase of a logit that rounding of weights and products may cause."""
+    """Relative increase of a logit that rounding of weights and products can cause."""
     return 4 * eps if eps > 1e-5 else 64 * eps

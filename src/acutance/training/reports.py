@@ -37,7 +37,7 @@ _NAMED = 3
 
 
 class AttentionWarning(UserWarning):
-    """Warning: attention is beyond a threshold, or a monitor cannot read it."""
+    """Warning that attention is beyond a threshold, or that a monitor cannot read it."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class Alarm:
         kind: "entropy_collapse", "logit_growth" or "not_finite".
         module: qualified name of the layer's module.
         head: number of the head in its layer.
-        value: what was measured: mean of H / log n, largest logit, or rows that are no number.
-        threshold: what it was held against.
+        value: the measurement: mean of H / log n, largest logit, or number of rows that are not
+            finite.
+        threshold: the threshold.
         step: the optimiser step.
 
     Example:
@@ -66,7 +67,7 @@ class Alarm:
 
     @property
     def place(self) -> tuple[str, str, int]:
-        """The key by which repeated alarms are recognised."""
+        """Kind, module and head, by which repeated alarms are recognised."""
         return self.kind, self.module, self.head
 
     def __str__(self) -> str:
@@ -80,11 +81,11 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The limits that raise an alarm.
+    """The limits beyond which an alarm is raised.
 
     Attributes:
-        collapse: lowest mean of H / log n over a head's rows; None holds no head against it.
-        growth: highest logit of a head; None holds no head against it.
+        collapse: lowest mean of H / log n over a head's rows; None for no limit.
+        growth: highest logit of a head; None for no limit.
     """
 
     collapse: float | None = limit("entropy_collapse")
@@ -161,9 +162,9 @@ class MonitorRecord:
 
     Attributes:
         step: number of the optimiser step, from 1.
-        summary: every head's statistics over the rows of the step, of all ranks.
-        scalars: numbers by name, ``attention/<layer>/<metric>``, as loggers take them.
-        alarms: every head that is beyond a threshold, whether or not it was before.
+        summary: every head's statistics over the rows of the step, over all ranks.
+        scalars: numbers by name, ``attention/<layer>/<metric>``, for loggers.
+        alarms: every head beyond a threshold, also if it was before.
     """
 
     step: int
@@ -175,17 +176,16 @@ class MonitorRecord:
 def scalars(
     summary: HeadSummary, metrics: Sequence[str], alarms: Sequence[Alarm]
 ) -> dict[str, float]:
-    """Scalars of each layer by name, without those that no row defines.
+    """Scalars of each layer by name, without metrics that have no rows.
 
     ``attention/<layer>/<metric>`` is the mean over rows and heads; ``<metric>_min`` and
-    ``<metric>_max`` are the lowest and the highest mean of a head, and for ``max_logit``, which has
-    ``_max`` alone, the largest logit of any row. ``attention/alarms/<kind>`` counts the heads that
-    are beyond a threshold.
+    ``<metric>_max`` are the lowest and highest mean of a head. ``max_logit`` has only ``_max``, the
+    largest logit of any row. ``attention/alarms/<kind>`` is the number of heads beyond a threshold.
 
     Args:
-        summary: one that recorded the metrics.
-        metrics: which of them.
-        alarms: those of this step.
+        summary: a summary that recorded the metrics.
+        metrics: names of the metrics.
+        alarms: the alarms of this step.
 
     Example:
         >>> import torch, acutance
@@ -226,9 +226,9 @@ def write(writer: Any, summary: HeadSummary, metrics: Sequence[str], each: str, 
     """Write histograms of each layer or head to TensorBoard.
 
     Args:
-        writer: a ``SummaryWriter`` of torch or of tensorboardX.
-        summary: one that recorded the metrics.
-        metrics: which of them.
+        writer: a ``SummaryWriter`` of torch or tensorboardX.
+        summary: a summary that recorded the metrics.
+        metrics: names of the metrics.
         each: "layer", "head" or "none".
         step: the global step.
     """
@@ -251,7 +251,7 @@ def write(writer: Any, summary: HeadSummary, metrics: Sequence[str], each: str, 
 
 
 def _histogram(moments: Moments, column: int, name: str) -> dict[str, Any] | None:
-    """The arguments of ``add_histogram_raw`` for one head; None if no row counts."""
+    """Arguments of ``add_histogram_raw`` for one head; None if it has no rows."""
     count = int(moments.count[0, column])
     if not count:
         return None
@@ -290,7 +290,7 @@ class LayerClip:
     Attributes:
         module: qualified name of the module.
         max_logit: largest logit of each head since the last step, over all ranks.
-        factor: γ of each head; 1 where nothing was done.
+        factor: γ of each head; 1 for unchanged heads.
     """
 
     module: str
@@ -300,12 +300,12 @@ class LayerClip:
 
 @dataclass(frozen=True)
 class ClipReport:
-    """The effect of one step of a :class:`acutance.training.QKClip`.
+    """The effect of one step of :class:`acutance.training.QKClip`.
 
     Attributes:
-        layers: the layers seen since the last step.
-        not_finite: heads, as ``(module, head)``, whose largest logit was no finite number. They
-            were left alone: no factor would mend them.
+        layers: the layers that ran since the last step.
+        not_finite: heads, as ``(module, head)``, whose largest logit was not finite. They were not
+            changed.
     """
 
     layers: tuple[LayerClip, ...]

@@ -17,19 +17,20 @@ _START = 30  # power iterations before the first forward
 class SigmaReparam(nn.Module):
     r"""The parametrization :math:`W \mapsto \gamma W / \sigma(W)`, σ the largest singular value.
 
-    Each forward in training takes one step of the power iteration for σ; its vectors are held
-    constant in the gradient, which for the exact vectors is the gradient of σ.
+    Each training forward does one step of power iteration for σ; its vectors are constants in the
+    gradient, which for the exact vectors is the gradient of σ.
 
     Args:
         weight: the matrix at registration.
-        gamma: where γ starts; None is σ(W), which leaves the layer as it is.
-        parts: equal blocks of the matrix, each with a σ and γ of its own: 3 for packed queries,
-            keys and values.
-        dim: the dimension that ``parts`` cuts: 0, or 1 for transformers' ``Conv1D``.
+        gamma: initial γ; None for σ(W), which leaves the layer unchanged.
+        parts: number of equal blocks of the matrix, each with its own σ and γ: 3 for packed
+            queries, keys and values.
+        dim: the dimension that ``parts`` divides: 0, or 1 for transformers' ``Conv1D``.
 
     Raises:
-        TypeError: if an argument is of the wrong kind.
-        ValueError: if the weight is no matrix or a part of it all zeros, or an option does not fit.
+        TypeError: if an argument has the wrong type.
+        ValueError: if the weight is not a matrix, or a part of it is zero, or an option does not
+            fit.
 
     Example:
         >>> weight = torch.diag(torch.tensor([4.0, 1.0]))
@@ -95,7 +96,7 @@ class SigmaReparam(nn.Module):
 
     @property
     def sigma(self) -> Tensor:
-        """The gain γ of each part: the spectral norm of the weight that the layer uses."""
+        """Spectral norm of each part of the weight that the layer uses, which is the gain γ."""
         return self.gamma.detach()
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -120,9 +121,9 @@ def sigma_reparam(
 
     Args:
         module: such as ``nn.Linear``, transformers' ``Conv1D`` or ``nn.MultiheadAttention``.
-        name: of the weight; ``"in_proj_weight"`` for ``nn.MultiheadAttention``.
-        gamma: where γ starts; None leaves the layer as it is.
-        parts: see :class:`SigmaReparam`; None is 3 for an ``in_proj_weight``, else 1.
+        name: name of the weight; ``"in_proj_weight"`` for ``nn.MultiheadAttention``.
+        gamma: initial γ; None leaves the layer unchanged.
+        parts: as for :class:`SigmaReparam`; None for 3 with ``in_proj_weight``, else 1.
 
     Returns:
         The module.
@@ -160,8 +161,8 @@ def remove_sigma_reparam(
 
     Args:
         module: the module.
-        name: of the weight.
-        keep: leave the weight that the layer uses now, γ W / σ(W); otherwise W itself.
+        name: name of the weight.
+        keep: leave the effective weight γ W / σ(W); otherwise W itself.
 
     Returns:
         The module.

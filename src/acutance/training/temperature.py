@@ -1,4 +1,4 @@
-"""The logit scale for a target entropy at initialisation, and a trained factor within bounds."""
+"""The score scale for a target entropy at initialisation, and a trained scale within bounds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _ClampInward(torch.autograd.Function):
 
 
 def clamp_inward(x: Tensor, low: float, high: float) -> Tensor:
-    """Clamp whose gradient is zero only where a descent step would lead further out.
+    """Clamp whose gradient is zero only where a descent step would lead further outside.
 
     Example:
         >>> x = torch.tensor([2.0, 2.0], requires_grad=True)
@@ -50,22 +50,22 @@ def clamp_inward(x: Tensor, low: float, high: float) -> Tensor:
 
 
 class ClampedTemperature(LearnedTemperature):
-    """:class:`~acutance.scaling.LearnedTemperature`, a factor for each head, between bounds.
+    """:class:`~acutance.scaling.LearnedTemperature` with bounds: a learned factor for each head.
 
-    A scaling: give it as ``scaling=`` to :class:`acutance.nn.MultiheadAttention` or
-    :func:`acutance.attention`. At a bound the gradient that points inward still counts, so no head
-    is stuck there, which it would be with ``clamp``.
+    It is a scaling for ``scaling=`` of :class:`acutance.nn.MultiheadAttention` or
+    :func:`acutance.attention`. At a bound, gradients that point inward still apply, so heads do not
+    get stuck as with ``clamp``.
 
     Args:
-        num_heads: Hq.
-        start: where every factor starts.
+        num_heads: number of heads, Hq.
+        start: initial factor.
         minimum: lowest factor, above 0.
-        maximum: highest factor, at least the lowest.
+        maximum: highest factor, at least ``minimum``.
         device, dtype: of the parameters.
 
     Raises:
         TypeError: if a bound is not a number.
-        ValueError: if the bounds are not in order, or do not hold the start.
+        ValueError: if the bounds are not in order, or do not contain ``start``.
 
     Example:
         >>> law = ClampedTemperature(num_heads=2, start=1.0, maximum=4.0)
@@ -121,24 +121,24 @@ _NODES = 64
 def initial_scale(
     d: int, n: int, target: float, *, unit: Unit = "nats", score: Score = "dot"
 ) -> float:
-    r"""Factor λ on the scores that gives rows of n keys a mean entropy at initialisation.
+    r"""Factor λ on the scores that gives rows of n keys a target mean entropy at initialisation.
 
     .. math:: E\, H(\mathrm{softmax}(\lambda\, q \cdot k_j)) = H^*, \qquad q, k_j \sim N(0, I_d)
 
-    Given its query, a row's logits are Gaussian of deviation :math:`\lambda \lVert q \rVert`; the
-    mean is over the query's length too. 1/√d, the usual scale, leaves about log n − ½ nats
-    whatever d is. For cosine scores the directions are uniform.
+    Given its query, a row's logits are Gaussian with standard deviation :math:`\lambda \lVert q
+    \rVert`; the mean is also over the norm of the query. The usual scale 1/√d gives about log n − ½
+    nats for any d. For cosine scores, directions are uniform.
 
     Args:
         d: width of a head.
-        n: visible keys, at least 2.
-        target: mean entropy H* of a row, above 0 and below log n; or with ``unit="fraction"`` its
+        n: number of visible keys, at least 2.
+        target: mean entropy H* of a row, above 0 and below log n; with ``unit="fraction"``, its
             share of log n.
         unit: ``"nats"`` or ``"fraction"``.
         score: ``"dot"`` for q · k, ``"cosine"`` for their cosine.
 
     Returns:
-        λ, for ``scale=``. For a layer that keeps 1/√d, multiply its query projection by λ√d once.
+        λ, for ``scale=``. For a layer with a fixed 1/√d, multiply its query projection by λ√d once.
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -196,6 +196,6 @@ def initial_scale(
 
 @cache
 def _lengths(d: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Quadrature nodes and weights for the length of a standard normal vector in d dimensions."""
+    """Quadrature nodes and weights for the norm of a standard normal vector in d dimensions."""
     nodes, weights = np.polynomial.legendre.leggauss(_NODES)
     return np.sqrt(2 * gammaincinv(d / 2, (nodes + 1) / 2)), weights / 2

@@ -1,4 +1,4 @@
-"""AttentionWatch: a model's row statistics while it trains, with their gradients."""
+"""AttentionWatch: a model's row statistics during training, with gradients."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class WatchedRows:
     """Row statistics of one attention call.
 
     Attributes:
-        module: qualified name of the module; a second call of one forward ends in ``#1``.
-        statistics: rows (B, Hq, L).
-        kept: boolean (B, Hq, L): the row sees a key and its token is not padding.
-        width: E, of a head's queries; 0 where it is not known.
-        dtype: of the queries; None where it is not known.
+        module: qualified name of the module; the name of a second call in one forward ends in
+            ``#1``.
+        statistics: row statistics, fields (B, Hq, L).
+        kept: boolean (B, Hq, L), True if the row sees a key and its token is not padding.
+        width: width of a head's queries, E; 0 if unknown.
+        dtype: dtype of the queries; None if unknown.
     """
 
     module: str
@@ -43,22 +44,22 @@ class WatchedRows:
 
 
 class AttentionWatch:
-    r"""Collects the statistics of every attention call of a model, differentiable.
+    r"""Collects the row statistics of every attention call of a model, differentiable.
 
-    What a probe reads it reads too, and the modules of :mod:`acutance.nn` besides. Memory is O(n):
-    the statistics are recomputed tile by tile in the backward pass. A model that was compiled runs
-    uncompiled while it is watched.
+    It reads what a probe reads, and the modules of :mod:`acutance.nn`. Memory is O(n): statistics
+    are recomputed tile by tile in the backward pass. Compiled models run uncompiled while they are
+    watched.
 
     Args:
         model: any module.
         layers: as for :func:`acutance.probe`: numbers of blocks, ranges, patterns of module names.
         gradients: keep the graph from the statistics to the model's parameters.
-        products: leave out softcap, bias and sinks, so that ``max_logit`` is of the scaled products
-            :math:`q \cdot k`. Does not concern modules of :mod:`acutance.nn`.
-        noted: called with a module's name and the queries and keys of each call before it is read.
+        products: ignore softcap, bias and sinks, so that ``max_logit`` is that of the scaled
+            products :math:`q \cdot k`. Does not affect modules of :mod:`acutance.nn`.
+        noted: called with a module's name, queries and keys before each call is read.
 
     Attributes:
-        rows: what was seen since the context was last entered, a list of :class:`WatchedRows`.
+        rows: the calls since the context was last entered, a list of :class:`WatchedRows`.
         unread: attention that could not be read, with the reason.
 
     Raises:
@@ -94,9 +95,9 @@ class AttentionWatch:
             layers=layers,
             gradients=gradients,
             products=products,
-            lists=(),
+            listed_errors=(),
             all_rows=True,
-            around=self._recorded,
+            context=self._recorded,
         )
 
     def __enter__(self) -> AttentionWatch:
@@ -113,24 +114,24 @@ class AttentionWatch:
         listener = self._listener
         listener.__exit__(kind, error, trace)
         if kind is None and not self.rows:
-            if listener.heard and not self.unread:
+            if listener.attention_modules and not self.unread:
                 raise ProbeError(
                     f"layers={self.layers!r} matches none of the layers that ran: "
-                    f"{', '.join(listener.heard)}"
+                    f"{', '.join(listener.attention_modules)}"
                 )
-            raise ProbeError(listener.nothing())
+            raise ProbeError(listener.nothing_captured())
 
     @property
     def unread(self) -> list[str]:
         """Attention that could not be read, with the reason."""
         return self._listener.unread
 
-    def wants(self, name: str) -> bool:
-        """Whether the attention of a module is collected."""
-        return self._listener.wants(name)
+    def captures_module(self, name: str) -> bool:
+        """Whether the attention of the named module is collected."""
+        return self._listener.captures_module(name)
 
     def _recorded(self) -> AbstractContextManager[None]:
-        """Modules of :mod:`acutance.nn` report their statistics themselves."""
+        """Context in which modules of :mod:`acutance.nn` report their statistics to this watch."""
         recorded = [part for part in self._model.modules() if isinstance(part, Recorded)]
         names = (self._listener.modules.name_of(part) for part in recorded)
         self._listener.skipped = frozenset(name for name in names if name is not None)
@@ -191,8 +192,8 @@ class AttentionWatch:
         name = self._listener.modules.name_of(module)
         if name is None or stats is None:
             return
-        self._listener.heard.setdefault(name)
-        if not self._listener.wants(name):
+        self._listener.attention_modules.setdefault(name)
+        if not self._listener.captures_module(name):
             return
         if isinstance(stats, RowStatistics):
             width = getattr(module, "head_dim", 0)
@@ -202,7 +203,7 @@ class AttentionWatch:
 
 
 def _products(call: AttentionCall) -> AttentionCall:
-    """The call with nothing added to its products, and nothing bounding them."""
+    """The call without bias, softcap and sinks."""
     mask = call.attn_mask
     if mask is not None and mask.dtype != torch.bool:
         mask = torch.logical_not(hides(mask))

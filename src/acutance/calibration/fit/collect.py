@@ -152,7 +152,7 @@ class Collector:
         gaps: bool = False,
         seed: int = 0,
     ) -> None:
-        self._listener = Listener(model, self, lists=(ValueError,))
+        self._listener = Listener(model, self, listed_errors=(ValueError,))
         self.target, self.knots, self.windowed = target, tuple(knots), windowed
         self.groups = groups
         self.group = torch.zeros(0, dtype=torch.int64)
@@ -176,7 +176,7 @@ class Collector:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._listener.__exit__(kind, *rest)
         if kind is None and not self._listener.calls:
-            raise ProbeError(self._listener.nothing())
+            raise ProbeError(self._listener.nothing_captured())
 
     @property
     def unread(self) -> list[str]:

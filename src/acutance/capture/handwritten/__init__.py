@@ -1,1 +1,1 @@
-"""Attention written with torch operations: trace a softmax back to the products of its scores."""
+"""Hand-written attention: trace the input of a softmax back to products of queries and keys."""

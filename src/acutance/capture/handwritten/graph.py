@@ -1,4 +1,4 @@
-"""How tensors were computed from matrix products, to recompute them with changed products."""
+"""How tensors were computed from matrix products, to recompute them without the products."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 __all__ = [
     "Fixed",
     "LineageError",
-    "Made",
+    "Node",
     "Version",
-    "after",
-    "again",
+    "compose_views",
+    "recompute",
     "storage_address",
     "shares_memory",
-    "viewing",
-    "written_through",
+    "as_view",
+    "write_through",
 ]
 
 
 class LineageError(ValueError):
-    """Scores whose computation cannot be repeated."""
+    """Raised for scores whose computation cannot be repeated."""
 
 
 Call: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -34,25 +34,25 @@ View: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
-    """How a tensor was computed, with the earlier tensors that depend on products.
+class Node:
+    """How a tensor was computed from matrix products and other tensors.
 
     Attributes:
-        func: what made it.
-        args: what it was called with, in the place of tensors :class:`Made` or :class:`Fixed`.
-        kwargs: by name.
+        func: the function that computed it.
+        args: its arguments; tensors are replaced by :class:`Node` or :class:`Fixed`.
+        kwargs: its keyword arguments, likewise.
         writes: whether the function writes to its first argument.
-        part: which of the function's results it is; None for the only one.
-        broken: why it cannot be made again, if so.
+        part: index among the function's results; None for a single result.
+        broken: why it cannot be recomputed; empty if it can.
         narrow: of the dtypes on the way, the one with the highest mask value.
-        active: whether a product of two tensors went into it that both depend on the input.
-        shift: whether it has one value for all keys of a row, a largest score.
-        weights: whether it is the result of a softmax, or made of one.
+        active: whether it depends on a product of two tensors that both depend on the input.
+        shift: whether it has one value for all keys of a row, such as the largest score.
+        weights: whether it was computed from the result of a softmax.
         log: whether its exponential is the result of a softmax.
-        calls: the products that went into it: name, arguments.
+        calls: the products it depends on: name and arguments.
         bases: the tensors that it is a view of, and how to view each.
-        steps: how many functions made it, one after the other.
-        kept: bytes of the tensors that are kept to make it again.
+        steps: number of functions in sequence that computed it.
+        saved_bytes: size of the tensors kept alive to recompute it.
     """
 
     func: Callable[..., Any]
@@ -69,56 +69,57 @@ class Made:
     calls: tuple[Call, ...] = ()
     bases: tuple[tuple[weakref.ref[Tensor], View], ...] = ()
     steps: int = 1
-    kept: int = 0
+    saved_bytes: int = 0
 
 
 class Fixed:
-    """A tensor that no product went into, as it was."""
+    """A tensor that depends on no product, and its version when it was recorded."""
 
     def __init__(self, tensor: Tensor, version: Version) -> None:
         self.tensor, self.version = tensor, version
 
 
-def again(made: Made, known: dict[int, Any], version: Callable[[Tensor], Version]) -> Any:
-    """Recompute a tensor with its products set to zero; each step runs once."""
-    if id(made) in known:
-        return known[id(made)][0]
-    if made.broken:
-        raise LineageError(f"its scores {made.broken}")
-    args = [_value(each, known, version) for each in made.args]
-    kwargs = {name: _value(each, known, version) for name, each in made.kwargs.items()}
-    if made.writes:
+def recompute(node: Node, results: dict[int, Any], version: Callable[[Tensor], Version]) -> Any:
+    """Recompute a tensor with its products set to zero; each node is computed once."""
+    if id(node) in results:
+        return results[id(node)][0]
+    if node.broken:
+        raise LineageError(f"its scores {node.broken}")
+    args = [_value(argument, results, version) for argument in node.args]
+    kwargs = {name: _value(argument, results, version) for name, argument in node.kwargs.items()}
+    if node.writes:
         args[0] = args[0].clone()  # others may have been made of it before
-    result = made.func(*args, **kwargs)
-    if made.writes:
+    result = node.func(*args, **kwargs)
+    if node.writes:
         result = args[0]
-    elif made.part is not None:
-        result = result[made.part]
-    known[id(made)] = (result, made)
+    elif node.part is not None:
+        result = result[node.part]
+    results[id(node)] = (result, node)
     return result
 
 
-def _value(each: Any, known: dict[int, Any], version: Callable[[Tensor], Version]) -> Any:
-    if isinstance(each, Made):
-        return again(each, known, version)
-    if isinstance(each, Fixed):
-        if each.version != version(each.tensor):
+def _value(argument: Any, results: dict[int, Any], version: Callable[[Tensor], Version]) -> Any:
+    """Value of a recorded argument: recomputed, or the fixed tensor."""
+    if isinstance(argument, Node):
+        return recompute(argument, results, version)
+    if isinstance(argument, Fixed):
+        if argument.version != version(argument.tensor):
             raise LineageError("a tensor that its scores depend on was overwritten")
-        return each.tensor
-    if isinstance(each, dict):
-        return {name: _value(part, known, version) for name, part in each.items()}
-    if isinstance(each, list | tuple) and not hasattr(each, "_fields"):
-        return type(each)(_value(part, known, version) for part in each)
-    return each
+        return argument.tensor
+    if isinstance(argument, dict):
+        return {name: _value(part, results, version) for name, part in argument.items()}
+    if isinstance(argument, list | tuple) and not hasattr(argument, "_fields"):
+        return type(argument)(_value(part, results, version) for part in argument)
+    return argument
 
 
-def viewing(made: Made, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> View:
-    """How a function views its first argument."""
-    func, part, named = made.func, made.part, dict(kwargs)
+def as_view(node: Node, other_args: Sequence[Any], kwargs: Mapping[str, Any]) -> View:
+    """A function that repeats how ``node`` views its first argument."""
+    func, part, named = node.func, node.part, dict(kwargs)
 
     def view(base: Tensor) -> Tensor:
-        found = func(base, *rest, **named)
-        viewed: Tensor = found if part is None else found[part]
+        result = func(base, *other_args, **named)
+        viewed: Tensor = result if part is None else result[part]
         if not shares_memory(viewed, base):
             raise LineageError("its scores were written to through a view")
         return viewed
@@ -126,13 +127,13 @@ def viewing(made: Made, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> View:
     return view
 
 
-def after(first: View, then: View) -> View:
-    """The view of a view."""
+def compose_views(first: View, then: View) -> View:
+    """A view of a view: first ``first``, then ``then``."""
     return lambda base: then(first(base))
 
 
-def written_through(view: View, base: Tensor, value: Tensor) -> None:
-    """Record a write to a tensor through a view of it."""
+def write_through(view: View, base: Tensor, value: Tensor) -> None:
+    """Write ``value`` to a view of ``base``."""
     view(base).copy_(value)
 
 

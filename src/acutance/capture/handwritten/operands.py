@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["einsum_terms", "operands", "stand_for"]
+__all__ = ["einsum_terms", "operands", "match_scores"]
 
 _DOTS = "0123456789"  # labels that no einsum has
 
@@ -16,9 +16,9 @@ def operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     """The two factors of a product, as queries (..., L, E) and keys (..., S, E).
 
     Args:
-        name: the function's.
-        args: what it was called with.
-        kwargs: by name.
+        name: name of the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
 
     Raises:
         ValueError: if they cannot be determined.
@@ -36,32 +36,32 @@ def operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
         >>> [tuple(part.shape) for part in pair]
         [(2, 5, 4), (2, 7, 4)]
     """
-    given = [*args, *kwargs.values()]
+    args = [*args, *kwargs.values()]
     if name == "einsum":
-        return _of_einsum(given)
+        return _einsum_operands(args)
     if name == "baddbmm":
-        given = [*args, *(kwargs[key] for key in ("batch1", "batch2") if key in kwargs)][1:]
+        args = [*args, *(kwargs[key] for key in ("batch1", "batch2") if key in kwargs)][1:]
     if name == "__rmatmul__":
-        given = given[1::-1]
-    pair = [each for each in given if isinstance(each, Tensor)]
+        args = args[1::-1]
+    pair = [each for each in args if isinstance(each, Tensor)]
     if len(pair) != 2 or min(each.dim() for each in pair) < 2:
         raise ValueError(f"the factors of its {name} are not known")
     return pair[0], pair[1].transpose(-1, -2)
 
 
-def einsum_terms(given: Sequence[Any]) -> tuple[list[str], list[Any], str] | None:
-    """Labels of an einsum's two factors, the factors, and labels of its result.
+def einsum_terms(args: Sequence[Any]) -> tuple[list[str], list[Any], str] | None:
+    """Labels of an einsum's two factors, the factors, and the labels of its result.
 
-    None where they are not two, or not told by a formula with an arrow.
+    None if it does not have two factors, or its formula has no arrow.
 
     Example:
         >>> import torch
         >>> einsum_terms(("...ij,...jd->...id", torch.zeros(2, 5, 3), torch.zeros(2, 3, 4)))[0]
         ['9ij', '9jd']
     """
-    terms, arrow, out = str(given[0]).replace(" ", "").partition("->")
+    terms, arrow, out = str(args[0]).replace(" ", "").partition("->")
     names = terms.split(",")
-    pair = list(given[1]) if isinstance(given[1], list | tuple) else list(given[1:])
+    pair = list(args[1]) if isinstance(args[1], list | tuple) else list(args[1:])
     if not arrow or len(names) != 2 or len(pair) != 2:
         return None
     if "..." in terms:  # as many labels, the same from the right, as the dots stand for
@@ -81,9 +81,10 @@ def einsum_terms(given: Sequence[Any]) -> tuple[list[str], list[Any], str] | Non
     return names, pair, out
 
 
-def _of_einsum(given: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    unknown = f"it is not known which factor of its einsum is the queries: {given[0]!r:.60}"
-    terms = einsum_terms(given)
+def _einsum_operands(args: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Queries (..., L, E) and keys (..., S, E) of an einsum."""
+    unknown = f"it is not known which factor of its einsum is the queries: {args[0]!r:.60}"
+    terms = einsum_terms(args)
     if terms is None:
         raise ValueError(unknown)
     names, pair, out = terms
@@ -100,8 +101,8 @@ def _of_einsum(given: Sequence[Any]) -> tuple[Tensor, Tensor]:
     return (turned[0], turned[1]) if first else (turned[1], turned[0])
 
 
-def stand_for(pair: tuple[Tensor, Tensor], scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors as (B, Hq, L, E) and (B, H, S, E), for scores (B, Hq, L, S).
+def match_scores(pair: tuple[Tensor, Tensor], scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Reshape factors to (B, Hq, L, E) and (B, H, S, E), for scores (B, Hq, L, S).
 
     Raises:
         ValueError: if they do not have the sizes of the scores.
@@ -109,7 +110,7 @@ def stand_for(pair: tuple[Tensor, Tensor], scores: Tensor) -> tuple[Tensor, Tens
     Example:
         >>> import torch
         >>> pair = torch.zeros(6, 5, 4), torch.zeros(6, 7, 4)
-        >>> [tuple(part.shape) for part in stand_for(pair, torch.zeros(2, 3, 5, 7))]
+        >>> [tuple(part.shape) for part in match_scores(pair, torch.zeros(2, 3, 5, 7))]
         [(2, 3, 5, 4), (2, 3, 7, 4)]
     """
     batch, heads, rows, keys = scores.shape

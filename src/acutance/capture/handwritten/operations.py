@@ -1,4 +1,4 @@
-"""What functions of PyTorch do to scores on their way to a softmax, by their names."""
+"""Classify PyTorch functions by name: what they do to scores on the way to a softmax."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = [
     "PRODUCTS",
     "is_parameter",
     "is_shift",
-    "is_weight",
+    "is_model_weight",
     "name_of",
     "owner_of_keys",
-    "plain_name",
+    "base_name_of",
     "target_of",
     "tensors_of",
-    "why_not",
+    "not_affine_reason",
     "writes",
 ]
 
@@ -50,19 +50,19 @@ _LOW = -1e4  # no score that a row sees is as low
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """A function's name; of a property's getter, the property's."""
+    """Name of a function; for a property's getter, the property's name."""
     name: str = getattr(func, "__name__", "")
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", name)
     return name.partition(".")[0]
 
 
-def plain_name(name: str) -> str:
-    """``__iadd__``, ``__radd__`` and ``add_`` as ``add``; item access as it is.
+def base_name_of(name: str) -> str:
+    """Name of the plain operation: ``__iadd__``, ``__radd__`` and ``add_`` become ``add``.
 
     Example:
         >>> [
-        ...     plain_name(name)
+        ...     base_name_of(name)
         ...     for name in ("__iadd__", "__rsub__", "__truediv__", "mul_", "__getitem__")
         ... ]
         ['add', 'sub', 'div', 'mul', '__getitem__']
@@ -91,29 +91,29 @@ def target_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tens
     return target if isinstance(target, Tensor) else None
 
 
-def why_not(
-    plain: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], marked: list[Tensor]
+def not_affine_reason(
+    base_name: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], marked: list[Tensor]
 ) -> str:
     """Why a function is not affine in the products; empty if it is."""
     if kwargs.get("out") is not None:
         return "are written to with out="
-    if "dropout" in plain:
+    if "dropout" in base_name:
         return "are dropped out" if drops(args, kwargs) else ""
-    if plain in _BOUNDS:
-        return "" if _is_bound(args, kwargs) else f"go through {plain}"
-    if not (plain in _AFFINE or name in PRODUCTS) or "reduce" in kwargs:
-        return f"go through {plain}"
-    if len(marked) > 1 and (plain in _TWICE or plain == "addcmul"):
+    if base_name in _BOUNDS:
+        return "" if _is_bound(args, kwargs) else f"go through {base_name}"
+    if not (base_name in _AFFINE or name in PRODUCTS) or "reduce" in kwargs:
+        return f"go through {base_name}"
+    if len(marked) > 1 and (base_name in _TWICE or base_name == "addcmul"):
         return "are products multiplied or divided by products"
     divisor = args[0] if name.startswith("__r") else kwargs.get("other", args[-1])
-    if plain in _TWICE and "div" in plain and divisor is marked[0]:
+    if base_name in _TWICE and "div" in base_name and divisor is marked[0]:
         return "are divided by products"
     return ""
 
 
-def is_shift(plain: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def is_shift(base_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function returns one value per row: adding it leaves a softmax unchanged."""
-    return plain in _SHIFTS and _along_last(args, kwargs)
+    return base_name in _SHIFTS and _along_last(args, kwargs)
 
 
 def _along_last(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -137,10 +137,11 @@ def _is_bound(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return isinstance(low, int | float) and "max" not in kwargs and low <= _LOW
 
 
-def is_weight(tensor: Tensor) -> bool:
-    """Whether a factor is weights of the model: a parameter, a view of one, or of no batch.
+def is_model_weight(tensor: Tensor) -> bool:
+    """Whether a factor is a parameter, a view of one, or a tensor without a batch.
 
-    What ``functional_call`` or a parametrization puts in a parameter's place is none itself.
+    Tensors that ``functional_call`` or a parametrization use in place of a parameter are not
+    parameters.
     """
     return tensor.dim() < 3 or is_parameter(tensor)
 
@@ -152,7 +153,7 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 def owner_of_keys(name: str, args: Sequence[Any]) -> Tensor | None:
-    """The factor of a product that its last dimension belongs to; None if unknown.
+    """The factor of a product that has the dimension of keys; None if unknown.
 
     Example:
         >>> queries, keys = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)

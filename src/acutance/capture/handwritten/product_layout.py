@@ -1,7 +1,7 @@
-"""Keys, queries and heads among the dimensions of a softmax, from the product that uses it.
+"""Which dimensions of a softmax are keys, queries and heads, from the product that uses it.
 
-The values have no dimension of queries. Where they come from a projection, a token's values hold
-its heads side by side, so that heads lie closer together in memory than keys do.
+The values have no dimension of queries. If they come from a projection, a token's values hold its
+heads side by side, so that heads have a smaller stride than keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from torch import Tensor
 
 from acutance.capture.handwritten.operands import einsum_terms
 
-__all__ = ["LEFT", "Layout", "Places", "layout_of", "places_in_product", "summed", "tensors_in"]
+__all__ = [
+    "LEFT",
+    "Layout",
+    "ProductAxes",
+    "layout_of",
+    "axes_in_product",
+    "summed_operands",
+    "tensors_in",
+]
 
 #: Products of the factors as they are given.
 LEFT = {"matmul", "__matmul__", "bmm", "mm"}
@@ -22,14 +30,14 @@ LEFT = {"matmul", "__matmul__", "bmm", "mm"}
 Layout = list[tuple[int, int]]
 
 
-class Places(NamedTuple):
-    """Dimensions of a softmax's result, as its product has them.
+class ProductAxes(NamedTuple):
+    """Dimensions of a softmax's result, as seen by the product that uses it.
 
     Attributes:
-        queries: the one that values lack; None if that is not known.
-        heads: of those that values share, the one in which their entries lie closest together,
-            closer than keys; None if there is none.
-        width: of the values; 0 if not known.
+        queries: the dimension that the values lack; None if unknown.
+        heads: of the dimensions shared with the values, the one with the smallest stride, if that
+            is smaller than that of keys; else None.
+        width: width of the values; 0 if unknown.
     """
 
     queries: int | None = None
@@ -38,40 +46,40 @@ class Places(NamedTuple):
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Step and size of each dimension."""
+    """Stride and size of each dimension."""
     return list(zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def places_in_product(
+def axes_in_product(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor, result: Layout
-) -> Places:
-    """The query and head dimensions of a softmax, from the product that uses it.
+) -> ProductAxes:
+    """Query and head dimensions of a softmax's result, from the product that uses it.
 
     Args:
-        name: the product's.
-        args: what it is called with.
-        kwargs: by name.
-        weights: those among them; the result, or views and entrywise functions of it.
-        result: layout of the softmax's result.
+        name: name of the product's function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        weights: the argument that is the softmax's result, a view or an entrywise function of it.
+        result: strides and sizes of the softmax's result.
 
     Example:
         >>> import torch
         >>> weights = torch.rand(2, 5, 5, 7)  # (B, L, H, S)
         >>> values = torch.rand(2, 7, 5, 3)  # (B, S, H, D)
         >>> pair = weights.transpose(1, 2), values.transpose(1, 2)
-        >>> places_in_product("matmul", pair, {}, pair[0], layout_of(weights))
-        Places(queries=1, heads=2, width=3)
+        >>> axes_in_product("matmul", pair, {}, pair[0], layout_of(weights))
+        ProductAxes(queries=1, heads=2, width=3)
         >>> pair = "blhs,bshd->blhd", weights, values
-        >>> places_in_product("einsum", pair, {}, weights, layout_of(weights))
-        Places(queries=1, heads=2, width=3)
+        >>> axes_in_product("einsum", pair, {}, weights, layout_of(weights))
+        ProductAxes(queries=1, heads=2, width=3)
     """
     labels = _labels(name, args, kwargs, weights)
     if labels is None:
-        return Places()
+        return ProductAxes()
     ours, theirs, values, key = labels
     steps = dict(zip(theirs, layout_of(values), strict=True))
     place = {
-        label: _place(each, result)
+        label: _matching_axis(each, result)
         for label, each in zip(ours, layout_of(weights), strict=True)
         if label != key
     }
@@ -82,54 +90,57 @@ def places_in_product(
         for label in place
         if label in steps and 0 < steps[label][0] < steps[key][0] and steps[label][1] > 1
     ]
-    return Places(
+    return ProductAxes(
         queries=place[own[0]] if len(own) == 1 else None,
         heads=place[min(near)[1]] if near and steps[key][1] > 1 else None,
         width=width[0] if len(width) == 1 else 0,
     )
 
 
-def summed(
+def summed_operands(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], step: int = 1
 ) -> list[Tensor] | None:
-    """Operands of a product that it sums over the dimension a softmax runs along.
+    """Operands that a product sums over the dimension along which a softmax ran.
 
-    That dimension is told by its entries' distance in memory, however the result was turned since.
+    That dimension is recognised by its stride, in whatever order the dimensions are now.
 
     Args:
-        name: the function's.
-        args: what it was called with.
-        kwargs: by name.
-        step: how far apart the entries of that dimension lie; 1 is side by side.
+        name: name of the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        step: stride of that dimension.
 
     Returns:
-        Those operands; None for a function that is not a product.
+        The operands; None for a function that is not a product.
 
     Example:
         >>> import torch
         >>> weights, values = torch.rand(2, 3, 5), torch.rand(2, 5, 4)
-        >>> [len(summed("bmm", pair, {})) for pair in ((weights, values), (values.mT, weights.mT))]
+        >>> [
+        ...     len(summed_operands("bmm", pair, {}))
+        ...     for pair in ((weights, values), (values.mT, weights.mT))
+        ... ]
         [1, 1]
-        >>> len(summed("einsum", ("bqk,bkd->bqd", weights, values), {}))
+        >>> len(summed_operands("einsum", ("bqk,bkd->bqd", weights, values), {}))
         1
-        >>> summed("einsum", ("bqk,bqd->bkd", weights, torch.rand(2, 3, 4)), {})
+        >>> summed_operands("einsum", ("bqk,bqd->bkd", weights, torch.rand(2, 3, 4)), {})
         []
-        >>> summed("add", (weights, weights), {}) is None
+        >>> summed_operands("add", (weights, weights), {}) is None
         True
     """
-    given = [*args, *kwargs.values()]
+    arguments = [*args, *kwargs.values()]
     if name in LEFT:
-        return _by_strides(given[:2], step)
+        return _by_strides(arguments[:2], step)
     if name == "__rmatmul__":
-        return _by_strides([given[1], given[0]], step)
+        return _by_strides([arguments[1], arguments[0]], step)
     if name == "baddbmm":
-        return _by_strides(given[1:3], step)
+        return _by_strides(arguments[1:3], step)
     if name != "einsum":
         return None
-    operands = list(tensors_in(given[1:]))
-    if not isinstance(given[0], str):
+    operands = list(tensors_in(arguments[1:]))
+    if not isinstance(arguments[0], str):
         return operands
-    left, arrow, right = given[0].replace(" ", "").partition("->")
+    left, arrow, right = arguments[0].replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(operands) or not arrow:
         return operands
@@ -151,7 +162,7 @@ def _by_strides(pair: Sequence[Any], step: int) -> list[Tensor]:
 
 
 def _label(term: str, operand: Tensor, step: int) -> str:
-    """The label of the dimension with this stride; empty if there is none."""
+    """The einsum label of the dimension with this stride; empty if there is none."""
     before, dots, after = term.partition("...")
     missing = operand.dim() - len(before) - len(after)
     labels: list[str] = [*before, *([""] * missing if dots else []), *after]
@@ -163,13 +174,13 @@ def _label(term: str, operand: Tensor, step: int) -> str:
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors among some arguments, and in lists and tuples among them."""
+    """The tensors among some values, also inside lists and tuples."""
     for value in values:
         parts = value if isinstance(value, list | tuple) else (value,)
         yield from (part for part in parts if isinstance(part, Tensor))
 
 
-def _place(dimension: tuple[int, int], result: Layout) -> int | None:
+def _matching_axis(dimension: tuple[int, int], result: Layout) -> int | None:
     """Index of the result's only dimension with this (stride, size); None if none or several match.
 
     None also for a dimension of size 1, whose stride says nothing.
@@ -181,17 +192,17 @@ def _place(dimension: tuple[int, int], result: Layout) -> int | None:
 def _labels(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor
 ) -> tuple[str, str, Tensor, str] | None:
-    """Labels of the weights' dimensions, of the values', the values, and the label of keys."""
-    given = [*args, *kwargs.values()]
+    """Einsum labels of weights and values, the values, and the label of keys; None if unclear."""
+    arguments = [*args, *kwargs.values()]
     if name == "einsum":
-        terms = einsum_terms(given)
+        terms = einsum_terms(arguments)
         if terms is None:
             return None
         names, pair, out = terms
     else:
         if name == "__rmatmul__":
-            given = [given[1], given[0]]
-        pair = given[-2:] if name == "baddbmm" and not kwargs else given[:2]
+            arguments = [arguments[1], arguments[0]]
+        pair = arguments[-2:] if name == "baddbmm" and not kwargs else arguments[:2]
         if len(pair) != 2 or not all(isinstance(each, Tensor) and each.dim() > 1 for each in pair):
             return None
         batch = "".join(map(chr, range(ord("a"), ord("a") + max(x.dim() for x in pair) - 2)))

@@ -1,8 +1,8 @@
 """Trace the scores of a hand-written softmax to matrix products and added terms.
 
-A law multiplies the products alone. What they become on their way to the softmax (scaled, masked,
-moved, with a bias added) is followed as it happens, so that it can be run once more with every
-product at zero: the scores without their products.
+A law multiplies only the products. Every operation between them and the softmax (scaling, masks,
+reshapes, an added bias) is recorded, so that the scores can be recomputed with all products at
+zero.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from torch import Tensor
 from acutance.capture.handwritten.graph import (
     Fixed,
     LineageError,
-    Made,
+    Node,
     Version,
-    after,
-    again,
+    as_view,
+    compose_views,
+    recompute,
     shares_memory,
     storage_address,
-    viewing,
-    written_through,
+    write_through,
 )
 from acutance.capture.handwritten.operands import operands
 from acutance.capture.handwritten.operations import (
     ENDS,
     MOVES,
     PRODUCTS,
+    base_name_of,
+    is_model_weight,
     is_parameter,
     is_shift,
-    is_weight,
     name_of,
+    not_affine_reason,
     owner_of_keys,
-    plain_name,
     target_of,
     tensors_of,
-    why_not,
     writes,
 )
 from acutance.capture.handwritten.softmax import version_of
@@ -61,11 +61,11 @@ _LOG = "are divided by their logsumexp"
 class Lineage:
     """Tracks which tensors of one thread were computed from matrix products.
 
-    By this the scores of hand-written attention are recognised.
+    This recognises the scores of hand-written attention.
 
     Args:
         operands: also keep the operands of each product.
-        by_hand: callback for a product that takes weights formed without a softmax.
+        by_hand: called for a product that uses weights computed without a softmax call.
 
     Example:
         >>> lineage = Lineage()
@@ -81,179 +81,202 @@ class Lineage:
     def __init__(
         self, *, operands: bool = False, by_hand: Callable[[str], None] | None = None
     ) -> None:
-        self._operands, self._by_hand = operands, by_hand
-        self._known: dict[int, tuple[weakref.ref[Tensor], Made, Version]] = {}
-        self._written: Counter[int] = Counter()  # by memory: inference mode does not count, and
+        self._operands, self._on_handwritten = operands, by_hand
+        self._nodes: dict[int, tuple[weakref.ref[Tensor], Node, Version]] = {}
+        self._write_counts: Counter[int] = (
+            Counter()
+        )  # by memory: inference mode does not count, and
         # what is written through ``tensor.data`` counts there alone
 
     def clear(self) -> None:
-        """Forget everything."""
-        self._known.clear()
-        self._written.clear()
+        """Forget all tensors."""
+        self._nodes.clear()
+        self._write_counts.clear()
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function and record how its result depends on products.
 
         Args:
             func: any function of PyTorch.
-            args: what it is called with.
-            kwargs: by name.
+            args: its arguments.
+            kwargs: its keyword arguments.
         """
         name = name_of(func)
         if name in PRODUCTS and (name != "einsum" or len(list(tensors_of(args, kwargs))) > 1):
             return self._multiply(func, name, args, kwargs)
-        if not self._known:
-            if self._written:
-                self._written.clear()
+        if not self._nodes:
+            if self._write_counts:
+                self._write_counts.clear()
             return func(*args, **kwargs)
         target = target_of(name, args, kwargs)
-        made = None
-        if any(id(each) in self._known for each in tensors_of(args, kwargs)):
-            made = self._noted(func, name, args, kwargs)
+        node = None
+        if any(id(each) in self._nodes for each in tensors_of(args, kwargs)):
+            node = self._traced(func, name, args, kwargs)
         result = func(*args, **kwargs)
         if target is not None:
-            self._wrote(target)
-            if made is None:
-                self._known.pop(id(target), None)
-        if made is not None:
-            self._note_result(made, args, kwargs, result)
+            self._count_write(target)
+            if node is None:
+                self._nodes.pop(id(target), None)
+        if node is not None:
+            self._note_result(node, args, kwargs, result)
         return result
 
     def weights(self, tensor: Tensor) -> None:
         """Register a softmax result: products with it are outputs, not scores."""
-        self._mark(tensor, Made(torch.softmax, broken="go through softmax", weights=True))
+        self._mark(tensor, Node(torch.softmax, broken="go through softmax", weights=True))
 
     def is_active(self, scores: Tensor) -> bool:
-        """Whether a product of two tensors that depend on the input went into scores."""
-        known = self._known.get(id(scores))
-        return known is not None and known[1].active
+        """Whether scores depend on a product of two tensors that both depend on the input."""
+        entry = self._nodes.get(id(scores))
+        return entry is not None and entry[1].active
 
     def without_products(self, scores: Tensor) -> Tensor | None:
-        """The scores with each product at zero, same shape; None if no product went into them.
+        """The scores with every product set to zero, same shape; None if they contain no product.
 
         Raises:
-            LineageError: if something on their way is not affine in the products, or a tensor was
-                overwritten since.
+            LineageError: if an operation is not affine in the products, or a tensor was
+                overwritten.
         """
-        made = self._of(scores)
-        if made is None or not made.active:
+        node = self._node_of(scores)
+        if node is None or not node.active:
             return None
         with torch._C.DisableTorchFunction():
             try:
-                found: Tensor = again(made, {}, self._version)
-                return found.expand(scores.shape)
+                result: Tensor = recompute(node, {}, self._version)
+                return result.expand(scores.shape)
             except RuntimeError as error:
                 raise LineageError(f"its scores cannot be recomputed: {error}") from error
 
     def pairs(self, scores: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Queries (..., L, E) and keys (..., S, E) of each product that went into scores.
+        """Queries (..., L, E) and keys (..., S, E) of each product in the scores.
 
         Raises:
             ValueError: if they cannot be determined.
         """
-        known = self._known.get(id(scores))
-        calls = () if known is None else known[1].calls
+        entry = self._nodes.get(id(scores))
+        calls = () if entry is None else entry[1].calls
         return tuple(operands(name, args, kwargs) for name, args, kwargs in calls)
 
     def narrowest(self, scores: Tensor) -> torch.dtype:
-        """The dtype with the highest mask value among those that scores had on their way."""
-        known = self._known.get(id(scores))
-        return scores.dtype if known is None else _narrower(scores.dtype, known[1].narrow)
+        """Of the dtypes that the scores passed through, the one with the highest mask value."""
+        entry = self._nodes.get(id(scores))
+        return scores.dtype if entry is None else _narrower(scores.dtype, entry[1].narrow)
 
     # -- following --------------------------------------------------------------------------------
 
     def _version(self, tensor: Tensor) -> Version:
-        return version_of(tensor), self._written[storage_address(tensor)] if self._written else 0
+        """Counts of writes to a tensor: PyTorch's, and those recorded here by storage."""
+        return version_of(tensor), self._write_counts[
+            storage_address(tensor)
+        ] if self._write_counts else 0
 
-    def _of(self, tensor: Tensor) -> Made | None:
-        known = self._known.get(id(tensor))
-        if known is None:
+    def _node_of(self, tensor: Tensor) -> Node | None:
+        """The node of a tensor, marked broken if the tensor was overwritten; None if untracked."""
+        entry = self._nodes.get(id(tensor))
+        if entry is None:
             return None
-        _, made, version = known
+        _, node, version = entry
         if version != self._version(tensor):
-            return replace(made, broken="were written to through a view")
-        return made
+            return replace(node, broken="were written to through a view")
+        return node
 
-    def _wrote(self, target: Tensor) -> None:
-        self._written[storage_address(target)] += 1
+    def _count_write(self, target: Tensor) -> None:
+        self._write_counts[storage_address(target)] += 1
 
     def _multiply(
         self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run a matrix product; one with attention weights gives no scores."""
+        """Run a matrix product and track its result, unless a factor is attention weights."""
         out = kwargs.get("out")
         factors = [each for each in tensors_of(args, kwargs) if each is not out]
-        given = [self._known[id(each)][1] for each in factors if id(each) in self._known]
-        if self._by_hand is not None:
+        given = [self._nodes[id(each)][1] for each in factors if id(each) in self._nodes]
+        if self._on_handwritten is not None:
             for each in given:
                 if each.broken == _BY_HAND and each.active:
-                    self._by_hand(f"its scores {_BY_HAND}, without a softmax call")
-        made, owner, weights = None, None, any(each.weights for each in given)
+                    self._on_handwritten(f"its scores {_BY_HAND}, without a softmax call")
+        node, owner, weights = None, None, any(each.weights for each in given)
         if not weights:
             owner = owner_of_keys(name, args if name == "einsum" else factors)
-            if owner is not None and _mixes(self._known.get(id(owner)), name, owner, factors):
-                made = self._noted(func, name, args, kwargs)
+            if owner is not None and _mixes_heads(self._nodes.get(id(owner)), name, owner, factors):
+                node = self._traced(func, name, args, kwargs)
         result = func(*args, **kwargs)
         if out is not None:
-            self._wrote(out)
-            self._known.pop(id(out), None)
+            self._count_write(out)
+            self._nodes.pop(id(out), None)
         if weights:
             return result
         if isinstance(result, Tensor) and result.dim() > 2 and result.is_floating_point():
-            if made is None:
-                made = self._product(name, result, owner, factors, kwargs)
+            if node is None:
+                node = self._product(name, result, owner, factors, kwargs)
                 if self._operands:
-                    made = replace(made, calls=(*made.calls, (name, tuple(args), dict(kwargs))))
-            self._mark(result, made)
+                    node = replace(node, calls=(*node.calls, (name, tuple(args), dict(kwargs))))
+            self._mark(result, node)
         return result
 
-    def _noted(
+    def _traced(
         self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Made | None:
-        """How the result of a call depends on products; None if it does not."""
-        plain = plain_name(name)
-        if any(word in plain for word in ENDS) or plain.endswith("_like") or plain[:4] == "new_":
+    ) -> Node | None:
+        """The node of a call's result; None if it does not depend on products."""
+        base_name = base_name_of(name)
+        if (
+            any(word in base_name for word in ENDS)
+            or base_name.endswith("_like")
+            or base_name[:4] == "new_"
+        ):
             return None
-        marked = [each for each in tensors_of(args, kwargs) if id(each) in self._known]
-        given = [self._known[id(each)][1] for each in marked]
-        made = Made(
+        marked = [node_in for node_in in tensors_of(args, kwargs) if id(node_in) in self._nodes]
+        inputs = [self._nodes[id(node_in)][1] for node_in in marked]
+        node = Node(
             func,
             writes=writes(name),
-            narrow=functools.reduce(_narrower, [each.narrow for each in given]),
-            active=any(each.active for each in given),
-            weights=any(each.weights for each in given),
-            calls=tuple({id(call): call for each in given for call in each.calls}.values()),
-            steps=1 + max(each.steps for each in given),
-            kept=max(each.kept for each in given),
+            narrow=functools.reduce(_narrower, [node_in.narrow for node_in in inputs]),
+            active=any(node_in.active for node_in in inputs),
+            weights=any(node_in.weights for node_in in inputs),
+            calls=tuple({id(call): call for node_in in inputs for call in node_in.calls}.values()),
+            steps=1 + max(node_in.steps for node_in in inputs),
+            saved_bytes=max(node_in.saved_bytes for node_in in inputs),
         )
-        if is_shift(plain, args, kwargs):
-            what = "largest" if "max" in plain else plain
-            return replace(made, shift=True, broken=f"are divided by their {what}")
-        shifts = [each for each in given if each.shift]
-        if len(shifts) == len(given) and plain in MOVES:
-            return replace(made, shift=True, broken=shifts[0].broken)
-        fixed = plain in ("add", "sub", "subtract")  # a row moved as a whole
-        reason = "" if fixed else next((each.broken for each in shifts), "")
-        reason = next((each.broken for each in given if each.broken and not each.shift), reason)
-        reason = _by_hand(plain, given) or reason or why_not(plain, name, args, kwargs, marked)
-        if not reason and made.steps > _STEPS:
+        if is_shift(base_name, args, kwargs):
+            divisor = "largest" if "max" in base_name else base_name
+            return replace(node, shift=True, broken=f"are divided by their {divisor}")
+        shifts = [node_in for node_in in inputs if node_in.shift]
+        if len(shifts) == len(inputs) and base_name in MOVES:
+            return replace(node, shift=True, broken=shifts[0].broken)
+        fixed = base_name in ("add", "sub", "subtract")  # a row moved as a whole
+        reason = "" if fixed else next((node_in.broken for node_in in shifts), "")
+        reason = next(
+            (node_in.broken for node_in in inputs if node_in.broken and not node_in.shift), reason
+        )
+        reason = (
+            _handwritten_step(base_name, inputs)
+            or reason
+            or not_affine_reason(base_name, name, args, kwargs, marked)
+        )
+        if not reason and node.steps > _STEPS:
             reason = f"are computed in more than {_STEPS} steps"
         if reason:
-            return replace(made, broken=reason)
-        if fixed and any(each.broken == _LOG for each in shifts):
-            made = replace(made, log=True)
-        kept = self._kept(args)
-        if made.writes and isinstance(args[0], Tensor):
-            known = self._known.get(id(args[0]))
-            if known is None and not made.active:  # a cache that outlives its scores, most likely
-                return replace(made, broken="are written into a tensor")
-            if known is None:  # as it is before this writes to it
-                kept = (self._fixed(args[0].clone()), *kept[1:])
+            return replace(node, broken=reason)
+        if fixed and any(node_in.broken == _LOG for node_in in shifts):
+            node = replace(node, log=True)
+        node_args = self._as_nodes(args)
+        if node.writes and isinstance(args[0], Tensor):
+            entry = self._nodes.get(id(args[0]))
+            if entry is None and not node.active:  # a cache that outlives its scores, most likely
+                return replace(node, broken="are written into a tensor")
+            if entry is None:  # as it is before this writes to it
+                node_args = (self._fixed(args[0].clone()), *node_args[1:])
             elif name == "__setitem__" and shares_memory(args[-1], args[0]):
-                kept = (known[1], *kept[1:])  # x[i] += y has written to x already, through a view
-        held = [each for each in tensors_of(args, kwargs) if id(each) not in self._known]
-        size = sum(each.nbytes for each in held if not is_parameter(each))
-        return replace(made, args=kept, kwargs=self._kept(kwargs), kept=made.kept + size)
+                node_args = (
+                    entry[1],
+                    *node_args[1:],
+                )  # x[i] += y has written to x already, through a view
+        fixed_inputs = [
+            node_in for node_in in tensors_of(args, kwargs) if id(node_in) not in self._nodes
+        ]
+        size = sum(node_in.nbytes for node_in in fixed_inputs if not is_parameter(node_in))
+        return replace(
+            node, args=node_args, kwargs=self._as_nodes(kwargs), saved_bytes=node.saved_bytes + size
+        )
 
     def _product(
         self,
@@ -262,10 +285,10 @@ class Lineage:
         owner: Tensor | None,
         factors: Sequence[Tensor],
         kwargs: Mapping[str, Any],
-    ) -> Made:
-        """A product as zeros, or what ``baddbmm`` adds it to."""
+    ) -> Node:
+        """The node of a product: zeros, or for ``baddbmm`` the added term."""
         shape, dtype, device = result.shape, result.dtype, result.device
-        active = not any(map(is_weight, factors if owner is None else [owner]))
+        active = not any(map(is_model_weight, factors if owner is None else [owner]))
         beta = kwargs.get("beta", 1)
         if name == "baddbmm" and beta != 0:
 
@@ -273,125 +296,127 @@ class Lineage:
                 scaled: Tensor = added * beta
                 return scaled.to(dtype).expand(shape).clone()
 
-            added = self._kept(factors[0])
-            made = Made(around, (added,), narrow=dtype, active=active)
-            if isinstance(added, Made):
+            added = self._as_nodes(factors[0])
+            node = Node(around, (added,), narrow=dtype, active=active)
+            if isinstance(added, Node):
                 both = active or added.active
-                made = replace(made, active=both, calls=added.calls, broken=added.broken)
-            return made
+                node = replace(node, active=both, calls=added.calls, broken=added.broken)
+            return node
 
         def zeros() -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        return Made(zeros, narrow=dtype, active=active)
+        return Node(zeros, narrow=dtype, active=active)
 
     def _note_result(
-        self, made: Made, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+        self, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        if made.writes and isinstance(args[0], Tensor):
-            self._note_write(made, args[0])
+        """Track the result of a call, or what it wrote to."""
+        if node.writes and isinstance(args[0], Tensor):
+            self._note_write(node, args[0])
         elif isinstance(result, Tensor):
-            self._note_part(made, args, kwargs, result, None)
+            self._note_part(node, args, kwargs, result, None)
         elif isinstance(result, list | tuple):
             for part, tensor in enumerate(result):
                 if isinstance(tensor, Tensor):
-                    self._note_part(made, args, kwargs, tensor, part)
+                    self._note_part(node, args, kwargs, tensor, part)
 
     def _note_part(
         self,
-        made: Made,
+        node: Node,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         tensor: Tensor,
         part: int | None,
     ) -> None:
+        """Track one result of a call; ``part`` is its index among several, else None."""
         if not tensor.is_floating_point():
             return
-        made = replace(made, part=part)
-        if made.kept > max(_MEMORY * tensor.nbytes, _LEAST):
-            made = replace(made, args=(), kwargs={}, broken="are computed from too many tensors")
+        node = replace(node, part=part)
+        if node.saved_bytes > max(_MEMORY * tensor.nbytes, _LEAST):
+            node = replace(node, args=(), kwargs={}, broken="are computed from too many tensors")
         if args and isinstance(args[0], Tensor) and shares_memory(tensor, args[0]):
-            view = viewing(made, args[1:], kwargs)
-            known = self._known.get(id(args[0]))
-            above = () if known is None else known[1].bases
-            further = [(base, after(first, view)) for base, first in above]
-            made = replace(made, bases=((weakref.ref(args[0]), view), *further))
-        self._mark(tensor, made)
+            view = as_view(node, args[1:], kwargs)
+            entry = self._nodes.get(id(args[0]))
+            earlier_bases = () if entry is None else entry[1].bases
+            outer_bases = [(base, compose_views(first, view)) for base, first in earlier_bases]
+            node = replace(node, bases=((weakref.ref(args[0]), view), *outer_bases))
+        self._mark(tensor, node)
 
-    def _note_write(self, made: Made, target: Tensor) -> None:
-        """Mark what a function wrote to, and what that is a view of."""
-        known = self._known.get(id(target))
-        bases = () if known is None else known[1].bases
-        self._mark(target, replace(made, bases=bases))
+    def _note_write(self, node: Node, target: Tensor) -> None:
+        """Track what a function wrote to, and the tensors that it is a view of."""
+        entry = self._nodes.get(id(target))
+        bases = () if entry is None else entry[1].bases
+        self._mark(target, replace(node, bases=bases))
         for reference, view in bases:
             base = reference()
-            known = None if base is None else self._known.get(id(base))
-            if base is None or known is None or not self._one_behind(known[2], base):
+            entry = None if base is None else self._nodes.get(id(base))
+            if base is None or entry is None or not self._one_behind(entry[2], base):
                 continue
-            before = known[1]
-            calls = {id(call): call for call in (*before.calls, *made.calls)}
-            whole = replace(
-                made,
-                func=functools.partial(written_through, view),
-                args=(before, made),
+            earlier = entry[1]
+            calls = {id(call): call for call in (*earlier.calls, *node.calls)}
+            base_node = replace(
+                node,
+                func=functools.partial(write_through, view),
+                args=(earlier, node),
                 kwargs={},
-                broken=made.broken or before.broken,
-                active=made.active or before.active,
+                broken=node.broken or earlier.broken,
+                active=node.active or earlier.active,
                 calls=tuple(calls.values()),
-                steps=made.steps + 1,
-                bases=before.bases,
+                steps=node.steps + 1,
+                bases=earlier.bases,
             )
-            self._mark(base, whole)
+            self._mark(base, base_node)
 
     def _one_behind(self, version: Version, tensor: Tensor) -> bool:
-        """Whether nothing but the present write happened to a tensor since it was marked."""
+        """Whether the present write is the only one since the tensor was tracked."""
         now = self._version(tensor)
         return version[1] + 1 == now[1] and now[0] - version[0] in (0, 1)
 
     def _fixed(self, tensor: Tensor) -> Fixed:
         return Fixed(tensor, self._version(tensor))
 
-    def _kept(self, value: Any) -> Any:
-        """The arguments, with tensors that depend on products as :class:`Made`."""
+    def _as_nodes(self, value: Any) -> Any:
+        """The arguments of a call, with tensors replaced by :class:`Node` or :class:`Fixed`."""
         if isinstance(value, Tensor):
-            made = self._of(value)
-            return self._fixed(value) if made is None or made.shift else made
+            node = self._node_of(value)
+            return self._fixed(value) if node is None or node.shift else node
         if isinstance(value, Mapping):
-            return {name: self._kept(part) for name, part in value.items()}
+            return {name: self._as_nodes(part) for name, part in value.items()}
         if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-            return type(value)(self._kept(part) for part in value)
+            return type(value)(self._as_nodes(part) for part in value)
         return value
 
-    def _mark(self, tensor: Tensor, made: Made) -> None:
-        place = id(tensor)
+    def _mark(self, tensor: Tensor, node: Node) -> None:
+        key = id(tensor)
 
-        def gone(_: object) -> None:
-            self._known.pop(place, None)
+        def forget(_: object) -> None:
+            self._nodes.pop(key, None)
 
-        self._known[place] = (weakref.ref(tensor, gone), made, self._version(tensor))
+        self._nodes[key] = (weakref.ref(tensor, forget), node, self._version(tensor))
 
 
-def _mixes(
-    known: tuple[Any, Made, Version] | None, name: str, owner: Tensor, factors: Sequence[Tensor]
+def _mixes_heads(
+    entry: tuple[Any, Node, Version] | None, name: str, owner: Tensor, factors: Sequence[Tensor]
 ) -> bool:
-    """Whether parameters mix scores over heads, which is affine in them."""
+    """Whether a product only mixes tracked scores by parameters, which is affine in them."""
     others = [each for each in factors if each is not owner]
-    if known is None or not known[1].active or not others or name == "baddbmm":
+    if entry is None or not entry[1].active or not others or name == "baddbmm":
         return False
     return all(map(is_parameter, others))
 
 
-def _by_hand(plain: str, given: Sequence[Made]) -> str:
-    """What a function adds to a softmax that is written out; empty if nothing."""
-    if plain == "sum" and given[0].broken == _EXP:
+def _handwritten_step(base_name: str, inputs: Sequence[Node]) -> str:
+    """Which step of a hand-written softmax a function is; empty if it is none."""
+    if base_name == "sum" and inputs[0].broken == _EXP:
         return _SUMS
-    if plain == "exp" and given[0].log:
+    if base_name == "exp" and inputs[0].log:
         return _BY_HAND
-    if "div" in plain and [each.broken for each in given] == [_EXP, _SUMS]:
+    if "div" in base_name and [each.broken for each in inputs] == [_EXP, _SUMS]:
         return _BY_HAND
     return ""
 
 
 def _narrower(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Of two dtypes the one whose mask value is higher."""
+    """Of two dtypes, the one with the higher mask value."""
     return dtype if mask_limit(dtype) >= mask_limit(other) else other

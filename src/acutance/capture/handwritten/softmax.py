@@ -1,7 +1,7 @@
-"""Attention written with torch operations: a softmax followed by a matrix product.
+"""Hand-written attention: a softmax followed by a matrix product.
 
-A softmax alone may be a gate, a mixture or a classifier. What makes it attention is a matrix
-product that sums over the dimension that was normalised, so a softmax waits here until one comes.
+A softmax alone may be a gate, a mixture or a classifier. It is attention if a matrix product sums
+over the normalised dimension, so each softmax is remembered until such a product comes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from acutance.capture.handwritten.graph import shares_memory
 from acutance.capture.handwritten.product_layout import (
     LEFT,
     Layout,
-    Places,
+    ProductAxes,
+    axes_in_product,
     layout_of,
-    places_in_product,
-    summed,
+    summed_operands,
     tensors_in,
 )
 
@@ -70,23 +70,23 @@ class Softmax:
     """A softmax that no product has used yet.
 
     Attributes:
-        scores: what it was taken of, the dimension that was normalised last.
-        base: that, as it was.
-        dim: the dimension that was normalised.
-        module: where.
-        version: of the scores before it was taken.
-        dtype: in which it was taken: transformers asks for float32, whatever its scores are.
-        last: whether that dimension was the last.
-        step: how far apart its entries lie in the result.
-        place: which of the result's dimensions it is, in the order in which they lie in memory.
-        log: whether it is still the logarithm of weights.
-        aliases: tensors alive that hold its result, as it was or changed.
-        dropped: whether weights were dropped from it.
+        scores: its input, with the normalised dimension moved last.
+        base: its input as it was.
+        dim: the normalised dimension.
+        module: name of the module.
+        version: write count of the scores before the softmax.
+        dtype: dtype of the result; transformers requests float32 whatever the scores' dtype.
+        last: whether the normalised dimension was the last.
+        step: stride of the normalised dimension in the result.
+        axis: its rank among the result's dimensions by stride, largest first.
+        log: whether the result is still the logarithm of the weights.
+        aliases: ids of living tensors that hold the result or a function of it.
+        dropped: whether dropout was applied.
         inplace: whether the result was written over the scores.
-        why_not: why its rows cannot be read, if so.
-        layout: of the result in memory.
-        relaid: whether a copy may have moved its dimensions.
-        places: what the product that takes it says of its dimensions.
+        unreadable_reason: why its rows cannot be read; empty if they can.
+        layout: strides and sizes of the result.
+        rearranged: whether a copy may have moved its dimensions.
+        product_axes: what the product that uses it says about its dimensions.
     """
 
     def __init__(
@@ -97,32 +97,32 @@ class Softmax:
         dim: int,
         version: int,
         log: bool,
-        why_not: str = "",
+        unreadable_reason: str = "",
     ) -> None:
         dim %= scores.dim()
-        self.why_not = why_not
+        self.unreadable_reason = unreadable_reason
         self.scores, self.module, self.log = scores.movedim(dim, -1), module, log
         self.dim = dim
         self.base, self.version, self.dtype = scores, version, result.dtype
         self.last = dim == scores.dim() - 1
-        self.step, self.place = result.stride(dim), _dims_by_stride(result).index(dim)
+        self.step, self.axis = result.stride(dim), _dims_by_stride(result).index(dim)
         self.aliases: set[int] = set()
         self.dropped = False
-        self.places = Places()
-        self.layout, self.relaid = layout_of(result), False
+        self.product_axes = ProductAxes()
+        self.layout, self.rearranged = layout_of(result), False
         self.inplace = result.numel() > 0 and result.data_ptr() == scores.data_ptr()
 
-    def passes(self, given: Tensor, result: Tensor) -> None:
-        """Follow a softmax through a view or an elementwise function."""
-        alike = given.shape == result.shape and given.stride() == result.stride()
-        self.relaid |= not (alike or shares_memory(result, given))
+    def follow_copy(self, inputs: Tensor, result: Tensor) -> None:
+        """Record whether a view or elementwise function may have rearranged the dimensions."""
+        alike = inputs.shape == result.shape and inputs.stride() == result.stride()
+        self.rearranged |= not (alike or shares_memory(result, inputs))
 
     def note_product(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Tensor
     ) -> None:
-        """Record which dimensions are which, for a product that uses a softmax."""
-        if not self.relaid and len(self.layout) == 4:
-            self.places = places_in_product(name, args, kwargs, weights, self.layout)
+        """Record which dimensions are queries and heads, from a product that uses the softmax."""
+        if not self.rearranged and len(self.layout) == 4:
+            self.product_axes = axes_in_product(name, args, kwargs, weights, self.layout)
 
     def overwritten(self) -> bool:
         """Whether the scores were overwritten after the softmax."""
@@ -130,13 +130,13 @@ class Softmax:
 
 
 def version_of(scores: object) -> int:
-    """Rises each time a tensor is written to; −1 where that is not counted."""
+    """Number of writes to a tensor; −1 if PyTorch does not count them."""
     counted = isinstance(scores, Tensor) and not scores.is_inference()
     return scores._version if counted else -1  # type: ignore[attr-defined]
 
 
 def _by_step(layout: Layout) -> list[int]:
-    """Dimensions from the smallest step in memory to the widest."""
+    """Dimensions by stride, smallest first."""
     return sorted(range(len(layout)), key=lambda dim: layout[dim])
 
 
@@ -167,21 +167,21 @@ Report = Callable[[Softmax, Callable[[], str | None]], None]
 
 
 class Softmaxes:
-    """The softmaxes of one thread that wait for a product.
+    """The softmaxes of one thread that no product has used yet.
 
     Args:
-        report: called when a product comes.
-        unused: called when a result is gone and no product came.
+        report: called with a softmax when a product uses it.
+        unused: called with a softmax when its result is freed unused.
     """
 
     def __init__(self, report: Report, unused: Callable[[Softmax], None]) -> None:
         self._report, self._unused = report, unused
-        self._waiting: dict[int, tuple[weakref.ref[Tensor], Softmax]] = {}
+        self._pending: dict[int, tuple[weakref.ref[Tensor], Softmax]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._waiting)
+        return bool(self._pending)
 
-    def made(
+    def add(
         self,
         scores: Tensor,
         result: Tensor,
@@ -190,94 +190,98 @@ class Softmaxes:
         dim: int = -1,
         version: int | None = None,
         log: bool = False,
-        why_not: str = "",
+        unreadable_reason: str = "",
     ) -> None:
-        """Register a softmax, or its logarithm, over a dimension in this module.
+        """Register a softmax, or its logarithm, of a module.
 
         Args:
-            scores: of three dimensions or more.
-            result: what came out.
-            module: its name.
-            dim: which dimension.
-            version: of the scores before; None is now.
+            scores: input, with three dimensions or more.
+            result: output.
+            module: name of the module.
+            dim: normalised dimension.
+            version: write count of the scores before the softmax; None for the present one.
             log: whether the result is the logarithm of the weights.
-            why_not: why its rows cannot be read, if so.
+            unreadable_reason: why its rows cannot be read; empty if they can.
         """
         if scores.dim() >= FEWEST and scores.is_floating_point() and scores.shape[dim] > 0:
             version = version_of(scores) if version is None else version
-            self._alias(result, Softmax(scores, result, module, dim, version, log, why_not))
+            self._alias(
+                result, Softmax(scores, result, module, dim, version, log, unreadable_reason)
+            )
 
-    def called(
+    def follow(
         self,
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         result: Any,
     ) -> None:
-        """Any other function was called: a product, a copy, a view, or none of these."""
-        given = [
-            each for each in tensors_in((*args, *kwargs.values())) if id(each) in self._waiting
+        """Follow the registered softmaxes through any other function: a product, a copy, a view."""
+        inputs = [
+            each for each in tensors_in((*args, *kwargs.values())) if id(each) in self._pending
         ]
-        if not given:
+        if not inputs:
             return
         name = getattr(func, "__name__", "").partition(".")[0]  # an operator's overload follows
         if name in _PRODUCTS:
-            for weights in given:
-                softmax = self._waiting[id(weights)][1] if id(weights) in self._waiting else None
+            for weights in inputs:
+                softmax = self._pending[id(weights)][1] if id(weights) in self._pending else None
                 if softmax is None or softmax.log:
                     continue
-                sums = summed(name, args, kwargs, softmax.step) or ()
+                sums = summed_operands(name, args, kwargs, softmax.step) or ()
                 if any(weights is tensor for tensor in sums):
                     softmax.note_product(name, args, kwargs, weights)
                     self._used(weights)
             return
-        softmax = self._waiting[id(given[0])][1]
+        softmax = self._pending[id(inputs[0])][1]
         if name in ("exp", "exp_"):
             softmax.log = False
         if "dropout" in name:
             softmax.dropped |= drops(args, kwargs)
-        if any(word in name for word in _MAPS) or _gates(name, args, given[0]):
+        if any(word in name for word in _MAPS) or _gates(name, args, inputs[0]):
             return
         for tensor in tensors_in((result,)):
-            if tensor.is_floating_point() and 2 * tensor.numel() >= given[0].numel():
-                softmax.passes(given[0], tensor)
+            if tensor.is_floating_point() and 2 * tensor.numel() >= inputs[0].numel():
+                softmax.follow_copy(inputs[0], tensor)
                 self._alias(tensor, softmax)
 
     def clear(self) -> None:
-        """Forget everything."""
-        self._waiting.clear()
+        """Forget all softmaxes."""
+        self._pending.clear()
 
     def finish(self) -> None:
-        """Drop softmaxes that no product used."""
-        for softmax in {id(each): each for _, each in self._waiting.values()}.values():
+        """Report the remaining softmaxes as unused and forget them."""
+        for softmax in {id(each): each for _, each in self._pending.values()}.values():
             self._unused(softmax)
         self.clear()
 
     def _used(self, weights: Tensor) -> None:
-        softmax = self._waiting[id(weights)][1]
-        for place in list(softmax.aliases):
-            self._waiting.pop(place, None)
+        """Report a softmax that a product uses."""
+        softmax = self._pending[id(weights)][1]
+        for axis in list(softmax.aliases):
+            self._pending.pop(axis, None)
         softmax.aliases.clear()
         self._report(softmax, lambda: _doubt(softmax, weights))
 
     def _alias(self, tensor: Tensor, softmax: Softmax) -> None:
-        place = id(tensor)
-        if place in softmax.aliases:
+        """Register a tensor as holding a softmax's result."""
+        axis = id(tensor)
+        if axis in softmax.aliases:
             return
 
-        def gone(_: object) -> None:
-            if place in softmax.aliases:
-                softmax.aliases.discard(place)
-                self._waiting.pop(place, None)
+        def on_deleted(_: object) -> None:
+            if axis in softmax.aliases:
+                softmax.aliases.discard(axis)
+                self._pending.pop(axis, None)
                 if not softmax.aliases:
                     self._unused(softmax)
 
-        softmax.aliases.add(place)
-        self._waiting[place] = (weakref.ref(tensor, gone), softmax)
+        softmax.aliases.add(axis)
+        self._pending[axis] = (weakref.ref(tensor, on_deleted), softmax)
 
 
 def _gates(name: str, args: Sequence[Any], weights: Tensor) -> bool:
-    """Whether a multiplication turns weights into a gate of values, unlike a mask."""
+    """Whether a multiplication uses weights as a gate of values, rather than a mask."""
     if name.strip("_").removeprefix("r").removeprefix("i") != "mul":
         return False
     others = [each for each in tensors_in(args) if each is not weights]
@@ -288,7 +292,7 @@ def _gates(name: str, args: Sequence[Any], weights: Tensor) -> bool:
 
 
 def _doubt(softmax: Softmax, weights: Tensor) -> str | None:
-    """Why the weights of a product are not the softmax of the scores, None if they are."""
+    """Why the weights in a product are not the softmax of the scores; None if they are."""
     if softmax.dropped:
         return None
     scores = softmax.scores.detach()
@@ -296,13 +300,13 @@ def _doubt(softmax: Softmax, weights: Tensor) -> str | None:
     expected = torch.softmax(wide, -1)
     theirs = weights.detach()
     if not softmax.last:  # their dimensions as they lie in memory, turned as those of the scores
-        theirs = theirs.permute(_dims_by_stride(theirs)).movedim(softmax.place, -1)
+        theirs = theirs.permute(_dims_by_stride(theirs)).movedim(softmax.axis, -1)
         if theirs.shape != expected.shape:
             return None
-    elif not softmax.relaid and sorted(layout_of(theirs)) == sorted(softmax.layout):
-        places = [_by_step(layout) for layout in (softmax.layout, layout_of(theirs))]
-        theirs = theirs.permute([place for _, place in sorted(zip(*places, strict=True))])
-    elif softmax.relaid and len(set(theirs.shape[:-1])) < theirs.dim() - 1:
+    elif not softmax.rearranged and sorted(layout_of(theirs)) == sorted(softmax.layout):
+        product_axes = [_by_step(layout) for layout in (softmax.layout, layout_of(theirs))]
+        theirs = theirs.permute([axis for _, axis in sorted(zip(*product_axes, strict=True))])
+    elif softmax.rearranged and len(set(theirs.shape[:-1])) < theirs.dim() - 1:
         return None  # of sizes that are alike, which is which is not known
     elif theirs.stride(-1) != 1 and theirs.stride(-2) == 1:
         theirs = theirs.mT

@@ -1,8 +1,8 @@
-"""Captures attention of Hugging Face models where every implementation is chosen.
+"""Capture attention of Hugging Face models at transformers' ``AttentionInterface``.
 
 Since transformers 5.1 each attention layer asks ``AttentionInterface.get_interface`` for the
-function to call, eager included, and calls it with ``(module, query, key, value, mask, ...)``.
-Wrapping what it returns shows every argument and changes none.
+function to call, eager included, and calls it with ``(module, query, key, value, mask, ...)``. A
+wrapper around the returned function sees every argument and changes none.
 """
 
 from __future__ import annotations
@@ -22,39 +22,42 @@ from acutance.capture.attention_call import AttentionCall
 
 
 class Observer(Protocol):
-    """What a capture reports to.
+    """Receives the calls that a capture sees.
 
     Attributes:
-        provides: whether it may compute calls itself.
+        provides: whether it may compute calls in place of the model.
     """
 
     provides: bool
 
     def provide(
         self,
-        make: Callable[[], AttentionCall],
+        read_call: Callable[[], AttentionCall],
         module: str,
-        own: Callable[[], Tensor],
-        refuse: str | None = None,
+        model_output: Callable[[], Tensor],
+        refusal: str | None = None,
     ) -> Tensor | None:
-        """Compute and record a call, (B, Hq, L, Ev), in the model's stead; None leaves it alone."""
+        """Compute and record a call in place of the model, (B, Hq, L, Ev); None declines."""
 
-    def place_of(self, module: torch.nn.Module) -> str | None:
-        """Name for an attention call of a probed module, None for any other."""
+    def call_name_of(self, module: torch.nn.Module) -> str | None:
+        """Name for an attention call of a module of the model; None for any other module."""
 
     def observe(
-        self, make: Callable[[], AttentionCall], module: str, output: Callable[[], Tensor] | None
+        self,
+        read_call: Callable[[], AttentionCall],
+        module: str,
+        output: Callable[[], Tensor] | None,
     ) -> None:
-        """Handle one attention call."""
+        """Handle one attention call; ``output`` returns the model's (B, Hq, L, Ev)."""
 
     def unreadable(self, module: str, reason: str) -> None:
         """List attention that could not be read."""
 
     def muted(self) -> bool:
-        """Whether the present code is inside a call that is being captured."""
+        """Whether this thread is inside a call that is already captured."""
 
     def mute(self) -> Any:
-        """Context in which captures inside are ignored."""
+        """Context in which nested captures are ignored."""
 
 
 class Changer(Protocol):
@@ -66,10 +69,10 @@ class Changer(Protocol):
     """
 
     def changed_query(self, call: InterfaceCall) -> Tensor | None:
-        """The changed query; None to keep the call's."""
+        """The changed query (B, Hq, L, E) of a call; None to keep it."""
 
     def mute(self) -> Any:
-        """Context in which the functions that the call uses are left alone."""
+        """Context in which functions that the call uses are not changed."""
 
 
 class Instead(Protocol):
@@ -87,13 +90,13 @@ class Instead(Protocol):
 
 
 class InterfaceCall:
-    """One call of an attention function that transformers handed out.
+    """One call of an attention function that transformers returned.
 
     Attributes:
-        function: what is called.
-        implementation: its name.
+        function: the attention function.
+        implementation: its registered name.
         args: its positional arguments.
-        kwargs: its keywords.
+        kwargs: its keyword arguments.
     """
 
     __slots__ = ("args", "function", "implementation", "kwargs")
@@ -109,7 +112,7 @@ class InterfaceCall:
         self.args, self.kwargs = args, kwargs
 
     def __getitem__(self, name: str) -> Any:
-        """An argument by name, None where there is none."""
+        """An argument by name; None if it is absent."""
         return (
             self.positional()[_POSITIONAL.index(name)]
             if name in _POSITIONAL
@@ -117,7 +120,7 @@ class InterfaceCall:
         )
 
     def positional(self) -> tuple[Any, ...]:
-        """Module, query, key, value and mask, None where there is none."""
+        """Module, query, key, value and mask; None for absent ones."""
         if len(self.args) == len(_POSITIONAL):
             return self.args
         rest = _POSITIONAL[len(self.args) :]
@@ -137,13 +140,13 @@ class InterfaceCall:
         module, query, key, _, mask = self.positional()
         kind = _base_name(self.implementation)
         if uses_flash_masks(self.implementation):
-            masks = _flash(self.kwargs, query, key, mask, module)
+            masks = _flash_masks(self.kwargs, query, key, mask, module)
             return {part: masks[part] for part in masks if part not in ("softcap", "sinks")}
         return _mask(kind, self["is_causal"], query, key, mask, module)
 
     def read(self, name: str) -> AttentionCall:
-        """The call as its implementation reads it; ``name`` is its module's."""
-        return _call(self.function, self.implementation, name, self.args, self.kwargs)
+        """The call as its implementation reads it; ``name`` is that of the module."""
+        return _read_call(self.function, self.implementation, name, self.args, self.kwargs)
 
 
 _POSITIONAL = ("module", "query", "key", "value", "attention_mask")
@@ -171,17 +174,17 @@ _original: Callable[..., Any] | None = None
 
 @contextmanager
 def capture(observer: Observer) -> Iterator[None]:
-    """Wrap the attention functions transformers hands out, for the length of the context."""
-    with _among(_observers, observer):
+    """Context in which an observer sees the calls of transformers' attention functions."""
+    with _wrapping(_observers, observer):
         yield
 
 
 @contextmanager
 def change(changer: Changer) -> Iterator[None]:
-    """Let a changer change every query, and what else it can, in the context."""
+    """Context in which a changer changes every query, and what else its methods change."""
     can = {"changed_output": _output_changers, "instead": _instead}
     groups = [group for method, group in can.items() if hasattr(changer, method)]
-    with _among(_changers, changer):
+    with _wrapping(_changers, changer):
         for group in groups:
             group.append(changer)
         try:
@@ -192,7 +195,8 @@ def change(changer: Changer) -> Iterator[None]:
 
 
 @contextmanager
-def _among(group: list[Any], member: Any) -> Iterator[None]:
+def _wrapping(group: list[Any], member: Any) -> Iterator[None]:
+    """Context in which ``member`` is in ``group`` and attention functions are wrapped."""
     # a model of transformers has imported this; importing it here would cost others seconds
     modeling = sys.modules.get("transformers.modeling_utils")
     try:
@@ -204,7 +208,7 @@ def _among(group: list[Any], member: Any) -> Iterator[None]:
         return
     with _lock:
         if not _observers and not _changers:
-            _wrap(interface)
+            _wrap_interface(interface)
         group.append(member)
     try:
         yield
@@ -215,7 +219,8 @@ def _among(group: list[Any], member: Any) -> Iterator[None]:
                 interface.get_interface = _original
 
 
-def _wrap(interface: Any) -> None:
+def _wrap_interface(interface: Any) -> None:
+    """Replace ``get_interface`` so that it returns wrapped attention functions."""
     global _original
     _original = original = interface.get_interface
 
@@ -223,24 +228,26 @@ def _wrap(interface: Any) -> None:
     def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Any:
         function = original(self, attn_implementation, default)
         if torch.compiler.is_compiling():
-            return _wrapped(function, attn_implementation)
-        place = id(function), attn_implementation, bool(_output_changers)
-        known = wrapped.get(place)  # holds the function: its identity is its alone
-        if known is None or known[0] is not function:
-            known = wrapped[place] = function, _wrapped(function, attn_implementation)
-        return known[1]
+            return _wrap_function(function, attn_implementation)
+        cache_key = id(function), attn_implementation, bool(_output_changers)
+        cached = wrapped.get(cache_key)  # holds the function: its identity is its alone
+        if cached is None or cached[0] is not function:
+            cached = wrapped[cache_key] = function, _wrap_function(function, attn_implementation)
+        return cached[1]
 
     wrapped: dict[tuple[int, str, bool], tuple[Callable[..., Any], Callable[..., Any]]] = {}
     interface.get_interface = get_interface
 
 
-def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
+def _wrap_function(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
+    """Wrap an attention function so that changers change, and observers see, each call."""
+
     @functools.wraps(function)
     def changed(*args: Any, **kwargs: Any) -> Any:
         result = attend(*args, **kwargs)
         for changer in tuple(_output_changers):
             call = InterfaceCall(function, implementation, args, kwargs)
-            output = changer.changed_output(call, _of(result))
+            output = changer.changed_output(call, _output_of(result))
             if output is not None:
                 result = (output, *result[1:]) if isinstance(result, tuple) else output
         return result
@@ -264,53 +271,55 @@ def _wrapped(function: Callable[..., Any], implementation: str) -> Callable[...,
         if torch.compiler.is_compiling():  # a probe runs nothing compiled: no one is listening
             return used(*args, **kwargs)
         if not _observers:
-            return _quietly(tuple(_changers), used, args, kwargs)
+            return _call_muted(tuple(_changers), used, args, kwargs)
         module = args[0] if args else kwargs.get("module")
         listening: list[tuple[Observer, str]] = []
         for observer in tuple(_observers):
             if observer.muted() or not isinstance(module, torch.nn.Module):
                 continue
-            name = observer.place_of(module)
+            name = observer.call_name_of(module)
             if name is not None:
                 listening.append((observer, name))
         members: list[Observer | Changer] = [*_changers, *(each for each, _ in listening)]
 
         def run() -> Any:
-            return _quietly(members, used, args, kwargs)
+            return _call_muted(members, used, args, kwargs)
 
-        def own() -> Tensor:
-            return _of(run()).transpose(1, 2)  # the interface returns (B, L, Hq, Ev)
+        def model_output() -> Tensor:
+            return _output_of(run()).transpose(1, 2)  # the interface returns (B, L, Hq, Ev)
 
-        def make(name: str) -> Callable[[], AttentionCall]:
+        def read_call(name: str) -> Callable[[], AttentionCall]:
             if instead is not None:
                 return functools.partial(instead.read, name)
-            return functools.partial(_call, function, implementation, name, args, kwargs)
+            return functools.partial(_read_call, function, implementation, name, args, kwargs)
 
         provider, result = None, None
         for observer, name in listening:
             if not observer.provides or instead is not None:
                 continue
-            provided = observer.provide(make(name), name, own, _keeps(implementation, kwargs))
+            provided = observer.provide(
+                read_call(name), name, model_output, _result_needed_because(implementation, kwargs)
+            )
             if provided is not None:
                 provider, result = observer, (provided.transpose(1, 2).contiguous(), None)
                 break
         result = run() if result is None else result
-        output = _of(result)
+        output = _output_of(result)
         for observer, name in listening:
             if observer is not provider:
-                observer.observe(make(name), name, lambda: output.transpose(1, 2))
+                observer.observe(read_call(name), name, lambda: output.transpose(1, 2))
         return result
 
     return changed if _output_changers else attend
 
 
-def _quietly(
+def _call_muted(
     members: Sequence[Observer | Changer],
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a function while these ignore what it calls."""
+    """Call a function while these observers and changers ignore what it calls."""
     if len(members) == 1:
         with members[0].mute():
             return function(*args, **kwargs)
@@ -320,14 +329,14 @@ def _quietly(
         return function(*args, **kwargs)
 
 
-def _of(result: Any) -> Tensor:
-    """The output among what an attention function returns."""
+def _output_of(result: Any) -> Tensor:
+    """The output among the results of an attention function."""
     output: Tensor = result[0] if isinstance(result, tuple) else result
     return output
 
 
-def _keeps(implementation: str, kwargs: dict[str, Any]) -> str | None:
-    """Why the function's own result is needed; None if only its output is."""
+def _result_needed_because(implementation: str, kwargs: dict[str, Any]) -> str | None:
+    """Why the function's own result is needed; None if another function's output will do."""
     kind = _base_name(implementation)
     if kind != "sdpa" and not uses_flash_masks(implementation):
         return f"{kind} attention may return its weights, which only it computes"
@@ -336,7 +345,7 @@ def _keeps(implementation: str, kwargs: dict[str, Any]) -> str | None:
     return None
 
 
-def _call(
+def _read_call(
     function: Callable[..., Any],
     implementation: str,
     name: str,
@@ -344,14 +353,14 @@ def _call(
     kwargs: dict[str, Any],
 ) -> AttentionCall:
     """Read an interface call as its implementation reads it."""
-    given = dict(zip(_POSITIONAL, args, strict=False))
-    given.update(kwargs)
-    if given.get("cache") is not None:
+    arguments = dict(zip(_POSITIONAL, args, strict=False))
+    arguments.update(kwargs)
+    if arguments.get("cache") is not None:
         raise ValueError(_PAGED)
-    module, query, key, value = (given[part] for part in ("module", "query", "key", "value"))
-    mask = given.get("attention_mask")
+    module, query, key, value = (arguments[part] for part in ("module", "query", "key", "value"))
+    mask = arguments.get("attention_mask")
     accepts = _parameters(function)
-    scale = given.get("scaling")
+    scale = arguments.get("scaling")
     call = {
         "module": name,
         "source": f"transformers {implementation or 'eager'}",
@@ -359,20 +368,22 @@ def _call(
         "key": key,
         "value": value,
         "scale": None if scale is None else float(scale),
-        "dropout_p": float(given.get("dropout") or 0.0),
+        "dropout_p": float(arguments.get("dropout") or 0.0),
         "cross": is_cross(name, module),
-        "unknown": tuple(sorted(set(given) - _KNOWN)),
+        "unknown": tuple(sorted(set(arguments) - _KNOWN)),
     }
     kind = _base_name(implementation)
     if uses_flash_masks(implementation):
-        return AttentionCall(**call, **_flash(given, query, key, mask, module))
-    bias = given.get("position_bias") if _takes(kind, accepts, "position_bias") else None
+        return AttentionCall(**call, **_flash_masks(arguments, query, key, mask, module))
+    bias = (
+        arguments.get("position_bias") if _reads_keyword(kind, accepts, "position_bias") else None
+    )
     if isinstance(bias, Tensor):
         call["bias"] = bias[..., : key.shape[2]]
-    if _takes(kind, accepts, "softcap") and given.get("softcap") is not None:
-        call["softcap"] = float(given["softcap"])
-    call["sinks"] = _sinks(kind, given, module)
-    call.update(_mask(kind, given.get("is_causal"), query, key, mask, module))
+    if _reads_keyword(kind, accepts, "softcap") and arguments.get("softcap") is not None:
+        call["softcap"] = float(arguments["softcap"])
+    call["sinks"] = _sinks(kind, arguments, module)
+    call.update(_mask(kind, arguments.get("is_causal"), query, key, mask, module))
     return AttentionCall(**call)
 
 
@@ -382,14 +393,15 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _takes(kind: str, accepts: frozenset[str], keyword: str) -> bool:
-    """Whether the function reads a keyword, rather than letting it fall into ``**kwargs``."""
+def _reads_keyword(kind: str, accepts: frozenset[str], keyword: str) -> bool:
+    """Whether the function reads a keyword, rather than ignoring it in ``**kwargs``."""
     return keyword in accepts or kind not in ("eager", "sdpa")
 
 
 def _mask(
     kind: str, causal: bool | None, query: Tensor, key: Tensor, mask: Any, module: Any
 ) -> dict[str, Any]:
+    """Mask arguments of an :class:`AttentionCall`, as this kind of implementation reads them."""
     queries, keys = query.shape[2], key.shape[2]
     if mask is None:
         if kind == "eager":
@@ -409,7 +421,7 @@ def _mask(
 
 
 def _block_mask(mask: Any, query: Tensor, key: Tensor) -> Tensor:
-    """The boolean mask equivalent to a flex BlockMask."""
+    """The boolean mask (B, H, L, S) equivalent to a FlexAttention BlockMask."""
     from torch.nn.attention.flex_attention import create_mask
 
     batch, heads = query.shape[0], query.shape[1]
@@ -427,8 +439,8 @@ def uses_flash_masks(implementation: str | None) -> bool:
     """Whether an attention implementation follows the mask conventions of flash attention.
 
     It then receives only a 2-d padding mask, aligns its causal mask bottom-right, and applies the
-    sliding window itself. This is read from the mask function that transformers registers under
-    the name or, if there is none, from the name itself.
+    sliding window itself. This is read from the mask function that transformers registers under the
+    name; if there is none, from the name.
 
     Args:
         implementation: a name registered with ``AttentionInterface``, such as
@@ -449,30 +461,30 @@ def uses_flash_masks(implementation: str | None) -> bool:
     return "flash" in name
 
 
-def _flash(
-    given: dict[str, Any], query: Tensor, key: Tensor, mask: Any, module: Any
+def _flash_masks(
+    arguments: dict[str, Any], query: Tensor, key: Tensor, mask: Any, module: Any
 ) -> dict[str, Any]:
-    """Flash attention aligns its causal mask bottom-right and reads padding from a 2-d mask."""
+    """Mask arguments for flash attention: bottom-right causal mask, padding from a 2-d mask."""
     queries, keys = query.shape[2], key.shape[2]
-    causal = given.get("is_causal")
+    causal = arguments.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    lengths = given.get("cu_seq_lens_k")
+    lengths = arguments.get("cu_seq_lens_k")
     return {
         "is_causal": bool(causal),
         "query_offset": keys - queries,
         "key_mask": mask[:, -keys:].bool() if isinstance(mask, Tensor) else None,
-        "window": given.get("sliding_window"),
-        "softcap": given.get("softcap") or None,
-        "sinks": given.get("s_aux"),
+        "window": arguments.get("sliding_window"),
+        "softcap": arguments.get("softcap") or None,
+        "sinks": arguments.get("s_aux"),
         "cu_seqlens": lengths if isinstance(lengths, Tensor) else None,
     }
 
 
-def _sinks(kind: str, given: dict[str, Any], module: Any) -> Tensor | None:
-    """Learned sinks: not supported by sdpa; eager functions read them from their module."""
+def _sinks(kind: str, arguments: dict[str, Any], module: Any) -> Tensor | None:
+    """Learned sinks (Hq,) of a call: sdpa ignores them, eager functions have them in the module."""
     if kind == "sdpa":
         return None
-    sinks = given.get("s_aux")
+    sinks = arguments.get("s_aux")
     if sinks is None and kind == "eager":
         sinks = getattr(module, "sinks", None)
     return sinks.reshape(-1) if isinstance(sinks, Tensor) else None

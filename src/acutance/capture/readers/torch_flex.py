@@ -33,19 +33,21 @@ _AT_ONCE = 1 << 22  # scores
 
 
 def flex_call(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> AttentionCall:
-    """Read a call of the operator; ``name`` is its module's.
+    """Read a call of the FlexAttention operator; ``name`` is that of the module.
 
-    FlexAttention outside a compiler forms all scores too, so holding a mask and a bias as large as
-    they are adds no order of memory.
+    Uncompiled FlexAttention materialises all scores, so a mask and a bias of that size are
+    affordable.
     """
-    given = dict(zip(_NAMES, args, strict=False)) | dict(kwargs)
-    query, key = given["query"].detach(), given["key"].detach()
+    arguments = dict(zip(_NAMES, args, strict=False)) | dict(kwargs)
+    query, key = arguments["query"].detach(), arguments["key"].detach()
     if query.shape[0] != key.shape[0]:  # a batch of one key set is shared
         key = key.expand(query.shape[0], -1, -1, -1)
-    value = given["value"].detach().expand(key.shape[0], -1, -1, -1)
-    scale = float(given["scale"])
-    score_mod = _over_all(given["score_mod"], (0, *given.get("score_mod_other_buffers", ())))
-    mask_mod = _over_all(given["block_mask"][-1], given.get("mask_mod_other_buffers", ()))
+    value = arguments["value"].detach().expand(key.shape[0], -1, -1, -1)
+    scale = float(arguments["scale"])
+    score_mod = _over_all(
+        arguments["score_mod"], (0, *arguments.get("score_mod_other_buffers", ()))
+    )
+    mask_mod = _over_all(arguments["block_mask"][-1], arguments.get("mask_mod_other_buffers", ()))
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
     places = [torch.arange(n, device=query.device) for n in (batch, heads, queries, keys)]
@@ -77,11 +79,11 @@ def _accurate(tensor: Tensor) -> Tensor:
 
 
 def _over_all(function: Callable[..., Tensor], buffers: Sequence[Any]) -> Callable[..., Tensor]:
-    """A function of single places as one of all batches, heads, queries and keys.
+    """Vectorise a function of single indices over all batches, heads, queries and keys.
 
     Args:
-        function: takes (a score and) the numbers of a batch, head, query and key.
-        buffers: further arguments, after a leading 0 where scores come first.
+        function: takes (a score and) the indices of batch, head, query and key.
+        buffers: further arguments, after a leading 0 if the first is a score.
     """
     scored = bool(buffers) and isinstance(buffers[0], int)
     rest = tuple(buffers[1:] if scored else buffers)
@@ -91,7 +93,7 @@ def _over_all(function: Callable[..., Tensor], buffers: Sequence[Any]) -> Callab
         takes = tuple(0 if place == other else None for other in range(4))
         function = torch.vmap(function, (*lead, *takes, *none), 0)
 
-    def all_places(*given: Tensor) -> Tensor:
-        return function(*given, *rest)
+    def all_places(*arguments: Tensor) -> Tensor:
+        return function(*arguments, *rest)
 
     return all_places

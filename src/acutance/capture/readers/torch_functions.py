@@ -1,6 +1,6 @@
-"""Captures attention of plain PyTorch: SDPA, nn.MultiheadAttention, and softmax as a last resort.
+"""Capture attention of plain PyTorch: SDPA, nn.MultiheadAttention, and softmax as a last resort.
 
-A torch function mode sees every call of its own thread, so what runs elsewhere is never recorded.
+A torch-function mode sees the calls of its own thread only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.entry_points import ATTENTION_DOORS
-from acutance.capture.handwritten.operands import stand_for
+from acutance.capture.entry_points import ATTENTION_FUNCTIONS
+from acutance.capture.handwritten.operands import match_scores
 from acutance.capture.handwritten.products import Lineage
 from acutance.capture.handwritten.softmax import (
     LOG_OPERATORS,
@@ -33,23 +33,29 @@ from acutance.capture.handwritten.softmax import (
     version_of,
 )
 from acutance.capture.head_axis import (
-    HeadPlaces,
+    HeadAxes,
     could_be_over_keys,
     folded,
     heads_at_once,
     heads_of,
 )
-from acutance.capture.readers.acutance_attention import OWN, own_call
+from acutance.capture.readers.acutance_attention import ACUTANCE, acutance_call
 from acutance.capture.readers.huggingface import Observer, is_cross
 from acutance.capture.readers.torch_flex import FLEX, flex_call
 from acutance.capture.readers.torch_multihead import (
-    agree,
     not_padding,
+    outputs_agree,
     run_again,
-    same,
+    same_memory,
     watch_sdpa,
 )
-from acutance.capture.readers.torch_sdpa import as_given, four, refusal, sdpa_arguments, sdpa_call
+from acutance.capture.readers.torch_sdpa import (
+    refusal,
+    restore_shape,
+    sdpa_arguments,
+    sdpa_call,
+    to_four_dims,
+)
 from acutance.capture.torch_modes import leave
 from acutance.masks import hidden_scores
 
@@ -61,12 +67,12 @@ _KINDS: dict[Any, str] = {
     _SDPA: "sdpa",
     F.multi_head_attention_forward: "multihead",
     FLEX: "flex",
-    OWN: "acutance",
+    ACUTANCE: "acutance",
     F.softmin: "softmax",
     **dict.fromkeys((*SOFTMAX, *NOISY), "softmax"),
     **dict.fromkeys(LOG_SOFTMAX, "log softmax"),
 }
-_KINDS |= {door: _KINDS[function] for door, function in ATTENTION_DOORS.items()}
+_KINDS |= {watched: _KINDS[function] for watched, function in ATTENTION_FUNCTIONS.items()}
 _OPERATORS = {OpOverload, OpOverloadPacket}
 _Reader = Callable[[Sequence[Any], dict[str, Any], str], AttentionCall]
 #: Begins the reason of a softmax that is listed as not read.
@@ -76,30 +82,30 @@ NO_PRODUCT = "no matrix product uses a softmax over the last dimension of"
 class FunctionObserver(Observer, Protocol):
     """The observer of a :class:`FunctionCapture`; it also tracks the running module."""
 
-    def noticed(self) -> None:
+    def note_function(self) -> None:
         """Note a call of a function that is or may be attention."""
 
-    def here(self) -> str | None:
-        """Name for an attention call of the module now running, None outside the probed model."""
+    def call_name(self) -> str | None:
+        """Name for an attention call of the running module; None outside the model."""
 
     def running(self) -> str | None:
-        """Name of the module now running, None outside the probed model."""
+        """Name of the running module; None outside the model."""
 
     def module_of(self, name: str) -> torch.nn.Module | None:
-        """The module an attention call was named after."""
+        """The module of a call with this name."""
 
     def observe_scores(
         self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
     ) -> None:
-        """Record rows from their scores; ``doubt`` gives a reason not to trust them."""
+        """Record rows from their scores (B, H, L, S); ``doubt`` returns why they may be wrong."""
 
 
 @runtime_checkable
 class ProductObserver(FunctionObserver, Protocol):
-    """An observer of what scores that a model forms itself have of products.
+    """An observer of the products of queries and keys in hand-written scores.
 
     Attributes:
-        products: whether it wants that instead of the scores.
+        products: whether it receives products instead of scores.
     """
 
     products: bool
@@ -114,17 +120,17 @@ class FunctionCapture(TorchFunctionMode):
     def __init__(self, observer: FunctionObserver) -> None:
         super().__init__()
         self.observer = observer
-        self._softmaxes = Softmaxes(self._weighed, self._unused)
-        self._heads = HeadPlaces()
-        asked = isinstance(observer, ProductObserver) and observer.products
-        self._lineage = Lineage(operands=True) if asked else None
+        self._softmaxes = Softmaxes(self._on_product, self._on_unused)
+        self._heads = HeadAxes()
+        wants_products = isinstance(observer, ProductObserver) and observer.products
+        self._lineage = Lineage(operands=True) if wants_products else None
 
     def __exit__(self, *error: Any) -> None:
-        """Softmaxes that wait for a product wait no longer."""
+        """Leave the mode and forget softmaxes that no product used."""
         leave(self)
         self._softmaxes.clear()
-        for module, why in self._heads.undecided():
-            self.observer.unreadable(module, why)
+        for module, reason in self._heads.undecided():
+            self.observer.unreadable(module, reason)
         if self._lineage is not None:
             self._lineage.clear()
 
@@ -145,148 +151,161 @@ class FunctionCapture(TorchFunctionMode):
         if self.observer.muted():
             return func(*args, **kwargs)
         if kind is not None:
-            self.observer.noticed()
+            self.observer.note_function()
         else:
             if self._lineage is None:
                 result = func(*args, **kwargs)
             else:
                 result = self._lineage.call(func, args, kwargs)
             if self._softmaxes:
-                self._softmaxes.called(func, args, kwargs, result)
+                self._softmaxes.follow(func, args, kwargs, result)
             return result
-        func = ATTENTION_DOORS.get(func, func)
+        func = ATTENTION_FUNCTIONS.get(func, func)
         if kind == "sdpa":
             return self._sdpa(func, args, kwargs)
         if kind == "multihead":
             return self._multi_head(func, args, kwargs)
         if kind == "flex":
-            return self._whole(func, args, kwargs, flex_call)
+            return self._read_from_arguments(func, args, kwargs, flex_call)
         if kind == "acutance":
-            return self._whole(func, args, kwargs, own_call)
+            return self._read_from_arguments(func, args, kwargs, acutance_call)
         if kind == "operator":
             return self._operator(func, args, kwargs)
         return self._softmax(func, args, kwargs, log=kind == "log softmax")
 
     def _sdpa(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        name = self.observer.here()
+        """Run and record a call of scaled dot-product attention."""
+        name = self.observer.call_name()
         if name is None:
             return func(*args, **kwargs)
-        given = sdpa_arguments(args, kwargs)
+        arguments = sdpa_arguments(args, kwargs)
 
-        def make() -> AttentionCall:
-            return sdpa_call(given, name, cross=is_cross(name))
+        def read_call() -> AttentionCall:
+            return sdpa_call(arguments, name, cross=is_cross(name))
 
         def run() -> Any:
             with self.observer.mute():
                 return func(*args, **kwargs)
 
-        def own() -> Tensor:  # once more, to compare: it concerns no outer capture
+        def model_output() -> Tensor:  # once more, to compare: it concerns no outer capture
             with ExitStack() as quiet:
                 for capture in _enclosing_captures():
                     quiet.enter_context(capture.observer.mute())
-                return four(run())
+                return to_four_dims(run())
 
         provided = None
         if self.observer.provides:
-            provided = self.observer.provide(make, name, own, refusal(given))
+            provided = self.observer.provide(read_call, name, model_output, refusal(arguments))
         if provided is not None:
-            output = as_given(provided, given)
+            output = restore_shape(provided, arguments)
             for capture in _enclosing_captures():
-                capture.saw(given, output)
+                capture.record_provided(arguments, output)
             return output
         output = run()
-        self.observer.observe(make, name, lambda: four(output))
+        self.observer.observe(read_call, name, lambda: to_four_dims(output))
         return output
 
-    def saw(self, given: dict[str, Any], output: Tensor) -> None:
-        """Record a call that another probe provided, which this mode does not see."""
+    def record_provided(self, arguments: dict[str, Any], output: Tensor) -> None:
+        """Record an SDPA call that an inner probe computed, which this mode does not see."""
         if self.observer.muted():
             return
-        name = self.observer.here()
+        name = self.observer.call_name()
         if name is not None:
             self.observer.observe(
-                lambda: sdpa_call(given, name, cross=is_cross(name)), name, lambda: four(output)
+                lambda: sdpa_call(arguments, name, cross=is_cross(name)),
+                name,
+                lambda: to_four_dims(output),
             )
 
     def _multi_head(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Watch the SDPA call inside, or run the call again if weights are requested.
+        """Run multi-head attention and record its inner SDPA call.
 
-        The second run requests no weights and has no dropout; its result is only compared.
+        If weights are requested there is none, so the call is run again without weights and
+        dropout; that output is only compared.
         """
-        name = self.observer.here()
+        name = self.observer.call_name()
         if name is None:
             return func(*args, **kwargs)
-        given = inspect.signature(func).bind(*args, **kwargs).arguments
+        arguments = inspect.signature(func).bind(*args, **kwargs).arguments
         provided, observer = False, self.observer
         substitute = observer if observer.provides else None
 
         def attention(call: dict[str, Any]) -> AttentionCall:
-            cross = not same(given["query"], given["key"])
-            real = None if cross else not_padding(given.get("key_padding_mask"))
+            cross = not same_memory(arguments["query"], arguments["key"])
+            real = None if cross else not_padding(arguments.get("key_padding_mask"))
             return sdpa_call(call, name, cross=cross, real=real)
 
-        def instead(call: dict[str, Any], own: Callable[[], Tensor]) -> Tensor | None:
+        def replacement(call: dict[str, Any], model_output: Callable[[], Tensor]) -> Tensor | None:
             nonlocal provided
             if substitute is None:
                 return None
-            make = functools.partial(attention, call)
-            output = substitute.provide(make, name, lambda: four(own()), refusal(call))
+            read_call = functools.partial(attention, call)
+            output = substitute.provide(
+                read_call, name, lambda: to_four_dims(model_output()), refusal(call)
+            )
             provided = output is not None
-            return None if output is None else as_given(output, call)
+            return None if output is None else restore_shape(output, call)
 
-        if substitute is not None and given.get("need_weights", True):
+        if substitute is not None and arguments.get("need_weights", True):
             reason = "its weights are requested: call it with need_weights=False"
-            substitute.provide(_refused, name, _refused, reason)
-        with observer.mute(), watch_sdpa(instead=instead) as seen:
+            substitute.provide(_never_called, name, _never_called, reason)
+        with observer.mute(), watch_sdpa(replacement=replacement) as sdpa_calls:
             result = func(*args, **kwargs)
         if provided:
             return result
-        dropping = bool(given.get("training", True)) and float(given.get("dropout_p") or 0.0) > 0.0
+        dropping = (
+            bool(arguments.get("training", True)) and float(arguments.get("dropout_p") or 0.0) > 0.0
+        )
 
         def read() -> AttentionCall:
-            if not seen:
-                again, _ = run_again(func, given, seen)
-                if not dropping and not agree(again, result[0]):
+            if not sdpa_calls:
+                second_output, _ = run_again(func, arguments, sdpa_calls)
+                if not dropping and not outputs_agree(second_output, result[0]):
                     raise ValueError(
                         "multi-head attention returned a different output when run again"
                     )
-            return attention(seen[-1][0])
+            return attention(sdpa_calls[-1][0])
 
-        whole = bool(seen) or not dropping  # the output compared is the one the model used
-        self.observer.observe(read, name, (lambda: four(seen[-1][1])) if whole else None)
+        output_comparable = (
+            bool(sdpa_calls) or not dropping
+        )  # the output compared is the one the model used
+        self.observer.observe(
+            read, name, (lambda: to_four_dims(sdpa_calls[-1][1])) if output_comparable else None
+        )
         return result
 
     def _operator(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Handle an operator called directly: SDPA is read, other attention kernels are listed."""
-        space, _, name = str(func).partition(".")
-        plain = name.partition(".")[0] if space == "aten" else ""
-        if plain == "scaled_dot_product_attention":
+        namespace, _, name = str(func).partition(".")
+        operator_name = name.partition(".")[0] if namespace == "aten" else ""
+        if operator_name == "scaled_dot_product_attention":
             return self._sdpa(func, args, kwargs)
-        if plain in OPERATORS or plain in LOG_OPERATORS:
-            return self._softmax(func, args, kwargs, log=plain in LOG_OPERATORS)
+        if operator_name in OPERATORS or operator_name in LOG_OPERATORS:
+            return self._softmax(func, args, kwargs, log=operator_name in LOG_OPERATORS)
         attends = "attention" in name or "attn" in name
-        if attends and "backward" not in name and space != "acutance":
+        if attends and "backward" not in name and namespace != "acutance":
             module = self.observer.running()
             if module is not None:
                 reason = f"{func} is called directly: report what it computes with acutance.tap"
                 self.observer.unreadable(module, reason)
         result = func(*args, **kwargs)
         if self._softmaxes:
-            self._softmaxes.called(func, args, kwargs, result)
+            self._softmaxes.follow(func, args, kwargs, result)
         return result
 
     def _softmax(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, log: bool
     ) -> Any:
-        why_not = ""
+        """Run a softmax and remember it until a matrix product uses its result."""
+        unreadable_reason = ""
         if func in NOISY:  # (logits, tau, hard, eps, dim)
             scores = args[0] if args else kwargs.get("logits")
             dim = kwargs.get("dim", args[4] if len(args) > 4 else -1)
-            why_not = f"{func.__name__} adds noise to its scores"
+            unreadable_reason = f"{func.__name__} adds noise to its scores"
         else:
             scores, dim = scores_of(args, kwargs)
         version = version_of(scores)
@@ -306,76 +325,91 @@ class FunctionCapture(TorchFunctionMode):
                     if func is F.softmin:  # the softmax of what is negated, in memory of its own
                         scores = -scores
                         version = version_of(scores)
-                    self._softmaxes.made(
-                        scores, result, module, dim=dim, version=version, log=log, why_not=why_not
+                    self._softmaxes.add(
+                        scores,
+                        result,
+                        module,
+                        dim=dim,
+                        version=version,
+                        log=log,
+                        unreadable_reason=unreadable_reason,
                     )
                 if self._lineage is not None:
                     self._lineage.weights(result)
         return result
 
-    def _weighed(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
-        """Record the scores of a softmax that a matrix product used, of any rank."""
-        name = self.observer.here()
+    def _on_product(self, softmax: Softmax, doubt: Callable[[], str | None]) -> None:
+        """Record the scores of a softmax that a matrix product uses."""
+        name = self.observer.call_name()
         if name is None:
             return
         try:
-            if softmax.why_not:
-                raise ValueError(softmax.why_not)
+            if softmax.unreadable_reason:
+                raise ValueError(softmax.unreadable_reason)
             if softmax.overwritten():
                 raise ValueError("its scores were overwritten after the softmax")
             module = self.observer.module_of(name)
-            heads, place = heads_at_once(module), None
+            heads, head_axis = heads_at_once(module), None
             if softmax.last and softmax.base.dim() == 4:
                 base = name.partition("#")[0]
-                place = self._heads.place(base, module, softmax.base.shape, heads, softmax.places)
-            scores = folded(softmax.base, softmax.dim, heads, place)
+                head_axis = self._heads.place(
+                    base, module, softmax.base.shape, heads, softmax.product_axes
+                )
+            scores = folded(softmax.base, softmax.dim, heads, head_axis)
             if self._lineage is not None:
-                self._multiplied(self._lineage, softmax, scores, heads, place, name)
+                self._report_products(self._lineage, softmax, scores, heads, head_axis, name)
                 return
         except ValueError as error:
             self.observer.unreadable(name, str(error))
             return
         self.observer.observe_scores(scores, name, doubt)
 
-    def _multiplied(
+    def _report_products(
         self,
         lineage: Lineage,
         softmax: Softmax,
         scores: Tensor,
         heads: int | None,
-        place: int | None,
+        head_axis: int | None,
         name: str,
     ) -> None:
-        """Report what the scores of a softmax have of a product.
+        """Report the products of queries and keys in the scores of a softmax.
 
         Raises:
-            ValueError: if they are made of none, of several, or in a way that cannot be followed.
+            ValueError: if the scores contain no product or several, or cannot be traced.
         """
         with self.observer.mute(), torch.no_grad(), torch._C.DisableTorchFunction():
-            bare, pairs = lineage.without_products(softmax.base), lineage.pairs(softmax.base)
-            if bare is None or len(pairs) != 1:
-                many = f"the sum of {len(pairs)} products" if len(pairs) > 1 else "no product"
-                raise ValueError(f"its scores are {many} of queries and keys")
+            without_products, pairs = (
+                lineage.without_products(softmax.base),
+                lineage.pairs(softmax.base),
+            )
+            if without_products is None or len(pairs) != 1:
+                description = (
+                    f"the sum of {len(pairs)} products" if len(pairs) > 1 else "no product"
+                )
+                raise ValueError(f"its scores are {description} of queries and keys")
             hidden = hidden_scores(scores, lineage.narrowest(softmax.base))
             wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
-            products = scores.to(wide) - folded(bare, softmax.dim, heads, place).to(wide)
-            query, key = stand_for(pairs[0], scores)
+            products = scores.to(wide) - folded(without_products, softmax.dim, heads, head_axis).to(
+                wide
+            )
+            query, key = match_scores(pairs[0], scores)
         assert isinstance(self.observer, ProductObserver)
         self.observer.observe_products(products.masked_fill(hidden, -torch.inf), query, key, name)
 
-    def _unused(self, softmax: Softmax) -> None:
-        """Handle a softmax that no product used: with four dimensions it may still be attention."""
+    def _on_unused(self, softmax: Softmax) -> None:
+        """Note a four-dimensional softmax that no product used: it may still be attention."""
         if softmax.log:  # log-probabilities that nobody exponentiates: of an output, not weights
             return
         shape = tuple(softmax.scores.shape)
         if softmax.module is not None and len(shape) == 4:
             self.observer.unreadable(softmax.module, f"{NO_PRODUCT} {shape}")
 
-    def _whole(
+    def _read_from_arguments(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], read: _Reader
     ) -> Any:
-        """A function whose arguments say all that its attention is."""
-        name = self.observer.here()
+        """Run and record a function whose arguments describe its attention completely."""
+        name = self.observer.call_name()
         if name is None:
             return func(*args, **kwargs)
         with self.observer.mute():
@@ -385,8 +419,8 @@ class FunctionCapture(TorchFunctionMode):
         return result
 
 
-def _refused() -> Any:
-    """Whether ``provide`` refuses a call, without reading or computing anything."""
+def _never_called() -> Any:
+    """Stands for the functions passed to ``provide`` with a refusal, which are not called."""
     raise AssertionError("a call that is refused is not read")
 
 

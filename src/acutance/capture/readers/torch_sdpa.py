@@ -1,4 +1,4 @@
-"""Reads the arguments of ``F.scaled_dot_product_attention``, of any rank, padded or nested."""
+"""Read the arguments of ``F.scaled_dot_product_attention``, of any rank, padded or nested."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall
 
-__all__ = ["as_given", "four", "refusal", "sdpa_arguments", "sdpa_call"]
+__all__ = ["restore_shape", "to_four_dims", "refusal", "sdpa_arguments", "sdpa_call"]
 
 _NAMES = (
     "query",
@@ -25,21 +25,27 @@ _NAMES = (
 
 
 def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of ``F.scaled_dot_product_attention``, by name."""
+    """Arguments of a call of ``F.scaled_dot_product_attention`` by name."""
     return dict(zip(_NAMES, args, strict=False)) | dict(kwargs)
 
 
 def sdpa_call(
-    given: Mapping[str, Any], name: str, *, cross: bool = False, real: Tensor | None = None
+    arguments: Mapping[str, Any], name: str, *, cross: bool = False, real: Tensor | None = None
 ) -> AttentionCall:
     """Read the arguments of ``F.scaled_dot_product_attention``, broadcasting as it does.
 
+    Args:
+        arguments: the arguments by name.
+        name: name of the module.
+        cross: whether queries and keys come from different sequences.
+        real: boolean (B, L), False on padding queries; None if unknown.
+
     Raises:
-        ValueError: if its tensors are nested in a way that is not read.
+        ValueError: if nested tensors have an unsupported layout.
     """
-    parts = [given[part] for part in ("query", "key", "value")]
+    parts = [arguments[part] for part in ("query", "key", "value")]
     if any(part.is_nested for part in parts):
-        return _nested_call(given, name, cross=cross)
+        return _nested_call(arguments, name, cross=cross)
     rank = parts[0].dim()
     if rank == 3:  # (N, L, E) is one head each
         parts = [part.unsqueeze(1) for part in parts]
@@ -47,14 +53,14 @@ def sdpa_call(
         parts = [part[None, None] for part in parts]
     batch = torch.broadcast_shapes(*(part.shape[:-3] for part in parts))
     heads: tuple[int, ...] = ()
-    if not given.get("enable_gqa", False):
+    if not arguments.get("enable_gqa", False):
         heads = torch.broadcast_shapes(*(part.shape[-3:-2] for part in parts))
     query, key, value = (
-        _flat(part.expand(*batch, *(heads or part.shape[-3:-2]), *part.shape[-2:]))
+        _fold_batch(part.expand(*batch, *(heads or part.shape[-3:-2]), *part.shape[-2:]))
         for part in parts
     )
-    mask = given.get("attn_mask")
-    causal, offset = bool(given.get("is_causal", False)), 0
+    mask = arguments.get("attn_mask")
+    causal, offset = bool(arguments.get("is_causal", False)), 0
     if mask is not None and type(mask) is not Tensor:
         from torch.nn.attention.bias import CausalBias, CausalVariant  # imports the compiler
 
@@ -67,8 +73,8 @@ def sdpa_call(
         if rank == 3 and mask.dim() == 3:
             mask = mask.unsqueeze(1)
         elif rank > 4 and mask.dim() > 3:
-            mask = _flat(mask.expand(*batch, *mask.shape[-3:]))
-    scale = given.get("scale")
+            mask = _fold_batch(mask.expand(*batch, *mask.shape[-3:]))
+    scale = arguments.get("scale")
     return AttentionCall(
         module=name,
         source="scaled_dot_product_attention",
@@ -79,29 +85,29 @@ def sdpa_call(
         is_causal=causal,
         query_offset=offset,
         scale=None if scale is None else float(scale),
-        dropout_p=float(given.get("dropout_p") or 0.0),
+        dropout_p=float(arguments.get("dropout_p") or 0.0),
         cross=cross,
         real=real,
     )
 
 
-def _nested_call(given: Mapping[str, Any], name: str, *, cross: bool) -> AttentionCall:
-    """Sequences of different length side by side: padded, and what is filled in hidden."""
-    if given.get("attn_mask") is not None:
+def _nested_call(arguments: Mapping[str, Any], name: str, *, cross: bool) -> AttentionCall:
+    """Read a call with nested tensors: sequences are padded, and the padding is hidden."""
+    if arguments.get("attn_mask") is not None:
         raise ValueError("nested tensors with an attn_mask are not read")
     (query, asks), (key, answers), (value, _) = (
-        _padded(given[part]) for part in ("query", "key", "value")
+        _padded(arguments[part]) for part in ("query", "key", "value")
     )
-    scale = given.get("scale")
+    scale = arguments.get("scale")
     return AttentionCall(
         module=name,
         source="scaled_dot_product_attention",
         query=query,
         key=key,
         value=value,
-        is_causal=bool(given.get("is_causal", False)),
+        is_causal=bool(arguments.get("is_causal", False)),
         scale=None if scale is None else float(scale),
-        dropout_p=float(given.get("dropout_p") or 0.0),
+        dropout_p=float(arguments.get("dropout_p") or 0.0),
         key_mask=answers,
         cross=cross,
         real=asks,
@@ -109,7 +115,7 @@ def _nested_call(given: Mapping[str, Any], name: str, *, cross: bool) -> Attenti
 
 
 def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """A jagged tensor (B, H, l, E) with zeros where a sequence has ended, and boolean (B, L)."""
+    """Pad a jagged tensor (B, H, l, E) with zeros, and boolean (B, L), True on tokens."""
     ragged = getattr(nested, "_ragged_idx", None)
     if not nested.is_nested or nested.layout is not torch.jagged or ragged != 2:
         raise ValueError("only jagged nested tensors are read, (B, H, lengths, E)")
@@ -117,27 +123,27 @@ def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
     lengths = nested.lengths()  # type: ignore[attr-defined]
     lengths = nested.offsets().diff() if lengths is None else lengths  # type: ignore[attr-defined]
     tokens = nested.values().detach().movedim(1, 0)  # (all tokens, H, E)
-    places = torch.arange(int(lengths.max()), device=tokens.device)
-    there = places < lengths.unsqueeze(1)
-    rows = tokens.new_zeros(*there.shape, *tokens.shape[1:])
-    rows[there] = tokens[(starts.unsqueeze(1) + places)[there]]
-    return rows.transpose(1, 2), there
+    positions = torch.arange(int(lengths.max()), device=tokens.device)
+    is_token = positions < lengths.unsqueeze(1)
+    rows = tokens.new_zeros(*is_token.shape, *tokens.shape[1:])
+    rows[is_token] = tokens[(starts.unsqueeze(1) + positions)[is_token]]
+    return rows.transpose(1, 2), is_token
 
 
-def refusal(given: Mapping[str, Any]) -> str | None:
-    """Why a call's output cannot be provided; None if it can."""
-    nested = any(given[part].is_nested for part in ("query", "key", "value"))
+def refusal(arguments: Mapping[str, Any]) -> str | None:
+    """Why a call's output cannot be computed in place of the model; None if it can."""
+    nested = any(arguments[part].is_nested for part in ("query", "key", "value"))
     return "its tensors are nested" if nested else None
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Fold all dimensions before the last three into one batch."""
+def _fold_batch(tensor: Tensor) -> Tensor:
+    """Fold all dimensions before the last three into one."""
     return tensor if tensor.dim() == 4 else tensor.flatten(0, tensor.dim() - 4)
 
 
-def as_given(output: Tensor, given: Mapping[str, Any]) -> Tensor:
-    """An output (B, Hq, L, Ev) with the dimensions that SDPA would return."""
-    parts = [given[part] for part in ("query", "key", "value")]
+def restore_shape(output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    """Reshape an output (B, Hq, L, Ev) to the shape that SDPA would return for these arguments."""
+    parts = [arguments[part] for part in ("query", "key", "value")]
     rank = parts[0].dim()
     if rank == 4:
         return output
@@ -148,10 +154,10 @@ def as_given(output: Tensor, given: Mapping[str, Any]) -> Tensor:
     return shaped
 
 
-def four(tensor: Tensor) -> Tensor:
-    """Expand an output of SDPA to four dimensions."""
+def to_four_dims(tensor: Tensor) -> Tensor:
+    """Reshape an output of SDPA to (B, Hq, L, Ev)."""
     if tensor.is_nested:
         return _padded(tensor)[0]
     if tensor.dim() == 2:
         return tensor[None, None]
-    return tensor.unsqueeze(1) if tensor.dim() == 3 else _flat(tensor)
+    return tensor.unsqueeze(1) if tensor.dim() == 3 else _fold_batch(tensor)

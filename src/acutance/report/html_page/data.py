@@ -48,7 +48,7 @@ _MOST_CURVES = 512  # heads of which every octave is predicted, at some 2 ms eac
 
 
 def packed(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> str:
-    """The page's data, as finely as :data:`~acutance.report.html_page.packing.BUDGET` allows."""
+    """The data of the HTML page as one text, as precise as its size budget allows."""
     record, head_classes = _record(summary), classify(summary)
     if key_norms is not None:
         record["findings"].append(
@@ -71,7 +71,7 @@ def packed(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> 
 
 
 def _least(summary: HeadSummary, level: Level) -> float:
-    """Lower bound on the page's size at a level, to skip levels that are far too large."""
+    """Lower bound of the page's size at a precision level, to skip levels that are too large."""
     heads, metrics = summary.moments.count.shape
     histograms = metrics if level.bars is None else len(level.bars)
     extremes = metrics if level.extremes is None else len(level.extremes)
@@ -85,7 +85,7 @@ def _packed(
     head_classes: list[tuple[HeadClass, ...]],
     level: Level,
 ) -> str:
-    """The arrays of the page as base64 text, at a precision level."""
+    """The page's data as base64 text at a precision level."""
     packer = Packer()
     parts = {
         "mean": summary.moments.mean.masked_fill(summary.moments.count == 0, math.nan),
@@ -112,7 +112,7 @@ def _packed(
 
 
 def _record(summary: HeadSummary) -> dict[str, Any]:
-    """Everything but the numbers of single heads, as JSON values."""
+    """Everything except per-head numbers, as JSON values."""
     return {
         "about": [[visible(str(name)), _text(value)] for name, value in summary.about.items()],
         "layers": [
@@ -172,7 +172,7 @@ def _theory(summary: HeadSummary) -> dict[str, Any] | None:
 
 
 def _predicted_curves(summary: HeadSummary) -> list[list[Any]]:
-    """Predicted entropy of every head for each octave of n; empty where there are many heads."""
+    """Predicted entropy of every head for each octave of n; empty if there are too many heads."""
     if summary.profile is None or len(summary.places) > _MOST_CURVES:
         return []
     return [

@@ -1,8 +1,7 @@
 """Compress the numbers of many heads: quantised arrays, deflated, as one base64 text.
 
 A small summary keeps single precision and every histogram. A large one is packed more coarsely,
-level by level, until it is within :data:`BUDGET`; the page says how coarse. 80 layers of 64 heads
-fit.
+level by level, until it fits :data:`BUDGET`; the page states the precision.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ class Level:
     """The precision with which numbers are packed.
 
     Attributes:
-        mean: bytes of a mean: 4 is single precision, 2 and 1 are codes on the metric's scale.
-        rest: bytes of a standard deviation, a smallest and a largest value.
-        join: neighbouring bins of a histogram that become one.
-        heights: different heights of a bar.
-        distances: different shares of the weight at a distance; 0 leaves distances out.
-        extremes: metrics that keep their smallest and largest value; None is all.
-        bars: metrics that keep their histograms; None is all.
-        profiles: metrics that keep their course over octaves of n; None is all, with errors.
+        mean: bytes per mean: 4 is single precision, 2 and 1 are codes on the metric's scale.
+        rest: bytes per standard deviation, minimum and maximum.
+        join: number of neighbouring histogram bins merged into one.
+        heights: number of distinct bar heights.
+        distances: number of distinct shares of weight at a distance; 0 omits distances.
+        extremes: metrics that keep their minimum and maximum; None for all.
+        bars: metrics that keep their histograms; None for all.
+        profiles: metrics that keep their means by octave of n; None for all, with errors.
     """
 
     mean: int
@@ -79,7 +78,7 @@ LEVELS = (
 
 
 class Packer:
-    """Collects arrays, and writes them with a JSON record of their places."""
+    """Collects arrays and writes them as one text with a JSON record."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -87,7 +86,7 @@ class Packer:
         self._places: dict[str, list[Any]] = {}
 
     def add(self, name: str, values: Array) -> None:
-        """Append an array of ``uint8``, ``uint16`` or ``float32``, in its own order."""
+        """Append an array of ``uint8``, ``uint16`` or ``float32``."""
         data = np.ascontiguousarray(values)
         if data.dtype.itemsize > 1:
             data = data.astype(data.dtype.newbyteorder("<"))
@@ -98,9 +97,9 @@ class Packer:
         self._size += len(raw)
 
     def text(self, record: Mapping[str, Any]) -> str:
-        """The record (plus ``arrays``) and the arrays, as base64 of a zlib stream.
+        """The record (with the arrays' positions added) and the arrays, as base64 of a zlib stream.
 
-        Inside are the record's length (four bytes, little end first), the record as ASCII JSON,
+        The stream holds the record's length (four bytes, little-endian), the record as ASCII JSON
         padded to a multiple of four, and the arrays.
         """
         whole = {**record, "arrays": self._places}
@@ -132,13 +131,12 @@ def unpack(text: str) -> tuple[dict[str, Any], dict[str, Array]]:
 
 @dataclass(frozen=True)
 class Codes:
-    """A quantisation: even steps near zero, even ratios further out.
+    """A quantised array: equal steps near zero, equal ratios further out.
 
     Attributes:
-        values: the codes (``uint8`` or ``uint16``; the largest of the type is "no number"), or the
-            numbers themselves (``float32``, where NaN is).
-        low: what code 0 stands for, by ``asinh(value / soft)``.
-        high: what the largest code that is a number stands for, likewise.
+        values: codes (``uint8`` or ``uint16``; the largest code means NaN), or ``float32`` values.
+        low: the value of code 0, as ``asinh(value / soft)``.
+        high: the value of the largest numeric code, likewise.
     """
 
     values: Array
@@ -184,11 +182,12 @@ def bars(counts: Array, level: Level) -> tuple[Array, int]:
 
     Args:
         counts: (heads, bins) of one metric.
-        level: how finely.
+        level: the precision level.
 
     Returns:
-        Heights ``uint8`` (heads, used bins), each from 0 to ``level.heights`` of its own tallest; a
-        bin that holds any row has at least 1. And the index of the first used bin, after joining.
+        Heights ``uint8`` (heads, used bins), from 0 to ``level.heights`` relative to each head's
+        tallest bar, at least 1 for bins with rows; and the index of the first used bin after
+        merging.
 
     Example:
         >>> heights, first = bars(np.array([[0, 0, 100, 1, 0, 50]]), LEVELS[2])

@@ -21,7 +21,7 @@ MOST_MAP_ROWS, MOST_MAP_KEYS = 8, 1024
 
 
 def span_metrics(summary: HeadSummary, level: Level, packer: Packer) -> list[dict[str, Any]]:
-    """Descriptions of the mean weight on each span, for the map; their numbers are packed."""
+    """Pack the mean weight on each span, and return descriptions for the page's map."""
     if summary.spans is None:
         return []
     return [_metric(summary, summary.spans, name, level, packer) for name in summary.spans.names]
@@ -30,6 +30,7 @@ def span_metrics(summary: HeadSummary, level: Level, packer: Packer) -> list[dic
 def _metric(
     summary: HeadSummary, spans: Spans, span: str, level: Level, packer: Packer
 ) -> dict[str, Any]:
+    """Add the mean weight on one span to the packer; return its description."""
     name, weight = f"weight_on_{visible(span)}", spans.weight(span)
     parts = {"mean": weight, "std": torch.full_like(weight, math.nan)}  # rows' spread is not known
     codes = {}
@@ -71,7 +72,7 @@ def _layer_means(summary: HeadSummary, weight: Tensor, rows: Tensor) -> list[flo
 
 
 def span_tables(spans: Spans | None, level: Level, packer: Packer) -> dict[str, Any]:
-    """Each head's weight by span of query and key, with even shares; {} in a coarse report."""
+    """Each head's weight by span of query and key, with uniform shares; {} in a coarse report."""
     if spans is None or not level.distances:
         return {}
     for part, values in (("mean", spans.mean), ("even", spans.even)):
@@ -84,9 +85,9 @@ def span_tables(spans: Spans | None, level: Level, packer: Packer) -> dict[str, 
 
 
 def head_rows(summary: HeadSummary) -> dict[str, Any]:
-    """The rows of named heads, by index of the head; {} where none were requested.
+    """The recorded rows of named heads, by index of the head; {} if none were requested.
 
-    Weights are in thousandths. At most 8 rows of a head and 1024 keys of each are shown.
+    Weights are in thousandths. At most 8 rows of a head and 1024 keys of each are included.
     """
     modules = {layer.module: index for index, layer in enumerate(summary.layers)}
     places = {place: index for index, place in enumerate(summary.places)}

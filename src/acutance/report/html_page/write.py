@@ -1,9 +1,9 @@
 """The HTML report: one self-contained file that makes no network requests.
 
-The parts lie in ``assets``: ``page.html`` has places for style, script and data; ``plot.js`` is the
-chart library, bundled by ``tools/plot/bundle.mjs``. The data is deflated and written in base64, so
-nothing in it can end its element; the script puts every string of it into the document as text,
-never as markup, and a content security policy lets no other code run and no address load.
+``assets/page.html`` has placeholders for style, script and data; ``assets/plot.js`` is the chart
+library, bundled by ``tools/plot/bundle.mjs``. The data is deflated and base64-encoded, so that it
+cannot close its element; the script inserts strings as text, never as markup, and a content
+security policy blocks other scripts and requests.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Report:
 
     @staticmethod
     def of(summary: HeadSummary) -> Report:
-        """The report of a summary, live or loaded."""
+        """Create the report of a summary."""
         return Report(html(summary))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -79,14 +79,14 @@ def write_html(
 def html(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> str:
     """The report of a summary as one self-contained HTML page.
 
-    The same summary always gives the same page. A small one keeps every number in single precision
-    and every histogram; one of thousands of heads is kept more coarsely, and stays under 1.5 MB
-    with 80 layers of 64 heads.
+    The same summary always gives the same page. Small summaries keep single precision and every
+    histogram; with thousands of heads precision is reduced to keep the page under 1.5 MB for 80
+    layers of 64 heads.
 
     Args:
         summary: any head summary.
-        key_norms: what the lengths of keys do, of
-            :meth:`acutance.probing.QueryKeySample.key_norms`; the page then has a line on it.
+        key_norms: effect of key norms, from :meth:`acutance.probing.QueryKeySample.key_norms`; adds
+            a line.
 
     Example:
         >>> import torch, acutance
@@ -129,6 +129,6 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """The content-security-policy source of an element: a hash of its text."""
+    """The content-security-policy source for an element: a hash of its text."""
     digest = hashlib.sha256(text.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -1,1 +1,1 @@
-"""What changed between two summaries."""
+"""Compare two summaries head by head."""

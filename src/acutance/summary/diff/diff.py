@@ -15,7 +15,7 @@ from acutance.summary.head_summary import HeadSummary
 from acutance.summary.standard_errors import Uncertainty, between, uncertainty, worst
 from acutance.summary.state import State
 
-__all__ = ["Aligned", "diff", "take", "take_at_equal_n"]
+__all__ = ["Aligned", "diff", "statistics_of_all_rows", "statistics_at_equal_n"]
 
 #: Two float32 means that differ by less, relative to their size, are the same.
 ROUNDING = 2.0**-20
@@ -24,24 +24,23 @@ ROUNDING = 2.0**-20
 def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bool = False) -> Diff:
     """Compare two summaries head by head.
 
-    Layers are matched by the names of their modules; where no name is shared and the layers are
-    alike in number and heads, by their order, which a warning then says.
-
-    The two are taken as independent: where both read the same text, a change is rather more certain
-    than its interval says.
+    Layers are matched by module name. If no name is shared and both have the same layers and heads,
+    they are matched by order, with a warning. The summaries are treated as independent: if both
+    read the same text, a change is more certain than its interval says.
 
     Args:
-        before: a summary, or a state that knows which windows it is of.
-        after: another.
-        equal_n: compare only rows that see as many keys, octave by octave of n, each octave
-            weighed alike in both: what remains of a change between two lengths.
+        before: a summary, or a state, which also knows the windows it covers.
+        after: another one.
+        equal_n: compare only rows with similar numbers of visible keys, octave by octave, each
+            octave weighted equally in both. This separates a change from the effect of a different
+            length.
 
     Returns:
-        The changes, with what only one of the two has and why they may not compare.
+        The changes, what only one of the two has, and warnings about their comparability.
 
     Raises:
-        ValueError: if they share no head, or no metric; with ``equal_n``, if they share no octave
-            of n, or one of them keeps no profile.
+        ValueError: if they share no head or no metric; with ``equal_n``, if they share no octave of
+            n or one of them has no profile.
 
     Example:
         >>> import torch, acutance
@@ -66,16 +65,19 @@ def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bo
         )
     keys = None
     if equal_n:
-        one, other, keys = take_at_equal_n((left, right), matched.rows, metrics)
+        first, second, keys = statistics_at_equal_n((left, right), matched.rows, metrics)
     else:
-        one, other = take(left, matched.rows[0], metrics), take(right, matched.rows[1], metrics)
-    error = (one.errors.error.square() + other.errors.error.square()).sqrt()
-    floor = (one.errors.floor.square() + other.errors.floor.square()).sqrt()
-    how = worst(one.errors.how, other.errors.how)
-    change = other.mean - one.mean
-    reach = _quantile(_welch(one.errors, other.errors), len(matched.places)) * error
-    rounding = ROUNDING * torch.maximum(one.mean.abs(), other.mean.abs())
-    fewest = torch.minimum(one.count, other.count).to(torch.float64) - 1
+        first, second = (
+            statistics_of_all_rows(left, matched.rows[0], metrics),
+            statistics_of_all_rows(right, matched.rows[1], metrics),
+        )
+    error = (first.errors.error.square() + second.errors.error.square()).sqrt()
+    floor = (first.errors.floor.square() + second.errors.floor.square()).sqrt()
+    how = worst(first.errors.how, second.errors.how)
+    change = second.mean - first.mean
+    reach = _quantile(_welch(first.errors, second.errors), len(matched.places)) * error
+    rounding = ROUNDING * torch.maximum(first.mean.abs(), second.mean.abs())
+    fewest = torch.minimum(first.count, second.count).to(torch.float64) - 1
     least = _quantile(fewest, len(matched.places)) * floor
     verdicts = torch.full(change.shape, ORDER.index("within noise"), dtype=torch.int8)
     guessed = error.isnan() if how == "sequences" else torch.ones_like(error, dtype=torch.bool)
@@ -83,14 +85,14 @@ def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bo
     verdicts[change.abs() > reach] = ORDER.index("moved")
     verdicts[change.abs() <= rounding] = ORDER.index("equal")
     verdicts[change.isnan()] = -1
-    rows = torch.stack([one.count, other.count])
-    M2 = one.M2 + other.M2
+    rows = torch.stack([first.count, second.count])
+    M2 = first.M2 + second.M2
     return Diff(
         about=(left.summary.about, right.summary.about),
         matched=matched,
         metrics=metrics,
-        before=one.mean,
-        after=other.mean,
+        before=first.mean,
+        after=second.mean,
         error=error,
         floor=floor,
         low=change - reach,
@@ -98,34 +100,34 @@ def diff(before: HeadSummary | State, after: HeadSummary | State, *, equal_n: bo
         verdicts=verdicts,
         rows=rows,
         deviation=(M2 / rows.sum(0).clamp(min=1)).sqrt(),
-        shift=_distance(one, other),
+        shift=_distance(first, second),
         how=how,
         keys=keys,
         warnings=tuple(warnings(left, right, matched, equal_n=equal_n)),
     )
 
 
-def _welch(one: Uncertainty, other: Uncertainty) -> Tensor:
+def _welch(first: Uncertainty, second: Uncertainty) -> Tensor:
     """Degrees of freedom of the difference of two means (Welch 1947)."""
-    a, b = one.error.square(), other.error.square()
-    total = (a + b).square() / (a.square() / one.dof + b.square() / other.dof)
-    return torch.where((a + b) == 0, torch.minimum(one.dof, other.dof), total)
+    a, b = first.error.square(), second.error.square()
+    total = (a + b).square() / (a.square() / first.dof + b.square() / second.dof)
+    return torch.where((a + b) == 0, torch.minimum(first.dof, second.dof), total)
 
 
 def _quantile(dof: Tensor, heads: int) -> Tensor:
-    """Half width of a confidence interval, in standard errors."""
+    """Half width of a confidence interval for ``heads`` comparisons, in standard errors."""
     from scipy.special import stdtrit
 
     tail = (1 - CONFIDENCE) / (2 * max(1, heads))
     return torch.from_numpy(stdtrit(dof.numpy(), 1 - tail))
 
 
-def _distance(one: Aligned, other: Aligned) -> Tensor:
+def _distance(first: Aligned, second: Aligned) -> Tensor:
     """Total variation distance between two histograms; NaN where one is empty or unknown."""
-    if one.histogram is None or other.histogram is None:
-        return torch.full_like(one.mean, math.nan)
+    if first.histogram is None or second.histogram is None:
+        return torch.full_like(first.mean, math.nan)
     shares = []
-    for part in (one.histogram, other.histogram):
+    for part in (first.histogram, second.histogram):
         rows = part.sum(-1, keepdim=True).to(torch.float64)
         shares.append(part / rows.masked_fill(rows == 0, math.nan))
     return (shares[0] - shares[1]).abs().sum(-1) / 2
@@ -137,14 +139,14 @@ ALIKE = math.log(1.1)
 
 @dataclass(frozen=True)
 class Aligned:
-    """Statistics of the shared heads and metrics of one side, in matching order.
+    """Statistics of one side for the heads and metrics that both sides have, in matching order.
 
     Attributes:
-        mean: over rows; NaN where none counts.
-        count: rows that count, int64.
+        mean: (heads, metrics), mean over rows; NaN without rows.
+        count: number of rows, int64.
         M2: sum of squared deviations of rows.
         errors: standard errors of the mean.
-        histogram: (heads, metrics, bins); None where it is not known of the rows taken.
+        histogram: (heads, metrics, bins); None if not known for these rows.
     """
 
     mean: Tensor
@@ -154,13 +156,13 @@ class Aligned:
     histogram: Tensor | None = None
 
 
-def take(side: Side, rows: Tensor, metrics: tuple[str, ...]) -> Aligned:
+def statistics_of_all_rows(side: Side, rows: Tensor, metrics: tuple[str, ...]) -> Aligned:
     """Statistics of one side over all its rows.
 
     Args:
         side: the summary.
-        rows: which heads, rows of its arrays.
-        metrics: which metrics.
+        rows: indices of the heads.
+        metrics: names of the metrics.
     """
     columns = _columns(side, metrics)
 
@@ -178,16 +180,21 @@ def take(side: Side, rows: Tensor, metrics: tuple[str, ...]) -> Aligned:
     )
 
 
-def take_at_equal_n(
+def statistics_at_equal_n(
     sides: tuple[Side, Side], rows: tuple[Tensor, Tensor], metrics: tuple[str, ...]
 ) -> tuple[Aligned, Aligned, tuple[float, float]]:
     """Statistics of both sides over their common octaves of n, each octave weighted equally.
 
+    Args:
+        sides: the two summaries.
+        rows: for each side, indices of the heads.
+        metrics: names of the metrics.
+
     Returns:
-        Both sides, and the smallest and largest mean number of keys of the octaves compared.
+        Both sides, and the smallest and largest mean number of keys of the compared octaves.
 
     Raises:
-        ValueError: if a side keeps no profile, or they share no octave.
+        ValueError: if a side has no profile, or they share no octave.
     """
     profiles = []
     for which, side, chosen in zip(("first", "second"), sides, rows, strict=True):
@@ -196,11 +203,11 @@ def take_at_equal_n(
                 f"the {which} state does not record how metrics depend on n, because an older "
                 "version wrote it: probe the model again"
             )
-        profiles.append(_part(side.summary.profile, chosen, _columns(side, metrics)))
+        profiles.append(_select_profile(side.summary.profile, chosen, _columns(side, metrics)))
     octaves = max(profile.octaves for profile in profiles)
-    one, other = (profile.padded(octaves) for profile in profiles)
-    both = (one.rows > 0) & (other.rows > 0)
-    near = both & ((one.log_n - other.log_n).abs() <= ALIKE)
+    first, second = (profile.padded(octaves) for profile in profiles)
+    both = (first.rows > 0) & (second.rows > 0)
+    near = both & ((first.log_n - second.log_n).abs() <= ALIKE)
     if not bool(near.any()):
         seen = [profile.log_n[profile.rows > 0].exp() for profile in profiles]
         spans = [
@@ -210,14 +217,18 @@ def take_at_equal_n(
             f"the two states have no number of keys in common: by octaves, rows see {spans[0]} "
             f"keys in one and {spans[1]} in the other"
         )
-    shared = near[:, None] & (one.count > 0) & (other.count > 0)
-    weight = torch.where(shared, torch.minimum(one.count, other.count), 0).double()
+    shared = near[:, None] & (first.count > 0) & (second.count > 0)
+    weight = torch.where(shared, torch.minimum(first.count, second.count), 0).double()
     share = weight / weight.sum(-1, keepdim=True).masked_fill(~shared.any(-1, keepdim=True), 1.0)
-    n = torch.stack([one.log_n[near], other.log_n[near]]).exp()
-    return _at(one, share, shared), _at(other, share, shared), (float(n.min()), float(n.max()))
+    n = torch.stack([first.log_n[near], second.log_n[near]]).exp()
+    return (
+        _weighted_octaves(first, share, shared),
+        _weighted_octaves(second, share, shared),
+        (float(n.min()), float(n.max())),
+    )
 
 
-def _at(profile: Profile, share: Tensor, shared: Tensor) -> Aligned:
+def _weighted_octaves(profile: Profile, share: Tensor, shared: Tensor) -> Aligned:
     """Weighted mean of one side's octaves."""
     none = ~shared.any(-1)
     rows = profile.count.double()
@@ -232,7 +243,7 @@ def _at(profile: Profile, share: Tensor, shared: Tensor) -> Aligned:
     )
 
 
-def _part(profile: Profile, rows: Tensor, columns: Tensor) -> Profile:
+def _select_profile(profile: Profile, rows: Tensor, columns: Tensor) -> Profile:
     parts = {}
     for name, tensor in profile.tensors().items():
         chosen = tensor[rows]

@@ -1,4 +1,4 @@
-"""Match the layers and heads of two summaries, and warn where the two do not compare."""
+"""Match the layers and heads of two summaries, and warn about what makes them incomparable."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ __all__ = ["Matched", "Place", "Side", "match", "warnings"]
 
 @dataclass(frozen=True)
 class Place:
-    """The position of one shared head in both summaries.
+    """One head that both summaries have.
 
     Attributes:
-        layer: index of its layer in the first.
-        other: index of its layer in the second.
-        head: number in the layer.
-        module: qualified name of the layer's module in the first.
+        layer: index of its layer in the first summary.
+        other_layer: index of its layer in the second summary.
+        head: its number in the layer.
+        module: qualified name of the layer's module in the first summary.
     """
 
     layer: int
-    other: int
+    other_layer: int
     head: int
     module: str
 
 
 @dataclass(frozen=True)
 class Matched:
-    """The heads that two summaries share, and the layers and heads that only one of them has.
+    """The heads that two summaries share, and what only one of them has.
 
     Attributes:
-        places: the shared heads, in the first's order.
-        rows: for each side, the shared heads' rows in its arrays, (heads,) int64.
-        only: for each side, a sentence for each layer, run of heads or metric that it alone has.
-        by_order: True if layers were matched by their order, since no module has the same name.
+        places: the shared heads, in the first summary's order.
+        rows: for each side, indices of the shared heads in its arrays, (heads,) int64.
+        only: for each side, descriptions of layers, heads and metrics that only it has.
+        by_order: True if layers were matched by order, since no module name is shared.
     """
 
     places: tuple[Place, ...]
@@ -49,41 +49,44 @@ class Matched:
     by_order: bool = False
 
 
-def match(one: HeadSummary, other: HeadSummary) -> Matched:
+def match(first: HeadSummary, second: HeadSummary) -> Matched:
     """Match the heads of two summaries by module name and head number, else by layer order.
 
     Raises:
         ValueError: if no heads can be matched.
     """
-    names = [{layer.module: index for index, layer in enumerate(s.layers)} for s in (one, other)]
+    names = [{layer.module: index for index, layer in enumerate(s.layers)} for s in (first, second)]
     pairs = [(index, names[1][name]) for name, index in names[0].items() if name in names[1]]
     by_order = False
-    if not pairs and _alike(one.layers, other.layers):
-        pairs, by_order = [(index, index) for index in range(len(one.layers))], True
-    starts = [_starts(summary.layers) for summary in (one, other)]
+    if not pairs and _same_heads(first.layers, second.layers):
+        pairs, by_order = [(index, index) for index in range(len(first.layers))], True
+    starts = [_first_rows(summary.layers) for summary in (first, second)]
     places, rows = [], ([], [])  # type: tuple[list[Place], tuple[list[int], list[int]]]
     for left, right in pairs:
-        theirs = {head: row for row, head in enumerate(other.layers[right].numbers)}
-        for row, head in enumerate(one.layers[left].numbers):
+        theirs = {head: row for row, head in enumerate(second.layers[right].numbers)}
+        for row, head in enumerate(first.layers[left].numbers):
             if head in theirs:
-                places.append(Place(left, right, head, one.layers[left].module))
+                places.append(Place(left, right, head, first.layers[left].module))
                 rows[0].append(starts[0][left] + row)
                 rows[1].append(starts[1][right] + theirs[head])
     if not places:
         raise ValueError(
-            f"the two states have no head in common: one has {_named(one.layers)}, the other "
-            f"{_named(other.layers)}"
+            f"the two states have no head in common: one has {_layers_of(first.layers)}, the other "
+            f"{_layers_of(second.layers)}"
         )
     return Matched(
         tuple(places),
         (torch.tensor(rows[0]), torch.tensor(rows[1])),
-        (_only(one, other, dict(pairs)), _only(other, one, {b: a for a, b in pairs})),
+        (
+            _only_in_first(first, second, dict(pairs)),
+            _only_in_first(second, first, {b: a for a, b in pairs}),
+        ),
         by_order,
     )
 
 
-def _starts(layers: tuple[Layer, ...]) -> list[int]:
-    """Index of each layer's first head."""
+def _first_rows(layers: tuple[Layer, ...]) -> list[int]:
+    """Index of each layer's first head in the summary's arrays."""
     starts, row = [], 0
     for layer in layers:
         starts.append(row)
@@ -91,28 +94,30 @@ def _starts(layers: tuple[Layer, ...]) -> list[int]:
     return starts
 
 
-def _alike(one: tuple[Layer, ...], other: tuple[Layer, ...]) -> bool:
-    return [layer.numbers for layer in one] == [layer.numbers for layer in other]
+def _same_heads(first: tuple[Layer, ...], second: tuple[Layer, ...]) -> bool:
+    return [layer.numbers for layer in first] == [layer.numbers for layer in second]
 
 
-def _only(one: HeadSummary, other: HeadSummary, pairs: dict[int, int]) -> tuple[str, ...]:
-    """Descriptions of the layers and heads that only the first summary has."""
+def _only_in_first(
+    first: HeadSummary, second: HeadSummary, pairs: dict[int, int]
+) -> tuple[str, ...]:
+    """Descriptions of the layers, heads and metrics that only the first summary has."""
     places = []
-    for index, layer in enumerate(one.layers):
+    for index, layer in enumerate(first.layers):
         if index not in pairs:
             places.append(f"layer {index}, {layer.module} ({_heads(layer.numbers)})")
             continue
-        theirs = set(other.layers[pairs[index]].numbers)
+        theirs = set(second.layers[pairs[index]].numbers)
         if heads := [head for head in layer.numbers if head not in theirs]:
             places.append(f"{_heads(heads)} of layer {index}, {layer.module}")
-    metrics = [name for name in one.metrics if name not in other.metrics]
+    metrics = [name for name in first.metrics if name not in second.metrics]
     if metrics:
         places.append(f"the metric{'s' * (len(metrics) > 1)} {', '.join(metrics)}")
     return tuple(places)
 
 
 def _heads(numbers: Sequence[int]) -> str:
-    """Ascending numbers of heads in words.
+    """Ascending head numbers as text.
 
     Example:
         >>> _heads([0, 1, 2, 5]), _heads([3])
@@ -128,7 +133,7 @@ def _heads(numbers: Sequence[int]) -> str:
     return f"head{'s' * (len(numbers) != 1)} {', '.join(parts)}"
 
 
-def _named(layers: tuple[Layer, ...]) -> str:
+def _layers_of(layers: tuple[Layer, ...]) -> str:
     names = [layer.module for layer in layers]
     text = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return f"{len(names)} layers ({text})" if names else "no layer"
@@ -156,7 +161,7 @@ class Side:
 
     @staticmethod
     def from_summary(source: HeadSummary | State) -> Side:
-        """Wrap a summary or a state.
+        """Make a side from a summary or a state.
 
         Raises:
             TypeError: if that is neither a summary nor a state.
@@ -174,9 +179,11 @@ class Side:
         return self.summary.about.get(name)
 
 
-def warnings(one: Side, other: Side, matched: Matched, *, equal_n: bool = False) -> Iterator[str]:
-    """Sentences on everything that makes the two summaries hard to compare."""
-    about = (one.summary.about, other.summary.about)
+def warnings(
+    first: Side, second: Side, matched: Matched, *, equal_n: bool = False
+) -> Iterator[str]:
+    """Sentences on everything that makes two summaries hard to compare."""
+    about = (first.summary.about, second.summary.about)
     kinds = [side.get("architecture", side.get("model")) for side in about]
     if _differ(*kinds):
         yield (
@@ -188,11 +195,11 @@ def warnings(one: Side, other: Side, matched: Matched, *, equal_n: bool = False)
             "No module has the same name in both, so layers are matched by order, which may "
             "be wrong."
         )
-    models, texts = _pair(one, other, "model"), _texts(one, other)
+    models, texts = _pair(first, second, "model"), _texts(first, second)
     if texts is not None:
         yield texts
-    lengths = (one.fact("window_length", "length"), other.fact("window_length", "length"))
-    keys = _keys(one.summary, other.summary, matched)
+    lengths = (first.fact("window_length", "length"), second.fact("window_length", "length"))
+    keys = _mean_keys(first.summary, second.summary, matched)
     if _differ(*lengths) and equal_n:
         yield (
             f"The window lengths differ ({lengths[0]} and {lengths[1]} tokens); rows with the "
@@ -202,7 +209,7 @@ def warnings(one: Side, other: Side, matched: Matched, *, equal_n: bool = False)
         yield (
             f"The window lengths differ ({lengths[0]} and {lengths[1]} tokens): entropy, "
             "information and effective keys change with the number of keys even if a head "
-            f"does not. Compare normalized_entropy{_or_equal_n(one, other)}."
+            f"does not. Compare normalized_entropy{_equal_n_hint(first, second)}."
         )
     elif keys is not None and not equal_n:
         yield (
@@ -213,37 +220,37 @@ def warnings(one: Side, other: Side, matched: Matched, *, equal_n: bool = False)
         what = "text" if texts is not None else "length"
         yield f"Model and {what} differ, so changes cannot be attributed to one of them."
     for name, label in _SETTINGS.items():
-        pair = (one.fact(name), other.fact(name))
+        pair = (first.fact(name), second.fact(name))
         if _differ(*pair):
             yield f"The {label} differ: {_describe(pair[0])} and {_describe(pair[1])}."
-    yield from _shared_windows(one, other)
-    for which, side in (("first", one), ("second", other)):
-        yield from _own(which, side)
+    yield from _shared_windows(first, second)
+    for which, side in (("first", first), ("second", second)):
+        yield from _problems_of_side(which, side)
 
 
-def _own(which: str, side: Side) -> Iterator[str]:
-    """Problems of one side."""
+def _problems_of_side(order: str, side: Side) -> Iterator[str]:
+    """Sentences on problems of one side."""
     layers = side.summary.layers
     wrong = [index for index, layer in enumerate(layers) if layer.status == "mismatch"]
     if wrong:
         yield (
-            f"In the {which} state {_layers(wrong)} did not pass verification: do not trust "
+            f"In the {order} state {_layers(wrong)} did not pass verification: do not trust "
             "changes there."
         )
     if side.summary.about.get("complete") is False:
         about = side.summary.about
         done = f"{about.get('windows')} of {about.get('windows_in_all')} windows"
         part = f", shard {about['shard']}" if "shard" in about else ""
-        yield f"The {which} state holds {done}{part}."
+        yield f"The {order} state holds {done}{part}."
     if side.summary.unread:
         count = len(side.summary.unread)
-        yield f"The {which} state lists {count} piece{'s' * (count > 1)} of attention as unread."
+        yield f"The {order} state lists {count} piece{'s' * (count > 1)} of attention as unread."
 
 
-def _texts(one: Side, other: Side) -> str | None:
+def _texts(first: Side, second: Side) -> str | None:
     """A sentence if the two sides read different texts; None if not, or if unknown."""
-    names = (one.fact("text"), other.fact("text"))
-    settings = [side.run.settings if side.run is not None else {} for side in (one, other)]
+    names = (first.fact("text"), second.fact("text"))
+    settings = [side.run.settings if side.run is not None else {} for side in (first, second)]
     same_cut = settings[0].get("length") == settings[1].get("length")
     digests = (settings[0].get("text"), settings[1].get("text"))
     if _differ(*names):
@@ -259,47 +266,53 @@ def _texts(one: Side, other: Side) -> str | None:
     return None
 
 
-def _pair(one: Side, other: Side, name: str) -> tuple[Any, Any]:
-    return one.fact(name, name), other.fact(name, name)
+def _pair(first: Side, second: Side, name: str) -> tuple[Any, Any]:
+    return first.fact(name, name), second.fact(name, name)
 
 
-def _keys(one: HeadSummary, other: HeadSummary, matched: Matched) -> tuple[float, float] | None:
+def _mean_keys(
+    first: HeadSummary, second: HeadSummary, matched: Matched
+) -> tuple[float, float] | None:
     """Mean numbers of visible keys of the two sides, if they differ by more than 1 %."""
-    if not all("n_keys" in summary.metrics for summary in (one, other)):
+    if not all("n_keys" in summary.metrics for summary in (first, second)):
         return None
     means = [
         float(summary.mean("n_keys")[rows].nanmean())
-        for summary, rows in zip((one, other), matched.rows, strict=True)
+        for summary, rows in zip((first, second), matched.rows, strict=True)
     ]
     largest = max(means)
     return (means[0], means[1]) if abs(means[0] - means[1]) > _ALIKE * largest else None
 
 
-def _or_equal_n(one: Side, other: Side) -> str:
-    """A hint to use ``equal_n`` if rows of a window see different numbers of keys."""
+def _equal_n_hint(first: Side, second: Side) -> str:
+    """A hint to use ``equal_n``, if rows of a window see different numbers of keys."""
     octaves = [
         side.summary.profile is not None and int((side.summary.profile.rows > 0).any(0).sum())
-        for side in (one, other)
+        for side in (first, second)
     ]
     return ", or rows at equal n (--equal-n)" if min(octaves) > 2 else ""
 
 
-def _shared_windows(one: Side, other: Side) -> Iterator[str]:
+def _shared_windows(first: Side, second: Side) -> Iterator[str]:
     """A warning where two parts of one run contain the same windows: they are not independent."""
-    if one.run is None or other.run is None or one.run.difference(other.run, "", "") is not None:
+    if (
+        first.run is None
+        or second.run is None
+        or first.run.difference(second.run, "", "") is not None
+    ):
         return
     both = sum(
         max(0, min(stop, other_stop) - max(start, other_start))
-        for start, stop in one.run.done
-        for other_start, other_stop in other.run.done
+        for start, stop in first.run.done
+        for other_start, other_stop in second.run.done
     )
     if both:
         yield f"Both belong to one run and share {both} windows, which show no change."
 
 
-def _differ(one: Any, other: Any) -> bool:
+def _differ(first: Any, second: Any) -> bool:
     """Whether both values are known and differ."""
-    return one is not None and other is not None and one != other
+    return first is not None and second is not None and first != second
 
 
 def _layers(indices: list[int]) -> str:

@@ -76,16 +76,16 @@ class LayerChange:
     """The change of one metric over the shared heads of a layer.
 
     Attributes:
-        metric: its name.
-        layer: index of the layer in the first state.
+        metric: name of the metric.
+        layer: index of the layer in the first summary.
         module: qualified name of its module there.
-        before: mean over heads of their means in the first state.
+        before: mean over heads in the first summary.
         after: the same in the second.
         change: mean change of a head.
-        error: at most this is the standard error of ``change``: heads may err all alike.
-        heads: heads that both states have.
-        moved: heads whose verdict is "moved".
-        most: the head with the largest change either way, None if no head has one.
+        error: upper bound on the standard error of ``change``, since heads may err in common.
+        heads: number of heads that both summaries have.
+        moved: number of heads whose verdict is "moved".
+        most: the head with the largest absolute change; None if no head has a change.
     """
 
     metric: str
@@ -105,29 +105,29 @@ class Diff:
     """The result of :func:`diff`: (heads, metrics) arrays over the shared heads, in model order.
 
     The interval of a change, ``low`` to ``high``, is t-distributed with Welch's degrees of freedom
-    and widened (Bonferroni) so that the intervals of all heads of a metric hold together with
-    probability :data:`CONFIDENCE`. A head whose interval leaves out 0 has moved.
+    and widened (Bonferroni), so that the intervals of all heads of a metric hold together with
+    probability :data:`CONFIDENCE`. A head whose interval excludes 0 has moved.
 
     Attributes:
-        about: what both summaries say about themselves.
+        about: the facts stored in both summaries.
         matched: which layers and heads both have, and what only one of them has.
-        metrics: metrics both recorded.
+        metrics: the metrics that both recorded.
         before: means of the first.
         after: means of the second.
-        error: standard error of ``after − before``; NaN where it is not known.
-        floor: what it would be with independent rows.
+        error: standard error of ``after − before``; NaN if not known.
+        floor: the standard error if rows were independent.
         low: lower end of the interval.
         high: upper end.
-        verdicts: int8, places in ("equal", "within noise", "unclear", "moved"); −1 where a side has
-            no row.
-        rows: (2, heads, metrics) int64, rows that count.
-        deviation: standard deviation over rows, of both states together.
-        shift: total variation distance of the two histograms, 0 (alike) to 1 (apart), which also
-            sees changes that leave the mean as it is. Few rows make it larger. NaN at equal n.
-        how: where ``error`` comes from: a key of :data:`acutance.summary.standard_errors.HOW`.
-        keys: the smallest and largest mean number of keys of the octaves compared; None where all
-            rows are.
-        warnings: why the two may not compare, a sentence each.
+        verdicts: int8, index in ("equal", "within noise", "unclear", "moved"); −1 if a side has no
+            rows.
+        rows: (2, heads, metrics) int64, number of rows.
+        deviation: standard deviation over the rows of both.
+        shift: total variation distance of the two histograms, from 0 (equal) to 1 (disjoint); it
+            also shows changes that leave the mean unchanged, and is larger for few rows. NaN at
+            equal n.
+        how: source of ``error``: a key of :data:`acutance.summary.standard_errors.HOW`.
+        keys: smallest and largest mean number of keys of the compared octaves; None for all rows.
+        warnings: sentences on what makes the two hard to compare.
     """
 
     about: tuple[Mapping[str, Any], Mapping[str, Any]]
@@ -154,7 +154,7 @@ class Diff:
 
     @property
     def assumes(self) -> str:
-        """What the standard errors assume, in a sentence."""
+        """What the standard errors assume, as a sentence."""
         return HOW[self.how]
 
     def _column(self, metric: str) -> int:
@@ -165,7 +165,7 @@ class Diff:
         return self.metrics.index(metric)
 
     def of(self, metric: str) -> list[HeadChange]:
-        """Every shared head's change of a metric, in model order.
+        """The change of a metric in every shared head, in model order.
 
         Raises:
             ValueError: if the two do not share the metric.
@@ -199,11 +199,11 @@ class Diff:
         return changes
 
     def moved(self, metric: str, limit: int | None = None) -> list[HeadChange]:
-        """The heads with a significant change first, then the others; each group by size of change.
+        """Heads whose change is significant first, then the others, each group by size of change.
 
         Args:
-            metric: one that both states have.
-            limit: most heads; None is all.
+            metric: a shared metric.
+            limit: largest number of heads to return; None for all.
         """
         judged = [head for head in self.of(metric) if head.verdict is not None]
         judged.sort(key=lambda head: (head.verdict != "moved", -abs(head.change)))
@@ -227,7 +227,8 @@ class Diff:
     def columns(self) -> dict[str, list[Any]]:
         """One row for each metric and shared head, as columns: the fields of :class:`HeadChange`.
 
-        ``rows`` is two columns, ``floor`` and ``shift`` are added, and what is not known is None.
+        ``rows`` becomes two columns, ``floor`` and ``shift`` are added, and unknown values are
+        None.
         """
         table: dict[str, list[Any]] = {}
         for column, metric in enumerate(self.metrics):
@@ -276,7 +277,7 @@ class Diff:
             "layers": [asdict(layer) for name in self.metrics for layer in self.layers(name)],
             "heads": rows,
         }
-        return {name: plain(value) for name, value in record.items()}
+        return {name: json_value(value) for name, value in record.items()}
 
 
 def _layer(metric: str, heads: list[HeadChange]) -> LayerChange:
@@ -300,10 +301,10 @@ def _layer(metric: str, heads: list[HeadChange]) -> LayerChange:
     )
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Replace every number that is not finite by None, for JSON."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): plain(part) for key, part in value.items()}
-    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
+        return {str(key): json_value(part) for key, part in value.items()}
+    return [json_value(part) for part in value] if isinstance(value, list | tuple) else value
