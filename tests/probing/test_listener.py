@@ -113,7 +113,8 @@ def test_errors_of_a_receiver_are_listed_or_end_the_pass() -> None:
     with Listener(model, Names(ValueError("no such\nthing"))) as listener:
         model(torch.randn(1, 2, 5, 4))
     assert listener.unread == ["Way: no such thing"]
-    assert listener.nothing_captured() == "the probe could not read any attention of Way: Way: no such thing"
+    expected = "the probe could not read any attention of Way: Way: no such thing"
+    assert listener.nothing_captured() == expected
     with (
         pytest.raises(RuntimeError, match="worse"),
         Listener(model, Names(RuntimeError("worse")), listed_errors=(ValueError,)) as strict,
