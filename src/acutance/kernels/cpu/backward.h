@@ -8,7 +8,6 @@
 
 #include <math.h>
 
-#include "lane_sum.h"
 #include "mask.h"
 #include "rows.h"
 #include "shares.h"

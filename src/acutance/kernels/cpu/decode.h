@@ -8,7 +8,7 @@
 
 #include <math.h>
 
-#include "decode_mask.h"
+#include "mask.h"
 #include "decode_merge.h"
 #include "decode_tile.h"
 #include "work.h"

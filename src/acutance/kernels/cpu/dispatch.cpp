@@ -2,7 +2,7 @@
 #include <pthread.h>
 #include <string.h>
 
-#include "kernel.h"
+#include "api.h"
 
 extern "C" {
 #if defined(ACUTANCE_HAVE_AVX512_BF16)
@@ -200,3 +200,14 @@ void acutance_exp(int64_t dtype, const void* from, void* to, int64_t count) {
 }
 
 }  // extern "C"
+
+// Which compiler made this library.
+#if defined(__clang__)
+#define NAME "Clang " __clang_version__
+#elif defined(__GNUC__)
+#define NAME "GCC " __VERSION__
+#else
+#define NAME "an unknown compiler"
+#endif
+
+extern "C" ACUTANCE_EXPORT const char* acutance_compiler() { return NAME; }

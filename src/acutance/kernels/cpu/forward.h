@@ -9,7 +9,6 @@
 
 #include <math.h>
 
-#include "dots.h"
 #include "gaps.h"
 #include "mask.h"
 #include "products.h"

@@ -1,5 +1,5 @@
 // One compilation for one instruction set, named by ACUTANCE_ISA.
-#include "kernel.h"
+#include "api.h"
 
 #include "backward.h"
 #include "decode.h"

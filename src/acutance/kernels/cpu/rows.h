@@ -356,34 +356,6 @@ inline void weighted_sum(T* total, const Vec<T>* factor, const T* a, int64_t str
                    packed ? 1 : stride, weights, count);
 }
 
-// Softcap scores, then add masks, biases and slopes. `slope` receives the softcap's derivative.
-template <class T>
-inline void adjust(const acutance_call& call, int64_t head, int64_t row, int64_t start,
-                   int64_t count, T* scores, const T* added, T* slope) {
-  typedef Vec<T> V;
-  constexpr int LN = LANES<T>;
-  const T cap = T(call.softcap), fall = call.slopes ? T(call.slopes[head]) : T(0);
-  const bool adds_matrix = call.additive[0].data || call.additive[1].data;
-  T places[LN];
-  for (int l = 0; l < LN; ++l) places[l] = T(row + call.offset - start + l);
-  for (int64_t j = 0; j < count; ++j)
-    for (int v = 0; v < NV; ++v) {
-      const int64_t at = j * LN + v * VL<T>;
-      V s = load(scores + at);
-      if (cap != 0) {
-        V x = vtanh<T>(s / cap);
-        if (slope) store(slope + at, T(1) - x * x);
-        s = x * cap;
-      }
-      if (call.slopes) {
-        V distance = load(places + v * VL<T>) - T(j);
-        s -= fall * (distance < 0 ? -distance : distance);
-      }
-      if (adds_matrix) s += load(added + at);
-      store(scores + at, s);
-    }
-}
-
 // Extremes of a masked tile, and how many keys each row sees in it.
 template <class T>
 inline void look(const T* scores, const uint32_t* seen, int64_t count, Extremes<T>* found,

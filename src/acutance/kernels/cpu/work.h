@@ -5,7 +5,6 @@
 #include <stdlib.h>
 
 #include "api.h"
-#include "kernel.h"
 #include "vec.h"
 
 namespace {
