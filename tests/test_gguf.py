@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 import acutance
 from acutance.cli import app
-from acutance.corpus.digests import model_digest
 from acutance.corpus.gguf_file import read_gguf
 from acutance.corpus.load_model import ModelError, load_model
+from acutance.corpus.texts import model_digest
 from tests.tiny_gguf import llama, tensors, write_gguf
 
 TEXT = "The lens turned until the far tree stood clear of its leaves.\n" * 4

@@ -24,7 +24,7 @@ from acutance.experiments.harness.render import summary as shown_records
 from acutance.experiments.harness.runner import load
 from acutance.from_json import SEAL
 from acutance.probing import QueryKeySample, load_queries_keys, load_state
-from acutance.report.print_summary import print_summary
+from acutance.report.exports import print_summary
 from acutance.summary.files import read
 from acutance.summary.state import Run, State
 

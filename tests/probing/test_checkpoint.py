@@ -112,7 +112,7 @@ def test_what_no_attention_depends_on_may_be_missing_or_left_over(
 
 
 def test_random_weights_are_the_same_in_each_run(saved: Callable[..., Path]) -> None:
-    from acutance.corpus.digests import model_digest
+    from acutance.corpus.texts import model_digest
 
     folder = str(saved("BertForMaskedLM"))  # its pooler is random
     assert len({model_digest(load_model.load(folder).model) for _ in range(2)}) == 1

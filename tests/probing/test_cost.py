@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import acutance
 from acutance.capture import attention_call as calls
 from acutance.capture.layer_choice import HeadChoice, LayerChoice
-from acutance.probing.row_sampling import draw
 from acutance.probing.settings import ProbeSettings
+from acutance.probing.tokens import draw
 from acutance.summary.moments import Moments
 from acutance.summary.state import from_parts
 

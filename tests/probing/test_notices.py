@@ -9,7 +9,7 @@ from torch import nn
 import acutance
 from acutance.diagnose import rules
 from acutance.probing import CLASSES, THRESHOLDS
-from acutance.probing.untrained import is_untrained
+from acutance.probing.causes import is_untrained
 from acutance.summary.layer import notices
 from acutance.training import AttentionMonitor
 

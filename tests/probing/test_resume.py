@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from acutance.corpus.digests import model_digest, text_digest
 from acutance.corpus.load_model import TextModel
 from acutance.corpus.probe_corpus import run_windows
 from acutance.corpus.ranks import SingleProcess
+from acutance.corpus.texts import model_digest, text_digest
 from acutance.files import write_text, write_whole
 from acutance.probing import load_state
 from acutance.summary.state import Shard

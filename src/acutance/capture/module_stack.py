@@ -1,4 +1,4 @@
-"""Which module of a model each thread is running, in which forward pass, and whether it is muted.
+"""The stack of running modules, and hooks that are not stored on the modules.
 
 :class:`ModuleStack` names the modules of one model and follows them by global hooks. Each listener
 and each applied law has its own.
@@ -8,17 +8,32 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+from typing import Any, cast
 
 import torch
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
-from acutance.capture.module_hooks import follow
 from acutance.capture.module_names import named_modules
 from acutance.capture.padding import RealRows, TokenMasks
 
-__all__ = ["ModuleStack", "Passes", "Running", "module_of_method", "is_rerun"]
+__all__ = [
+    "ModuleStack",
+    "Passes",
+    "Running",
+    "follow",
+    "follow_inputs",
+    "follow_outputs",
+    "is_rerun",
+    "module_of_method",
+]
 
 
 class _Mute:
@@ -237,3 +252,106 @@ def module_of_method(names: Mapping[int, str]) -> str | None:
 def is_rerun() -> bool:
     """Whether a checkpointed forward pass is being recomputed for the backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+class _HookWarningFilter:
+    """Silences PyTorch's warning about compiling a module while global hooks are registered.
+
+    Our global hooks treat a compiled module and the one inside it as one module.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._filter: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._open == 0:
+                text = r"Using `torch\.compile\(module\)` when there are global hooks"
+                warnings.filterwarnings("ignore", text)
+                self._filter = warnings.filters[0]
+            self._open += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open == 0 and self._filter in warnings.filters:
+                cast("list[Any]", warnings.filters).remove(self._filter)
+
+
+_QUIET = _HookWarningFilter()
+_React = Callable[[torch.nn.Module], None]
+
+
+@contextmanager
+def follow(enter: _React, leave: _React) -> Iterator[None]:
+    """Context in which callbacks run when any module starts and ends its forward pass.
+
+    Args:
+        enter: called with the module, before its own hooks.
+        leave: called with the module, before its own hooks, also where it raised an error.
+
+    Example:
+        >>> model, seen = torch.nn.Sequential(torch.nn.Identity()), []
+        >>> with follow(lambda module: seen.append(type(module).__name__), lambda module: None):
+        ...     _ = model(torch.zeros(1))
+        >>> seen, len(model._forward_pre_hooks)
+        (['Sequential', 'Identity'], 0)
+    """
+
+    def before(module: torch.nn.Module, args: Any) -> None:
+        enter(module)
+
+    def after(module: torch.nn.Module, args: Any, output: Any) -> None:
+        leave(module)
+
+    with _QUIET:
+        handles = (
+            register_module_forward_pre_hook(before),
+            register_module_forward_hook(after, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@contextmanager
+def follow_inputs(
+    modules: Iterable[torch.nn.Module],
+    react: Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None],
+) -> Iterator[None]:
+    """Context that calls ``react(module, args, kwargs)`` after each of their forward passes."""
+    with _follow_results(modules, lambda module, args, kwargs, _: react(module, args, kwargs)):
+        yield
+
+
+@contextmanager
+def follow_outputs(
+    modules: Iterable[torch.nn.Module], react: Callable[[torch.nn.Module, Any], None]
+) -> Iterator[None]:
+    """Context that calls ``react(module, output)`` after each forward pass of these modules."""
+    with _follow_results(modules, lambda module, args, kwargs, output: react(module, output)):
+        yield
+
+
+@contextmanager
+def _follow_results(
+    modules: Iterable[torch.nn.Module], react: Callable[..., None]
+) -> Iterator[None]:
+    """Context that calls ``react(module, args, kwargs, output)`` after each forward pass."""
+    meant = {id(module): module for module in modules}  # holds them: an id is theirs alone
+
+    def after(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if id(module) in meant:
+            react(module, args, kwargs, output)
+
+    with _QUIET:
+        handle = register_module_forward_hook(after, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+            _global_forward_hooks_with_kwargs.pop(handle.id, None)  # PyTorch leaves it

@@ -96,8 +96,7 @@ def show_summary(
         dark: whether the figure has a dark page.
         key_norms: what the lengths of keys do in a sample of queries and keys, where there is one.
     """
-    from acutance.report.exports import exports
-    from acutance.report.print_summary import print_summary
+    from acutance.report.exports import exports, print_summary
 
     more = exports(summary, chart=chart, metric=metric, dark=dark, key_norms=key_norms)
     write_and_show(

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from acutance.corpus import texts
-from acutance.corpus.digests import model_digest, text_digest
 from acutance.corpus.load_model import TextModel
 from acutance.corpus.ranks import SingleProcess
+from acutance.corpus.texts import model_digest, text_digest
 from acutance.files import tidy
 from acutance.probing.probe import Probe
 from acutance.probing.settings import ProbeSettings

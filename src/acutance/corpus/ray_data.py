@@ -18,9 +18,9 @@ import torch
 
 from acutance.corpus import load_model
 from acutance.corpus import texts as corpus
-from acutance.corpus.digests import model_digest
 from acutance.corpus.load_model import TextModel
 from acutance.corpus.probe_corpus import Options, open_probe, restore, run_settings, tidy
+from acutance.corpus.texts import model_digest
 from acutance.files import refuse_replacing
 from acutance.probing.settings import ProbeSettings
 from acutance.summary.head_summary import HeadSummary

@@ -21,7 +21,7 @@ from acutance.calibration.fit.windows import (
     cut,
     digest,
 )
-from acutance.corpus.digests import model_digest
+from acutance.corpus.texts import model_digest
 from acutance.files import refuse_replacing
 from acutance.judging.losses import AnyLoss, Loss, LossError, choose_loss
 from acutance.judging.paired import LossComparison, compare_losses, octaves

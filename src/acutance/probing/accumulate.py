@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from acutance.kernels.fast_path import joined_state, packed_alike
-from acutance.probing.row_sampling import Sample
 from acutance.probing.spans import SpanWeights
 from acutance.probing.structure import CallStructure
+from acutance.probing.tokens import Sample
 from acutance.rowstats import RowStatistics
 from acutance.structure import STRUCTURE
 from acutance.summary.by_octave import Profile

@@ -14,9 +14,8 @@ from acutance.capture.attention_call import AttentionCall
 from acutance.capture.find_layers import max_heads
 from acutance.capture.layer_choice import HeadChoice, LayerChoice
 from acutance.capture.module_names import class_name
-from acutance.probing.row_sampling import Sample, take_heads, take_rows
 from acutance.probing.structure import kernel_call, token_text
-from acutance.probing.tokens import InputPlaces, Tokens
+from acutance.probing.tokens import InputPlaces, Sample, Tokens, take_heads, take_rows
 from acutance.structure.blocks import blocks, exact
 from acutance.summary.head_maps import MOST_SEQUENCES, HeadMap
 

@@ -18,6 +18,7 @@ from acutance.capture.module_names import class_name
 from acutance.capture.padding import checked_mask
 from acutance.capture.tap import Tap, tap
 from acutance.probing.accumulate import CallRows, LayerRecords, join_calls
+from acutance.probing.causes import is_untrained
 from acutance.probing.head_maps import MapReader
 from acutance.probing.query_key_sample import QueryKeySample
 from acutance.probing.read_call import CallRead, CallReader
@@ -25,7 +26,6 @@ from acutance.probing.settings import ProbeSettings
 from acutance.probing.spans import Span, SpanReader
 from acutance.probing.structure import StructureReader
 from acutance.probing.tokens import Tokens
-from acutance.probing.untrained import is_untrained
 from acutance.summary.head_maps import HeadMap
 from acutance.summary.head_summary import HeadSummary
 from acutance.summary.moments import Moments

@@ -19,11 +19,10 @@ from acutance.probing.causes import likely_cause
 from acutance.probing.head_maps import MapReader
 from acutance.probing.query_key_sample import QueryKeyRecorder
 from acutance.probing.replace_attention import Provided, Provider
-from acutance.probing.row_sampling import Sample, draw, take_heads, take_rows
 from acutance.probing.settings import ProbeSettings
 from acutance.probing.spans import SpanReader, SpanWeights
 from acutance.probing.structure import CallStructure, StructureReader
-from acutance.probing.tokens import PlaceReader
+from acutance.probing.tokens import PlaceReader, Sample, draw, take_heads, take_rows
 from acutance.rowstats import RowState, RowStatistics
 from acutance.summary.head_summary import Layer, Status
 

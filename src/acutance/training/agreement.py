@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acutance.capture.module_hooks import follow_outputs
+from acutance.capture.module_stack import follow_outputs
 from acutance.training.across_ranks import is_sharded
 from acutance.training.projections import HeadSlices, Projections
 

@@ -25,7 +25,7 @@ from acutance.calibration.fit.windows import (
     cut,
     digest,
 )
-from acutance.corpus.digests import model_digest
+from acutance.corpus.texts import model_digest
 from acutance.files import refuse_replacing
 from acutance.scaling import Scaling
 from acutance.shapes import check_count

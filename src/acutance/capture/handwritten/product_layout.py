@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from acutance.capture.handwritten.operands import einsum_terms
+from acutance.capture.handwritten.graph import einsum_terms
 
 __all__ = [
     "LEFT",

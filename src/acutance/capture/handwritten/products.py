@@ -24,12 +24,12 @@ from acutance.capture.handwritten.graph import (
     Version,
     as_view,
     compose_views,
+    operands,
     recompute,
     shares_memory,
     storage_address,
     write_through,
 )
-from acutance.capture.handwritten.operands import operands
 from acutance.capture.handwritten.operations import (
     ENDS,
     MOVES,

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.entry_points import ATTENTION_FUNCTIONS
-from acutance.capture.handwritten.operands import match_scores
+from acutance.capture.handwritten.graph import match_scores
 from acutance.capture.handwritten.products import Lineage
 from acutance.capture.handwritten.softmax import (
     LOG_OPERATORS,
@@ -41,7 +41,6 @@ from acutance.capture.head_axis import (
 )
 from acutance.capture.readers.acutance_attention import ACUTANCE, acutance_call
 from acutance.capture.readers.huggingface import Observer, is_cross
-from acutance.capture.readers.torch_flex import FLEX, flex_call
 from acutance.capture.readers.torch_multihead import (
     not_padding,
     outputs_agree,
@@ -50,6 +49,8 @@ from acutance.capture.readers.torch_multihead import (
     watch_sdpa,
 )
 from acutance.capture.readers.torch_sdpa import (
+    FLEX,
+    flex_call,
     refusal,
     restore_shape,
     sdpa_arguments,

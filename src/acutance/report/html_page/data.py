@@ -31,9 +31,11 @@ from acutance.report.html_page.packing import (
     bars,
     budget,
     encode,
+    head_rows,
     rounded,
+    span_metrics,
+    span_tables,
 )
-from acutance.report.html_page.spans import head_rows, span_metrics, span_tables
 from acutance.report.terminal import module_sentences
 from acutance.structure import describe
 from acutance.summary.by_octave import Profile
