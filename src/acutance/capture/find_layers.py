@@ -84,17 +84,19 @@ def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         ['self_attn', 'multihead_attn']
     """
     modules = dict(model.named_modules())
-    called = [name for name, one in modules.items() if looks_like_attention(type(one).__name__)]
-    found = set(called) - {outer for name in called for outer in _parents(name)}
-    holding = {outer for name in found for outer in _parents(name)}
+    called = [
+        name for name, module in modules.items() if looks_like_attention(type(module).__name__)
+    ]
+    innermost = set(called) - {outer for name in called for outer in _parents(name)}
+    holding = {outer for name in innermost for outer in _parents(name)}
     for name in reversed(modules):  # innermost first
-        if name in found or name in holding or not _has_head_count(modules[name]):
+        if name in innermost or name in holding or not _has_head_count(modules[name]):
             continue
         around = _parents(name)
-        if found.isdisjoint(around):
-            found.add(name)
+        if innermost.isdisjoint(around):
+            innermost.add(name)
             holding |= around
-    return {module_name(model, name): modules[name] for name in modules if name in found}
+    return {module_name(model, name): modules[name] for name in modules if name in innermost}
 
 
 def _has_head_count(module: torch.nn.Module) -> bool:

@@ -66,8 +66,8 @@ def attribute(holder: object, name: str) -> Any:
     """
     kind = type(holder)
     if getattr(kind, "__getattr__", None) is torch.nn.Module.__getattr__:
-        there = name in vars(holder) or hasattr(kind, name)
-        return getattr(holder, name, None) if there else None
+        exists = name in vars(holder) or hasattr(kind, name)
+        return getattr(holder, name, None) if exists else None
     return getattr(holder, name, None)
 
 
@@ -191,8 +191,8 @@ def projected_heads(module: torch.nn.Module | None, shape: Sequence[int], width:
     if module is None or width == 0 or len(shape) != 4:
         return None
     layers = (child for child in module.children() if isinstance(child, torch.nn.Linear))
-    made = {layer.out_features for layer in layers}
-    fitting = [size for size in shape[:3] if size > 1 and {size * width, 3 * size * width} & made]
+    widths = {layer.out_features for layer in layers}
+    fitting = [size for size in shape[:3] if size > 1 and {size * width, 3 * size * width} & widths]
     return fitting[0] if len(fitting) == 1 else None
 
 
@@ -253,9 +253,9 @@ class HeadAxes:
 
     def undecided(self) -> list[tuple[str, str]]:
         """Names of modules whose head dimension is uncertain, with the reason; clears the list."""
-        found = [(name, why) for name, (_, why) in self._undecided.items()]
+        undecided = [(name, reason) for name, (_, reason) in self._undecided.items()]
         self._undecided.clear()
-        return found
+        return undecided
 
 
 def folded(scores: Tensor, dim: int, heads: int | None, place: int | None = None) -> Tensor:

@@ -30,28 +30,28 @@ def _items(name: str, given: Chosen) -> list[range | str]:
     """
     if isinstance(given, int | str | range):
         given = (given,)
-    found: list[range | str] = []
+    items: list[range | str] = []
     for item in given:
         if isinstance(item, range):
-            found += [range(number, number + 1) for number in item]
+            items += [range(number, number + 1) for number in item]
         elif isinstance(item, int) and not isinstance(item, bool):
-            found.append(range(item, item + 1))
+            items.append(range(item, item + 1))
         elif isinstance(item, str):
             for part in filter(None, (part.strip() for part in item.split(","))):
                 match = _RANGE.fullmatch(part)
                 if match is None:
-                    found.append(part)
+                    items.append(part)
                     continue
                 first = int(match[1])
                 last = first if match[2] is None else int(match[2])
                 if last < first:
                     raise ValueError(f"{name} must have ranges low-high, got {part!r}")
-                found.append(range(first, last + 1))
+                items.append(range(first, last + 1))
         else:
             raise TypeError(f"{name} must contain numbers, ranges and text, got {item!r}")
-    if not found:
+    if not items:
         raise ValueError(f"{name} must name at least one, got {given!r}")
-    return found
+    return items
 
 
 class LayerChoice:
@@ -119,6 +119,7 @@ class LayerChoice:
         return any(self._takes(part, name.partition("#")[0]) for part in self._parts)
 
     def _takes(self, part: range | str, name: str) -> bool:
+        """Whether a part of the choice, a range or a pattern, includes the named module."""
         if isinstance(part, str):
             pieces = name.split(".")
             around = (".".join(pieces[: end + 1]) for end in range(len(pieces)))
@@ -132,6 +133,7 @@ class LayerChoice:
         return number in part or number - self._counts.get(base, 0) in part
 
     def _nothing(self, part: range | str, names: Sequence[str]) -> str:
+        """A sentence for a part that chooses no module, with the nearest names."""
         if isinstance(part, str):
             ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
             near = difflib.get_close_matches(part, names, n=3, cutoff=0.6)
@@ -141,8 +143,8 @@ class LayerChoice:
                 first, count = self._attention[0], len(self._attention)
                 hint = f": it has {count} attention layer{'s' * (count > 1)}, the first is {first}"
             return f"{self._argument}={part!r} is not a layer of the model{hint}"
-        asked = part[0] if len(part) == 1 else f"{part[0]}-{part[-1]}"
-        text = f"{self._argument}={asked} is not a layer of the model"
+        requested = part[0] if len(part) == 1 else f"{part[0]}-{part[-1]}"
+        text = f"{self._argument}={requested} is not a layer of the model"
         count = max(self._counts.values(), default=len(self._attention))
         if count:
             kind = "block" if self._counts else "attention layer"
@@ -178,7 +180,9 @@ def choose_layers(model: torch.nn.Module, given: Chosen, argument: str = "layers
         return [given]
     if not attention:
         chosen = [name for name in names if name in choice]
-        return [name for name in chosen if not any(name.startswith(f"{one}.") for one in chosen)]
+        return [
+            name for name in chosen if not any(name.startswith(f"{outer}.") for outer in chosen)
+        ]
     raise ValueError(f"{argument}={given!r} is not a layer of the model: it has no attention")
 
 

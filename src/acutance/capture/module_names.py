@@ -66,8 +66,8 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
         >>> unwrap(torch.nn.DataParallel(torch.nn.Linear(2, 2)))
         Linear(in_features=2, out_features=2, bias=True)
     """
-    while (held := _holds(module)) is not None:
-        inner = module._modules[held]
+    while (inner_name := _holds(module)) is not None:
+        inner = module._modules[inner_name]
         assert inner is not None
         module = inner
     return module

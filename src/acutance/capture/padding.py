@@ -146,8 +146,8 @@ class TokenMasks:
             mask = _token_mask(arguments.get(name), padded=name in _PADDED)
             if mask is not None:
                 real = None if bool(mask.all()) else mask
-                found = PaddingMask(real, name, _cached_tokens(arguments), whole)
-                self._stack.append((id(module), found))
+                mask_here = PaddingMask(real, name, _cached_tokens(arguments), whole)
+                self._stack.append((id(module), mask_here))
                 return
         if begins and all(arguments.get(name) is None for name in masks):
             self._stack.append((id(module), PaddingMask(None, NO_MASK)))
@@ -287,13 +287,13 @@ def checked_rows(rows: Any) -> Tensor | None:
     """
     if isinstance(rows, str) and rows in ("real", "all"):
         return None
-    wanted = "rows must be 'real', 'all' or a boolean tensor (L,) or (B, L), got"
+    expected = "rows must be 'real', 'all' or a boolean tensor (L,) or (B, L), got"
     if isinstance(rows, str):
-        raise ValueError(f"{wanted} {rows!r}")
+        raise ValueError(f"{expected} {rows!r}")
     if not isinstance(rows, Tensor):
-        raise TypeError(f"{wanted} {type(rows).__name__}")
+        raise TypeError(f"{expected} {type(rows).__name__}")
     if rows.dtype != torch.bool or rows.dim() not in (1, 2):
-        raise ValueError(f"{wanted} {rows.dtype} of shape {tuple(rows.shape)}")
+        raise ValueError(f"{expected} {rows.dtype} of shape {tuple(rows.shape)}")
     return rows.detach() if rows.dim() == 2 else rows.detach()[None]
 
 
@@ -368,9 +368,9 @@ def call_sees_padding(call: AttentionCall, rows: Tensor, keys: Tensor) -> bool:
     places = torch.arange(queries, device=rows.device)
     for start in range(0, queries, step):
         part = slice(start, start + step)
-        found = rows[:, part, None] & padding[:, None, :]
+        sees = rows[:, part, None] & padding[:, None, :]
         near = call.seen_by_position(places[None, part])
-        found = found if near is None else found & near[:, 0]
+        sees = sees if near is None else sees & near[:, 0]
         for mask in (call.attn_mask, call.bias):
             if mask is None:
                 continue
@@ -378,8 +378,8 @@ def call_sees_padding(call: AttentionCall, rows: Tensor, keys: Tensor) -> bool:
                 mask = mask.unsqueeze(0)
             mask = mask if mask.shape[2] == 1 else mask[:, :, part]
             boolean = mask.dtype == torch.bool
-            found = found & (mask.any(1) if boolean else ~hides(mask.amax(1)))
-        if bool(found.any()):
+            sees = sees & (mask.any(1) if boolean else ~hides(mask.amax(1)))
+        if bool(sees.any()):
             return True
     return False
 

@@ -183,10 +183,10 @@ def calibrate(options: CalibrateOptions) -> None:
         try:
             calibration = _fit(options, lengths, target, value)
         except KeyboardInterrupt:
-            kept = (
+            unwritten = (
                 f"; continue from {options.save} with --resume" if options.save is not None else ""
             )
-            fail(f"interrupted before the law was fitted{kept}")
+            fail(f"interrupted before the law was fitted{unwritten}")
             raise typer.Exit(INTERRUPTED) from None
 
         refused = options.out is not None and not options.even_if_worse and _hurts(calibration)
@@ -226,7 +226,7 @@ def _fit(
     with console().status("loading the model"):
         headed, loaded = _load(options)
     lengths = default_lengths(loaded) if lengths is None else lengths
-    wanted: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "lengths": lengths,
         "target": target,
         "value": value,
@@ -236,15 +236,15 @@ def _fit(
         "limit": options.limit,
         "windowed": options.windowed,
     }
-    check_asked(**wanted)
+    check_asked(**arguments)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_positions(loaded.model, lengths)
     for warning in caught:
         console().print(note(("note", "yellow"), f": {warning.message}"))
-    held = None if headed is None else _held_out(headed, texts, lengths[-1], options)
-    if held is not None:
-        texts, loaded = held.fit, replace(loaded, tokenizer=held.tokenizer)
+    held_out = None if headed is None else _held_out(headed, texts, lengths[-1], options)
+    if held_out is not None:
+        texts, loaded = held_out.fit, replace(loaded, tokenizer=held_out.tokenizer)
     samples = draw(texts, loaded.tokenizer, lengths, options.windows, options.seed)
     loaded.check_tokens(piece for sample in samples.values() for piece in sample.pieces)
     console().print(note((describe_samples(samples), "dim")), soft_wrap=True)
@@ -255,7 +255,7 @@ def _fit(
         calibration = calibrate(
             loaded.model,
             windows,
-            **wanted,
+            **arguments,
             seed=options.seed,
             save=options.save,
             save_every=options.save_every,
@@ -264,11 +264,11 @@ def _fit(
             advance=advance,
         )
     calibration = replace(calibration, weights_not_loaded=loaded.not_loaded)
-    if headed is not None and held is not None:
-        return _judged(calibration, headed, held, lengths, options)
-    why = "the model has no language-model head" if headed is None else "the text is too short"
+    if headed is not None and held_out is not None:
+        return _judged(calibration, headed, held_out, lengths, options)
+    reason = "the model has no language-model head" if headed is None else "the text is too short"
     console().print(
-        note(("note", "yellow"), f": {why}, so the loss under the law was not measured"),
+        note(("note", "yellow"), f": {reason}, so the loss under the law was not measured"),
         soft_wrap=True,
     )
     return calibration

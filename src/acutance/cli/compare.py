@@ -121,8 +121,8 @@ def _show(comparison: "Comparison", options: CompareOptions) -> None:
     from acutance.report.screen import note
 
     if not comparison.complete:
-        said = ": the results so far follow"
-        console().print(note(("interrupted", "yellow"), said))
+        suffix = ": the results so far follow"
+        console().print(note(("interrupted", "yellow"), suffix))
 
     def draw(path: Path) -> None:
         from acutance.comparison.figures import draw

@@ -24,8 +24,8 @@ def info(options: InfoOptions) -> None:
         from acutance import kernels
         from acutance.files import as_json, finite, put_text
 
-        here = kernels.info()
+        kernel_info = kernels.info()
         if options.json is None:
-            typer.echo(str(here))
+            typer.echo(str(kernel_info))
         else:
-            put_text(as_json(finite(asdict(here)), indent=1) + "\n", options.json)
+            put_text(as_json(finite(asdict(kernel_info)), indent=1) + "\n", options.json)

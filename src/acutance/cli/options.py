@@ -146,8 +146,8 @@ def load_model(options: Any, device: str, *, head: bool = False) -> TextModel:
     from acutance.corpus.load_model import load
 
     names = ("tokenizer", "attention", "trust_remote_code", "allow_pickle", "allow_missing")
-    given = {name: getattr(options, name) for name in names}
-    return load(options.model, device=device, head=head, **given)
+    arguments = {name: getattr(options, name) for name in names}
+    return load(options.model, device=device, head=head, **arguments)
 
 
 def read_lengths(text: str) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ def parse_maps(texts: Iterable[str]) -> dict[str, list[int]]:
         rows: list[int] = []
         for part in places.split(","):
             first, dash, last = part.partition("-")
-            plain = all(one.isascii() and one.isdigit() for one in (first, last or first))
+            plain = all(number.isascii() and number.isdigit() for number in (first, last or first))
             if not (name and plain) or bool(dash) != bool(last) or len(part) > 20:
                 raise typer.BadParameter(
                     f"a map is LAYER.HEAD:ROWS, as 5.3:0,10,20-29, got {text}", param_hint="--map"

@@ -62,12 +62,12 @@ def check_outputs(
                 raise typer.BadParameter(
                     "this file cannot be written to standard output", param_hint=option
                 )
-        elif why := _unwritable(path):
-            raise typer.BadParameter(why, param_hint=option)
-    there = [option for option, path in files.items() if str(path) == "-"]
-    if len(there) > 1:
+        elif reason := _unwritable(path):
+            raise typer.BadParameter(reason, param_hint=option)
+    to_stdout = [option for option, path in files.items() if str(path) == "-"]
+    if len(to_stdout) > 1:
         raise typer.BadParameter(
-            "only one file can be written to standard output", param_hint=", ".join(there)
+            "only one file can be written to standard output", param_hint=", ".join(to_stdout)
         )
     known = {_identity(path): name for name, path in _read(inputs or {})}
     for option, path in files.items():
@@ -117,8 +117,8 @@ def write_and_show(
     def written(name: str) -> None:
         path = targets.get(name)
         if path is not None and str(path) != "-":
-            what = name.removeprefix("--")
-            console().print(note((f"{what} written to", "dim"), f" {path}"))
+            kind = name.removeprefix("--")
+            console().print(note((f"{kind} written to", "dim"), f" {path}"))
 
     write_each(steps, written)
 
@@ -153,11 +153,11 @@ def _check_state(option: str, path: Path, resume: bool | None, overwrite: bool) 
 
 def _read(inputs: Files) -> Iterator[tuple[str, Path]]:
     """Every file that is read, with its name for messages."""
-    for option, given in inputs.items():
-        if given is None:
+    for option, paths in inputs.items():
+        if paths is None:
             continue
-        for one in (given,) if isinstance(given, str | Path) else given:
-            path = Path(one).expanduser()
+        for path_text in (paths,) if isinstance(paths, str | Path) else paths:
+            path = Path(path_text).expanduser()
             if os.path.isdir(path):
                 for pattern in _MODEL:
                     yield from ((f"{part}, of {option}", part) for part in path.glob(pattern))
@@ -168,7 +168,7 @@ def _read(inputs: Files) -> Iterator[tuple[str, Path]]:
 def _identity(path: Path) -> tuple[int, int] | str | None:
     """A key that two names of the same file share; None for anything but regular files."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return os.path.realpath(path)
-    return (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) else None
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None

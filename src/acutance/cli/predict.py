@@ -127,13 +127,13 @@ def predict(options: PredictOptions) -> None:
         from acutance.report.prediction_table import prediction_record, prediction_table
         from acutance.report.screen import print_sentences
     with misuse():
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             name: value for name in ARGUMENTS if (value := getattr(options, name)) is not None
         }
         for name, text in (("q", options.q), ("mu", options.mu)):
             if text is not None:
-                given[name] = _numbers(name, text)
-        prediction = theory.predict(options.mechanism, options.n, **given)
+                arguments[name] = _numbers(name, text)
+        prediction = theory.predict(options.mechanism, options.n, **arguments)
     with plain_errors():
         measured = None
         record = prediction_record(prediction)

@@ -68,7 +68,10 @@ def reproduce(options: ReproduceOptions) -> None:
             chosen = runner.pick(options.names or [], EXPERIMENTS)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="NAME") from error
-        records = {f"the record of {one.name}": out / f"{one.name}.json" for one in chosen}
+        records = {
+            f"the record of {experiment.name}": out / f"{experiment.name}.json"
+            for experiment in chosen
+        }
         check_outputs({**(records if os.path.isdir(out) else {}), "--json": options.json})
         if options.listing:
             console(stderr=False).print(render.listing(chosen))
@@ -105,14 +108,14 @@ def _run(chosen: "Sequence[Experiment]", options: ReproduceOptions) -> int:
     from acutance.report.screen import note
 
     notes = console()
-    lacking = {one.name: missing(one, quick=options.quick) for one in chosen}
+    lacking = {experiment.name: missing(experiment, quick=options.quick) for experiment in chosen}
     if not all(lacking.values()):  # otherwise the run says what to install
-        for one in chosen:
-            if package := lacking[one.name]:
-                size = "" if package == one.needs else " at full size"
-                said = f"{one.name}: skipped, because it needs {package}{size}"
-                notes.print(Text(said, style="yellow"))
-        chosen = [one for one in chosen if not lacking[one.name]]
+        for experiment in chosen:
+            if package := lacking[experiment.name]:
+                size = "" if package == experiment.needs else " at full size"
+                message = f"{experiment.name}: skipped, because it needs {package}{size}"
+                notes.print(Text(message, style="yellow"))
+        chosen = [experiment for experiment in chosen if not lacking[experiment.name]]
     records: list[Record] = []
     complete, failure = True, None
     status: Any = None
@@ -163,8 +166,8 @@ def _run(chosen: "Sequence[Experiment]", options: ReproduceOptions) -> int:
     if records and str(options.json) != "-":
         output = console(stderr=False)
         output.print(render.summary(records, output.width))
-        what = "records and figures" if options.figures else "records"
-        notes.print(note((f"{what} in", "dim"), f" {options.out}"))
+        outputs = "records and figures" if options.figures else "records"
+        notes.print(note((f"{outputs} in", "dim"), f" {options.out}"))
     if failure is not None:
         raise failure
     if not complete:

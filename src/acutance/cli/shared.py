@@ -85,9 +85,9 @@ def _visible_misuse() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = getattr(error, "message", None)
-        if hasattr(error, "format_message") and isinstance(said, str):
-            vars(error)["message"] = visible_lines(said)
+        message = getattr(error, "message", None)
+        if hasattr(error, "format_message") and isinstance(message, str):
+            vars(error)["message"] = visible_lines(message)
         raise
 
 

@@ -233,12 +233,12 @@ def _linear(form: Linear, inputs: Inputs, n: float) -> Predicted:
     q, mean, covariance, exact = feature_moments(form, inputs)
     sparsity = torch.full(q.shape[:2], math.nan, dtype=torch.float64)
     for head, rows in enumerate(q):
-        some = rows @ mean[head] > 0  # a query without features gives no key any weight
-        if bool(some.any()):
+        has_weight = rows @ mean[head] > 0  # a query without features gives no key any weight
+        if bool(has_weight.any()):
             exact_values = theory.sparsity_linear(
-                rows[some].numpy(), mean[head].numpy(), covariance[head].numpy()
+                rows[has_weight].numpy(), mean[head].numpy(), covariance[head].numpy()
             )
-            sparsity[head, some] = torch.from_numpy(np.asarray(exact_values, np.float64))
+            sparsity[head, has_weight] = torch.from_numpy(np.asarray(exact_values, np.float64))
     values = {"sparsity": sparsity, "effective_keys": n * sparsity.square()}
     why = dict.fromkeys(
         ("entropy",), "Not determined by the mean and covariance of key features."

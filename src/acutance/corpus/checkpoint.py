@@ -57,8 +57,8 @@ def not_loaded(model: nn.Module, report: Mapping[str, Any]) -> str | None:
     if cause:
         unexpected |= set(map(str, report["unexpected_keys"]))
     shapes = [
-        f"{name}: {tuple(saved_shape)} in the files, {tuple(here)} in the model"
-        for name, saved_shape, here in sorted(
+        f"{name}: {tuple(saved_shape)} in the files, {tuple(model_shape)} in the model"
+        for name, saved_shape, model_shape in sorted(
             report.get("mismatched_keys", ()), key=lambda part: part[0]
         )
     ]
@@ -119,11 +119,11 @@ def _cause(missing: Collection[str], unexpected: Iterable[str]) -> str:
     if not before or 2 * before.total() < len(missing):
         return ""
     prefix, _ = before.most_common(1)[0]
-    why = next((reason for part, reason in _WRAPPERS.items() if part in prefix.split(".")), "")
-    if not why:
+    cause = next((reason for part, reason in _WRAPPERS.items() if part in prefix.split(".")), "")
+    if not cause:
         return f"the names in the files begin with {prefix!r}; without it they would match"
     return (
-        f"the names in the files begin with {prefix!r} ({why}): save the wrapped model instead "
+        f"the names in the files begin with {prefix!r} ({cause}): save the wrapped model instead "
         "of its wrapper"
     )
 

@@ -108,7 +108,7 @@ def load_model(
     if header is not None and hasattr(transformers, "GgufConfig"):  # newer ones may stay quantised
         extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with read_once() if header else nullcontext():
-        config, words, model, report = _load(
+        config, loaded_tokenizer, model, report = _load(
             label, source, header, tokenizer, options, extra, device, head
         )
     if header is not None:  # plain floats by now, and the same model as another file's
@@ -124,8 +124,8 @@ def load_model(
             f"{label} did not load: {difference}. Missing weights would be random; pass "
             "--allow-missing to accept that"
         )
-    if header is not None and (lost := header.unread_positions(config)) is not None:
-        scaling = f"scaled rotary positions ({lost})"
+    if header is not None and (lost_key := header.unread_positions(config)) is not None:
+        scaling = f"scaled rotary positions ({lost_key})"
         if not allow_missing:
             raise ModelError(
                 f"{label} has {scaling}, which transformers {transformers.__version__} does "
@@ -134,7 +134,9 @@ def load_model(
             )
         difference = " and ".join(filter(None, (difference, scaling)))
     stored = None if header is None else header.weights
-    return TextModel(label, model, words, positions(config, words), difference, stored)
+    return TextModel(
+        label, model, loaded_tokenizer, positions(config, loaded_tokenizer), difference, stored
+    )
 
 
 #: The name by which this package's modules call it.
@@ -159,7 +161,7 @@ def _load(
     except Exception as error:
         raise ModelError(_why(label, error, header)) from error
     check_reads_text(label, config)
-    words = _tokenizer(label, source, tokenizer, options, header)
+    loaded_tokenizer = _tokenizer(label, source, tokenizer, options, header)
     extra |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # judged later
     try:
         with torch.random.fork_rng(devices=[]):
@@ -173,7 +175,7 @@ def _load(
         raise
     except Exception as error:
         raise ModelError(_why(label, error, header)) from error
-    return config, words, model, report
+    return config, loaded_tokenizer, model, report
 
 
 def _files(source: str) -> dict[str, str]:
@@ -197,8 +199,8 @@ def _header(label: str, source: str) -> GgufFile | None:
     except GgufError as error:
         raise ModelError(f"{label} {error}") from error
     if not header.architecture or not header.tensors:
-        what = "weights" if header.architecture else "architecture"
-        raise ModelError(f"{label} is a GGUF file without {what}, so it is not a model")
+        missing = "weights" if header.architecture else "architecture"
+        raise ModelError(f"{label} is a GGUF file without {missing}, so it is not a model")
     return header
 
 

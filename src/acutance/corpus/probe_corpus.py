@@ -72,7 +72,9 @@ class Options:
         options = {name: getattr(self.probe, name) for name in _FEWER}
         if self.probe.max_rows is None:
             options["seed"] = 0  # nothing is drawn
-        changed = {name: one for name, one in options.items() if one != getattr(_EVERYTHING, name)}
+        changed = {
+            name: value for name, value in options.items() if value != getattr(_EVERYTHING, name)
+        }
         return changed if self.every == 1 else {"every": self.every, **changed}
 
 

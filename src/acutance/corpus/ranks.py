@@ -236,7 +236,7 @@ class Ranks(SingleProcess):
             dist.all_gather_object(messages, text)
         if problem is not None:
             raise problem
-        rank = next(index for index, words in enumerate(messages) if words is not None)
+        rank = next(index for index, message in enumerate(messages) if message is not None)
         raise RankError(f"rank {rank}: {messages[rank]}")
 
     def stopped(self) -> bool:
@@ -306,10 +306,12 @@ def world(timeout: timedelta = timedelta(minutes=30)) -> Iterator[SingleProcess]
         return
     dist.init_process_group("gloo", timeout=timeout)
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    here = Ranks(dist.get_rank(), dist.get_world_size(), local)
-    before = {kind: signal.signal(kind, here.stop) for kind in (signal.SIGINT, signal.SIGTERM)}
+    ranks_here = Ranks(dist.get_rank(), dist.get_world_size(), local)
+    before = {
+        kind: signal.signal(kind, ranks_here.stop) for kind in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
-        yield here
+        yield ranks_here
     finally:
         with suppress(RuntimeError):  # the first rank may have words to say before torchrun ends it
             dist.barrier(async_op=True).wait(_LAST_WORDS)

@@ -89,8 +89,8 @@ def _kinds(summary: Judged, heads: Sequence[HeadFacts]) -> list[str]:
     """A line for each class that has heads, the largest first."""
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for place, classes in zip(summary.places, classify(summary), strict=True):
-        for one in classes:
-            places[one.name].append(place)
+        for head_class in classes:
+            places[head_class.name].append(place)
     lines = []
     for name in sorted(places, key=lambda name: (-len(places[name]), list(CLASSES).index(name))):
         those = places[name]

@@ -172,8 +172,8 @@ def in_words(recommended: Sequence[Recommendation], nothing: str = NOTHING) -> l
         if rest := [each for each in same if each not in named]:
             heads = sum(len(each.heads) for each in rest)
             layers = f"{len(rest)} more layer{'s' * (len(rest) > 1)}"
-            what = f"{heads} heads of {layers}" if heads else layers
-            sentences[-1] += f" The same applies to {what}."
+            subject = f"{heads} heads of {layers}" if heads else layers
+            sentences[-1] += f" The same applies to {subject}."
     return sentences
 
 

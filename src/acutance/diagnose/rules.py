@@ -157,11 +157,11 @@ def _positional(head: HeadFacts) -> Judgement | None:
 
 
 def _not_finite(head: HeadFacts) -> Judgement | None:
-    rows, lost = head.count("n_keys"), head.count("n_keys") - head.count("lse")
-    if lost <= 0 or not head.has("lse"):
+    rows, not_finite = head.count("n_keys"), head.count("n_keys") - head.count("lse")
+    if not_finite <= 0 or not head.has("lse"):
         return None
-    numbers = {"rows": float(rows), "not_finite": float(lost)}
-    return Judgement(lost / rows, numbers)
+    numbers = {"rows": float(rows), "not_finite": float(not_finite)}
+    return Judgement(not_finite / rows, numbers)
 
 
 def _large_logits(head: HeadFacts) -> Judgement | None:

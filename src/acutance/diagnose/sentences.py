@@ -51,9 +51,9 @@ def _from_to(beyond: _Beyond, name: str, form: str) -> str:
 
 
 def _describe_not_finite(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
-    rows, lost = worst.numbers["rows"], worst.numbers["not_finite"]
+    rows, not_finite = worst.numbers["rows"], worst.numbers["not_finite"]
     return (
-        f"{lost:,.0f} of {rows:,.0f} rows have scores that are not finite",
+        f"{not_finite:,.0f} of {rows:,.0f} rows have scores that are not finite",
         "find the source of inf or NaN: an overflow of float16, or a mask that hides whole rows",
         "measured",
     )

@@ -193,8 +193,8 @@ def cut(tensor: Tensor, parts: list[slice], dim: int = 2) -> tuple[Tensor, ...]:
     sizes = [part.stop - part.start for part in parts]
     first = parts[0].start if parts else 0
     rest = tensor.shape[dim] - first - sum(sizes)
-    found: tuple[Tensor, ...] = tensor.split([first, *sizes, rest], dim)
-    return found[1:-1]
+    pieces: tuple[Tensor, ...] = tensor.split([first, *sizes, rest], dim)
+    return pieces[1:-1]
 
 
 def make_call(

@@ -144,13 +144,13 @@ def decay_statistics(n: Tensor | int, decay: Tensor | float) -> WeightStatistics
     else:
         lam = check_decay(decay, 1, keys.new_zeros((), dtype=torch.float64))[0]
     keys, lam = torch.broadcast_tensors(keys.long(), lam.double())
-    some, count, theta = keys > 0, keys.double(), -torch.log(lam)
+    has_keys, count, theta = keys > 0, keys.double(), -torch.log(lam)
     A, Q = _geometric(theta, count), _geometric(2 * theta, count)
     X = -theta * _mean_position(theta, count) * A
-    top = some.double()
-    first = torch.where(some, torch.exp(-theta * (count - 1).clamp(min=0.0)), 0.0)
+    top = has_keys.double()
+    first = torch.where(has_keys, torch.exp(-theta * (count - 1).clamp(min=0.0)), 0.0)
     c, T, A, Q, X, top, first = (part.to(dtype) for part in (top, A, A, Q, X, top, first))
-    index = torch.where(some, 0, NO_KEY)
+    index = torch.where(has_keys, 0, NO_KEY)
     return WeightStatistics(WeightSums(keys, c, T, A, Q, X, top, first, index))
 
 

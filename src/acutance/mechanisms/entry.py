@@ -213,8 +213,8 @@ class Recurrence(Form):
         query, _, value, _, offset, _, _ = call
         parameters = self._parameters(value.shape[3], value)
         inputs = value.to(parameters.D.dtype)
-        found, _ = linear_recurrent_unit(inputs, parameters)
-        out = found.repeat_interleave(query.shape[1] // value.shape[1], 1).to(query.dtype)
+        outputs, _ = linear_recurrent_unit(inputs, parameters)
+        out = outputs.repeat_interleave(query.shape[1] // value.shape[1], 1).to(query.dtype)
         requested = slice(offset, offset + query.shape[2])
         decays = lru_decays(parameters.nu_log, parameters.theta_log)
         sums = recurrence_statistics(value.shape[2], decays).sums

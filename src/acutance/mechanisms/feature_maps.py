@@ -208,23 +208,23 @@ class CallableMap(FeatureMap):
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Apply the function to x."""
-        found: object = self.function(x)
-        if not isinstance(found, Tensor):
-            raise TypeError(f"a feature map must return a Tensor, got {type(found).__name__}")
-        if found.shape[:-1] != x.shape[:-1]:
+        features: object = self.function(x)
+        if not isinstance(features, Tensor):
+            raise TypeError(f"a feature map must return a Tensor, got {type(features).__name__}")
+        if features.shape[:-1] != x.shape[:-1]:
             raise ValueError(
                 "a feature map must map (..., length, E) to (..., length, F), got "
-                f"{tuple(found.shape)} for {tuple(x.shape)}"
+                f"{tuple(features.shape)} for {tuple(x.shape)}"
             )
         if self.nonnegative and not torch.compiler.is_compiling():
-            below = found.detach() < 0
+            below = features.detach() < 0
             if bool(below.any()):
                 raise ValueError(
                     "a callable feature map must not have negative features, got "
-                    f"{found.detach()[below][0].item():g}: pass signed ones as "
+                    f"{features.detach()[below][0].item():g}: pass signed ones as "
                     "CallableMap(function, nonnegative=False)"
                 )
-        return found.to(x.dtype)
+        return features.to(x.dtype)
 
 
 #: A name, a feature map or a function that is one.

@@ -22,8 +22,10 @@ def remembered(call: Call, state: LinearState, keys: int, length: int) -> Linear
     def absorbed(
         index: int, log_decay: Tensor | None, state: LinearState, key: Tensor, value: Tensor
     ) -> tuple[None, LinearState]:
-        given = call.features(call.placed(NO_ROWS, parts[index], key=key, value=value), log_decay)
-        return None, past(state, given, key.shape[2])
+        features = call.features(
+            call.placed(NO_ROWS, parts[index], key=key, value=value), log_decay
+        )
+        return None, past(state, features, key.shape[2])
 
     if parts:
         cuts = [Part(call.key, 2, parts), Part(call.value, 2, parts)]
@@ -52,8 +54,8 @@ def onwards(
     ) -> tuple[Rows, LinearState]:
         piece = call.placed(parts[index], keys[index], *tensors)
         missing = tensors[0].shape[2] - tensors[1].shape[2]
-        given = call.features(piece, log_decay, missing)
-        rows, state = follow(state, given, chunk=call.chunk, strict=strict)
+        features = call.features(piece, log_decay, missing)
+        rows, state = follow(state, features, chunk=call.chunk, strict=strict)
         return _finished(call, rows) if finish else rows, state
 
     if not parts:
@@ -95,16 +97,16 @@ def full(call: Call, offset: int, *, squares: bool) -> Rows:
     ) -> tuple[Rows, LinearState]:
         """The rows of one segment when every row sees all keys."""
         piece = call.placed(parts[index], NO_ROWS, query=query)
-        given = call.features(piece, log_decay)
+        features = call.features(piece, log_decay)
         if sides:
             mine = Sums(
                 *(sides[order.index(i)] if i in order else sides[1][..., :0] for i in range(4))
             )
         else:
             carry = Carry(state.values, state.keys, state.squares, state.exponents)
-            mine = read(given.q, carry)
+            mine = read(features.q, carry)
         place = piece.row_places
-        first = first_weight(given, state.first, state.first_index, place, mine.exponents)
+        first = first_weight(features, state.first, state.first_index, place, mine.exponents)
         first = torch.where((state.n > 0)[:, None, None, None], first, 0.0)
         shape = (-1, query.shape[2])
         n, place = state.n[:, None].expand(shape), state.first_index[:, None].expand(shape)

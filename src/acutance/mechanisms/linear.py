@@ -317,10 +317,10 @@ def _attend(
         key_start=0,
     )
     squares = check_flag("return_stats", return_stats) and rows == "sums"
-    found = (causal if is_causal else full)(call, query_offset, squares=squares)
-    out = found.sums.values.flatten(1, 2)
+    row_sums = (causal if is_causal else full)(call, query_offset, squares=squares)
+    out = row_sums.sums.values.flatten(1, 2)
     if not return_stats:
         return out
     if squares:
-        return out, WeightStatistics(weight_sums(found, call.feature_map.nonnegative))
+        return out, WeightStatistics(weight_sums(row_sums, call.feature_map.nonnegative))
     return out, WeightStatistics(blockwise(call, is_causal=is_causal, offset=query_offset))

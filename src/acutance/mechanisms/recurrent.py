@@ -106,13 +106,13 @@ class _Recurrence(torch.autograd.Function):
         """Gradients by a reverse scan; differentiable if a second derivative is needed."""
         h, decay, state = ctx.saved_tensors
         if torch.is_grad_enabled():
-            found = _by_operations(upstream[0], h, decay, state)
+            gradients = _by_operations(upstream[0], h, decay, state)
         else:
             real, dtype = ctx.real[0], ctx.single[0]
-            found = _returned(upstream[0], h, decay, state, dtype if real else h.dtype)
+            gradients = _returned(upstream[0], h, decay, state, dtype if real else h.dtype)
         return tuple(
             (part.real if real and part.is_complex() else part).to(dtype)
-            for part, real, dtype in zip(found, ctx.real, ctx.single, strict=True)
+            for part, real, dtype in zip(gradients, ctx.real, ctx.single, strict=True)
         )
 
 
@@ -142,12 +142,12 @@ def _returned(
         stop = min(start + _size(h), h.shape[-2])
         piece = upstream[..., start:stop, :].flip(-2).to(h.dtype)
         piece[..., 0, :] += back * last
-        found = _scan(piece, exact).flip(-2)
-        last = found[..., 0, :]
-        grad[..., start:stop, :] = found.real if dtype != h.dtype else found
+        segment_grad = _scan(piece, exact).flip(-2)
+        last = segment_grad[..., 0, :]
+        grad[..., start:stop, :] = segment_grad.real if dtype != h.dtype else segment_grad
         before = state.to(h.dtype) if start == 0 else h[..., start - 1, :]
         by_decay += _by_channel(last * before.conj())
-        by_decay += _by_channel(found[..., 1:, :] * h[..., start : stop - 1, :].conj())
+        by_decay += _by_channel(segment_grad[..., 1:, :] * h[..., start : stop - 1, :].conj())
     return grad, by_decay, last * back
 
 
@@ -193,12 +193,12 @@ def _scan(x: Tensor, decay: Tensor) -> Tensor:
     powers = exact.to(x.dtype)
     ends = _scan(h[..., -1, :], exact[-1])
     h[..., 1:, :, :] += powers * ends[..., :-1, None, :]
-    found = h.flatten(-3, -2)
+    states = h.flatten(-3, -2)
     if whole == length:
-        return found
+        return states
     rest = _doubled(x[..., whole:, :], decay)
     rest += powers[: length - whole] * ends[..., -1:, :]
-    return torch.cat([found, rest], -2)
+    return torch.cat([states, rest], -2)
 
 
 def _doubled(x: Tensor, decay: Tensor) -> Tensor:
@@ -390,11 +390,11 @@ def linear_recurrent_unit(
     D = parameters.D
     width = inputs[..., :1, 0].numel() * max(parameters.B.shape)
     size = CHUNK * max(1, 4 * STRETCH // (CHUNK * max(1, width)))
-    found = []
+    outputs_so_far = []
     for u in inputs.split(size, -2):  # complex states of a stretch at a time
         h = diagonal_recurrence(u.to(into.dtype) @ into.mT, decay, state)
         state = h[..., -1, :]
         skip = D * u if D.dim() == 1 else u @ D.mT
-        found.append((h @ parameters.C.mT).real + skip)
+        outputs_so_far.append((h @ parameters.C.mT).real + skip)
     assert state is not None
-    return torch.cat(found, -2), state
+    return torch.cat(outputs_so_far, -2), state

@@ -28,12 +28,12 @@ def blockwise(call: Call, *, is_causal: bool, offset: int) -> WeightSums:
     distribution = call.feature_map.nonnegative
 
     def formed(log_decay: Tensor | None, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
-        given = call.features(piece, log_decay)
+        features = call.features(piece, log_decay)
         distance = (piece.row_places[:, None] - piece.key_places).to(call.dtype)
-        seen = given.visible[:, None, None]
+        seen = features.visible[:, None, None]
         if is_causal:
             seen = seen & (distance >= 0)
-        return given.q @ given.k.transpose(-1, -2), distance, seen
+        return features.q @ features.k.transpose(-1, -2), distance, seen
 
     def largest(piece: Piece) -> tuple[Tensor, Tensor]:
         a, distance, seen = formed(call.log_decay, piece)
@@ -70,7 +70,7 @@ def blockwise(call: Call, *, is_causal: bool, offset: int) -> WeightSums:
     blocks = [slice(j, min(j + KEYS, call.keys)) for j in range(0, call.keys, KEYS)]
     queries = list(call.pieces(parts, [NO_ROWS] * len(parts)))
     keys = list(call.pieces([NO_ROWS] * len(blocks), blocks))
-    found = []
+    block_sums = []
     for part, row in zip(parts, queries, strict=True):
         none = call.query.new_zeros(*row.query.shape[:3], 0, dtype=call.dtype)
         sums = observe_weights(none, distribution=distribution)
@@ -86,17 +86,17 @@ def blockwise(call: Call, *, is_causal: bool, offset: int) -> WeightSums:
                 size, best = torch.stack(sizes).max(0)
                 unit = (size, torch.stack(distances).gather(0, best[None])[0])
         for piece in pieces:
-            made = (
+            blocks_made = (
                 checkpoint(block, call.log_decay, unit, *piece, use_reentrant=False)
                 if torch.is_grad_enabled() and not transformed()
                 else block(call.log_decay, unit, *piece)
             )  # formed again for its gradient rather than kept
-            sums = merge_weights(sums, made)
-        found.append(sums if unit is None else _in_units(sums, unit[0]))
+            sums = merge_weights(sums, blocks_made)
+        block_sums.append(sums if unit is None else _in_units(sums, unit[0]))
     return WeightSums(
         *(
             torch.cat(parts, -1) if parts[0].dim() == 3 else parts[0]  # a field that is not known
-            for parts in zip(*found, strict=True)
+            for parts in zip(*block_sums, strict=True)
         )
     )
 

@@ -176,21 +176,21 @@ def scan(
     """
     length = q.shape[-2]
     whole = length - length % chunk
-    found = []
+    sums_so_far = []
     for part, size in ((slice(0, whole), chunk), (slice(whole, length), length - whole)):
         if part.stop > part.start:
             rows, keys, values = q[..., part, :], k[..., part, :], v[..., part, :]
             sums, carry = (chunks or _chunks)(rows, keys, values, log_decay, carry, size, strict)
-            found.append(sums)
-    if not found:
+            sums_so_far.append(sums)
+    if not sums_so_far:
         return read(q, carry), carry
-    if len(found) == 1:
-        return found[0], carry
+    if len(sums_so_far) == 1:
+        return sums_so_far[0], carry
     return Sums(
-        torch.cat([sums.values for sums in found], -2),
-        torch.cat([sums.total for sums in found], -1),
-        torch.cat([sums.squares for sums in found], -1),
-        torch.cat([sums.exponents for sums in found], -1),
+        torch.cat([sums.values for sums in sums_so_far], -2),
+        torch.cat([sums.total for sums in sums_so_far], -1),
+        torch.cat([sums.squares for sums in sums_so_far], -1),
+        torch.cat([sums.exponents for sums in sums_so_far], -1),
     ), carry
 
 

@@ -73,11 +73,11 @@ def in_segments(
         return _joined(step, parts, log_decay, state, random=not closed)
     if not (learns and torch.is_grad_enabled()):
         return _in_place(step, parts, log_decay, state, None)
-    found = _Segmented.apply(  # type: ignore[no-untyped-call]
+    flat_results = _Segmented.apply(  # type: ignore[no-untyped-call]
         step, [part[1:] for part in parts], log_decay, *state, *(part.tensor for part in parts)
     )
-    after = LinearState(*found[:STATE])
-    return (_rows(list(found[STATE:])) if len(found) > STATE else None), after
+    after = LinearState(*flat_results[:STATE])
+    return (_rows(list(flat_results[STATE:])) if len(flat_results) > STATE else None), after
 
 
 def _in_place(
@@ -121,7 +121,7 @@ def _joined(
     random: bool,
 ) -> tuple[Rows | None, LinearState]:
     """Run every segment by operations that autograd can differentiate any number of times."""
-    found: list[list[Tensor]] = []
+    fields_by_segment: list[list[Tensor]] = []
     for index, pieces in enumerate(zip(*(part.cut() for part in parts), strict=True)):
         if torch.compiler.is_compiling() or transformed():
             rows, state = step(index, log_decay, state, *pieces)
@@ -139,14 +139,14 @@ def _joined(
                 ),
             )
         if rows is not None:
-            found.append(_fields(rows))
-    if not found:
+            fields_by_segment.append(_fields(rows))
+    if not fields_by_segment:
         return None, state
-    fields = zip(*found, strict=True)
+    fields = zip(*fields_by_segment, strict=True)
     return _rows(
         [
             field[-1] if dim is None else torch.cat(field, dim)
-            for field, (_, dim) in zip(fields, _dims(found[-1]), strict=True)
+            for field, (_, dim) in zip(fields, _dims(fields_by_segment[-1]), strict=True)
         ]
     ), state
 
@@ -168,24 +168,24 @@ class _Segmented(torch.autograd.Function):
         ctx.save_for_backward(log_decay, *tensors)
         parts = _parts(tensors[STATE:], cuts)
         rows, after = _in_place(step, parts, log_decay, LinearState(*tensors[:STATE]), ctx.states)
-        found = [*after, *([] if rows is None else _fields(rows))]
+        results = [*after, *([] if rows is None else _fields(rows))]
         inputs = {id(t) for t in tensors}  # without new keys the state is the input itself
-        found = [t.clone() if id(t) in inputs or t.numel() == 0 else t for t in found]
-        ctx.mark_non_differentiable(*(t for t in found if not t.is_floating_point()))
-        return tuple(found)
+        results = [t.clone() if id(t) in inputs or t.numel() == 0 else t for t in results]
+        ctx.mark_non_differentiable(*(t for t in results if not t.is_floating_point()))
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         """Recompute the segments from last to first and accumulate their gradients."""
         log_decay, *tensors = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3:]
+        needs_grad = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():
             grads = _differentiable_backward(ctx, log_decay, tensors, upstream)
             return (None, None, *grads)
         sequences = _parts(tensors[STATE:], ctx.cuts)
         targets = [
             _blank(part) if want else None
-            for part, want in zip(sequences, wanted[STATE:], strict=True)
+            for part, want in zip(sequences, needs_grad[STATE:], strict=True)
         ]
         by_state: list[Tensor | None] = list(upstream[:STATE])
         by_decay = None
@@ -205,17 +205,21 @@ class _Segmented(torch.autograd.Function):
                         outs.append(field)
                         grads.append(grad.narrow(dim, end, count))
             leaves = [*state, *pieces, *([] if decay is None else [decay])]
-            found = _gradients(outs, leaves, grads)
-            by_state = found[:STATE]
-            for part, target, grad in zip(sequences, targets, found[STATE:], strict=False):
+            grads_of_leaves = _gradients(outs, leaves, grads)
+            by_state = grads_of_leaves[:STATE]
+            for part, target, grad in zip(
+                sequences, targets, grads_of_leaves[STATE:], strict=False
+            ):
                 if target is not None:
                     place = part._replace(tensor=target).piece(index)
                     if grad is None:
                         place.zero_()
                     else:
                         place.copy_(grad)
-            if decay is not None and found[-1] is not None:
-                by_decay = found[-1] if by_decay is None else by_decay + found[-1]
+            if decay is not None and grads_of_leaves[-1] is not None:
+                by_decay = (
+                    grads_of_leaves[-1] if by_decay is None else by_decay + grads_of_leaves[-1]
+                )
         return (None, None, by_decay, *by_state, *targets)
 
 
@@ -228,8 +232,8 @@ def _differentiable_backward(
     rows, after = _joined(ctx.step, parts, log_decay, LinearState(*tensors[:STATE]), random=False)
     outs = [*after, *([] if rows is None else _fields(rows))]
     leaves = [t for t in inputs if t is not None]
-    found = iter(_gradients(outs, leaves, list(upstream), create_graph=True))
-    return [None if t is None else next(found) for t in inputs]
+    gradients = iter(_gradients(outs, leaves, list(upstream), create_graph=True))
+    return [None if t is None else next(gradients) for t in inputs]
 
 
 def _gradients(
@@ -248,7 +252,7 @@ def _gradients(
     learning = [leaf for leaf in leaves if leaf.requires_grad]
     if not chosen or not learning:
         return [None] * len(leaves)
-    found = iter(
+    computed = iter(
         torch.autograd.grad(
             [out for out, _ in chosen],
             learning,
@@ -257,7 +261,7 @@ def _gradients(
             create_graph=create_graph,
         )
     )
-    return [next(found) if leaf.requires_grad else None for leaf in leaves]
+    return [next(computed) if leaf.requires_grad else None for leaf in leaves]
 
 
 #: Tensors of a state: they come first among a step's tensors.
@@ -272,12 +276,12 @@ def _detached_leaf(tensor: Tensor) -> Tensor:
 def _blank(part: Part) -> Tensor:
     """Allocate the gradient of a sequence; entries outside all pieces are 0."""
     tensor, dim, slices = part
-    made = torch.empty_like(tensor)
+    gradient = torch.empty_like(tensor)
     first = slices[0].start if slices else 0
     last = slices[-1].stop if slices else 0
-    made.narrow(dim, 0, first).zero_()
-    made.narrow(dim, last, tensor.shape[dim] - last).zero_()
-    return made
+    gradient.narrow(dim, 0, first).zero_()
+    gradient.narrow(dim, last, tensor.shape[dim] - last).zero_()
+    return gradient
 
 
 def _parts(tensors: Sequence[Tensor], cuts: list[tuple[int, list[slice]]]) -> list[Part]:

@@ -57,7 +57,7 @@ class HeadCall:
         self, value: Tensor, *, dropout_p: float, statistics: bool
     ) -> tuple[Tensor, RowStatistics | WeightStatistics | None]:
         """Output (B, Hq, L, Ev) for values (B, H, S, Ev), in memory of O(L + S)."""
-        found = attention(
+        result = attention(
             self.query,
             self.key,
             value,
@@ -71,7 +71,7 @@ class HeadCall:
             scaling=self.scaling,
             **self._options,
         )
-        return found if statistics else (found[0], None)
+        return result if statistics else (result[0], None)
 
     def statistics(self, *, scaled: bool = True) -> RowStatistics | WeightStatistics:
         """Row statistics without an output."""

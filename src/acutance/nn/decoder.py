@@ -204,9 +204,9 @@ class DecoderBlock(nn.Module):
 
     def _read(self, x: Tensor, state: DecoderState) -> Tensor:
         """The part after self-attention: attend to the memory, then the feed-forward network."""
-        found = self.cross_attention.recall(
+        read_memory = self.cross_attention.recall(
             self.norms[1](x), state.memory, state.memory_padding_mask
         )
-        x = x + self.drop(found)
+        x = x + self.drop(read_memory)
         changed: Tensor = self.drop(self.network(self.norms[2](x)))
         return x + changed

@@ -72,11 +72,11 @@ class LinearHeads(Recorded):
         check_flag("bias", bias)
 
         def layer(inputs: int, outputs: int) -> nn.Linear:
-            made = nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
-            nn.init.xavier_uniform_(made.weight)
-            if made.bias is not None:
-                nn.init.zeros_(made.bias)
-            return made
+            linear = nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
+            nn.init.xavier_uniform_(linear.weight)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+            return linear
 
         self.q_proj = layer(embed_dim, embed_dim)
         self.k_proj = layer(embed_dim, kv_heads * self.head_dim)
@@ -153,7 +153,7 @@ class LinearHeads(Recorded):
         if decay is not None:
             run = partial(decay_attention, decay=decay)
         records = self.statistics != "off"
-        found = run(
+        result = run(
             q,
             k,
             v,
@@ -166,8 +166,8 @@ class LinearHeads(Recorded):
             return_stats=records,
             rows=self.rows,
         )
-        self._record(found[1] if records else None)
-        return self._finish(x, found[0] if records else found)
+        self._record(result[1] if records else None)
+        return self._finish(x, result[0] if records else result)
 
     def _heads(self, x: Tensor, offset: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, Hq, L, E), keys and values (B, H, L, ...) of tokens from ``offset`` on."""

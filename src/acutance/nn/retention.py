@@ -120,10 +120,10 @@ class DecayAttention(LinearHeads):
         )
         if scale is None:
             self.scale = self.head_dim**-0.5
-        found = find_positions(positions, alibi=False)
-        if isinstance(found, Rotary) and self.head_dim % 2:
+        rotary = find_positions(positions, alibi=False)
+        if isinstance(rotary, Rotary) and self.head_dim % 2:
             raise ValueError(f"positions='rotary' needs an even head width, got {self.head_dim}")
-        self.positions = found if isinstance(found, Rotary) else None
+        self.positions = rotary if isinstance(rotary, Rotary) else None
         start = _decays(decay, num_heads)
         # numbers, not a buffer: a module cast to bfloat16 would round 1 − 2⁻¹⁰ to 1
         self._fixed = tuple(start.tolist())

@@ -166,11 +166,12 @@ class MapReader:
     def unrecorded(self) -> list[str]:
         """One sentence for each request of which no sequence had a row."""
         with self._lock:
-            recorded = {name for (name, *_), one in self._maps.items() if one.rows}
+            recorded = {name for (name, *_), request in self._maps.items() if request.rows}
         return [
-            f"maps: no sequence has row {', '.join(map(str, sorted(one.rows)[:5]))} of {one.name!r}"
-            for one, _, _ in self._requests
-            if one.name not in recorded
+            f"maps: no sequence has row {', '.join(map(str, sorted(request.rows)[:5]))} of "
+            f"{request.name!r}"
+            for request, _, _ in self._requests
+            if request.name not in recorded
         ]
 
     def maps(self) -> dict[str, list[HeadMap]]:

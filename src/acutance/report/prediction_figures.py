@@ -65,8 +65,8 @@ def draw_prediction(
     name, title = _AXES[prediction.mechanism]
     if name not in parameters:  # softmax scores of another family
         name, title = "scale", "scale of the logits γ"
-    here = parameters.pop(name)
-    places = _curve_scales(prediction, name, here)
+    scale_here = parameters.pop(name)
+    places = _curve_scales(prediction, name, scale_here)
     metrics = ["entropy", "effective_keys"]
     rows = [predict(prediction.mechanism, n, **{name: at}, **parameters, metrics=metrics)
             for at in places]  # fmt: skip
@@ -87,7 +87,7 @@ def draw_prediction(
         limits = _within(limit, exact, metric, n)
         if np.isfinite(limits).any():
             draw_line(axes, across, limits, limit_curve, "formula for n → ∞")
-        where = 1 / here if inverse else here
+        where = 1 / scale_here if inverse else scale_here
         text = f"{metric.replace('_', ' ')} {prediction[metric]:.4g}"
         draw_marks(axes, [where], [prediction[metric]], exact_curve, text)
         _critical(axes, theme, prediction, metric, name, across[-1])
@@ -167,24 +167,26 @@ def _rest(prediction: Prediction, name: str) -> str:
     return f" Fixed: {', '.join(bars)}." if bars else ""
 
 
-def _curve_scales(prediction: Prediction, name: str, here: float) -> list[float]:
-    """Scales at which the curves are computed, including the prediction's own, ``here``."""
+def _curve_scales(prediction: Prediction, name: str, scale_here: float) -> list[float]:
+    """Scales at which the curves are computed, including the prediction's own, ``scale_here``."""
     n = float(prediction.parameters["n"])
     if name == "lam":
-        return sorted({*np.linspace(0.02, 1.0, _POINTS - 1).tolist(), here})
+        return sorted({*np.linspace(0.02, 1.0, _POINTS - 1).tolist(), scale_here})
     if prediction.mechanism in ("relu2", "identity"):
-        far = 4 * max(here, abs(prediction.parameters["logit_mean"]))
-        return sorted({*np.geomspace(far / 40, far, _POINTS - 1).tolist(), here})
+        far = 4 * max(scale_here, abs(prediction.parameters["logit_mean"]))
+        return sorted({*np.geomspace(far / 40, far, _POINTS - 1).tolist(), scale_here})
     if name == "logit_std":
-        far = max(1.3 * here, 1.5 * gaussian_break_points(max(n, 2))[1])
+        far = max(1.3 * scale_here, 1.5 * gaussian_break_points(max(n, 2))[1])
     elif name == "tau":
         d = prediction.parameters["d"]
         sharp = float(scale_for_entropy(n, 0.15 * math.log(n), "cosine", d=d)) if n > 1 else 1.0
-        far = max(1.3 / here, sharp)
-        return [1 / at for at in sorted({*np.linspace(far / 200, far, _POINTS - 1), 1 / here})]
+        far = max(1.3 / scale_here, sharp)
+        return [
+            1 / at for at in sorted({*np.linspace(far / 200, far, _POINTS - 1), 1 / scale_here})
+        ]
     else:
-        far = 3 * here if here else 1.0
-    return sorted({*np.linspace(0.0, far, _POINTS - 1).tolist(), here})
+        far = 3 * scale_here if scale_here else 1.0
+    return sorted({*np.linspace(0.0, far, _POINTS - 1).tolist(), scale_here})
 
 
 def _within(limit: Any, exact: Any, metric: str, n: float) -> Any:

@@ -46,9 +46,9 @@ def sample_rows(prediction: Prediction, rows: int, seed: int = 0) -> dict[str, t
         value = torch.randn(count, 1, n, 1, generator=generator, dtype=torch.float64)
         value *= math.sqrt(prediction.parameters["value_variance"])
         query = torch.ones(count, 1, 1, 1, dtype=torch.float64)
-        found = row_statistics(query, scores, value, scale=1.0, noise=True)
-        for name in found.available:
-            parts.setdefault(name, []).append(found[name].to(torch.float64).flatten())
+        statistics = row_statistics(query, scores, value, scale=1.0, noise=True)
+        for name in statistics.available:
+            parts.setdefault(name, []).append(statistics[name].to(torch.float64).flatten())
     values = {name: torch.cat(column) for name, column in parts.items()}
     return {
         name: (float(column.mean()), float(column.std()) / math.sqrt(rows))
@@ -58,17 +58,17 @@ def sample_rows(prediction: Prediction, rows: int, seed: int = 0) -> dict[str, t
 
 def _draw(prediction: Prediction, rows: int, n: int, generator: torch.Generator) -> Tensor:
     """Random logits (rows, n) of the prediction's distribution."""
-    given: dict[str, Any] = dict(prediction.parameters)
-    gamma, mean = logit_deviation(prediction), given.get("logit_mean")
+    parameters: dict[str, Any] = dict(prediction.parameters)
+    gamma, mean = logit_deviation(prediction), parameters.get("logit_mean")
     logits: Tensor
     if gamma is not None:
         logits = torch.randn(rows, n, generator=generator, dtype=torch.float64) * gamma
         return logits if mean is None else logits + float(mean)
     if prediction.mechanism == "cosine":
-        law, gamma = as_family("cosine", d=given["d"]), 1 / given["tau"]
+        law, gamma = as_family("cosine", d=parameters["d"]), 1 / parameters["tau"]
     elif prediction.mechanism == "softmax":
-        named = {name: given[name] for name in ("d", "rho", "a") if name in given}
-        law, gamma = as_family(given["family"], **named), given["scale"]
+        named = {name: parameters[name] for name in ("d", "rho", "a") if name in parameters}
+        law, gamma = as_family(parameters["family"], **named), parameters["scale"]
     else:
         raise ValueError(
             "sampling is available for softmax weights only (softmax, cosine, dot, "

@@ -55,7 +55,9 @@ def note(*parts: str | tuple[str, str]) -> Text:
         >>> note(("state written to", "dim"), " /tmp/[/]").plain
         'state written to /tmp/[/]'
     """
-    pieces = [visible(one) if isinstance(one, str) else (visible(one[0]), one[1]) for one in parts]
+    pieces = [
+        visible(part) if isinstance(part, str) else (visible(part[0]), part[1]) for part in parts
+    ]
     return Text.assemble(*pieces)
 
 

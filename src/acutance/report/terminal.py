@@ -259,7 +259,7 @@ def _footnotes(summary: HeadSummary) -> Iterator[tuple[str, Style | None]]:
         yield sentence, None
     if any(crossing(layer.module) for layer in layers):
         yield "× is cross-attention: queries of one sequence, keys of another.", None
-    counts = Counter(one.name for head in classify(summary) for one in head)
+    counts = Counter(head_class.name for head in classify(summary) for head_class in head)
     if counts:
         class_counts = ", ".join(f"{name} {counts[name]}" for name in CLASSES if name in counts)
         yield f"Heads by class: {class_counts}.", None
@@ -295,9 +295,9 @@ def row_sentences(layers: tuple[Layer, ...]) -> list[str]:
         + (f" (by {', '.join(names)})" if names else ""),
         f"{span(layer.empty for layer in layers)} that see no key",
     ]
-    for field, why in (("excluded", "not selected"), ("skipped", "not sampled")):
+    for field, reason in (("excluded", "not selected"), ("skipped", "not sampled")):
         if any(getattr(layer, field) for layer in layers):
-            left.append(f"{span(getattr(layer, field) for layer in layers)} {why}")
+            left.append(f"{span(getattr(layer, field) for layer in layers)} {reason}")
     read = span(layer.rows for layer in layers)
     sentences = [f"{read} rows read per head; left out: {', '.join(left)}."]
     if any(layer.unseen for layer in layers):

@@ -119,20 +119,20 @@ def keys_holding(state: RowState, share: float) -> Tensor:
         raise ValueError(f"share must be above 0 and at most 1, got {share!r}")
     bins = _bins(state)
     before = bins.top.unsqueeze(-1) + torch.cumsum(bins.mass, -1) - bins.mass
-    wanted = share - before  # from each bin on
+    needed = share - before  # from each bin on
     # a bin gives all its keys if what is wanted exceeds its mass, and none if nothing is
-    part = torch.where(bins.mass > 0, wanted / torch.where(bins.mass > 0, bins.mass, 1.0), 0.0)
+    part = torch.where(bins.mass > 0, needed / torch.where(bins.mass > 0, bins.mass, 1.0), 0.0)
     if share == 1.0:
         part = torch.ones_like(part)
     part = part.clamp(0.0, 1.0)
     span = bins.far - bins.near
     fall = -torch.expm1(-span)
-    taken = torch.where(
+    share_of_bin = torch.where(
         span > 0, -torch.log1p(-part * fall) / torch.where(span > 0, span, 1.0), part
     )
-    taken = torch.where(part >= 1.0, 1.0, taken)
-    found = 1.0 + (bins.keys * taken).sum(-1)
-    rounded = torch.ceil(found - _ROUNDING).clamp(min=1.0)
+    share_of_bin = torch.where(part >= 1.0, 1.0, share_of_bin)
+    count = 1.0 + (bins.keys * share_of_bin).sum(-1)
+    rounded = torch.ceil(count - _ROUNDING).clamp(min=1.0)
     return torch.where(bins.top.isnan(), torch.nan, rounded)
 
 
@@ -157,15 +157,15 @@ def mass_of_largest(state: RowState, keys: int) -> Tensor:
         raise ValueError(f"keys must be a whole number, at least 1, got {keys!r}")
     bins = _bins(state)
     before = 1.0 + torch.cumsum(bins.keys, -1) - bins.keys
-    some = bins.keys > 0
-    part = torch.where(some, (keys - before) / torch.where(some, bins.keys, 1.0), 0.0)
+    has_keys = bins.keys > 0
+    part = torch.where(has_keys, (keys - before) / torch.where(has_keys, bins.keys, 1.0), 0.0)
     span = bins.far - bins.near
     fall = -torch.expm1(-span)
     part = part.clamp(0.0, 1.0)
-    held = torch.where(
+    share_of_bin = torch.where(
         fall > 0, -torch.expm1(-part * span) / torch.where(fall > 0, fall, 1.0), part
     )
-    return (bins.top + (bins.mass * held).sum(-1)).clamp(max=1.0)
+    return (bins.top + (bins.mass * share_of_bin).sum(-1)).clamp(max=1.0)
 
 
 def mass_below(state: RowState, gap: float) -> Tensor:
@@ -294,13 +294,13 @@ def critical_ratio(state: RowState) -> Tensor:
     bins = _bins(state)
     last = 1.0 + torch.cumsum(bins.keys, -1)
     first = last - bins.keys + 1.0
-    some = bins.keys > 0
+    has_keys = bins.keys > 0
     span = torch.where(torch.arange(BINS + 1, device=last.device) < BINS, bins.far - bins.near, 0.0)
     ratios = []
     for rank, place in ((first, 0.5), (last, bins.keys - 0.5)):
-        share = place / torch.where(some, bins.keys, 1.0)
+        share = place / torch.where(has_keys, bins.keys, 1.0)
         gap = bins.near + span * share
-        log = torch.log(torch.where(some, rank, 2.0))
-        ratios.append(torch.where(some, gap / log, torch.inf).amin(-1))
-    found = torch.minimum(*ratios)
-    return torch.where(found.isfinite(), found, torch.nan) + (bins.top - bins.top)
+        log = torch.log(torch.where(has_keys, rank, 2.0))
+        ratios.append(torch.where(has_keys, gap / log, torch.inf).amin(-1))
+    smallest = torch.minimum(*ratios)
+    return torch.where(smallest.isfinite(), smallest, torch.nan) + (bins.top - bins.top)

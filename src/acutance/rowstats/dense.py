@@ -95,8 +95,8 @@ def dense_statistics(
     with_sink = None
     if sinks is not None:
         with_sink = sinks.double()[:, None, None].expand(*s.shape[:-1], 1)
-    found = _metrics(s, visible, with_sink, value, group)
-    return found
+    metrics = _metrics(s, visible, with_sink, value, group)
+    return metrics
 
 
 def _metrics(
@@ -113,8 +113,8 @@ def _metrics(
         seen = torch.cat([seen, sink != -torch.inf], -1)  # a sink of −inf is none
     # a row without keys gets one outcome, so that its gradient is 0 and not NaN; its results go
     # below
-    lost = none.unsqueeze(-1) & (torch.arange(seen.shape[-1], device=s.device) == 0)
-    outcomes = torch.where(lost, 0.0, outcomes)
+    no_gradient = none.unsqueeze(-1) & (torch.arange(seen.shape[-1], device=s.device) == 0)
+    outcomes = torch.where(no_gradient, 0.0, outcomes)
     p = torch.softmax(outcomes, -1)
     log_p = torch.log_softmax(outcomes, -1).masked_fill(torch.logical_not(seen), 0.0)
     lse = torch.logsumexp(outcomes, -1)
@@ -139,7 +139,7 @@ def _metrics(
     everything = s if sink is None else torch.cat([s, sink], -1)
     weighted_mean = torch.where(seen, p * everything, 0.0).sum(-1)
 
-    found = {
+    metrics = {
         "n_keys": count,
         "entropy": entropy,
         "normalized_entropy": torch.where(
@@ -168,14 +168,14 @@ def _metrics(
     if value is not None:
         v = value.double().repeat_interleave(group, 1)
         output = keys_p @ v
-        found["noise_gain"] = _noise_gain(keys_p, v, output)
-        found["output"] = torch.where(none.unsqueeze(-1), 0.0, output)
+        metrics["noise_gain"] = _noise_gain(keys_p, v, output)
+        metrics["output"] = torch.where(none.unsqueeze(-1), 0.0, output)
     otherwise = {"n_keys": 0, "max_logit": -torch.inf, "lse": -torch.inf}
     return {
         name: values
         if name == "output"
         else torch.where(none, otherwise.get(name, torch.nan), values).to(values.dtype)
-        for name, values in found.items()
+        for name, values in metrics.items()
     }
 
 
@@ -193,14 +193,14 @@ def _first_versus_rest(s: Tensor, visible: Tensor) -> dict[str, Tensor]:
     lse = torch.logsumexp(safe.masked_fill(torch.logical_not(shown), -torch.inf), -1)
     mean = safe.masked_fill(torch.logical_not(shown), 0.0).sum(-1) / count
     spread = (safe - mean.unsqueeze(-1)).masked_fill(torch.logical_not(shown), 0.0).square().sum(-1)
-    found = {
+    metrics = {
         "first_gap": safe.gather(-1, at).squeeze(-1) - lse,
         "rest_logit_std": torch.where(
             spread > 0, (torch.where(spread > 0, spread, 1.0) / count).sqrt(), spread
         ),
         "rest_jensen_gap": lse - count.log() - mean,
     }
-    return {name: torch.where(several, value, torch.nan) for name, value in found.items()}
+    return {name: torch.where(several, value, torch.nan) for name, value in metrics.items()}
 
 
 def _noise_gain(p: Tensor, value: Tensor, output: Tensor) -> Tensor:

@@ -46,9 +46,9 @@ def count(scores: Tensor, hidden: Tensor | None, top: Tensor) -> Tensor:
         place = torch.nan_to_num(gap, BINS, BINS, BINS).clamp_(0, BINS).to(torch.int64)
         if hidden is not None:
             place = place.masked_fill(hidden, BINS)
-        one = torch.ones_like(place, dtype=torch.int32)
+        ones = torch.ones_like(place, dtype=torch.int32)
         none = place.new_zeros((*place.shape[:-1], BINS + 1), dtype=torch.int32)
-        return none.scatter_add(-1, place, one)[..., :BINS]
+        return none.scatter_add(-1, place, ones)[..., :BINS]
 
 
 def fold(scores: Tensor, top: Tensor) -> Tensor:
@@ -67,11 +67,11 @@ def fold(scores: Tensor, top: Tensor) -> Tensor:
     first = torch.arange(0, rows * (BINS + 1), BINS + 1, dtype=torch.int32, device=top.device)
     place = gap.to(torch.int32).add_(first.view(*top.shape, 1))
     if place.device.type == "cpu":
-        found = torch.bincount(place.flatten(), minlength=rows * (BINS + 1)).to(torch.int32)
+        counts = torch.bincount(place.flatten(), minlength=rows * (BINS + 1)).to(torch.int32)
     else:  # bincount would wait for the device
-        found = torch.zeros(rows * (BINS + 1), dtype=torch.int32, device=top.device)
-        found.index_add_(0, place.flatten(), torch.ones_like(place).flatten())
-    return found.view(*top.shape, BINS + 1)[..., :BINS]
+        counts = torch.zeros(rows * (BINS + 1), dtype=torch.int32, device=top.device)
+        counts.index_add_(0, place.flatten(), torch.ones_like(place).flatten())
+    return counts.view(*top.shape, BINS + 1)[..., :BINS]
 
 
 def aligned(counts: Tensor, old_top: Tensor, top: Tensor) -> Tensor:

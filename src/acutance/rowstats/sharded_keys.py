@@ -137,15 +137,17 @@ def _rows(state: RowState, group: dist.ProcessGroup | None, first_key: int | Ten
     m, sink = both.unbind(0)
     n = state.n.clone()
     dist.all_reduce(n, group=group)
-    own = _shift(_wide(state), _finite(m).to(add.dtype))
+    shifted = _shift(_wide(state), _finite(m).to(add.dtype))
     count = state.n.to(add.dtype)
-    first_index, first = _first(index, own.first, add, group)
-    Z, U, Q, mean, depth = add(own.Z, own.U, own.Q, count * own.mean, count * own.depth)
+    first_index, first = _first(index, shifted.first, add, group)
+    Z, U, Q, mean, depth = add(
+        shifted.Z, shifted.U, shifted.Q, count * shifted.mean, count * shifted.depth
+    )
     keys = n.to(add.dtype).clamp(min=1)
     depth = depth / keys
-    gap = ratio(own.U, own.Z) - ratio(U, Z)
-    away = own.depth - depth
-    W, M2 = add(own.W + own.Z * gap.square(), own.M2 + count * away.square())
+    gap = ratio(shifted.U, shifted.Z) - ratio(U, Z)
+    away = shifted.depth - depth
+    W, M2 = add(shifted.W + shifted.Z * gap.square(), shifted.M2 + count * away.square())
     narrow = state.Z.dtype
     joint = RowState(
         n=n,
@@ -171,10 +173,10 @@ def _rows(state: RowState, group: dist.ProcessGroup | None, first_key: int | Ten
         joint = joint._replace(gaps=gaps)
     if no_noise:
         return joint
-    output, centre = add(own.O, own.Q.unsqueeze(-1) * own.R1)
+    output, centre = add(shifted.O, shifted.Q.unsqueeze(-1) * shifted.R1)
     centre = ratio(centre, Q.unsqueeze(-1).expand_as(centre))
-    off = torch.where((own.Q == 0).unsqueeze(-1), 0.0, own.R1 - centre)
-    (spread,) = add(own.R2 + own.Q * off.square().sum(-1))
+    off = torch.where((shifted.Q == 0).unsqueeze(-1), 0.0, shifted.R1 - centre)
+    (spread,) = add(shifted.R2 + shifted.Q * off.square().sum(-1))
     return joint._replace(O=output.to(narrow), R1=centre.to(narrow), R2=spread.to(narrow))
 
 
@@ -196,9 +198,9 @@ def _weights(
     n = sums.n.clone()
     dist.all_reduce(n, group=group)
     wide = WeightSums(*(x.to(add.dtype) if x.is_floating_point() else x for x in sums))
-    own = _rescaled(wide, c.to(add.dtype))
-    found: dict[str, Tensor] = {
-        name: unknown(c) if missing[name] else add(getattr(own, name))[0].to(c.dtype)
+    rescaled = _rescaled(wide, c.to(add.dtype))
+    merged: dict[str, Tensor] = {
+        name: unknown(c) if missing[name] else add(getattr(rescaled, name))[0].to(c.dtype)
         for name in ("T", "A", "Q", "X")
     }
     top = unknown(c)
@@ -208,7 +210,7 @@ def _weights(
     mine = torch.zeros_like(wide.c) if missing["first"] else wide.first
     first_index, first = _first(index, mine, add, group)
     first = unknown(c) if missing["first"] else first.to(c.dtype)
-    return WeightSums(n=n, c=c, top=top, first=first, first_index=first_index, **found)
+    return WeightSums(n=n, c=c, top=top, first=first, first_index=first_index, **merged)
 
 
 def _wide(state: RowState) -> RowState:
@@ -237,12 +239,12 @@ class _adder:  # noqa: N801 (used as the function it is)
 
 def _placed(index: Tensor, first_key: int | Tensor) -> tuple[Tensor, str | None]:
     """Position of each row's first key among all keys, or the reason why it is unknown."""
-    some = index != NO_KEY
+    has_key = index != NO_KEY
     index = torch.where(index < 0, index - UNPLACED, index)  # among this rank's keys
     if isinstance(first_key, int):
         if first_key < 0:
             return index, f"first_key must be a position, 0 or more, got {first_key}"
-        return torch.where(some, index + torch.where(some, first_key, 0), NO_KEY), None
+        return torch.where(has_key, index + torch.where(has_key, first_key, 0), NO_KEY), None
     if first_key.dim() != 1 or first_key.dtype != torch.int64:
         return index, (
             "first_key must be an int or the positions of this rank's keys, (S,) int64, got "
@@ -250,15 +252,17 @@ def _placed(index: Tensor, first_key: int | Tensor) -> tuple[Tensor, str | None]
         )
     if len(first_key) > 1 and not bool((first_key.diff() > 0).all()):
         return index, "first_key must contain the positions of this rank's keys in ascending order"
-    if not bool(some.any()):
+    if not bool(has_key.any()):
         return index, None
-    last = int(index[some].max())
+    last = int(index[has_key].max())
     if last >= len(first_key):
         return index, (
             "first_key must contain a position for each key of this rank: it has "
             f"{len(first_key)}, but a row's first key is number {last}"
         )
-    return torch.where(some, first_key.to(index.device)[torch.where(some, index, 0)], NO_KEY), None
+    return torch.where(
+        has_key, first_key.to(index.device)[torch.where(has_key, index, 0)], NO_KEY
+    ), None
 
 
 def _refuse(problem: str | None, wrong: bool) -> None:
@@ -286,9 +290,9 @@ def _first(
 
 def _any(flags: list[bool], like: Tensor, group: dist.ProcessGroup | None) -> list[bool]:
     """For each flag, whether it is true on any rank."""
-    found = torch.tensor(flags, dtype=torch.int64, device=like.device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group)
-    return [bool(flag) for flag in found.tolist()]
+    totals = torch.tensor(flags, dtype=torch.int64, device=like.device)
+    dist.all_reduce(totals, dist.ReduceOp.MAX, group)
+    return [bool(flag) for flag in totals.tolist()]
 
 
 def _same_on_all_ranks(

@@ -177,8 +177,8 @@ def _share_logs(share: Tensor) -> Tensor:
     if not (torch.is_grad_enabled() and share.requires_grad):
         logs = share.clamp(min=torch.finfo(share.dtype).tiny).log_()
         return logs.mul_(share).sum(-1)
-    some = share > 0  # log 0 has no gradient
-    return torch.where(some, share * torch.log(torch.where(some, share, 1.0)), 0.0).sum(-1)
+    positive = share > 0  # log 0 has no gradient
+    return torch.where(positive, share * torch.log(torch.where(positive, share, 1.0)), 0.0).sum(-1)
 
 
 def merge_weights(left: WeightSums, right: WeightSums) -> WeightSums:
@@ -317,8 +317,8 @@ class WeightStatistics(NamedMetrics):
         if name in _OF_SCORES and self.scores is not None:
             return entry.compute(self.scores)
         if name in _OF_SLOPES and self.slopes is not None:
-            found: Tensor = getattr(self.slopes, _OF_SLOPES[name])
-            return torch.where(self.sums.n == 0, torch.nan, found)
+            value: Tensor = getattr(self.slopes, _OF_SLOPES[name])
+            return torch.where(self.sums.n == 0, torch.nan, value)
         return _compute(name, self.sums)
 
     @property
@@ -366,29 +366,29 @@ def _compute(name: str, sums: WeightSums) -> Tensor:
     if name == "sink_mass":
         return torch.where(sums.n == 0, torch.nan, torch.zeros_like(sums.c))
     A, n = sums.A, sums.n.to(sums.A.dtype)
-    some = (sums.n > 0) & (A > 0)
-    whole = torch.where(some, A, 1.0)
+    has_weight = (sums.n > 0) & (A > 0)
+    whole = torch.where(has_weight, A, 1.0)
     if name in ("top_weight", "first_weight"):
         part = sums.top if name == "top_weight" else sums.first.abs()
-        found = part / (whole * torch.where(some, sums.c, 1.0))
+        mean_size = part / (whole * torch.where(has_weight, sums.c, 1.0))
     elif name in ("effective_keys", "sparsity", "collision"):
-        Q = torch.where(some, sums.Q, 1.0)
+        Q = torch.where(has_weight, sums.Q, 1.0)
         keys = whole.square() / Q
         if name == "effective_keys":
-            found = keys
+            mean_size = keys
         elif name == "sparsity":
-            found = whole * torch.rsqrt(torch.where(some, n, 1.0) * Q)
+            mean_size = whole * torch.rsqrt(torch.where(has_weight, n, 1.0) * Q)
         else:
-            found = 1.0 / keys
+            mean_size = 1.0 / keys
     else:
         entropy = torch.log(whole) - sums.X / whole
         several = n > 1
         log_n = torch.log(torch.where(several, n, 2.0))
         if name == "entropy":
-            found = entropy
+            mean_size = entropy
         elif name == "normalized_entropy":
-            some = some & several
-            found = entropy / log_n
+            has_weight = has_weight & several
+            mean_size = entropy / log_n
         else:
-            found = torch.where(several, log_n, 0.0) - entropy
-    return torch.where(some, found, torch.nan)
+            mean_size = torch.where(several, log_n, 0.0) - entropy
+    return torch.where(has_weight, mean_size, torch.nan)

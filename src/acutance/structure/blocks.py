@@ -164,7 +164,7 @@ def last_visible(masking: Masking) -> Tensor:
         tensor([[2]])
     """
     shape = (masking.batch, masking.queries)
-    found = torch.full(shape, -1, dtype=torch.int64, device=masking.device)
+    last = torch.full(shape, -1, dtype=torch.int64, device=masking.device)
     rows = max(1, (1 << 22) // max(1, masking.keys * masking.heads * masking.group))
     whole = slice(0, masking.heads)
     for b in range(masking.batch):
@@ -172,10 +172,10 @@ def last_visible(masking: Masking) -> Tensor:
             row = slice(start, min(start + rows, masking.queries))
             region = Region(slice(b, b + 1), whole, row)
             for tile in masking.tiles(region, max(1, masking.keys)):
-                found[b, row] = tile.stop - 1
+                last[b, row] = tile.stop - 1
                 if tile.hidden is not None and tile.hidden.stop == tile.width:
-                    found[b, row] = _last(tile, tile.hidden.mask, tile.hidden.start)
-    return found
+                    last[b, row] = _last(tile, tile.hidden.mask, tile.hidden.start)
+    return last
 
 
 def _last(tile: Tile, hidden: Tensor, start: int) -> Tensor:
@@ -238,10 +238,10 @@ class Part:
 
     def metrics(self) -> dict[str, Tensor]:
         """Every metric of this block's rows; also fills ``octaves``, ``even`` and ``peak``."""
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         s = self._block.scores
         if self._every and s.shape[-1]:
-            found["critical_ratio"] = self._critical(s)
+            values["critical_ratio"] = self._critical(s)
         top = self._block.largest()
         if self._at is not None:
             self.peak = self._peak(s, top)
@@ -251,25 +251,25 @@ class Part:
         if self._special is not None:
             marked = self._special[:, None, None, None]
             mass = (e @ self._special.to(e.dtype)[:, None, None, :, None]).squeeze(-1)
-            found["mass_special"] = self._where(marked, mass * inverse)
+            values["mass_special"] = self._where(marked, mass * inverse)
         if self._same is not None:
             mass = (e * self._same).sum(-1)
-            found["mass_same"] = self._where(self._same, mass * inverse)
+            values["mass_same"] = self._where(self._same, mass * inverse)
         if self._at is not None:
-            found["mass_self"] = self._one(e, self._at) * inverse
-            found["mass_previous"] = self._one(e, self._at - 1) * inverse
+            values["mass_self"] = self._one(e, self._at) * inverse
+            values["mass_previous"] = self._one(e, self._at - 1) * inverse
             share = torch.where(none, 0.0, inverse)
             self.octaves = self._octave_sums(e.cumsum(-1)) * share[..., None, None]
             self.even = self._uniform(e)
             width = e.shape[-1]
             away = (torch.arange(width, device=e.device) - self._at.unsqueeze(-1)).abs()
-            found["attention_distance"] = e.mul_(away.to(e.dtype)).sum(-1) * inverse
-        return found
+            values["attention_distance"] = e.mul_(away.to(e.dtype)).sum(-1) * inverse
+        return values
 
     def _where(self, kind: Tensor, mass: Tensor) -> Tensor:
         """The mass, NaN for rows that see no key of the kind."""
-        there = kind if self._seen is None else kind & self._seen
-        return torch.where(there.any(-1), mass, torch.nan)
+        visible_kind = kind if self._seen is None else kind & self._seen
+        return torch.where(visible_kind.any(-1), mass, torch.nan)
 
     def _one(self, e: Tensor, column: Tensor) -> Tensor:
         """Weight on one column of each row; NaN if there is no such column or it is hidden."""
@@ -302,10 +302,10 @@ class Part:
         place = (edges - 1).clamp(0, running.shape[-1] - 1).expand(shape)
         below = torch.where(edges > 0, running.gather(-1, place), 0.0)
         low, high = below[..., : self._count], below[..., self._count :]
-        own = high[..., :1] - low[..., :1]
+        own_position = high[..., :1] - low[..., :1]
         left, right = -low.diff(dim=-1), high.diff(dim=-1)
-        nothing = torch.zeros_like(own)
-        parts = [torch.cat([own, left], -1), torch.cat([nothing, right], -1)]
+        nothing = torch.zeros_like(own_position)
+        parts = [torch.cat([own_position, left], -1), torch.cat([nothing, right], -1)]
         return torch.stack(parts, -2).clamp_(min=0.0)
 
     def _uniform(self, e: Tensor) -> Tensor:
@@ -336,11 +336,11 @@ class Part:
         """β/Λ of every ``critical_every``-th row, NaN on the others."""
         region = self._block.region.rows
         first = -region.start % self._every
-        found = torch.full(s.shape[:-1], torch.nan, dtype=s.dtype, device=s.device)
+        ratios = torch.full(s.shape[:-1], torch.nan, dtype=s.dtype, device=s.device)
         if first >= s.shape[-2] or s.shape[-1] < 2:
-            return found
-        found[..., first :: self._every] = critical_ratio(s[..., first :: self._every, :])
-        return found
+            return ratios
+        ratios[..., first :: self._every] = critical_ratio(s[..., first :: self._every, :])
+        return ratios
 
 
 def critical_ratio(scores: Tensor) -> Tensor:

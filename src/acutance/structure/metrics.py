@@ -89,10 +89,10 @@ def structure_metric(name: str) -> StructureMetric:
         >>> structure_metric("mass_self").meaning
         "weight on the query's own position"
     """
-    found = describe(name)
-    if isinstance(found, Metric):
+    entry = describe(name)
+    if isinstance(entry, Metric):
         raise ValueError(f"{name!r} is one of METRICS, not of STRUCTURE: {', '.join(STRUCTURE)}")
-    return found
+    return entry
 
 
 def describe(name: str) -> Metric | StructureMetric:

@@ -65,8 +65,8 @@ class StructureStatistics:
     peak: Tensor
 
     def __getitem__(self, name: str) -> Tensor:
-        found: Tensor = getattr(self, structure_metric(name).name)
-        return found
+        value: Tensor = getattr(self, structure_metric(name).name)
+        return value
 
 
 def octaves_of(distance: int) -> int:
@@ -194,8 +194,8 @@ def tokens_at(tokens: Tensor, positions: Tensor) -> Tensor:
     inside = (places >= 0) & (places < tokens.shape[1])
     if tokens.shape[1] == 0:
         return torch.full_like(places, -1)
-    found = tokens.expand(batch, -1).gather(1, places.clamp(0, tokens.shape[1] - 1))
-    return torch.where(inside, found, -1)
+    gathered = tokens.expand(batch, -1).gather(1, places.clamp(0, tokens.shape[1] - 1))
+    return torch.where(inside, gathered, -1)
 
 
 def observe_structure(call: KernelCall, places: Places) -> StructureStatistics:
@@ -277,15 +277,15 @@ def _native(
     query, masking, dtype = call.query, call.masking, accumulate_dtype(call.query.dtype)
     positions, tokens, query_tokens, special, every, octaves = places
     shape = query.shape[:3]
-    found = {name: query.new_full(shape, torch.nan, dtype=dtype) for name in STRUCTURE}
+    values = {name: query.new_full(shape, torch.nan, dtype=dtype) for name in STRUCTURE}
     mass = query.new_zeros(*shape, 2, octaves, dtype=dtype)
     heads = shape[1] if by_head else 1
     even = query.new_zeros(shape[0], heads, shape[2], 2, octaves, dtype=dtype)
     peak = torch.full(shape, NO_PEAK, device=query.device)
     scores = None
     if every and masking.keys > 1:
-        kept = -(-shape[2] // every)
-        scores = query.new_full((*shape[:2], kept, masking.keys), -torch.inf, dtype=dtype)
+        n_sampled = -(-shape[2] // every)
+        scores = query.new_full((*shape[:2], n_sampled, masking.keys), -torch.inf, dtype=dtype)
     same = tokens is not None and query_tokens is not None
     native.structure(
         call,
@@ -296,11 +296,11 @@ def _native(
             "special": special,
         },
         {
-            "distance": found["attention_distance"],
-            "on_self": found["mass_self"],
-            "on_previous": found["mass_previous"],
-            "on_same": found["mass_same"],
-            "on_special": found["mass_special"],
+            "distance": values["attention_distance"],
+            "on_self": values["mass_self"],
+            "on_previous": values["mass_previous"],
+            "on_same": values["mass_same"],
+            "on_special": values["mass_special"],
             "mass": mass,
             "even": even,
             "peak": peak,
@@ -311,5 +311,5 @@ def _native(
         every=every or 1,
     )
     if scores is not None:
-        found["critical_ratio"][:, :, ::every] = critical_ratio(scores)
-    return found, mass, even, peak
+        values["critical_ratio"][:, :, ::every] = critical_ratio(scores)
+    return values, mass, even, peak

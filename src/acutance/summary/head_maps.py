@@ -51,7 +51,7 @@ class HeadMap:
 
 def few_enough(maps: Sequence[HeadMap]) -> bool:
     """Whether these maps are small enough to be stored in files."""
-    return sum(one.weights.numel() for one in maps) <= MOST_STORED
+    return sum(head_map.weights.numel() for head_map in maps) <= MOST_STORED
 
 
 def maps_to_dict(maps: Sequence[HeadMap]) -> dict[str, Any]:
@@ -60,7 +60,9 @@ def maps_to_dict(maps: Sequence[HeadMap]) -> dict[str, Any]:
         return {}
     if not few_enough(maps):
         return {"maps_left_out": len(maps)}
-    return {"maps": [one.record() | {"weights": one.weights.tolist()} for one in maps]}
+    return {
+        "maps": [head_map.record() | {"weights": head_map.weights.tolist()} for head_map in maps]
+    }
 
 
 def merged_maps(first: Sequence[HeadMap], second: Sequence[HeadMap]) -> tuple[HeadMap, ...]:
@@ -69,15 +71,17 @@ def merged_maps(first: Sequence[HeadMap], second: Sequence[HeadMap]) -> tuple[He
     Rows of different sequences are not averaged.
     """
     after: dict[tuple[str, str, int], int] = {}
-    for one in first:
-        key = (one.name, one.module, one.head)
-        after[key] = max(after.get(key, 0), one.sequence + 1)
+    for head_map in first:
+        key = (head_map.name, head_map.module, head_map.head)
+        after[key] = max(after.get(key, 0), head_map.sequence + 1)
     more = [
-        HeadMap(**{**vars(one), "sequence": one.sequence + after[key]}) if key in after else one
-        for one in second
-        for key in [(one.name, one.module, one.head)]
+        HeadMap(**{**vars(head_map), "sequence": head_map.sequence + after[key]})
+        if key in after
+        else head_map
+        for head_map in second
+        for key in [(head_map.name, head_map.module, head_map.head)]
     ]
-    return (*first, *(one for one in more if one.sequence < MOST_SEQUENCES))
+    return (*first, *(head_map for head_map in more if head_map.sequence < MOST_SEQUENCES))
 
 
 def checked_maps(records: Sequence[Any], arrays: Mapping[str, Tensor]) -> tuple[HeadMap, ...]:

@@ -299,7 +299,9 @@ class HeadSummary:
         table |= self.moments.columns(self.metrics, sampled=self.sampled)
         if self.distances is not None:
             table |= self.distances.columns()
-            table["classes"] = [" ".join(one.name for one in each) for each in classify(self)]
+            table["classes"] = [
+                " ".join(head_class.name for head_class in each) for each in classify(self)
+            ]
         if self.spans is not None:
             table |= self.spans.columns()
         return table
@@ -380,8 +382,10 @@ class HeadSummary:
         if self.spans is not None:
             header["spans"] = self.spans.header()
         if self.maps:
-            header["maps"] = json.dumps([one.record() for one in self.maps])
-            tensors |= {f"maps.{i}": one.weights.contiguous() for i, one in enumerate(self.maps)}
+            header["maps"] = json.dumps([head_map.record() for head_map in self.maps])
+            tensors |= {
+                f"maps.{i}": head_map.weights.contiguous() for i, head_map in enumerate(self.maps)
+            }
         return header, tensors
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, str] | None = None) -> None:

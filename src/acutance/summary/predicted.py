@@ -83,7 +83,7 @@ def predict_heads(
     usable = (counts > 0) & (keys >= _FEWEST_KEYS)
     if "sink_mass" in metrics:
         usable &= profile.mean[heads, metrics.index("sink_mass"), octave] == 0
-    found = expected_head_metrics(
+    expected = expected_head_metrics(
         np.where(usable, keys, _FEWEST_KEYS),
         first_gap=torch.where(usable, first, math.nan).numpy(),
         first_gap_std=spread.nan_to_num(0.0).numpy(),
@@ -101,7 +101,7 @@ def predict_heads(
     }
     return PredictedHeads(
         n=torch.where(rows.sum(1) > 0, keys, math.nan),
-        predicted={name: torch.as_tensor(getattr(found, name)) for name in PREDICTED},
+        predicted={name: torch.as_tensor(getattr(expected, name)) for name in PREDICTED},
         measured=measured,
-        skewness=torch.as_tensor(found.skewness),
+        skewness=torch.as_tensor(expected.skewness),
     )

@@ -109,8 +109,8 @@ def uncertainty(summary: HeadSummary, run: Run | None = None) -> Uncertainty:
     if sequences is None:
         unknown = torch.full_like(floor, math.nan)
         return Uncertainty(unknown, floor, unknown, "unknown")
-    held = torch.minimum(sequences[:, None].expand_as(rows), rows)
-    dof = (held - 1).masked_fill(~(held > 1), math.nan)
+    sequences_with_rows = torch.minimum(sequences[:, None].expand_as(rows), rows)
+    dof = (sequences_with_rows - 1).masked_fill(~(sequences_with_rows > 1), math.nan)
     error = std / dof.sqrt()  # σ of the sequences' means, corrected for their own mean, over √G
     return Uncertainty(torch.maximum(error, floor), floor, dof, "bound")
 

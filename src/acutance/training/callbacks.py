@@ -139,7 +139,7 @@ def _calling_trainer(callback: object) -> Any:
         owner = frame.f_locals.get("self")
         handler = getattr(owner, "callback_handler", None)
         theirs = getattr(handler, "callbacks", ())
-        if hasattr(owner, "training_step") and any(one is callback for one in theirs):
+        if hasattr(owner, "training_step") and any(candidate is callback for candidate in theirs):
             return owner
         if frame.f_back is None:
             break

@@ -133,7 +133,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         self.steps = 0
         self.last: MonitorRecord | None = None
         self._measured = 0  # the last step that was
-        self._told: set[tuple[str, str, int]] = set()
+        self._warned: set[tuple[str, str, int]] = set()
         self._model: torch.nn.Module | None = None
         self._probe: Probe | None = None
         self._problem = ""
@@ -215,10 +215,10 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         if summary is None:
             return None
         alarms = self.thresholds.alarms(summary, self.steps)
-        found = scalars(summary, self.metrics, alarms)
-        self.last = MonitorRecord(self.steps, summary, found, alarms)
+        values = scalars(summary, self.metrics, alarms)
+        self.last = MonitorRecord(self.steps, summary, values, alarms)
         if self.writer is not None and ranks(self.group)[0] == 0:
-            for name, value in found.items():
+            for name, value in values.items():
                 self.writer.add_scalar(name, value, self.steps)
             self.write_histograms(self.writer, self.last)
         self._raise_alarms(alarms)
@@ -255,8 +255,8 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
 
     def _raise_alarms(self, alarms: Sequence[Alarm]) -> None:
         """Warn about heads that cross a threshold for the first time."""
-        new = [alarm for alarm in alarms if alarm.place not in self._told]
-        self._told |= {alarm.place for alarm in new}
+        new = [alarm for alarm in alarms if alarm.place not in self._warned]
+        self._warned |= {alarm.place for alarm in new}
         if ranks(self.group)[0] == 0:
             for kind in dict.fromkeys(alarm.kind for alarm in new):
                 text = summed_up([alarm for alarm in new if alarm.kind == kind])
@@ -276,7 +276,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         self._forget()
         self.steps = self._measured = 0
         self.last = None
-        self._told.clear()
+        self._warned.clear()
 
     def close(self) -> None:
         """Release the model and the trainer; needed only if a step was left unfinished."""
@@ -299,7 +299,7 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         return {
             "steps": self.steps,
             "measured": self._measured,
-            "told": [list(place) for place in sorted(self._told)],
+            "told": [list(place) for place in sorted(self._warned)],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -308,20 +308,20 @@ class AttentionMonitor(TrainerEvents, LightningEvents):
         Raises:
             ValueError: if something is missing, or of the wrong kind.
         """
-        wanted = set(AttentionMonitor.state_dict(self))
-        if set(state_dict) != wanted:
+        required = set(AttentionMonitor.state_dict(self))
+        if set(state_dict) != required:
             raise ValueError(
-                f"the state of an AttentionMonitor has {', '.join(sorted(wanted))}, got "
+                f"the state of an AttentionMonitor has {', '.join(sorted(required))}, got "
                 f"{', '.join(sorted(map(str, state_dict))) or 'nothing'}"
             )
         steps = check_count("steps", state_dict["steps"], 0)
         measured = check_count("measured", state_dict["measured"], 0)
-        told = set()
+        warned = set()
         for place in state_dict["told"]:
             if not isinstance(place, list | tuple) or len(place) != 3:
                 raise ValueError(
                     f"told must contain a kind, a module and a head each, got {place!r}"
                 )
             kind, module, head = place
-            told.add((str(kind), str(module), check_count("head", head, 0)))
-        self.steps, self._measured, self._told = steps, measured, told
+            warned.add((str(kind), str(module), check_count("head", head, 0)))
+        self.steps, self._measured, self._warned = steps, measured, warned

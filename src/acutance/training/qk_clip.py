@@ -173,11 +173,11 @@ class QKClip:
             return  # step() says so
         holder = self._holder(self._modules, name)
         rotary = 0 if holder is None else rotary_width(holder, query.shape[-1])
-        told = [agrees(way, query, key, self._outputs, rotary) for way in ways]
-        right = [way.layout for way, verdict in zip(ways, told, strict=True) if verdict]
+        agreements = [agrees(way, query, key, self._outputs, rotary) for way in ways]
+        right = [way.layout for way, verdict in zip(ways, agreements, strict=True) if verdict]
         if len(right) == 1:  # where several are, other tokens may tell them apart
             self._layouts[name] = LAYOUTS.index(right[0])
-        elif not right and told[0] is False:
+        elif not right and agreements[0] is False:
             self._layouts[name] = _OTHERS
         makers = tuple(maker for way in ways for maker in way.makers)
         self._outputs.forget(makers)
@@ -188,13 +188,13 @@ class QKClip:
     def _with_unknown_layout(self) -> set[torch.nn.Module]:
         """Projections, in the chosen modules, whose weight layout is unknown."""
         modules = dict(named_modules(self._model))
-        told = {self._holder(modules, name) for name in self._layouts}
+        known = {self._holder(modules, name) for name in self._layouts}
         chosen = {
             self._holder(modules, name) for name in modules if self._watch.captures_module(name)
         }
         return {
             part
-            for module in chosen - told
+            for module in chosen - known
             if module is not None
             for name, part in module.named_children()
             if name in NAMES
@@ -349,10 +349,10 @@ class QKClip:
         Raises:
             ValueError: if an entry is missing.
         """
-        wanted = set(QKClip.state_dict(self))
-        if set(state) != wanted:
+        required = set(QKClip.state_dict(self))
+        if set(state) != required:
             raise ValueError(
-                f"the state of a QKClip has {', '.join(sorted(wanted))}, got "
+                f"the state of a QKClip has {', '.join(sorted(required))}, got "
                 f"{', '.join(sorted(state)) or 'nothing'}"
             )
         self.tau = check_number("tau", state["tau"], above=0.0)

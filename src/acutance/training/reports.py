@@ -117,9 +117,9 @@ class Thresholds:
         ):
             where = summary.layers[index].module, head
             # a row counts towards a metric only if that is a finite number, as n always is
-            lost = count[3] - min(count[1], count[2])
-            if lost > 0:
-                yield Alarm("not_finite", *where, float(lost), 0.0, step)
+            not_finite = count[3] - min(count[1], count[2])
+            if not_finite > 0:
+                yield Alarm("not_finite", *where, float(not_finite), 0.0, step)
             if self.collapse is not None and count[0] and mean[0] < self.collapse:
                 yield Alarm("entropy_collapse", *where, mean[0], self.collapse, step)
             if self.growth is not None and count[1] and high[1] > self.growth:

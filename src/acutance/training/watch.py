@@ -151,9 +151,9 @@ class AttentionWatch:
 
     def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
         """Store the statistics of a hand-written softmax."""
-        why = doubt() if doubt is not None else None
-        if why is not None:
-            self._listener.unreadable(name, why)
+        reason = doubt() if doubt is not None else None
+        if reason is not None:
+            self._listener.unreadable(name, reason)
             return
         visible = torch.logical_not(hidden_scores(scores))
         with torch.no_grad():

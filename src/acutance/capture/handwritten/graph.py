@@ -233,15 +233,15 @@ def _einsum_operands(args: Sequence[Any]) -> tuple[Tensor, Tensor]:
         raise ValueError(unknown)
     names, pair, out = terms
     shared = [label for label in names[0] if label in names[1]]
-    over, batch = ([x for x in shared if (x in out) == kept] for kept in (False, True))
-    own = [[label for label in name if label not in shared] for name in names]
-    if len(over) != 1 or any(len(labels) != 1 or labels[0] not in out for labels in own):
+    over, batch = ([x for x in shared if (x in out) == in_result] for in_result in (False, True))
+    unshared = [[label for label in name if label not in shared] for name in names]
+    if len(over) != 1 or any(len(labels) != 1 or labels[0] not in out for labels in unshared):
         raise ValueError(unknown)
     turned = [
         part.permute([name.index(label) for label in (*batch, *labels, *over)])
-        for part, name, labels in zip(pair, names, own, strict=True)
+        for part, name, labels in zip(pair, names, unshared, strict=True)
     ]
-    first = out.index(own[0][0]) < out.index(own[1][0])  # keys come after queries
+    first = out.index(unshared[0][0]) < out.index(unshared[1][0])  # keys come after queries
     return (turned[0], turned[1]) if first else (turned[1], turned[0])
 
 
@@ -258,7 +258,7 @@ def match_scores(pair: tuple[Tensor, Tensor], scores: Tensor) -> tuple[Tensor, T
         [(2, 3, 5, 4), (2, 3, 7, 4)]
     """
     batch, heads, rows, keys = scores.shape
-    found = []
+    matched = []
     for part, length in zip(pair, (rows, keys), strict=True):
         three = part.dim() == 3 and part.shape[0] == batch * heads
         four = part.unflatten(0, (batch, heads)) if three else part
@@ -267,7 +267,9 @@ def match_scores(pair: tuple[Tensor, Tensor], scores: Tensor) -> tuple[Tensor, T
                 f"its scores have shape {tuple(scores.shape)}, but a factor of their product "
                 f"has {tuple(part.shape)}"
             )
-        found.append(four)
-    if found[0].shape[1] != heads or heads % found[1].shape[1]:
-        raise ValueError(f"its product has {found[0].shape[1]} heads of queries, expected {heads}")
-    return found[0], found[1]
+        matched.append(four)
+    if matched[0].shape[1] != heads or heads % matched[1].shape[1]:
+        raise ValueError(
+            f"its product has {matched[0].shape[1]} heads of queries, expected {heads}"
+        )
+    return matched[0], matched[1]

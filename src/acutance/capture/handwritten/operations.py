@@ -127,8 +127,8 @@ def _along_last(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def _is_bound(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a clamp is so low that it affects only masked scores."""
-    given = [*args[1:], *(kwargs.get(name) for name in ("other", "min", "max"))]
-    bounds = [each for each in given if each is not None]
+    bounds = [*args[1:], *(kwargs.get(name) for name in ("other", "min", "max"))]
+    bounds = [each for each in bounds if each is not None]
     if len(bounds) != 1:
         return False
     low = bounds[0]

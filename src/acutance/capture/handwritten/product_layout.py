@@ -83,7 +83,7 @@ def axes_in_product(
         for label, each in zip(ours, layout_of(weights), strict=True)
         if label != key
     }
-    own = [label for label in place if label not in steps]
+    only_in_weights = [label for label in place if label not in steps]
     width = [size for label, (_, size) in steps.items() if label not in ours]
     near = [
         (steps[label][0], label)
@@ -91,7 +91,7 @@ def axes_in_product(
         if label in steps and 0 < steps[label][0] < steps[key][0] and steps[label][1] > 1
     ]
     return ProductAxes(
-        queries=place[own[0]] if len(own) == 1 else None,
+        queries=place[only_in_weights[0]] if len(only_in_weights) == 1 else None,
         heads=place[min(near)[1]] if near and steps[key][1] > 1 else None,
         width=width[0] if len(width) == 1 else 0,
     )
@@ -157,8 +157,8 @@ def _by_strides(pair: Sequence[Any], step: int) -> list[Tensor]:
     if len(pair) != 2 or not all(isinstance(each, Tensor) and each.dim() > 1 for each in pair):
         return []
     left, right = pair
-    found = [left] if left.stride(-1) == step or left.shape[-1] == 1 else []
-    return [*found, right] if right.stride(-2) == step else found
+    summed = [left] if left.stride(-1) == step or left.shape[-1] == 1 else []
+    return [*summed, right] if right.stride(-2) == step else summed
 
 
 def _label(term: str, operand: Tensor, step: int) -> str:

@@ -189,12 +189,12 @@ class Lineage:
         """Run a matrix product and track its result, unless a factor is attention weights."""
         out = kwargs.get("out")
         factors = [each for each in tensors_of(args, kwargs) if each is not out]
-        given = [self._nodes[id(each)][1] for each in factors if id(each) in self._nodes]
+        nodes = [self._nodes[id(each)][1] for each in factors if id(each) in self._nodes]
         if self._on_handwritten is not None:
-            for each in given:
+            for each in nodes:
                 if each.broken == _BY_HAND and each.active:
                     self._on_handwritten(f"its scores {_BY_HAND}, without a softmax call")
-        node, owner, weights = None, None, any(each.weights for each in given)
+        node, owner, weights = None, None, any(each.weights for each in nodes)
         if not weights:
             owner = owner_of_keys(name, args if name == "einsum" else factors)
             if owner is not None and _mixes_heads(self._nodes.get(id(owner)), name, owner, factors):

@@ -106,8 +106,8 @@ def acutance_call(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> 
         reason = "return_stats=True reads it"
         raise ValueError(f"acutance.attention with {', '.join(other)}: {reason}")
     scale = arguments["scale"]
-    query, key, own = score.transform(query.detach(), key.detach())
-    arguments |= {"query": query, "key": key, "scale": own if scale is None else scale}
+    query, key, score_scale = score.transform(query.detach(), key.detach())
+    arguments |= {"query": query, "key": key, "scale": score_scale if scale is None else scale}
     if arguments["alibi_slopes"] is not None:
         far = _distances(query.shape[2], key.shape[2], arguments["query_offset"], query.device)
         bias = -arguments["alibi_slopes"].detach().view(-1, 1, 1) * far

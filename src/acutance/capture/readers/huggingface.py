@@ -254,6 +254,7 @@ def _wrap_function(function: Callable[..., Any], implementation: str) -> Callabl
 
     @functools.wraps(function)
     def attend(*args: Any, **kwargs: Any) -> Any:
+        """Call the attention function with changed queries, and report the call to observers."""
         instead: Instead | None = None
         if _changers:
             call = InterfaceCall(function, implementation, args, kwargs)

@@ -344,12 +344,16 @@ def classes(head_classes: Sequence[Sequence[HeadClass]], level: Level) -> dict[s
     order = list(CLASSES)
     return {
         "classes": [
-            {"label": one.name, "rule": one.rule, "source": one.source} for one in CLASSES.values()
+            {"label": head_class.name, "rule": head_class.rule, "source": head_class.source}
+            for head_class in CLASSES.values()
         ],
         "heads": [
             [
-                [order.index(one.name), visible(one.sentence) if level.profiles is None else ""]
-                for one in each
+                [
+                    order.index(head_class.name),
+                    visible(head_class.sentence) if level.profiles is None else "",
+                ]
+                for head_class in each
             ]
             for each in head_classes
         ],
@@ -363,14 +367,14 @@ def advice(recommended: Sequence[Recommendation], nothing: str) -> dict[str, Any
         "nothing": nothing,
         "recommendations": [
             {
-                "kind": one.kind,
-                "layer": one.layer,
-                "heads": one.heads,
-                "place": one.place,
-                "reason": visible(one.reason),
-                "advice": visible(one.advice),
-                "certainty": one.certainty,
+                "kind": recommendation.kind,
+                "layer": recommendation.layer,
+                "heads": recommendation.heads,
+                "place": recommendation.place,
+                "reason": visible(recommendation.reason),
+                "advice": visible(recommendation.advice),
+                "certainty": recommendation.certainty,
             }
-            for one in recommended
+            for recommendation in recommended
         ],
     }

@@ -325,23 +325,23 @@ def head_rows(summary: HeadSummary) -> dict[str, Any]:
     modules = {layer.module: index for index, layer in enumerate(summary.layers)}
     places = {place: index for index, place in enumerate(summary.places)}
     shown: dict[int, list[dict[str, Any]]] = {}
-    for one in summary.maps:
-        head = places.get((modules.get(one.module, -1), one.head))
+    for head_map in summary.maps:
+        head = places.get((modules.get(head_map.module, -1), head_map.head))
         if head is None:
             continue
         rows = shown.setdefault(head, [])
-        for position, weights in zip(one.positions, one.weights, strict=True):
+        for position, weights in zip(head_map.positions, head_map.weights, strict=True):
             if len(rows) >= MOST_MAP_ROWS:
                 break
             used = int(weights.nonzero()[-1]) + 1 if bool(weights.any()) else 0
             keys = min(used, MOST_MAP_KEYS)
             rows.append(
                 {
-                    "sequence": one.sequence,
+                    "sequence": head_map.sequence,
                     "position": position,
                     "keys": used,
                     "weights": (weights[:keys] * 1000).round().int().tolist(),
-                    "tokens": [visible(token) for token in one.tokens[:keys]],
+                    "tokens": [visible(token) for token in head_map.tokens[:keys]],
                 }
             )
     return {"maps": {str(head): rows for head, rows in shown.items()}} if shown else {}

@@ -217,8 +217,8 @@ def warnings(
             "n differ even if a head does not."
         )
     if _differ(*models) and (texts is not None or _differ(*lengths)):
-        what = "text" if texts is not None else "length"
-        yield f"Model and {what} differ, so changes cannot be attributed to one of them."
+        difference = "text" if texts is not None else "length"
+        yield f"Model and {difference} differ, so changes cannot be attributed to one of them."
     for name, label in _SETTINGS.items():
         pair = (first.fact(name), second.fact(name))
         if _differ(*pair):
