@@ -60,10 +60,10 @@ def read_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], N
     """
     from acutance.capture.readers import huggingface
 
-    read = huggingface._read_call
+    read = huggingface.read_interface_call
 
     def use(reading: Callable[..., Any]) -> None:
-        monkeypatch.setattr(huggingface, "_read_call", functools.partial(reading, read))
+        monkeypatch.setattr(huggingface, "read_interface_call", functools.partial(reading, read))
 
     return use
 

@@ -20,8 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils.generic import TransformersKwargs
 
 import acutance
-from acutance.capture.readers import huggingface
-from acutance.capture.readers.huggingface import InterfaceCall, uses_flash_masks
+from acutance.capture.readers import interface_call
+from acutance.capture.readers.interface_call import InterfaceCall, uses_flash_masks
 from tests.versions import older
 
 BUILT_IN = [name for name in AttentionInterface._global_mapping if "flash" in name]
@@ -113,7 +113,7 @@ def test_a_window_after_a_cache_is_read(monkeypatch: pytest.MonkeyPatch, name: s
 
 def test_keywords_of_every_model_are_known() -> None:
     """Else a call that differs for another reason would be blamed on them."""
-    assert not set(TransformersKwargs.__annotations__) - huggingface._KNOWN
+    assert not set(TransformersKwargs.__annotations__) - interface_call._KNOWN
 
 
 def test_a_broken_transformers_leaves_probes_of_plain_modules(

@@ -29,6 +29,7 @@ from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack
 from acutance.capture.pass_follower import PassFollower
 from acutance.capture.readers import huggingface
+from acutance.capture.readers.interface_call import InterfaceCall, is_cross
 from acutance.capture.torch_modes import EAGER, forget_compiled
 
 __all__ = ["Applied", "ApplyError", "apply"]
@@ -195,7 +196,7 @@ class Applied(PlainCalls):
 
     # -- what transformers' interface asks --------------------------------------------------------
 
-    def _plan_of(self, call: huggingface.InterfaceCall) -> Plan | None:
+    def _plan_of(self, call: InterfaceCall) -> Plan | None:
         """What the law does to an interface call; None for one that is left alone."""
         name = self._modules.name_of(call["module"])
         if name is None:
@@ -210,12 +211,12 @@ class Applied(PlainCalls):
             return None
         return plan
 
-    def _windowed_call(self, call: huggingface.InterfaceCall) -> WindowedCall | None:
+    def _windowed_call(self, call: InterfaceCall) -> WindowedCall | None:
         """The call through the windows of its layer; None for a layer without."""
         plan = self._plan_of(call)
         if plan is None or plan.laws is None or not plan.laws.all_windows():
             return None
-        if huggingface.is_cross(plan.name, call["module"]):
+        if is_cross(plan.name, call["module"]):
             self.skip(plan.name, _CROSS)
             return None
         if plan.windowed or call.kwargs.get("sliding_window") is not None:
@@ -229,7 +230,7 @@ class Applied(PlainCalls):
             self._thread.factors.put(place, call["attention_mask"], windowed.keys)
         return windowed
 
-    def changed_query(self, call: huggingface.InterfaceCall) -> Tensor | None:
+    def changed_query(self, call: InterfaceCall) -> Tensor | None:
         """The scaled query of an interface call, None for a call that is left alone."""
         plan, (_, query, key, _, mask) = self._plan_of(call), call.positional()
         if plan is None or plan.laws is None:

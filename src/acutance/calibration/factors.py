@@ -16,7 +16,7 @@ from acutance.capture.find_layers import is_softmax, is_windowed_inside
 from acutance.capture.head_axis import folded
 from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack
-from acutance.capture.readers.huggingface import InterfaceCall
+from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.check_masks import check_masking
 from acutance.masks import hidden_scores, hides
 from acutance.scaling import AnyScaling, Scaling, Window, visible_keys

@@ -14,7 +14,7 @@ from acutance.calibration.head_laws import HeadLaws
 from acutance.calibration.read_window import read_through
 from acutance.calibration.visible_keys import VisibleKeys, seen_through
 from acutance.capture.attention_call import AttentionCall
-from acutance.capture.readers.huggingface import InterfaceCall
+from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.capture.readers.torch_sdpa import restore_shape
 from acutance.capture.rotary import Rotary, find_rotary
 from acutance.masks import hidden_scores

@@ -22,7 +22,7 @@ from acutance.capture.padding import (
     real_rows_from_key_masks,
     scores_see_padding,
 )
-from acutance.capture.readers.huggingface import is_cross
+from acutance.capture.readers.interface_call import is_cross
 
 __all__ = ["CountedRows", "RowReader"]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from acutance.capture.module_names import class_name
 from acutance.capture.module_stack import ModuleStack, Passes, is_rerun
 from acutance.capture.padding import TokenMasks
 from acutance.capture.pass_follower import PassFollower
+from acutance.capture.protocols import Receiver
 from acutance.capture.readers import huggingface
 from acutance.capture.readers.torch_functions import FunctionCapture
 from acutance.capture.torch_modes import EAGER, gradient_mode, leave, unwatched
@@ -41,62 +42,6 @@ _LOOKED_FOR = (
 
 class ProbeError(RuntimeError):
     """Raised if nothing could be measured: the model ran no attention that can be read."""
-
-
-class Receiver(Protocol):
-    """Receives the attention calls that a listener captures.
-
-    No function mode is active meanwhile.
-    """
-
-    def on_call(
-        self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
-    ) -> None:
-        """Receive one attention call.
-
-        Args:
-            call: its arguments; ``call.module`` is ``name``, or ``name#1`` for the second in a
-                pass.
-            output: returns the model's output (B, Hq, L, Ev); None if it is unknown.
-            module: the module that made the call.
-        """
-
-    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
-        """Receive the scores of a hand-written softmax that a matrix product used.
-
-        Args:
-            scores: input of the softmax, (B, H, L, S).
-            name: name of the call.
-            doubt: returns why these may not be the scores, or None.
-        """
-
-
-class ProductReceiver(Receiver, Protocol):
-    """A receiver of the products of queries and keys in hand-written scores."""
-
-    def on_products(self, products: Tensor, query: Tensor, key: Tensor, name: str) -> None:
-        """Receive the scaled products (B, H, L, S) of queries and keys, −inf on hidden keys."""
-
-
-class Provider(Receiver, Protocol):
-    """A receiver that computes calls in place of the model."""
-
-    def compute(
-        self, call: AttentionCall, model_output: Callable[[], Tensor], module: torch.nn.Module
-    ) -> tuple[Tensor, Callable[[], None]]:
-        """Compute a call in place of the model.
-
-        Args:
-            call: the captured call.
-            model_output: runs the model's function and returns its output (B, Hq, L, Ev).
-            module: the module that made the call.
-
-        Returns:
-            The output (B, Hq, L, Ev), and a function that records the call.
-
-        Raises:
-            ValueError: if the model must compute it; the message is the reason.
-        """
 
 
 class Listener:

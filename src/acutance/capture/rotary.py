@@ -21,6 +21,7 @@ from torch import Tensor
 from acutance.capture.head_axis import attribute
 from acutance.capture.module_names import class_name, unwrap
 from acutance.capture.readers import huggingface
+from acutance.capture.readers.interface_call import InterfaceCall
 
 __all__ = ["Rotary", "RotaryError", "find_rotary"]
 
@@ -172,7 +173,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.calls: _Calls = {}
 
-    def changed_query(self, call: huggingface.InterfaceCall) -> None:
+    def changed_query(self, call: InterfaceCall) -> None:
         """The query stays."""
         self.calls.setdefault(call["module"], (call["query"].detach(), call["key"].detach()))
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from acutance.capture.entry_points import notify_all
+from acutance.capture.protocols import FunctionObserver
 from acutance.capture.readers.acutance_attention import call_from_arguments
-from acutance.capture.readers.torch_functions import FunctionCapture, FunctionObserver
+from acutance.capture.readers.torch_functions import FunctionCapture
 
 __all__ = ["Tap", "tap"]
 

@@ -19,6 +19,7 @@ from acutance.capture.find_layers import attention_layers, uses_interface
 from acutance.capture.layer_choice import choose_layers
 from acutance.capture.module_names import class_name
 from acutance.capture.readers import huggingface
+from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.judging.rope import RopeRemedy, named_rope
 from acutance.scaling import Window
 
@@ -124,12 +125,10 @@ class _Silence:
     def __init__(self, switched: Mapping[int, Sequence[int] | None]) -> None:
         self._switched, self.calls = switched, 0
 
-    def changed_query(self, call: huggingface.InterfaceCall) -> None:
+    def changed_query(self, call: InterfaceCall) -> None:
         """The query stays."""
 
-    def changed_output(
-        self, call: huggingface.InterfaceCall, output: torch.Tensor
-    ) -> torch.Tensor | None:
+    def changed_output(self, call: InterfaceCall, output: torch.Tensor) -> torch.Tensor | None:
         """The output (B, L, Hq, Ev) with zeros; None where the call is of another layer."""
         module = call["module"]
         if id(module) not in self._switched:

@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +39,9 @@ from acutance.capture.head_axis import (
     heads_at_once,
     heads_of,
 )
+from acutance.capture.protocols import FunctionObserver, ProductObserver
 from acutance.capture.readers.acutance_attention import ACUTANCE, acutance_call
-from acutance.capture.readers.huggingface import Observer, is_cross
+from acutance.capture.readers.interface_call import is_cross
 from acutance.capture.readers.torch_multihead import (
     not_padding,
     outputs_agree,
@@ -78,41 +79,6 @@ _OPERATORS = {OpOverload, OpOverloadPacket}
 _Reader = Callable[[Sequence[Any], dict[str, Any], str], AttentionCall]
 #: Begins the reason of a softmax that is listed as not read.
 NO_PRODUCT = "no matrix product uses a softmax over the last dimension of"
-
-
-class FunctionObserver(Observer, Protocol):
-    """The observer of a :class:`FunctionCapture`; it also tracks the running module."""
-
-    def note_function(self) -> None:
-        """Note a call of a function that is or may be attention."""
-
-    def call_name(self) -> str | None:
-        """Name for an attention call of the running module; None outside the model."""
-
-    def running(self) -> str | None:
-        """Name of the running module; None outside the model."""
-
-    def module_of(self, name: str) -> torch.nn.Module | None:
-        """The module of a call with this name."""
-
-    def observe_scores(
-        self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
-    ) -> None:
-        """Record rows from their scores (B, H, L, S); ``doubt`` returns why they may be wrong."""
-
-
-@runtime_checkable
-class ProductObserver(FunctionObserver, Protocol):
-    """An observer of the products of queries and keys in hand-written scores.
-
-    Attributes:
-        products: whether it receives products instead of scores.
-    """
-
-    products: bool
-
-    def observe_products(self, products: Tensor, query: Tensor, key: Tensor, module: str) -> None:
-        """Record the scaled products of queries and keys, −inf where the key is hidden."""
 
 
 class FunctionCapture(TorchFunctionMode):

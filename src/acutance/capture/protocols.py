@@ -1,0 +1,182 @@
+"""What the parts of a capture ask of each other: observers, changers and receivers of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from acutance.capture.attention_call import AttentionCall
+from acutance.capture.readers.interface_call import InterfaceCall
+
+__all__ = [
+    "Changer",
+    "FunctionObserver",
+    "Instead",
+    "Observer",
+    "ProductObserver",
+    "ProductReceiver",
+    "Provider",
+    "Receiver",
+]
+
+
+class Observer(Protocol):
+    """Receives the calls that a capture sees.
+
+    Attributes:
+        provides: whether it may compute calls in place of the model.
+    """
+
+    provides: bool
+
+    def provide(
+        self,
+        read_call: Callable[[], AttentionCall],
+        module: str,
+        model_output: Callable[[], Tensor],
+        refusal: str | None = None,
+    ) -> Tensor | None:
+        """Compute and record a call in place of the model, (B, Hq, L, Ev); None declines."""
+
+    def call_name_of(self, module: torch.nn.Module) -> str | None:
+        """Name for an attention call of a module of the model; None for any other module."""
+
+    def observe(
+        self,
+        read_call: Callable[[], AttentionCall],
+        module: str,
+        output: Callable[[], Tensor] | None,
+    ) -> None:
+        """Handle one attention call; ``output`` returns the model's (B, Hq, L, Ev)."""
+
+    def unreadable(self, module: str, reason: str) -> None:
+        """List attention that could not be read."""
+
+    def muted(self) -> bool:
+        """Whether this thread is inside a call that is already captured."""
+
+    def mute(self) -> Any:
+        """Context in which nested captures are ignored."""
+
+
+class Changer(Protocol):
+    """Changes the query of a call before it runs and before observers see it.
+
+    A changer may also have a method ``changed_output(call, output)``: it receives the output
+    (B, L, Hq, Ev) and returns the changed one, or None to keep it. It may also have a method
+    ``instead(call)``: it returns an :class:`Instead` that computes the call, or None.
+    """
+
+    def changed_query(self, call: InterfaceCall) -> Tensor | None:
+        """The changed query (B, Hq, L, E) of a call; None to keep it."""
+
+    def mute(self) -> Any:
+        """Context in which functions that the call uses are not changed."""
+
+
+class Instead(Protocol):
+    """Computes a call in the function's stead."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function would return, for its arguments."""
+
+    def read(self, name: str) -> AttentionCall:
+        """The call whose rows are what is computed; ``name`` is its module's.
+
+        Raises:
+            ValueError: if no single call is; the message is the reason.
+        """
+
+
+class FunctionObserver(Observer, Protocol):
+    """The observer of a :class:`FunctionCapture`; it also tracks the running module."""
+
+    def note_function(self) -> None:
+        """Note a call of a function that is or may be attention."""
+
+    def call_name(self) -> str | None:
+        """Name for an attention call of the running module; None outside the model."""
+
+    def running(self) -> str | None:
+        """Name of the running module; None outside the model."""
+
+    def module_of(self, name: str) -> torch.nn.Module | None:
+        """The module of a call with this name."""
+
+    def observe_scores(
+        self, scores: Tensor, module: str, doubt: Callable[[], str | None] | None = None
+    ) -> None:
+        """Record rows from their scores (B, H, L, S); ``doubt`` returns why they may be wrong."""
+
+
+@runtime_checkable
+class ProductObserver(FunctionObserver, Protocol):
+    """An observer of the products of queries and keys in hand-written scores.
+
+    Attributes:
+        products: whether it receives products instead of scores.
+    """
+
+    products: bool
+
+    def observe_products(self, products: Tensor, query: Tensor, key: Tensor, module: str) -> None:
+        """Record the scaled products of queries and keys, −inf where the key is hidden."""
+
+
+class Receiver(Protocol):
+    """Receives the attention calls that a listener captures.
+
+    No function mode is active meanwhile.
+    """
+
+    def on_call(
+        self, call: AttentionCall, output: Callable[[], Tensor] | None, module: torch.nn.Module
+    ) -> None:
+        """Receive one attention call.
+
+        Args:
+            call: its arguments; ``call.module`` is ``name``, or ``name#1`` for the second in a
+                pass.
+            output: returns the model's output (B, Hq, L, Ev); None if it is unknown.
+            module: the module that made the call.
+        """
+
+    def on_scores(self, scores: Tensor, name: str, doubt: Callable[[], str | None] | None) -> None:
+        """Receive the scores of a hand-written softmax that a matrix product used.
+
+        Args:
+            scores: input of the softmax, (B, H, L, S).
+            name: name of the call.
+            doubt: returns why these may not be the scores, or None.
+        """
+
+
+class ProductReceiver(Receiver, Protocol):
+    """A receiver of the products of queries and keys in hand-written scores."""
+
+    def on_products(self, products: Tensor, query: Tensor, key: Tensor, name: str) -> None:
+        """Receive the scaled products (B, H, L, S) of queries and keys, −inf on hidden keys."""
+
+
+class Provider(Receiver, Protocol):
+    """A receiver that computes calls in place of the model."""
+
+    def compute(
+        self, call: AttentionCall, model_output: Callable[[], Tensor], module: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """Compute a call in place of the model.
+
+        Args:
+            call: the captured call.
+            model_output: runs the model's function and returns its output (B, Hq, L, Ev).
+            module: the module that made the call.
+
+        Returns:
+            The output (B, Hq, L, Ev), and a function that records the call.
+
+        Raises:
+            ValueError: if the model must compute it; the message is the reason.
+        """
