@@ -170,6 +170,7 @@ class AttentionCall:
 
     @property
     def _options(self) -> dict[str, Any]:
+        """Keyword arguments of :func:`acutance.attention` for this call."""
         return self._masks | {
             "scale": self.scale,
             "enable_gqa": self.query.shape[1] != self.key.shape[1],
@@ -179,6 +180,7 @@ class AttentionCall:
 
     @property
     def _masks(self) -> dict[str, Any]:
+        """The masks, windows, documents and biases among the keyword arguments."""
         names = (
             *("attn_mask", "is_causal", "query_offset", "window", "key_mask"),
             *("cu_seqlens", "bias"),

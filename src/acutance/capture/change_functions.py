@@ -228,6 +228,7 @@ class FunctionChange(TorchFunctionMode):
 
 
 def _may_be_attention(scores: Tensor, fewest: int) -> bool:
+    """Whether a tensor can be attention scores: dense, floating, with enough dimensions."""
     return (
         scores.dim() >= fewest
         and scores.is_floating_point()

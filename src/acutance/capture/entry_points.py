@@ -304,6 +304,7 @@ def _settings(module: torch.nn.Module) -> tuple[list[str], list[Any]]:
 
 
 def _restore(point: _EntryPoint) -> None:
+    """Put the original function of an entry point back."""
     if point.owner is torch.Tensor:
         delattr(torch.Tensor, point.name)  # its base has it
     else:

@@ -100,6 +100,7 @@ def attention_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _has_head_count(module: torch.nn.Module) -> bool:
+    """Whether a module has an integer attribute for its number of heads."""
     return any(type(attribute(module, heads)) is int for heads in HEADS)
 
 

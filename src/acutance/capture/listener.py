@@ -308,6 +308,7 @@ class Listener:
     # -- which module runs ------------------------------------------------------------------------
 
     def _enter_module(self, module: torch.nn.Module, name: str) -> None:
+        """Handle the start of a module's forward pass; the outermost one begins a pass."""
         thread = self.modules.thread
         if not thread.stack:
             thread.call_counts.clear()
@@ -322,6 +323,7 @@ class Listener:
                 self.unreadable(name, reason)
 
     def _leave_module(self, module: torch.nn.Module, name: str) -> None:
+        """Handle the end of a module's forward pass; the outermost one ends the pass."""
         self.modules.thread.masks.leave(module)
         if not self.modules.thread.stack:
             with self._follower.lock:
@@ -372,4 +374,5 @@ class Listener:
             self._follow_again(False)
 
     def _on_pass_end(self, module: torch.nn.Module) -> None:
+        """Handle the end of a pass watched at entry points."""
         self.modules.thread.joined_late = False

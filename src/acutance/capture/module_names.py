@@ -88,6 +88,7 @@ def _holds(module: torch.nn.Module) -> str | None:
 
 
 def _wrapper(kind: type) -> str | None:
+    """Attribute in which a wrapper class stores its module; None for other classes."""
     if kind not in _KNOWN:
         names = (_WRAPPERS.get(base.__name__) for base in kind.__mro__)
         _KNOWN[kind] = next((name for name in names if name is not None), None)

@@ -124,6 +124,19 @@ def _of_layer(
     first: _Calls,
     second: _Calls,
 ) -> Rotary:
+    """How a layer rotates its queries and keys, from two passes with shifted positions.
+
+    Args:
+        name: name of the layer, for messages.
+        layer: the attention module.
+        known: modules and the names of their buffers of rotary frequencies.
+        shift: difference of the positions in the two passes.
+        first: query and key of each layer in the first pass.
+        second: the same in the second pass.
+
+    Raises:
+        RotaryError: if no known form of rotary embedding fits.
+    """
     if layer not in first or layer not in second:
         raise RotaryError(f"a layer of {name} does not ask transformers' attention interface")
     before, after = first[layer], second[layer]
@@ -210,6 +223,7 @@ def _read(model: torch.nn.Module, start: int) -> _Calls:
 
 
 def _positions(model: torch.nn.Module) -> int | None:
+    """Largest number of positions that a model's configuration states."""
     config: Any = getattr(unwrap(model), "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -225,4 +239,5 @@ def _tensors(holder: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_rates(name: str) -> bool:
+    """Whether a buffer of this name holds the rotary frequencies in use."""
     return name.endswith("inv_freq") and not name.endswith(("original_inv_freq", "long_inv_freq"))

@@ -49,6 +49,7 @@ class _Eager:
             self._force()
 
     def _force(self) -> None:
+        """Set the compiler's stance to eager, if a probe is open."""
         with self._lock:
             if self._open and self._stance is None:
                 self._stance = torch.compiler.set_stance("force_eager")

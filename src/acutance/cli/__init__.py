@@ -37,6 +37,7 @@ app = typer.Typer(
 
 
 def _version(shown: bool) -> None:
+    """Print the version and exit, if requested."""
     if shown:
         from importlib.metadata import version
 

@@ -302,6 +302,7 @@ class Group(Commands):
 
 
 def _without_type(option: Any) -> Any:
+    """Hide the type of an option in the help page."""
     if option is not None:
         option.metavar = NO_TYPE
     return option

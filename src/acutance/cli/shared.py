@@ -82,6 +82,7 @@ class Commands(TyperGroup):
 
 @contextmanager
 def _visible_misuse() -> Iterator[None]:
+    """Context that escapes control characters in messages about misused options."""
     try:
         yield
     except Exception as error:

@@ -155,6 +155,7 @@ def heads_alike(mechanism: Mechanism) -> bool:
 
 
 def _heads_rows(values: Tensor) -> Tensor:
+    """Reshape (B, H, rows) to (B · H, rows) in float64."""
     return values.detach().double().flatten(0, 1)
 
 
@@ -259,6 +260,7 @@ def _status(field_name: str) -> int:
 
 
 def _reset_high_water() -> None:
+    """Reset the kernel's record of the peak resident size."""
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")
 
@@ -274,6 +276,7 @@ def _largest_so_far() -> int:
 
 
 def _resettable() -> bool:
+    """Whether the peak resident size can be reset."""
     try:
         _reset_high_water()
         _status("VmHWM")

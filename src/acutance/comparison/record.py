@@ -41,6 +41,7 @@ class Quantity(NamedTuple):
 
 
 def _of(name: str) -> Quantity:
+    """The description of a metric."""
     return Quantity(METRICS[name].symbol, METRICS[name].unit, METRICS[name].meaning)
 
 
@@ -217,6 +218,7 @@ def _result(result: Result) -> dict[str, Any]:
 
 
 def _json_number(value: float) -> float | None:
+    """The number, or None if it is not finite."""
     return value if math.isfinite(value) else None
 
 

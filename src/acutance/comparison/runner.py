@@ -229,6 +229,7 @@ def _result(entry: Mechanism, sampled: Inputs, whole: Inputs | None, seed: int) 
 
 
 def _lengths(n: int | Sequence[int]) -> tuple[int, ...]:
+    """Check the numbers of keys; ascending, without duplicates."""
     lengths = (n,) if isinstance(n, int) else tuple(n)
     if not lengths:
         raise ValueError("n: at least one number of keys, got none")

@@ -129,10 +129,12 @@ def _cause(missing: Collection[str], unexpected: Iterable[str]) -> str:
 
 
 def _count(names: Collection[str]) -> str:
+    """Number of tensors, as text."""
     return f"{len(names)} tensor{'s' * (len(names) != 1)}"
 
 
 def _listed(names: Iterable[str]) -> str:
+    """The first names of a list, and how many more there are."""
     first = sorted(names)
     more = f", … {len(first) - _LISTED} more" if len(first) > _LISTED else ""
     return ", ".join(name[:120] for name in first[:_LISTED]) + more

@@ -186,12 +186,15 @@ class _Header:
         return GgufFile(path, metadata, frozenset(tensors))
 
     def _truncated(self, where: str) -> GgufError:
+        """Error for a file that ends inside ``where``."""
         return GgufError(f"is truncated at byte {len(self._data):,}: {where}; copy it again")
 
     def _number(self, form: str) -> Any:
+        """Read one number of a struct format."""
         return self._numbers(form, 1)[0]
 
     def _numbers(self, form: str, count: int) -> tuple[Any, ...]:
+        """Read several numbers of a struct format."""
         layout = f"<{count}{form}"
         width = struct.calcsize(layout)
         if width > len(self._data) - self._place:
@@ -201,6 +204,7 @@ class _Header:
         return values
 
     def _string(self) -> str:
+        """Read a length-prefixed string."""
         start = self._skip(self._number("Q"))
         return self._data[start : self._place].decode("utf-8")
 

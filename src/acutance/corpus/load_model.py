@@ -248,6 +248,7 @@ _TOKENIZERS = {"tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "
 
 
 def _names(folder: str) -> set[str]:
+    """Names of the files in a folder."""
     return {path.name for path in Path(folder).iterdir()}
 
 
@@ -265,6 +266,7 @@ def _resolve(name: str | None) -> tuple[str, str]:
 
 
 def _embedded() -> str:
+    """Folder of the embedded default model."""
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     if spec is None or spec.origin is None:
         raise ModelError(
@@ -352,6 +354,7 @@ def _located(name: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
+    """The message of an error on one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 

@@ -195,6 +195,7 @@ def _span_texts(spans: Mapping[str, Any]) -> list[str]:
 
 
 def _map_texts(maps: Mapping[Any, Any]) -> list[str]:
+    """Requested maps as text."""
     return [f"{name}:{list(rows)}" for name, rows in maps.items()]
 
 
@@ -206,10 +207,12 @@ def _check_same(run: Run, world: SingleProcess) -> None:
 
 
 def _implementation(loaded: TextModel) -> str:
+    """Name of the model's attention implementation; empty if unknown."""
     return str(getattr(getattr(loaded.model, "config", None), "_attn_implementation", ""))
 
 
 def _dtype(loaded: TextModel) -> str:
+    """Dtype of the model's first parameter, as text."""
     return str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
 
 

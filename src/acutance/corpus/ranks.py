@@ -120,6 +120,7 @@ def _message(summary: HeadSummary | None, problem: str = "") -> bytes:
 
 
 def _pack(summary: HeadSummary) -> bytes:
+    """A summary as safetensors bytes."""
     from safetensors.torch import save
 
     header, tensors = summary.parts()
@@ -127,6 +128,7 @@ def _pack(summary: HeadSummary) -> bytes:
 
 
 def _unpack(raw: bytes) -> HeadSummary:
+    """The summary from safetensors bytes."""
     from safetensors.torch import load
 
     size = int.from_bytes(raw[:8], "little")
@@ -142,14 +144,17 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _peer(rank: int, group: dist.ProcessGroup | None) -> int:
+    """Global rank of a rank of the group."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def _tensor(raw: bytes, group: dist.ProcessGroup | None) -> Tensor:
+    """Bytes as a tensor on the group's device."""
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(_device(group))
 
 
 def _send(raw: bytes, rank: int, group: dist.ProcessGroup | None) -> None:
+    """Send bytes to a rank of the group."""
     size = torch.tensor([len(raw)], dtype=torch.int64, device=_device(group))
     dist.send(size, _peer(rank, group), group)
     if raw:
@@ -157,6 +162,7 @@ def _send(raw: bytes, rank: int, group: dist.ProcessGroup | None) -> None:
 
 
 def _receive(rank: int, group: dist.ProcessGroup | None) -> bytes:
+    """Receive bytes from a rank of the group."""
     size = torch.zeros(1, dtype=torch.int64, device=_device(group))
     dist.recv(size, _peer(rank, group), group)
     data = torch.empty(int(size), dtype=torch.uint8, device=_device(group))
@@ -264,6 +270,7 @@ class Ranks(SingleProcess):
         self._stop = True
 
     def _any(self, flag: bool) -> bool:
+        """Whether a flag is set on any rank."""
         flags = torch.tensor([int(flag)])
         with _gloo_errors():
             dist.all_reduce(flags, dist.ReduceOp.MAX)

@@ -227,6 +227,7 @@ def _add(joined: State | None, row: Mapping[str, Any], run: Run, pieces: Sequenc
 
 
 def _unpack(raw: bytes) -> HeadSummary:
+    """The summary from safetensors bytes."""
     from safetensors.torch import load
 
     size = int.from_bytes(raw[:8], "little")
@@ -294,6 +295,7 @@ def _in_order(ray_data: Any) -> Iterator[None]:
 
 
 def _load(model: str | Callable[[], TextModel] | None, device: str) -> TextModel:
+    """Load the model by name, or call the function that returns it."""
     if callable(model):
         loaded = model()
         loaded.model.to(device).eval()
@@ -302,6 +304,11 @@ def _load(model: str | Callable[[], TextModel] | None, device: str) -> TextModel
 
 
 def _ray_data() -> Any:
+    """Import ``ray.data``.
+
+    Raises:
+        ImportError: if Ray is not installed; the message says how to install it.
+    """
     try:
         import ray.data
     except ImportError as error:

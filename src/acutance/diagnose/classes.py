@@ -101,6 +101,7 @@ def classify(summary: Judged) -> list[tuple[HeadClass, ...]]:
 
 
 def _classes(judged: Mapping[Kind, Judgement]) -> Iterator[HeadClass]:
+    """The classes of one head, from the rules that it meets."""
     for kind, (name, write) in _SENTENCES.items():
         if kind in judged and not (kind == "special_sink" and "sink" in judged):
             numbers = judged[kind].numbers
@@ -109,6 +110,7 @@ def _classes(judged: Mapping[Kind, Judgement]) -> Iterator[HeadClass]:
 
 
 def _local(judgement: Judgement) -> str:
+    """Sentence for a head that attends to nearby keys."""
     near, even = judgement.numbers["near"], judgement.numbers["even"]
     return (
         f"has {near:.0%} of its weight within {NEAR} positions, where uniform weights have "
@@ -117,6 +119,7 @@ def _local(judgement: Judgement) -> str:
 
 
 def _dead(judgement: Judgement) -> str:
+    """Sentence for a head that averages all keys."""
     n = judgement.numbers["n_keys"]
     over = f" over {n:.0f} keys" if math.isfinite(n) else ""
     share = judgement.numbers["normalized_entropy"]
@@ -124,6 +127,7 @@ def _dead(judgement: Judgement) -> str:
 
 
 def _positional(judgement: Judgement) -> str:
+    """Sentence for a head whose largest weight is at a fixed relative position."""
     place = int(judgement.numbers["position"])
     away = abs(place)
     where = {0: "at its own position", -1: "one position back", 1: "one position ahead"}.get(

@@ -58,6 +58,7 @@ class Finding:
 
 
 def _name(head: HeadFacts) -> str:
+    """Layer and head as the beginning of a sentence."""
     return f"Layer {head.layer}{crossing(head.record.module)} head {head.head}"
 
 
@@ -291,6 +292,7 @@ def _beyond(
 
 
 def _finding(kind: Kind, head: HeadFacts, value: float, sentence: str) -> Finding:
+    """A finding on a head, with a caveat if one applies."""
     return Finding(kind, head.layer, head.head, head.record.module, value, sentence + _caveat(head))
 
 

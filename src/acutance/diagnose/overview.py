@@ -77,8 +77,8 @@ def advice_in_brief(summary: Judged) -> list[str]:
         if same := by_kind.get(kind):
             most = max(same, key=lambda each: abs(each.numbers.get("size", 0.0)))
             heads = sum(len(each.heads) for each in same)
-            many = f"{_some(heads, 'head')} in " if heads else ""
-            where = f"layer {most.layer}" if len(same) == 1 else _some(len(same), "layer")
+            many = f"{_counted(heads, 'head')} in " if heads else ""
+            where = f"layer {most.layer}" if len(same) == 1 else _counted(len(same), "layer")
             first = f" (L{most.layer} most)" if len(same) > 1 else ""
             name, action = _IN_BRIEF[kind]
             lines.append(f"{name}: {many}{where}{first}; {action}")
@@ -94,7 +94,7 @@ def _kinds(summary: Judged, heads: Sequence[HeadFacts]) -> list[str]:
     lines = []
     for name in sorted(places, key=lambda name: (-len(places[name]), list(CLASSES).index(name))):
         those = places[name]
-        share = f"{name}: {len(those):,} of {_some(len(heads), 'head')}"
+        share = f"{name}: {len(those):,} of {_counted(len(heads), 'head')}"
         lines.append(f"{share}, {_where(those)}")
     return lines
 
@@ -162,6 +162,7 @@ def _unusual(heads: Sequence[HeadFacts]) -> list[str]:
 
 
 def _spread(head: HeadFacts, name: str) -> str:
+    """A head's effective keys, or another metric, with its unit."""
     unit = (
         "effective keys" if math.isfinite(head.mean("effective_keys")) else name.replace("_", " ")
     )
@@ -177,8 +178,10 @@ def _keys(head: HeadFacts, name: str) -> str:
 
 
 def _place(head: HeadFacts) -> str:
+    """Layer and head in short form, ``L5 H3``."""
     return f"L{head.layer} H{head.head}"
 
 
-def _some(count: int, noun: str) -> str:
+def _counted(count: int, noun: str) -> str:
+    """A number with a noun in singular or plural."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

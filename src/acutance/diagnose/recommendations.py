@@ -178,6 +178,7 @@ def in_words(recommended: Sequence[Recommendation], nothing: str = NOTHING) -> l
 
 
 def _weight(recommendation: Recommendation) -> float:
+    """How far a recommendation's head is beyond its threshold."""
     return abs(recommendation.numbers.get("size", 0.0))
 
 

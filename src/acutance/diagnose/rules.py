@@ -97,6 +97,7 @@ def judge_heads(summary: Summary) -> list[dict[Kind, Judgement]]:
 
 
 def _sink(head: HeadFacts) -> Judgement | None:
+    """Whether most weight is on the first key, more than uniform attention would give."""
     first, n = head.mean("first_weight"), head.mean("n_keys")
     if not first > SINK or first < LIFT / n:
         return None
@@ -105,6 +106,7 @@ def _sink(head: HeadFacts) -> Judgement | None:
 
 
 def _special_sink(head: HeadFacts) -> Judgement | None:
+    """Whether most weight is on special tokens."""
     special = head.mean("mass_special")
     if not special > SINK:
         return None
@@ -113,6 +115,7 @@ def _special_sink(head: HeadFacts) -> Judgement | None:
 
 
 def _local(head: HeadFacts) -> Judgement | None:
+    """Whether most weight is on nearby keys, more than uniform attention would give."""
     if not (head.near > limit("local") and head.near > LIFT * head.even):
         return None
     distance = head.mean("attention_distance")
@@ -121,6 +124,7 @@ def _local(head: HeadFacts) -> Judgement | None:
 
 
 def _previous(head: HeadFacts) -> Judgement | None:
+    """Whether most weight is on the previous position."""
     mass = head.mean("mass_previous")
     if not mass > limit("previous-token"):
         return None
@@ -128,6 +132,7 @@ def _previous(head: HeadFacts) -> Judgement | None:
 
 
 def _diffuse(head: HeadFacts) -> Judgement | None:
+    """Whether the entropy is close to its maximum, but not so close as to be dead."""
     share = head.mean("normalized_entropy")
     if not DIFFUSE < share <= DEAD:
         return None
@@ -135,6 +140,7 @@ def _diffuse(head: HeadFacts) -> Judgement | None:
 
 
 def _sharp(head: HeadFacts) -> Judgement | None:
+    """Whether the largest weight dominates."""
     top = head.mean("top_weight")
     if not top > limit("sharp"):
         return None
@@ -143,6 +149,7 @@ def _sharp(head: HeadFacts) -> Judgement | None:
 
 
 def _dead(head: HeadFacts) -> Judgement | None:
+    """Whether attention is almost uniform."""
     share = head.mean("normalized_entropy")
     if not share > DEAD:
         return None
@@ -151,12 +158,14 @@ def _dead(head: HeadFacts) -> Judgement | None:
 
 
 def _positional(head: HeadFacts) -> Judgement | None:
+    """Whether the largest weight is at one relative position in most rows."""
     if not head.peak_share > limit("positional"):
         return None
     return Judgement(head.peak_share, {"position": head.peak, "share": head.peak_share})
 
 
 def _not_finite(head: HeadFacts) -> Judgement | None:
+    """Whether some rows have scores that are not finite."""
     rows, not_finite = head.count("n_keys"), head.count("n_keys") - head.count("lse")
     if not_finite <= 0 or not head.has("lse"):
         return None
@@ -165,11 +174,13 @@ def _not_finite(head: HeadFacts) -> Judgement | None:
 
 
 def _large_logits(head: HeadFacts) -> Judgement | None:
+    """Whether the largest logit exceeds the threshold."""
     value = head.high("max_logit")
     return Judgement(value, {"max_logit": value}) if value > LARGE_LOGIT else None
 
 
 def _coarse_scores(head: HeadFacts) -> Judgement | None:
+    """Whether logits are so large that their dtype resolves them coarsely."""
     value, bits = head.high("max_logit"), _BITS.get(head.dtype)
     if bits is None or not value > 0:
         return None
@@ -180,6 +191,7 @@ def _coarse_scores(head: HeadFacts) -> Judgement | None:
 
 
 def _collapse(head: HeadFacts) -> Judgement | None:
+    """Whether the entropy is close to 0."""
     share = head.mean("normalized_entropy")
     if not share < COLLAPSE:
         return None

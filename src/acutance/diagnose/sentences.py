@@ -51,6 +51,7 @@ def _from_to(beyond: _Beyond, name: str, form: str) -> str:
 
 
 def _describe_not_finite(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
+    """Reason, advice and certainty for heads with scores that are not finite."""
     rows, not_finite = worst.numbers["rows"], worst.numbers["not_finite"]
     return (
         f"{not_finite:,.0f} of {rows:,.0f} rows have scores that are not finite",
@@ -60,6 +61,7 @@ def _describe_not_finite(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> 
 
 
 def _describe_large(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
+    """Reason, advice and certainty for heads with large logits."""
     return (
         f"the largest logit is {_from_to(beyond, 'max_logit', ',.0f')}, above {LARGE_LOGIT:g}",
         "if training continues, monitor them with acutance.training.AttentionMonitor, since such "
@@ -69,6 +71,7 @@ def _describe_large(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sente
 
 
 def _describe_coarse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
+    """Reason, advice and certainty for heads whose dtype resolves their logits coarsely."""
     return (
         f"logits reach {_from_to(beyond, 'max_logit', ',.0f')}, where {head.dtype} has a "
         f"resolution of {worst.numbers['step']:g}",
@@ -78,6 +81,7 @@ def _describe_coarse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sent
 
 
 def _describe_collapse(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
+    """Reason, advice and certainty for heads with collapsed entropy."""
     return (
         f"entropy is {_from_to(beyond, 'normalized_entropy', '.3f')} of the maximum, "
         f"{_from_to(beyond, 'effective_keys', '.2f')} effective keys per row",
@@ -103,6 +107,7 @@ def _describe_dilution(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Se
 
 
 def _describe_sink(beyond: _Beyond, head: HeadFacts, worst: Judgement) -> Sentence:
+    """Reason, advice and certainty for heads that attend to the first key."""
     return (
         f"{_from_to(beyond, 'first_weight', '.0%')} of the weight is on the first visible key",
         "keep that token when truncating a cache or sliding a window, which costs one key. It may "

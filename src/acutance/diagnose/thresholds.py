@@ -182,6 +182,7 @@ class HeadFacts:
         return 0 if column is None else int(self._arrays.count[self.index][column])
 
     def _value(self, name: str, values: list[list[float]]) -> float:
+        """A number of this head's metric from an array; NaN without rows."""
         return values[self.index][self._columns[name]] if self.count(name) else math.nan
 
     def entropy_slope(self, *, octaves: int, least_n: float) -> Any:

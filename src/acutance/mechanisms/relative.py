@@ -188,12 +188,14 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _log_size(x: Tensor) -> Tensor:
+    """Log of absolute values; a very low number for zeros."""
     size = x.detach().abs()
     tiny = torch.finfo(x.dtype).tiny
     return torch.where(size > 0, _wide(torch.log(size.clamp(min=tiny))), NOTHING)
 
 
 def _factor(exponents: Tensor, like: Tensor) -> Tensor:
+    """exp(exponents) in the dtype of ``like``, without overflow."""
     return torch.exp(exponents.clamp(max=TOP)).to(like.dtype)
 
 

@@ -235,6 +235,7 @@ def with_distant(near: Tensor, v: Tensor, distant: Sums) -> Sums:
 
 
 def _seen(places: Tensor, strict: bool) -> Tensor:
+    """Boolean (C, C), which keys of a chunk each of its rows sees."""
     return places[:, None] > places if strict else places[:, None] >= places
 
 

@@ -65,6 +65,7 @@ def _entry(
 
 
 def _half_tau(sizes: Sizes) -> float:
+    """Temperature at which random keys carry half of log n as information."""
     d = max(2, sizes.width)
     tau = tau_for_information(max(2, sizes.keys), 0.5, setting="random_keys", d=d)
     return float(tau)

@@ -67,14 +67,17 @@ def _linear(name: str) -> Mechanism:
 
 
 def _fixed(heads: int) -> Tensor:
+    """The decay 0.9 for each head."""
     return torch.full((heads,), 0.9, dtype=torch.float64)
 
 
 def _slopes(heads: int) -> Tensor:
+    """ALiBi's decays for each head."""
     return alibi_decays(heads, dtype=torch.float64)
 
 
 def _rings(heads: int) -> Tensor:
+    """RetNet's decays for each head."""
     return retnet_decays(heads, dtype=torch.float64)
 
 

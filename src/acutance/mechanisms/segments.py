@@ -285,18 +285,22 @@ def _blank(part: Part) -> Tensor:
 
 
 def _parts(tensors: Sequence[Tensor], cuts: list[tuple[int, list[slice]]]) -> list[Part]:
+    """Each tensor with the slices that cut it."""
     return [Part(tensor, *cut) for tensor, cut in zip(tensors, cuts, strict=True)]
 
 
 def _rows_in(part: Part) -> int:
+    """Number of rows in all slices of a part."""
     return sum(each.stop - each.start for each in part.slices)
 
 
 def _fields(rows: Rows) -> list[Tensor]:
+    """The tensors of a record of rows, as a list."""
     return [*rows.sums, *rows[1:]]
 
 
 def _rows(fields: list[Tensor]) -> Rows:
+    """The record of rows from its list of tensors."""
     return Rows(Sums(*fields[:4]), *fields[4:])
 
 
@@ -309,6 +313,7 @@ def _dims(fields: list[Tensor]) -> list[tuple[Tensor, int | None]]:
 
 
 def _resized(shape: torch.Size, dim: int, length: int) -> list[int]:
+    """A shape with another length in one dimension."""
     sizes = list(shape)
     sizes[dim] = length
     return sizes

@@ -78,6 +78,7 @@ def begin(features: Features, squares: bool, *, in_units: bool = False) -> Linea
 
 
 def _carry(state: LinearState) -> Carry:
+    """The sums of a state."""
     return Carry(state.values, state.keys, state.squares, state.exponents)
 
 

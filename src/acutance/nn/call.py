@@ -90,6 +90,7 @@ class HeadCall:
 
     @property
     def _options(self) -> MaskOptions:
+        """Mask options of :func:`acutance.attention` for this call."""
         return {
             "query_offset": self.query_offset,
             "key_mask": self.masks.key_mask,
@@ -246,6 +247,7 @@ def key_mask(key_padding_mask: Tensor | None, batch: int, keys: int) -> Tensor |
 
 
 def _check_padding(key_padding_mask: Tensor, batch: int, keys: int) -> None:
+    """Raise ValueError unless a padding mask is (B, S)."""
     if tuple(key_padding_mask.shape) != (batch, keys):
         raise ValueError(
             f"key_padding_mask must have shape (B, S) = ({batch}, {keys}), got "
@@ -296,6 +298,7 @@ def translate(
 
 
 def _check_kind(name: str, mask: Tensor) -> torch.dtype:
+    """Dtype of a mask; raises TypeError unless it is boolean or floating."""
     dtype = check_tensor(name, mask).dtype
     if dtype != torch.bool and dtype not in FLOATS:
         raise TypeError(f"{name} must be boolean (True hides) or floating (added), got {dtype}")
@@ -315,6 +318,7 @@ def _four_dimensional(mask: Tensor, batch: int, heads: int, queries: int, keys: 
 
 
 def _total(biases: list[Tensor]) -> Tensor | None:
+    """Sum of the biases; None if there are none."""
     if not biases:
         return None
     total = biases[0]

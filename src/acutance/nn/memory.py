@@ -139,11 +139,13 @@ class Remembering(Projected):
         return self.recall(x, new, is_causal=True, query_offset=offset), new
 
     def _batch_first(self, x: Tensor, batched: bool) -> Tensor:
+        """An input as (B, L, E)."""
         if not batched:
             return x.unsqueeze(0)
         return x if self.batch_first else x.transpose(0, 1)
 
     def _as_given(self, out: Tensor, batched: bool) -> Tensor:
+        """An output in the layout of the inputs."""
         if not batched:
             return out.squeeze(0)
         return out if self.batch_first else out.transpose(0, 1)
@@ -166,6 +168,7 @@ class Remembering(Projected):
         return KeyValues(k, v)
 
     def _check_width(self, name: str, x: Tensor, width: int) -> None:
+        """Raise ValueError unless an input has this width."""
         if x.shape[-1] != width:
             raise ValueError(
                 f"{name} must have the width {width}, got {x.shape[-1]} ({describe(**{name: x})})"

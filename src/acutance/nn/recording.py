@@ -60,6 +60,7 @@ class Recorded(nn.Module):
             self.last_statistics = None
 
     def _record(self, stats: RowStatistics | WeightStatistics | None) -> None:
+        """Store the statistics of a forward pass and notify the module's listener."""
         self._store(stats)
         if _listeners and (listener := _listeners.get(id(self))) is not None:
             listener.hear(self, self.last_statistics)
@@ -79,6 +80,8 @@ class Recorded(nn.Module):
 
 
 class _Listener(NamedTuple):
+    """How a listener wants statistics recorded, and its callback."""
+
     recording: Recording
     hear: Callable[[Recorded, RowStatistics | WeightStatistics | None], None]
 

@@ -206,6 +206,7 @@ def _can_concatenate(left: CallRows, right: CallRows) -> bool:
 
 
 def _concatenate(parts: list[CallRows]) -> CallRows:
+    """Concatenate the rows of several calls along the batch."""
     if len(parts) == 1:
         return parts[0]
     state = joined_state([part.stats for part in parts])

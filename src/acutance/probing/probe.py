@@ -79,6 +79,7 @@ class _Recorder:
         return provided.output, record
 
     def _record(self, read: CallRead, name: str) -> None:
+        """Add what was read of a call to the records, and list it if it is doubtful."""
         rows = CallRows(read.stats, read.counted, read.sample, read.structure, read.span_weights)
         self.records.add(read.layer, rows)
         if read.doubt is not None:

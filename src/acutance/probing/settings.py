@@ -87,6 +87,7 @@ class ProbeSettings:
         self._imply("structure", bool(self.examples))
 
     def _imply(self, name: str, needed: bool) -> None:
+        """Set an option to True if another option needs it."""
         object.__setattr__(self, name, needed or getattr(self, name))
 
     @property

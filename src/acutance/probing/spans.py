@@ -278,6 +278,7 @@ def _is_per_sequence(span: Any) -> bool:
 
 
 def _is_range(span: Any) -> bool:
+    """Whether a value is a pair of whole numbers or None, (start, stop)."""
     return (
         isinstance(span, list | tuple)
         and len(span) == 2

@@ -352,12 +352,14 @@ def _layer_bar(
 
 
 def _whole_numbers(axes: Axes, count: int) -> None:
+    """Label the x axis with layer numbers, at most 20."""
     step = math.ceil(count / 20)
     axes.set_xticks(list(range(0, count, step)))
     axes.set_xlim(-0.6, count - 0.4)
 
 
 def _with_unit(metric: str) -> str:
+    """A metric's name with its unit."""
     unit = describe(metric).unit
     name = metric.replace("_", " ")
     return name if unit == "1" else f"{name}, {unit}"

@@ -229,9 +229,11 @@ def _number(value: float, metric: str) -> str:
 
 
 def _signed(value: float, metric: str) -> str:
+    """A change with its sign."""
     text = _number(value, metric)
     return text if value < 0 or text == "–" else f"+{text}"
 
 
 def _error(value: float, metric: str) -> str:
+    """A standard error as ``± value``, or "unknown"."""
     return "unknown" if not math.isfinite(value) else f"± {_number(value, metric)}"

@@ -160,4 +160,5 @@ def _gap(layers: int, heads: int) -> float:
 
 
 def _short(value: float, metric: str) -> str:
+    """A metric's value for a cell of the map."""
     return brief(value, metric).replace("-", "−")

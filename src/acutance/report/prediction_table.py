@@ -306,6 +306,7 @@ def _reasons_for_missing(row: Prediction) -> Iterator[str]:
 
 
 def _heading(row: Prediction) -> str:
+    """Title of the table: mechanism and parameters."""
     parameters = {name: value for name, value in row.parameters.items() if name != "n"}
     if parameters.get("value_variance") == 1.0:
         del parameters["value_variance"]
@@ -329,6 +330,7 @@ def _verdict(exact: float, limit: float, kind: str) -> str:
 
 
 def _distance(mean: float, error: float, exact: float) -> str:
+    """Distance of a sampled mean from the exact value, in standard errors."""
     if math.isnan(mean) or not error > 0:
         return "–"
     return f"{round((mean - exact) / error, 1) + 0.0:+.1f} se".replace("-", "−")
@@ -350,11 +352,13 @@ def _number(value: float) -> str:
 
 
 def _small(value: float) -> str:
+    """A small number with three decimals, or in exponent form."""
     size = abs(value)
     return f"{size:.3f}" if size >= 0.001 else f"{size:.0e}" if size else "0"
 
 
 def _plain(value: Any) -> Any:
+    """A value for JSON; numbers that are not finite become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, (int, str)) or value is None:

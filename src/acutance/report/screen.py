@@ -120,9 +120,11 @@ class NumberTable(Table):
         return max(longest, column.width or 0)
 
     def _least(self, column: Column, width: int) -> int:
+        """Smallest width of a column, in characters."""
         return width if column.no_wrap else min(width, _WORDS)
 
     def _needed(self, block: Sequence[int], widths: Sequence[int], gap: int) -> int:
+        """Smallest width of a block of columns, in characters."""
         least = sum(self._least(self.columns[index], widths[index]) for index in block)
         lines = 0 if self.box is None else len(block) - 1 + 2 * self.show_edge
         left = self.padding[3] * len(block) if self.pad_edge else 0

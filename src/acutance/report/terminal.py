@@ -229,9 +229,11 @@ class _HeadTable:
             yield [*line, (" │ ", dim), (self._text(mean).rjust(cell + 1), self._style(mean))]
 
     def _text(self, value: float) -> str:
+        """A value as text for a cell."""
         return brief(value, self.metric)
 
     def _style(self, value: float) -> Style | None:
+        """Colours of a cell; None for NaN."""
         place = self.scale.place(value)
         if place is None:
             return None
@@ -393,5 +395,6 @@ def _chunk(heads: int, fit: int) -> int:
 
 
 def _mean(row: list[float]) -> float:
+    """Mean of the finite values; NaN without any."""
     finite = [value for value in row if math.isfinite(value)]
     return fmean(finite) if finite else math.nan

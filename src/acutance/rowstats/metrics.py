@@ -52,6 +52,7 @@ def _where_any(state: RowState, values: Tensor, otherwise: float = torch.nan) ->
 
 
 def _count(state: RowState) -> Tensor:
+    """Number of visible keys in the dtype of the sums; NaN for rows without keys."""
     return _where_any(state, state.n.to(state.Z.dtype))
 
 

@@ -220,6 +220,7 @@ def _wide(state: RowState) -> RowState:
 
 
 def _sum_dtype(like: Tensor) -> torch.dtype:
+    """Dtype in which sums are added over ranks: float64, or float32 on MPS."""
     return torch.float32 if like.device.type == "mps" else torch.float64
 
 

@@ -14,6 +14,7 @@ from acutance.rowstats.state import RowState, has_gaps, has_noise, merge, unplac
 
 
 def _read(name: str) -> property:
+    """A property that computes the metric of this name."""
     entry = METRICS[name]
 
     def value(self: NamedMetrics) -> Tensor:

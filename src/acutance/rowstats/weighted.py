@@ -86,6 +86,7 @@ def unknown(like: Tensor) -> Tensor:
 
 
 def _known(sums: WeightSums, field: Tensor) -> bool:
+    """Whether a field of the sums is known, rather than empty."""
     return field.dim() == sums.n.dim()
 
 

@@ -354,4 +354,5 @@ def critical_ratio(scores: Tensor) -> Tensor:
 
 
 def _cut(tensor: Tensor, batch: slice) -> Tensor:
+    """Select sequences of a tensor whose batch dimension may be 1."""
     return tensor if tensor.shape[0] == 1 else tensor[batch]

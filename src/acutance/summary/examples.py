@@ -303,4 +303,5 @@ class Examples(HeadArrays):
 
 
 def _arrays() -> list[str]:
+    """Names of the tensor fields of :class:`Examples`."""
     return [each.name for each in fields(Examples) if each.name != "words"]

@@ -271,11 +271,13 @@ def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> 
 
 
 def _short(value: Any) -> str:
+    """The repr of a value, at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _line(error: Exception) -> str:
+    """The message of an error on one line."""
     return " ".join(str(error).split())[:200]
 
 

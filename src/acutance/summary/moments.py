@@ -340,6 +340,7 @@ class Moments(HeadArrays):
 
 
 def _scale(name: str) -> Scale:
+    """Histogram scale of a metric."""
     return SCALES.get(name, "unit")
 
 

@@ -54,6 +54,7 @@ class OptionalParts:
         return OptionalParts(**merged)
 
     def _pairs(self, other: OptionalParts) -> list[tuple[str, Any, Any]]:
+        """Each part's name, with its values in both records."""
         names = [field.name for field in fields(OptionalParts)]
         return [(name, getattr(self, name), getattr(other, name)) for name in names]
 
@@ -66,6 +67,7 @@ class OptionalParts:
         return OptionalParts(**{name: part.select(order) for name, part in self._present()})
 
     def _present(self) -> list[tuple[str, Any]]:
+        """Name and value of each part that is present."""
         return [(name, part) for name, part, _ in self._pairs(self) if part is not None]
 
     @staticmethod

@@ -120,6 +120,11 @@ class Spans(HeadArrays):
         return self.mean[:, row, column].masked_fill(self.rows[:, row] == 0, math.nan)
 
     def _place(self, name: str, more: tuple[str, ...]) -> int:
+        """Index of a span or kind of rows by name.
+
+        Raises:
+            ValueError: if there is none of that name.
+        """
         known = (*self.names, *more)
         if name not in known:
             raise ValueError(f"{name!r} is no span; there are {', '.join(known)}")

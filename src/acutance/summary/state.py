@@ -299,6 +299,7 @@ def merge_states(paths: Sequence[str | os.PathLike[str]]) -> State:
 
 
 def _describe(value: Any) -> str:
+    """A setting as text of at most 60 characters."""
     if value is None:
         return "not set"
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

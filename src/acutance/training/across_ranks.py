@@ -87,6 +87,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        """Gather the rows of all ranks."""
         ctx.group, ctx.count = group, len(rows)
         rank, size = ranks(group)
         ctx.rank = rank
@@ -96,6 +97,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Sum gradients over ranks and return this rank's rows."""
         total = grads[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         start = ctx.rank * ctx.count
@@ -170,6 +172,7 @@ def _mine(entries: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def _multiply(part: Tensor, factor: float) -> None:
+    """Multiply a tensor in place, in float32 or float64."""
     wide = part.to(torch.float64 if part.dtype == torch.float64 else torch.float32)
     part.copy_(wide * factor)  # rounded once: a factor in the dtype of part would be rounded too
 

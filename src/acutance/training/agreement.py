@@ -33,6 +33,7 @@ class Outputs:
         self._context.enter_context(follow_outputs(projections, self._record))
 
     def _record(self, module: nn.Module, output: Any) -> None:
+        """Forward hook: record a module's output, detached."""
         if is_sharded(output):  # a hook of the module's own makes it local after this
             output = output.to_local()
         if isinstance(output, Tensor):
@@ -151,6 +152,7 @@ def _fits(
 def _length(
     output: Tensor, slices: Sequence[HeadSlices], head: int, first: int, last: int
 ) -> Tensor:
+    """Norm of some entries of one head in a projection's output."""
     entries = torch.cat([output.narrow(-1, s.offset(head), s.size) for s in slices], -1)
     lengths: Tensor = torch.linalg.vector_norm(
         entries[..., first:last], dim=-1, dtype=_wide(output)
@@ -159,6 +161,7 @@ def _length(
 
 
 def _wide(part: Tensor) -> torch.dtype:
+    """float64 for float64 tensors, else float32."""
     return torch.float64 if part.dtype == torch.float64 else torch.float32
 
 
@@ -203,4 +206,5 @@ def _centred_log_ratios(lengths: Tensor, expected: Tensor) -> Iterator[tuple[Ten
 
 
 def _centred(logs: Tensor) -> Tensor:
+    """Subtract row and column means."""
     return logs - logs.mean(0) - logs.mean(1, keepdim=True) + logs.mean()

@@ -46,6 +46,7 @@ class _Events:
         self._open = ExitStack()  # what is watched or wrapped now
 
     def _release(self) -> None:
+        """Close the contexts of the current step."""
         context, self._open = self._open, ExitStack()
         context.close()
 

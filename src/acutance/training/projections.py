@@ -202,6 +202,7 @@ def _slices(
 def _cut(
     name: str, module: Any, start: int, stride: int, size: int, whole: int, group: int = 1
 ) -> tuple[HeadSlices, ...]:
+    """Slices of a weight and its bias, checked against the number of outputs."""
     slices = tuple(_slices(name, module, start, stride, size, group))
     for _, length in slices:
         if length != whole:
@@ -295,6 +296,7 @@ def _latent(module: Any, heads: int, width: int) -> Projections:
 
 
 def _torch(module: nn.MultiheadAttention) -> Projections:
+    """The projections of ``torch.nn.MultiheadAttention``."""
     return _packed_parameters(module, module.num_heads, module.num_heads, module.head_dim)
 
 

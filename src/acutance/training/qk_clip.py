@@ -301,6 +301,7 @@ class QKClip:
         return optimizer.register_step_post_hook(lambda *_: self._hooked())
 
     def _hooked(self) -> None:
+        """Optimiser hook: take a step."""
         self.step()
 
     def _split_projections(self, name: str, heads: int, width: int, layout: int) -> Projections:

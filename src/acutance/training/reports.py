@@ -148,6 +148,7 @@ def summed_up(alarms: Sequence[Alarm]) -> str:
 
 
 def _ordered(value: float) -> float:
+    """A value for sorting, with NaN last."""
     return math.inf if math.isnan(value) else value
 
 

@@ -85,11 +85,13 @@ class SigmaReparam(nn.Module):
 
     @torch.no_grad()
     def _iterate(self, blocks: Tensor) -> None:
+        """One step of the power iteration."""
         # new tensors: an earlier forward's graph may still hold the old ones
         self.u = normalize(torch.einsum("pmk,pk->pm", blocks, self.v.to(blocks)), dim=1)
         self.v = normalize(torch.einsum("pmk,pm->pk", blocks, self.u), dim=1)
 
     def _sigma(self, blocks: Tensor) -> Tensor:
+        """Largest singular value of each block, (parts,), from the iterated vectors."""
         # model.bfloat16() rounds the vectors too, and then they are no unit vectors
         left, right = (normalize(part.to(blocks), dim=1) for part in (self.u, self.v))
         return torch.einsum("pm,pmk,pk->p", left, blocks, right)

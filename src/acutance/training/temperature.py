@@ -23,6 +23,8 @@ __all__ = ["ClampedTemperature", "clamp_inward", "initial_scale"]
 
 
 class _ClampInward(torch.autograd.Function):
+    """Clamp whose gradient is zero only where a descent step would lead further outside."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
         ctx.save_for_backward(x)
@@ -106,6 +108,7 @@ class ClampedTemperature(LearnedTemperature):
         return HeadTable(self._clamped().detach().exp())
 
     def _clamped(self) -> Tensor:
+        """The logarithm of the factors, within the bounds."""
         return clamp_inward(self.log_factor, math.log(self.minimum), math.log(self.maximum))
 
     def extra_repr(self) -> str:

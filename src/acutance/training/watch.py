@@ -168,6 +168,7 @@ class AttentionWatch:
         self._add(name, stats, None, query)
 
     def _note(self, name: str, query: Tensor, key: Tensor) -> None:
+        """Pass a module's queries and keys to the callback ``noted``."""
         if self._noted is not None:
             self._noted(name.partition("#")[0], query, key)
 

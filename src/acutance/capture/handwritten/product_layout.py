@@ -154,6 +154,7 @@ def summed_operands(
 
 
 def _by_strides(pair: Sequence[Any], step: int) -> list[Tensor]:
+    """Of two factors, those whose summed dimension has the given stride."""
     if len(pair) != 2 or not all(isinstance(each, Tensor) and each.dim() > 1 for each in pair):
         return []
     left, right = pair

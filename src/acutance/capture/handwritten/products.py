@@ -181,6 +181,7 @@ class Lineage:
         return node
 
     def _count_write(self, target: Tensor) -> None:
+        """Count a write to a tensor's storage."""
         self._write_counts[storage_address(target)] += 1
 
     def _multiply(
@@ -374,6 +375,7 @@ class Lineage:
         return version[1] + 1 == now[1] and now[0] - version[0] in (0, 1)
 
     def _fixed(self, tensor: Tensor) -> Fixed:
+        """Record a tensor that depends on no product."""
         return Fixed(tensor, self._version(tensor))
 
     def _as_nodes(self, value: Any) -> Any:
@@ -388,6 +390,7 @@ class Lineage:
         return value
 
     def _mark(self, tensor: Tensor, node: Node) -> None:
+        """Track a tensor by its node until it is freed."""
         key = id(tensor)
 
         def forget(_: object) -> None:

@@ -117,6 +117,7 @@ def changing_softmax(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def _changed_softmax(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``F.softmax`` with the scores changed by this thread's open contexts."""
     for change in getattr(_thread, "scores", ()):
         scores = change(scores)
     return _softmax(scores, *args, **kwargs)
@@ -154,6 +155,7 @@ def equivalent_sdpa_arguments(
 
 
 def _watched_sdpa(*args: Any, **kwargs: Any) -> Tensor:
+    """``F.scaled_dot_product_attention`` as this thread's open contexts change and record it."""
     arguments = sdpa_arguments(args, kwargs)
     for change in getattr(_thread, "changes", ()):
         arguments = change(arguments)

@@ -235,6 +235,7 @@ def flex_call(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Atte
 
 
 def _accurate(tensor: Tensor) -> Tensor:
+    """Convert to float32, or keep float64."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 

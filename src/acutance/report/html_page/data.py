@@ -230,6 +230,7 @@ def _metric(
 
 
 def _rows(summary: HeadSummary) -> list[int]:
+    """Number of rows of each head."""
     return [layer.rows for layer in summary.layers for _ in range(layer.heads)]
 
 

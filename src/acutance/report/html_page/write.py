@@ -125,6 +125,7 @@ def _frame() -> tuple[str, str]:
 
 
 def _asset(name: str) -> str:
+    """Text of a file in ``assets``."""
     return files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
 
 

@@ -244,6 +244,7 @@ def _weighted_octaves(profile: Profile, share: Tensor, shared: Tensor) -> Aligne
 
 
 def _select_profile(profile: Profile, rows: Tensor, columns: Tensor) -> Profile:
+    """The profile restricted to some heads and metrics."""
     parts = {}
     for name, tensor in profile.tensors().items():
         chosen = tensor[rows]
@@ -252,4 +253,5 @@ def _select_profile(profile: Profile, rows: Tensor, columns: Tensor) -> Profile:
 
 
 def _columns(side: Side, metrics: tuple[str, ...]) -> Tensor:
+    """Indices of metrics in a side's arrays."""
     return torch.tensor([side.summary.metrics.index(name) for name in metrics])

@@ -95,6 +95,7 @@ def _first_rows(layers: tuple[Layer, ...]) -> list[int]:
 
 
 def _same_heads(first: tuple[Layer, ...], second: tuple[Layer, ...]) -> bool:
+    """Whether two models have the same head numbers in each layer."""
     return [layer.numbers for layer in first] == [layer.numbers for layer in second]
 
 
@@ -134,6 +135,7 @@ def _heads(numbers: Sequence[int]) -> str:
 
 
 def _layers_of(layers: tuple[Layer, ...]) -> str:
+    """Number and first names of layers, as text."""
     names = [layer.module for layer in layers]
     text = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return f"{len(names)} layers ({text})" if names else "no layer"
@@ -267,6 +269,7 @@ def _texts(first: Side, second: Side) -> str | None:
 
 
 def _pair(first: Side, second: Side, name: str) -> tuple[Any, Any]:
+    """A fact of both sides."""
     return first.fact(name, name), second.fact(name, name)
 
 
@@ -316,10 +319,12 @@ def _differ(first: Any, second: Any) -> bool:
 
 
 def _layers(indices: list[int]) -> str:
+    """Layer indices as text, such as ``layers 0, 3``."""
     text = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
     return f"layer{'s' * (len(indices) > 1)} {text}"
 
 
 def _describe(value: Any) -> str:
+    """A value as text of at most 60 characters."""
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

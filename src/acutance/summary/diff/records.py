@@ -158,6 +158,11 @@ class Diff:
         return HOW[self.how]
 
     def _column(self, metric: str) -> int:
+        """Index of a shared metric.
+
+        Raises:
+            ValueError: if the two do not share it.
+        """
         if metric not in self.metrics:
             raise ValueError(
                 f"{metric!r} is not in both states; they share {', '.join(self.metrics)}"
