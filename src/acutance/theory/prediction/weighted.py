@@ -36,7 +36,7 @@ _NO_SOFTMAX = "Only softmax weights have it."
 _MEASURED = "It is measured for these weights; no function predicts it."
 
 
-_SIGNED = "The weights have both signs, so they are no distribution."
+_SIGNED = "The weights have both signs, so they are not a distribution."
 
 
 _NO_LAW = "Mean and covariance of the keys do not determine it."
