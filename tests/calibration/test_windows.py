@@ -55,7 +55,10 @@ def distance(window: Window | None, i: int, j: int, n: int) -> int | None:
 
 
 def reference(
-    windows: Callable[[int, int], Window | None], rates: Tensor, factor: Any = None
+    windows: Callable[[int, int], Window | None],
+    rates: Tensor,
+    factor: Any = None,
+    seen_by: Callable[[Tensor], None] | None = None,
 ) -> Callable[..., Any]:
     """Attention whose scores are formed pair by pair, from vectors that are turned back first."""
 
@@ -74,6 +77,7 @@ def reference(
         if mask is not None:
             seen = mask if mask.dtype == torch.bool else mask > -1.0
         pairs = [torch.complex(*x.double().chunk(2, -1)) for x in (query, key)]
+        every = torch.zeros(batch, heads, rows, total).double()
         output = value.new_zeros(batch, heads, rows, width)
         for b, h in itertools.product(range(batch), range(heads)):
             window = windows(module.layer_idx, h)
@@ -91,7 +95,10 @@ def reference(
             if factor is not None:
                 scores = scores * torch.tensor([[factor(int(n))] for n in read.sum(-1)])
             weights = scores.masked_fill(~read, -torch.inf).softmax(-1).nan_to_num()
+            every[b, h] = weights
             output[b, h] = weights @ value[b, h].double()
+        if seen_by is not None:
+            seen_by(every)
         return output.transpose(1, 2).to(query.dtype), None
 
     return attend
@@ -365,16 +372,61 @@ def test_gradients_are_those_of_the_scores(llama: nn.Module, tokens: Tensor) -> 
 # -- the probe ------------------------------------------------------------------------------------
 
 
-def test_a_probe_measures_what_is_read(llama: nn.Module, tokens: Tensor) -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_probe_measures_what_is_read(
+    llama: nn.Module, tokens: Tensor, run: Callable[..., Tensor], padded: bool
+) -> None:
+    """Entropies, first weights and counts of every row are those of the reference's weights."""
+    far = Window(5, sinks=2, sink_positions="window", far="group", group=2, beyond=8)
+    near = Window(4, sinks=1)
+    law = {0: near, (1, 0): far, (1, 3): Window(6, far="clamp")}
+    heads = {0: far, 3: Window(6, far="clamp")}
+
+    def windows(layer: int, head: int) -> Window | None:
+        return heads.get(head) if layer else near
+
+    weights: list[Tensor] = []
+    mask = torch.ones_like(tokens)
+    mask[1, : 4 * padded] = 0
+    given = {"input_ids": tokens, "attention_mask": mask}
+    run(llama, reference(windows, rates(llama), seen_by=weights.append), **given)
+    probe = acutance.probe(
+        llama, verify=True, metrics=["entropy", "first_weight", "n_keys", "noise_gain", "keys_90"]
+    )
+    with acutance.apply(llama, law), probe:
+        logits(llama, **given)
+    assert [one.status for one in probe.summary().layers] == ["verified"] * 2
+    columns, real = probe.summary().columns(), mask.bool()
+    want: dict[str, list[float]] = {"entropy": [], "first_weight": [], "n_keys": []}
+    for each in weights:
+        rows = each.transpose(0, 1)[:, real]  # (heads, rows, keys)
+        first = (rows > 0).to(torch.uint8).argmax(-1, keepdim=True)
+        want["entropy"] += torch.special.entr(rows).sum(-1).mean(1).tolist()
+        want["first_weight"] += rows.gather(-1, first)[..., 0].mean(1).tolist()
+        want["n_keys"] += (rows > 0).sum(-1).double().mean(1).tolist()
+    for name, values in want.items():
+        assert columns[f"{name}_mean"] == pytest.approx(values, abs=1e-5), name
+
+
+def test_what_a_probe_cannot_read_of_moved_keys(llama: nn.Module, tokens: Tensor) -> None:
     law = {0: Window(5, sinks=2), 1: Window(5, far="clamp")}
-    probe = acutance.probe(llama, verify=True)
+    options: list[dict[str, Any]] = [
+        {"structure": True}, {"keep": True}, {"max_rows": 4}, {"heads": [0]},
+        {"maps": {(1, 0): [5]}},
+    ]  # fmt: skip
+    for given in options:
+        probe = acutance.probe(llama, **given)
+        with acutance.apply(llama, law), probe:
+            logits(llama, input_ids=tokens)
+        read = [one.module for one in probe.summary().layers]
+        assert read == ["model.layers.0.self_attn"], given
+        (unread,) = probe.unread
+        assert unread.startswith("model.layers.1.self_attn: "), given
+        assert "reads keys at other positions" in unread
+    probe = acutance.probe(llama, spans={"start": (0, 5)})
     with acutance.apply(llama, law), probe:
         logits(llama, input_ids=tokens)
-    (layer,) = [one for one in probe.summary().layers if one.status == "verified"]
-    assert layer.module == "model.layers.0.self_attn"
-    assert max(probe.summary().columns()["n_keys_max"][:4]) == 7
-    (unread,) = probe.unread
-    assert "reads keys at other positions" in unread
+    assert "weight on the spans is not known" in probe.unread[0]
 
 
 def test_a_probe_around_hears_nothing_of_the_trial(llama: nn.Module, tokens: Tensor) -> None:

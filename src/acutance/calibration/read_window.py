@@ -7,6 +7,7 @@ averaged by these. Where position alone hides keys, no matrix of n × n is forme
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.attend import attention
+from acutance.attend import attention, row_statistics
 from acutance.calibration.visible_keys import VisibleKeys, adds_nothing, seen_through
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.rotary import Rotary
+from acutance.rowstats import RowState, RowStatistics, merge
 from acutance.scaling import Window
 
-__all__ = ["read_through"]
+__all__ = ["read_through", "statistics_through"]
 
 
 def read_through(
@@ -43,40 +45,110 @@ def read_through(
         ValueError: if the call has a window, or keys are to be moved and rows see keys after
             themselves or the call adds numbers to its scores.
     """
+    keys = VisibleKeys.of(call) if keys is None else keys
+    parts = _parts(call, windows, rotary, keys)
+    if not parts:
+        return own()
+    whole = own() if _needs_whole(parts, windows, keys) else None
+    for part in parts:
+        output = part.output()
+        if whole is not None and part.window.beyond:
+            before = whole if part.is_whole(windows) else whole[:, part.heads]
+            output = torch.where(part.left, before[:, :, part.start :], output)
+            output = torch.cat([before[:, :, : part.start], output], 2) if part.start else output
+        if part.is_whole(windows):
+            return output
+        assert whole is not None
+        index = torch.tensor(part.heads, device=output.device)
+        whole = whole.index_copy(1, index, output.to(whole.dtype))
+    assert whole is not None
+    return whole
+
+
+def statistics_through(
+    call: AttentionCall,
+    windows: Sequence[Window | None],
+    rotary: Rotary | None,
+    keys: VisibleKeys,
+    *,
+    noise: bool,
+    gaps: bool,
+) -> RowStatistics:
+    """The row statistics of :func:`read_through`, over the keys that each row reads.
+
+    Args:
+        call: what the model computes without windows.
+        windows: of each head; None reads everything.
+        rotary: the layer's positions, for windows that move keys.
+        keys: what the rows see before.
+        noise: with ``noise_gain``.
+        gaps: with the gap histogram.
+
+    Raises:
+        ValueError: as :func:`read_through`.
+    """
+    parts = _parts(call, windows, rotary, keys, whole=True)
+    plain = call.statistics(noise, gaps) if _needs_whole(parts, windows, keys) else None
+    if not parts:
+        assert plain is not None
+        return plain
+    state = None if plain is None else plain.state
+    for part in parts:
+        changed = part.state(noise, gaps)
+        if state is not None:
+            changed = RowState(*(part.into(*pair) for pair in zip(state, changed, strict=True)))
+        state = changed
+    assert state is not None
+    return RowStatistics(state)
+
+
+def _parts(
+    call: AttentionCall,
+    windows: Sequence[Window | None],
+    rotary: Rotary | None,
+    keys: VisibleKeys,
+    *,
+    whole: bool = False,
+) -> list[_Part]:
+    """The heads of a call by the window that changes what their rows read.
+
+    Args:
+        call: the call.
+        windows: of each head.
+        rotary: the layer's positions.
+        keys: what the rows see before.
+        whole: keep rows that a window leaves alone.
+
+    Raises:
+        ValueError: as :func:`read_through`.
+    """
     if call.window is not None:
         raise ValueError("it has a sliding window, which a law's window would overrule")
-    keys = VisibleKeys.of(call) if keys is None else keys
     heads: dict[Window, list[int]] = {}
     for head, window in enumerate(windows):
         if window is not None and keys.most > window.unchanged:
             heads.setdefault(window, []).append(head)
-    if not heads:
-        return own()
     if any(window.moves for window in heads):
         _check_moved(call, keys)
-    positive = keys.count > 0
-    least = int(keys.count[positive].min())
-    changed = sum(len(some) for some in heads.values())
-    whole = None
-    if changed < len(windows) or any(least <= window.beyond for window in heads):
-        whole = own()
+    parts = []
     for window, some in heads.items():
-        some_call, some_keys = _of_heads(call, some, len(windows)), _keys_of_heads(keys, some)
-        skipped = _leading_rows(some_keys, window.beyond) if whole is not None else 0
-        part = _Part(*_rows_from(some_call, some_keys, skipped), window, rotary)
-        output = part.output()
-        if whole is not None and window.beyond:
-            before = whole if len(some) == len(windows) else whole[:, some]
-            left = (part.keys.count <= window.beyond)[..., None]
-            output = torch.where(left, before[:, :, skipped:], output)
-            output = torch.cat([before[:, :, :skipped], output], 2) if skipped else output
-        if len(some) == len(windows):
-            return output
-        index = torch.tensor(some, device=output.device)
-        assert whole is not None
-        whole = whole.index_copy(1, index, output.to(whole.dtype))
-    assert whole is not None
-    return whole
+        of_heads, seen = _of_heads(call, some, len(windows)), keys.of_heads(some)
+        start = 0
+        if not whole and seen.seen is None and seen.least <= window.beyond:
+            start = seen.leading(window.beyond)
+            seen = seen.from_row(start)
+            of_heads = replace(of_heads, query=of_heads.query[:, :, start:])
+        parts.append(_Part(of_heads, seen, window, rotary, some, start))
+    return parts
+
+
+def _needs_whole(
+    parts: Sequence[_Part], windows: Sequence[Window | None], keys: VisibleKeys
+) -> bool:
+    """Whether some heads, or some rows of the others, are read as the model reads them."""
+    if sum(len(part.heads) for part in parts) < len(windows):
+        return True
+    return any(keys.least <= part.window.beyond for part in parts)
 
 
 def _check_moved(call: AttentionCall, keys: VisibleKeys) -> None:
@@ -116,46 +188,6 @@ def _of_heads(call: AttentionCall, some: list[int], total: int) -> AttentionCall
     )
 
 
-def _keys_of_heads(keys: VisibleKeys, some: list[int]) -> VisibleKeys:
-    if keys.count.shape[1] == 1 and keys.index.shape[1] == 1:
-        return keys
-
-    def of(tensor: Tensor) -> Tensor:
-        return tensor[:, some] if tensor.shape[1] > 1 else tensor
-
-    return replace(
-        keys,
-        index=of(keys.index),
-        first=of(keys.first),
-        count=of(keys.count),
-        seen=None if keys.seen is None else of(keys.seen),
-    )
-
-
-def _leading_rows(keys: VisibleKeys, most: int) -> int:
-    """How many rows, from the first one on, see at most so many keys, where position decides."""
-    if keys.seen is not None:
-        return 0
-    few = (keys.count <= most).flatten(0, 1).all(0)
-    return int(few.to(torch.int64).cumprod(0).sum())
-
-
-def _rows_from(
-    call: AttentionCall, keys: VisibleKeys, start: int
-) -> tuple[AttentionCall, VisibleKeys]:
-    """The later rows of a call in which position alone hides keys."""
-    if not start:
-        return call, keys
-    rest = replace(
-        keys,
-        index=keys.index[:, :, start:],
-        first=keys.first[:, :, start:],
-        count=keys.count[:, :, start:],
-        offset=keys.offset + start,
-    )
-    return replace(call, query=call.query[:, :, start:]), rest
-
-
 @dataclass
 class _Part:
     """The heads of a call that read through one window."""
@@ -164,40 +196,76 @@ class _Part:
     keys: VisibleKeys
     window: Window
     rotary: Rotary | None
+    heads: list[int]
+    start: int
+
+    def is_whole(self, windows: Sequence[Window | None]) -> bool:
+        """Whether these are all heads of the call."""
+        return len(self.heads) == len(windows)
+
+    @property
+    def left(self) -> Tensor:
+        """Rows that the window leaves alone, boolean (B or 1, h or 1, L, 1)."""
+        return (self.keys.count <= self.window.beyond)[..., None]
 
     def output(self) -> Tensor:
         """Their output, (B, h, L, Ev)."""
+        outputs = []
+        for arguments in self._sets():
+            output, statistics = attention(
+                **arguments, dropout_p=self.call.dropout_p, return_stats=True
+            )
+            outputs.append((output, statistics.lse))
+        return _merged(outputs).to(outputs[0][0].dtype)
+
+    def state(self, noise: bool, gaps: bool) -> RowState:
+        """The sums of their rows, (B, h, L)."""
+        states: list[RowState] = []
+        for arguments in self._sets():
+            if not noise:
+                arguments["value"] = None
+            states.append(row_statistics(**arguments, noise=noise, gaps=gaps).state)
+        return functools.reduce(merge, states)
+
+    def into(self, whole: Tensor, changed: Tensor) -> Tensor:
+        """A field of the whole call's state, (B, H, L, ...), with the rows of this part."""
+        if whole.dim() < 3:
+            return whole
+        before = whole[:, self.heads]
+        left = self.left if whole.dim() > 3 else self.left[..., 0]
+        changed = torch.where(left, before, changed)
+        index = torch.tensor(self.heads, device=whole.device)
+        return whole.index_copy(1, index, changed)
+
+    def _sets(self) -> list[dict[str, Any]]:
+        """Arguments of :func:`acutance.attention` for each set of keys of the rows."""
         window, keys = self.window, self.keys
         if keys.seen is not None and not window.moves:
-            return self._attend(self._masked(seen_through([window], keys, self._total)))[0]
-        parts = [self._near()]
+            return [self._set(self._masked(seen_through([window], keys, self._total)))]
+        sets = [self._near()]
         if window.sinks:
-            parts.append(self._sinks())
+            sets.append(self._sinks())
         if window.far != "drop" and keys.most > window.size:
-            parts.append(self._far())
-        return _merged(parts).to(parts[0][0].dtype)
+            sets.append(self._far())
+        return sets
 
     @property
     def _total(self) -> int:
         return self.call.key.shape[2]
 
-    def _attend(self, options: dict[str, Any], **moved: Any) -> tuple[Tensor, Tensor]:
-        """Output and log of the normaliser, of keys that ``options`` leave visible."""
+    def _set(self, options: dict[str, Any], **moved: Any) -> dict[str, Any]:
+        """Arguments for the keys that ``options`` leave visible."""
         call = self.call
-        query, key = moved.get("query", call.query), moved.get("key", call.key)
-        output, statistics = attention(
-            query,
-            key,
-            moved.get("value", call.value),
-            scale=call.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-            softcap=call.softcap,
-            sinks=moved.get("sinks", call.sinks),
-            dropout_p=call.dropout_p,
-            return_stats=True,
-            **options,
-        )
-        return output, statistics.lse
+        given: dict[str, Any] = {
+            "query": call.query,
+            "key": call.key,
+            "value": call.value,
+            "sinks": call.sinks,
+        }
+        given |= moved
+        grouped = given["query"].shape[1] != given["key"].shape[1]
+        shared = {"scale": call.scale, "enable_gqa": grouped, "softcap": call.softcap}
+        return given | shared | options
 
     def _masked(self, read: Tensor) -> dict[str, Any]:
         """Options of a call that reads these keys only."""
@@ -218,16 +286,16 @@ class _Part:
         """The first key that the rows of each sequence see, (B or 1, 1, 1)."""
         return self.keys.first.amin((1, 2), keepdim=True)
 
-    def _near(self) -> tuple[Tensor, Tensor]:
+    def _near(self) -> dict[str, Any]:
         """The keys at their own distance; learned sinks in the normaliser are counted here."""
         if self.keys.seen is not None:
             window = replace(self.window, sinks=0, beyond=0)
-            return self._attend(self._masked(seen_through([window], self.keys, self._total)))
+            return self._set(self._masked(seen_through([window], self.keys, self._total)))
         hidden: Tensor | int = self._start() if self.keys.padded else 0
         options = self._by_position(hidden, self._total)
-        return self._attend(options | {"window": self.window.size})
+        return self._set(options | {"window": self.window.size})
 
-    def _sinks(self) -> tuple[Tensor, Tensor]:
+    def _sinks(self) -> dict[str, Any]:
         """The first keys of each row, where they are outside its window."""
         window, keys, call = self.window, self.keys, self.call
         query = call.query
@@ -238,7 +306,7 @@ class _Part:
         if keys.seen is not None:
             column = torch.arange(self._total, device=query.device)
             read = keys.seen & (column < keys.first[..., None] + window.sinks) & (column <= before)
-            return self._attend(self._masked(read), query=query, sinks=None)
+            return self._set(self._masked(read), query=query, sinks=None)
         if not keys.padded:
             column = torch.arange(min(window.sinks, self._total), device=query.device)
             key, value = (part[:, :, : len(column)] for part in (call.key, call.value))
@@ -254,9 +322,9 @@ class _Part:
                 part.gather(2, index.expand(-1, part.shape[1], -1, part.shape[3]))
                 for part in (call.key, call.value)
             )
-        return self._attend({"attn_mask": read}, query=query, key=key, value=value, sinks=None)
+        return self._set({"attn_mask": read}, query=query, key=key, value=value, sinks=None)
 
-    def _far(self) -> tuple[Tensor, Tensor]:
+    def _far(self) -> dict[str, Any]:
         """The other keys, at other positions."""
         window, keys, call = self.window, self.keys, self.call
         own = torch.arange(self._total, device=call.query.device)[None, None]
@@ -277,14 +345,14 @@ class _Part:
             column = torch.arange(self._total, device=query.device)
             index, first = keys.index[..., None], keys.first[..., None]
             read = keys.seen & (column <= index - window.size) & (column >= first + window.sinks)
-            return self._attend(self._masked(read), query=query, key=key, sinks=None)
+            return self._set(self._masked(read), query=query, key=key, sinks=None)
         total = max(1, self._total - window.size)
         hidden: Tensor | int = 0
         if keys.padded or window.sinks:
             hidden = self._start() + window.sinks
         options = self._by_position(hidden, total)
         options["query_offset"] -= window.size
-        return self._attend(
+        return self._set(
             options,
             query=query,
             key=key[:, :, :total],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class VisibleKeys:
         causal: whether no row sees a key after itself.
         padded: whether first keys differ from 0, where no ``seen`` is needed.
         most: the largest count.
+        least: the smallest count of a row that sees a key.
     """
 
     index: Tensor
@@ -38,6 +39,7 @@ class VisibleKeys:
     causal: bool
     padded: bool
     most: int
+    least: int
 
     @classmethod
     def of(cls, call: AttentionCall) -> VisibleKeys:
@@ -63,9 +65,8 @@ class VisibleKeys:
                 count = (index + 1).clamp(min=0, max=keys)
             else:
                 count = torch.full_like(index, keys)
-            most = int(count.max()) if count.numel() else 0
             causal = call.is_causal or queries == 1
-            return cls(index, 0 * index, count, None, offset, causal, False, most)
+            return cls(index, 0 * index, count, None, offset, causal, False, *_extremes(count))
         count = seen.sum(-1)
         some = count > 0
         first = seen.to(torch.uint8).argmax(-1)
@@ -80,8 +81,43 @@ class VisibleKeys:
         if causal and adds_nothing(call) and bool((plain | hidden).all()):
             seen = None
             index, first = row.expand_as(first), begins.expand_as(first)
-        most = int(count.max()) if count.numel() else 0
-        return cls(index, first, count, seen, offset, causal, bool((begins > 0).any()), most)
+        padded = bool((begins > 0).any())
+        return cls(index, first, count, seen, offset, causal, padded, *_extremes(count))
+
+    def of_heads(self, heads: list[int]) -> VisibleKeys:
+        """Those of some heads."""
+
+        def of(tensor: Tensor) -> Tensor:
+            return tensor[:, heads] if tensor.shape[1] > 1 else tensor
+
+        return replace(
+            self,
+            index=of(self.index),
+            first=of(self.first),
+            count=of(self.count),
+            seen=None if self.seen is None else of(self.seen),
+        )
+
+    def leading(self, most: int) -> int:
+        """How many rows, from the first one on, see at most so many keys."""
+        few = (self.count <= most).flatten(0, 1).all(0)
+        return int(few.to(torch.int64).cumprod(0).sum())
+
+    def from_row(self, start: int) -> VisibleKeys:
+        """Those of later rows, where position alone hides keys."""
+        return replace(
+            self,
+            index=self.index[:, :, start:],
+            first=self.first[:, :, start:],
+            count=self.count[:, :, start:],
+            offset=self.offset + start,
+        )
+
+
+def _extremes(count: Tensor) -> tuple[int, int]:
+    """The largest and the smallest positive count, 0 where there is none."""
+    positive = count[count > 0]
+    return (int(positive.max()), int(positive.min())) if positive.numel() else (0, 0)
 
 
 def _seen(call: AttentionCall) -> Tensor | None:

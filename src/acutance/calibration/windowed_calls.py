@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -11,19 +11,18 @@ from torch import Tensor
 
 from acutance.calibration.factors import Plan
 from acutance.calibration.head_laws import HeadLaws
-from acutance.calibration.read_window import read_through
+from acutance.calibration.read_window import read_through, statistics_through
 from acutance.calibration.visible_keys import VisibleKeys, seen_through
 from acutance.capture.attention_call import AttentionCall
 from acutance.capture.readers.interface_call import InterfaceCall
 from acutance.capture.readers.torch_sdpa import restore_shape
 from acutance.capture.rotary import Rotary, find_rotary
 from acutance.masks import hidden_scores
+from acutance.probing.read_call import MOVED
+from acutance.rowstats import RowStatistics
+from acutance.scaling import Window
 
 __all__ = ["WindowedCall", "masked_arguments", "masked_scores", "rotary_of_layers"]
-
-_MOVED = (
-    "a window of its law reads keys at other positions, so no single attention call has its rows"
-)
 
 
 def rotary_of_layers(
@@ -51,6 +50,57 @@ def rotary_of_layers(
 def moves(laws: HeadLaws) -> bool:
     """Whether a window of a layer reads keys at other positions."""
     return any(window.moves for window in laws.all_windows())
+
+
+@dataclass(frozen=True)
+class MovedCall(AttentionCall):
+    """A call whose rows read keys at other positions: what a probe sees of it.
+
+    Attributes:
+        windows: of each head.
+        rotary: the layer's positions.
+        keys: what its rows see before.
+    """
+
+    windows: tuple[Window | None, ...] = ()
+    rotary: Rotary | None = None
+    keys: VisibleKeys | None = None
+
+    def statistics(self, noise: bool, gaps: bool = False) -> RowStatistics:
+        """Row statistics over the keys that rows read, at the positions where they read them.
+
+        Raises:
+            ValueError: if this is a part of the rows or heads of a call.
+        """
+        keys, rows = self.keys, self.query.shape[1:3]
+        if keys is None or rows != (len(self.windows), keys.count.shape[2]):
+            raise ValueError(MOVED)
+        plain = AttentionCall(
+            **{part.name: getattr(self, part.name) for part in fields(AttentionCall)}
+        )
+        return statistics_through(plain, self.windows, self.rotary, keys, noise=noise, gaps=gaps)
+
+    def rebuilt(self, noise: bool, gaps: bool = False) -> tuple[Tensor, RowStatistics]:
+        """The output, without dropout, and the row statistics."""
+        statistics = self.statistics(noise, gaps)
+
+        def own() -> Tensor:
+            plain = {part.name: getattr(self, part.name) for part in fields(AttentionCall)}
+            return AttentionCall(**plain).rebuilt(False)[0]
+
+        call = replace(self, dropout_p=0.0)
+        return read_through(call, self.windows, self.rotary, own, self.keys), statistics
+
+    def as_eager(self) -> None:
+        """No output of one call is that of these rows."""
+
+    def weight_on(self, groups: Tensor) -> Tensor:
+        """Unknown: it raises ValueError."""
+        raise ValueError(MOVED)
+
+    def even_weight_on(self, groups: Tensor) -> Tensor:
+        """Unknown: it raises ValueError."""
+        raise ValueError(MOVED)
 
 
 class WindowedCall:
@@ -114,16 +164,16 @@ class WindowedCall:
         return any(window is not None and most > window.unchanged for window in self._windows)
 
     def read(self, name: str) -> AttentionCall:
-        """The call with the mask of its windows.
-
-        Raises:
-            ValueError: if they move keys.
-        """
+        """The call with the mask of its windows, or where they move keys with its statistics."""
         call = replace(self._call, module=name)
         if not self._changed:
             return call
         if self._moves:
-            raise ValueError(_MOVED)
+            parts = {part.name: getattr(call, part.name) for part in fields(call)}
+            windows = tuple(self._windows)
+            return MovedCall(
+                **parts | {"moved": True}, windows=windows, rotary=self._rotary, keys=self._keys
+            )
         return _masked(call, self._windows, self._keys)
 
 

@@ -50,6 +50,7 @@ class AttentionCall:
         cross: whether queries and keys come from different sequences.
         real: boolean (B, L), False on padding queries; None if only the masks can tell.
         unknown: keywords of the call that were ignored.
+        moved: whether rows read keys at other positions, so that only statistics are known.
     """
 
     module: str
@@ -71,6 +72,7 @@ class AttentionCall:
     cross: bool = False
     real: Tensor | None = None
     unknown: tuple[str, ...] = ()
+    moved: bool = False
 
     def unknown_keywords(self) -> str:
         """The end of a sentence that names the ignored keywords; empty if there are none."""

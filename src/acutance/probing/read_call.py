@@ -26,10 +26,16 @@ from acutance.probing.tokens import PlaceReader, Sample, draw, take_heads, take_
 from acutance.rowstats import RowState, RowStatistics
 from acutance.summary.head_summary import Layer, Status
 
-__all__ = ["REBUILT_DIFFERS", "CallRead", "CallReader"]
+__all__ = ["MOVED", "REBUILT_DIFFERS", "CallRead", "CallReader"]
 
 #: Begins the doubt about a call of which something was missed.
 REBUILT_DIFFERS = "do not trust its rows: the output recomputed from the captured arguments differs"
+
+#: Why weights on single keys are not read where a law moves them.
+MOVED = (
+    "its law reads keys at other positions: statistics of rows are known, but no weights on single "
+    "keys, and no queries and keys are kept"
+)
 
 
 class CallRead(NamedTuple):
@@ -277,6 +283,8 @@ class CallReader:
         """Add structure, rows of maps and span weights, where they are requested."""
         if self.structure is None and self.spans is None and self.maps is None:
             return read
+        if whole.moved and (self.structure is not None or self.maps is not None):
+            raise ValueError(MOVED)
         call = part.call
         if read.layer.provided:  # computed whole: cut only now
             call = call if part.heads is None else take_heads(call, part.heads)
@@ -350,6 +358,8 @@ class CallReader:
         counting = self.rows.rows_of_call(call)
         real = counting.counted
         if self.recorder is not None:
+            if call.moved:
+                raise ValueError(MOVED)
             self.recorder.record(call, real)
         first = first_head(module, call.query)
         sample = None
