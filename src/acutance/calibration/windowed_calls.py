@@ -80,13 +80,13 @@ class MovedCall(AttentionCall):
         )
         return statistics_through(plain, self.windows, self.rotary, keys, noise=noise, gaps=gaps)
 
-    def rebuilt(self, noise: bool, gaps: bool = False) -> tuple[Tensor, RowStatistics]:
+    def rebuild(self, noise: bool, gaps: bool = False) -> tuple[Tensor, RowStatistics]:
         """The output, without dropout, and the row statistics."""
         statistics = self.statistics(noise, gaps)
 
         def own() -> Tensor:
             plain = {part.name: getattr(self, part.name) for part in fields(AttentionCall)}
-            return AttentionCall(**plain).rebuilt(False)[0]
+            return AttentionCall(**plain).rebuild(False)[0]
 
         call = replace(self, dropout_p=0.0)
         return read_through(call, self.windows, self.rotary, own, self.keys), statistics
@@ -98,7 +98,7 @@ class MovedCall(AttentionCall):
         """Unknown: it raises ValueError."""
         raise ValueError(MOVED)
 
-    def even_weight_on(self, groups: Tensor) -> Tensor:
+    def uniform_weight_on(self, groups: Tensor) -> Tensor:
         """Unknown: it raises ValueError."""
         raise ValueError(MOVED)
 
