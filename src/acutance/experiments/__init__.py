@@ -16,6 +16,7 @@ from acutance.experiments import (
     mean_field,
     mlm_table,
     noise,
+    qk_norm_scale,
     real_distance,
     real_heads,
     real_lengths,
@@ -63,6 +64,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         first,
         max_retrieval,
         mlm_table,
+        qk_norm_scale,
         calibrated_length,
     )
 }
