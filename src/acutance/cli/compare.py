@@ -47,28 +47,38 @@ class CompareOptions:
         typer.Option(
             "--mechanism",
             metavar="NAME",
-            help="Mechanism to compare, or 'all'; can be repeated. Default: twelve.",
+            help=(
+                "Mechanism to compare, or 'all'; can be repeated. Default: the twelve that "
+                "--list marks."
+            ),
         ),
     ] = None
     heads: Annotated[
         int, typer.Option("--heads", min=1, help="Number of heads, each with different keys.")
     ] = 16
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 1
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Number of sequences.")] = 1
     samples: Annotated[
         int, typer.Option("--samples", min=1, help="Number of rows measured per head.")
     ] = 16
     mean: Annotated[
-        str, typer.Option("--mean", metavar="Q[,K]", help="Mean of queries and keys.")
+        str,
+        typer.Option(
+            "--mean",
+            metavar="Q[,K]",
+            help="Mean of each component of the random queries, and of the keys.",
+        ),
     ] = "0"
     std: Annotated[
-        str, typer.Option("--std", metavar="Q[,K]", help="Standard deviation of queries and keys.")
+        str, typer.Option("--std", metavar="Q[,K]", help="Standard deviation of the same.")
     ] = "1"
     causal: Annotated[bool, typer.Option("--causal", help="Use a causal mask.")] = False
     seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed.")] = 0
     state: Annotated[
         Path | None,
         typer.Option(
-            "--from", metavar="STATE", help="Use queries and keys written by 'probe --keep-qk'."
+            "--from",
+            metavar="STATE",
+            help="Use queries and keys written by 'probe --keep-qk' instead of random ones.",
         ),
     ] = None
     costs: Annotated[
@@ -153,15 +163,16 @@ def _print(comparison: "Comparison", screen: Any) -> None:
 
 
 def _listing() -> "NumberTable":
-    """Every mechanism with its title."""
+    """Every mechanism with its title; a star marks those compared by default."""
+    from acutance.comparison.runner import DEFAULT_MECHANISMS
     from acutance.mechanisms import MECHANISMS
     from acutance.report.screen import NumberTable
 
     body = NumberTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    body.add_column("mechanism", no_wrap=True)
+    body.add_column("mechanism (* by default)", no_wrap=True)
     body.add_column("what it is")
     for name, entry in MECHANISMS.items():
-        body.add_row(name, entry.title)
+        body.add_row(f"{name} *" if name in DEFAULT_MECHANISMS else name, entry.title)
     return body
 
 

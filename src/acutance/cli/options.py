@@ -34,8 +34,8 @@ Model = Annotated[
         metavar="[MODEL]",
         help=(
             "Directory of a saved model, a .gguf file, or a name that transformers can load. "
-            "Default: the MiniLM included with acutance\\[demo]. smollm2: the model installed "
-            "by 'make llm'."
+            "Default: the MiniLM included with acutance\\[demo]. 'smollm2' is the model that "
+            "'make llm' installs."
         ),
     ),
 ]
@@ -61,20 +61,24 @@ Tokenizer = Annotated[
     ),
 ]
 AttentionName = Annotated[
-    str | None, typer.Option("--attention", help="Attention implementation: sdpa, eager, ...")
+    str | None,
+    typer.Option(
+        "--attention",
+        help="transformers' attn_implementation: sdpa, eager, ... Default: the model's.",
+    ),
 ]
 Device = Annotated[str, typer.Option("--device", help="Device to run on: cpu, cuda, mps.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Allow running code that comes with the model.")
 ]
 AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Allow loading weights that are not safetensors.")
+    bool, typer.Option("--allow-pickle", help="Allow weights in pickle files, which can run code.")
 ]
 AllowMissing = Annotated[
     bool,
     typer.Option(
         "--allow-missing",
-        help="Continue even if weights did not load, with random numbers in their place.",
+        help="Continue if the files lack some weights. These are then random.",
     ),
 ]
 Spans = Annotated[
@@ -82,7 +86,10 @@ Spans = Annotated[
     typer.Option(
         "--span",
         metavar="NAME=START:STOP",
-        help="Also measure weight on these tokens of each window; repeat it for more.",
+        help=(
+            "Also measure each head's weight on tokens START to STOP - 1 of each window; "
+            "repeat it for more."
+        ),
     ),
 ]
 Maps = Annotated[
@@ -90,7 +97,10 @@ Maps = Annotated[
     typer.Option(
         "--map",
         metavar="LAYER.HEAD:ROWS",
-        help="Keep these rows of a head's weights, as 5.3:0,10,20-29; repeat it for more.",
+        help=(
+            "Store rows of a head's weights in the page and JSON: 5.3:0,10 is layer 5, head "
+            "3, rows 0 and 10; repeat it for more."
+        ),
     ),
 ]
 ReportTo = Annotated[
@@ -129,8 +139,8 @@ Chart = Annotated[
         "--chart",
         metavar="|".join(CHARTS),
         help=(
-            "What --figure draws: heat map, layer profile, a metric against n, or measured "
-            "against predicted entropy."
+            "What --figure draws: a heat map of the heads, the mean of each layer, a metric "
+            "against n, or measured against predicted entropy."
         ),
     ),
 ]

@@ -36,7 +36,7 @@ class PredictOptions:
         float | None, typer.Option("--logit-mean", help="Mean of the logits.")
     ] = None
     scale: Annotated[
-        float | None, typer.Option("--scale", help="Scale that multiplies the scores.")
+        float | None, typer.Option("--scale", help="Factor on the scores before the softmax.")
     ] = None
     family: Annotated[
         str | None,
@@ -50,28 +50,42 @@ class PredictOptions:
     ] = None
     d: Annotated[float | None, typer.Option("--d", help="Dimension of queries and keys.")] = None
     rho: Annotated[
-        float | None, typer.Option("--rho", help="Exponent of a stretched distribution.")
+        float | None, typer.Option("--rho", help="Family stretched: tails fall as exp(-x^rho).")
     ] = None
-    a: Annotated[float | None, typer.Option("--a", help="Tail index of a Pareto distribution.")] = (
-        None
-    )
+    a: Annotated[float | None, typer.Option("--a", help="Family pareto: index of the tail.")] = None
     query_norm: Annotated[
         float | None, typer.Option("--query-norm", help="Norm of the query. Default: √d.")
     ] = None
-    tau: Annotated[float | None, typer.Option("--tau", help="Temperature of cosines.")] = None
-    lam: Annotated[float | None, typer.Option("--lam", help="Decay per key.")] = None
+    tau: Annotated[
+        float | None, typer.Option("--tau", help="Mechanism cosine: the logits are cosine / tau.")
+    ] = None
+    lam: Annotated[
+        float | None,
+        typer.Option("--lam", help="Mechanism decay: factor per key of distance, from 0 to 1."),
+    ] = None
     q: Annotated[
-        str | None, typer.Option("--q", metavar="NUMBERS", help="Query features, such as 1,2,0.5.")
+        str | None,
+        typer.Option(
+            "--q", metavar="NUMBERS", help="Mechanism linear: query features, such as 1,2,0.5."
+        ),
     ] = None
     mu: Annotated[
-        str | None, typer.Option("--mu", metavar="NUMBERS", help="Mean of the key features.")
+        str | None,
+        typer.Option("--mu", metavar="NUMBERS", help="Mechanism linear: mean of each key feature."),
     ] = None
     sigma: Annotated[
-        float | None, typer.Option("--sigma", help="Standard deviation of each key feature.")
+        float | None,
+        typer.Option("--sigma", help="Mechanism linear: standard deviation of the key features."),
     ] = None
     first_gap: Annotated[
         float | None,
-        typer.Option("--first-gap", help="Mean log-odds of the first key against all others."),
+        typer.Option(
+            "--first-gap",
+            help=(
+                "Mechanism trained_head: mean over rows of log(w / (1 - w)), w the first "
+                "key's weight."
+            ),
+        ),
     ] = None
     first_gap_std: Annotated[
         float | None,
@@ -81,30 +95,41 @@ class PredictOptions:
     ] = None
     rest_logit_std: Annotated[
         float | None,
-        typer.Option("--rest-logit-std", help="Standard deviation of the other keys' logits."),
+        typer.Option(
+            "--rest-logit-std",
+            help="Mechanism trained_head: standard deviation of the other keys' logits.",
+        ),
     ] = None
     rest_jensen_gap: Annotated[
         float | None,
         typer.Option(
             "--rest-jensen-gap",
             help=(
-                "Jensen gap of the other keys' logits: logsumexp − log(n − 1) − mean, "
+                "Mechanism trained_head: logsumexp − log(n − 1) − mean of the other keys' logits, "
                 "averaged over rows."
             ),
         ),
     ] = None
     value_variance: Annotated[
-        float | None, typer.Option("--value-variance", help="Variance of the values. Default: 1.")
+        float | None,
+        typer.Option("--value-variance", help="Variance of each value component. Default: 1."),
     ] = None
     sample: Annotated[
         int,
-        typer.Option("--sample", metavar="ROWS", min=0, help="Also measure this many random rows."),
+        typer.Option(
+            "--sample",
+            metavar="ROWS",
+            min=0,
+            help="Also draw this many random rows and measure them, to check the prediction.",
+        ),
     ] = 0
     json: JsonTo = None
     figure: Annotated[
         Path | None,
         typer.Option(
-            "--figure", metavar="FILE", help="Draw entropy and effective keys as .png or .svg."
+            "--figure",
+            metavar="FILE",
+            help="Draw entropy and effective keys against n as .png or .svg.",
         ),
     ] = None
     plot: Annotated[Path | None, typer.Option("--plot", hidden=True)] = None

@@ -90,7 +90,10 @@ class ProbeOptions:
         typer.Option(
             "--save",
             metavar="FILE",
-            help="Save the state after every batch, to resume, merge or reload.",
+            help=(
+                "Save the state (results so far) to this file as windows finish, for "
+                "--resume, 'merge', 'report' and 'diff'."
+            ),
         ),
     ] = None
     resume: Resume = False
@@ -113,8 +116,8 @@ class ProbeOptions:
             "--keep-qk",
             metavar="FILE",
             help=(
-                "Write a sample of queries and keys, for 'compare --from', and report the "
-                "effect of key norms."
+                "Write a sample of queries and keys, for 'compare --from', and report how much the "
+                "norms of the keys change the weights."
             ),
         ),
     ] = None
@@ -123,8 +126,8 @@ class ProbeOptions:
         typer.Option(
             "--verify/--no-verify",
             help=(
-                "Recompute each output and compare. Default: every call; with --provide only "
-                "the first."
+                "Recompute each layer's output and compare it with the model's. Default: in every "
+                "batch; with --provide only in the first."
             ),
         ),
     ] = None
@@ -133,7 +136,11 @@ class ProbeOptions:
     ] = 1
     layers: Annotated[
         str | None,
-        typer.Option("--layers", metavar="LIST", help="Layers to read: 0-3,-1,decoder.*"),
+        typer.Option(
+            "--layers",
+            metavar="LIST",
+            help="Layers to read: numbers, ranges or names, as 0-3,-1,decoder.*; -1 is the last.",
+        ),
     ] = None
     heads: Annotated[
         str | None,
@@ -145,7 +152,7 @@ class ProbeOptions:
             "--max-rows",
             metavar="ROWS",
             min=2,
-            help="Maximum number of rows read per call, sampled at random.",
+            help="Read at most this many rows (queries) of each layer in a batch, drawn at random.",
         ),
     ] = None
     seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of --max-rows.")] = 0
@@ -154,19 +161,33 @@ class ProbeOptions:
         typer.Option(
             "--provide",
             help=(
-                "Let acutance's kernel compute the model's attention and its statistics in "
-                "one pass."
+                "Replace the model's attention by acutance's kernel, which computes the output and "
+                "its statistics in one pass."
             ),
         ),
     ] = False
-    noise: Annotated[bool, typer.Option("--noise", help="Also measure noise_gain.")] = False
+    noise: Annotated[
+        bool,
+        typer.Option(
+            "--noise",
+            help="Also measure noise_gain: how strongly noise on the logits reaches the output.",
+        ),
+    ] = False
     gaps: Annotated[
         bool,
-        typer.Option("--gaps", help="Also measure how many keys hold 90 % of a row's weight."),
+        typer.Option(
+            "--gaps", help="Also count the keys that hold 50, 90 and 95 % of a row's weight."
+        ),
     ] = False
     structure: Annotated[
         bool,
-        typer.Option("--structure", help="Also measure where the weight goes, and classify heads."),
+        typer.Option(
+            "--structure",
+            help=(
+                "Also measure the weight on the first, previous and same tokens and by "
+                "distance, and classify heads."
+            ),
+        ),
     ] = False
     examples: Annotated[
         int,
@@ -188,7 +209,8 @@ class ProbeOptions:
             "--law",
             metavar="LAW",
             help=(
-                "Apply a law while probing: a file from 'calibrate -o', or a name such as "
+                "Change the attention by a law while probing: a file from 'calibrate "
+                "-o', or a name such as "
                 "ssmax or log_n:train_length=512."
             ),
         ),

@@ -17,7 +17,13 @@ class TemperatureOptions:
 
     n: Annotated[int, typer.Option("--n", min=2, help="Number of keys that a row sees.")]
     fraction: Annotated[
-        float, typer.Option("--fraction", help="Target information, as a fraction of log n.")
+        float,
+        typer.Option(
+            "--fraction",
+            help=(
+                "Information log n - entropy that the softmax should give, as a fraction of log n."
+            ),
+        ),
     ] = 0.9
     d: Annotated[float | None, typer.Option("--d", help="Dimension of queries and keys.")] = None
     negatives: Annotated[
@@ -25,7 +31,10 @@ class TemperatureOptions:
         typer.Option(
             "--negatives",
             metavar="box|simplex|random",
-            help="Arrangement of the other keys: anywhere, evenly spaced, or random (with --d).",
+            help=(
+                "Where the other keys lie: box (anywhere, the worst case), simplex (evenly "
+                "spaced) or random (needs --d)."
+            ),
         ),
     ] = None
     json: JsonTo = None

@@ -36,9 +36,9 @@ _IN_BRIEF = {
     "not_finite": ("scores not finite", "find the inf or NaN"),
     "large_logits": ("large logits", "monitor them in training"),
     "coarse_scores": ("coarse scores", "keep them in float32"),
-    "entropy_collapse": ("collapsed", "often by design"),
+    "entropy_collapse": ("collapsed", "nothing, unless it is new"),
     "dilution": ("dilution with length", "not a fault in itself"),
-    "sink": ("first token", "keep it in caches"),
+    "sink": ("first token", "do not evict it from a KV cache"),
     "dead": ("dead", "judge the loss without"),
 }
 
@@ -52,7 +52,7 @@ def overview(summary: Judged) -> list[str]:
         >>> with acutance.probe(layer) as probe:
         ...     _ = layer(*[torch.zeros(1, 40, 8)] * 3)
         >>> overview(probe.summary())
-        ['dead: 2 of 2 heads, all in layer 0',
+        ['dead: 2 of 2 heads: L0 H0, L0 H1',
         'sharpest: L0 H0, 40 effective keys of 40; most diffuse: L0 H1, 40']
     """
     heads = [head for head in facts(summary) if head.record.status != "mismatch"]
@@ -95,17 +95,19 @@ def _kinds(summary: Judged, heads: Sequence[HeadFacts]) -> list[str]:
     for name in sorted(places, key=lambda name: (-len(places[name]), list(CLASSES).index(name))):
         those = places[name]
         share = f"{name}: {len(those):,} of {_counted(len(heads), 'head')}"
-        lines.append(f"{share}, {_where(those)}")
+        lines.append(f"{share}: {_where(those)}")
     return lines
 
 
 def _where(places: Sequence[tuple[int, int]]) -> str:
-    """The places of some heads: each of a few, else the layers that contain most of them."""
+    """Where heads are: each of a few, else how many by layer, or the layers with most."""
     by_layer = Counter(layer for layer, _ in places)
-    if len(by_layer) == 1:
-        return f"all in layer {places[0][0]}"
     if len(places) <= _NAMED:
         return ", ".join(f"L{layer} H{head}" for layer, head in places)
+    if len(by_layer) == 1:
+        return f"all in layer {places[0][0]}"
+    if len(by_layer) <= _NAMED:
+        return ", ".join(f"{heads} in layer {layer}" for layer, heads in sorted(by_layer.items()))
     ranked = sorted(by_layer, key=lambda layer: (-by_layer[layer], layer))[:3]
     most = ", ".join(map(str, sorted(ranked)))
     return f"layers {min(by_layer)}–{max(by_layer)}, most in {most}"
@@ -155,8 +157,8 @@ def _unusual(heads: Sequence[HeadFacts]) -> list[str]:
             ranked.append((off, name, head, values[head.index], middle))
     ranked.sort(key=lambda row: -row[0])
     return [
-        f"unusual: {_place(head)}, {name} {value:.3g} (median {middle:.3g}, {off:.0f} "
-        "deviations from it)"
+        f"unusual: {_place(head)}, {name} {value:.3g} (median of all heads {middle:.3g}, "
+        f"{off:.0f} median deviations away)"
         for off, name, head, value, middle in ranked[:2]
     ]
 

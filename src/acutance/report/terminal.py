@@ -54,8 +54,8 @@ def console_table(summary: HeadSummary, metric: str | None = None) -> ConsoleRen
             0  1.00  1.00 │  1.00
         <BLANKLINE>
         4 rows read per head; left out: 0 padded, 0 that see no key.
-        Verified: every call's output was recomputed from the captured arguments and agrees
-        (relative difference up to 0.0e+00).
+        Verified: every call's output was recomputed from the captured arguments and agrees with
+        the model's (relative difference up to 0.0e+00).
     """
     return _HeadTable(summary, metric)
 
@@ -343,8 +343,8 @@ def status_sentences(layers: tuple[Layer, ...]) -> list[tuple[str, bool]]:
 
     Example:
         >>> status_sentences((Layer("a", 1, "verified", error=1e-6), Layer("b", 1, "verified")))
-        [("Verified: every call's output was recomputed from the captured arguments and agrees
-        (relative difference up to 1.0e-06).", False)]
+        [("Verified: every call's output was recomputed from the captured arguments and agrees with
+        the model's (relative difference up to 1.0e-06).", False)]
     """
     sentences = []
     for status, meaning in STATUSES.items():

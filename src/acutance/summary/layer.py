@@ -22,15 +22,18 @@ Status = Literal["verified", "checked", "captured", "unverified", "mismatch"]
 
 #: What each status means, for reports; the most to be trusted first.
 STATUSES: dict[Status, str] = {
-    "verified": "every call's output was recomputed from the captured arguments and agrees",
+    "verified": (
+        "every call's output was recomputed from the captured arguments and agrees with the model's"
+    ),
     "checked": (
-        "the first call's output was recomputed from the captured arguments and agrees; later "
-        "calls were read in the same way"
+        "the first call's output was recomputed from the captured arguments and agrees with the "
+        "model's; later calls were read in the same way"
     ),
     "captured": "read from the call's arguments; its output was not recomputed",
     "unverified": "read from a softmax alone, so the computation of its scores is not known",
     "mismatch": (
-        "the output recomputed from the captured arguments differs: do not trust these rows"
+        "the output recomputed from the captured arguments differs from the model's: do not "
+        "trust these rows"
     ),
 }
 
