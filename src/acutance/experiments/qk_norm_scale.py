@@ -16,7 +16,7 @@ from acutance.experiments.harness.record import Claim, Estimate, Record, Row, Wh
 from acutance.experiments.models import texts
 from acutance.experiments.models.fitting import Plan, fit
 from acutance.experiments.models.small import seeded
-from acutance.nn.positions import rotate
+from acutance.nn import rotate
 from acutance.probing.open_probe import probe
 from acutance.report import plot_style
 
