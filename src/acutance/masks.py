@@ -57,13 +57,17 @@ def mask_limit(dtype: torch.dtype) -> float:
 
 
 def hidden_scores(scores: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Boolean tensor, True where scores that a mask was added to have a key hidden.
+    """Where an additive mask hides keys, read from scores that it was already added to.
 
-    The sum of a mask of −1e9 and a score above 0 is above −1e9: a hundredth is allowed for it.
+    A score counts as hidden at or below 0.99 times the least value that hides a key (−1e9, or close
+    to the minimum of narrow dtypes), since a positive score lifts the sum a little above that.
 
     Args:
         scores: of any shape.
-        dtype: what the mask had, that of the scores if None.
+        dtype: that of the mask; None: that of the scores.
+
+    Returns:
+        Boolean tensor of the shape of ``scores``.
 
     Example:
         >>> hidden_scores(torch.tensor([-1e9 + 640.0, -1e9, -1e4, torch.finfo(torch.float32).min]))

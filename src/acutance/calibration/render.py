@@ -235,7 +235,7 @@ def _noise(found: Calibration) -> Iterator[str]:
 
 
 def _told(one: HeadCalibration) -> list[int]:
-    """Places of the lengths at which a head can have its target."""
+    """Indices of the lengths at which some factor brings a head to its target."""
     return [at for at, status in enumerate(one.status) if status != "impossible"]
 
 

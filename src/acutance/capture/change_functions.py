@@ -73,7 +73,11 @@ class FunctionChanger(Protocol):
         """Whether a softmax over ``dim`` in the running module could be attention's over keys."""
 
     def note_function(self, *, attention: bool = True) -> None:
-        """Note a call of a function that is or may be attention, or of ``exp``."""
+        """Remember that attention may run through functions, so that later passes are followed.
+
+        Args:
+            attention: False if the function was ``exp``, which may begin a softmax.
+        """
 
     def skip(self, name: str, reason: str) -> None:
         """Note that calls in a module may be attention but are not changed, with the reason."""

@@ -122,7 +122,7 @@ class Summary(Protocol):
 
     @property
     def moments(self) -> Any:
-        """Moments of the metrics, one row per head."""
+        """Count, mean, variance and extremes of each metric, :class:`Moments` of all heads."""
 
     @property
     def profile(self) -> Any:

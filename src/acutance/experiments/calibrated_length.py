@@ -82,7 +82,7 @@ class Subject:
 
 
 def decoders(run: Run, seed: int) -> Subject:
-    """The bundled decoder for seed 0, else one trained in the same way.
+    """The model to test: the bundled decoder for seed 0, else one trained in the same way.
 
     Its loss is that of the last 64 bytes of each window.
     """

@@ -37,7 +37,11 @@ def one_above_rest(n: int, norm: float) -> Tensor:
 
 
 def descend(logits: Tensor, norm: float, steps: int) -> Tensor:
-    """Entropies (rows,) in nats after gradient descent on logits held at a Euclidean norm."""
+    """Lowest entropies found by gradient descent over logits (rows, n) of a fixed Euclidean norm.
+
+    Returns:
+        Entropies in nats after ``steps`` steps, (rows,).
+    """
     place = logits / logits.norm(dim=1, keepdim=True) * norm
     for step in range(steps):
         place.requires_grad_()

@@ -199,7 +199,7 @@ def _first_symbol_weight(model: Encoder, generator: torch.Generator, where: Wher
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """Accuracy against the length n of the strings, for both laws and every training length."""
+    """Accuracy at FIRST against the length n of the strings, with log n and without a law."""
     own = [row for row in record.rows if row.quantity.startswith("accuracy by")]
     lengths = list(dict.fromkeys(int(row.condition["trained at"]) for row in own))
     figure, [axes] = plot_style.new_figure(

@@ -303,7 +303,7 @@ class _Job:
 
 
 def _whole(batches: Mapping[int, Iterable[Any]]) -> list[Turn]:
-    """Batches as they are, each window a group; windows of different lengths by their number."""
+    """One turn for each batch, not cut; for the errors, every window is a group of its own."""
     turns = []
     for part in batches.values():
         start = 0

@@ -321,7 +321,15 @@ def _slopes(
 
 
 def _seen(tile: Tile, fold: tuple[int, int, int, int]) -> Tensor | None:
-    """Which keys of a tile each row sees, (batch or 1, Hq or 1, rows or 1, keys)."""
+    """Which keys of a tile each row sees, (batch or 1, Hq or 1, rows or 1, keys).
+
+    Args:
+        tile: keys of a block, and those that a mask hides.
+        fold: batch, key heads, queries of each key head, rows.
+
+    Returns:
+        A boolean tensor, True where the row sees the key; None if no key is hidden.
+    """
     hidden = tile.hidden
     if hidden is None:
         return None

@@ -236,7 +236,7 @@ def _norms(model: torch.nn.Module) -> Iterator[tuple[Tensor, float]]:
 
 
 def _matrices(model: torch.nn.Module) -> Iterator[Tensor]:
-    """Top-left corners of the first weight matrices, embeddings excluded."""
+    """The first 512 rows and columns of the first four weight matrices, without embeddings."""
     count = 0
     for name, parameter in model.named_parameters():
         wide = parameter.ndim == 2 and min(parameter.shape) >= 16 and _readable(parameter)

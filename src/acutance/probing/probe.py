@@ -215,7 +215,9 @@ class Probe:
             self._spans.expect(longest)
 
     def tap(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Any) -> Tap:
-        """:func:`acutance.tap` for this probe only; without effect while the probe is closed.
+        """Record attention that the model computes itself, from its queries and keys.
+
+        As :func:`acutance.tap`, for this probe only; without effect while the probe is closed.
 
         Args:
             query: (B, Hq, L, E).

@@ -273,7 +273,7 @@ def check_spans(spans: Mapping[str, Span]) -> None:
 
 
 def _is_per_sequence(span: Any) -> bool:
-    """Whether a span is given for each sequence separately."""
+    """Whether a span of keys is given for each sequence separately, not once for all."""
     return isinstance(span, Tensor) or not _is_range(span)
 
 

@@ -220,7 +220,7 @@ def _footnotes(changes: Diff) -> Iterator[str]:
 
 
 def _number(value: float, metric: str) -> str:
-    """A value with enough digits to show its change."""
+    """A value with at least three digits, so that a change between two runs shows."""
     if not math.isfinite(value):
         return "–"
     if value and abs(value) < 1:

@@ -121,7 +121,10 @@ def _regions(masking: Masking) -> Iterator[Region]:
 
 
 def _block(call: KernelCall, region: Region, tile: Tile) -> Block:
-    """The scores of one region, (B, H, g, L, S), with its visible keys and positions."""
+    """The scores of some rows (``region``) on some keys (``tile``), (B, H, g, L, S).
+
+    The block also has the boolean mask of visible keys and the positions of queries and keys.
+    """
     masking, rule, dtype = call.masking, call.rule, accumulate_dtype(call.query.dtype)
     b, h, r = region.batch, region.heads, region.rows
     group = masking.group

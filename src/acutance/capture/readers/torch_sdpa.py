@@ -244,7 +244,8 @@ def _over_all(function: Callable[..., Tensor], buffers: Sequence[Any]) -> Callab
 
     Args:
         function: takes (a score and) the indices of batch, head, query and key.
-        buffers: further arguments, after a leading 0 if the first is a score.
+        buffers: the arguments that are the same for all indices, such as tensors that the function
+            reads; a leading 0 says that the function takes a score first.
     """
     scored = bool(buffers) and isinstance(buffers[0], int)
     rest = tuple(buffers[1:] if scored else buffers)
