@@ -39,17 +39,17 @@ def test_kinds_are_counted_and_placed(summary_of: Make) -> None:
     low = {(layer, head): 0.2 for layer in range(5) for head in range(4)}
     summary = summary_of((4,) * 5, first_weight=sinks, top_weight={**low, (2, 1): 0.8})
     first, second, *_ = overview(summary)
-    assert first == "sink: 6 of 20 heads, layers 1–3, most in 1, 3"
+    assert first == "sink: 6 of 20 heads: 3 in layer 1, 3 in layer 3"
     assert second == "sharp: 1 of 20 heads: L2 H0"
     assert advice_in_brief(summary) == [
-        "first token: 6 heads in 2 layers (L1 most); do not evict it from a KV cache"
+        "first token: 6 heads in 2 layers (L1 most); keep it in a KV cache"
     ]
 
 
 def test_a_head_far_from_the_others_is_named(summary_of: Make) -> None:
     lines = overview(summary_of((4,) * 5, max_logit={(3, 2): 40.0}))
     (unusual,) = [line for line in lines if line.startswith("unusual")]
-    assert unusual.startswith("unusual: L3 H2, max_logit 40 (median 4, ")
+    assert unusual.startswith("unusual: L3 H2, max_logit 40 (heads' median 4, ")
     assert not any(line.startswith("unusual") for line in overview(summary_of((4,) * 5)))
 
 

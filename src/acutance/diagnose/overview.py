@@ -38,7 +38,7 @@ _IN_BRIEF = {
     "coarse_scores": ("coarse scores", "keep them in float32"),
     "entropy_collapse": ("collapsed", "nothing, unless it is new"),
     "dilution": ("dilution with length", "not a fault in itself"),
-    "sink": ("first token", "do not evict it from a KV cache"),
+    "sink": ("first token", "keep it in a KV cache"),
     "dead": ("dead", "judge the loss without"),
 }
 
@@ -157,8 +157,8 @@ def _unusual(heads: Sequence[HeadFacts]) -> list[str]:
             ranked.append((off, name, head, values[head.index], middle))
     ranked.sort(key=lambda row: -row[0])
     return [
-        f"unusual: {_place(head)}, {name} {value:.3g} (median of all heads {middle:.3g}, "
-        f"{off:.0f} median deviations away)"
+        f"unusual: {_place(head)}, {name} {value:.3g} (heads' median {middle:.3g}, "
+        f"{off:.0f} deviations away)"
         for off, name, head, value, middle in ranked[:2]
     ]
 
