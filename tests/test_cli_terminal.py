@@ -157,7 +157,7 @@ def test_a_rank_that_else_is_silent_says_that_another_was_lost(
     with (
         pytest.raises(shared.typer.Exit, match=r"^1?$"),
         shared.plain_errors(),
-        ranks._answered(),
+        ranks._gloo_errors(),
     ):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:598] Connection closed by peer")
     assert words.getvalue().startswith("acutance: rank 1: another rank has exited or does not")

@@ -40,7 +40,7 @@ def test_kinds_are_counted_and_placed(summary_of: Make) -> None:
     summary = summary_of((4,) * 5, first_weight=sinks, top_weight={**low, (2, 1): 0.8})
     first, second, *_ = overview(summary)
     assert first == "sink: 6 of 20 heads: 3 in layer 1, 3 in layer 3"
-    assert second == "sharp: 1 of 20 heads: L2 H0"
+    assert second == "sharp: 1 of 20 heads: L2 H1"
     assert advice_in_brief(summary) == [
         "first token: 6 heads in 2 layers (L1 most); keep it in a KV cache"
     ]
