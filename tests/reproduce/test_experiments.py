@@ -30,7 +30,9 @@ FROM_ARTICLES = {
 }  # fmt: skip
 BEYOND = {"finite_n", "gap_law", "simplex", "entropy_floor", "ssmax", "freezing"}
 REAL = {"real_heads", "real_sinks", "real_topk", "real_distance", "real_lengths"}
-TRAINED = REAL | {"first", "max_retrieval", "mlm_table", "calibrated_length"}
+TRAINED = REAL | {
+    "first", "max_retrieval", "mlm_table", "qk_norm_scale", "calibrated_length",
+}  # fmt: skip
 #: Measured for seconds: those that train, and sums over many samples.
 LONG = TRAINED - {"real_distance"} | {
     "noise", "information", "invariance", "mean_field", "scores", "gap_law", "freezing",
