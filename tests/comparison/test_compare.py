@@ -237,8 +237,8 @@ def test_names_and_places() -> None:
     ("arguments", "match"),
     [
         ({"mechanisms": "softmaxx"}, "there is no mechanism named 'softmaxx'; did you mean "),
-        ({"mechanisms": []}, "mechanisms: at least one, got none"),
-        ({"n": []}, "n: at least one number of keys, got none"),
+        ({"mechanisms": []}, "mechanisms must name at least one mechanism, got none"),
+        ({"n": []}, "n must contain at least one number of keys, got none"),
         ({"n": 1}, "n must be .*at least 2, got 1"),
         ({"n": [64, -3]}, "n must be .*at least 2, got -3"),
         ({"d": 1}, "d must be .*at least 2, got 1"),

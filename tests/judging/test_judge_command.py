@@ -90,7 +90,7 @@ def test_several_texts_are_the_samples(run: Callable[..., Any], tmp_path: Path) 
     ("options", "code", "said"),
     [
         ((), 2, "name at least one law to judge"),
-        (("--law", "ssmax", "--law", "ssmax"), 2, "the same law twice"),
+        (("--law", "ssmax", "--law", "ssmax"), 2, "a law is given twice"),
         (("--law", "nothing"), 1, "there is no file nothing"),
         (("--law", "off:7.0"), 1, "it has 3 blocks, 0 to 2"),
         (("--law", "off:0.7"), 1, "the layer has 4 heads"),

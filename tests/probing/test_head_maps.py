@@ -152,8 +152,8 @@ def test_damaged_files_are_refused(minilm: Any, tmp_path: Path) -> None:
     header, tensors = probed(minilm, maps={"5.3": [0, 5]}).summary().parts()
     changes: list[tuple[dict[str, str], dict[str, Any], str]] = [
         ({"maps": "[]"}, {}, "0 maps and 7 arrays"),
-        ({"maps": header["maps"].replace('"head"', '"tail"', 1)}, {}, "has a name"),
-        ({}, {"maps.0": -tensors["maps.0"]}, "impossible weights"),
+        ({"maps": header["maps"].replace('"head"', '"tail"', 1)}, {}, "must have a name"),
+        ({}, {"maps.0": -tensors["maps.0"]}, "weights below 0 or above 1"),
         ({}, {"maps.0": tensors["maps.0"][:1].clone()}, r"is \(2, keys\)"),
     ]
     for headers, arrays, why in changes:

@@ -435,5 +435,7 @@ def test_summaries_of_other_spans_do_not_merge() -> None:
     with pytest.raises(ValueError, match="same spans: system, text against system"):
         left.merge(right)
     assert left.spans is not None
-    with pytest.raises(ValueError, match="'sys' is no span; there are system, text, other"):
+    with pytest.raises(
+        ValueError, match="there is no span named 'sys': choose from system, text, other"
+    ):
         left.spans.weight("sys")

@@ -211,9 +211,9 @@ def layer(**fields: Any) -> Callable[[dict[str, Any]], None]:
         (layer(calls="9"), "a layer's calls must be a count, got '9'"),
         (layer(module=None), "a layer's module must be text, got None"),
         (layer(status="perfect"), "a layer's status is invalid: 'perfect'"),
-        (layer(error="small"), "a layer's error must be a size, got 'small'"),
-        (layer(error=float("nan")), "a layer's error must be a size, got nan"),
-        (layer(error=10**400), r"a layer's error must be a size, got 1000"),
+        (layer(error="small"), "a layer's error must be a number, 0 or more, got 'small'"),
+        (layer(error=float("nan")), "a layer's error must be a number, 0 or more, got nan"),
+        (layer(error=10**400), r"a layer's error must be a number, 0 or more, got 1000"),
         (layer(wit=1), "a layer has no field 'wit'"),
     ],
 )

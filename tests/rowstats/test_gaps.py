@@ -262,8 +262,8 @@ def test_bounds_are_of_keys_or_of_a_gap() -> None:
     empty_row = RowStatistics(observe(torch.full((1, 3), -math.inf), gaps=True))
     assert empty_row.mass_bounds(keys=1).least.isnan().all()
     for options, match in (
-        ({}, "give keys or gap, one of them"),
-        ({"keys": 1, "gap": 1.0}, "give keys or gap, one of them"),
+        ({}, "pass either keys or gap"),
+        ({"keys": 1, "gap": 1.0}, "pass either keys or gap"),
         ({"keys": 0}, "at least 1, got 0"),
         ({"gap": -1.0}, "0 or more, got -1.0"),
     ):

@@ -113,7 +113,7 @@ def judge(options: JudgeOptions) -> None:
     if not options.law:
         raise typer.BadParameter("name at least one law to judge", param_hint="--law")
     if len(set(options.law)) < len(options.law):
-        raise typer.BadParameter("the same law twice", param_hint="--law")
+        raise typer.BadParameter("a law is given twice", param_hint="--law")
     lengths = None if options.lengths is None else read_lengths(options.lengths)
     with plain_errors():
         from acutance.files import as_json, put_text

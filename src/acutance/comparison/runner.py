@@ -189,7 +189,7 @@ def pick(
             entry = mechanism(mechanism_or_name)
             chosen[entry.name] = entry
     if not chosen:
-        raise ValueError("mechanisms: at least one, got none")
+        raise ValueError("mechanisms must name at least one mechanism, got none")
     return tuple(chosen.values())
 
 
@@ -232,7 +232,7 @@ def _lengths(n: int | Sequence[int]) -> tuple[int, ...]:
     """Check the numbers of keys; ascending, without duplicates."""
     lengths = (n,) if isinstance(n, int) else tuple(n)
     if not lengths:
-        raise ValueError("n: at least one number of keys, got none")
+        raise ValueError("n must contain at least one number of keys, got none")
     return tuple(sorted({check_count("n", count, 2) for count in lengths}))
 
 

@@ -190,7 +190,7 @@ class Probe:
     @spans.setter
     def spans(self, spans: Mapping[str, Span]) -> None:
         if self._spans is None:
-            raise ValueError("spans are read by a probe that is opened with spans=")
+            raise ValueError("spans can be set only if the probe was opened with spans=")
         self._spans.original = spans
 
     @property

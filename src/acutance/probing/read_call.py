@@ -193,7 +193,7 @@ class CallReader:
             ValueError: if it cannot be provided; the message is the reason.
         """
         if self.provider is None:
-            raise ValueError("this probe provides nothing")
+            raise ValueError("the probe was opened without provide=True")
         return self.provider.provide(call, model_output, *self._moments_wanted)
 
     def provided(
@@ -347,7 +347,7 @@ class CallReader:
             return None
         heads = self._heads.of(total)
         if not heads:
-            raise ValueError(f"none of the requested heads is among its {total}")
+            raise ValueError(f"heads: none of the requested heads exists, the layer has {total}")
         return heads
 
     def _part(

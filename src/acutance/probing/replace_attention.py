@@ -82,7 +82,9 @@ class Provider:
             error = _difference(output, theirs)
             if not error <= VERIFY_TOLERANCE.get(theirs.dtype, 0.0):
                 self.suspects.add(call.module)
-                raise ValueError(f"its output differs from the model's own by {error:.2g} of it")
+                raise ValueError(
+                    f"its output differs from the model's own by {error:.2g} of its size"
+                )
             with self._lock:
                 self._equal[kind] = True
         return Provided(output, stats, error)

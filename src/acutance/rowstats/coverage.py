@@ -238,12 +238,12 @@ def mass_bounds(
         (tensor(0.8100), MassBounds(least=tensor(0.8076), most=tensor(0.8138)))
     """
     if (keys is None) == (gap is None):
-        raise ValueError(f"give keys or gap, one of them, got keys={keys!r} and gap={gap!r}")
+        raise ValueError(f"pass either keys or gap, got keys={keys!r} and gap={gap!r}")
     if keys is not None and (type(keys) is not int or keys < 1):
-        raise ValueError(f"keys is a whole number, at least 1, got {keys!r}")
+        raise ValueError(f"keys must be a whole number, at least 1, got {keys!r}")
     limit = 0.0 if gap is None else gap
     if not limit >= 0.0:
-        raise ValueError(f"gap is a number of nats, 0 or more, got {gap!r}")
+        raise ValueError(f"gap must be a number of nats, 0 or more, got {gap!r}")
     bins = _bins(state)
     Z = state.Z.detach()
     heavy = torch.exp(-bins.near)

@@ -216,7 +216,7 @@ def _check_layer(layer: Any) -> None:
     error = layer.get("error")
     size = type(error) is float or (type(error) is int and error <= MOST)
     if error is not None and not (size and error >= 0):
-        raise ValueError(f"a layer's error must be a size, got {_short(error)}")
+        raise ValueError(f"a layer's error must be a number, 0 or more, got {_short(error)}")
 
 
 def checked_tensors(tensors: Mapping[str, Tensor], heads: int, metrics: int) -> dict[str, Tensor]:
@@ -335,12 +335,14 @@ def expand(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str
     whole = dict(tensors)
     for name in narrow:
         if not isinstance(name, str) or name not in tensors or tensors[name].dtype not in _NARROW:
-            raise ValueError(f"{FIELD!r} names {name!r:.60}, which is no array of narrow integers")
+            raise ValueError(
+                f"{FIELD!r} names {name!r:.60}, which is not an array of narrow integers"
+            )
         whole[name] = tensors[name].to(torch.int64)
     for name, other in same.items():
         if name in tensors or not isinstance(other, str) or other not in tensors:
             raise ValueError(
-                f"{FIELD!r} says that {name!r:.60} is {other!r:.60}, which is no array"
+                f"{FIELD!r} says that {name!r:.60} is {other!r:.60}, which is not an array"
             )
         whole[name] = whole[other].clone()
     return whole

@@ -95,20 +95,22 @@ def checked_maps(records: Sequence[Any], arrays: Mapping[str, Tensor]) -> tuple[
         ValueError: naming the first thing that does not fit.
     """
     if set(arrays) != {str(index) for index in range(len(records))}:
-        raise ValueError(f"there are {len(records)} maps and {len(arrays)} arrays of maps")
+        raise ValueError(
+            f"each map must have one array, got {len(records)} maps and {len(arrays)} arrays"
+        )
     maps = []
     kinds = {"name": str, "module": str, "head": int, "sequence": int}
     for index, record in enumerate(records):
         weights = arrays[str(index)]
         if not isinstance(record, dict) or set(record) != {*kinds, "positions", "tokens"}:
-            raise ValueError("a map has a name, module, head, sequence, positions and tokens")
+            raise ValueError("a map must have a name, module, head, sequence, positions and tokens")
         if any(type(record[field]) is not kind for field, kind in kinds.items()):
-            raise ValueError("a map has texts for names and numbers for head and sequence")
+            raise ValueError("a map's name and module must be text, its head and sequence numbers")
         positions, tokens = record["positions"], record["tokens"]
         if not isinstance(positions, list) or not all(type(one) is int for one in positions):
-            raise ValueError("a map's positions are numbers")
+            raise ValueError("a map's positions must be numbers")
         if not isinstance(tokens, list) or not all(isinstance(one, str) for one in tokens):
-            raise ValueError("a map's tokens are texts")
+            raise ValueError("a map's tokens must be text")
         if weights.dtype != torch.float32 or weights.dim() != 2 or len(weights) != len(positions):
             raise ValueError(
                 f"a map is ({len(positions)}, keys) of torch.float32, got {tuple(weights.shape)} "
@@ -117,7 +119,7 @@ def checked_maps(records: Sequence[Any], arrays: Mapping[str, Tensor]) -> tuple[
         if tokens and len(tokens) != weights.shape[1]:
             raise ValueError(f"a map of {weights.shape[1]} keys has {len(tokens)} tokens")
         if not bool(((weights >= 0) & (weights <= 1 + 1e-3)).all()):
-            raise ValueError("a map holds impossible weights")
+            raise ValueError("a map has weights below 0 or above 1")
         fields = {field: record[field] for field in kinds}
         maps.append(
             HeadMap(**fields, positions=tuple(positions), weights=weights, tokens=tuple(tokens))

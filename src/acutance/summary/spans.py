@@ -127,7 +127,7 @@ class Spans(HeadArrays):
         """
         known = (*self.names, *more)
         if name not in known:
-            raise ValueError(f"{name!r} is no span; there are {', '.join(known)}")
+            raise ValueError(f"there is no span named {name!r}: choose from {', '.join(known)}")
         return known.index(name)
 
     def merge(self, other: Spans) -> Spans:
@@ -212,9 +212,9 @@ class Spans(HeadArrays):
             ValueError: naming the first thing that does not fit.
         """
         if not all(isinstance(name, str) for name in names) or not 1 <= len(names) <= MOST_SPANS:
-            raise ValueError(f"spans are 1 to {MOST_SPANS} names")
+            raise ValueError(f"spans must be 1 to {MOST_SPANS} names, got {names!r:.60}")
         if len({*names, OTHER, ALL_ROWS}) != len(names) + 2:
-            raise ValueError("a span is named twice")
+            raise ValueError(f"spans must have different names, got {names!r:.60}")
 
         def possible(name: str, part: Tensor) -> Tensor:
             if name in ("mean", "even"):
