@@ -3,8 +3,7 @@
 :func:`attend_rows` calls them where a compiler, a tracer, a dispatch mode or a tensor subclass
 must see an operator. Elsewhere the same kernels are a :class:`torch.autograd.Function`: the first
 call of an operator of :mod:`torch.library` imports ``torch._dynamo``, more than a second of CPU.
-Derivatives of gradients are those of the same sums made of PyTorch's operations, in memory of
-O(L S).
+Derivatives of gradients are those of the same sums as PyTorch operations, in memory O(L S).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acutance.capture.attention_call import AttentionCall, differences
+from acutance.capture.attention_call import AttentionCall
 from acutance.masks import hides
 
 __all__ = ["is_untrained", "likely_cause"]
@@ -263,3 +263,53 @@ def _looks_random(matrix: Tensor) -> bool:
         float(squares.mean(dim).std()) / mean < _MAX_SPREAD * math.sqrt(2 / matrix.shape[dim])
         for dim in (0, 1)
     )
+
+
+def relative_error(rebuilt: Tensor, output: Tensor, counted: Tensor) -> float:
+    """Largest of :func:`row_errors`; 0 if there are no rows."""
+    errors = row_errors(rebuilt, output, counted)
+    return float(errors.max()) if errors.numel() else 0.0
+
+
+def row_errors(rebuilt: Tensor, output: Tensor, counted: Tensor) -> Tensor:
+    """Largest difference of two outputs in each row, relative to the largest entry of ``output``.
+
+    Args:
+        rebuilt: (B, Hq, L, Ev).
+        output: the model's output, same shape.
+        counted: boolean (B, Hq, L), True on the rows to compare.
+
+    Returns:
+        (B, Hq, L): 0 in rows that are not compared, infinity where a difference is NaN.
+    """
+    rows = counted.unsqueeze(-1)
+    theirs = torch.where(rows, output.detach().double(), 0.0)
+    ours = torch.where(rows, rebuilt.detach().double(), 0.0)
+    if theirs.numel() == 0:
+        return theirs.new_zeros(counted.shape)
+    size = theirs.abs().max()
+    difference = (ours - theirs).abs().amax(-1)
+    ratio = difference / size if size > 0 else difference
+    return ratio.masked_fill(difference.isnan(), math.inf)
+
+
+def differences(
+    call: AttentionCall, rebuilt: Tensor, largest: Tensor, theirs: Tensor, counted: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Errors of a call's rebuilt output rows, and the largest errors that rounding can explain.
+
+    Args:
+        call: the captured call.
+        rebuilt: its rebuilt output, (B, Hq, L, Ev).
+        largest: largest score of each row, (B, Hq, L).
+        theirs: the model's output, same shape as ``rebuilt``.
+        counted: boolean (B, Hq, L), True on the rows to compare.
+
+    Returns:
+        Two tensors (B, Hq, L), relative to the largest entry of the output.
+    """
+    errors = row_errors(rebuilt, theirs, counted)
+    tolerance = call.tolerance(theirs.dtype, largest)
+    if bool((errors > tolerance).any()) and (eager := call.as_eager()) is not None:
+        errors = errors.minimum(row_errors(eager, theirs, counted))
+    return errors, tolerance

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acutance.capture.attention_call import AttentionCall, differences, observe_scores
+from acutance.capture.attention_call import AttentionCall, observe_scores
 from acutance.capture.counted_rows import CountedRows, RowReader
 from acutance.capture.head_axis import first_head
 from acutance.capture.layer_choice import HeadChoice
 from acutance.capture.module_stack import Running
 from acutance.kernels.fast_path import PackedStatistics
-from acutance.probing.causes import likely_cause
+from acutance.probing.causes import differences, likely_cause
 from acutance.probing.head_maps import MapReader
 from acutance.probing.query_key_sample import QueryKeyRecorder
 from acutance.probing.replace_attention import Provided, Provider

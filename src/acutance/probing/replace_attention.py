@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from acutance.capture.attention_call import VERIFY_TOLERANCE, AttentionCall, relative_error
+from acutance.capture.attention_call import VERIFY_TOLERANCE, AttentionCall
 from acutance.capture.torch_modes import unwatched
+from acutance.probing.causes import relative_error
 from acutance.rowstats import RowState, RowStatistics
 
 __all__ = ["Provided", "Provider", "reason_not_provided"]

@@ -117,13 +117,10 @@ class HeadSummary:
         return self.optional_parts.spans
 
     def __post_init__(self) -> None:
-        heads = sum(layer.heads for layer in self.layers)
-        expected = (heads, len(self.metrics))
-        if tuple(self.moments.count.shape) != expected:
-            raise ValueError(
-                f"moments must have shape (heads, metrics) = {expected}, got "
-                f"{tuple(self.moments.count.shape)}"
-            )
+        expected = (sum(layer.heads for layer in self.layers), len(self.metrics))
+        shape = tuple(self.moments.count.shape)
+        if shape != expected:
+            raise ValueError(f"moments must have shape (heads, metrics) = {expected}, got {shape}")
 
     def column(self, name: str) -> int:
         """Index of a metric in ``moments``.
@@ -225,10 +222,8 @@ class HeadSummary:
                 differ.
         """
         if self.metrics != other.metrics:
-            raise ValueError(
-                "summaries can be merged only if they recorded the same metrics: "
-                f"{', '.join(self.metrics)} against {', '.join(other.metrics)}"
-            )
+            both = f"{', '.join(self.metrics)} against {', '.join(other.metrics)}"
+            raise ValueError(f"summaries merge only if they recorded the same metrics: {both}")
         mine, theirs = self._by_module(), other._by_module()
         names = list(mine) + [name for name in theirs if name not in mine]
         layers, parts, optional = [], [], []
@@ -343,16 +338,10 @@ class HeadSummary:
             "schema": SCHEMA,
             "about": finite(dict(self.about)),
             "notices": notices(self.about),
-            "layers": [
-                finite({"layer": i, **asdict(layer)}) for i, layer in enumerate(self.layers)
-            ],
+            "layers": [finite({"layer": i, **asdict(one)}) for i, one in enumerate(self.layers)],
             "metrics": {
-                name: {
-                    "unit": describe(name).unit,
-                    "range": describe(name).range,
-                    "meaning": describe(name).meaning,
-                    "edges": edges(name),
-                }
+                name: {part: getattr(describe(name), part) for part in ("unit", "range", "meaning")}
+                | {"edges": edges(name)}
                 for name in self.metrics
             },
             "heads": heads,

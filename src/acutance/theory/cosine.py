@@ -17,13 +17,11 @@ the limit for many keys, reached at :math:`k / n = (B - 1) / (e^A - 1)`.
 *Random directions.* Cosines of uniform directions in :math:`R^d` instead give the entropy drop of
 the von Mises-Fisher law, at :math:`\kappa = 1/\tau` (:mod:`~acutance.theory.von_mises_fisher`).
 
-Each formula is evaluated in the form that keeps its relative accuracy: differences that vanish
-with A as series, Bessel functions scaled by their growth, and the entropy drop with its growing
-parts cancelled by hand.
+Each formula is evaluated in a form that keeps its relative accuracy: differences that vanish with
+A as series, Bessel functions scaled by their growth.
 
-Sources: Su (2023), https://kexue.fm/archives/9593 (the range at a temperature); Mardia & Jupp
-(2000), Directional Statistics, section 9.3 (von Mises-Fisher); NIST DLMF, sections 10.40 and 10.41
-(expansions of Bessel functions).
+Sources: Su (2023), https://kexue.fm/archives/9593; Mardia & Jupp (2000), Directional Statistics,
+section 9.3 (von Mises-Fisher); NIST DLMF, sections 10.40 and 10.41 (Bessel functions).
 """
 
 import math
@@ -38,12 +36,8 @@ from scipy.special import bernoulli
 from acutance.theory.arguments import Array, checked, checked_dimension, pointwise, require, result
 from acutance.theory.von_mises_fisher import horner, von_mises_fisher
 
-__all__ = [
-    "cosine_best_count",
-    "cosine_entropy_lower_bound",
-    "information_range_limit",
-    "tau_for_information",
-]
+__all__ = ["cosine_best_count", "cosine_entropy_lower_bound"]
+__all__ += ["information_range_limit", "tau_for_information"]
 
 Setting = Literal["free", "simplex", "random_keys"]
 _EPS = float(np.finfo(np.float64).eps)

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.capture.handwritten.graph import Node, Version
 from acutance.capture.handwritten.softmax import drops
+from acutance.masks import mask_limit
 
 __all__ = [
     "ENDS",
@@ -25,6 +27,10 @@ __all__ = [
     "not_affine_reason",
     "writes",
 ]
+
+#: How scores may be broken on their way to a softmax: the steps of one written by hand.
+EXP, SUMS = "go through exp", "go through sums of exp"
+BY_HAND = "are exponentiated and divided by their sum"
 
 PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"}
 #: Functions whose result is affine in each of its tensors, the others held.
@@ -184,3 +190,29 @@ def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tenso
             yield value
         elif isinstance(value, list | tuple):
             yield from (part for part in value if isinstance(part, Tensor))
+
+
+def handwritten_step(base_name: str, inputs: Sequence[Node]) -> str:
+    """Which step of a hand-written softmax a function is; empty if it is none."""
+    if base_name == "sum" and inputs[0].broken == EXP:
+        return SUMS
+    if base_name == "exp" and inputs[0].log:
+        return BY_HAND
+    if "div" in base_name and [each.broken for each in inputs] == [EXP, SUMS]:
+        return BY_HAND
+    return ""
+
+
+def narrower(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Of two dtypes, the one with the higher mask value."""
+    return dtype if mask_limit(dtype) >= mask_limit(other) else other
+
+
+def mixes_heads(
+    entry: tuple[Any, Node, Version] | None, name: str, owner: Tensor, factors: Sequence[Tensor]
+) -> bool:
+    """Whether a product only mixes tracked scores by parameters, which is affine in them."""
+    others = [each for each in factors if each is not owner]
+    if entry is None or not entry[1].active or not others or name == "baddbmm":
+        return False
+    return all(map(is_parameter, others))

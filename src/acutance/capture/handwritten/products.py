@@ -31,14 +31,18 @@ from acutance.capture.handwritten.graph import (
     write_through,
 )
 from acutance.capture.handwritten.operations import (
+    BY_HAND,
     ENDS,
     MOVES,
     PRODUCTS,
     base_name_of,
+    handwritten_step,
     is_model_weight,
     is_parameter,
     is_shift,
+    mixes_heads,
     name_of,
+    narrower,
     not_affine_reason,
     owner_of_keys,
     target_of,
@@ -46,15 +50,12 @@ from acutance.capture.handwritten.operations import (
     writes,
 )
 from acutance.capture.handwritten.softmax import version_of
-from acutance.masks import mask_limit
 
 __all__ = ["Lineage", "LineageError"]
 
 _STEPS = 150  # of one tensor, at most: each is a level of recursion, and may copy it
 _MEMORY = 16  # times a tensor's size, at most, that is kept alive to make it again
 _LEAST = 1 << 24  # bytes that may be kept for any
-_EXP, _SUMS = "go through exp", "go through sums of exp"
-_BY_HAND = "are exponentiated and divided by their sum"
 _LOG = "are divided by their logsumexp"
 
 
@@ -160,7 +161,7 @@ class Lineage:
     def narrowest(self, scores: Tensor) -> torch.dtype:
         """Of the dtypes that the scores passed through, the one with the highest mask value."""
         entry = self._nodes.get(id(scores))
-        return scores.dtype if entry is None else _narrower(scores.dtype, entry[1].narrow)
+        return scores.dtype if entry is None else narrower(scores.dtype, entry[1].narrow)
 
     # -- following --------------------------------------------------------------------------------
 
@@ -193,12 +194,12 @@ class Lineage:
         nodes = [self._nodes[id(each)][1] for each in factors if id(each) in self._nodes]
         if self._on_handwritten is not None:
             for each in nodes:
-                if each.broken == _BY_HAND and each.active:
-                    self._on_handwritten(f"its scores {_BY_HAND}, without a softmax call")
+                if each.broken == BY_HAND and each.active:
+                    self._on_handwritten(f"its scores {BY_HAND}, without a softmax call")
         node, owner, weights = None, None, any(each.weights for each in nodes)
         if not weights:
             owner = owner_of_keys(name, args if name == "einsum" else factors)
-            if owner is not None and _mixes_heads(self._nodes.get(id(owner)), name, owner, factors):
+            if owner is not None and mixes_heads(self._nodes.get(id(owner)), name, owner, factors):
                 node = self._traced(func, name, args, kwargs)
         result = func(*args, **kwargs)
         if out is not None:
@@ -230,7 +231,7 @@ class Lineage:
         node = Node(
             func,
             writes=writes(name),
-            narrow=functools.reduce(_narrower, [node_in.narrow for node_in in inputs]),
+            narrow=functools.reduce(narrower, [node_in.narrow for node_in in inputs]),
             active=any(node_in.active for node_in in inputs),
             weights=any(node_in.weights for node_in in inputs),
             calls=tuple({id(call): call for node_in in inputs for call in node_in.calls}.values()),
@@ -249,7 +250,7 @@ class Lineage:
             (node_in.broken for node_in in inputs if node_in.broken and not node_in.shift), reason
         )
         reason = (
-            _handwritten_step(base_name, inputs)
+            handwritten_step(base_name, inputs)
             or reason
             or not_affine_reason(base_name, name, args, kwargs, marked)
         )
@@ -397,29 +398,3 @@ class Lineage:
             self._nodes.pop(key, None)
 
         self._nodes[key] = (weakref.ref(tensor, forget), node, self._version(tensor))
-
-
-def _mixes_heads(
-    entry: tuple[Any, Node, Version] | None, name: str, owner: Tensor, factors: Sequence[Tensor]
-) -> bool:
-    """Whether a product only mixes tracked scores by parameters, which is affine in them."""
-    others = [each for each in factors if each is not owner]
-    if entry is None or not entry[1].active or not others or name == "baddbmm":
-        return False
-    return all(map(is_parameter, others))
-
-
-def _handwritten_step(base_name: str, inputs: Sequence[Node]) -> str:
-    """Which step of a hand-written softmax a function is; empty if it is none."""
-    if base_name == "sum" and inputs[0].broken == _EXP:
-        return _SUMS
-    if base_name == "exp" and inputs[0].log:
-        return _BY_HAND
-    if "div" in base_name and [each.broken for each in inputs] == [_EXP, _SUMS]:
-        return _BY_HAND
-    return ""
-
-
-def _narrower(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Of two dtypes, the one with the higher mask value."""
-    return dtype if mask_limit(dtype) >= mask_limit(other) else other
