@@ -282,7 +282,7 @@ def test_neither_steps_nor_memory_grow_without_bound() -> None:
         for _ in range(40):
             stream = stream + torch.randn(1, 1 << 10, 1 << 10)
         made = following.lineage._nodes[id(stream)][1]
-        assert made.kept <= 17 * stream.nbytes
+        assert made.saved_bytes <= 17 * stream.nbytes
         with pytest.raises(LineageError, match="too many tensors"):
             following.lineage.without_products(stream)
 

@@ -222,8 +222,9 @@ class HeadSummary:
                 differ.
         """
         if self.metrics != other.metrics:
-            both = f"{', '.join(self.metrics)} against {', '.join(other.metrics)}"
-            raise ValueError(f"summaries merge only if they recorded the same metrics: {both}")
+            text = "summaries can be merged only if they recorded the same metrics"
+            names, others = ", ".join(self.metrics), ", ".join(other.metrics)
+            raise ValueError(f"{text}: {names} against {others}")
         mine, theirs = self._by_module(), other._by_module()
         names = list(mine) + [name for name in theirs if name not in mine]
         layers, parts, optional = [], [], []

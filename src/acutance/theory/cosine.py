@@ -147,8 +147,7 @@ def cosine_entropy_lower_bound(
         H in nats, between 0 and log n, float64 of the broadcast shape; a float for scalars.
 
     Raises:
-        ValueError: If some n is not an integer of at least 2, or some tau or width is not finite
-            and positive.
+        ValueError: If some n is not an integer above 1, or some tau or width not finite and > 0.
 
     Example:
         >>> cosine_entropy_lower_bound(16, 1.0)  # 0.4731 below log 16
@@ -387,11 +386,11 @@ def _entropy_excess(u: float) -> float:
 
 
 def _span(temperature: ArrayLike, extent: ArrayLike) -> Array:
-    rule = "the temperature must be finite and greater than 0"
-    tau = checked("tau", temperature, rule, above=0.0)
-    width = checked("width", extent, "the width must be finite and greater than 0", above=0.0)
+    must = "must be finite and greater than 0"
+    tau = checked("tau", temperature, f"the temperature {must}", above=0.0)
+    width = checked("width", extent, f"the width {must}", above=0.0)
     with np.errstate(over="ignore"):
-        return np.asarray(np.clip(width / tau, 1e-300, 1e300), np.float64)
+        return np.clip(np.asarray(width / tau, np.float64), 1e-300, 1e300)
 
 
 def _keys(n: ArrayLike) -> Array:
