@@ -223,8 +223,8 @@ class HeadSummary:
         """
         if self.metrics != other.metrics:
             text = "summaries can be merged only if they recorded the same metrics"
-            names, others = ", ".join(self.metrics), ", ".join(other.metrics)
-            raise ValueError(f"{text}: {names} against {others}")
+            recorded, others = ", ".join(self.metrics), ", ".join(other.metrics)
+            raise ValueError(f"{text}: {recorded} against {others}")
         mine, theirs = self._by_module(), other._by_module()
         names = list(mine) + [name for name in theirs if name not in mine]
         layers, parts, optional = [], [], []
