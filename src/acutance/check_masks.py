@@ -64,7 +64,7 @@ def _documents(
     keys: int,
     offset: int,
 ) -> tuple[Tensor, Tensor]:
-    """Ids of queries and keys, (B or 1, length), from one of the two options."""
+    """Document ids of queries (B or 1, L) and keys (B or 1, S), from one of the two options."""
     if documents is not None and cu_seqlens is not None:
         raise ValueError("document_ids and cu_seqlens exclude each other: pass one of them")
     if cu_seqlens is not None:
@@ -102,7 +102,7 @@ def _documents(
 
 
 def _ids_from_lengths(cu_seqlens: Tensor, keys: int) -> Tensor:
-    """Document ids (S,) from cumulative lengths."""
+    """Document ids (S,) from cumulative lengths; raises unless they rise from 0 to S."""
     check_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS or cu_seqlens.numel() < 2:
         raise ValueError(
@@ -134,7 +134,7 @@ def check_masking(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Masking:
-    """Check every mask of a call and gather them.
+    """Check every mask of a call against query and key, and combine them in one record.
 
     Raises:
         TypeError: if a mask's dtype is wrong.
@@ -220,10 +220,10 @@ def check_masking(
 
 
 def check_sinks(sinks: Tensor, query: Tensor) -> Tensor:
-    """Learned sink logits, one for each query head.
+    """Check and return learned sink logits, one for each query head.
 
     Raises:
-        TypeError: if they are no floating tensor.
+        TypeError: if they are not a floating tensor.
         ValueError: if their shape is not (Hq,).
     """
     sinks = check_tensor("sinks", sinks)

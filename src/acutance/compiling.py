@@ -89,7 +89,7 @@ else:
 
 
 def unobserved() -> bool:
-    """Whether no compiler, tracer, mode or transform is observing PyTorch."""
+    """Whether no compiler, tracer, mode or transform observes PyTorch's operations now."""
     return (
         not is_compiling()
         and _KNOWN
@@ -102,7 +102,7 @@ def unobserved() -> bool:
 
 
 def undispatched() -> bool:
-    """Like :func:`unobserved`, but function modes are allowed, since they see no operators."""
+    """:func:`unobserved`, but torch-function modes may be active, since they see no operators."""
     return (
         not is_compiling()
         and _KNOWN
@@ -114,7 +114,7 @@ def undispatched() -> bool:
 
 
 def ordinary(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether tensors are plain, dense and in memory, and no operators on them are observed.
+    """Whether all tensors are plain dense tensors with memory, and no operators are observed.
 
     Example:
         >>> ordinary([torch.zeros(2), None]), ordinary([torch.zeros(2, device="meta")])
@@ -138,10 +138,10 @@ def transformed() -> bool:
 
 
 def by_operations() -> bool:
-    """Whether the requested derivative exists only for PyTorch's own operations.
+    """Whether the derivatives in use need PyTorch's own operations and not the custom kernels.
 
-    Those are forward mode, more than one level of :func:`torch.func.grad`, and all of
-    :mod:`torch.func` inside of a compiled function.
+    They do in forward mode, with nested :func:`torch.func.grad`, and with any :mod:`torch.func`
+    transform inside a compiled function.
     """
     return _forward_or_nested() or (is_compiling() and transformed())
 

@@ -35,15 +35,17 @@ _TIDIED: set[Path] = set()
 def write_whole(path: str | os.PathLike[str], write: Callable[[str], object]) -> None:
     """Write a file atomically, through a temporary file that is renamed.
 
-    What was written is on the disk before it takes the target's place: not even a machine that
-    goes down leaves half of it there. A link stays, and what it points to is written. A device or
-    a pipe is written to as it is. A new file has the mode that the process's umask gives it; a
-    file that is replaced keeps its mode and, where that is allowed, its owner. What writes of the
-    same file that were killed have left beside it is removed.
+    The data are on disk before the file is replaced, so that a crash never leaves half a file. If
+    the path is a link, its target is replaced; a device or pipe is written to directly. A new file
+    gets its mode from the process's umask; a replaced one keeps its mode and, if permitted, its
+    owner. Temporary files that killed writers of the same file left are removed.
+
+    Args:
+        path: of the file.
+        write: function that writes the data to the path it is called with.
 
     Raises:
-        OSError: naming the file, if it cannot be written, or may not be: a file that is read-only
-            for this user is not replaced.
+        OSError: naming the file, if it cannot be written or is read-only for this user.
     """
     try:
         if os.path.exists(path) and not os.path.isfile(path):
@@ -88,7 +90,7 @@ def _replace(target: Path, write: Callable[[str], object]) -> None:
 
 
 def _liken(name: str, before: os.stat_result) -> None:
-    """Copy owner (where allowed) and mode from one file to another."""
+    """Give the file ``name`` the mode and, if permitted, the owner in ``before``."""
     if os.name != "nt":
         now = os.stat(name)
         if (now.st_uid, now.st_gid) != (before.st_uid, before.st_gid):
@@ -98,10 +100,10 @@ def _liken(name: str, before: os.stat_result) -> None:
 
 
 def _part(target: Path, mode: int) -> tuple[int, str]:
-    """Create a temporary file next to the target, locked where possible: its handle and name.
+    """Create a temporary file next to the target and lock it if possible; return handle and name.
 
-    The kernel takes the process's umask off the mode. Between its making and its locking
-    :func:`tidy` of another process may take it for one that was left behind; then another is made.
+    The process's umask applies to the mode. Before it is locked, :func:`tidy` of another process
+    may delete it as a leftover; then another one is created.
     """
     while True:
         name = str(target.parent / f".{target.name}.{os.urandom(6).hex()}.part")
@@ -122,9 +124,9 @@ def _part(target: Path, mode: int) -> tuple[int, str]:
 
 
 def tidy(path: str | os.PathLike[str]) -> None:
-    """Remove temporary files that killed writers of this file have left.
+    """Remove temporary files that killed writers of the file ``path`` have left.
 
-    A part that another process is writing now is locked by it, and stays; so does everything in a
+    A temporary file that another process is writing is locked, and stays. Nothing is removed from a
     directory that cannot be listed.
     """
     target = Path(os.path.realpath(path))
@@ -152,7 +154,7 @@ def _lock(handle: int) -> None:
     """Lock a file until it is closed or the process ends.
 
     Raises:
-        OSError: if another process has it locked, or there are no locks here.
+        OSError: if another process has locked it, or the system has no file locks.
     """
     if os.name == "nt":  # an open file is not removed there anyway
         return
@@ -198,7 +200,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write UTF-8 text atomically, without changing line ends.
 
     Raises:
-        FileExistsError: if the file holds the state of a run, which no text may replace.
+        FileExistsError: if the file contains a saved state, which is never replaced by a text.
         OSError: as :func:`write_whole`.
     """
     if holds_state(path):
@@ -236,13 +238,13 @@ def refuse_replacing(path: str | os.PathLike[str], *, resume: bool, overwrite: b
     """Raise an error before a run if its state file exists, unless replacing it is allowed.
 
     Args:
-        path: where the state is to be kept.
-        resume: continue from it.
-        overwrite: replace it.
+        path: of the state file.
+        resume: whether to continue from it.
+        overwrite: whether to replace it.
 
     Raises:
         ValueError: if both are requested.
-        FileExistsError: if the file is there and holds anything, and neither is.
+        FileExistsError: if the file exists and is not empty, and neither is requested.
 
     Example:
         >>> refuse_replacing(__file__, resume=False, overwrite=False)
@@ -274,11 +276,12 @@ def write_each(
     """Write every file even if some fail, then raise the first error.
 
     Args:
-        steps: what writes, by the name of its option; they are taken in order.
-        written: told the name of each step that has succeeded.
+        steps: functions that write one file each, by the name of their option; called in order.
+        written: called with the name of each that succeeded.
 
     Raises:
-        Exception: what a step raised, when all are taken; of several, one RuntimeError names all.
+        Exception: the error of a step, after all were called; if several failed, one RuntimeError
+            with all their messages.
 
     Example:
         >>> write_each({"--json": lambda: 1 / 0, "--csv": lambda: print("written")})

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 def sealed_json(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record as JSON with a digest of itself; all numbers must be finite.
+    """A copy of a record with a digest of its content added, for JSON; numbers must be finite.
 
     Example:
         >>> list(sealed_json({"a": 1}))
@@ -49,16 +49,17 @@ def _digest(record: Mapping[str, Any]) -> str:
 def read_json(path: str | os.PathLike[str], largest: int = _LARGEST) -> dict[str, Any]:
     """Read a JSON file and verify its digest.
 
-    Files of acutance 0.1.0 have no digest; whoever changes a file by hand takes it out.
+    A file without a digest is accepted: those of acutance 0.1.0 have none, and one can be edited by
+    hand after its digest is deleted.
 
     Args:
         path: a regular file.
-        largest: bytes it may have.
+        largest: its maximum size in bytes.
 
     Raises:
         FileNotFoundError: if there is no such file.
         OSError: if it cannot be read, or is not a regular file.
-        ValueError: if it is too large, no JSON object, or not what was written.
+        ValueError: if it is too large, not a JSON object, or its digest does not match.
     """
     place = Path(path)
     check_regular(place)
@@ -75,7 +76,7 @@ def parse_json(text: str) -> dict[str, Any]:
     """Parse JSON text and verify its digest.
 
     Raises:
-        ValueError: if it is not a JSON object, or not what was written.
+        ValueError: if it is not a JSON object, or its digest does not match.
     """
     try:
         record = json.loads(text, parse_constant=_number, parse_float=_number)
@@ -106,8 +107,8 @@ def checked(kind: type[_T], record: object, place: str = "it") -> _T:
 
     Args:
         kind: a dataclass whose fields are numbers, text, dataclasses, tuples and mappings of them.
-        record: what was read.
-        place: what it is called in a message.
+        record: the value read from JSON.
+        place: name of the record in error messages.
 
     Raises:
         ValueError: naming the first field that does not fit.
@@ -144,7 +145,7 @@ def _types(kind: type) -> dict[str, Any]:
 
 
 def _value(kind: Any, value: Any, place: str) -> Any:
-    """Convert a JSON value to the type of an annotation."""
+    """Convert a JSON value to the type ``kind`` of an annotation; ValueError names ``place``."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in parts:

@@ -36,11 +36,10 @@ ADDITIVE_MASK_LIMIT = -998_244_352.0
 def hides(additive: Tensor) -> Tensor:
     """Boolean tensor, True where an additive mask hides its key.
 
-    The one rule of every backend, the probe, laws and structure. A mask hides with −inf, with its
-    dtype's most negative value, or with a number so low that no bias means it: at or below −1e9
-    (−998,244,352, which is −1e9 in bfloat16), in float16 at or below −32,752, half its most
-    negative value. −1e4 hides nothing. Each mask is judged by itself, in its own dtype, before
-    anything is added to it.
+    All parts of the library use this rule. An entry hides its key if it is −inf, or so low that no
+    bias would be: at or below −1e9 (precisely −998,244,352, which is −1e9 in bfloat16), in float16
+    at or below −32,752, half its most negative value. −1e4 hides nothing. Each mask is judged by
+    itself, in its own dtype, before anything is added to it.
 
     Example:
         >>> hides(torch.tensor([0.0, -5.0, -1e9, -torch.inf, torch.finfo(torch.float32).min]))
@@ -78,7 +77,7 @@ def hidden_scores(scores: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class Region:
-    """A block of whole work: batches, key heads and queries of one tile row."""
+    """A block of query rows: slices of batches, key heads and queries."""
 
     batch: slice
     heads: slice
@@ -87,13 +86,13 @@ class Region:
 
 @dataclass(frozen=True)
 class Band:
-    """Diagonals of a block that stay visible: lowest ≤ column − row ≤ highest; None: no bound."""
+    """The visible diagonals of a block: lowest ≤ column − row ≤ highest; None is no bound."""
 
     lowest: int | None
     highest: int | None
 
     def blank(self, block: Tensor) -> None:
-        """Zero everything outside the band, in place."""
+        """Set ``block`` (..., rows, columns) to 0 outside the band, in place."""
         if self.highest is not None:
             block.tril_(self.highest)
         if self.lowest is not None:
@@ -112,9 +111,9 @@ class Band:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Keys hidden inside a tile: True at ``mask``, counted from column ``start`` of the tile.
+    """The keys that are hidden in a tile: ``mask`` is True for them, from column ``start`` on.
 
-    Where position alone decides, ``band`` says so, and hiding costs a tenth of a masked fill.
+    If they depend on position alone, ``band`` is set, and hiding costs a tenth of a masked fill.
     """
 
     start: int
@@ -125,7 +124,7 @@ class Hidden:
 
     @property
     def width(self) -> int:
-        """Number of columns that hold hidden keys."""
+        """Number of columns of the tile from the first to the last that may have hidden keys."""
         return self.stop - self.start
 
     def visible(self, width: int, dtype: torch.dtype) -> Tensor:
@@ -146,7 +145,7 @@ class Hidden:
             self.band.blank(block)
 
     def bury(self, scores: Tensor, depth: float) -> None:
-        """Set hidden keys, which :meth:`blank` has zeroed, to ``depth``, in place."""
+        """Set scores of hidden keys, which :meth:`blank` has set to 0, to ``depth``, in place."""
         block = scores[..., self.start : self.stop]
         if self._shared(block):
             block.add_(self._weights(scores, depth, 0.0))
@@ -154,7 +153,7 @@ class Hidden:
             block.masked_fill_(self.mask, depth)
 
     def erase(self, values: Tensor) -> None:
-        """Zero hidden keys with finite values, in place."""
+        """Set finite ``values`` (..., rows, keys) to 0 at hidden keys, in place."""
         block = values[..., self.start : self.stop]
         if self._shared(block):
             block.mul_(self._weights(values, 0.0, 1.0))
@@ -175,7 +174,7 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Tile:
-    """Columns ``start`` to ``stop`` of a region: what to add and what to hide there.
+    """Keys ``start`` to ``stop`` of a region: the biases to add and the keys to hide there.
 
     Tensors have five dimensions, (batch, key heads, group, queries, keys), each of full size or 1.
     """
@@ -192,7 +191,10 @@ class Tile:
         return self.stop - self.start
 
     def first(self) -> tuple[Tensor, Tensor] | None:
-        """Column of each row's first visible key, and whether it has one; None where all see 0."""
+        """Column of each row's first visible key, and whether it has one.
+
+        None if every row sees the tile's column 0.
+        """
         if self.hidden is None or self.hidden.start > 0:
             return None
         seen = torch.logical_not(self.hidden.mask)
@@ -253,7 +255,7 @@ class Masking:
         return self.spread(self.attn_mask)
 
     def spread(self, tensor: Tensor) -> Tensor:
-        """View a tensor broadcastable to (B, Hq, L, S) as (B, H, group, L, S), sizes 1 kept."""
+        """View a tensor that broadcasts to (B, Hq, L, S) as (B, H, group, L, S); sizes 1 stay 1."""
         while tensor.dim() < 4:
             tensor = tensor.unsqueeze(0)
         if tensor.shape[1] == 1:
@@ -292,7 +294,7 @@ class Masking:
     def _tile(
         self, region: Region, start: int, stop: int, whole: bool, all_start: int, all_stop: int
     ) -> Tile:
-        """One tile of keys of a region, with the part that its masks hide."""
+        """The tile of keys ``start`` to ``stop`` of a region, with its biases and hidden keys."""
         columns = slice(start, stop)
         seen = self._data_mask(region, columns)
         hidden = None
@@ -312,7 +314,7 @@ class Masking:
         return Tile(start, stop, hidden, biases, self._alibi(region, columns))
 
     def _data_mask(self, region: Region, columns: slice) -> Tensor | None:
-        """Which keys of a tile the mask tensors show; None if there are none."""
+        """True for keys of a tile that no mask tensor hides; None if there is no such mask."""
         parts = []
         if self.boolean is not None:
             parts.append(_cut(self.boolean, region, columns))
@@ -332,7 +334,7 @@ class Masking:
         return seen.expand(*seen.shape[:-1], columns.stop - columns.start)
 
     def _band(self, region: Region, columns: slice, start: int) -> Hidden:
-        """Keys hidden by position in a block, as columns of the tile that begins at ``start``."""
+        """The keys in ``columns`` that causality or window hides, for the tile from ``start``."""
         diagonal = region.rows.start + self.offset - columns.start
         place = (diagonal, region.rows.stop - region.rows.start, columns.stop - columns.start)
         masks = self._masks
@@ -350,7 +352,7 @@ class Masking:
 
     @traceable_property
     def _masks(self) -> dict[tuple[int, int, int], Hidden]:
-        """Cache of position masks, which tiles along the diagonal share."""
+        """Cache of the masks by position, which tiles along the diagonal share."""
         return {}
 
     def _distance(self, region: Region, columns: slice) -> Tensor:

@@ -93,7 +93,7 @@ def run(
     """Validate a call and compute it.
 
     Returns:
-        The output, without elements where there are no values, and the statistics.
+        The output (no element if ``value`` is None), and the statistics.
     """
     call = _validated(query, key, value, options)
     out, stats = call.computed()
@@ -160,7 +160,10 @@ class _Call:
     row_scale: Tensor | None = None
 
     def with_softmax_as_such(self) -> _Call:
-        """Softmax, its temperature and its sinks in the form that the streaming kernel supports."""
+        """The same call with softmax, temperature and sinks in the form the kernels support.
+
+        A temperature goes into the scale, sinks into the rule. Other weightings are unchanged.
+        """
         weighting, rule = self.weighting, self.inputs.rule
         if weighting is _SOFTMAX:
             return self
@@ -188,8 +191,8 @@ class _Call:
     def scaled(self, law: AnyScaling) -> _Call:
         """Multiply each query by the law's factor for the number of keys that its row sees.
 
-        A causal row without a window stands where its n − 1 keys before it end, whatever is padded
-        or packed; other rows are counted from the start.
+        The law's position of a causal row without a window is n − 1, whatever is padded or packed;
+        that of other rows is their index from the start.
         """
         query, masking = self.inputs.query, self.inputs.masking
         n = visible_keys(masking)
@@ -229,7 +232,7 @@ class _Call:
         return out, WeightStatistics(rows.weights, rows.scores, rows.slopes, backend="rows")
 
     def key_mass(self) -> Tensor:
-        """Weights summed over rows, by :meth:`computed`'s kernels."""
+        """Weights summed over rows, (B, Hq, S), by the same kernels as :meth:`computed`."""
         if self.weighting == _SOFTMAX and isinstance(self.score, DotScore):
             return softmax_key_mass(self.inputs, self.backend)
 
@@ -241,7 +244,11 @@ class _Call:
         return from_output(self.inputs, output)
 
     def _whole_rows(self, streams: bool) -> WeighedRows:
-        """Output and statistics by whole rows; ``streams``: a kernel supports the call."""
+        """Output and statistics from blocks of whole rows.
+
+        ``streams`` says whether the call is a softmax of dot products, which kernels support. If
+        not, ValueError unless the backend is "auto" or "blocked".
+        """
         if self.backend not in ("auto", "blocked") and not streams:
             raise ValueError(
                 f"backend={self.backend!r} supports only softmax of dot products; other "
@@ -279,15 +286,16 @@ def key_mass(
 
     .. math:: M_j = \sum_i p_{ij}
 
-    A second pass over the scores, with the normalisers of :func:`acutance.row_statistics`. The
-    keys' masses of a head add up to its number of rows that see a key, less what sinks take. Rows
-    are left out, as those of padding are, by a document of their own: ``document_ids``.
+    It takes a second pass over the scores, with the normalisers of :func:`acutance.row_statistics`.
+    The sum over the keys of a head is the number of rows that see a key, less the weight of sinks.
+    To leave rows out, such as those of padding, give them a document of their own in
+    ``document_ids``.
 
     Args:
-        query: (B, Hq, L, E); pass the last rows alone, with their ``query_offset``, for what
-            recent tokens look at.
+        query: (B, Hq, L, E). For the attention of recent tokens only, pass the last rows with their
+            ``query_offset``.
         key: (B, H, S, E).
-        attn_mask: see :func:`acutance.attention`, as everything below.
+        attn_mask: boolean (True takes part) or additive, broadcastable to (B, Hq, L, S).
         is_causal: row i sees keys j ≤ i + query_offset.
         scale: factor of the scores; None is the score's own.
         enable_gqa: let Hq be a multiple of H.
@@ -295,7 +303,7 @@ def key_mass(
             included.
         options: ``query_offset``, ``window``, ``key_mask``, ``document_ids``, ``cu_seqlens``,
             ``bias``, ``alibi_slopes``, ``softcap``, ``sinks``, ``score``, ``scaling`` and
-            ``backend``.
+            ``backend``, with the meaning they have in :func:`acutance.attention`.
 
     Returns:
         (B, Hq, S), float64 for float64 inputs and float32 for others; 0 for a key that no row

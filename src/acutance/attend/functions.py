@@ -120,10 +120,10 @@ def attention(
         scale: factor of the scores; None is the score's own, 1/√E for scaled dot products.
         enable_gqa: let Hq be a multiple of H, consecutive query heads sharing a key head.
         return_stats: also return the statistics.
-        noise: with statistics, sum what ``noise_gain`` needs (a third matrix product).
-        gaps: with statistics, count each row's keys by the distance of their logit below its
-            maximum, in bins of 1/4: what ``keys_90`` and its like, ``mass_of_largest`` and
-            ``mass_below`` are read from. It takes 256 bytes a row.
+        noise: also compute the sums for the metric ``noise_gain`` (a third matrix product).
+        gaps: also count each row's keys by the distance of their logit below its maximum, in bins
+            of 1/4, for ``keys_50`` to ``keys_99``, ``mass_of_largest`` and ``mass_below``. The
+            counts take 256 bytes per row.
         dropout_p: probability of dropping a weight; statistics are of the weights before dropout.
         query_offset: position of query 0 among the keys: S − L when decoding with a cache.
         window: a row at position i sees keys with ``abs(i - j) < window``.
@@ -138,11 +138,11 @@ def attention(
         score: a name or a score of :mod:`acutance.scores`, or a function of a block of queries, a
             block of keys and the first key's position.
         weights: a name or a weighting of :mod:`acutance.weights`.
-        scaling: a name or a law of :mod:`acutance.scaling`; its factor of each row's visible keys
-            multiplies the query, after whatever ``score`` does to it.
+        scaling: a name or a law of :mod:`acutance.scaling`; its factor for the row's number of
+            visible keys multiplies the query, after ``score`` has transformed it.
         backend: the kernel: "native" (compiled, CPU), "triton" (CUDA), "blocked" (plain PyTorch
-            anywhere) or "dense" (the whole matrix); "auto" is the fastest that takes the call. The
-            statistics' attribute ``backend`` says which it was.
+            anywhere) or "dense" (the whole matrix); "auto" is the fastest that supports the call.
+            The statistics' attribute ``backend`` says which was used.
 
     Returns:
         The output (B, Hq, L, Ev) in the query's dtype; with ``return_stats`` also the
@@ -153,8 +153,8 @@ def attention(
 
     Raises:
         TypeError: if a dtype or the type of an option is wrong.
-        ValueError: if shapes, masks or numbers do not fit, or the backend named cannot take the
-            call; the message names the argument and all shapes, or the reason.
+        ValueError: if shapes, masks or numbers do not fit, or the backend named does not support
+            the call; the message names the argument and all shapes, or the reason.
 
     Example:
         >>> import acutance
@@ -307,12 +307,12 @@ def row_statistics(
         query: (B, Hq, L, E).
         key: (B, H, S, E).
         value: (B, H, S, Ev), with ``noise=True``.
-        attn_mask: see :func:`attention`, as everything below.
+        attn_mask: boolean (True takes part) or additive, broadcastable to (B, Hq, L, S).
         is_causal: row i sees keys j ≤ i + query_offset.
         scale: factor of the scores; None is the score's own.
         enable_gqa: let Hq be a multiple of H.
-        noise: also give ``noise_gain``.
-        gaps: also count keys by their distance below the maximum, which gives ``keys_90``.
+        noise: also compute the sums for the metric ``noise_gain``.
+        gaps: also count keys by their distance below the maximum, for ``keys_50`` to ``keys_99``.
         query_offset: position of query 0 among the keys.
         window: a row at position i sees keys with ``abs(i - j) < window``.
         key_mask: boolean (B, S), True where a key takes part.

@@ -79,7 +79,9 @@ _PARAMETERS = {
 def get(
     score: str | DotScore | TileScore | Callable[[Tensor, Tensor, int], Tensor],
 ) -> DotScore | TileScore:
-    """A score by name or as it is; a function becomes a :class:`FunctionScore`.
+    """Return the score of a name; a score is returned unchanged, a function is wrapped.
+
+    The wrapper is :class:`FunctionScore`.
 
     Raises:
         ValueError: if the name is unknown, naming the nearest, or it needs parameters.

@@ -26,7 +26,7 @@ __all__ = [
 class DotScore(Protocol):
     r"""A score that is a dot product of transformed vectors, :math:`s_{ij} = c \, q'_i \cdot k'_j`.
 
-    It costs what plain attention costs: transform once, then stream.
+    After one transformation of queries and keys it costs as much as plain attention.
     """
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
@@ -36,25 +36,25 @@ class DotScore(Protocol):
 
 @runtime_checkable
 class TileScore(Protocol):
-    """A score computed tile by tile, for functions that are not dot products.
+    """A score that is no dot product, computed for a block of queries and keys (a tile) at a time.
 
-    A tile's memory is a few times its own size; nothing of L×S×hidden is ever formed, forward or
-    backward.
+    It needs memory of a few tiles; no tensor of L×S×hidden is formed, forward or backward.
     """
 
     def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
         """Scores (B, Hq, l, s) of a block of queries (B, Hq, l, E) and of keys (B, H, s, E).
 
-        In float32 at least: rounding a score to half precision would cost the row's statistics.
-        ``key_start`` is the position of the block's first key among all keys.
+        They are float32 at least, since statistics would suffer from half precision. ``key_start``
+        is the position of the block's first key among all keys.
         """
         ...
 
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        """Compute once per call what no tile changes, such as projections.
+        """Do once per call what is the same for all tiles, such as projections.
 
-        Returns a score with the query and key to cut into blocks for it; tiles of that score are
-        those of this one. Calling :meth:`tile` without preparing is right too, and slower.
+        Returns:
+            Another score, and the query and key to cut into blocks for it; its tiles are those of
+            this score. Without it, :meth:`tile` gives the same result more slowly.
         """
         ...
 
@@ -69,7 +69,7 @@ class FunctionScore:
 
     Raises:
         TypeError: if it is not callable, or gives no Tensor.
-        ValueError: if what it gives has another shape.
+        ValueError: if its result has another shape.
 
     Example:
         Minus the squared distance:
@@ -99,12 +99,12 @@ class FunctionScore:
         return scores
 
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        """Returns query and key unchanged."""
+        """Return this score, query and key unchanged: there is nothing to prepare."""
         return self, query, key
 
 
 def dot_tile(score: DotScore, query: Tensor, key: Tensor) -> Tensor:
-    """The scores (B, Hq, L, S) of a :class:`DotScore`, in memory and in float32 at least.
+    """All scores (B, Hq, L, S) of a :class:`DotScore`, in float32 at least.
 
     Example:
         >>> from acutance.scores import Dot
@@ -158,13 +158,13 @@ def check_pair(query: Tensor, key: Tensor, *, same_width: bool = True) -> None:
 
 
 def check_parameter(name: str, value: Tensor, what: str, shape: tuple[int, ...]) -> Tensor:
-    """Check a parameter: of the given shape, or with one for each head in front.
+    """Check that a parameter has a shape, with or without a dimension of heads in front.
 
     Args:
         name: of the parameter.
         value: the parameter.
         what: its shape in words, such as ``"(Eq, Ek)"``.
-        shape: its last dimensions; a 0 admits any size but 0.
+        shape: its last dimensions; 0 stands for any positive size.
 
     Returns:
         The parameter.

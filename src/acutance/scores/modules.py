@@ -59,11 +59,11 @@ class GeneralScore(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise W."""
+        """Set W to new random values, as ``init`` says."""
         _luong(self.weight) if self.init == "paper" else _xavier(self.weight)
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-        """As :meth:`~acutance.scores.General.transform`."""
+        """The query times W (B, Hq, L, Ek), the key unchanged, and the scale 1."""
         return General(self.weight).transform(query, key)
 
     def extra_repr(self) -> str:
@@ -131,7 +131,7 @@ class AdditiveScore(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters."""
+        """Set the parameters to new random values, as ``init`` says."""
         with torch.no_grad():
             if self.bias is not None:
                 self.bias.zero_()
@@ -145,11 +145,11 @@ class AdditiveScore(nn.Module):
         _xavier(self.vector.unsqueeze(-2))
 
     def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
-        """As :meth:`~acutance.scores.Additive.tile`."""
+        """Scores (B, Hq, l, s) of a block of queries and of keys, in float32 at least."""
         return self._score().tile(query, key, key_start)
 
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        """As :meth:`~acutance.scores.Additive.prepare`."""
+        """Project queries to (B, Hq, L, hidden) and keys to (B, H, S, hidden), once per call."""
         return self._score().prepare(query, key)
 
     def extra_repr(self) -> str:
@@ -197,19 +197,19 @@ class LocationScore(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise W."""
+        """Set W to new random values, as ``init`` says."""
         _luong(self.weight) if self.init == "paper" else _xavier(self.weight)
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-        """As :meth:`~acutance.scores.Location.transform`."""
+        """The query unchanged, rows of W as keys (B, H, S, E), and the scale 1."""
         return Location(self.weight).transform(query, key)
 
     def tile(self, query: Tensor, key: Tensor, key_start: int = 0) -> Tensor:
-        """As :meth:`~acutance.scores.Location.tile`."""
+        """Scores (B, Hq, l, s) of a block of queries for the s keys from ``key_start`` on."""
         return Location(self.weight).tile(query, key, key_start)
 
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        """Returns query and key unchanged."""
+        """Return this score, query and key unchanged: there is nothing to prepare."""
         return self, query, key
 
     def extra_repr(self) -> str:
@@ -218,7 +218,7 @@ class LocationScore(nn.Module):
 
 
 def _shape(heads: int | None, **sizes: int) -> tuple[int, ...]:
-    """The shape of a parameter, with the number of heads in front if there are heads."""
+    """Check sizes and return them as a shape, with ``heads`` in front unless it is None."""
     checked = tuple(check_count(name, size, 1) for name, size in sizes.items())
     return checked if heads is None else (check_count("num_heads", heads, 1), *checked)
 

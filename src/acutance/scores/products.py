@@ -29,7 +29,8 @@ __all__ = [
 class Dot:
     r"""The dot product, :math:`q \cdot k`.
 
-    For components of unit variance its variance is the width E, so rows freeze as E grows.
+    For components of unit variance its variance is the width E, so as E grows softmax puts all
+    weight on one key.
 
     Example:
         >>> import torch
@@ -43,7 +44,7 @@ class Dot:
     name: ClassVar[str] = "dot"
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Query and key unchanged, and 1."""
+        """Query and key unchanged, and the scale 1."""
         check_pair(query, key)
         return query, key, 1.0
 
@@ -64,7 +65,7 @@ class ScaledDot:
     name: ClassVar[str] = "scaled_dot"
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Query and key unchanged, and 1/√E."""
+        """Query and key unchanged, and the scale 1/√E."""
         check_pair(query, key)
         return query, key, query.shape[3] ** -0.5
 
@@ -76,9 +77,9 @@ class Cosine:
     .. math:: s_{ij} = \frac{1}{\tau} \frac{q_i \cdot k_j}
               {\max(\lVert q_i\rVert, \epsilon) \max(\lVert k_j\rVert, \epsilon)}
 
-    Both norms matter: the query's is a temperature of its row, the key's reorders the keys. At
-    τ = 1 a row can say at most 0.4745 nat, so a lower τ or a scaling belongs to it. Only two
-    vectors of the same width have a cosine.
+    Unlike dot products, it does not depend on the norms: that of a query acts as a temperature of
+    its row, and those of keys change their order. At τ = 1 the entropy of a row is at most 0.4745
+    nat below log n, so use a lower τ or a scaling law. Query and key must have the same width.
 
     Args:
         temperature: τ, positive.
@@ -108,7 +109,7 @@ class Cosine:
         check_number("eps", self.eps, above=0.0)
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Vectors of length 1, and 1/τ."""
+        """Query and key divided by their lengths, and the scale 1/τ."""
         check_pair(query, key)
         return l2_norm(query, self.eps), l2_norm(key, self.eps), 1 / self.temperature
 
@@ -143,7 +144,7 @@ class General:
         check_parameter("weight", self.weight, "(Eq, Ek)", (0, 0))
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-        """The query times W, the key unchanged, and 1."""
+        """The query times W (B, Hq, L, Ek), the key unchanged, and the scale 1."""
         check_pair(query, key, same_width=False)
         want = (query.shape[3], key.shape[3])
         heads = self.weight.shape[0] if self.weight.dim() == 3 else query.shape[1]
@@ -206,8 +207,8 @@ def general(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
 class Location:
     r"""Scores by position alone, :math:`s_{ij} = (W q_i)_j`.
 
-    They are dot products of the query with the rows of W, so they stream as plain attention does:
-    the rows of W stand in for the keys. Query heads that share a key head share its W.
+    They are dot products of the query with the rows of W, which take the place of the keys, and
+    cost as much as plain attention. Query heads that share a key head share its W.
 
     Args:
         weight: W, (S_max, E), or (H, S_max, E) with one for each key head; S_max is the longest
@@ -234,7 +235,7 @@ class Location:
         check_parameter("weight", self.weight, "(S_max, E)", (0, 0))
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-        """The query unchanged, rows of W instead of the keys (B, H, S, E), and 1."""
+        """The query unchanged, rows of W as keys (B, H, S, E), and the scale 1."""
         check_pair(query, key, same_width=False)
         return query, self._rows(query, key, 0), 1.0
 
@@ -248,7 +249,7 @@ class Location:
         return scores
 
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        """Returns query and key unchanged."""
+        """Return this score, query and key unchanged: there is nothing to prepare."""
         return self, query, key
 
     def _rows(self, query: Tensor, key: Tensor, start: int) -> Tensor:

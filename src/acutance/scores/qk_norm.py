@@ -25,7 +25,7 @@ Sides = Literal["both", "query", "key"]
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    r"""Vectors of length 1, :math:`x / \max(\lVert x\rVert, \epsilon)`, over the last dimension.
+    r"""Divide vectors (last dimension) by their length, :math:`x / \max(\lVert x\rVert, \epsilon)`.
 
     A vector shorter than ε keeps its direction and gets length :math:`\lVert x\rVert/\epsilon`: a
     zero stays zero.

@@ -80,7 +80,7 @@ class Additive:
         return _Projected(vector), projected, y @ self.key_weight.to(y.dtype).mT
 
     def _check(self, query: Tensor, key: Tensor) -> None:
-        """Check the heads and widths of the parameters against query and key."""
+        """Raise ValueError unless heads and widths of the parameters fit query and key."""
         for name, parameter, tensor, sizes in (
             ("query_weight", self.query_weight, query, 2),
             ("key_weight", self.key_weight, key, 2),
@@ -103,7 +103,7 @@ class Additive:
 
 @dataclass(frozen=True)
 class _Projected:
-    """Additive scores of vectors that are already projected."""
+    """Additive scores of queries and keys that are already projected to the hidden width."""
 
     vector: Tensor  # (Hq, hidden)
 
@@ -119,7 +119,10 @@ class _Projected:
 
 
 class _AdditiveTile(torch.autograd.Function):
-    """Σ v tanh(a + b): a (B, H, g, l, hidden), b (B, H, s, hidden), v (H, g, hidden)."""
+    """Σ v tanh(a + b) over hidden units, as an autograd function that stores no tanh.
+
+    a is (B, H, g, l, hidden), b (B, H, s, hidden), v (H, g, hidden); the result (B, H, g, l, s).
+    """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, v: Tensor) -> Tensor:
@@ -146,7 +149,7 @@ class _AdditiveTile(torch.autograd.Function):
 
 
 def _chunks(a: Tensor, b: Tensor) -> list[slice]:
-    """Hidden units in groups whose tanh fits :data:`CHUNK_ELEMENTS`, one at a time at least."""
+    """Slices of the hidden units, with at most :data:`CHUNK_ELEMENTS` values of tanh if possible."""
     tile = max(1, a[..., 0].numel() * b.shape[2])
     step = max(1, CHUNK_ELEMENTS // tile)
     return [slice(i, i + step) for i in range(0, a.shape[-1], step)]
@@ -186,13 +189,13 @@ class ScaleInvariant:
     .. math:: s_{ij} = a_t \, c\, q_i \cdot k_j + m_t, \qquad
               a_t^2 = 2 \log(t/\tau + 1) + 1, \qquad m_t = -2 \log(t/\tau + 1)
 
-    If the scores :math:`c\, q \cdot k` at distance t are standard normal, then
-    :math:`E\,e^{s} = E\,s\,e^{s} = \sqrt e / (t/\tau + 1)`: distances from t to 10 t have about the
-    same weight together at every t, and few keys hold it. The factor differs from key to key, so
-    this is a score; a :class:`~acutance.scaling.Scaling`, one factor a row, cannot be it.
+    If the scores :math:`c\, q \cdot k` at distance t are standard normal, then :math:`E\,e^{s} =
+    E\,s\,e^{s} = \sqrt e / (t/\tau + 1)`: distances from t to 10 t have about the same total weight
+    at every t, and few keys have most of it. The factor differs from key to key, so it is a score
+    and not a :class:`~acutance.scaling.Scaling`, which has one factor for each row.
 
-    Rows are positions: row i of the query stands at key i + ``offset``. In rows that see keys ahead
-    of them t is the absolute distance, which is acutance's own extension.
+    Row i of the query is at position i + ``offset`` of the keys. For keys after the row's position,
+    t is the absolute distance; this is an extension by acutance.
 
     Args:
         tau: τ, positive: up to about this distance scores stay as they are.
@@ -233,7 +236,7 @@ class ScaleInvariant:
         return score.tile(query, key, key_start)
 
     def prepare(self, query: Tensor, key: Tensor) -> tuple[TileScore, Tensor, Tensor]:
-        """Queries with their position as one more component, keys with a 0 there."""
+        """Append its position to each query as a component, and a 0 to each key."""
         check_pair(query, key)
         scale = query.shape[3] ** -0.5 if self.scale is None else self.scale
         query, key = precise(query) * scale, precise(key)
@@ -244,7 +247,7 @@ class ScaleInvariant:
 
 @dataclass(frozen=True)
 class _Placed:
-    """Scale-invariant scores of queries whose last component is their position."""
+    """Scale-invariant scores of queries with their position as the last component."""
 
     tau: float
 

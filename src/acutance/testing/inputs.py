@@ -62,7 +62,7 @@ class _Sizes:
     dtype: torch.dtype
 
     def some(self, draw: _SeededDraws) -> tuple[int, ...]:
-        """A shape that broadcasts to (B, Hq, L, S)."""
+        """A random shape that broadcasts to (B, Hq, L, S)."""
         full = (self.batch, self.query_heads, self.queries, self.keys)
         shape = [size if draw.sizes.random() < 0.6 else 1 for size in full[:3]] + [self.keys]
         return tuple(shape[draw.sizes.randrange(3) :])
@@ -171,17 +171,17 @@ def attention_case(
     """A random legal call of attention, the same for the same arguments.
 
     Args:
-        seed: decides everything that is not given.
-        mask: one of :data:`MASKS`; drawn when None.
-        dtype: of the tensors; float64, float32, bfloat16 or float16, drawn when None.
-        magnitude: typical size of the scores' standard deviation.
-        queries: L; drawn from 1 to ``longest`` when None.
-        keys: S; likewise.
-        longest: bound of the lengths drawn.
+        seed: of all random choices.
+        mask: one of :data:`MASKS`; None chooses one at random.
+        dtype: of the tensors; None chooses float64, float32, bfloat16 or float16.
+        magnitude: typical standard deviation of the scores.
+        queries: L; None chooses 1 to ``longest``.
+        keys: S; None chooses 1 to ``longest``.
+        longest: largest random length.
 
     Returns:
-        Batch 1 to 3, 1 to 3 key heads shared by 1 to 3 query heads, widths E and Ev that differ;
-        some tensors are transposed views, as a projection leaves them.
+        A case with a batch of 1 to 3, 1 to 3 key heads, each shared by 1 to 3 query heads, and
+        different widths E and Ev. Some tensors are transposed views, as projections return them.
 
     Raises:
         ValueError: if ``mask`` is not in :data:`MASKS`.

@@ -32,12 +32,12 @@ class Comparison:
     """The result of :func:`compare`.
 
     Attributes:
-        metric: the one whose error is the largest share of its tolerance.
-        index: its row.
-        measured: what was measured there.
-        expected: the oracle's value.
-        tolerance: how far it may be off.
-        ratios: largest error / tolerance of each metric; infinite where one of the two is NaN.
+        metric: the metric whose error is the largest share of its tolerance.
+        index: of the row with that error.
+        measured: the measured value there.
+        expected: the oracle's value there.
+        tolerance: the largest error allowed there.
+        ratios: largest error / tolerance of each metric; infinite if only one value is NaN.
     """
 
     metric: str
@@ -76,14 +76,14 @@ def score_error(
     *,
     added: float = 0.0,
 ) -> float:
-    r"""How far a score may be off when it is computed in the precision of the sums.
+    r"""Bound on the rounding error of a score computed in the precision of the sums.
 
     .. math:: \delta = u \left( (\sqrt E + 4) \, |scale| \, \max_i \lVert q_i\rVert
               \max_j \lVert k_j\rVert + 2 \cdot added \right)
 
-    A sum of E products is off by at most :math:`\gamma_E \lVert q\rVert \lVert k\rVert`, and,
-    rounding errors being as often up as down, by about √E u of it; 4 more roundings are for scale
-    and softcap.
+    with u the unit roundoff. Rounding errors of a sum of E products go up as often as down, so that
+    they add up to about √E u :math:`\lVert q\rVert \lVert k\rVert`; 4 more are for scale and
+    softcap.
 
     Args:
         query: (B, Hq, L, E).
@@ -121,9 +121,9 @@ def compare(
     """Compare every available metric with the oracle.
 
     Args:
-        measured: what :func:`acutance.attention`, or a mechanism of your own, gave.
+        measured: statistics from :func:`acutance.attention` or from a mechanism to be tested.
         oracle: from :func:`acutance.rowstats.dense_statistics`, for the same input.
-        score_error: how far the scores may be off (:func:`score_error`); 0 where they are exact.
+        score_error: bound on the error of the scores (:func:`score_error`); 0 if they are exact.
         value_norm: length of the longest value, for ``noise_gain``.
 
     Returns:
@@ -188,10 +188,10 @@ def assert_close_to_oracle(
     The message names the worst metric and row.
 
     Args:
-        measured: the first four arguments are those of :func:`compare`.
-        oracle: the reference statistics.
-        score_error: how far the scores may be off.
-        value_norm: length of the longest value.
+        measured: statistics from :func:`acutance.attention` or from a mechanism to be tested.
+        oracle: from :func:`acutance.rowstats.dense_statistics`, for the same input.
+        score_error: bound on the error of the scores.
+        value_norm: length of the longest value, for ``noise_gain``.
         name: what was measured, for the message.
 
     Returns:
@@ -224,7 +224,7 @@ def _roundoff(dtype: torch.dtype) -> float:
 
 
 def _ratio(found: Tensor, expected: Tensor, tolerance: Tensor) -> Tensor:
-    """Error as a share of the tolerance: 0 where both are the same or both NaN."""
+    """Error divided by the tolerance; 0 where both values are equal or both NaN."""
     same = (found == expected) | (found.isnan() & expected.isnan())
     error = (found - expected).abs()
     ratio = error / tolerance.clamp(min=torch.finfo(torch.float64).tiny)
@@ -266,7 +266,7 @@ def _tolerances(
     rest_std = torch.minimum(variance.sqrt(), variance / oracle["rest_logit_std"])
 
     def share(name: str) -> Tensor:
-        """A weight's relative error grows with how far its score is below the maximum."""
+        """Tolerance of a weight, whose relative error grows with its score's gap to the maximum."""
         p = oracle[name]
         return p * weight - 2 * u * torch.xlogy(p, p)
 

@@ -57,7 +57,7 @@ class Weighting(ABC):
         Args:
             scores: (..., Hq, rows, S), floating point.
             visible: boolean, broadcastable to the scores, True where a key takes part; None: all
-                do. Hidden scores may hold anything.
+                do. Hidden scores may be NaN or infinite.
 
         Returns:
             Weights, shaped as the scores: 0 at hidden keys, and in rows without a visible one.
@@ -74,18 +74,18 @@ class Weighting(ABC):
 
         Args:
             scores: finite, 0 where hidden.
-            weights: what the call gave for them.
-            visible: as in the call.
+            weights: the weights of these scores.
+            visible: True for visible keys, as in :meth:`__call__`; None: all.
 
         Returns:
-            Its diagonal and its part of rank one; what they hold at hidden keys is discarded. None
-            for a weighting that does not say.
+            The diagonal and rank-one parts; their values at hidden keys are not used. None for a
+            weighting that does not implement it.
         """
         return None
 
     @abstractmethod
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Weights of finite scores; values at hidden keys are discarded."""
+        """Compute weights from finite scores; the caller sets those of hidden keys to 0."""
 
 
 def masked(scores: Tensor, visible: Tensor | None, value: float = -torch.inf) -> Tensor:
@@ -107,7 +107,10 @@ def count(scores: Tensor, visible: Tensor | None) -> Tensor | int:
 def normalized(
     weights: Tensor, scores: Tensor, visible: Tensor | None, by: Normalization
 ) -> Tensor:
-    """Divide weights that are not negative by n or by their sum; a row of zeros stays zero."""
+    """Divide non-negative weights by the number of visible keys n, by their sum, or not at all.
+
+    A row of zeros stays zero.
+    """
     if visible is not None:
         weights = torch.where(visible, weights, 0.0)
     if by == "n":
@@ -130,7 +133,15 @@ def slopes(
     visible: Tensor | None,
     by: Normalization,
 ) -> Jacobian:
-    """The Jacobian of :func:`normalized` weights, from the derivative of the raw ones."""
+    """The Jacobian of :func:`normalized` weights by the scores.
+
+    Args:
+        slope: derivative of each raw weight by its score, (..., rows, S).
+        raw: the weights before they are divided.
+        weights: the weights after.
+        visible: True for visible keys; None: all.
+        by: what the raw weights were divided by.
+    """
     if by == "n":
         return Jacobian(slope / count(slope, visible))
     if by == "none":

@@ -41,15 +41,15 @@ class Softmax(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """True."""
+        """True: weights are non-negative and sum to 1."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Softmax over the visible keys."""
+        """Softmax of the scores over the visible keys."""
         return torch.softmax(masked(scores / self.temperature, visible), -1)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The matrix diag p − p pᵀ, by the scores over the temperature."""
+        """The matrix (diag p − p pᵀ) / τ, with p the weights and τ the temperature."""
         return Jacobian(weights, weights, weights)
 
 
@@ -72,11 +72,11 @@ class SoftmaxOne(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """True, counting the additional outcome."""
+        """True: the weights and that of the additional outcome sum to 1."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Softmax over the keys and a score of 0."""
+        """Softmax over the keys and one more outcome of score 0, whose weight is left out."""
         return _softmax_with_sink(masked(scores, visible), torch.zeros_like(scores[..., :1]))
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
@@ -118,11 +118,11 @@ class Sink(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """True, counting the additional outcome."""
+        """True: the weights and that of the additional outcome sum to 1."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Softmax over the keys and the sink."""
+        """Softmax over the keys and the sink, whose weight is left out."""
         if scores.dim() < 3 or self.sinks.shape[0] not in (1, scores.shape[-3]):
             raise ValueError(
                 f"sinks must have one logit per query head: sinks {tuple(self.sinks.shape)}, "
@@ -172,7 +172,7 @@ class Exp(Weighting):
         return False
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Exponentials; with "l2", of the distance from the maximum, which cancels."""
+        """exp(scores), with "l2" divided by their norm, computed from scores less the maximum."""
         hidden = masked(scores, visible)
         if self.normalize == "none":
             return torch.exp(hidden)
@@ -181,7 +181,7 @@ class Exp(Weighting):
         return weights / norm
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The matrix diag w, and with the l2 norm diag w − w (w²)ᵀ."""
+        """The matrix diag w, and with the l2 norm diag w − w (w²)ᵀ, with w the weights."""
         if self.normalize == "none":
             return Jacobian(weights)
         return Jacobian(weights, weights, weights.square())
@@ -192,7 +192,7 @@ class TopKSoftmax(Weighting):
     r"""Softmax over the k largest scores of a row; of tied scores the earlier ones count.
 
     Args:
-        k: keys that are kept, at least 1; a row with fewer visible keys keeps all.
+        k: number of keys that get weight, at least 1; with fewer visible keys, all of them do.
 
     Raises:
         ValueError: if k is less than 1.
@@ -214,11 +214,11 @@ class TopKSoftmax(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """True."""
+        """True: weights are non-negative and sum to 1."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Softmax over the k largest."""
+        """Softmax over the k largest visible scores; the other weights are 0."""
         hidden = masked(scores, visible)
         if self.k >= hidden.shape[-1]:
             return torch.softmax(hidden, -1)
@@ -232,5 +232,5 @@ class TopKSoftmax(Weighting):
         return torch.softmax(torch.where(selected, hidden, -torch.inf), -1)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The matrix diag p − p pᵀ over the k largest."""
+        """The matrix diag p − p pᵀ, with p the weights, which are 0 beyond the k largest."""
         return Jacobian(weights, weights, weights)

@@ -53,7 +53,7 @@ class Sigmoid(Weighting):
         return False
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Sigmoids."""
+        """The sigmoid of each score plus the bias b."""
         if self.bias is None:
             n = torch.as_tensor(count(scores, visible), dtype=scores.dtype, device=scores.device)
             return torch.sigmoid(scores - n.log())
@@ -67,7 +67,7 @@ class Sigmoid(Weighting):
         return torch.sigmoid(scores + self.bias)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The diagonal w (1 − w)."""
+        """A diagonal matrix with w (1 − w), w being the weights."""
         return Jacobian(weights * (1.0 - weights))
 
 
@@ -95,7 +95,7 @@ class ReLU(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """True if divided by the sum."""
+        """True if divided by the sum: the weights are then non-negative and sum to 1."""
         return self.normalize == "sum"
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -103,7 +103,7 @@ class ReLU(Weighting):
         return normalized(torch.relu(scores), scores, visible, self.normalize)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """1 where positive."""
+        """The derivative of the weights: 1 for positive scores, then that of the division."""
         slope = (scores > 0).to(scores.dtype)
         return slopes(slope, torch.relu(scores), weights, visible, self.normalize)
 
@@ -132,7 +132,7 @@ class ReLU2(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """True if divided by the sum."""
+        """True if divided by the sum: the weights are then non-negative and sum to 1."""
         return self.normalize == "sum"
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -140,7 +140,7 @@ class ReLU2(Weighting):
         return normalized(torch.relu(scores).square(), scores, visible, self.normalize)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """Twice the positive part."""
+        """The derivative of the weights: twice the positive part, then that of the division."""
         part = torch.relu(scores)
         return slopes(2.0 * part, part.square(), weights, visible, self.normalize)
 
@@ -172,7 +172,7 @@ class Power(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """True if divided by the sum."""
+        """True if divided by the sum: the weights are then non-negative and sum to 1."""
         return self.normalize == "sum"
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -180,7 +180,7 @@ class Power(Weighting):
         return normalized(scores.abs().pow(self.k), scores, visible, self.normalize)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """The diagonal k abs(s)^(k − 1) with the sign of s; 0 at 0."""
+        """The derivative of the weights: k abs(s)^(k − 1) sign(s), then that of the division."""
         size = scores.abs()
         slope = self.k * torch.where(size > 0, size, 1.0).pow(self.k - 1) * scores.sign()
         return slopes(slope, size.pow(self.k), weights, visible, self.normalize)
@@ -218,7 +218,7 @@ class Identity(Weighting):
 
     @property
     def signed(self) -> bool:
-        """True."""
+        """True: weights can be negative."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -226,7 +226,7 @@ class Identity(Weighting):
         return scores if self.normalize == "none" else scores / count(scores, visible)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """Constant: the weights are linear in the scores."""
+        """A constant diagonal, since the weights are linear in the scores."""
         return slopes(torch.ones_like(scores), scores, weights, visible, self.normalize)
 
 
@@ -253,16 +253,16 @@ class L1(Weighting):
 
     @property
     def signed(self) -> bool:
-        """True."""
+        """True: weights can be negative."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Scores over their norm; a row of zeros stays zero."""
+        """Scores divided by their norm over the visible keys; a row of zeros stays zero."""
         norm = torch.linalg.vector_norm(scores, self.order, dim=-1, keepdim=True)
         return scores / torch.where(norm > 0, norm, 1.0)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """1 / norm, less w times the derivative of the norm."""
+        """(diag 1 − w sign(s)ᵀ) / norm, with w the weights and s the scores."""
         norm = torch.linalg.vector_norm(scores, self.order, dim=-1, keepdim=True)
         unit = inverse(norm)
         return Jacobian(

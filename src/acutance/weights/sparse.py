@@ -21,7 +21,7 @@ _SORTED = 64
 
 
 def _entmax() -> ModuleType:
-    """The entmax package; raises with installation instructions if it is missing."""
+    """Import and return the entmax package; ImportError says how to install it if it is missing."""
     try:
         import entmax
     except ImportError as error:
@@ -33,7 +33,10 @@ def _entmax() -> ModuleType:
 
 
 def _solve(name: str, scores: Tensor, visible: Tensor | None, **options: float) -> Tensor:
-    """Call a solver in float32 at least: half precision does not let the threshold converge."""
+    """Weights by the entmax function ``name``, computed in float32 at least.
+
+    In half precision its search for the threshold does not converge.
+    """
     precise = scores if scores.dtype == torch.float64 else scores.float()
     solver = getattr(_entmax(), name)
     weights: Tensor = solver(masked(precise, visible, _HIDDEN), dim=-1, **options)
@@ -41,7 +44,10 @@ def _solve(name: str, scores: Tensor, visible: Tensor | None, **options: float) 
 
 
 def _entmax_jacobian(weights: Tensor, alpha: float) -> Jacobian:
-    """With g = p^(2 − α) on the support, diag g − g gᵀ / Σg (Peters et al. 2019, proposition 2)."""
+    """The derivative of entmax weights p by the scores: diag g − g gᵀ / Σg.
+
+    Here g = p^(2 − α) where p > 0, else 0 (Peters et al. 2019, proposition 2).
+    """
     some = weights > 0
     part = torch.where(some, torch.where(some, weights, 1.0).pow(2.0 - alpha), 0.0)
     return Jacobian(part, part * inverse(part.sum(-1, keepdim=True)), part)
@@ -67,15 +73,15 @@ class Sparsemax(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """True."""
+        """True: weights are non-negative and sum to 1."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Project the scores."""
+        """Project the scores of the visible keys onto the probability distributions."""
         return _solve("sparsemax", scores, visible, k=_SORTED)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """As of entmax with α = 2."""
+        """The derivative of the weights: that of entmax with α = 2."""
         return _entmax_jacobian(weights, 2.0)
 
 
@@ -99,15 +105,15 @@ class Entmax15(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """True."""
+        """True: weights are non-negative and sum to 1."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Solve by sorting."""
+        """Entmax weights of the visible keys, exact, by sorting the scores."""
         return _solve("entmax15", scores, visible, k=_SORTED)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """As of entmax with α = 1.5."""
+        """The derivative of the weights: that of entmax with α = 1.5."""
         return _entmax_jacobian(weights, 1.5)
 
 
@@ -139,14 +145,14 @@ class Entmax(Weighting):
 
     @property
     def distribution(self) -> bool:
-        """True."""
+        """True: weights are non-negative and sum to 1."""
         return True
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Solve by bisection."""
+        """Entmax weights of the visible keys, by bisection."""
         steps = 60 if scores.dtype == torch.float64 else 40
         return _solve("entmax_bisect", scores, visible, alpha=self.alpha, n_iter=steps)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
-        """As of entmax with this α."""
+        """The derivative of the weights."""
         return _entmax_jacobian(weights, self.alpha)
