@@ -149,7 +149,7 @@ class _AdditiveTile(torch.autograd.Function):
 
 
 def _chunks(a: Tensor, b: Tensor) -> list[slice]:
-    """Slices of the hidden units, with at most :data:`CHUNK_ELEMENTS` values of tanh if possible."""
+    """Slices of the hidden units, each with at most :data:`CHUNK_ELEMENTS` values of tanh."""
     tile = max(1, a[..., 0].numel() * b.shape[2])
     step = max(1, CHUNK_ELEMENTS // tile)
     return [slice(i, i + step) for i in range(0, a.shape[-1], step)]
