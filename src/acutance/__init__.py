@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from acutance import (
         calibration,
         comparison,
+        extending,
         judging,
         kernels,
         mechanisms,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from acutance.comparison import compare
     from acutance.corpus.load_model import load_model
     from acutance.diagnose.classes import classify
+    from acutance.extending import Extension, extend
     from acutance.judging import LossComparison, judge
     from acutance.mechanisms import MECHANISMS, Mechanism
     from acutance.probing.open_probe import Probe, ProbeError, probe
@@ -47,6 +49,7 @@ __all__ = [
     "Applied",
     "ApplyError",
     "Calibration",
+    "Extension",
     "HeadSummary",
     "Law",
     "LossComparison",
@@ -64,6 +67,8 @@ __all__ = [
     "classify",
     "compare",
     "comparison",
+    "extend",
+    "extending",
     "judge",
     "judging",
     "kernels",
@@ -102,6 +107,8 @@ _HOMES = {
     "calibrate": "acutance.calibration",
     "compare": "acutance.comparison",
     "load_model": "acutance.corpus.load_model",
+    "Extension": "acutance.extending",
+    "extend": "acutance.extending",
     "LossComparison": "acutance.judging",
     "judge": "acutance.judging",
     "MECHANISMS": "acutance.mechanisms",
@@ -121,6 +128,7 @@ _HOMES = {
 _MODULES = (
     "calibration",
     "comparison",
+    "extending",
     "judging",
     "kernels",
     "mechanisms",

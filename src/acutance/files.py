@@ -211,7 +211,10 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 #: Schemas of files that a long run continues from.
-_STATES = ("acutance.head_summary/", "acutance.calibration/", "acutance.judgement_state/")
+_STATES = (
+    "acutance.head_summary/", "acutance.calibration/", "acutance.judgement_state/",
+    "acutance.extension_state/",
+)  # fmt: skip
 
 
 def holds_state(path: str | os.PathLike[str]) -> bool:

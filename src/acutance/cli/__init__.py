@@ -12,6 +12,7 @@ from acutance.cli import (
     calibrate,
     compare,
     diff,
+    extend,
     info,
     judge,
     merge,
@@ -69,6 +70,7 @@ app.command("predict", cls=Command)(predict.predict)
 app.command("temperature", cls=Command)(temperature.temperature)
 app.command("calibrate", cls=Command)(calibrate.calibrate)
 app.command("judge", cls=Command)(judge.judge)
+app.command("extend", cls=Command)(extend.extend)
 app.command("compare", cls=Command)(compare.compare)
 app.command("reproduce", cls=Command)(reproduce.reproduce)
 app.command("info", cls=Command)(info.info)

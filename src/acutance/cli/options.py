@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 from acutance.cli.shared import Commands
 
 if TYPE_CHECKING:
+    import torch
     from _typeshed import DataclassInstance
 
     from acutance.corpus.load_model import TextModel
@@ -151,13 +152,15 @@ Metric = Annotated[
 Dark = Annotated[bool, typer.Option("--dark", help="Draw the figure in dark colours.")]
 
 
-def load_model(options: Any, device: str, *, head: bool = False) -> TextModel:
+def load_model(
+    options: Any, device: str, *, head: bool = False, dtype: torch.dtype | None = None
+) -> TextModel:
     """Load the model named in the options, on a device, with or without its head."""
     from acutance.corpus.load_model import load
 
     names = ("tokenizer", "attention", "trust_remote_code", "allow_pickle", "allow_missing")
     arguments = {name: getattr(options, name) for name in names}
-    return load(options.model, device=device, head=head, **arguments)
+    return load(options.model, device=device, head=head, dtype=dtype, **arguments)
 
 
 def read_lengths(text: str) -> tuple[int, ...]:

@@ -1,0 +1,270 @@
+"""``acutance extend``: find how a model reads texts longer than those it was trained on."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from acutance.cli.options import (
+    LESS,
+    MANY,
+    READ,
+    WRITE,
+    AllowMissing,
+    AllowPickle,
+    AttentionName,
+    Device,
+    JsonTo,
+    Model,
+    Resume,
+    Tokenizer,
+    TrustRemoteCode,
+    check_choice,
+    check_resume,
+    command,
+    load_model,
+)
+from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
+from acutance.cli.shared import INTERRUPTED, console, fail, plain_errors, progress
+
+if TYPE_CHECKING:
+    import torch
+
+    from acutance.extending.record import Extension
+
+#: Types of floats that --dtype knows.
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ExtendOptions:
+    """The options of ``acutance extend``."""
+
+    model: Model = None
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text", metavar="FILE", help="Text to search and to judge on; repeat for more."
+        ),
+    ] = None
+    to: Annotated[
+        int | None, typer.Option("--to", metavar="N", min=4, help="Tokens that it is to read.")
+    ] = None
+    train_length: Annotated[
+        int | None,
+        typer.Option(
+            "--train-length",
+            metavar="N",
+            min=2,
+            help="Tokens of the windows that it was trained on. Default: the configuration's.",
+        ),
+    ] = None
+    law: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--law",
+            metavar="LAW",
+            help="Try this instead of acutance's proposals; repeat for more: as for 'judge'.",
+        ),
+    ] = None
+    max_cost: Annotated[
+        float,
+        typer.Option(
+            "--max-cost",
+            metavar="NAT",
+            min=0.0,
+            help="Rise of the loss up to the trained length that is allowed, a token.",
+        ),
+    ] = 0.005
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="DIR",
+            help="Directory for config.json or law.json, extend.json and page.html.",
+        ),
+    ] = None
+    windows: Annotated[
+        int,
+        typer.Option("--windows", min=0, help="Windows of N tokens, spread over the text; 0: all."),
+    ] = 8
+    final: Annotated[
+        int | None,
+        typer.Option(
+            "--final",
+            metavar="WINDOWS",
+            min=2,
+            help="Of these, windows for the final numbers. Default: half.",
+        ),
+    ] = None
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            "--budget",
+            metavar="MINUTES",
+            min=0.01,
+            help="Stop the search in time for the final windows to end within this.",
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="|".join(DTYPES),
+            help="Numbers of the weights; bfloat16 is several times faster on many processors. "
+            "Default: as saved.",
+        ),
+    ] = None
+    entropy: Annotated[
+        bool,
+        typer.Option(
+            "--entropy/--no-entropy", help="Also measure the entropy of all heads, on one window."
+        ),
+    ] = True
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the windows' positions.")] = 0
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", metavar="FILE", help="Save the state after every run."),
+    ] = None
+    resume: Resume = False
+    overwrite: Overwrite = False
+    json: JsonTo = None
+    tokenizer: Tokenizer = None
+    attention: AttentionName = None
+    device: Device = "cpu"
+    trust_remote_code: TrustRemoteCode = False
+    allow_pickle: AllowPickle = False
+    allow_missing: AllowMissing = False
+
+
+@command(
+    ExtendOptions,
+    {
+        READ: "text to train_length law max_cost tokenizer attention dtype device "
+        "trust_remote_code allow_pickle allow_missing",
+        LESS: "windows final budget entropy seed",
+        WRITE: "out json save overwrite",
+        MANY: "resume",
+    },
+)
+def extend(options: ExtendOptions) -> None:
+    """Find how a model reads more tokens than it was trained on, decided by held-out loss."""
+    check_outputs(
+        {"--json": options.json, "--save": options.save},
+        {"MODEL": options.model, "--text": options.text, "--law": options.law},
+        state="--save",
+        resume=options.resume,
+        overwrite=options.overwrite,
+    )
+    check_resume(options.resume, options.save)
+    if options.dtype is not None:
+        check_choice("--dtype", options.dtype, dict.fromkeys(DTYPES))
+    if options.to is None:
+        raise typer.BadParameter("how many tokens is the model to read?", param_hint="--to")
+    if options.out is not None:
+        _check_folder(options.out, options.model)
+    with plain_errors():
+        from acutance.extending.render import show
+        from acutance.files import as_json, put_text
+
+        try:
+            found, model = _search(options, options.to)
+        except KeyboardInterrupt:
+            rest = "" if options.save is None else f"; continue from {options.save} with --resume"
+            fail(f"interrupted before the search ended{rest}")
+            raise typer.Exit(INTERRUPTED) from None
+        if options.out is not None:
+            _write(options.out, found, model)
+        write_and_show(
+            {"--json": lambda path: put_text(as_json(found.to_dict()) + "\n", path)},
+            {"--json": options.json},
+            lambda screen: screen.print(show(found)),
+        )
+
+
+def _check_folder(out: Path, model: str | None) -> None:
+    """Refuse a directory that cannot be made, or is the model's: its config.json stays."""
+    if not out.is_dir() and (out.exists() or not out.absolute().parent.is_dir()):
+        raise typer.BadParameter(f"{out} cannot be a directory", param_hint="--out")
+    source = None if model is None else Path(model).expanduser()
+    if source is not None and source.exists() and out.exists() and out.samefile(source):
+        raise typer.BadParameter(f"{out} is the model's directory", param_hint="--out")
+
+
+def _search(options: ExtendOptions, to: int) -> "tuple[Extension, torch.nn.Module]":
+    """Load the model, read the texts, and search; progress is shown on standard error."""
+    import warnings
+    from importlib.metadata import version
+
+    import torch
+
+    from acutance.corpus import texts as corpus
+    from acutance.extending.candidates import proposals
+    from acutance.extending.extend_model import extend, trained_length
+    from acutance.extending.search import planned_runs
+    from acutance.judging.remedies import as_remedies
+    from acutance.judging.text_windows import loss_of, text_windows
+
+    laws = None if options.law is None else as_remedies(options.law)
+    texts = corpus.read(options.text) if options.text else [corpus.bundled()]
+    with console().status("loading the model"):
+        dtype = None if options.dtype is None else getattr(torch, options.dtype)
+        loaded = load_model(options, options.device, head=True, dtype=dtype)
+    trained = trained_length(loaded.model, options.train_length)
+    found = text_windows(loaded, texts, [to], options.windows, options.seed)
+    batches: list[Any] = [turn.batch for turn in found.turns]
+    windows = torch.cat([batch["input_ids"] for batch in batches])
+    laws = proposals(loaded.model, trained, to) if laws is None else laws
+    final = max(2, len(windows) // 2) if options.final is None else options.final
+    runs = planned_runs(len(laws), max(1, len(windows) - final), final)
+    bar = progress("extending", runs, runs * to, console())
+    with bar as advance, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # that is what it is for
+        result = extend(
+            loaded.model,
+            to,
+            windows,
+            train_length=trained,
+            laws=laws,
+            final=final,
+            max_cost=options.max_cost,
+            budget=options.budget,
+            loss=loss_of(loaded),
+            entropy=options.entropy,
+            save=options.save,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            advance=advance,
+        )
+    about: dict[str, Any] = {
+        "model": loaded.name,
+        "text": [text.name for text in texts],
+        **loaded.about,
+    }
+    about["dtype"] = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
+    about |= {name: version(name) for name in ("acutance", "transformers")}
+    return replace(result, about=about), loaded.model
+
+
+def _write(folder: Path, found: "Extension", model: "torch.nn.Module") -> None:
+    """What was chosen, the record and the page, and how to use them."""
+    from acutance.extending.page import write_page
+    from acutance.report.screen import note
+
+    folder.mkdir(exist_ok=True)
+    for stale in ("config.json", "law.json"):  # of an earlier search
+        (folder / stale).unlink(missing_ok=True)
+    name = found.save(folder, model)
+    found.to_json(folder / "extend.json")
+    write_page(found, folder / "page.html")
+    use = "nothing to apply: no change lowers the loss beyond noise"
+    if name == "config.json":
+        use = (
+            f"load it with: AutoModelForCausalLM.from_pretrained(MODEL, "
+            f'config=AutoConfig.from_pretrained("{folder}"))'
+        )
+    elif name == "law.json":
+        use = f'apply it with: acutance.apply(model, acutance.Law.load("{folder / name}"))'
+    console().print(note(("written to", "dim"), f" {folder}: {use}"), soft_wrap=True)

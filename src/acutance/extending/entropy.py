@@ -1,0 +1,62 @@
+"""The entropy of a model's heads by the number of keys, with and without a change."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from acutance.judging.remedies import Remedy
+from acutance.probing.open_probe import ProbeError, probe
+
+__all__ = ["entropy_by_n"]
+
+
+def entropy_by_n(
+    model: torch.nn.Module, remedy: Remedy | None, ids: Tensor
+) -> tuple[tuple[float, float, float], ...]:
+    """Mean entropy of all heads by octave of n, while a model reads a window.
+
+    Args:
+        model: the model.
+        remedy: the change that it is read under.
+        ids: tokens, (1, L).
+
+    Returns:
+        For each octave: the typical n of its rows, the mean over heads in nats, and the standard
+        deviation from head to head. Empty where the change is a window that reads keys at other
+        positions, which a probe cannot read.
+
+    Raises:
+        ProbeError: if the model as it is has no attention that a probe can read.
+
+    Example:
+        >>> from acutance.experiments.models.trained import decoder
+        >>> found = entropy_by_n(decoder(), None, torch.arange(64)[None])
+        >>> len(found), found[0]
+        (6, (1.0, 0.0, 0.0))
+    """
+    base = getattr(model, "base_model", model)
+    given = ids.to(next(model.parameters()).device)
+    try:
+        with (
+            nullcontext() if remedy is None else remedy.applied(model),
+            probe(model, metrics=["entropy"], verify=False) as measured,
+        ):
+            (base if isinstance(base, torch.nn.Module) else model)(given, use_cache=False)
+    except ProbeError:
+        if remedy is None:
+            raise
+        return ()  # a window that reads keys at other positions has no rows of a single call
+    profile = measured.summary().profile
+    if profile is None:
+        return ()
+    found = []
+    for octave in range(profile.mean.shape[2]):
+        known = profile.count[:, 0, octave] >= (1 << octave) / 8  # a few rows are no octave
+        if bool(known.any()):
+            mean = profile.mean[known, 0, octave]
+            n = float(profile.log_n[known, octave].mean().exp())
+            found.append((n, float(mean.mean()), float(mean.std(correction=0))))
+    return tuple(found)

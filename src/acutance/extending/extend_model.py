@@ -1,0 +1,194 @@
+"""acutance.extend: the change that lowers a model's loss beyond its trained length most."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.calibration.fit.passes import evaluating
+from acutance.calibration.identity import longest, positions_are_learned
+from acutance.corpus.texts import model_digest, text_digest
+from acutance.extending.candidates import proposals
+from acutance.extending.entropy import entropy_by_n
+from acutance.extending.record import Extension
+from acutance.extending.runs import Runs
+from acutance.extending.search import Advance, Search
+from acutance.files import refuse_replacing
+from acutance.judging.losses import AnyLoss, choose_loss
+from acutance.judging.remedies import as_remedies
+from acutance.shapes import check_count, check_number
+
+__all__ = ["MAX_COST", "extend", "trained_length"]
+
+#: Rise of the loss up to the trained length that is allowed, nats a token.
+MAX_COST = 0.005
+#: Parts of the positions up to the trained length.
+_PARTS = 8
+
+
+def extend(
+    model: torch.nn.Module,
+    to: int,
+    windows: Tensor,
+    *,
+    train_length: int | None = None,
+    laws: Any = None,
+    final: int | None = None,
+    max_cost: float = MAX_COST,
+    budget: float | None = None,
+    loss: AnyLoss | None = None,
+    entropy: bool = True,
+    save: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    advance: Advance | None = None,
+) -> Extension:
+    r"""Find the change that lowers a model's loss beyond its trained length most.
+
+    Every change is tried on one window; the better third goes on to the next round with twice the
+    windows, until one is left or the windows of the search are used up. What counts is the mean
+    loss beyond the trained length, among changes that raise the loss up to it by at most
+    ``max_cost``. The last ``final`` windows then show the loss of the model as it is, of what was
+    chosen, and of the best RoPE setting; no choice is made on them.
+
+    Args:
+        model: a causal language model with its head; it is put into evaluation mode meanwhile.
+        to: tokens that it is to read.
+        windows: (windows, L) int64 with L ≥ ``to``, of which the first ``to`` are read, at least 4.
+        train_length: tokens of the windows that it was trained on; None is the longest of its
+            configuration.
+        laws: what to try, as for :func:`acutance.judge`; None is :func:`proposals`.
+        final: windows for the final numbers, at least 2; None is half of them.
+        max_cost: nats a token.
+        budget: minutes after which the search stops and the final windows begin; None is no limit.
+            The time that the final windows will take is set aside.
+        loss: as for :func:`acutance.judge`.
+        entropy: also measure the entropy of all heads, on one final window.
+        save: file that keeps the state after each run of the model, to continue from.
+        resume: continue from what ``save`` holds.
+        overwrite: replace what ``save`` holds.
+        advance: called after each run of the model.
+
+    Returns:
+        What was chosen, losses by position before and after with errors, and all that was tried.
+
+    Raises:
+        ApplyError: if a law changes nothing of the model.
+        FileExistsError: if the file of ``save`` is there, and is neither resumed nor overwritten.
+        LossError: if the model has no such loss, or a loss is not a number.
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if an argument is out of range, positions are learned, or the state to resume
+            is of another run.
+
+    Example:
+        >>> import torch, acutance
+        >>> from acutance.experiments.models import texts
+        >>> from acutance.experiments.models.trained import decoder
+        >>> code, seed = texts.read(texts.files("held out")), torch.Generator().manual_seed(0)
+        >>> windows = texts.sample_windows(code, 512, 8, seed)  # it was trained on windows of 128
+        >>> laws = ["clip_log_n:train_length=128", "rope:linear,factor=4"]
+        >>> found = acutance.extend(decoder(), 512, windows, train_length=128, laws=laws)
+        >>> found.chosen.name, found.helps
+        ('clip_log_n:train_length=128', True)
+    """
+    trained = _checked(model, to, windows, train_length)
+    count = len(windows)
+    last = max(2, count // 2) if final is None else check_count("final", final, 2)
+    if count - last < 1:
+        raise ValueError(f"windows must leave one for the search, got {count} and final={last}")
+    check_number("max_cost", max_cost, above=0.0, including=True)
+    if budget is not None:
+        check_number("budget", budget, above=0.0)
+    if resume and save is None:
+        raise ValueError("resume continues the file given by save, got save=None")
+    if save is not None:
+        refuse_replacing(save, resume=resume, overwrite=overwrite)
+    remedies = proposals(model, trained, to) if laws is None else as_remedies(laws)
+    measured = choose_loss(model, loss)
+    windows = windows[:, :to]
+    settings = {
+        "model": model_digest(model),
+        "text": text_digest(windows.tolist()),
+        "loss": measured.words,
+        "dtype": str(next((part.dtype for part in model.parameters()), None)),
+        "attention": str(getattr(getattr(model, "config", None), "_attn_implementation", "")),
+        "train_length": trained,
+    }
+    runs = Runs(model, windows, measured, _ranges(trained, to), settings, save)
+    if resume:
+        runs.resume()
+    search = Search(
+        runs, remedies, train_length=trained, search=count - last, final=last, max_cost=max_cost,
+        budget=None if budget is None else 60.0 * budget, tokens=to, advance=advance,
+    )  # fmt: skip
+    with evaluating(model), torch.inference_mode():
+        measured.check(model, {"input_ids": windows[:1].to(next(model.parameters()).device)})
+        search.run()
+        shown = search.measure_finals()
+        heads = {one: entropy_by_n(model, one, windows[-1:]) for one in shown if entropy}
+    return Extension(
+        to=to,
+        train_length=trained,
+        chosen=search.chosen,
+        finals=tuple(search.final(one, heads.get(one, ())) for one in shown),
+        gain=search.gain(shown),
+        tried=tuple(search.tried()),
+        ranges=tuple(runs.ranges),
+        search_windows=count - last,
+        final_windows=last,
+        max_cost=max_cost,
+        complete=search.complete,
+        seconds=runs.seconds,
+    )
+
+
+def trained_length(model: torch.nn.Module, given: int | None) -> int:
+    """Tokens of the windows that a model was trained on: as given, or of its configuration.
+
+    Raises:
+        ValueError: if neither says.
+    """
+    if given is not None:
+        return check_count("train_length", given, 2)
+    found = longest(model)
+    if found is None:
+        raise ValueError("train_length must be given: the model's configuration has none")
+    return found
+
+
+def _checked(model: Any, to: int, windows: Any, given: int | None) -> int:
+    """The trained length, once everything fits."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_count("to", to, 2)
+    if not isinstance(windows, Tensor) or windows.dim() != 2 or windows.is_floating_point():
+        what = tuple(windows.shape) if isinstance(windows, Tensor) else type(windows).__name__
+        raise TypeError(f"windows must be tokens (windows, L), got {what}")
+    trained = trained_length(model, given)
+    if to <= trained:
+        raise ValueError(
+            f"to must be above the trained length, got to={to} and train_length={trained}"
+        )
+    if len(windows) < 4 or windows.shape[1] < to:
+        raise ValueError(
+            f"windows must be at least 4 of at least {to} tokens, two to search on and two for "
+            f"the final numbers, got {tuple(windows.shape)}"
+        )
+    limit = longest(model)
+    if positions_are_learned(model) and limit is not None and to > limit:
+        raise ValueError(
+            f"the model has {limit} learned positions, and no setting gives it more, got to={to}"
+        )
+    return trained
+
+
+def _ranges(train_length: int, to: int) -> list[tuple[int, int]]:
+    """Parts of n of equal size, of which one ends at the trained length."""
+    size = max(1, train_length // _PARTS, (to + 127) // 128)
+    edges = [0, *range(train_length, 0, -size)[::-1], *range(train_length + size, to, size), to]
+    edges = sorted(set(edges))
+    return [(first + 1, last) for first, last in itertools.pairwise(edges)]

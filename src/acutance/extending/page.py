@@ -1,0 +1,189 @@
+"""The page of a search: one HTML file without scripts that makes no network requests."""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from acutance.extending.record import Extension
+from acutance.extending.render import sentences, tried_rows
+from acutance.files import write_text
+from acutance.report.plot_style import DARK, LIGHT, Theme, curves
+
+__all__ = ["page", "write_page"]
+
+_WIDTH, _HEIGHT = 860, 330
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 14, 44
+_DASHES = ("none", "7 3", "2 2", "8 3 2 3")
+
+
+@dataclass(frozen=True)
+class _Series:
+    """One line of a chart, with the half-heights of its error bars."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    error: Sequence[float]
+
+
+def write_page(found: Extension, path: str | os.PathLike[str]) -> None:
+    """Write the page of a search, atomically."""
+    write_text(path, page(found))
+
+
+def page(found: Extension) -> str:
+    """The page of a search: loss by position, entropy by number of keys, what was tried.
+
+    Example:
+        >>> import torch, acutance
+        >>> from acutance.experiments.models import texts
+        >>> from acutance.experiments.models.trained import decoder
+        >>> windows = texts.read(texts.files("held out"))[: 4 * 256].long().view(4, 256)
+        >>> law = "clip_log_n:train_length=128"
+        >>> page(acutance.extend(decoder(), 256, windows, train_length=128, laws=law))[:15]
+        '<!doctype html>'
+    """
+    middles = [(first + last) / 2 for first, last in found.ranges]
+    losses = [_Series(one.name, middles, one.loss, one.errors) for one in found.finals]
+    entropies = [
+        _Series(one.name, *(list(part) for part in zip(*one.entropy, strict=True)))
+        for one in found.finals
+        if one.entropy
+    ]
+    names = [one.name for one in found.finals]
+    parts = [
+        f"<h1>{found.to:,} tokens</h1>",
+        *(f"<p>{html.escape(line)}</p>" for line in sentences(found)),
+        _legend(names),
+        "<h2>Loss by position</h2>",
+        f"<p>Nats a token on {found.final_windows} windows that no choice was made on; bars are "
+        "standard errors from window to window. The vertical line is the trained length.</p>",
+        _chart(losses, "position", "loss, nats", found.train_length, log_x=False),
+    ]
+    if entropies:
+        parts += [
+            "<h2>Entropy by number of keys</h2>",
+            "<p>Mean of all heads on one window; bars are standard deviations from head to "
+            "head.</p>",
+            _chart(entropies, "keys n", "entropy, nats", found.train_length, log_x=True),
+        ]
+    parts += [
+        "<h2>What was tried</h2>",
+        f"<p>Differences of loss to the model as it is, on the windows of the search; up to "
+        f"{found.train_length:,} tokens at most {found.max_cost:+g} was allowed.</p>",
+        _table(found),
+    ]
+    style = _STYLE + "".join(
+        f"@media (prefers-color-scheme: {theme.name}) {{:root{{{_colours(theme, len(names))}}}}}"
+        for theme in (LIGHT, DARK)
+    )
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>Reading {found.to:,} tokens</title><style>{style}</style>"
+        f"<main>{''.join(parts)}</main></html>\n"
+    )
+
+
+_STYLE = (
+    "body{background:var(--page);color:var(--ink);font:16px/1.5 system-ui,sans-serif}"
+    "main{max-width:860px;margin:2rem auto;padding:0 1rem}svg{width:100%;height:auto}"
+    "svg text{fill:var(--muted);font-size:13px}svg .grid{stroke:var(--grid)}"
+    "table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}"
+    "td,th{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--grid)}"
+    "td:first-child,th:first-child{text-align:left;overflow-wrap:anywhere}"
+    "tr.over td{color:var(--muted)}.key{margin-right:1.5rem}"
+)
+
+
+def _colours(theme: Theme, count: int) -> str:
+    own = [f"--curve{k}:{one.colour}" for k, one in enumerate(curves(count, theme))]
+    fixed = {"page": theme.page, "ink": theme.ink, "muted": theme.muted, "grid": theme.grid}
+    return ";".join([*(f"--{name}:{value}" for name, value in fixed.items()), *own])
+
+
+def _legend(names: Sequence[str]) -> str:
+    keys = [
+        f'<span class="key"><svg style="width:36px;height:10px" viewBox="0 0 36 10">'
+        f'<path d="M0 5H36" style="stroke:var(--curve{k})" stroke-width="2.5" '
+        f'stroke-dasharray="{_DASHES[k % len(_DASHES)]}"/></svg> {html.escape(name)}</span>'
+        for k, name in enumerate(names)
+    ]
+    return f"<p>{''.join(keys)}</p>"
+
+
+def _table(found: Extension) -> str:
+    head, *rows = tried_rows(found)
+    lines = [f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in head)}</tr>"]
+    for one, row in zip(found.tried, rows, strict=True):
+        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+        lines.append(f"<tr>{cells}</tr>" if one.allowed else f'<tr class="over">{cells}</tr>')
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _chart(lines: Sequence[_Series], x: str, y: str, mark: float, *, log_x: bool) -> str:
+    """A line chart, with a vertical line at ``mark``."""
+    across = math.log if log_x else float
+    xs = [across(place) for line in lines for place in line.x] + [across(mark)]
+    ys = [value for line in lines for value in line.y]
+    low_x, high_x = min(xs), max(xs)
+    low, high = min(ys), max(ys)
+    step = _step(high - low)
+    low, high = step * math.floor(low / step), step * math.ceil(high / step)
+    if high <= low:
+        high = low + step
+
+    def at_x(value: float) -> float:
+        share = (across(value) - low_x) / max(high_x - low_x, 1e-12)
+        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
+
+    def at_y(value: float) -> float:
+        share = (min(max(value, low), high) - low) / (high - low)
+        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+
+    bottom = _HEIGHT - _BOTTOM
+    drawn = []
+    for index in range(round((high - low) / step) + 1):
+        value = low + index * step
+        drawn.append(
+            f'<path class="grid" d="M{_LEFT} {at_y(value):.1f}H{_WIDTH - _RIGHT}"/>'
+            f'<text x="{_LEFT - 6}" y="{at_y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
+        )
+    for value in _ticks(min(min(line.x) for line in lines), max(max(line.x) for line in lines)):
+        drawn.append(
+            f'<text x="{at_x(value):.1f}" y="{bottom + 18}" text-anchor="middle">{value:,}</text>'
+        )
+    drawn.append(f'<path d="M{at_x(mark):.1f} {_TOP}V{bottom}" style="stroke:var(--muted)"/>')
+    for k, line in enumerate(lines):
+        points = [(at_x(a), at_y(b)) for a, b in zip(line.x, line.y, strict=True)]
+        path = "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
+        stroke = f'style="stroke:var(--curve{k})" fill="none"'
+        dash = _DASHES[k % len(_DASHES)]
+        drawn.append(f'<path d="M{path}" {stroke} stroke-width="2" stroke-dasharray="{dash}"/>')
+        bars = [
+            f"M{a:.1f} {at_y(value - error):.1f}V{at_y(value + error):.1f}"
+            for (a, _), value, error in zip(points, line.y, line.error, strict=True)
+        ]
+        drawn.append(f'<path d="{"".join(bars)}" {stroke} opacity="0.5"/>')
+    drawn.append(
+        f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{x}</text>'
+        f'<text transform="translate(14 {_HEIGHT / 2}) rotate(-90)" text-anchor="middle">{y}</text>'
+    )
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(drawn)}</svg>'
+
+
+def _step(span: float) -> float:
+    """A round distance of four to eight grid lines."""
+    rough = max(span, 1e-9) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * one for one in (1, 2, 2.5, 5, 10) if power * one >= rough)
+
+
+def _ticks(low: float, high: float) -> list[int]:
+    """Powers of two that fit: of the last four octaves of a scale, and its end."""
+    top = math.floor(math.log2(high) + 0.01)
+    return [1 << power for power in range(max(top - 3, 0), top + 1) if 1 << power >= low]

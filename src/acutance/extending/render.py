@@ -1,0 +1,107 @@
+"""A search in words: sentences, and the table of what was tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from acutance.extending.record import Extension, Final
+from acutance.judging.paired import Part
+from acutance.report.screen import NumberTable
+
+__all__ = ["sentences", "show", "tried_rows"]
+
+
+def sentences(found: Extension) -> Iterator[str]:
+    """What was found, the most important first.
+
+    Example:
+        >>> import acutance
+        >>> from acutance.experiments.models import texts
+        >>> from acutance.experiments.models.trained import decoder
+        >>> windows = texts.read(texts.files("held out"))[: 4 * 256].long().view(4, 256)
+        >>> law = "rope:linear,factor=2"
+        >>> found = acutance.extend(decoder(), 256, windows, train_length=128, laws=law)
+        >>> next(sentences(found))
+        'Nothing that was tried lowers the loss beyond 128 tokens at a cost of at most 0.005 nat.'
+    """
+    if found.chosen is None:
+        yield (
+            f"Nothing that was tried lowers the loss beyond {found.train_length:,} tokens at a "
+            f"cost of at most {found.max_cost:g} nat."
+        )
+    else:
+        one = found[found.chosen.name]
+        beyond = "lowers" if found.helps else "does not lower beyond noise"
+        yield (
+            f"{one.name} {beyond} the loss beyond {found.train_length:,} tokens: "
+            f"{_change(one.beyond)}, from {one.beyond.loss:.3f} nats a token."
+        )
+        cost = f"changes by {_change(one.within)}" if one.within.most > 2e-5 else "stays as it is"
+        yield f"Up to {found.train_length:,} tokens the loss {cost}."
+    if found.gain is not None:
+        yield (
+            f"Against {found.finals[-1].name}, the best RoPE setting of the search, it changes the "
+            f"loss beyond {found.train_length:,} tokens by {_change(found.gain)}."
+        )
+    yield (
+        f"These numbers are from {found.final_windows} windows of {found.to:,} tokens that no "
+        f"choice was made on; the search had {found.search_windows} others. ± is a standard error "
+        "from window to window, with an interval of 95 % by Student's t."
+    )
+    if not found.complete:
+        yield "The budget ended the search before all rounds."
+
+
+def tried_rows(found: Extension) -> list[list[str]]:
+    """Heading and rows of the table of what was tried."""
+    rows = [
+        ["change", "windows", f"up to {found.train_length:,}", f"beyond {found.train_length:,}"]
+    ]
+    for one in found.tried:
+        error = "" if one.error is None else f" ± {one.error:.3f}"
+        within, beyond = f"{one.within:+.4f}", f"{one.beyond:+.4f}{error}"
+        rows.append([one.name, str(one.windows), within, beyond])
+    return rows
+
+
+def show(found: Extension) -> RenderableType:
+    """Sentences and two tables, for a rich console."""
+    final = NumberTable(keys=1, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    final.add_column("final windows")
+    for name in ("loss up to", "loss beyond", "Δ up to", "Δ beyond"):
+        final.add_column(f"{name} {found.train_length:,}", justify="right", no_wrap=True)
+    for shown in found.finals:
+        final.add_row(shown.name, *_numbers(shown))
+    table = NumberTable(keys=1, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    head, *rows = tried_rows(found)
+    for index, name in enumerate(head):
+        table.add_column(name, justify="right" if index else "left", no_wrap=index > 0)
+    for one, row in zip(found.tried, rows, strict=True):
+        table.add_row(*row, style="" if one.allowed else "dim")
+    lines = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in sentences(found)]
+    title = Text(f"Reading {found.to:,} tokens, loss in nats a token", style="bold")
+    note = Text(
+        f"tried, difference to the model as it is (dim: more than {found.max_cost:g} nat up to "
+        f"{found.train_length:,}):",
+        style="dim",
+    )
+    return Group(title, "", final, "", note, table, "", *lines)
+
+
+def _numbers(one: Final) -> list[str]:
+    return [
+        f"{one.within.loss + one.within.delta:.4f}",
+        f"{one.beyond.loss + one.beyond.delta:.4f}",
+        f"{one.within.delta:+.4f} ± {one.within.error:.4f}",
+        f"{one.beyond.delta:+.4f} ± {one.beyond.error:.4f}",
+    ]
+
+
+def _change(part: Part) -> str:
+    return (
+        f"{part.delta:+.4f} ± {part.error:.4f} nat (between {part.low:+.3f} and {part.high:+.3f})"
+    )

@@ -1,0 +1,172 @@
+"""Losses of windows under remedies, each measured once and written to a file to go on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.files import tidy, write_bytes
+from acutance.judging.losses import Loss, LossError
+from acutance.judging.remedies import Remedy
+from acutance.summary.files import parse, read, sealed
+
+__all__ = ["Runs"]
+
+SCHEMA = "acutance.extension_state/1"
+_DIFFERENT = {"model": "another model", "text": "another text, or other windows of it"}
+
+
+class Runs:
+    """Sums of losses by position, of windows under remedies.
+
+    Args:
+        model: the model.
+        windows: tokens, (windows, L) int64.
+        loss: what is measured.
+        ranges: first and last n of each part, both included.
+        settings: everything that decides the numbers besides a remedy.
+        save: the file; None keeps nothing.
+
+    Attributes:
+        seconds: time of all runs, those of the file included.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        windows: Tensor,
+        loss: Loss,
+        ranges: Sequence[tuple[int, int]],
+        settings: Mapping[str, Any],
+        save: str | os.PathLike[str] | None,
+    ) -> None:
+        self._model, self._windows, self._loss, self.ranges = model, windows, loss, ranges
+        self._settings, self._save = dict(settings), save
+        self._sums: dict[tuple[str, int], Tensor] = {}
+        self._counts: dict[int, Tensor] = {}
+        self._took: dict[tuple[str, int], float] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Time of all runs so far."""
+        return sum(self._took.values())
+
+    def longest(self, words: str | None = None) -> float:
+        """Seconds of the longest run, of one remedy or of any; 0 before the first."""
+        found = [took for (one, _), took in self._took.items() if words in (None, one)]
+        return max(found, default=0.0)
+
+    def done(self, remedy: Remedy | None, window: int) -> bool:
+        """Whether a window was measured."""
+        return (_words(remedy), window) in self._sums
+
+    def measure(self, remedy: Remedy | None, window: int) -> None:
+        """Run the model on a window, unless that was done.
+
+        Raises:
+            LossError: if a loss is not a number.
+        """
+        place = _words(remedy), window
+        if place in self._sums:
+            return
+        started = time.monotonic()
+        batch = {"input_ids": self._windows[window : window + 1]}
+        device = next((part.device for part in self._model.parameters()), None)
+        batch = {name: part.to(device) for name, part in batch.items()}
+        with nullcontext() if remedy is None else remedy.applied(self._model):
+            scored = self._loss.score(self._model, batch)
+        known = ~scored.loss.isnan()
+        sums, counts = [], []
+        for first, last in self.ranges:
+            here = known & (scored.n >= (0 if first == 1 else first)) & (scored.n <= last)
+            sums.append(torch.where(here, scored.loss, 0.0).sum())
+            counts.append(here.sum())
+        count = torch.stack(counts).double()
+        if not bool(torch.stack(sums).isfinite().all()):
+            raise LossError(f"a loss is infinite under {_name(remedy)}")
+        if not torch.equal(self._counts.setdefault(window, count), count):
+            raise LossError(f"a loss is not a number under {_name(remedy)}, and is without it")
+        self._sums[place] = torch.stack(sums)
+        self._took[place] = time.monotonic() - started
+        self.write()
+
+    def table(self, remedies: Sequence[Remedy | None], windows: Sequence[int]) -> Tensor:
+        """Sums of losses, (remedies, windows, parts) float64."""
+        rows = [
+            torch.stack([self._sums[_words(remedy), window] for window in windows])
+            for remedy in remedies
+        ]
+        return torch.stack(rows)
+
+    def counts(self, windows: Sequence[int]) -> Tensor:
+        """Predictions, (windows, parts) float64."""
+        return torch.stack([self._counts[window] for window in windows])
+
+    # -- the file ---------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """Write everything as one safetensors file, whole or not at all."""
+        if self._save is None or not self._sums:
+            return
+        from safetensors.torch import save
+
+        places = list(self._sums)
+        tensors = {
+            "loss": torch.stack([self._sums[place] for place in places]),
+            "count": torch.stack([self._counts[window] for _, window in places]),
+        }
+        runs = [[words, window, self._took[words, window]] for words, window in places]
+        header = {
+            "schema": SCHEMA,
+            "settings": json.dumps(self._settings),
+            "runs": json.dumps(runs),
+        }
+        write_bytes(self._save, save(tensors, metadata=sealed(header, tensors)))
+
+    def resume(self) -> None:
+        """Take over what the file holds; nothing where there is no file yet.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if it is not such a state, or has other settings, which the message names.
+        """
+        if self._save is None or not os.path.exists(self._save):
+            return
+        name = os.fspath(self._save)
+        try:
+            header, tensors = read(self._save, SCHEMA, "state of acutance extend")
+            before, runs = parse(header, "settings"), parse(header, "runs", list)
+            loss, count = tensors["loss"], tensors["count"]
+        except (KeyError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{name} contains no search to resume: {reason}") from error
+        for key, mine in self._settings.items():
+            if before.get(key) != json.loads(json.dumps(mine)):
+                what = f"its {key} is {before.get(key)!r:.80}, this run's {mine!r:.80}"
+                if key in _DIFFERENT:
+                    what = f"it is of {_DIFFERENT[key]}"
+                raise ValueError(f"{name} cannot be resumed with other settings: {what}")
+        shape = (len(runs), len(self.ranges))
+        fine = loss.shape == count.shape == shape and bool((loss.isfinite() & (count >= 0)).all())
+        if not fine:
+            raise ValueError(f"{name} contains no search to resume: its losses are wrong")
+        for (words, window, took), sums, counts in zip(runs, loss, count, strict=True):
+            self._sums[words, window] = sums.double()
+            self._counts[window] = counts.double()
+            self._took[words, window] = float(took)
+        tidy(self._save)
+
+
+def _words(remedy: Remedy | None) -> str:
+    return "" if remedy is None else remedy.words
+
+
+def _name(remedy: Remedy | None) -> str:
+    return "no change" if remedy is None else remedy.name

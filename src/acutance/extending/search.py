@@ -1,0 +1,206 @@
+"""Successive halving: many changes on few windows, the better ones on more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from acutance.extending.record import Final, Tried
+from acutance.extending.runs import Runs
+from acutance.judging.paired import Part, compare_losses
+from acutance.judging.remedies import Remedy
+from acutance.judging.rope import RopeRemedy
+
+__all__ = ["AS_IS", "Advance", "Search", "planned_runs"]
+
+#: Called after each run of the model: tokens, windows that are now done, and whether it ran now
+#: rather than in the run that is resumed.
+Advance = Callable[[int, int, bool], None]
+#: The name of the model without a change.
+AS_IS = "as it is"
+#: Of the changes tried, one in so many goes on to the next round.
+_KEEP = 3
+
+
+class Search:
+    """A search and its final windows.
+
+    Args:
+        runs: measures.
+        remedies: what to try.
+        train_length: n up to which a change should cost nothing.
+        search: windows of the search, at least 1.
+        final: windows of the final numbers, behind those of the search.
+        max_cost: rise of the loss up to ``train_length`` that is allowed, nats a token.
+        budget: seconds of all runs after which the search stops; None is no limit.
+        tokens: of a window.
+        advance: called after each run.
+
+    Attributes:
+        chosen: the best change, after :meth:`run`.
+        complete: whether the search ended before its budget.
+    """
+
+    def __init__(
+        self,
+        runs: Runs,
+        remedies: Sequence[Remedy],
+        *,
+        train_length: int,
+        search: int,
+        final: int,
+        max_cost: float,
+        budget: float | None,
+        tokens: int,
+        advance: Advance | None,
+    ) -> None:
+        self._runs, self._remedies = runs, list(remedies)
+        self._within = torch.tensor([last <= train_length for _, last in runs.ranges])
+        self._search, self._finals = search, range(search, search + final)
+        self._max_cost, self._budget = max_cost, budget
+        self._tokens, self._advance = tokens, advance
+        self._reached: dict[str, int] = {}  # windows of the search, by the words of a change
+        self.chosen: Remedy | None = None
+        self.complete = True
+
+    # -- the search -------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Try everything, in rounds."""
+        left, used = list(self._remedies), 1
+        while True:
+            for remedy in (None, *left):
+                for window in range(0 if remedy is None else self._windows(remedy), used):
+                    if self.complete and not self._has_time(remedy, window):
+                        self.complete = False
+                    if self.complete or remedy is None:
+                        self._measure(remedy, window)
+            known = [one for one in left if self._windows(one) >= used]
+            left = sorted(known or [one for one in left if self._windows(one)], key=self._rank)
+            if not self.complete or len(left) <= 1 or used == self._search:
+                break
+            left, used = left[: _kept(len(left))], min(2 * used, self._search)
+        best = next(iter(left), None)
+        if best is not None:
+            within, beyond, _ = self._seen(best)
+            self.chosen = best if within <= self._max_cost and beyond < 0 else None
+
+    def _has_time(self, remedy: Remedy | None, window: int) -> bool:
+        if self._budget is None or self._runs.done(remedy, window):
+            return True
+        reserved = (3 * len(self._finals) + 1) * self._runs.longest()
+        return self._runs.seconds + reserved <= self._budget
+
+    def _measure(self, remedy: Remedy | None, window: int) -> None:
+        before = self._runs.done(remedy, window)
+        self._runs.measure(remedy, window)
+        if remedy is not None and window < self._search:
+            self._reached[remedy.words] = window + 1
+        if self._advance is not None:
+            self._advance(self._tokens, 1, not before)
+
+    def _windows(self, remedy: Remedy) -> int:
+        """Windows of the search that a change was tried on; the file may have more."""
+        return self._reached.get(remedy.words, 0)
+
+    def _rank(self, remedy: Remedy) -> tuple[bool, float]:
+        within, beyond, _ = self._seen(remedy)
+        return within > self._max_cost, beyond
+
+    def _seen(self, remedy: Remedy) -> tuple[float, float, float | None]:
+        """Differences up to the trained length and beyond, and the error of the latter."""
+        windows = range(self._windows(remedy))
+        beyond = self._part(None, remedy, windows, ~self._within)
+        within = self._part(None, remedy, windows, self._within)
+        return within.delta, beyond.delta, beyond.error if math.isfinite(beyond.error) else None
+
+    def tried(self) -> list[Tried]:
+        """All changes that were measured: those on most windows first, and of them the best."""
+        found = [one for one in self._remedies if self._windows(one)]
+        rows = []
+        for one in sorted(found, key=lambda one: (-self._windows(one), self._rank(one))):
+            within, beyond, error = self._seen(one)
+            rows.append(
+                Tried(
+                    one.name,
+                    self._windows(one),
+                    within,
+                    beyond,
+                    error,
+                    within <= self._max_cost,
+                    self._runs.longest(one.words),
+                )
+            )
+        return rows
+
+    # -- the final windows ------------------------------------------------------------------------
+
+    def measure_finals(self) -> list[Remedy | None]:
+        """Measure the model as it is, the chosen change and the best RoPE setting; return them."""
+        rope = [one for one in self._remedies if isinstance(one, RopeRemedy) and self._windows(one)]
+        best = min(rope, key=lambda one: self._seen(one)[1], default=None)
+        shown: list[Remedy | None] = [None]
+        for one in (self.chosen, best):
+            if one is not None and one not in shown:
+                shown.append(one)
+        for window in self._finals:
+            for one in shown:
+                self._measure(one, window)
+        return shown
+
+    def final(
+        self, remedy: Remedy | None, entropy: Sequence[tuple[float, float, float]] = ()
+    ) -> Final:
+        """A change on the final windows."""
+        table = self._runs.table([remedy], self._finals)[0]  # (windows, parts)
+        counts = self._runs.counts(self._finals)
+        mean = table.sum(0) / counts.sum(0)
+        away = (table - mean * counts).square().sum(0) * len(table) / (len(table) - 1)
+        return Final(
+            AS_IS if remedy is None else remedy.name,
+            self._part(None, remedy, self._finals, self._within),
+            self._part(None, remedy, self._finals, ~self._within),
+            tuple(mean.tolist()),
+            tuple((away.sqrt() / counts.sum(0)).tolist()),
+            tuple(entropy),
+        )
+
+    def gain(self, shown: Sequence[Remedy | None]) -> Part | None:
+        """The chosen change against the best RoPE setting, beyond the trained length."""
+        rope = [one for one in shown if isinstance(one, RopeRemedy)]
+        if self.chosen is None or isinstance(self.chosen, RopeRemedy) or not rope:
+            return None
+        return self._part(rope[0], self.chosen, self._finals, ~self._within)
+
+    def _part(
+        self, before: Remedy | None, after: Remedy | None, windows: Sequence[int], which: Tensor
+    ) -> Part:
+        """The paired difference of two changes over some parts of the positions."""
+        sums = self._runs.table([before, after], windows)[..., which].sum(2, keepdim=True)
+        counts = self._runs.counts(windows)[:, which].sum(1, keepdim=True)
+        there = [pair for pair, one in zip(self._runs.ranges, which.tolist(), strict=True) if one]
+        whole = [(there[0][0], there[-1][1])]
+        groups = torch.arange(len(windows))
+        return compare_losses(["after"], sums, counts, groups, whole)[0].overall
+
+
+def planned_runs(candidates: int, search: int, final: int) -> int:
+    """Runs of the model that a search makes without a budget.
+
+    Example:
+        >>> planned_runs(9, 3, 3)  # 10 on the first window, 4 on the second, 2 on the third; finals
+        25
+    """
+    runs, used, target = 3 * final, 0, 1
+    while True:
+        runs += (target - used) * (candidates + 1)
+        if candidates == 1 or target == search:
+            return runs
+        used, target, candidates = target, min(2 * target, search), _kept(candidates)
+
+
+def _kept(count: int) -> int:
+    return max(1, math.ceil(count / _KEEP))
