@@ -12,7 +12,6 @@ from torch import Tensor
 
 from acutance.calibration.factors import (
     KnownFactors,
-    Plan,
     Plans,
     count,
     entropy_of,
@@ -196,30 +195,18 @@ class Applied(PlainCalls):
 
     # -- what transformers' interface asks --------------------------------------------------------
 
-    def _plan_of(self, call: InterfaceCall) -> Plan | None:
-        """What the law does to an interface call; None for one that is left alone."""
-        name = self._modules.name_of(call["module"])
-        if name is None:
-            return None
-        if not torch.compiler.is_compiling():
-            self._follower.interface_modules.add(call["module"])
-        plan = self._plans.of(name)
-        if plan.laws is None:
-            return None
-        if not self._windowed and (plan.windowed or call.kwargs.get("sliding_window") is not None):
-            self.skip(plan.name)
-            return None
-        return plan
-
     def _windowed_call(self, call: InterfaceCall) -> WindowedCall | None:
         """The call through the windows of its layer; None for a layer without."""
-        plan = self._plan_of(call)
+        name, sliding = self._modules.name_of(call["module"]), call["sliding_window"] is not None
+        plan = None if name is None else self._plans.of(name)
         if plan is None or plan.laws is None or not plan.laws.all_windows():
             return None
+        if (plan.windowed or sliding) and not self._windowed:
+            return None  # its query is not scaled either, and it is noted
         if is_cross(plan.name, call["module"]):
             self.skip(plan.name, _CROSS)
             return None
-        if plan.windowed or call.kwargs.get("sliding_window") is not None:
+        if plan.windowed or sliding:
             raise self.unreachable(plan.name, "it has a sliding window of its own")
         situation = None if call["position_bias"] is not None else situation_of(plan.laws, call)
         place = None if situation is None else ("keys", *situation[1:])
@@ -232,13 +219,21 @@ class Applied(PlainCalls):
 
     def changed_query(self, call: InterfaceCall) -> Tensor | None:
         """The scaled query of an interface call, None for a call that is left alone."""
-        plan, (_, query, key, _, mask) = self._plan_of(call), call.positional()
-        if plan is None or plan.laws is None:
+        module, query, key, _, mask = call.positional()
+        name = self._modules.name_of(module)
+        if name is None:
             return None
-        if not plan.laws.scalings():
+        if not (compiling := torch.compiler.is_compiling()):
+            self._follower.interface_modules.add(module)
+        plan = self._plans.of(name)
+        if plan.laws is None:
+            return None
+        if not self._windowed and (plan.windowed or call.kwargs.get("sliding_window") is not None):
+            self.skip(plan.name)
+            return None
+        if not plan.scales:
             self._count(plan.name)
             return None
-        compiling = torch.compiler.is_compiling()
         situation = None if compiling or not plan.by_count else situation_of(plan.laws, call)
         factor = None if situation is None else self._thread.factors.get(situation)
         if factor is None:

@@ -340,12 +340,14 @@ class Plan:
         laws: the scalings of its heads; None leaves it alone.
         windowed: whether its rows see a window only.
         by_count: whether factors depend on the number of visible keys alone, and do not learn.
+        scales: whether there is a scaling, not only windows.
     """
 
     name: str
     laws: HeadLaws | None
     windowed: bool
     by_count: bool
+    scales: bool
 
 
 class Plans:
@@ -374,9 +376,9 @@ class Plans:
         windowed = is_windowed_inside(module, self._modules.module_of(above or self._top))
         laws = self._of_layer(name)
         by_count = laws is not None and not laws.needs_entropy
-        if laws is not None and not all(isinstance(one, Scaling) for one in laws.scalings()):
-            by_count = False
-        plan = self._known[full] = Plan(name, laws, windowed, by_count)
+        scalings = [] if laws is None else laws.scalings()
+        by_count = by_count and all(isinstance(one, Scaling) for one in scalings)
+        plan = self._known[full] = Plan(name, laws, windowed, by_count, bool(scalings))
         return plan
 
     def _of_layer(self, name: str) -> HeadLaws | None:
