@@ -33,12 +33,12 @@ DIFFER = (
     "in eager only.\n\n"
 )
 UNDER_A_LAW = (
-    "Each model type whose attention is read also ran under {func}`acutance.apply`, with a factor "
-    "of 1 for all heads and with one of 1.5, layers with windows too. What it gives at 1.5 is held "
-    "against the model run plain after what makes its queries was multiplied by 1.5: weights and "
-    "biases of the projection, or the output of a normalisation that follows it. Where a query "
-    "has another use too, such as a position bias, or is no projection's, that was done to the "
-    "keys.\n\n"
+    "Each model type whose attention is read also ran under {func}`acutance.apply`, including "
+    "layers with windows: once with a factor of 1 for all heads, and once with 1.5. The output "
+    "with 1.5 is compared with that of the model without a law whose queries were multiplied by "
+    "1.5 in the model itself: in the weights and biases of their projection, or in the output of "
+    "a normalisation that follows it. Where a query is also used for something else, such as a "
+    "position bias, or is not the output of a projection, the keys were multiplied instead.\n\n"
 )
 _TITLES = {
     "verified": "Read and verified",
@@ -100,17 +100,18 @@ def _laws(laws: dict[str, Lawful], held: list[Lawful]) -> str:
     """What became of a law on each model type."""
     compared = {kind: [w for w in held if w.agrees and w.dtype == kind] for kind in _DTYPES}
     rows: list[tuple[object, ...]] = [
-        ("takes a law", len(held), "At 1 no bit of an output is another, every module that the "
-         "probe reads is scaled, and at 1.5 the outputs move or the reason is below.")
+        ("takes a law", len(held), "With factor 1 all outputs are identical to the bit and every "
+         "module that the probe reads is scaled; with 1.5 the outputs change, or the reason is "
+         "below.")
     ]  # fmt: skip
     for kind, some in compared.items():
         if some:
             worst = max(law.reference / law.moved for law in some if law.reference is not None)
             keys = sum(law.by == "keys" for law in some)
             rows.append(
-                (f"of these, compared in {kind}", len(some), f"The outputs agree with the larger "
-                 f"queries ({len(some) - keys}) or keys ({keys}): the largest difference is "
-                 f"{worst:.0e} of what the law moves.{_DTYPES[kind]}")
+                (f"of these, compared in {kind}", len(some), f"The outputs agree with those of the "
+                 f"larger queries ({len(some) - keys}) or keys ({keys}): the largest difference is "
+                 f"{worst:.0e} of the change by the law.{_DTYPES[kind]}")
             )  # fmt: skip
     groups = {
         "not compared": {name: law.left for name, law in laws.items() if law in held and law.left},
