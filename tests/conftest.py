@@ -109,7 +109,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     Inputs that reach the usual ones would take seconds here, or are too large for a reference.
     """
 
-    def use(module: Any, **sizes: float) -> None:
+    def use(module: Any, **sizes: Any) -> None:
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
 

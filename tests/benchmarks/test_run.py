@@ -37,9 +37,9 @@ RUNNABLE = tuple(name for name in EVERYONE if name != "flex")  # compiling takes
 
 
 @pytest.fixture(autouse=True)
-def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_machine(limits: Callable[..., None]) -> None:
     """Its rates need not be right here, and take a second."""
-    monkeypatch.setattr(machine, "_products", lambda dtype, threads: 100.0 * threads)
+    limits(machine, _SQUARES=(32,), _CONVOLUTIONS=())
 
 
 @pytest.mark.parametrize("weigh", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -72,7 +72,8 @@ def test_a_tiny_case_runs_end_to_end(weigh: bool) -> None:  # weighing starts pr
     assert [(step.done, step.total) for step in steps] == [(i, count) for i in range(count)]
     assert steps[0].message == "what the machine can do with 1 thread"
     assert steps[3].message == "tiny: warming up"
-    assert report.peak(1).gflops == {"float32": 100.0}
+    assert report.peak(1).gflops.keys() == {"float32"}
+    assert report.peak(1).gflops["float32"] > 0.0
 
     again = BenchReport.from_json(report.to_json())
     assert again == report

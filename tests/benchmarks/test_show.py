@@ -13,7 +13,7 @@ from rich.console import Console
 
 from acutance.from_json import SEAL
 from benchmarks.__main__ import main, read
-from benchmarks.cpu import figures, page, render, runner
+from benchmarks.cpu import figures, machine, page, render, runner
 from benchmarks.cpu.cases import CASES, Case
 from benchmarks.cpu.goals import GOALS, judge
 from benchmarks.cpu.records import (
@@ -227,9 +227,9 @@ TINIEST = Case("tiniest", 16, 16, "tiny", width=16, heads=2, quick=True)
 
 
 @pytest.fixture
-def tiniest(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiniest(monkeypatch: pytest.MonkeyPatch, limits: Callable[..., None]) -> None:
     monkeypatch.setitem(CASES, "tiniest", TINIEST)
-    monkeypatch.setattr(runner, "measure_peak", lambda n, _: Peak(n, {"float32": 100.0}, 5.0))
+    limits(machine, _SQUARES=(32,), _CONVOLUTIONS=())
 
 
 @pytest.fixture
