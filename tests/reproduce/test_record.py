@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from acutance.experiments.harness.record import Estimate, decided, seen
+from acutance.experiments.harness.record import Estimate, decided, untested_row
 from acutance.experiments.harness.render import verdict
 from acutance.reproduce import Claim, Record, Row, judge, load
 
@@ -101,7 +101,7 @@ def a_record() -> Record:
     rows = (
         claim.row("y", 0.1, Estimate(0.1 + 1e-17, 0.0), {"x": 1, "kind": "α"}),
         claim.row("y", math.inf, Estimate(math.nan, math.inf), {"x": 2.5}),
-        seen("z", 3.0, {}),
+        untested_row("z", 3.0, {}),
     )
     return Record(
         name="n", title="t", prediction="p", judgements=(judge(claim, rows),), rows=rows,

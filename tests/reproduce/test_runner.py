@@ -263,7 +263,7 @@ def test_models_stay_so_that_a_training_is_not_done_twice(tmp_path: Path) -> Non
 
         with seeded(given.seed):
             model = torch.nn.Linear(2, 1)
-        fit(model, loss, Plan("tiny", 50, 1e-2), keep=given.kept("tiny"), note=given.note)
+        fit(model, loss, Plan("tiny", 50, 1e-2), keep=given.checkpoint("tiny"), note=given.note)
         return EXPERIMENTS["ssmax"].measure(given)  # type: ignore[return-value]
 
     chosen = [replace(EXPERIMENTS["ssmax"], measure=measure)]

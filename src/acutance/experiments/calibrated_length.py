@@ -14,7 +14,7 @@ from acutance.calibration import apply, calibrate
 from acutance.calibration import measure as measure_law
 from acutance.experiments import mlm_table
 from acutance.experiments.harness.experiment import Experiment, Run, mean
-from acutance.experiments.harness.record import Claim, Estimate, Record, Row, Where, seen
+from acutance.experiments.harness.record import Claim, Estimate, Record, Row, Where, untested_row
 from acutance.experiments.models import texts
 from acutance.experiments.models.trained import (
     SEEDS,
@@ -81,7 +81,7 @@ class Subject:
     losses: Callable[[int], Tensor]
 
 
-def decoders(run: Run, seed: int) -> Subject:
+def decoder_subject(run: Run, seed: int) -> Subject:
     """The model to test: the bundled decoder for seed 0, else one trained in the same way.
 
     Its loss is that of the last 64 bytes of each window.
@@ -92,7 +92,7 @@ def decoders(run: Run, seed: int) -> Subject:
         model = decoder(seed)
     else:
         with torch.enable_grad():
-            model = train(seed, training, keep=run.kept(f"decoder-{seed}"), note=run.note)
+            model = train(seed, training, keep=run.checkpoint(f"decoder-{seed}"), note=run.note)
     generator = torch.Generator().manual_seed(1000 + run.seed)
     known = texts.sample_windows(training, longest, run.size(4, 64), generator)
     windows = texts.sample_windows(held_out, longest + 1, run.size(16, 64), generator)
@@ -106,7 +106,7 @@ def decoders(run: Run, seed: int) -> Subject:
     )
 
 
-def encoders(run: Run, seed: int) -> Subject:
+def encoder_subject(run: Run, seed: int) -> Subject:
     """The masked language model of :mod:`~acutance.experiments.mlm_table` without a scaling law.
 
     Its loss is that of the masked bytes.
@@ -184,10 +184,10 @@ def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Row], dict[str,
         for at, factor in enumerate(times(run)):
             where: Where = {"model": subject.name, "law": name, "seed": seed, BOUND: factor}
             rows += [
-                seen("loss, nat", mean(losses[name][at]), where),
-                seen("mean H, nat", float(H[:, at].mean()), where),
-                seen("median of |H / H at 1× − 1|", float(off[:, at].median()), where),
-                seen("largest of |H / H at 1× − 1|", float(off[:, at].max()), where),
+                untested_row("loss, nat", mean(losses[name][at]), where),
+                untested_row("mean H, nat", float(H[:, at].mean()), where),
+                untested_row("median of |H / H at 1× − 1|", float(off[:, at].median()), where),
+                untested_row("largest of |H / H at 1× − 1|", float(off[:, at].max()), where),
             ]
             if name == CALIBRATED and factor > 1:
                 ordered = off[:, at].sort().values
@@ -204,12 +204,12 @@ def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Row], dict[str,
 def measure(run: Run) -> Sequence[Row]:
     """Loss and entropy of each kind of model and seed, under each law and at each length."""
     rows: list[Row] = []
-    kinds = (decoders,) if run.quick else (decoders, encoders)
+    kinds = (decoder_subject,) if run.quick else (decoder_subject, encoder_subject)
     seeds = range(run.size(1, 3))
     for kind in kinds:
         by_seed: list[dict[str, Tensor]] = []
         for step in seeds:
-            seed = step if kind is decoders else run.seed * 100 + step
+            seed = step if kind is decoder_subject else run.seed * 100 + step
             subject = kind(run, seed)
             found, losses = examine(run, subject, seed)
             rows += found

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acutance.experiments.harness.experiment import Experiment, Run, mean, statistics
-from acutance.experiments.harness.record import Claim, Record, Row, Where, seen
+from acutance.experiments.harness.record import Claim, Record, Row, Where, untested_row
 from acutance.experiments.models.fitting import Plan, fit
 from acutance.experiments.models.small import Block, Encoder, seeded
 from acutance.report import plot_style
@@ -69,7 +69,7 @@ def train(run: Run, law: str, length: int, seed: int) -> Encoder:
     plan = Plan(f"first-{law}-{length}", run.size(400, 500), 1e-3, seed=seed)
     fit(
         model, lambda model, generator: loss(model, strings(8, length, generator)), plan,
-        keep=run.kept(f"{plan.name.replace(' ', '')}-{seed}"), note=run.note,
+        keep=run.checkpoint(f"{plan.name.replace(' ', '')}-{seed}"), note=run.note,
     )  # fmt: skip
     return model
 
@@ -165,10 +165,10 @@ def measure(run: Run) -> Sequence[Row]:
                     rows.append(FALLS.row("accuracy", 0.5, curves[-1][reach.index(FAR)], far))
             for n, values in zip(reach, torch.tensor(curves).T, strict=True):
                 at: Where = {"law": law, "trained at": length, "n": n}
-                rows.append(seen("accuracy by counts", mean(values), at))
+                rows.append(untested_row("accuracy by counts", mean(values), at))
             at = {"law": law, "trained at": length, "n": TEST}
             average = mean(torch.stack([found[law, seed].mean() for seed in seeds]))
-            rows.append(seen("accuracy", average, at))
+            rows.append(untested_row("accuracy", average, at))
             if law == "log n":
                 rows.append(KEEPS.row("mean accuracy", 0.95, average.value, at))
         for seed in seeds:

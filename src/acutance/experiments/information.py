@@ -11,7 +11,7 @@ import torch
 
 from acutance import theory
 from acutance.experiments.harness.experiment import Experiment, Run, mean, median
-from acutance.experiments.harness.record import Claim, Record, Row, seen
+from acutance.experiments.harness.record import Claim, Record, Row, untested_row
 from acutance.experiments.harness.sampling import curve, gaussian, over_scales
 from acutance.report import plot_style
 
@@ -94,7 +94,7 @@ def measure(run: Run) -> Sequence[Row]:
             rows.append(TYPICAL_NORM.row("median ‖λJ‖_F", height / 2, norms[at], where))
         before = (lam, trace)
     rows += [
-        seen("median λ(1 − Σp²)", estimate, {"n": N, "λ": lam})
+        untested_row("median λ(1 − Σp²)", estimate, {"n": N, "λ": lam})
         for lam, estimate in zip(LAMBDAS, medians, strict=True)
     ]
     return rows

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acutance.experiments.harness.experiment import Experiment, Run, mean, statistics
-from acutance.experiments.harness.record import Claim, Record, Row, Where, seen
+from acutance.experiments.harness.record import Claim, Record, Row, Where, untested_row
 from acutance.experiments.models.fitting import Plan, fit
 from acutance.experiments.models.small import seeded
 from acutance.report import plot_style
@@ -115,7 +115,7 @@ def train(run: Run, kind: str, seed: int) -> Retriever:
         items, classes = sample(64, n, generator)
         return F.cross_entropy(model(items), classes)
 
-    keep = run.kept(f"{plan.name.replace(' ', '')}-{seed}")
+    keep = run.checkpoint(f"{plan.name.replace(' ', '')}-{seed}")
     fit(model, loss, plan, keep=keep, note=run.note)
     return model
 
@@ -155,8 +155,8 @@ def measure(run: Run) -> Sequence[Row]:
                 where: Where = {"law": kind, "seed": seed, "n": n}
                 entropies[kind, n] = mean(H)
                 rows += [
-                    seen("accuracy", mean(right), where),
-                    seen("mean H, nat", mean(H), where),
+                    untested_row("accuracy", mean(right), where),
+                    untested_row("mean H, nat", mean(H), where),
                 ]
         small, large = entropies["none", 256], entropies["none", 1024]
         error = math.hypot(small.error, large.error)

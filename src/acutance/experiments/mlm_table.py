@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acutance.calibration import apply
 from acutance.experiments.harness.experiment import Experiment, Run, mean
-from acutance.experiments.harness.record import Claim, Estimate, Record, Row, Where, seen
+from acutance.experiments.harness.record import Claim, Estimate, Record, Row, Where, untested_row
 from acutance.experiments.models import texts
 from acutance.experiments.models.fitting import Plan, fit
 from acutance.experiments.models.small import Encoder, seeded
@@ -75,7 +75,7 @@ def train(run: Run, kind: str, seed: int) -> Encoder:
     plan = Plan(
         f"mlm-{kind}", run.size(150, 1000), 4e-3, seed=seed, warm=20, fall=0.6, decay=0.1, clip=1.0
     )
-    fit(model, loss, plan, keep=run.kept(f"{plan.name}-{seed}"), note=run.note)
+    fit(model, loss, plan, keep=run.checkpoint(f"{plan.name}-{seed}"), note=run.note)
     return model
 
 
@@ -133,19 +133,19 @@ def measure(run: Run) -> Sequence[Row]:
                     rows.append(_applied(model, data, n, seed))
                 for layer, head in opened.summary().places:
                     at: Where = {"law": kind, "seed": seed, "n": n, "head": f"{layer}.{head}"}
-                    rows.append(seen("H of a head, nat", float(H[layer * 4 + head]), at))
+                    rows.append(untested_row("H of a head, nat", float(H[layer * 4 + head]), at))
     for (kind, n), answers in right.items():
         where: Where = {"law": kind, "n": n}
         rows += [
-            seen("accuracy", _over_seeds([float(one.mean()) for one in answers]), where),
-            seen("mean H, nat", _over_seeds(entropy[kind, n]), where),
+            untested_row("accuracy", _over_seeds([float(one.mean()) for one in answers]), where),
+            untested_row("mean H, nat", _over_seeds(entropy[kind, n]), where),
         ]
     for n in LENGTHS:
         pairs = list(zip(right["E", n], right["O", n], strict=True))
         gains = [mean(mine - theirs) for mine, theirs in pairs]
         for place, (seed, gain) in enumerate(zip(seeds, gains, strict=True)):
             where = {"n": n, "seed": seed}
-            rows.append(seen("gain in accuracy", gain, where))
+            rows.append(untested_row("gain in accuracy", gain, where))
             if n == TRAIN_LENGTH:
                 if not run.quick:
                     apart = Estimate(abs(gain.value), gain.error)
@@ -163,7 +163,7 @@ def measure(run: Run) -> Sequence[Row]:
             if n >= FAR:
                 rows.append(MOST.row("share of pairs with a gain", 0.5, share, {"n": n}))
             else:
-                rows.append(seen("share of pairs with a gain", share, {"n": n}))
+                rows.append(untested_row("share of pairs with a gain", share, {"n": n}))
     return rows
 
 

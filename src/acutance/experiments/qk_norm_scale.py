@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from acutance import theory
 from acutance.experiments.harness.experiment import Experiment, Run
-from acutance.experiments.harness.record import Claim, Estimate, Record, Row, Where, seen
+from acutance.experiments.harness.record import Claim, Estimate, Record, Row, Where, untested_row
 from acutance.experiments.models import texts
 from acutance.experiments.models.fitting import Plan, fit
 from acutance.experiments.models.small import seeded
@@ -182,7 +182,7 @@ def train(run: Run, contender: Contender, seed: int, held_out: Tensor, text: Ten
         "qk_norm_scale", steps, 3e-3, seed=seed, warm=steps // 10, fall=0.5, decay=0.1, clip=1.0
     )
     with torch.enable_grad():
-        fit(model, loss, plan, keep=run.kept(name), note=run.note)
+        fit(model, loss, plan, keep=run.checkpoint(name), note=run.note)
     with torch.no_grad():
         parts = [losses(model, part).mean(1) for part in held_out.split(32)]
     return Trained(entropy, first, float(torch.cat(parts).mean()))
@@ -217,10 +217,10 @@ def rows_of(trained: Mapping[Contender, Sequence[Trained]]) -> list[Row]:
         )
         entropy = between_seeds([each.entropy for each in runs])
         rows += [
-            seen("loss, nat", between_seeds([each.loss for each in runs]), one.where),
-            seen("loss less that of 1/√d, nat", change, one.where),
-            seen("log ratio of first gradients", ratio, one.where),
-            seen("entropy before training, nat", entropy, one.where),
+            untested_row("loss, nat", between_seeds([each.loss for each in runs]), one.where),
+            untested_row("loss less that of 1/√d, nat", change, one.where),
+            untested_row("log ratio of first gradients", ratio, one.where),
+            untested_row("entropy before training, nat", entropy, one.where),
         ]
         if one == Contender(SHARPER):
             rows.append(SHARPENS.row("loss less that of 1/√d, nat", 0.0, change, one.where))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from acutance.experiments.harness.experiment import Experiment, Run, mean
-from acutance.experiments.harness.record import Claim, Record, Row, Where, seen
+from acutance.experiments.harness.record import Claim, Record, Row, Where, untested_row
 from acutance.experiments.models import language
 from acutance.report import plot_style
 
@@ -106,12 +106,12 @@ def measure(run: Run) -> Sequence[Row]:
     rows.append(LENGTH.row("γ, less that at a quarter of T", 0.0, longer, where))
     # the same distances as at the shortest text
     near_octaves = distances[: len(distances) - 2], density.mean(1)[:, : len(distances) - 2]
-    rows.append(seen("γ of distances below T/8", mean(exponent(*near_octaves)), where))
+    rows.append(untested_row("γ of distances below T/8", mean(exponent(*near_octaves)), where))
     for d, weight in zip(distances.tolist(), density.mean(1).T, strict=True):
-        rows.append(seen("weight at a distance", mean(weight), {"distance": d, "γ": gamma}))
+        rows.append(untested_row("weight at a distance", mean(weight), {"distance": d, "γ": gamma}))
     for head, part in enumerate(exponent(distances, density).T):
         place: Where = {"layer": head // heads, "head": head % heads}
-        rows.append(seen("γ of a head", mean(part), place))
+        rows.append(untested_row("γ of a head", mean(part), place))
     return rows
 
 

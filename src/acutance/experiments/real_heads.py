@@ -15,7 +15,7 @@ from torch import Tensor
 from acutance.corpus import load_model
 from acutance.corpus import texts as corpus
 from acutance.experiments.harness.experiment import Experiment, Run
-from acutance.experiments.harness.record import Claim, Record, Row, Where, seen
+from acutance.experiments.harness.record import Claim, Record, Row, Where, untested_row
 from acutance.experiments.models import texts
 from acutance.experiments.models.trained import decoder
 from acutance.probing.open_probe import probe
@@ -131,9 +131,9 @@ def measure(run: Run) -> Sequence[Row]:
                 rows.append(FOUR.row("mean H at n, nat", four, measured, place))
         model: Where = {"model": subject.name, "heads": len(H)}
         rows += [
-            seen("R² over heads, Gaussian", r_squared(gauss, H), model),
-            seen("R² over heads, from four numbers", heads.r_squared(), model),
-            seen("R² over heads, of log n − (s_max − s̄)", r_squared(floor, H), model),
+            untested_row("R² over heads, Gaussian", r_squared(gauss, H), model),
+            untested_row("R² over heads, from four numbers", heads.r_squared(), model),
+            untested_row("R² over heads, of log n − (s_max − s̄)", r_squared(floor, H), model),
         ]
     return rows
 

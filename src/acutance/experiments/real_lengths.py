@@ -12,7 +12,7 @@ from torch import Tensor
 from acutance.attend import attention
 from acutance.calibration import apply
 from acutance.experiments.harness.experiment import Experiment, Run, mean
-from acutance.experiments.harness.record import Claim, Record, Row, Where, seen
+from acutance.experiments.harness.record import Claim, Record, Row, Where, untested_row
 from acutance.experiments.models import language
 from acutance.experiments.models.trained import TRAIN_LENGTH
 from acutance.report import plot_style
@@ -133,7 +133,10 @@ def of_entropy(run: Run) -> list[Row]:
     model: Where = {"model": found.reader.name}
     growing = mean((each > 0).double().mean(1))
     middle = float(each.mean(0).median())
-    rows += [seen("share of heads that grow", growing, model), seen("median slope", middle, model)]
+    rows += [
+        untested_row("share of heads that grow", growing, model),
+        untested_row("median slope", middle, model),
+    ]
     return rows
 
 
@@ -152,8 +155,8 @@ def of_losses(run: Run) -> list[Row]:
     rows += [
         BEYOND.row("loss less none, nat", 0.0, mean(end["info_scale"] - end["none"]), where),
         LOG_N.row("loss less log n, nat", 0.0, mean(end["info_scale"] - end["log_n"]), where),
-        seen("loss of log n less none, nat", mean(end["log_n"] - end["none"]), where),
-        seen("loss of none, nat", mean(end["none"]), where),
+        untested_row("loss of log n less none, nat", mean(end["log_n"] - end["none"]), where),
+        untested_row("loss of none, nat", mean(end["none"]), where),
     ]
     scores = ("none", "cos_scale", "scale_invariant")
     rows += _within(small, paired(small, scores, TRAIN_LENGTH, TRAIN_LENGTH + 1), TRAIN_LENGTH)
@@ -189,7 +192,9 @@ def _within(reader: language.Reader, losses: dict[str, Tensor], early: int) -> l
         while start < part.shape[1]:
             stop = min(max(2 * start, 32), part.shape[1])
             at: Where = {"model": reader.name, "law": name, "from": start, "to": stop}
-            rows.append(seen("change by position, nat", mean(change[:, start:stop].mean(1)), at))
+            rows.append(
+                untested_row("change by position, nat", mean(change[:, start:stop].mean(1)), at)
+            )
             start = stop
     return rows
 

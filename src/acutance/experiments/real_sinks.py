@@ -12,7 +12,7 @@ from torch import Tensor
 from acutance.attend import key_mass
 from acutance.diagnose.thresholds import limit
 from acutance.experiments.harness.experiment import Experiment, Run, mean
-from acutance.experiments.harness.record import Claim, Estimate, Record, Row, seen
+from acutance.experiments.harness.record import Claim, Estimate, Record, Row, untested_row
 from acutance.experiments.models import language
 from acutance.report import plot_style
 
@@ -107,7 +107,7 @@ def measure(run: Run) -> Sequence[Row]:
         return torch.stack([part.double().mean() for part in parts])
 
     own = share(first[OWN])
-    rows: list[Row] = [seen("share of heads, first key", mean(own), {"opening": OWN})]
+    rows: list[Row] = [untested_row("share of heads, first key", mean(own), {"opening": OWN})]
     for name, parts in first.items():
         if name == OWN:
             continue
@@ -124,10 +124,14 @@ def measure(run: Run) -> Sequence[Row]:
             behind = mean(share(second[name]))
             quantity = "share of heads, second key"
             rows.append(SECOND.row(quantity, 0.02, behind, {"opening": name}))
-    rows.append(seen("share of heads, another key", mean(share(elsewhere)), {"opening": OWN}))
+    rows.append(
+        untested_row("share of heads, another key", mean(share(elsewhere)), {"opening": OWN})
+    )
     token, times = Counter(strongest).most_common(1)[0]
     same = times / len(strongest)
-    rows.append(seen("share of windows, the other key is of one token", same, {"token": token}))
+    rows.append(
+        untested_row("share of windows, the other key is of one token", same, {"token": token})
+    )
     layers, heads = reader.heads
     by_layer = torch.stack(first[OWN]).view(-1, layers, heads)
     bottom = mean(by_layer[:, :BOTTOM].double().mean((1, 2)))
@@ -140,7 +144,7 @@ def measure(run: Run) -> Sequence[Row]:
         part = slice(layer * heads, (layer + 1) * heads)
         for name, parts in first.items():
             sinks = mean(share([heads_of[part] for heads_of in parts]))
-            rows.append(seen("share of heads", sinks, {"layer": layer, "opening": name}))
+            rows.append(untested_row("share of heads", sinks, {"layer": layer, "opening": name}))
     return rows
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.special import ndtr, ndtri
 
 from acutance.experiments.harness.experiment import Experiment, Run, mean
-from acutance.experiments.harness.record import Claim, Record, Row, Where, seen
+from acutance.experiments.harness.record import Claim, Record, Row, Where, untested_row
 from acutance.experiments.models import language
 from acutance.report import plot_style
 
@@ -94,18 +94,21 @@ def measure(run: Run) -> Sequence[Row]:
         rows += [
             RULE.row("k/n", predicted, keys, where),
             FLOOR.row("least H − bound, nat", 0.0, float(least[head]), where),
-            seen("mean H, nat", float(H[head]), where),
-            seen("mean bound, nat", float(bound[head]), where),
-            *(seen(f"mean {name}, nat", float(part[head]), where) for name, part in gaps.items()),
+            untested_row("mean H, nat", float(H[head]), where),
+            untested_row("mean bound, nat", float(bound[head]), where),
+            *(
+                untested_row(f"mean {name}, nat", float(part[head]), where)
+                for name, part in gaps.items()
+            ),
         ]
     model: Where = {"model": found.reader.name}
     enough = mean((rule >= needed).double().mean(1))
     rows += [
         ENOUGH.row("share of heads", 0.95, enough, model),
         TIGHT.row("share of heads", 0.5, mean((by_head(field) > 0).double().mean(1)), model),
-        seen("rows below the bound", int((margin < -FLOOR.rounding).sum()), model),
-        seen("rows", margin.numel(), model),
-        seen("median of the rule's k over k", float((rule / needed).median()), model),
+        untested_row("rows below the bound", int((margin < -FLOOR.rounding).sum()), model),
+        untested_row("rows", margin.numel(), model),
+        untested_row("median of the rule's k over k", float((rule / needed).median()), model),
     ]
     for keys_kept, largest in found.largest.items():
         if keys_kept >= n:
@@ -117,7 +120,7 @@ def measure(run: Run) -> Sequence[Row]:
         rows += [
             CERTIFICATE.row(quantity, float(lost["kl"]), float(lost["tv"]), where),
             COUNTED.row(quantity, float(lost["tv"]), float(1 - largest[..., -1].mean()), where),
-            seen("total variation, median head", float(middle), where),
+            untested_row("total variation, median head", float(middle), where),
         ]
     exact = found.exact_keys.double().mean()
     counted = found.rows["keys_99"][..., -1].mean()

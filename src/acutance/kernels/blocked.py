@@ -46,7 +46,7 @@ __all__ = ["forward"]
 
 
 #: Sums that need no more than to be written down.
-_AS_FOUND = ("out", "first_index", "O", "R1", "R2", "gaps")
+_UNCHANGED = ("out", "first_index", "O", "R1", "R2", "gaps")
 #: Keys up to which float32 counts exactly.
 EXACT = 1 << 24
 
@@ -71,7 +71,7 @@ def forward(call: KernelCall) -> Sums:
 
     kept = width if noise else 0
     many = masking.keys > EXACT
-    found = _Found(
+    outputs = _OutputTensors(
         n=rows(dtype=torch.int64) if many else None,
         parts=query.new_zeros(len(Part._fields), B * H * g * L, dtype=dtype),
         first_index=rows(dtype=torch.int64).zero_(),
@@ -90,26 +90,26 @@ def forward(call: KernelCall) -> Sums:
             centre = work.value.mean(1, keepdim=True) if noise and work.value is not None else None
             start, stop, *_ = masking.band(region.rows.start, region.rows.stop - 1)
             # the sums of a single tile are written where they belong
-            single = found.raw and centre is None and 0 < stop - start <= tile_width
-            places = found.places(work, masking) if single else (None, None)
+            single = outputs.raw and centre is None and 0 < stop - start <= tile_width
+            places = outputs.places(work, masking) if single else (None, None)
             running = Running(q, log2, gaps, many, *places)
             for tile in masking.tiles(region, tile_width):
                 s = tile_scores(q, work, tile, rule.softcap, scratch)
                 keep = draw_kept(tuple(s.shape), rule, generator, s)
                 running.observe(s, work, tile, scratch, keep, centre)
-            found.store(running, work, rule, masking, centre)
-    fields, decay = row_fields(Part(*found.by_head(masking)), log2)
-    if found.raw:
+            outputs.store(running, work, rule, masking, centre)
+    fields, decay = row_fields(Part(*outputs.by_head(masking)), log2)
+    if outputs.raw:
         sink = None if rule.sinks is None else rule.sinks.to(dtype).view(H, g, 1)
         factor = inverse_normaliser(fields["Z"], fields["m"], sink).mul_(decay)
-        found.out.mul_(factor.unsqueeze(-1))
-    fields |= {name: getattr(found, name) for name in _AS_FOUND}
-    fields["n"] = fields["n"].to(torch.int64) if found.n is None else found.n
+        outputs.out.mul_(factor.unsqueeze(-1))
+    fields |= {name: getattr(outputs, name) for name in _UNCHANGED}
+    fields["n"] = fields["n"].to(torch.int64) if outputs.n is None else outputs.n
     return Sums(**{name: part.view(B, H * g, *part.shape[3:]) for name, part in fields.items()})
 
 
 @dataclass(frozen=True)
-class _Found:
+class _OutputTensors:
     """Output tensors of a forward pass, filled one block of query rows after another.
 
     All but ``parts`` have shape (B, H, group, L, …).

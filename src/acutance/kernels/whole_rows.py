@@ -77,14 +77,14 @@ def weigh_rows(
         t is not None and t.requires_grad for t in (call.query, call.key, value, *masking.additive)
     )
 
-    def block(region: Region) -> _Found:
+    def block(region: Region) -> _BlockRows:
         with torch.autocast(call.query.device.type, enabled=False):  # the inputs are cast already
             return _block(call, weighting, row_scale, score, region)
 
     grad = grad or (torch.is_grad_enabled() and (score is not None or _learned(weighting)))
     grad = grad and not transformed()  # torch.func knows no checkpoints
     batches = [slice(b, b + 1) for b in range(masking.batch)] or [slice(0, 0)]
-    results: list[list[_Found]] = []
+    results: list[list[_BlockRows]] = []
     for batch in batches:
         results.append([])
         for row in _row_blocks(masking):
@@ -108,7 +108,7 @@ def _ordinary(tensor: Tensor) -> bool:
     return all_finite(tensor)
 
 
-class _Found(NamedTuple):
+class _BlockRows(NamedTuple):
     """Results of one block of rows."""
 
     out: Tensor | None
@@ -143,7 +143,7 @@ def _block(
     row_scale: Tensor | None,
     score: ScoreTile | None,
     region: Region,
-) -> _Found:
+) -> _BlockRows:
     """Output and statistics of one region of whole rows."""
     query, key, value, masking, rule, noise, gaps = call
     dtype, softcap, dropout_p = accumulate_dtype(query.dtype), rule.softcap, rule.dropout_p
@@ -197,7 +197,7 @@ def _block(
         with torch.no_grad():
             answer = _slopes(weighting, s, weights, seen, v if noise else None)
     if v is None:
-        return _Found(None, sums, state, answer)
+        return _BlockRows(None, sums, state, answer)
     if dropout_p > 0.0:
         weights = torch.nn.functional.dropout(weights, dropout_p)
     if _ordinary(v):
@@ -206,7 +206,7 @@ def _block(
         wrong = torch.logical_not(v.isfinite()).to(dtype)
         reached = _weighed((weights != 0).to(dtype), wrong) > 0
         out = _weighed(weights, torch.nan_to_num(v, 0.0, 0.0, 0.0)).masked_fill(reached, torch.nan)
-    return _Found(out.to(query.dtype), sums, state, answer)
+    return _BlockRows(out.to(query.dtype), sums, state, answer)
 
 
 def _weighed(weights: Tensor, v: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Run:
     keep: Path | None = None
     note: Callable[[str], None] | None = None
 
-    def kept(self, name: str) -> Path | None:
+    def checkpoint(self, name: str) -> Path | None:
         """Path for a model's checkpoint, different for each seed and size; None stores none."""
         if self.keep is None:
             return None

@@ -145,7 +145,7 @@ class Row:
     def without_verdict(self) -> Row:
         """A copy with the measurement only: no claim, no verdict."""
         estimate = Estimate(self.measured, self.error, self.samples, self.skewness)
-        return seen(self.quantity, estimate, self.condition)
+        return untested_row(self.quantity, estimate, self.condition)
 
     @property
     def miss(self) -> float:
@@ -159,7 +159,7 @@ class Row:
         return gap / self.allowed
 
 
-def seen(quantity: str, measured: float | Estimate, where: Mapping[str, Value]) -> Row:
+def untested_row(quantity: str, measured: float | Estimate, where: Mapping[str, Value]) -> Row:
     """A row that tests no claim: a measurement recorded for the figure."""
     if not isinstance(measured, Estimate):
         measured = Estimate(float(measured), 0.0)

@@ -26,7 +26,7 @@ from acutance.experiments.harness.record import (
     Row,
     Value,
     judge,
-    seen,
+    untested_row,
 )
 from acutance.experiments.models.fitting import Note
 from acutance.files import tidy
@@ -323,7 +323,7 @@ class _StoredRow:
             raise ValueError(f"a number of samples must be at least 0, got {self.samples}")
         measured = Estimate(value, error, self.samples, self.skewness)
         if not self.claim:
-            return seen(self.quantity, measured, self.condition)
+            return untested_row(self.quantity, measured, self.condition)
         if self.claim not in claims:
             raise ValueError(f"a row refers to claim {self.claim!r:.60}, which does not exist")
         claim = claims[self.claim]
