@@ -74,6 +74,7 @@ class Layout:
 
 
 def _additive(name: str) -> tuple[str, ...]:
+    """Members of the C structure for an additive mask."""
     return f"{name} P", f"{name}_stride 4q", f"{name}_limit d", f"{name}_dtype q"
 
 
@@ -236,6 +237,7 @@ class Library:
                 self.selection.apply(dtype)
 
     def _usual_most_queries(self) -> float:
+        """Largest number of queries for the native kernel if it was not measured."""
         return MOST_QUERIES_OF_BASELINE if self.cpu == "baseline" else math.inf
 
     def choose(self, code: int, dtype: int, place: int) -> None:

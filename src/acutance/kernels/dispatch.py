@@ -54,6 +54,7 @@ def _forced() -> str:
 
 @constant
 def _most_queries() -> float:
+    """Largest number of queries for which the native kernel is the faster one."""
     found = library.load()
     return math.inf if isinstance(found, str) else found.most_queries
 
@@ -70,6 +71,7 @@ def why_not(backend: str, call: KernelCall) -> str | None:
 
 
 def _gpu() -> ModuleType:
+    """Import the Triton kernels."""
     from acutance.kernels import gpu  # imports triton, which takes its time
 
     return gpu

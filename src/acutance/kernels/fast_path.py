@@ -106,6 +106,7 @@ class PackedStatistics(RowStatistics):
         return rows[:whole].view(torch.int64).clone().view(B, H, L)
 
     def _values(self) -> Tensor:
+        """The memory block of the sums as a tensor."""
         rows, dtype = self._rows[:2]
         return rows if isinstance(rows, Tensor) else torch.frombuffer(rows, dtype=dtype)
 

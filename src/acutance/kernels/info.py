@@ -143,10 +143,12 @@ def info() -> KernelInfo:
 
 
 def _text(path: Path | None) -> str | None:
+    """A path as text; None for None."""
     return None if path is None else str(path)
 
 
 def _why_no_triton() -> str | None:
+    """Why the Triton kernels cannot run; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not torch.cuda.is_available():

@@ -72,6 +72,11 @@ def why_no_gradient(wanted: tuple[bool, ...]) -> str | None:
 
 
 def _library() -> Library:
+    """The loaded native library.
+
+    Raises:
+        RuntimeError: if it is not available.
+    """
     found = library.load()
     if isinstance(found, str):
         raise RuntimeError(f"backend 'native' is not available: {found}")
@@ -225,12 +230,14 @@ def _matrix(tensor: Tensor, masking: Masking, held: list[Tensor]) -> _Words:
 
 
 def _documents(ids: Tensor, batch: int, length: int, held: list[Tensor]) -> _Words:
+    """Address and strides of document ids."""
     whole = ids.to(torch.int64).expand(batch, length)
     held.append(whole)
     return (whole.data_ptr(), *whole.stride())
 
 
 def _numbers(numbers: Tensor, held: list[Tensor]) -> int:
+    """Address of numbers converted to float64."""
     wide = numbers.detach().to(torch.float64).contiguous()
     held.append(wide)
     return wide.data_ptr()

@@ -135,6 +135,7 @@ def tile_shape(masking: Masking) -> tuple[int, int]:
 
 
 def _elements(masking: Masking) -> int:
+    """Number of scores per tile; it grows with the number of threads."""
     threads = min(8, torch.get_num_threads()) if masking.device.type == "cpu" else 32
     return TILE_ELEMENTS * threads
 

@@ -118,10 +118,12 @@ class _BlockRows(NamedTuple):
 
 
 def _learned(weighting: Weighting) -> bool:
+    """Whether a weighting has tensors that require gradients."""
     return any(isinstance(part, Tensor) and part.requires_grad for part in vars(weighting).values())
 
 
 def _row_blocks(masking: Masking) -> list[slice]:
+    """Slices of query rows such that a block of whole rows fits the memory bound."""
     across = max(1, masking.heads * masking.group * masking.keys)
     rows = max(1, BLOCK_ELEMENTS // across)
     starts = range(0, masking.queries, rows)

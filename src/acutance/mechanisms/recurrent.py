@@ -95,7 +95,6 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
-        """Compute all states and save them for the backward pass."""
         h = _scan_segments(x, decay, state)
         ctx.save_for_backward(h, decay, state)
         ctx.real = not x.is_complex(), not decay.is_complex(), not state.is_complex()
@@ -163,7 +162,6 @@ def _size(x: Tensor) -> int:
 
 
 def _starts(x: Tensor) -> range:
-    """Start of each segment."""
     return range(0, x.shape[-2], _size(x))
 
 

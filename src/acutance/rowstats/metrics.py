@@ -57,11 +57,7 @@ def _count(state: RowState) -> Tensor:
 
 
 def _with_sink(state: RowState) -> RowState:
-    """The sums with the sink as one more outcome of the distribution; unchanged without a sink.
-
-    Means are computed before weights shrink and distances are capped at :data:`DEEPEST`, so that
-    nothing is lost to rounding if either the sink or the keys have almost all the weight.
-    """
+    """The sums with the sink as one more outcome of the distribution; unchanged without a sink."""
     if state.sink.dim() != state.Z.dim():  # the sink is absent
         return state._replace(m=state.m.detach())
     m, sink = state.m.detach(), state.sink
@@ -290,9 +286,9 @@ def rest_logit_std(state: RowState) -> Tensor:
 
 
 def rest_jensen_gap(state: RowState) -> Tensor:
-    r""":math:`\log\frac{1}{n-1}\sum_{j>1} e^{s_j} - \bar s_{j>1}`; NaN for a single key.
+    r"""Jensen gap of all visible scores but the first; NaN for a single key.
 
-    The Jensen gap of all visible scores but the first.
+    :math:`\log\frac{1}{n-1}\sum_{j>1} e^{s_j} - \bar s_{j>1}`.
     """
     several, _, rest = _first_and_rest(state)
     n = torch.where(several, _count(state), 2.0)

@@ -154,6 +154,7 @@ def asymptotic_logsumexp_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
 
 
 def _entropy(n: float, gamma: float) -> float:
+    """Entropy of a row of n Gaussian logits of deviation gamma, in nats, for many keys."""
     log_n, square = math.log(n), gamma * gamma
     if square >= 2 * log_n:
         return float(frozen_entropy(expected_max_gauss(n) / gamma))
@@ -162,6 +163,7 @@ def _entropy(n: float, gamma: float) -> float:
 
 
 def _collision(n: float, gamma: float) -> float:
+    """Σp² of a row of n Gaussian logits of deviation gamma, for many keys."""
     log_n, square = math.log(n), gamma * gamma
     if square >= 2 * log_n:
         return float(frozen_collision(expected_max_gauss(n) / gamma))
@@ -171,6 +173,7 @@ def _collision(n: float, gamma: float) -> float:
 
 
 def _logsumexp(n: float, gamma: float) -> float:
+    """Logsumexp of a row of n Gaussian logits of deviation gamma, for many keys."""
     if gamma * gamma >= 2 * math.log(n):
         return gamma * float(expected_max_gauss(n))
     return math.log(n) + gamma * gamma / 2
@@ -306,5 +309,6 @@ def frozen_jacobian_fro2(m: ArrayLike) -> float | Array:
 
 
 def _freezing(m: ArrayLike) -> Array:
+    """Check the freezing parameter: at least 0 and below 1."""
     rule = "the freezing parameter must be at least 0 and below 1"
     return checked("m", m, rule, 0.0, np.nextafter(1.0, 0.0))

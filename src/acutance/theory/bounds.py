@@ -334,6 +334,7 @@ def _diameter(points: Array) -> float:
 
 
 def _oscillation(oscillation: ArrayLike) -> Array:
+    """Check the range (max − min) of the noise: at least 0."""
     omega = np.asarray(oscillation, dtype=np.float64)
     require("oscillation", omega, omega >= 0, "max - min of the noise must be at least 0")
     return omega

@@ -264,6 +264,7 @@ def _weights(gaps: Array) -> tuple[Array, Array]:
 
 
 def _mean_gap(gaps: Array) -> Array:
+    """Weighted mean of the gaps to the largest score, over the last axis."""
     others, rest = _weights(gaps)
     return np.asarray((others * gaps).sum(axis=-1) / (1 + rest))
 

@@ -217,6 +217,7 @@ _PARAMETERS = {
 
 
 def _scipy_law(family: Any) -> Any:
+    """The scipy distribution of a family."""
     wrapped: Any = as_family(family)
     return wrapped.law
 

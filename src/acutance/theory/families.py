@@ -116,9 +116,11 @@ class _Interval(Family):
     """A symmetric distribution on [-1, 1], with exact distances from the ends."""
 
     def origin(self) -> float:
+        """The upper end of the interval."""
         return 1.0
 
     def rounding(self) -> float:
+        """Scores are exact at the upper end."""
         return 0.0
 
     def quantile(self, logit: Array) -> Array:
@@ -362,6 +364,7 @@ def _look_up(family: Any) -> tuple[Family | type[Family], str | None, float]:
 
 
 def _is_continuous_law(family: Any) -> bool:
+    """Whether an object is a continuous scipy distribution."""
     if any(kind.__name__ == "ContinuousDistribution" for kind in type(family).__mro__):
         return hasattr(family, "iccdf")  # SciPy's newer kind, such as scipy.stats.Normal(mu=1)
     if not hasattr(family, "isf"):

@@ -147,6 +147,11 @@ def scale_for_information(
 
 
 def _entropy_scale(n: float, entropy: float, family: Family) -> float:
+    """Scale at which a row of n logits from the family has this expected entropy.
+
+    Raises:
+        ValueError: if no scale gives this entropy.
+    """
     if not 0 < entropy < math.log(n):
         raise ValueError(
             "entropy: must be strictly between 0 (one key has all the weight) and log n = "

@@ -172,6 +172,7 @@ class _Aim:
 
 
 def _two_level_law(aim: _Aim, _: float) -> ScalingLaw:
+    """The law for one key a fixed gap above n − 1 equal ones."""
     weight = "its weight" if aim.few else "its weight at 1 - c"
     condition = (
         f"One key a fixed gap above n - 1 equal ones: log n / gap keeps {weight}, and the entropy"
@@ -181,6 +182,7 @@ def _two_level_law(aim: _Aim, _: float) -> ScalingLaw:
 
 
 def _planted_law(aim: _Aim, _: float) -> ScalingLaw:
+    """The law for one key a fixed gap above a Gaussian bulk."""
     condition = (
         "One key a fixed gap above a bulk N(0, sigma²): log n / gap while the gap is far above"
         " sigma sqrt(2 log n), below which no scale works; needle_scale has the exact scale"
@@ -191,12 +193,14 @@ def _planted_law(aim: _Aim, _: float) -> ScalingLaw:
 
 
 def _gaussian_law(aim: _Aim, _: float) -> ScalingLaw:
+    """The law for independent Gaussian logits."""
     factor = aim.inverse_m if aim.few else math.sqrt(1 - aim.value)
     condition = "Independent Gaussian logits of standard deviation 1."
     return _law(0.5, "log n", math.sqrt(2) * factor, condition)
 
 
 def _stretched_law(aim: _Aim, rho: float) -> ScalingLaw:
+    """The law for independent logits with a stretched-exponential tail."""
     power = 1 - 1 / rho
     factor = aim.inverse_m if aim.few else (1 - aim.value) ** power
     return _law(
@@ -205,6 +209,7 @@ def _stretched_law(aim: _Aim, rho: float) -> ScalingLaw:
 
 
 def _exponential_law(aim: _Aim, _: float) -> ScalingLaw:
+    """The law for independent logits with an exponential upper tail."""
     condition = "Independent logits with upper tail exp(-x): "
     if aim.few:
         condition += "a constant scale keeps the same few keys in front."
@@ -214,6 +219,7 @@ def _exponential_law(aim: _Aim, _: float) -> ScalingLaw:
 
 
 def _uniform_law(aim: _Aim, _: float) -> ScalingLaw:
+    """The law for independent uniform logits."""
     condition = "Independent logits, uniform on [-1, 1]: bounded, and yet not log n."
     return _edge_law(aim, 1.0, math.log(0.5), condition)
 
@@ -312,10 +318,12 @@ def _edge_constant(a: float, effective_keys: float) -> float:
 def _law(
     exponent: float, variable: Literal["log n", "n"], constant: float, condition: str
 ) -> ScalingLaw:
+    """A scaling law: constant · variable^exponent, with the condition under which it holds."""
     return ScalingLaw(_power(variable, exponent), exponent, variable, constant, condition)
 
 
 def _power(variable: str, exponent: float) -> str:
+    """A power as text, such as ``(log n)^{1/2}``."""
     if exponent == 0:
         return "constant"
     if exponent == 1:

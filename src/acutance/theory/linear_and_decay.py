@@ -296,6 +296,7 @@ def effective_keys_decay(lam: ArrayLike, n: ArrayLike) -> float | Array:
 
 
 def _decay_arguments(lam: ArrayLike, n: ArrayLike) -> tuple[Array, Array]:
+    """Check the decay (above 0, at most 1) and the number of keys."""
     decay = checked("lam", lam, "a decay must be above 0 and at most 1", 0.0, 1.0)
     require("lam", decay, decay > 0, "a decay must be above 0 and at most 1")
     keys = checked("n", n, "the number of keys must be finite and at least 1", 1.0)

@@ -307,6 +307,7 @@ def _power_sum(row: NoisyRow, k: int) -> float:
 
 
 def _ratio(kind: NoiseKind, scale: float) -> float:
+    """Relative variance of the exponential of this noise."""
     return float(noise_variance_ratio(kind, one_number(scale)))
 
 

@@ -259,6 +259,7 @@ def tilted_table(kind: NoiseKind, scale: float, x: Array) -> TiltedTable:
 
 
 def _tilted_rows(kind: NoiseKind, scale: float, x: Array) -> TiltedTable:
+    """Tilted moments of the noise at each x, by quadrature over fixed and moving panels."""
     fixed, moving = _bulk_edges(kind, scale, float(x[0]), float(x[-1])), np.empty(0)
     if np.diff(fixed).max() > 1:  # wider than the step of e^-sw, which moves with s
         coarse, fine = np.arange(_LINEAR, -6.0, 3.0), np.arange(-6.0, _UNDERFLOW, 1.0)

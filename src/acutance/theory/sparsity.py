@@ -248,6 +248,7 @@ def effective_keys(sparsity: ArrayLike, n: ArrayLike) -> float | Array:
 
 
 def _log_exp(gamma: ArrayLike) -> Array:
+    """Log of the sparsity of exp(s), s Gaussian with deviation gamma."""
     deviation = _deviation(gamma)
     with np.errstate(over="ignore"):
         return -deviation * deviation / 2
@@ -265,6 +266,7 @@ def _ratio(beta: ArrayLike, gamma: ArrayLike) -> Array:
 
 
 def _relu2_up_to_one(u: Array) -> Array:
+    """Sparsity of squared ReLU for u at most 1."""
     middle, low = _relu2_middle(u), np.exp(_log_relu2_low(u))
     return np.where(u < -1, low, middle)
 
@@ -315,6 +317,7 @@ def _log_relu2_low(u: Array) -> Array:
 
 
 def _identity_low(u: Array) -> Array:
+    """Sparsity of signed Gaussian weights for u at most 1."""
     u = np.minimum(u, 1)
     mean_size = np.sqrt(2 / np.pi) * np.exp(-u * u / 2) + u * erf(u / np.sqrt(2))
     lowest = np.sqrt(2 / np.pi)  # rounding must not go below it
@@ -322,16 +325,19 @@ def _identity_low(u: Array) -> Array:
 
 
 def _log_identity_high(u: Array) -> Array:
+    """Log of the sparsity of signed Gaussian weights for u at least 1."""
     u = np.maximum(u, 1)
     gain = 2 * (_normal_density(u) / u - ndtr(-u))
     return np.asarray(np.log1p(gain) - np.log1p((1 / u) ** 2) / 2)
 
 
 def _normal_density(u: Array) -> Array:
+    """Density of the standard normal distribution."""
     with np.errstate(over="ignore"):
         return np.asarray(np.exp(-u * u / 2) / np.sqrt(2 * np.pi))
 
 
 def _deviation(gamma: ArrayLike) -> Array:
+    """Check a standard deviation: finite and at least 0."""
     rule = "the standard deviation of the scores must be finite and at least 0"
     return checked("gamma", gamma, rule, 0.0)

@@ -208,6 +208,7 @@ class _Rows:
         self.log_phi = np.log(np.maximum(self._mean(self.decay, self.mass), 1e-300))
 
     def _mean(self, values: Array, weights: Array) -> Array:
+        """Weighted mean of values over rows."""
         return np.asarray((values @ weights[:, :, None])[:, :, 0])
 
     def log_sum(self) -> Array:

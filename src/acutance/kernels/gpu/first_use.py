@@ -96,6 +96,15 @@ def _verdict(
     what: str,
     warn: bool,
 ) -> str | None:
+    """Why a configuration is refused, from its first check in this process; None if it is not.
+
+    Args:
+        kind: the configuration.
+        call: the call.
+        check: runs the check; returns why the configuration is refused, or None.
+        what: name of the kernels, for the warning.
+        warn: issue a warning if it is refused.
+    """
     if kind not in _verdicts:
         if _capturing(call.query):
             return "its first call is inside a CUDA graph's capture: run it once before"
@@ -128,6 +137,7 @@ def _verdict(
 
 
 def _capturing(query: Tensor) -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
     return query.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -169,6 +179,7 @@ def _kind(call: KernelCall) -> tuple[Any, ...]:
 
 
 def _check_forward(call: KernelCall) -> str | None:
+    """Check the forward kernel on a small call with every tile size; why it is refused, or None."""
     small = _small_call(call)
     want = blocked.forward(_exact(small))
     for index in range(tried()):
@@ -183,6 +194,13 @@ def _check_forward(call: KernelCall) -> str | None:
 def _check_backward(
     present: tuple[bool, ...], call: KernelCall, wanted: tuple[bool, ...]
 ) -> str | None:
+    """Check the backward kernels on a small call with every tile size; the reason, or None.
+
+    Args:
+        present: for each sum, whether it has a gradient.
+        call: the forward call.
+        wanted: which gradients are requested.
+    """
     query = call.query
     small = _small_call(call)
     exact = _exact(small)
@@ -262,6 +280,7 @@ def _differing(
 
 
 def _largest(tensor: Tensor | None) -> float:
+    """Largest absolute value; 0 for an empty tensor or None."""
     return 0.0 if tensor is None or not tensor.numel() else float(tensor.abs().amax())
 
 
@@ -272,10 +291,12 @@ class _Draw:
         self._device, self._generator = device, torch.Generator("cpu").manual_seed(seed)
 
     def normal(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        """Standard normal numbers."""
         drawn = torch.randn(tuple(shape), generator=self._generator, device="cpu")
         return drawn.to(self._device, dtype)
 
     def likely(self, shape: Iterable[int], share: float) -> Tensor:
+        """Booleans that are True with probability ``share``."""
         drawn = torch.rand(tuple(shape), generator=self._generator, device="cpu")
         return (drawn < share).to(self._device)
 

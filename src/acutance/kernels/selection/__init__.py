@@ -195,11 +195,13 @@ class _Watch:
         library.forward, library.backward = self.forward, self.backward
 
     def forward(self, call: bytes, sums: bytes) -> int:
+        """Run the library's forward pass and count its work."""
         self._count(call)
         status: int = self._forward(call, sums)
         return status
 
     def backward(self, call: bytes, gradients: bytes) -> int:
+        """Run the library's backward pass and count its work."""
         self._count(call)
         status: int = self._backward(call, gradients)
         return status

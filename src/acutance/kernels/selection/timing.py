@@ -83,6 +83,7 @@ class Sample:
 
 
 def _numbers(dtype: str, rows: int) -> NDArray[np.generic]:
+    """Random numbers (rows, width) in the memory layout of a dtype."""
     values = np.random.default_rng(0).standard_normal((rows, _WIDTH), dtype=np.float32)
     if dtype == "bfloat16":  # the upper half of a float
         return (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -182,6 +183,7 @@ def processor_id() -> str:
 
 
 def _identity(library: Library) -> dict[str, str]:
+    """What stored times belong to: processor, library build and torch version."""
     built = library.path.stat()
     return {
         "processor": hashlib.sha256(processor_id().encode()).hexdigest(),

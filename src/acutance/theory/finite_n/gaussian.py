@@ -193,6 +193,8 @@ def expected_collision_gauss(n: ArrayLike, gamma: ArrayLike) -> float | Array:
 
 
 def _expected_max(n: float) -> float:
+    """Expected maximum of n standard normal variables."""
+
     def integrand(x: Array) -> Array:
         density = normal_density(x)
         rest: Array = np.exp((n - 2) * log_ndtr(x))
@@ -202,15 +204,18 @@ def _expected_max(n: float) -> float:
 
 
 def _expected_entropy(n: float, gamma: float) -> float:
+    """Expected entropy of a row of n Gaussian logits of deviation gamma, in nats."""
     return _over_rows(lambda at: at.rest * at.first * at.kernel, n, gamma)
 
 
 def _expected_logsumexp(n: float, gamma: float) -> float:
+    """Expected logsumexp of a row of n Gaussian logits of deviation gamma."""
     ratio = gamma * min(gamma, 1.0)  # gamma², less the scale that densities carry
     return _over_rows(lambda at: at.rest * at.first * (at.kernel + ratio * at.second), n, gamma)
 
 
 def _expected_collision(n: float, gamma: float) -> float:
+    """Expected Σp² of a row of n Gaussian logits of deviation gamma."""
     return _over_rows(lambda at: at.others * at.square, n, gamma)
 
 
@@ -291,6 +296,7 @@ def _single_key(highest: float, gamma: float) -> Callable[[Array], tuple[Array, 
 
 
 def normal_density(z: Array) -> Array:
+    """Density of the standard normal distribution."""
     density: Array = np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi)
     return density
 

@@ -288,6 +288,7 @@ def _expected_entropy(n: float, gamma: float, family: Family) -> float:
 
 
 def _expected_logsumexp(n: float, gamma: float, family: Family) -> float:
+    """Expected logsumexp of a row of n logits gamma · s, s from the family."""
     if gamma == 0:
         return math.log(n)
     return _expected_entropy(n, gamma, family) + gamma * _expected_mean(n, gamma, family)

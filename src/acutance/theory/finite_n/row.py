@@ -208,6 +208,7 @@ class RowQuadrature:
         return half * (self._density(logits) @ WEIGHTS)
 
     def _density(self, logits: Array) -> Array:
+        """Density of a logit."""
         return self.family.density(logits / self.gamma) / self.gamma
 
     def integrate(self, integrand: Integrand) -> float:

@@ -217,6 +217,7 @@ def _kernel(power: float, degree: int = 0) -> Kernel:
 
 @lru_cache(maxsize=1024)
 def _effective_keys(n: float, gamma: float, family: Family) -> float:
+    """Expected effective keys of a row of n logits gamma · s, s from the family."""
     if n == 1 or gamma == 0:
         return n
     row = _doubled(n, gamma, family)

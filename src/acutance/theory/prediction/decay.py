@@ -95,10 +95,12 @@ def _position(n: float, x: float) -> tuple[float, float]:
 
 
 def _one_over_expm1(x: float) -> float:
+    """1 / (e^x − 1) without overflow."""
     return math.exp(-x) / -math.expm1(-x)
 
 
 def _one_over_sinh2(x: float) -> float:
+    """1 / sinh²(x) without overflow."""
     return 4 * math.exp(-2 * x) / math.expm1(-2 * x) ** 2
 
 

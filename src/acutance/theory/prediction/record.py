@@ -126,6 +126,7 @@ def _values(other: Any) -> dict[str, Any] | None:
 
 
 def _nan(value: Any) -> bool:
+    """Whether a value is NaN."""
     return isinstance(value, float) and math.isnan(value)
 
 

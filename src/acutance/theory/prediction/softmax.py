@@ -334,6 +334,7 @@ def sparse_population(n: float, sparsity: float, **others: float) -> MetricRecor
 
 
 def _bounded_exp(exponent: float) -> float:
+    """Exp that does not overflow; NaN for NaN."""
     return math.exp(min(exponent, 700.0)) if not math.isnan(exponent) else math.nan
 
 

@@ -108,6 +108,7 @@ def _score_formulas(n: float, mean: float, deviation: float) -> Formulas:
 
 
 def _without_softmax() -> Formulas:
+    """The reason, by name, for each metric that only softmax weights have."""
     names = (
         *("lse", "varentropy", "entropy_slope", "mean_field_entropy", "jensen_gap", "max_gap"),
         *("gaussian_entropy", "first_gap", "rest_logit_std", "rest_jensen_gap"),
