@@ -21,6 +21,9 @@ SANITIZE = env ACUTANCE_LIBRARY=$(SANITIZED) PYTHONMALLOC=malloc ASAN_OPTIONS=de
 # What `make wheel` built, installed where no compiler and no source is seen.
 INSTALLED := build/installed
 WITHOUT_COMPILER = env PATH="$(CURDIR)/$(INSTALLED)/bin" HF_HUB_OFFLINE=1
+# Where no compiler works, a build ends well and leaves the kernel out.
+HAS_KERNEL = import sys; from acutance.kernels import info; why = info().why_not; \
+	sys.exit(why and "the wheel has no native kernel: " + why)
 
 # The first of these that runs and is recent enough, or the one the caller names: make PYTHON=python3.12 test
 PYTHON ?= $(shell for python in python3.11 python3; do \
@@ -77,7 +80,7 @@ docs: $(VENV)/.dev ## build the site into docs/_build/html; a warning is an erro
 bench: $(VENV)/.dev ## check, then time, the benchmark cases
 	$(BIN)/python -m benchmarks --quick
 
-wheel: | $(BIN)/pip ## build dist/*.tar.gz and dist/*.whl; run the demo from the wheel in an empty environment without a compiler
+wheel: | $(BIN)/pip ## build dist/*.tar.gz and dist/*.whl with the native kernel; run the demo from the wheel without a compiler
 	rm -rf dist $(INSTALLED)
 	$(BIN)/python -m pip install --upgrade build
 	$(BIN)/python -m build
@@ -85,6 +88,7 @@ wheel: | $(BIN)/pip ## build dist/*.tar.gz and dist/*.whl; run the demo from the
 	$(WITHOUT_COMPILER) python -m pip install --constraint constraints.txt --only-binary :all: "$$(echo dist/*.whl)[demo]"
 	cd $(INSTALLED) && $(WITHOUT_COMPILER) acutance probe --report report.html --figure heads.svg
 	cd $(INSTALLED) && $(WITHOUT_COMPILER) acutance info
+	cd $(INSTALLED) && $(WITHOUT_COMPILER) python -c '$(HAS_KERNEL)'
 
 versions: $(VENV)/.dev ## what is installed
 	@$(BIN)/python --version

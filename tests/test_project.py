@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from acutance.kernels import info
 
 ROOT = Path(__file__).parents[1]
 #: Development tools, of which any version will do; the oldest environment has no Ray and no Triton.
@@ -87,6 +93,23 @@ def test_the_workflow_calls_targets_that_exist_and_pinned_actions() -> None:
     assert [target for target in targets if not re.search(f"^{target}:", make, re.M)] == []
     actions = re.findall(r"uses: (.+)", workflow)
     assert [a for a in actions if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v[\d.]+", a)] == []
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_a_wheel_without_the_native_kernel_is_refused(tmp_path: Path) -> None:
+    lines = subprocess.run(
+        ["make", "-n", "wheel"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    (code,) = re.findall(r"python -c '(.+)'$", lines, re.MULTILINE)
+    done = subprocess.run(  # from a folder that holds no kernel
+        [sys.executable, "-c", code], env={**os.environ, "ACUTANCE_LIBRARY": str(tmp_path)},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("the wheel has no native kernel: acutance was installed without")
+    why = info().why_not
+    with pytest.raises(SystemExit, match=why or "None"):
+        exec(code, {})
 
 
 @pytest.mark.parametrize(
