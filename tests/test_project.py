@@ -108,7 +108,7 @@ def test_a_wheel_without_the_native_kernel_is_refused(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("the wheel has no native kernel: acutance was installed without")
     why = info().why_not
-    with pytest.raises(SystemExit, match=why or "None"):
+    with pytest.raises(SystemExit, match=why or "^$"):
         exec(code, {})
 
 
