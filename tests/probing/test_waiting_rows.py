@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 import acutance
 from acutance.kernels.fast_path import PackedStatistics, joined_state, packed_alike
+from acutance.probing import accumulate
 from acutance.summary.layer import Layer
 
 
@@ -39,3 +43,21 @@ def test_layers_of_calls_that_are_alike_merge_in_one_step() -> None:
     for _ in range(4):
         merged = merged.merge(one)
     assert one.times(5) == merged
+
+
+@pytest.mark.parametrize("tokens", [6, pytest.param(70, marks=pytest.mark.slow)])
+def test_structure_of_decoded_rows_is_that_of_each_call(
+    llama_models: Any, random_tokens: Any, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    ids, found = random_tokens(2, 3), []
+    options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    for most in (accumulate.MAX_PENDING, 0):
+        monkeypatch.setattr(accumulate, "MAX_PENDING", most)
+        probe = acutance.probe(llama_models["sdpa"], structure=True, special=(0, 5))
+        with probe, torch.no_grad():
+            llama_models["sdpa"].generate(ids, eos_token_id=None, **options)
+        found.append(probe.summary().parts()[1])
+    assert found[0].keys() == found[1].keys()
+    assert any(name.startswith("distances") for name in found[0])
+    for name, part in found[0].items():
+        torch.testing.assert_close(part, found[1][name], rtol=1e-5, atol=1e-6, equal_nan=True)

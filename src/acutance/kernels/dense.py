@@ -138,7 +138,7 @@ def _sums(call: KernelCall) -> Sums:
             O, R1, R2 = observe_visible(s, seen, v.unsqueeze(3), first_key=0)[-4:-1]
     elif noise:
         R2 = torch.zeros_like(state.Z)
-    fields = state._asdict() | {"out": out.to(query.dtype), "O": O, "R1": R1, "R2": R2}
+    fields = {**state._asdict(), "out": out.to(query.dtype), "O": O, "R1": R1, "R2": R2}
     return Sums(
         *(fields[name].reshape(B, H * g, L, *fields[name].shape[4:]) for name in Sums._fields)
     )

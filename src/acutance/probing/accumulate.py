@@ -13,7 +13,7 @@ from torch import Tensor
 
 from acutance.kernels.fast_path import joined_state, packed_alike
 from acutance.probing.spans import SpanWeights
-from acutance.probing.structure import CallStructure
+from acutance.probing.structure import CallStructure, concatenate
 from acutance.probing.tokens import Sample
 from acutance.rowstats import RowStatistics
 from acutance.structure import STRUCTURE
@@ -106,8 +106,7 @@ class LayerRecords:
             ValueError: if earlier calls of the layer had other heads.
         """
         large = rows.sample is not None or rows.counted.numel() > MAX_PENDING // 4
-        immediately = large or self._structure or self._spans is not None
-        summary = self._summarise(rows) if immediately else None
+        summary = self._summarise(rows) if large or self._spans is not None else None
         with self._lock:
             record = self._records.get(layer.module)
             if record is None:
@@ -121,7 +120,8 @@ class LayerRecords:
             if record.pending and not _can_concatenate(record.pending[0], rows):
                 self._summarise_pending(record)
             record.pending.append(rows)
-            record.pending_rows += rows.counted.numel()
+            wide = rows.structure is not None  # its octaves take as much memory as several rows
+            record.pending_rows += (4 if wide else 1) * rows.counted.numel()
             if record.pending_rows >= MAX_PENDING:
                 self._summarise_pending(record)
 
@@ -196,6 +196,10 @@ class LayerRecords:
 
 def _can_concatenate(left: CallRows, right: CallRows) -> bool:
     """Whether the rows of two calls have the same shapes, dtypes and device."""
+    if left.counted.shape[1:] != right.counted.shape[1:]:
+        return False
+    if _structure_kind(left) != _structure_kind(right):
+        return False
     if packed_alike(left.stats, right.stats):
         return True
 
@@ -210,7 +214,17 @@ def _concatenate(parts: list[CallRows]) -> CallRows:
     if len(parts) == 1:
         return parts[0]
     state = joined_state([part.stats for part in parts])
-    return CallRows(RowStatistics(state), torch.cat([part.counted for part in parts]))
+    counted = torch.cat([part.counted for part in parts])
+    structure = [part.structure for part in parts if part.structure is not None]
+    return CallRows(
+        RowStatistics(state), counted, structure=concatenate(structure) if structure else None
+    )
+
+
+def _structure_kind(rows: CallRows) -> tuple[bool, bool]:
+    """Whether structure was measured, and whether its queries have positions."""
+    structure = rows.structure
+    return structure is not None, structure is not None and structure.positions is not None
 
 
 #: Up to this many calls of one module in a forward pass are recorded separately; more are merged.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from acutance.capture.attention_call import AttentionCall
 from acutance.kernels.call import KernelCall, Rule
@@ -41,6 +42,33 @@ class CallStructure(NamedTuple):
 
     statistics: StructureStatistics
     positions: Tensor | None
+
+
+def concatenate(parts: list[CallStructure]) -> CallStructure:
+    """Concatenate the structure of several calls of one layer along the batch.
+
+    Args:
+        parts: with the same heads and number of rows; all or none have positions.
+    """
+    each = [part.statistics for part in parts]
+    octaves = max(one.octaves.shape[-1] for one in each)
+    heads = max(one.even.shape[1] for one in each)
+
+    def column(name: str) -> Tensor:
+        columns = [getattr(one, name) for one in each]
+        if name in ("octaves", "even"):
+            columns = [pad(one, (0, octaves - one.shape[-1])) for one in columns]
+        if name == "even":
+            columns = [one.expand(-1, heads, -1, -1, -1) for one in columns]
+        return torch.cat(columns)
+
+    known = [
+        part.positions.expand(len(part.statistics.peak), -1)
+        for part in parts
+        if part.positions is not None
+    ]
+    statistics = StructureStatistics(**{one.name: column(one.name) for one in fields(each[0])})
+    return CallStructure(statistics, torch.cat(known) if known else None)
 
 
 class StructureReader:
