@@ -403,7 +403,7 @@ def test_a_law_that_changed_nothing_is_reported(built: Built, ids: Tensor) -> No
         ("log_n", ValueError, "with train_length or base"),
         (3, TypeError, "law must be a scaling or its name, a Window, a pair of both, a Law, or a"),
         ({}, ValueError, "at least one layer"),
-        ({(2, 0): LAW}, ValueError, "layer=2 is not a layer of the model: its blocks are"),
+        ({(2, 0): LAW}, ValueError, "layer=2 is not a layer of the model: it has 2 blocks, 0"),
         ({("model.layers.1.self_atn", 0): LAW}, ValueError, r"mean 'model\.layers\.1\.self_attn'"),
         ({1.5: LAW}, TypeError, "a number, a range or the name of a module"),
         ({(0, -1): LAW}, ValueError, "head must be a non-negative whole number"),
