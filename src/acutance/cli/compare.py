@@ -211,7 +211,7 @@ def _arguments(options: CompareOptions, source: "QueryKeySample | None") -> dict
 
 
 def _numbers(name: str, text: str, kind: type[int] | type[float]) -> Iterator[int | float]:
-    """Numbers between commas."""
+    """Parse numbers separated by commas."""
     word = "whole numbers" if kind is int else "numbers"
     for part in text.split(","):
         try:

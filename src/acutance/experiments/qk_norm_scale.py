@@ -69,7 +69,7 @@ class Attention(nn.Module):
         self.scale = deviation / math.sqrt(HEAD)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, n, width) to the same."""
+        """Map (B, n, width) to (B, n, width)."""
         batch, n, _ = x.shape
         query, key, value = self.inputs(x).view(batch, n, 3, HEADS, HEAD).permute(2, 0, 3, 1, 4)
         query, key = (
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Bytes (B, n) to logits (B, n, 256)."""
+        """Logits of the next byte (B, n, 256), from bytes (B, n)."""
         x = _norm(self.embedding(ids))
         for attention, network in zip(self.layers, self.networks, strict=True):
             x = x + attention(_norm(x))
@@ -134,7 +134,7 @@ class Contender(NamedTuple):
 
     @property
     def where(self) -> Where:
-        """The condition of its rows."""
+        """The condition of this model's rows in the record."""
         return {"logit_std": round(self.deviation, 2), "gains": "trained" if self.gains else "none"}
 
 
@@ -153,7 +153,7 @@ class Trained(NamedTuple):
 
 
 def contenders(run: Run) -> list[Contender]:
-    """Scales without gains, and two with."""
+    """The models to compare: several logit deviations without trained gains, two with them."""
     some = (UNIT, ONE) if run.quick else (0.5, UNIT, SHARPER, 2.0, 4.0, ONE)
     gains = [] if run.quick else [Contender(UNIT, True), Contender(ONE, True)]
     return [*(Contender(one) for one in some), *gains]

@@ -47,7 +47,7 @@ IDENTITY = Claim("identity", "H = log n − (s_max − s̄) + J + G", within=1e-
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with texts to read."""
+    """A model and the texts on which its heads are measured."""
 
     name: str
     model: torch.nn.Module

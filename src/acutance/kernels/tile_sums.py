@@ -228,7 +228,7 @@ class Running:
         return self._parts[0], self._values[0] if self._values else None
 
     def _merge(self) -> None:
-        """Replace the sums of all tiles so far by one."""
+        """Merge the sums of all tiles so far into the sums of one tile."""
         part, decay = _merged(self._parts, self._log2)
         self._parts = [part]
         if self._values:
@@ -253,7 +253,16 @@ class Running:
         keep: Tensor | None,
         centre: Tensor | None,
     ) -> None:
-        """Add a tile of scores, which are overwritten."""
+        """Add the sums over one tile of keys; its scores ``s`` are overwritten.
+
+        Args:
+            s: scores before masks, (blocks, rows, keys).
+            work: the block of query rows, with its keys and values.
+            tile: which keys, with their biases and hidden keys.
+            scratch: buffers for intermediate tensors.
+            keep: dropout factors of the weights, or None.
+            centre: point from which values are measured for the noise sums, or None.
+        """
         self._first(s, work, tile)
         hidden = tile.hidden
         # columns that nothing is hidden in leave no row without a key

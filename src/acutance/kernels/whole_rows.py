@@ -109,7 +109,7 @@ def _ordinary(tensor: Tensor) -> bool:
 
 
 class _BlockRows(NamedTuple):
-    """Results of one block of rows."""
+    """Output, sums and derivatives for one block of whole rows."""
 
     out: Tensor | None
     weights: WeightSums

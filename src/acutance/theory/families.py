@@ -57,7 +57,7 @@ class Family(ABC):
 
     @abstractmethod
     def pdf(self, x: Array) -> Array:
-        """Density at x."""
+        """Probability density of a score at x, shape of x."""
 
     @abstractmethod
     def quantile(self, logit: Array) -> Array:
@@ -262,7 +262,7 @@ class Scipy(Family):
         return f"scipy.stats.{_distribution_name(self.law)}"
 
     def pdf(self, x: Array) -> Array:
-        """Density of the SciPy distribution."""
+        """Density of the SciPy distribution at x, as float64."""
         return np.asarray(self.law.pdf(x), dtype=np.float64)
 
     def quantile(self, logit: Array) -> Array:

@@ -212,7 +212,7 @@ def check_scale(kind: str, scale: ArrayLike, moment: int = 0) -> Array:
 def sample_noise(
     kind: NoiseKind, scale: float, shape: tuple[int, ...], generator: np.random.Generator
 ) -> Array:
-    """Draw noise of a given kind and scale."""
+    """Draw independent noise of a kind and scale, in nats, of the given shape."""
     if kind == "gaussian":
         return scale * generator.standard_normal(shape)
     if kind == "laplace":
@@ -326,7 +326,7 @@ def noise_quantiles(kind: NoiseKind, scale: float, depth: float) -> tuple[float,
 
 
 def _density(kind: NoiseKind, scale: float, noise: Array) -> Array:
-    """Density of the noise."""
+    """Probability density of noise of a kind and scale at the values ``noise``."""
     z = noise / scale
     if kind == "gaussian":
         density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
@@ -340,7 +340,7 @@ def _density(kind: NoiseKind, scale: float, noise: Array) -> Array:
 
 
 def _survival(kind: NoiseKind, scale: float, noise: Array) -> Array:
-    """Probability that the noise exceeds a value."""
+    """Probability that noise of a kind and scale exceeds each value of ``noise``."""
     z = noise / scale
     survivals: dict[str, Callable[[], Array]] = {
         "gaussian": lambda: ndtr(-z),

@@ -99,7 +99,7 @@ class ReLU(Weighting):
         return self.normalize == "sum"
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """The positive parts of the scores, normalised."""
+        """The positive parts of the scores, divided as ``normalize`` says."""
         return normalized(torch.relu(scores), scores, visible, self.normalize)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
@@ -136,7 +136,7 @@ class ReLU2(Weighting):
         return self.normalize == "sum"
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """The squared positive parts of the scores, normalised."""
+        """The squared positive parts of the scores, divided as ``normalize`` says."""
         return normalized(torch.relu(scores).square(), scores, visible, self.normalize)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:
@@ -176,7 +176,7 @@ class Power(Weighting):
         return self.normalize == "sum"
 
     def weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        """Powers of the absolute scores, normalised."""
+        """The k-th powers of the absolute scores, divided as ``normalize`` says."""
         return normalized(scores.abs().pow(self.k), scores, visible, self.normalize)
 
     def jacobian(self, scores: Tensor, weights: Tensor, visible: Tensor | None) -> Jacobian:

@@ -26,7 +26,7 @@ class Kernel(Protocol):
         """The function that launches it with a grid of programs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it from another kernel."""
+        """Call the function from inside another kernel."""
 
 
 #: Sizes that change from call to call, as in decoding: a kernel is not compiled again for each.

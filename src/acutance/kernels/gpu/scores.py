@@ -41,7 +41,7 @@ NONE = constant(2**31 - 1)  # column of a row that has not met a visible key
 
 
 class Flags(NamedTuple):
-    """Compile-time options of a kernel."""
+    """Compile-time options of a kernel: which masks and biases a call has, and its precision."""
 
     causal: bool
     window: bool

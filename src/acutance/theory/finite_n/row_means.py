@@ -226,7 +226,7 @@ def _effective_keys(n: float, gamma: float, family: Family) -> float:
 
 @lru_cache(maxsize=1024)
 def _sparsity(n: float, gamma: float, family: Family) -> float:
-    """Expected sparsity of n independent logits."""
+    """:func:`expected_sparsity` for one n and gamma, without checks."""
     if n == 1 or gamma == 0:
         return 1.0
     row = _doubled(n, gamma, family)
@@ -240,7 +240,7 @@ def _sparsity(n: float, gamma: float, family: Family) -> float:
 
 @lru_cache(maxsize=1024)
 def _varentropy(n: float, gamma: float, family: Family) -> float:
-    """Expected varentropy of n independent logits."""
+    """:func:`expected_varentropy` for one n and gamma, without checks."""
     if n == 1 or gamma == 0:
         return 0.0
 
@@ -254,7 +254,7 @@ def _varentropy(n: float, gamma: float, family: Family) -> float:
 
 @lru_cache(maxsize=1024)
 def _jacobian_fro2(n: float, gamma: float, family: Family) -> float:
-    """Expected squared Frobenius norm of the softmax Jacobian."""
+    """:func:`expected_jacobian_fro2` for one n and gamma, without checks."""
     if n == 1:
         return 0.0
     if gamma == 0:

@@ -94,7 +94,7 @@ def expected_top_weight(
 
 @lru_cache(maxsize=1024)
 def _top_weight(n: float, gamma: float, family: Family) -> float:
-    """Expected largest weight of n independent logits."""
+    """:func:`expected_top_weight` for one n and gamma, without checks."""
     if n == 1 or gamma == 0:
         return 1 / n
     cells = grid(family)

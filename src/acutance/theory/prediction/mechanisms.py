@@ -208,7 +208,7 @@ def _softmax(
     rho: float | None = None,
     a: float | None = None,
 ) -> _Case:
-    """The formulas of a row of softmax weights."""
+    """The case ``"softmax"`` of :func:`predict`: softmax of independent logits."""
     law = as_family(family, d=d, rho=rho, a=a)
     mean, variance = score_moments(law)
     if (logit_std is None) == (scale is None):
@@ -251,7 +251,7 @@ def _dot(
     scale: float | None = None,
     query_norm: float | None = None,
 ) -> _Case:
-    """The formulas of dot products with Gaussian keys."""
+    """The cases ``"dot"`` and ``"scaled_dot"`` of :func:`predict`: Gaussian keys."""
     dimension = needed_number(mechanism, "d", d, 1.0, "the dimension must be finite and at least 1")
     usual = 1.0 if mechanism == "dot" else dimension**-0.5
     factor = one_number(
@@ -271,7 +271,7 @@ def _cosine(
     tau: float | None = None,
     d: float | None = None,
 ) -> _Case:
-    """The formulas of a softmax of cosines."""
+    """The case ``"cosine"`` of :func:`predict`: a softmax of cosines."""
     dimension = needed_number(mechanism, "d", d, 2.0, "the dimension must be finite and at least 2")
     rule = "the temperature must be finite and greater than 0"
     temperature = needed_number(mechanism, "tau", tau, 1e-300, rule)
@@ -304,7 +304,7 @@ def _normal_scores(
     logit_std: float | None = None,
     logit_mean: float | None = None,
 ) -> _Case:
-    """The formulas of squared ReLU or signed weights of normal scores."""
+    """The cases ``"relu2"`` and ``"identity"`` of :func:`predict`: weights of normal scores."""
     rule = "the deviation of the scores must be finite and greater than 0"
     deviation = needed_number(mechanism, "logit_std", logit_std, 1e-300, rule)
     mean = _mean(0.0 if logit_mean is None else logit_mean)
@@ -331,7 +331,7 @@ def _linear(
     Sigma: ArrayLike | None = None,
     sigma: float | None = None,
 ) -> _Case:
-    """The formulas of linear attention from means and covariances of key features."""
+    """The case ``"linear"`` of :func:`predict`, from mean and covariance of the key features."""
     if q is None or mu is None or (Sigma is None) == (sigma is None):
         missing = [name for name, value in (("q", q), ("mu", mu)) if value is None]
         named = ", ".join(missing) or "Sigma, sigma"
@@ -367,7 +367,7 @@ def _decay(mechanism: str, n: float, value_variance: float, *, lam: float | None
 def _trained_head(
     mechanism: str, n: float, value_variance: float, **numbers: float | None
 ) -> _Case:
-    """The formulas of a trained head from its four numbers."""
+    """The case ``"trained_head"`` of :func:`predict`, from four numbers of the logits."""
     keys = one_number("n", n, 3.0, "a trained head has a first key and at least two others")
     numbers.setdefault("first_gap_std", 0.0)
     rule = "a deviation or a Jensen gap must be finite and at least 0"
