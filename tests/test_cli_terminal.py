@@ -118,7 +118,8 @@ def test_a_signal_ends_a_calibration_with_one_line(
     done = run("calibrate", "--save", tmp_path / "state")
     assert done.exit_code == 130
     told = (
-        f"interrupted before the law was fitted; continue from {tmp_path / 'state'} with --resume"
+        "interrupted before the law was fitted and judged; continue from "
+        f"{tmp_path / 'state'} with --resume"
     )
     assert done.stderr.splitlines() == [f"acutance: {told}"]
 

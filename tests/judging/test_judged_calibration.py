@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import acutance
 from acutance.cli import app
 from acutance.experiments.models.trained import decoder, directory
+from acutance.judging import NextToken
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
@@ -61,6 +62,56 @@ def test_a_law_that_hurts_is_refused(run: Callable[..., Any], tmp_path: Path) ->
     done, law = calibrate(run, tmp_path, 4000, *options, "--even-if-worse")
     assert done.exit_code == 0, done.stderr
     assert json.loads(law.read_text())["judged"]["verdict"] == "hurts"
+
+
+def test_a_law_fitted_to_the_loss_is_judged_on_further_text(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    options = ("--target", "loss", "--lengths", "128,384", "--windows", 12, "--passes", 2)
+    done, law = calibrate(run, tmp_path, 12000, *options, "--json", tmp_path / "all.json")
+    assert done.exit_code == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert "reads windows spread over the text: 12 of 384 tokens" in said
+    assert "on 7 held-out windows, next token: the law helps: loss changes by -" in said
+    assert "With the law the loss of 4 windows that were not fitted to" in " ".join(
+        done.stdout.split()
+    )
+    assert json.loads(law.read_text())["judged"]["verdict"] == "helps"
+    assert json.loads((tmp_path / "all.json").read_text())["fitted"] == 8
+
+
+def test_a_model_without_a_head_cannot_be_fitted_to_the_loss(run: Callable[..., Any]) -> None:
+    done = run("calibrate", "--target", "loss")
+    assert done.exit_code == 1
+    assert "all-MiniLM-L6-v2 (embedded default) was saved without a language-model" in done.stderr
+
+
+def test_judging_resumes_where_it_was_interrupted(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, calls = tmp_path / "state", 0
+    score = NextToken.score
+
+    def counted(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return score(*given)
+
+    monkeypatch.setattr(NextToken, "score", counted)
+    options = ("--lengths", "32,64", "--windows", 4, "--save", state, "--even-if-worse")
+    done, law = calibrate(run, tmp_path, 800, *options)
+    assert done.exit_code == 130
+    assert f"fitted and judged; continue from {state} with --resume" in " ".join(
+        done.stderr.split()
+    )
+    assert not law.exists()
+    done, law = calibrate(run, tmp_path, 800, *options, "--resume")
+    assert done.exit_code == 0, done.stderr
+    windows = json.loads(law.read_text())["judged"]["windows"]
+    assert windows > 2
+    assert calls == 4 + 2 * windows - 3  # each window with and without the law, three were done
 
 
 def test_text_that_is_too_short_to_judge_on(run: Callable[..., Any], tmp_path: Path) -> None:

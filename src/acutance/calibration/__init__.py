@@ -2,12 +2,15 @@
 
 :func:`apply` puts a law on a model that runs as it always does, and takes it off again. A
 :class:`Law` says which scaling each head has and which model it is for; it saves to JSON and
-refuses another model. :func:`calibrate` finds such a law by measuring.
+refuses another model. :func:`calibrate` finds such a law by measuring, and :func:`loss_slopes` says
+which heads a law could help.
 """
 
 from __future__ import annotations
 
 from acutance.calibration.apply_law import Applied, ApplyError, apply
+from acutance.calibration.by_loss.fit import loss_slopes
+from acutance.calibration.by_loss.result import HeadSlope, LossCalibration
 from acutance.calibration.fit.calibrate import calibrate
 from acutance.calibration.fit.measure import Measured, measure
 from acutance.calibration.fit.result import Calibration, HeadCalibration
@@ -21,12 +24,15 @@ __all__ = [
     "Calibration",
     "HeadCalibration",
     "HeadLaws",
+    "HeadSlope",
     "Identity",
     "Law",
     "LawError",
+    "LossCalibration",
     "Measured",
     "apply",
     "attention_layers",
     "calibrate",
+    "loss_slopes",
     "measure",
 ]

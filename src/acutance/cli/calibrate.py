@@ -1,7 +1,5 @@
 """``acutance calibrate``: fit a law to a model on texts."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,10 +29,16 @@ from acutance.cli.options import (
     read_lengths,
 )
 from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
-from acutance.cli.shared import INTERRUPTED, console, fail, plain_errors, progress
+from acutance.cli.shared import (
+    INTERRUPTED,
+    console,
+    fail,
+    pass_progress,
+    plain_errors,
+    progress,
+)
 
 if TYPE_CHECKING:
-    from acutance.calibration.fit.calibrate import Advance
     from acutance.calibration.fit.result import Calibration
     from acutance.corpus.text_model import TextModel
     from acutance.corpus.texts import Text
@@ -64,7 +68,7 @@ class CalibrateOptions:
             help=(
                 "Metric to keep constant: entropy, normalized_entropy, effective_keys, "
                 "top_weight, or max_logit as an upper bound. Without a value: each head's "
-                "value at --reference."
+                "value at --reference. Or loss: factors that lower the model's loss."
             ),
         ),
     ] = "entropy"
@@ -80,16 +84,16 @@ class CalibrateOptions:
         ),
     ] = None
     windows: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--windows",
             min=0,
             help=(
                 "Maximum number of windows of each length, spread over the text; 0 reads all. "
-                "More windows take longer and reduce noise."
+                "More windows take longer and reduce noise. Default: 64; 24 for the loss."
             ),
         ),
-    ] = 64
+    ] = None
     reference: Annotated[
         int | None,
         typer.Option("--reference", min=2, help="Training length. Default: the shortest length."),
@@ -101,7 +105,7 @@ class CalibrateOptions:
             metavar="NAME",
             help=(
                 "A factor per length (table), or a family to fit: constant, ssmax, log_n, "
-                "sqrt_log_n, clip_log_n."
+                "sqrt_log_n, clip_log_n. For the loss: table or constant."
             ),
         ),
     ] = "table"
@@ -116,7 +120,11 @@ class CalibrateOptions:
     ] = False
     batch_size: Annotated[
         int,
-        typer.Option("--batch-size", min=1, help="Number of the longest windows that run at once."),
+        typer.Option(
+            "--batch-size",
+            min=1,
+            help="Number of the longest windows that run at once; always 1 for the loss.",
+        ),
     ] = 4
     seed: Annotated[
         int, typer.Option("--seed", min=0, help="Random seed for the choice of windows and rows.")
@@ -124,7 +132,9 @@ class CalibrateOptions:
     save: Annotated[
         Path | None,
         typer.Option(
-            "--save", metavar="FILE", help="Save the state after every batch, for --resume."
+            "--save",
+            metavar="FILE",
+            help="Save the state after every batch, for --resume; that of judging in FILE.judging.",
         ),
     ] = None
     even_if_worse: Annotated[
@@ -160,7 +170,8 @@ class CalibrateOptions:
 def calibrate(options: CalibrateOptions) -> None:
     """Fit, for every head, the scale that keeps its attention equally focused at any length.
 
-    Before the law is written, its effect on the loss of held-out text is measured.
+    With --target loss, the scale that lowers the model's loss. Before the law is written, its
+    effect on the loss of held-out text is measured.
     """
     check_outputs(
         {"--out": options.out, "--json": options.json, "--save": options.save},
@@ -175,18 +186,15 @@ def calibrate(options: CalibrateOptions) -> None:
     with plain_errors():
         from acutance.calibration.fit.collect import TARGETS
         from acutance.calibration.fit.law_families import FITTED
-        from acutance.calibration.render import show
         from acutance.files import as_json, put_text
 
         check_choice("--law", options.law, dict.fromkeys(("table", *FITTED)))
-        check_choice("--target", target, TARGETS)
+        check_choice("--target", target, (*TARGETS, "loss"))
         try:
             calibration = _fit(options, lengths, target, value)
         except KeyboardInterrupt:
-            unwritten = (
-                f"; continue from {options.save} with --resume" if options.save is not None else ""
-            )
-            fail(f"interrupted before the law was fitted{unwritten}")
+            rest = "" if options.save is None else f"; continue from {options.save} with --resume"
+            fail(f"interrupted before the law was fitted and judged{rest}")
             raise typer.Exit(INTERRUPTED) from None
 
         refused = options.out is not None and not options.even_if_worse and _hurts(calibration)
@@ -200,7 +208,7 @@ def calibrate(options: CalibrateOptions) -> None:
         write_and_show(
             {"law": calibration.save, "json": write_json},
             {"law": None if refused else options.out, "json": options.json},
-            lambda screen: screen.print(show(calibration)),
+            lambda screen: screen.print(_shown(calibration)),
         )
         if refused:
             fail(
@@ -223,9 +231,11 @@ def _fit(
     from acutance.report.screen import note
 
     texts = corpus.read(options.text) if options.text else [corpus.bundled()]
+    by_loss = target == "loss"
     with console().status("loading the model"):
-        headed, loaded = _load(options)
+        headed, loaded = _load(options, by_loss)
     lengths = default_lengths(loaded) if lengths is None else lengths
+    most = options.windows if options.windows is not None else (24 if by_loss else 64)
     arguments: dict[str, Any] = {
         "lengths": lengths,
         "target": target,
@@ -236,7 +246,8 @@ def _fit(
         "limit": options.limit,
         "windowed": options.windowed,
     }
-    check_asked(**arguments)
+    if not by_loss:
+        check_asked(**arguments)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_positions(loaded.model, lengths)
@@ -245,12 +256,21 @@ def _fit(
     held_out = None if headed is None else _held_out(headed, texts, lengths[-1], options)
     if held_out is not None:
         texts, loaded = held_out.fit, replace(loaded, tokenizer=held_out.tokenizer)
-    samples = draw(texts, loaded.tokenizer, lengths, options.windows, options.seed)
+    read = lengths
+    if by_loss and headed is not None:
+        from acutance.judging.text_windows import loss_of
+
+        loaded = replace(loaded, model=headed.model)
+        arguments["loss"] = loss_of(headed)
+        read = lengths if arguments["loss"].reads_all else lengths[-1:]
+    samples = draw(texts, loaded.tokenizer, read, most, options.seed)
     loaded.check_tokens(piece for sample in samples.values() for piece in sample.pieces)
     console().print(note((describe_samples(samples), "dim")), soft_wrap=True)
-    windows = batches(loaded, samples, options.batch_size)
+    windows: Any = batches(loaded, samples, 1 if by_loss else options.batch_size)
     tokens = sum(part["input_ids"].numel() for parts in windows.values() for part in parts)
-    with _progress(tokens, console()) as advance, warnings.catch_warnings():
+    if len(read) < len(lengths):  # cut from the longest
+        (windows,) = windows.values()
+    with pass_progress(tokens, console()) as advance, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # said above
         calibration = calibrate(
             loaded.model,
@@ -274,13 +294,26 @@ def _fit(
     return calibration
 
 
-def _load(options: CalibrateOptions) -> "tuple[TextModel | None, TextModel]":
-    """The model with its head, None where it has none, and without."""
+def _shown(calibration: "Calibration") -> Any:
+    """The report of a calibration."""
+    from acutance.calibration.by_loss import render as by_loss
+    from acutance.calibration.by_loss.result import LossCalibration
+    from acutance.calibration.render import show
+
+    if isinstance(calibration, LossCalibration):
+        return by_loss.show(calibration)
+    return show(calibration)
+
+
+def _load(options: CalibrateOptions, by_loss: bool) -> "tuple[TextModel | None, TextModel]":
+    """The model with its head, None where it has none and needs none, and without."""
     from acutance.corpus.load_model import HeadError
 
     try:
         headed = load_model(options, options.device, head=True)
     except HeadError:
+        if by_loss:
+            raise
         return None, load_model(options, options.device)
     return headed, headed.base
 
@@ -325,7 +358,17 @@ def _judged(
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "lengths reach", UserWarning)  # said before
-        comparison = judge_windows(headed.model, windows, [remedy], loss, advance=advance)
+        comparison = judge_windows(
+            headed.model,
+            windows,
+            [remedy],
+            loss,
+            save=None if options.save is None else f"{options.save}.judging",
+            save_every=options.save_every,
+            resume=options.resume,
+            overwrite=not options.resume,
+            advance=advance,
+        )
     (law,) = comparison.laws
     where = f"on {comparison.windows} held-out windows, {comparison.loss}"
     console().print(note(f"{where}: {verdict_sentence(law)}"), soft_wrap=True)
@@ -355,28 +398,3 @@ def _target(text: str) -> tuple[str, float | None]:
         raise typer.BadParameter(
             f"the value must be a number, got {value!r}", param_hint="--target"
         ) from error
-
-
-@contextmanager
-def _progress(tokens: int, screen: Any) -> "Iterator[Advance]":
-    """A bar on standard error; silent where that is not a terminal."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("measuring without a law", total=tokens)
-
-        def advance(count: int, number: int, most: int) -> None:
-            bar.update(
-                task,
-                total=tokens * most,
-                description="without a law" if number == 1 else f"pass {number} of {most}",
-            )
-            bar.advance(task, count)
-
-        yield advance

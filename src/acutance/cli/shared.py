@@ -184,3 +184,36 @@ def progress(
                 bar.update(task, rate=rate, end=clock + left / rate)
 
         yield advance
+
+
+@contextmanager
+def pass_progress(tokens: int, screen: Any) -> Iterator[Callable[[int, int, int], None]]:
+    """A bar on standard error for passes over one text; silent where that is not a terminal.
+
+    Args:
+        tokens: tokens of a pass.
+        screen: the console.
+
+    Yields:
+        A function of the tokens that were read, the pass from 1, and passes at most.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("measuring without a law", total=tokens)
+
+        def advance(count: int, number: int, most: int) -> None:
+            bar.update(
+                task,
+                total=tokens * most,
+                description=f"pass {number} of {most}{', without a law' * (number == 1)}",
+            )
+            bar.advance(task, count)
+
+        yield advance

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from acutance.calibration.fit.passes import evaluating
 from acutance.calibration.identity import longest, positions_are_learned
+from acutance.calibration.losses import AnyLoss, choose_loss
 from acutance.corpus.texts import model_digest, text_digest
 from acutance.extending.candidates import proposals
 from acutance.extending.entropy import entropy_by_n
@@ -18,7 +19,6 @@ from acutance.extending.record import Extension
 from acutance.extending.runs import Runs
 from acutance.extending.search import Advance, Search
 from acutance.files import refuse_replacing
-from acutance.judging.losses import AnyLoss, choose_loss
 from acutance.judging.remedies import as_remedies
 from acutance.shapes import check_count, check_number
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.calibration.losses import Loss, LossError
 from acutance.files import tidy, write_bytes
-from acutance.judging.losses import Loss, LossError
 from acutance.judging.remedies import Remedy
 from acutance.summary.files import parse, read, sealed
 

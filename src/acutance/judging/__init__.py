@@ -6,8 +6,8 @@ attention look better and the loss worse is no remedy.
 
 from __future__ import annotations
 
+from acutance.calibration.losses import Loss, LossError, MaskedTokens, NextToken, Scored
 from acutance.judging.judge_model import judge
-from acutance.judging.losses import Loss, LossError, MaskedTokens, NextToken, Scored
 from acutance.judging.paired import LawComparison, LossComparison, Part
 from acutance.judging.remedies import HeadsOff, LawRemedy, Remedy
 from acutance.judging.rope import RopeRemedy

@@ -21,9 +21,9 @@ from acutance.calibration.fit.windows import (
     cut,
     digest,
 )
+from acutance.calibration.losses import AnyLoss, Loss, LossError, choose_loss
 from acutance.corpus.texts import model_digest
 from acutance.files import refuse_replacing
-from acutance.judging.losses import AnyLoss, Loss, LossError, choose_loss
 from acutance.judging.paired import LossComparison, compare_losses, octaves
 from acutance.judging.remedies import Remedy, as_remedies
 from acutance.judging.state import Sums

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from acutance.calibration.fit.windows import Turn, spread
+from acutance.calibration.losses import Loss, LossError, MaskedTokens, choose_loss
 from acutance.corpus.load_model import TextModel
 from acutance.corpus.texts import Text, with_special_tokens
 from acutance.judging.judge_model import Windows
-from acutance.judging.losses import Loss, LossError, MaskedTokens, choose_loss
 
 __all__ = ["HeldOut", "hold_out", "loss_of", "text_windows"]
 

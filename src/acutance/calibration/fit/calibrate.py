@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acutance.calibration.by_loss.fit import calibrate_by_loss
 from acutance.calibration.fit.estimates import LayerValues
 from acutance.calibration.fit.law_families import family_scalings, plain_table
 from acutance.calibration.fit.next_factors import Aim, LayerState, aim_of, decide
@@ -25,6 +26,7 @@ from acutance.calibration.fit.windows import (
     cut,
     digest,
 )
+from acutance.calibration.losses import AnyLoss
 from acutance.corpus.texts import model_digest
 from acutance.files import refuse_replacing
 from acutance.scaling import Scaling
@@ -40,10 +42,11 @@ _SETTLED = 0.002
 
 def calibrate(
     model: torch.nn.Module,
-    batches: AnyBatches,
+    batches: AnyBatches | Tensor,
     *,
     target: str = "entropy",
     value: float | None = None,
+    loss: AnyLoss | None = None,
     lengths: Sequence[int] | None = None,
     reference: int | None = None,
     law: str = "table",
@@ -57,11 +60,22 @@ def calibrate(
     overwrite: bool = False,
     advance: Advance | None = None,
 ) -> Calibration:
-    r"""Fit, for every head, the factor that keeps a target constant in the number of keys n.
+    r"""Fit, for every head, a factor that depends on the number of keys n.
+
+    The factor keeps a target constant in n, or with ``target="loss"`` lowers the model's loss.
 
     The model runs over all windows without a law, then a few times under a law that Newton's steps
     improve with the slope of the same run, :math:`dH/d\log\lambda = -\mathrm{Var}_p(\lambda s)`.
-    The last run measures the law that is returned. Rows count by the keys that they see: a causal
+    The last run measures the law that is returned.
+
+    For the loss, the model runs with a backward pass over every window, which gives the derivative
+    of the loss by all factors at once. Two windows of three are fitted to, by Adam's steps in log
+    λ; the third ones decide when to stop, and return to the best so far. Heads and lengths whose
+    derivative is not beyond noise (at most one in ten of those changed by chance, Benjamini and
+    Hochberg) have the factor 1, as all have if the loss of the deciding windows does not fall
+    beyond noise (Student's one-sided test at 5 %).
+
+    Rows count by the keys that they see: a causal
     model has rows of every n up to its window's length, which are read at the lengths by a line in
     log n over the octave below.
 
@@ -74,14 +88,17 @@ def calibrate(
             window has special tokens of its own. At least 2 windows of each length; errors are
             rough below some 10.
         target: ``"entropy"`` in nats, ``"normalized_entropy"`` H / log n, ``"effective_keys"``,
-            ``"top_weight"``, means over rows; or ``"max_logit"``, an upper bound of the largest.
+            ``"top_weight"``, means over rows; ``"max_logit"``, an upper bound of the largest; or
+            ``"loss"``.
         value: what is wanted of every head; None is each head's own at the reference length,
             without a law.
+        loss: which to lower with ``target="loss"``, as for :func:`acutance.judge`.
         lengths: of windows, rising; None is that of the longest batch and its halves down to an
             eighth.
         reference: the training length, one of the lengths; None is the shortest.
         law: ``"table"``, a factor at every length; or a family fitted to it: ``"constant"``,
-            ``"ssmax"`` (s log n + b), ``"log_n"``, ``"sqrt_log_n"``, ``"clip_log_n"``.
+            ``"ssmax"`` (s log n + b), ``"log_n"``, ``"sqrt_log_n"``, ``"clip_log_n"``. For the
+            loss ``"table"`` or ``"constant"``.
         passes: runs over all windows at most, the first without a law.
         limit: factors stay between 1/limit and limit.
         windowed: also fit layers with a sliding window.
@@ -96,11 +113,13 @@ def calibrate(
     Returns:
         The law with what was measured for each head: values before and after with standard errors,
         predicted effect, factors, the family that they resemble, Λ and β/Λ. Rows shorter than the
-        first length have its factor; beyond the last each head continues by its family.
+        first length have its factor; beyond the last each head continues by its family. For the
+        loss a :class:`LossCalibration` with the derivatives, constant beyond the last length.
 
     Raises:
         ApplyError: if attention that was seen cannot be scaled.
         FileExistsError: if the file of ``save`` is there, and is neither resumed nor overwritten.
+        LossError: if the model has no such loss.
         ProbeError: if no attention was seen.
         TypeError: if an argument is of the wrong kind.
         ValueError: if one is out of range, the text too short, lengths are beyond the model's
@@ -129,6 +148,18 @@ def calibrate(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if target == "loss":
+        if value is not None or reference is not None:
+            raise ValueError(
+                "target='loss' holds nothing constant: value and reference cannot be given"
+            )
+        return calibrate_by_loss(
+            model, batches, lengths=lengths, loss=loss, law=law, passes=passes, limit=limit,
+            windowed=windowed, save=save, save_every=save_every, resume=resume,
+            overwrite=overwrite, advance=advance,
+        )  # fmt: skip
+    if loss is not None:
+        raise ValueError(f"loss is for target='loss', got target={target!r:.40}")
     if resume and save is None:
         raise ValueError("resume needs save, the file to continue from, got save=None")
     if save is not None:

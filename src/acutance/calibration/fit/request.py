@@ -120,7 +120,7 @@ def check_target(target: str) -> Target:
     if name not in TARGETS:
         raise ValueError(
             f"target={target!r:.40} is not one of "
-            f"{', '.join(TARGETS)}{did_you_mean(target, TARGETS)}"
+            f"{', '.join((*TARGETS, 'loss'))}{did_you_mean(target, (*TARGETS, 'loss'))}"
         )
     return TARGETS[name]
 

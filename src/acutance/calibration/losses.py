@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from acutance.calibration.logits import (
+    LossError,
+    call_model,
+    cross_entropy,
+    has_separate_head,
+    logits_of,
+    losses_in_pieces,
+)
 from acutance.capture.module_names import class_name
 from acutance.shapes import check_count
 
@@ -28,10 +32,6 @@ _COMPARED = 64
 #: The name of a loss, an object of this module, or a function of model and batch that returns the
 #: loss of each token, (B, L), NaN where nothing is predicted.
 AnyLoss: TypeAlias = "str | Loss | Callable[[torch.nn.Module, Mapping[str, Any]], Tensor]"
-
-
-class LossError(ValueError):
-    """A loss that this model does not have, or that is not a number."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,10 @@ class Loss:
         """Run the model on one batch and return the loss of every prediction."""
         raise NotImplementedError
 
+    def backward(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
+        """As :meth:`score`, and add the gradient of the sum of the losses to all that needs one."""
+        raise NotImplementedError
+
 
 class _Logits(Loss):
     """Cross-entropy of a model's logits, in pieces where the head can be run by itself."""
@@ -88,19 +92,19 @@ class _Logits(Loss):
                 "a loss of your own to acutance.judge"
             )
         few = _first(batch, _COMPARED)
-        logits = _logits_of(model, _call(model, few))
+        logits = logits_of(model, call_model(model, few))
         ids, places = self._targets(few)
-        whole = _cross_entropy(logits[places], ids[places])
+        whole = cross_entropy(logits[places], ids[places])
         if not bool(whole.isfinite().all()):
             raise LossError(
                 f"the loss of {class_name(model)} is not finite, without any law: "
                 f"{int((~whole.isfinite()).sum())} of {whole.numel()} predictions"
             )
         self._whole[model] = True
-        if _has_pieces(model):
+        if has_separate_head(model):
             scale = float(logits.abs().amax()) * torch.finfo(logits.dtype).eps
             try:
-                pieces = torch.cat(list(_in_pieces(model, few, ids, places, self.logits)))
+                pieces = losses_in_pieces(model, few, ids, places, self.logits)
                 equal = bool(((pieces - whole).abs() <= max(1e-4, 8 * scale)).all())
             except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
                 equal = False  # a head that reads more of the model than its hidden states
@@ -109,17 +113,26 @@ class _Logits(Loss):
     @torch.no_grad()
     def score(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
         """Run the model on one batch and return the loss of every prediction."""
+        return self._run(model, batch, backward=False)
+
+    @torch.enable_grad()
+    def backward(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
+        """As :meth:`score`, and add the gradient of the sum of the losses to all that needs one."""
+        return self._run(model, batch, backward=True)
+
+    def _run(self, model: torch.nn.Module, batch: Mapping[str, Any], *, backward: bool) -> Scored:
         if model not in self._whole:
             self.check(model, batch)
         inputs, n = self._shown(batch)
         ids, places = self._targets(batch)
         loss = torch.full(ids.shape, torch.nan, dtype=torch.float64)
         if self._whole[model]:
-            logits = _logits_of(model, _call(model, inputs))
-            found = _cross_entropy(logits[places], ids[places])
+            found = cross_entropy(logits_of(model, call_model(model, inputs))[places], ids[places])
+            if backward and found.requires_grad:
+                found.sum().backward()
         else:
-            found = torch.cat(list(_in_pieces(model, inputs, ids, places, self.logits)))
-        loss[places.cpu()] = found
+            found = losses_in_pieces(model, inputs, ids, places, self.logits, backward=backward)
+        loss[places.cpu()] = found.detach()
         return Scored(self._placed(loss), n.cpu())
 
     def _targets(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -232,6 +245,14 @@ class _Given(Loss):
 
     def score(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
         """Call the function."""
+        return self._run(model, batch, backward=False)
+
+    @torch.enable_grad()
+    def backward(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> Scored:
+        """Call the function, and add the gradient of the sum of what it returns."""
+        return self._run(model, batch, backward=True)
+
+    def _run(self, model: torch.nn.Module, batch: Mapping[str, Any], *, backward: bool) -> Scored:
         loss: object = self.function(model, batch)
         rows = next((part.shape[0] for part in batch.values() if isinstance(part, Tensor)), None)
         if not isinstance(loss, Tensor) or loss.dim() != 2 or loss.shape[0] != rows:
@@ -241,6 +262,8 @@ class _Given(Loss):
                 "and NaN where "
                 f"nothing is predicted; got {found}"
             )
+        if backward and loss.requires_grad:
+            loss[~loss.isnan()].sum().backward()
         n = torch.arange(loss.shape[1]).expand(loss.shape)
         return Scored(loss.detach().double().cpu(), n)
 
@@ -271,110 +294,6 @@ def choose_loss(model: torch.nn.Module, loss: AnyLoss | None) -> Loss:
         "loss must be 'next_token', a MaskedTokens or a function of model and "
         f"batch, got {loss!r:.60}"
     )
-
-
-# -- the head by itself ---------------------------------------------------------------------------
-
-
-def _has_pieces(model: torch.nn.Module) -> bool:
-    """Whether a model is a base model, which gives hidden states, with a head on top."""
-    base = getattr(model, "base_model", None)
-    return (
-        isinstance(base, torch.nn.Module)
-        and base is not model
-        and callable(getattr(model, "get_output_embeddings", None))
-        and isinstance(getattr(model, "get_output_embeddings")(), torch.nn.Module)  # noqa: B009
-    )
-
-
-def _in_pieces(
-    model: Any, batch: Mapping[str, Any], ids: Tensor, places: Tensor, most: int
-) -> Iterator[Tensor]:
-    """Losses at some places, in the order of the places, a few logits at a time.
-
-    The model runs once and its head on a single place. Then the head, with all that the model does
-    to its logits, runs on the hidden states of the places, piece by piece, while the base model
-    hands out those of the piece instead of running.
-    """
-    base = model.base_model
-    outputs: list[Any] = []
-
-    def shorten(module: torch.nn.Module, given: Any, output: Any) -> Any:
-        outputs.append(output)
-        return _with_hidden(output, _hidden(output)[:, -1:])
-
-    handle = base.register_forward_hook(shorten)
-    try:
-        vocabulary = _logits_of(model, _call(model, batch)).shape[-1]
-    finally:
-        handle.remove()
-    (output,) = outputs
-    states = _hidden(output)[places].unsqueeze(0)  # (1, places, E)
-    output = _with_hidden(output, states[:, :0])  # the rest of the states may go
-    targets = ids[places]
-    step = max(1, most // vocabulary)
-    for start in range(0, targets.numel(), step):
-        stop = min(start + step, targets.numel())
-        few = {"input_ids": targets[None, start:stop]}  # not read, but for their shape
-        with _instead(base, _with_hidden(output, states[:, start:stop])):
-            logits = _logits_of(model, _call(model, few))
-        yield _cross_entropy(logits[0], targets[start:stop])
-
-
-@contextmanager
-def _instead(module: torch.nn.Module, output: Any) -> Iterator[None]:
-    """Let a module return this without running."""
-    own = vars(module).get("forward")
-    vars(module)["forward"] = lambda *_, **__: output
-    try:
-        yield
-    finally:
-        if own is None:
-            del vars(module)["forward"]
-        else:
-            vars(module)["forward"] = own
-
-
-def _hidden(output: Any) -> Tensor:
-    hidden: Tensor = output.last_hidden_state if hasattr(output, "keys") else output[0]
-    return hidden
-
-
-def _with_hidden(output: Any, hidden: Tensor) -> Any:
-    """The output of a base model with other hidden states."""
-    if isinstance(output, tuple):
-        return (hidden, *output[1:])
-    changed = copy.copy(output)
-    changed["last_hidden_state"] = hidden
-    return changed
-
-
-def _call(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Run a model, by keywords where it has them, and without a cache that nobody reads."""
-    takes = inspect.signature(model.forward).parameters
-    if "input_ids" not in takes and not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
-        return model(batch["input_ids"])
-    return model(**batch, **({"use_cache": False} if "use_cache" in takes else {}))
-
-
-def _logits_of(model: torch.nn.Module, output: Any) -> Tensor:
-    """The logits that a model returned, (B, L, V).
-
-    Raises:
-        LossError: if there are none.
-    """
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.is_floating_point():
-        raise LossError(
-            f"{class_name(model)} has no language-model head: it returns no logits (B, L, "
-            "vocabulary); load it with its head, or pass a loss of your own to acutance.judge"
-        )
-    return logits
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Losses in nats, float64 on the CPU, of logits (places, V)."""
-    return F.cross_entropy(logits.float(), targets, reduction="none").cpu().double()
 
 
 def _mask(batch: Mapping[str, Any]) -> Tensor:

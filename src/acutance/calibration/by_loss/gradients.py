@@ -1,0 +1,267 @@
+"""The loss of a window and its derivative by the factor of every head, in one backward pass."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from acutance.calibration.apply_law import apply
+from acutance.calibration.fit.collect import TARGETS
+from acutance.calibration.fit.passes import PassSums, evaluating, run_pass
+from acutance.calibration.fit.windows import Turn
+from acutance.calibration.losses import Loss
+from acutance.capture.find_layers import attention_layers, uses_interface
+from acutance.scaling import HeadTable
+from acutance.scaling.base import Rows
+from acutance.scaling.learned import LearnedScaling
+
+__all__ = ["FactorTable", "Layers", "LossGradients", "Reading", "attending_layers"]
+
+_FEW = 32  # tokens of the run that finds the layers
+
+
+class FactorTable(LearnedScaling):
+    """Factors of each head at some lengths, linear in log n between them and constant beyond.
+
+    Args:
+        num_heads: Hq.
+        lengths: P lengths, rising.
+
+    Example:
+        >>> table = FactorTable(1, (64, 256))
+        >>> _ = table.log_factor.data.copy_(torch.tensor([[0.0, 1.0]]))
+        >>> table(torch.tensor([8, 128, 256, 1024])).detach()
+        tensor([[1.0000, 1.8591, 2.7183, 2.7183]])
+        >>> table.record().factor(1024)
+        tensor([2.7183])
+    """
+
+    def __init__(self, num_heads: int, lengths: Sequence[int]) -> None:
+        super().__init__(num_heads)
+        self.lengths = tuple(lengths)
+        self.log_factor = torch.nn.Parameter(torch.zeros(num_heads, len(self.lengths)))
+
+    def law(self, rows: Rows) -> Tensor:
+        """The factors at n."""
+        knots = [math.log(n) for n in self.lengths]
+        x = rows.log_n.clamp(knots[0], knots[-1])
+        parts = []
+        for p, knot in enumerate(knots):
+            part = torch.ones_like(x)
+            if p > 0:
+                part = part - (knot - x).clamp(min=0) / (knot - knots[p - 1])
+            if p < len(knots) - 1:
+                part = part - (x - knot).clamp(min=0) / (knots[p + 1] - knot)
+            parts.append(part.clamp(min=0))
+        hats = torch.stack(parts, -1)  # (..., L, P), which sum to 1
+        factors = self.log_factor.exp().to(device=x.device, dtype=x.dtype)
+        return (hats * factors.unsqueeze(-2)).sum(-1)
+
+    def record(self) -> HeadTable:
+        """The current factors; a last length with the same ones keeps them constant beyond."""
+        factors = self.log_factor.detach().exp()
+        if len(self.lengths) == 1:
+            return HeadTable(factors[:, 0])
+        return HeadTable(
+            torch.cat([factors, factors[:, -1:]], 1), lengths=(*self.lengths, 2 * self.lengths[-1])
+        )
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model whose heads can be scaled.
+
+    Attributes:
+        heads: query heads, by module name, in the order in which they ran.
+        skipped: module name and why it is left alone.
+    """
+
+    heads: Mapping[str, int]
+    skipped: Mapping[str, str]
+
+
+def attending_layers(
+    model: torch.nn.Module, turn: Turn, device: torch.device | None, windowed: bool
+) -> Layers:
+    """The layers that attend, by a run over the first tokens of a batch.
+
+    Raises:
+        ProbeError: if the model ran no attention that can be read.
+        ValueError: if there is none that can be scaled.
+    """
+    few = Turn(min(_FEW, turn.length), _first(turn, _FEW), torch.zeros(1, dtype=torch.int64))
+    found = run_pass(
+        model, [few], TARGETS["entropy"], (few.length,), None, so_far=PassSums(), windowed=windowed
+    )
+    pairs = (text.partition(": ") for text in found.unread)
+    skipped = {name: why for name, _, why in pairs}
+    heads = {name: sums.sums.shape[2] for name, sums in found.layers.items()}
+    if not heads:
+        why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+        raise ValueError(f"there is no layer to calibrate{': ' if why else ''}{why}")
+    return Layers(heads, skipped)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One batch, read with a backward pass.
+
+    Attributes:
+        loss: sum over predictions, in nats.
+        count: predictions.
+        gradient: of the sum by every parameter, (parameters,) float64.
+    """
+
+    loss: float
+    count: int
+    gradient: Tensor
+
+
+class LossGradients:
+    """A context in which a model's loss is read with its derivative by every head's factors.
+
+    The parameters are one vector: layer by layer, head by head, the log-factors at the knots.
+    Activations are kept for one block at a time: the others run again in the backward pass.
+
+    Args:
+        model: with a loss.
+        loss: which.
+        layers: that are scaled.
+        knots: lengths at which there are factors.
+        windowed: also scale layers with a sliding window.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss: Loss,
+        layers: Layers,
+        knots: Sequence[int],
+        *,
+        windowed: bool = False,
+    ) -> None:
+        self._model, self._loss, self._windowed = model, loss, windowed
+        self.device = next((part.device for part in model.parameters()), None)
+        self.tables = {name: FactorTable(heads, knots) for name, heads in layers.heads.items()}
+        self._context, self._prepared = ExitStack(), False
+
+    def __enter__(self) -> LossGradients:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+        self._prepared = False
+
+    def _prepare(self) -> None:
+        """Prepare the model for readings; a resumed fit may need none."""
+        with ExitStack() as context:
+            context.enter_context(evaluating(self._model))
+            context.enter_context(_frozen(self._model))
+            context.enter_context(_one_block_at_a_time(self._model))
+            context.enter_context(apply(self._model, self.tables, windowed=self._windowed))
+            self._context = context.pop_all()
+        self._prepared = True
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return sum(table.log_factor.numel() for table in self.tables.values())
+
+    def read(self, batch: Mapping[str, Any], values: Tensor) -> Reading:
+        """Loss and gradient of a batch at these log-factors, (parameters,)."""
+        if not self._prepared:
+            self._prepare()
+        self.set(values)
+        with set_checkpoint_early_stop(False):
+            scored = self._loss.backward(self._model, batch)
+        parts = []
+        for table in self.tables.values():
+            gradient = table.log_factor.grad
+            parts.append(torch.zeros_like(table.log_factor) if gradient is None else gradient)
+            table.log_factor.grad = None
+        known = ~scored.loss.isnan()
+        total = torch.cat([part.flatten().double().cpu() for part in parts])
+        return Reading(float(scored.loss[known].sum()), int(known.sum()), total)
+
+    def set(self, values: Tensor) -> None:
+        """Put log-factors, (parameters,), in force."""
+        for table, part in zip(self.tables.values(), self.split(values), strict=True):
+            with torch.no_grad():
+                table.log_factor.copy_(part)
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """A vector of parameters by layer, (heads, knots) each."""
+        shapes = [table.log_factor.shape for table in self.tables.values()]
+        parts = values.split([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@contextmanager
+def _frozen(model: torch.nn.Module) -> Iterator[None]:
+    """Compute no gradient of the model's parameters."""
+    needing = [part for part in model.parameters() if part.requires_grad]
+    for part in needing:
+        part.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for part in needing:
+            part.requires_grad_(True)
+
+
+@contextmanager
+def _one_block_at_a_time(model: torch.nn.Module) -> Iterator[None]:
+    """Keep no activations inside blocks, where all attention uses transformers' interface."""
+    before = {}
+    for block in _blocks(model):
+        before[block] = vars(block).get("forward")
+        vars(block)["forward"] = functools.partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+        )
+    try:
+        yield
+    finally:
+        for block, own in before.items():
+            if own is None:
+                del vars(block)["forward"]
+            else:
+                vars(block)["forward"] = own
+
+
+def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The members of lists of modules that have attention in them; none if they are not known."""
+    attention = {id(one): one for one in attention_layers(model).values()}
+    if not all(uses_interface(one) for one in attention.values()):
+        return []
+    found: list[torch.nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():  # outer ones first
+        if not isinstance(module, torch.nn.ModuleList) or id(module) in inside:
+            continue
+        for block in module:
+            parts = {id(part) for part in block.modules()}
+            if parts & attention.keys() and id(block) not in inside:
+                found.append(block)
+                inside |= parts
+    return found
+
+
+def _first(turn: Turn, tokens: int) -> Any:
+    """The first tokens of a batch's first window, as the model is called with."""
+    if isinstance(turn.batch, Tensor):
+        return turn.batch[:1, :tokens]
+    whole = turn.length
+    return {
+        name: part[:1, :tokens]
+        if isinstance(part, Tensor) and part.dim() >= 2 and part.shape[1] == whole
+        else part
+        for name, part in turn.batch.items()
+    }

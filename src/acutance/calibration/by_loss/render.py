@@ -1,0 +1,86 @@
+"""The terminal report of a fit to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from acutance.calibration.by_loss.result import HeadSlope, LossCalibration
+from acutance.report.screen import NumberTable
+from acutance.summary.layer import not_loaded_sentence
+
+__all__ = ["sentences", "show"]
+
+#: Heads that the table lists: those with the largest change to first order.
+MOST = 20
+
+
+def show(found: LossCalibration) -> RenderableType:
+    """Table and sentences, for a rich console."""
+    title = Text(
+        f"Loss ({found.loss}): its derivative by log λ of each head without a law, in nats a "
+        f"token, and the factors λ of the law ({found.family}), at n visible keys",
+        style="bold",
+    )
+    lines = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in sentences(found)]
+    return Group(title, "", _table(found), "", *lines)
+
+
+def _table(found: LossCalibration) -> NumberTable:
+    table = NumberTable(keys=3, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("layer", "head", "n ="):
+        table.add_column(name, justify="right", no_wrap=True)
+    pairs = sorted(
+        zip(found.slopes, found.factors, strict=True),
+        key=lambda pair: -max(map(abs, pair[0].slope)),
+    )[:MOST]
+    for n in pairs[0][0].lengths:
+        table.add_column(str(n), justify="right", no_wrap=True)
+    for one, factors in pairs:
+        slopes = [_with_error(one, at) for at in range(len(one.lengths))]
+        table.add_row(str(one.layer), str(one.head), Text("slope", style="dim"), *slopes)
+        shown = [Text(f"{factor:.3g}", style="cyan") for factor in factors]
+        table.add_row("", "", Text("factor", style="dim"), *shown)
+    return table
+
+
+def _with_error(one: HeadSlope, at: int) -> str:
+    return f"{one.slope[at]:+.4f}±{one.error[at]:.4f}"
+
+
+def sentences(found: LossCalibration) -> Iterator[str]:
+    """The sentences below the table."""
+    if found.weights_not_loaded is not None:
+        yield not_loaded_sentence(found.weights_not_loaded)
+    windows = f"{found.stopped} windows that were not fitted to"
+    effect = f"{found.delta:+.4f} ± {found.error:.4f} nat"
+    if found.changed:
+        yield (
+            f"With the law the loss of {windows} changes by {effect}, from "
+            f"{found.mean_loss:.3f}. They decided when to stop: judge the law on other text."
+        )
+        yield (
+            f"{found.changed} of {len(found.slopes)} heads have a factor other than 1; the "
+            "derivatives of the others are not beyond noise."
+        )
+    else:
+        yield (
+            f"No law was found that lowers the loss of {windows} beyond noise (the best "
+            f"changes it by {effect}): every factor is 1."
+        )
+    if len(found.slopes) > MOST:
+        yield f"The table has the {MOST} heads with the largest derivatives; --json has all."
+    yield f"Fitted to {found.fitted} windows in {found.passes} passes; ± is one standard error."
+    for name, why in list(found.skipped.items())[:4]:
+        yield f"Not fitted: {name}: {why}."
+    if len(found.skipped) > 4:
+        yield f"Not fitted: {len(found.skipped) - 4} more layers."
+    first, last = found.slopes[0].lengths[0], found.slopes[0].lengths[-1]
+    if found.family == "table":
+        yield (
+            f"Beyond n = {last} each head keeps its last factor, without measurement; rows with "
+            f"fewer than {first} keys use that length's factor."
+        )

@@ -1,0 +1,116 @@
+"""The result of a fit to the loss: a law, and the derivative of the loss by every factor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acutance.calibration.fit.result import Calibration, Numbers
+from acutance.files import finite
+
+__all__ = ["HeadSlope", "LossCalibration", "significant"]
+
+
+@dataclass(frozen=True)
+class HeadSlope:
+    """How the loss changes with the factors of one head, to first order.
+
+    Attributes:
+        layer: number among the attention layers.
+        head: query head.
+        module: qualified name of the layer.
+        lengths: visible keys n at which there are factors.
+        slope: derivative of the mean loss by log λ at each length, without a law, in nats a token:
+            0.01 means that a factor of 1.1 adds 0.00095 nat to first order.
+        error: its standard error from window to window.
+    """
+
+    layer: int
+    head: int
+    module: str
+    lengths: tuple[int, ...]
+    slope: Numbers
+    error: Numbers
+
+
+@dataclass(frozen=True)
+class LossCalibration(Calibration):
+    """The result of :func:`acutance.calibrate` with ``target="loss"``: a law, and what led to it.
+
+    It holds nothing constant, so :attr:`heads` is empty.
+
+    Attributes:
+        slopes: for every head, the derivative of the loss by its factors without a law.
+        factors: for every head in the same order, its factors at the lengths.
+        fitted: windows that the steps read.
+        stopped: other windows, which decided how many steps were made.
+        delta: mean loss of those with the law that was best on them minus that without.
+        error: its standard error.
+        loss: what was lowered, in words.
+        mean_loss: without a law, over the windows that decided, in nats.
+    """
+
+    slopes: tuple[HeadSlope, ...] = ()
+    factors: tuple[Numbers, ...] = ()
+    fitted: int = 0
+    stopped: int = 0
+    delta: float = 0.0
+    error: float = 0.0
+    loss: str = ""
+    mean_loss: float = 0.0
+
+    @property
+    def changed(self) -> int:
+        """Heads with a factor other than 1."""
+        return sum(any(one != 1.0 for one in row) for row in self.factors)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON values; numbers that are not finite become None."""
+        return {
+            "schema": "acutance.loss_calibration_report/1",
+            "law": self.record(),
+            "metric": self.metric,
+            "family": self.family,
+            "passes": self.passes,
+            "loss": self.loss,
+            "mean_loss": self.mean_loss,
+            "delta": self.delta,
+            "error": finite(self.error),
+            "windows": {str(length): count for length, count in self.windows.items()},
+            "fitted": self.fitted,
+            "stopped": self.stopped,
+            "skipped": dict(self.skipped),
+            "changed": self.changed,
+            "heads": [
+                finite(asdict(one)) | {"factors": list(row)}
+                for one, row in zip(self.slopes, self.factors, strict=True)
+            ],
+        }
+
+
+def significant(p: Sequence[float] | Tensor, share: float) -> Tensor:
+    """Which tests to believe so that at most this share of them is by chance, boolean.
+
+    Args:
+        p: two-sided p-values.
+        share: of false ones among those believed, expected at most.
+
+    Example:
+        >>> significant([0.001, 0.02, 0.04, 0.9], 0.05).tolist()
+        [True, True, False, False]
+
+    Source:
+        Benjamini & Hochberg (1995), doi:10.1111/j.2517-6161.1995.tb02031.x.
+    """
+    values = torch.as_tensor(p, dtype=torch.float64)
+    order = values.argsort()
+    bound = share * torch.arange(1, len(values) + 1) / len(values)
+    below = (values[order] <= bound).nonzero()
+    chosen = torch.zeros(len(values), dtype=torch.bool)
+    if len(below):
+        chosen[order[: int(below.max()) + 1]] = True
+    return chosen
