@@ -128,7 +128,11 @@ def query_factor(
 
 
 def _read(laws: HeadLaws, n: Tensor, heads: int) -> Tensor:
-    """How many of its visible keys each row reads."""
+    """Number of keys that each row reads: those of its n visible ones in the window of its head.
+
+    A head without a window reads all n. The result is shaped as ``n``, (B or 1, heads or 1, L), or
+    (B or 1, heads, L) where heads have windows of their own.
+    """
     if laws.window is not None:
         return laws.window.keys_read(n)
     if not laws.windows:

@@ -140,7 +140,15 @@ def fold(scores: Tensor, heads: int | None, place: int | None = None) -> Tensor:
 
 
 def candidate_head_axes(shape: Sequence[int], heads: int | None) -> list[int]:
-    """Which of the first three of four dimensions have ``heads`` entries.
+    """Indices of the first three of four dimensions that have ``heads`` entries.
+
+    Args:
+        shape: shape of the scores.
+        heads: number of heads; None if unknown.
+
+    Returns:
+        The indices, ascending. Empty if no dimension fits, ``heads`` is None, or there are not four
+        dimensions.
 
     Example:
         >>> candidate_head_axes((4, 2, 9, 9), 4), candidate_head_axes((4, 4, 9, 9), 4)

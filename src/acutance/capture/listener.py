@@ -349,7 +349,7 @@ class Listener:
         return (module for module in self.model.modules() if TokenMasks.reads(module))
 
     def _follow_again(self, is_library: bool | None) -> None:
-        """Return to following passes."""
+        """Go back from watching entry points to following every module and function of a pass."""
         with self._follower.lock:
             if self._follower.follow_again():
                 self._follower.is_library = is_library
@@ -361,7 +361,11 @@ class Listener:
         return threading.get_ident() == self._home
 
     def _on_pass_begin(self, module: torch.nn.Module, unchanged: bool) -> None:
-        """Handle the start of a pass: if the model changed, return to following passes."""
+        """Handle the start of a pass that is watched only at its entry points.
+
+        If the model changed, go back to following passes: with hooks on every module and
+        interception of every torch function.
+        """
         if not unchanged and self._in_home_thread():
             self._follow_again(None)
 

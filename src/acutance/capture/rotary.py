@@ -37,14 +37,18 @@ class RotaryError(ValueError):
 
 @dataclass(frozen=True)
 class Rotary:
-    """How the positions of one layer are in its queries and keys.
+    """How one layer encodes positions: it rotates pairs of components of queries and keys.
+
+    The angle of a pair is the position times the frequency of the pair.
 
     Attributes:
-        holder: the module that holds the frequencies; None for a layer without positions, where
+        holder: module that holds the frequencies; None for a layer without positions, where
             moving a key changes nothing.
-        buffer: their name there: they are read when they are needed.
-        start: first component that is rotated.
-        interleaved: whether pairs are (0, 1), (2, 3), ...; else the first half with the second.
+        buffer: name of the tensor of frequencies, in radians per position, in ``holder``; it is
+            read whenever it is needed.
+        start: index of the first rotated component.
+        interleaved: True if the pairs are components (0, 1), (2, 3), …; False if component i of the
+            first half is paired with component i of the second half.
     """
 
     holder: torch.nn.Module | None = None
@@ -53,11 +57,15 @@ class Rotary:
     interleaved: bool = False
 
     def moved(self, x: Tensor, by: Tensor) -> Tensor:
-        """Queries or keys moved to other positions.
+        """Rotate queries or keys from their positions to other ones.
 
         Args:
-            x: (B, H, L, E), rotated to their own positions.
-            by: new position less the old, (B or 1, H or 1, L).
+            x: (B, H, L, E), already rotated for their present positions.
+            by: new position minus present position, (B or 1, H or 1, L).
+
+        Returns:
+            The rotated tensor, shaped and typed as ``x``; ``x`` itself if the layer has no
+            positions.
 
         Example:
             >>> holder = torch.nn.Module()
@@ -88,18 +96,23 @@ class Rotary:
 
 
 def find_rotary(model: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> list[Rotary]:
-    """The rotary positions of layers that use transformers' attention interface.
+    """Determine the rotary embedding of layers that use transformers' attention interface.
 
-    A copy of the model that shares its tensors reads four tokens twice, without gradients.
+    A copy of the model that shares its tensors reads four tokens twice, at different positions,
+    without gradients. For each layer, the frequencies and the pairing of components are those that
+    turn the queries and keys of the first run into those of the second.
 
     Args:
         model: a transformers model, or one that takes ``input_ids`` and ``position_ids`` as they
             do.
         layers: attention modules of the model.
 
+    Returns:
+        One :class:`Rotary` for each layer, in their order.
+
     Raises:
-        RotaryError: if the positions of a layer are not rotary, or its frequencies depend on the
-            length of the text.
+        RotaryError: if the model has no rotary frequencies or cannot be run at given positions, a
+            layer rotates in no known way, or its frequencies depend on the length of the text.
     """
     name = class_name(model)
     known = [
@@ -167,7 +180,21 @@ def _of_layer(
 
 
 def _error(rotary: Rotary, before: _Pair, after: _Pair, shift: int) -> float:
-    """Relative error of moving the queries and keys of the first call by ``shift``."""
+    """How far a rotary embedding is from explaining the second of two runs, as a relative error.
+
+    The first run's queries and keys are rotated by ``shift`` positions and compared with the second
+    run's.
+
+    Args:
+        rotary: the embedding to test.
+        before: query and key of the layer in the first run.
+        after: query and key of the layer in the second run, ``shift`` positions later.
+        shift: difference of the positions.
+
+    Returns:
+        Norm of the difference over the norm of the second run's tensor, the larger of that for
+        queries and that for keys; inf if either is NaN.
+    """
     errors = []
     for one, other in zip(before, after, strict=True):
         by = torch.full((1, 1, one.shape[2]), shift, device=one.device)
@@ -181,24 +208,27 @@ _Calls = dict[torch.nn.Module, _Pair]
 
 
 class _Recorder:
-    """Notes the queries and keys of every call of transformers' attention interface."""
+    """Records the query and key of each module's first call of transformers' interface."""
 
     def __init__(self) -> None:
         self.calls: _Calls = {}
 
     def changed_query(self, call: InterfaceCall) -> None:
-        """The query stays."""
+        """Record the call; None leaves its query as it is."""
         self.calls.setdefault(call["module"], (call["query"].detach(), call["key"].detach()))
 
     def mute(self) -> AbstractContextManager[None]:
-        """Nothing is changed."""
+        """A context that does nothing: calls within a call are recorded too."""
         return nullcontext()
 
 
 def _read(model: torch.nn.Module, start: int) -> _Calls:
-    """The queries and keys of each layer where four tokens stand at ``start`` and after.
+    """Query and key of each attention module when four tokens are read at ``start`` and after.
 
-    A copy of the modules runs, with the same tensors: who listens to the model hears nothing.
+    A copy of the modules with the same tensors runs, so that hooks on the model are not called.
+
+    Raises:
+        RotaryError: if the model cannot be run with ``input_ids`` and ``position_ids``.
     """
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
     places = torch.arange(_TOKENS, device=device)[None]
@@ -223,7 +253,7 @@ def _read(model: torch.nn.Module, start: int) -> _Calls:
 
 
 def _positions(model: torch.nn.Module) -> int | None:
-    """Largest number of positions that a model's configuration states."""
+    """Largest number of positions in a model's configuration; None if it states none."""
     config: Any = getattr(unwrap(model), "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -239,5 +269,5 @@ def _tensors(holder: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_rates(name: str) -> bool:
-    """Whether a buffer of this name holds the rotary frequencies in use."""
+    """Whether a tensor of this name holds the rotary frequencies that the model uses at present."""
     return name.endswith("inv_freq") and not name.endswith(("original_inv_freq", "long_inv_freq"))

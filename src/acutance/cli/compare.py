@@ -177,10 +177,15 @@ def _listing() -> "NumberTable":
 
 
 def _arguments(options: CompareOptions, source: "QueryKeySample | None") -> dict[str, Any]:
-    """Arguments of :func:`acutance.comparison.compare`, from options.
+    """Keyword arguments of :func:`acutance.comparison.compare`, from the command's options.
+
+    Args:
+        options: the command-line options.
+        source: queries and keys of a model to compare on; None compares on random ones.
 
     Raises:
-        ValueError: if a mechanism is unknown (the nearest is named), or a text holds no numbers.
+        ValueError: if a mechanism is unknown (the message names the nearest), ``--n``, ``--mean``
+            or ``--std`` is not a list of numbers, or one is out of range.
     """
     from acutance.comparison.runner import DEFAULT_LENGTHS, pick
 

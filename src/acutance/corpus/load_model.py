@@ -319,7 +319,14 @@ def _check_published(file: Path, sha256: str, package: str) -> None:
 
 
 def _located(name: str) -> str:
-    """The path that transformers should load, or the hub name; raises if there is no such model."""
+    """What transformers should load for a name: the path of a directory or file, or a hub name.
+
+    A name that is no path is returned as it is; nothing is looked up on the hub.
+
+    Raises:
+        ModelError: if a directory has no config.json, a file is not a readable GGUF file, or a path
+            does not exist.
+    """
     path = Path(name).expanduser()
     if os.path.isdir(path):
         _check_files(str(path))

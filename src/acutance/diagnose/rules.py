@@ -97,7 +97,12 @@ def judge_heads(summary: Summary) -> list[dict[Kind, Judgement]]:
 
 
 def _sink(head: HeadFacts) -> Judgement | None:
-    """Whether most weight is on the first key, more than uniform attention would give."""
+    """An attention sink: a head with most of its weight on the first key.
+
+    Returns:
+        The judgement, with the weight on the first key as its value. None if that weight is at most
+        ``SINK``, unknown, or less than ``LIFT`` times what uniform attention would give.
+    """
     first, n = head.mean("first_weight"), head.mean("n_keys")
     if not first > SINK or first < LIFT / n:
         return None

@@ -16,7 +16,7 @@ __all__ = ["sentences", "show", "tried_rows"]
 
 
 def sentences(found: Extension) -> Iterator[str]:
-    """What was found, the most important first.
+    """The results of :func:`acutance.extend` as sentences, the most important first.
 
     Example:
         >>> import acutance
@@ -57,7 +57,11 @@ def sentences(found: Extension) -> Iterator[str]:
 
 
 def tried_rows(found: Extension) -> list[list[str]]:
-    """Heading and rows of the table of what was tried."""
+    """The table of the changes that the search tried: its heading, then one row for each, as text.
+
+    Columns are the change, the windows it was measured on, and the difference of the loss from the
+    unchanged model up to and beyond the trained length, in nats a token.
+    """
     rows = [
         ["change", "windows", f"up to {found.train_length:,}", f"beyond {found.train_length:,}"]
     ]
@@ -69,7 +73,11 @@ def tried_rows(found: Extension) -> list[list[str]]:
 
 
 def show(found: Extension) -> RenderableType:
-    """Sentences and two tables, for a rich console."""
+    """The results of :func:`acutance.extend` for a rich console: two tables, then the sentences.
+
+    The first table has the losses on the final windows, of the model as it is and of the best
+    changes; the second, the differences of the loss for every change that the search tried.
+    """
     final = NumberTable(keys=1, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     final.add_column("final windows")
     for name in ("loss up to", "loss beyond", "Δ up to", "Δ beyond"):
@@ -93,6 +101,7 @@ def show(found: Extension) -> RenderableType:
 
 
 def _numbers(one: Final) -> list[str]:
+    """Cells of the first table: loss up to and beyond the trained length, then both differences."""
     return [
         f"{one.within.loss + one.within.delta:.4f}",
         f"{one.beyond.loss + one.beyond.delta:.4f}",
@@ -102,6 +111,7 @@ def _numbers(one: Final) -> list[str]:
 
 
 def _change(part: Part) -> str:
+    """A difference of the loss with its standard error and its 95 % interval."""
     return (
         f"{part.delta:+.4f} ± {part.error:.4f} nat (between {part.low:+.3f} and {part.high:+.3f})"
     )

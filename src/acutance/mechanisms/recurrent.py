@@ -180,9 +180,10 @@ def _scan_segments(x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
 
 
 def _scan(x: Tensor, decay: Tensor) -> Tensor:
-    """Scan by doubling inside chunks, then the same scan over the chunks' last states.
+    """States h_t = λ h_{t−1} + x_t along the last but one dimension, starting at h_0 = x_0.
 
-    ``decay`` is in double precision, since its high powers amplify rounding.
+    Chunks are computed by doubling, then the chunks' last states by the same scan. ``decay`` is λ
+    for each channel, in double precision, since its high powers amplify rounding.
     """
     length = x.shape[-2]
     if length <= CHUNK:

@@ -234,9 +234,12 @@ def with_distant(near: Tensor, v: Tensor, distant: Sums) -> Sums:
     )
 
 
-def _seen(places: Tensor, strict: bool) -> Tensor:
-    """Boolean (C, C), which keys of a chunk each of its rows sees."""
-    return places[:, None] > places if strict else places[:, None] >= places
+def _seen(positions: Tensor, strict: bool) -> Tensor:
+    """Boolean (C, C), True where row i of a chunk sees key j of it: j ≤ i, or j < i if ``strict``.
+
+    ``positions`` are the positions 0 … C − 1 in the chunk.
+    """
+    return positions[:, None] > positions if strict else positions[:, None] >= positions
 
 
 def fading(log_decay: Tensor, size: int, strict: bool, device: torch.device) -> Tensor:

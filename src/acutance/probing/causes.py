@@ -145,7 +145,10 @@ def _scales(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[_Ch
 
 
 def _added(call: AttentionCall, module: torch.nn.Module | None) -> Iterator[_Change]:
-    """Changes that add sinks, a window or a softcap that the module has and the call lacks."""
+    """Changes that each add what the module has and the call lacks: sinks, a window or a softcap.
+
+    Each is tried alone, to see whether it explains the model's output.
+    """
     for name in ("sinks", "window", "softcap"):
         value = _configured_value(module, name) if getattr(call, name) is None else None
         if name == "sinks":

@@ -76,7 +76,7 @@ class CosScale(Scaling):
         self._set(scale=check_number("scale", self.scale, above=0.0))
 
     def law(self, rows: Rows) -> Tensor:
-        """The same number for every row."""
+        """The constant scale s for every row, whatever its number of keys; shaped as ``rows.n``."""
         return torch.full_like(rows.n, self.scale)
 
 

@@ -122,9 +122,12 @@ def _regions(masking: Masking) -> Iterator[Region]:
 
 
 def _block(call: KernelCall, region: Region, tile: Tile) -> Block:
-    """The scores of some rows (``region``) on some keys (``tile``), (B, H, g, L, S).
+    """The scores of some rows (``region``) on some keys (``tile``).
 
-    The block also has the boolean mask of visible keys and the positions of queries and keys.
+    Returns:
+        The scores, (B, key heads, query heads per key head, rows, keys), −inf where a key is
+        hidden, with the boolean mask of visible keys (None if no mask applies) and the learned
+        sinks (None if there are none).
     """
     masking, rule, dtype = call.masking, call.rule, accumulate_dtype(call.query.dtype)
     b, h, r = region.batch, region.heads, region.rows

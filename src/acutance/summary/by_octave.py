@@ -339,13 +339,17 @@ class Profile(HeadArrays):
 
 
 def _sums(x: Tensor, share: Tensor, counted: Tensor, whole: bool) -> dict[str, Tensor]:
-    """Sums that a profile holds, (metrics, heads, octaves), from values (metrics, heads, B, L).
+    """The fields of a :class:`Profile` that come from metric values, summed over rows by octave.
 
     Args:
-        x: values, 0 on rows that do not count.
-        share: (heads or 1, B, L, octaves), 1 in the octave of each row that counts.
+        x: values, (metrics, heads, B, L); 0 on rows that do not count.
+        share: (heads or 1, B, L, octaves), 1 in the octave of each row that counts, else 0.
         counted: boolean (B, heads, L), True on rows that count.
-        whole: whether every value is finite.
+        whole: whether every value is finite; then ``counted`` is not read.
+
+    Returns:
+        ``count``, ``mean``, ``M2``, ``groups`` and ``between`` as in :class:`Profile`, each
+        (metrics, heads, octaves) float64.
     """
     metrics, heads, batch, queries = x.shape
 

@@ -42,7 +42,7 @@ class OptionalParts:
     spans: Spans | None = None
 
     def merge(self, other: OptionalParts) -> OptionalParts:
-        """Merge each part that both records have.
+        """Merge each part that both records have; a part that only one of them has becomes None.
 
         Raises:
             ValueError: if their spans have other names.

@@ -116,17 +116,22 @@ def uncertainty(summary: HeadSummary, run: Run | None = None) -> Uncertainty:
 
 
 def between(profile: Profile, share: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Weighted sum of the octaves' standard errors, and degrees of freedom of the largest term.
+    """Standard error of a weighted mean over octaves of n, as an upper bound, and its reliability.
 
-    An octave that only one sequence reaches is given the largest spread between sequences of any
-    octave.
+    Octave k holds the rows with 2^k to 2^(k+1) − 1 visible keys; its standard error comes from how
+    much the means of its sequences differ. The octaves' errors, times their weights, are added
+    without squaring: the true error is at most this sum, and equal to it if a sequence that is high
+    in one octave is high in all. An octave that only one sequence reaches has no error of its own
+    and is given the largest deviation between sequences of any octave.
 
     Args:
         profile: profile of some heads and metrics.
         share: (heads, metrics, octaves), weight of each octave; None for its share of the rows.
 
     Returns:
-        Two tensors (heads, metrics); NaN if no octave has two sequences.
+        The error, in the unit of the metric, and its degrees of freedom: the number of sequences
+        less one in the octave that contributes most to the error. Both (heads, metrics); NaN if no
+        octave has two sequences.
     """
     if not profile.octaves:
         nothing = profile.count.sum(-1) * math.nan

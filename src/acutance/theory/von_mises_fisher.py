@@ -89,7 +89,10 @@ def von_mises_fisher(d: float, kappa: float) -> tuple[float, float, float]:
 
 
 def _large_kappa(order: float, kappa: float) -> tuple[float, float, float]:
-    """The result of :func:`von_mises_fisher` for κ ≫ order², from Hankel's expansion."""
+    """κ − log F, κ − κA and D = κA − log F for κ ≫ order², from Hankel's expansion.
+
+    The same three numbers as :func:`von_mises_fisher`; ``order`` is d/2 − 1.
+    """
     term, total, moment = 1.0, 0.0, 0.0
     for k in range(200):
         total += term
@@ -107,7 +110,7 @@ def _large_kappa(order: float, kappa: float) -> tuple[float, float, float]:
 
 
 def _large_order(order: float, kappa: float) -> tuple[float, float, float]:
-    """The result of :func:`von_mises_fisher` for a large order, from Debye's expansion."""
+    """κ − log F, κ − κA and D = κA − log F for a large order d/2 − 1, from Debye's expansion."""
     z = kappa / order
     s = math.hypot(1.0, z)
     p = 1 / s

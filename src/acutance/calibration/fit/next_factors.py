@@ -77,13 +77,25 @@ def predicted(
     *,
     before: Before | None = None,
 ) -> Tensor:
-    """The value expected at the next factor, from the line by which it was chosen."""
+    """The value expected at the next factor, from the line in λ² by which it was chosen.
+
+    Args:
+        factor: λ that was applied, of any shape.
+        value: y measured there.
+        slope: y' = dy/d log λ measured there.
+        following: the next λ.
+        before: λ, y and y' of the previous pass; None in the first.
+    """
     slope = _combined(factor, value, slope, before)
     grown = ((following / factor).square() - 1) / 2
     return value + slope * grown
 
 
 def _combined(factor: Tensor, value: Tensor, slope: Tensor, before: Before | None) -> Tensor:
+    """The slope dy/d log λ, corrected by the change of y since the previous pass.
+
+    It is unchanged where there was no previous pass, λ hardly moved, or the change is implausible.
+    """
     if before is None:
         return slope
     last, then, there = before
@@ -110,14 +122,17 @@ _MARGIN = 5e-4
 
 @dataclass(frozen=True)
 class Aim:
-    """The target values of one layer.
+    """What the fit of one layer aims for: a value of the target metric at each knot and head.
+
+    A knot is a number n of visible keys at which a factor is fitted.
 
     Attributes:
         target: the metric.
-        wanted: value at each knot, (knots, heads).
-        possible: whether rows of so many keys can have it, (knots, heads).
-        reference: index of the knot that the target was read at, None where a value was given.
-        limit: bound of the factors, either way.
+        wanted: the metric's desired value, or its upper bound for ``max_logit``, (knots, heads).
+        possible: boolean (knots, heads), whether rows of that many keys can reach the value.
+        reference: index of the knot whose value without a law is the target; None if a value was
+            given.
+        limit: factors stay within 1/limit and limit.
     """
 
     target: Target
@@ -128,38 +143,45 @@ class Aim:
 
     @property
     def bound(self) -> bool:
-        """Whether the target is an upper bound and no value to meet."""
+        """Whether the target is an upper bound (``max_logit``) rather than a value to reach."""
         return self.target.name == "max_logit"
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """One pass of one layer: the factors that were in force and what they gave.
+    """One layer in one pass over the windows: the factors that were applied and what was measured.
 
     Attributes:
-        factors: (knots, heads).
-        values: what was measured.
+        factors: factor λ of the logits at each knot (number n of visible keys), (knots, heads).
+        values: what was measured under them.
     """
 
     factors: Tensor
     values: LayerValues
 
     def measured(self, aim: Aim) -> Tensor:
-        """What the target is compared with, (knots, heads)."""
+        """The measured quantity that is compared with the target, (knots, heads).
+
+        For ``max_logit``, an upper bound, it is the largest logit among the rows of each knot:
+        those with more visible keys than the previous knot, and at most as many as this one. For
+        every other target it is the mean of the metric over rows with as many visible keys as the
+        knot.
+        """
         return self.values.top if aim.bound else self.values.value
 
 
 def aim_of(
     first: LayerValues, target: Target, value: float | None, reference: int, limit: float
 ) -> Aim:
-    """The aim of a layer, from its values without a law.
+    """The aim of a layer, from what was measured without a law.
 
     Args:
-        first: those values.
+        first: what was measured.
         target: the metric.
-        value: wanted everywhere; None is each head's own at the reference.
-        reference: which bin that is; a layer without rows there takes its shortest.
-        limit: bound of the factors.
+        value: desired value at every knot and head; None takes each head's value at the reference.
+        reference: index of the bin of the reference length; a layer without rows there takes its
+            first bin with rows.
+        limit: factors stay within 1/limit and limit.
     """
     at = first.bins.index(reference) if reference in first.bins else 0
     shown = first.top if target.name == "max_logit" else first.value
@@ -177,7 +199,17 @@ def aim_of(
 
 
 def decide(history: Sequence[LayerState], aim: Aim) -> tuple[Tensor, Tensor]:
-    """The factors of the next pass and the values to expect under them, (knots, heads) each."""
+    """Choose the factors of a layer for the next pass.
+
+    Args:
+        history: the passes so far, in order; at least one.
+        aim: the target values.
+
+    Returns:
+        The factors, and the metric expected under them, (knots, heads) each. The factor is 1 where
+        the target is impossible, at the knot that is its own target, and for heads that were never
+        significantly away from it.
+    """
     last = history[-1]
     if aim.bound:
         return _bounded(last, aim)
@@ -200,13 +232,16 @@ def decide(history: Sequence[LayerState], aim: Aim) -> tuple[Tensor, Tensor]:
 
 
 def _straight(state: LayerState, aim: Aim) -> tuple[Tensor, Tensor]:
-    """Value and slope as what is closest to a straight line in λ²."""
+    """Value and slope of the metric, or of its logarithm for targets that are straighter in it."""
     value, slope = state.values.value, state.values.slope
     return (value.log(), slope / value) if aim.target.by_ratio else (value, slope)
 
 
 def matters(state: LayerState, aim: Aim) -> Tensor:
-    """Whether a value is away from its target by more than noise and more than is worth mending.
+    """Whether a value differs from its target by more than noise and by enough to be corrected.
+
+    Enough is 1 % of the target, or ``target.floor`` if that is more. Noise is a two-sided test at
+    5 %. A bound only matters where it is exceeded.
 
     Returns:
         (knots, heads) boolean; False where the target is impossible.
@@ -222,7 +257,7 @@ def matters(state: LayerState, aim: Aim) -> Tensor:
 
 
 def above(top: Tensor, bound: Tensor) -> Tensor:
-    """Where the largest logit exceeds its bound by more than rounding.
+    """Whether the largest logit exceeds its bound by more than rounding, boolean.
 
     Example:
         >>> above(torch.tensor([7.0, 7.00001, 7.1]), torch.tensor([7.0, 7.0, 7.0]))
@@ -232,11 +267,11 @@ def above(top: Tensor, bound: Tensor) -> Tensor:
 
 
 def _bounded(last: LayerState, aim: Aim) -> tuple[Tensor, Tensor]:
-    """Factors that bring each bin's largest logit under the bound.
+    """Factors that bring each bin's largest logit under its bound, and the logits expected then.
 
-    A row between two knots has a factor between theirs, so both are multiplied by what the bin
-    between them lacks: by the lower, where a knot bounds two bins. What is under the bound already
-    lacks nothing, however low its neighbours' factors are.
+    A bin holds the rows between two knots, and the factor of such a row lies between those of the
+    two knots. So both knots get the reduction that the bin needs, and a knot between two bins gets
+    the stronger one. A bin that is under its bound needs none.
     """
     top = last.values.top
     over = above(top, aim.wanted) & (top > 0) & (aim.wanted > 0)
@@ -247,7 +282,20 @@ def _bounded(last: LayerState, aim: Aim) -> tuple[Tensor, Tensor]:
 
 
 def status_of(first: LayerState, last: LayerState, aim: Aim) -> list[list[str]]:
-    """For each knot and head: held, missed, kept, impossible or limited."""
+    """The outcome for each knot and head, as a key of ``STATUSES`` of a calibration's result.
+
+    ``impossible``: no factor reaches the target. ``kept``: the head was left unchanged. ``held``:
+    the target is met. ``limited``: it is missed and the factor is at its limit. ``missed``: it is
+    missed otherwise.
+
+    Args:
+        first: the layer without a law.
+        last: the layer under the law.
+        aim: the target values.
+
+    Returns:
+        A list for each knot, of one word for each head.
+    """
     measured = last.measured(aim)
     close = (measured - aim.wanted).abs() <= torch.clamp(
         HELD * aim.wanted.abs(), min=aim.target.floor

@@ -226,7 +226,14 @@ def einsum_terms(args: Sequence[Any]) -> tuple[list[str], list[Any], str] | None
 
 
 def _einsum_operands(args: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Queries (..., L, E) and keys (..., S, E) of an einsum."""
+    """Queries (..., L, E) and keys (..., S, E) of an einsum that computes scores.
+
+    The operand whose unshared label comes first in the result is the queries.
+
+    Raises:
+        ValueError: if the einsum is not a product of two tensors that sums over one label and keeps
+            one unshared label of each.
+    """
     unknown = f"it is not known which factor of its einsum is the queries: {args[0]!r:.60}"
     terms = einsum_terms(args)
     if terms is None:

@@ -216,7 +216,18 @@ class Softmaxes:
         kwargs: Mapping[str, Any],
         result: Any,
     ) -> None:
-        """Follow the registered softmaxes through any other function: a product, a copy, a view."""
+        """Track where the result of a registered softmax goes when another torch function reads it.
+
+        A matrix product with the weights ends the tracking: the softmax is reported as attention. A
+        copy, view, dropout or other elementwise function continues it: its result is registered as
+        holding the same weights. A call that reads no registered tensor is ignored.
+
+        Args:
+            func: the function that was called.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            result: what it returned.
+        """
         inputs = [
             each for each in tensors_in((*args, *kwargs.values())) if id(each) in self._pending
         ]

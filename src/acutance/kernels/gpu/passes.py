@@ -45,8 +45,9 @@ def forward(call: KernelCall) -> Sums:
 
     Computes what :func:`acutance.kernels.blocked.forward` does, and calls it where these kernels
     cannot run (:func:`~acutance.kernels.gpu.supported`). For the output, weights are rounded to the
-    values' dtype before the product, as in fused attention kernels; for the noise sums ``O``,
-    ``R1`` and ``R2`` they stay in float32.
+    values' dtype before the product, as in fused attention kernels. The sums that the metric
+    ``noise_gain`` needs (Σ e v, Σ e² v and Σ e² ‖v‖² over the keys, with unnormalised weights e and
+    values v) use weights in float32.
 
     Returns:
         The sums of every row in float32; ``out`` in the query's dtype.

@@ -86,7 +86,10 @@ def _log_sum(theta: float, n: float) -> float:
 
 
 def _position(n: float, x: float) -> tuple[float, float]:
-    """Mean and variance of the key's position under the weights e^(-2 x j), j = 0 to n - 1."""
+    """Mean and variance of j = 0 … n − 1 under weights proportional to e^(−θj), with θ = 2x.
+
+    j is the distance of a key from the query; θ = −log λ is the decay per key.
+    """
     if n * x > _SERIES_TO:
         mean = _one_over_expm1(2 * x) - n * _one_over_expm1(2 * n * x)
         return mean, (_one_over_sinh2(x) - n * n * _one_over_sinh2(n * x)) / 4
