@@ -117,13 +117,15 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator[int]]:
     """Have a function run ``after`` times and then be stopped, by an error or a signal.
+
+    What it returns counts the calls: its next number is that of the calls so far.
 
     A real interrupt, or a disk that becomes full, cannot be timed to hit one step of a run.
     """
 
-    def use(place: Any, name: str, after: int, stop: Callable[[], object]) -> None:
+    def use(place: Any, name: str, after: int, stop: Callable[[], object]) -> Iterator[int]:
         plain, calls = getattr(place, name), itertools.count()
 
         def stopped(*given: Any, **options: Any) -> Any:
@@ -132,6 +134,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return plain(*given, **options)
 
         monkeypatch.setattr(place, name, stopped)
+        return calls
 
     return use
 

@@ -19,7 +19,7 @@ import acutance
 from acutance.calibration import ApplyError, Law
 from acutance.calibration.fit.progress import SCHEMA, PassState, Progress
 from acutance.comparison import compare
-from acutance.experiments.harness.record import Claim, Estimate, Record, judge, seen
+from acutance.experiments.harness.record import Claim, Estimate, Record, judge, untested_row
 from acutance.experiments.harness.render import summary as shown_records
 from acutance.experiments.harness.runner import load
 from acutance.from_json import SEAL
@@ -131,7 +131,10 @@ def _reproduced(folder: Path) -> Kind:
     )
     rows = [claims[0].row("mean", 1, Estimate(1 + n * n / 999, 0.001), {"n": n}) for n in range(6)]
     rows += [claims[1].row("x", 1.0, float(i), {"of": of}) for i, of in enumerate("abc")]
-    rows += [seen("y", math.nan, {"n": 3}), claims[0].row("mean", math.inf, math.inf, {"n": 9})]
+    rows += [
+        untested_row("y", math.nan, {"n": 3}),
+        claims[0].row("mean", math.inf, math.inf, {"n": 9}),
+    ]
     judgements = tuple(judge(claim, rows) for claim in claims)
     about = {"torch": "2"}
     Record("one", "One", "it is 1", judgements, tuple(rows), 0, True, 1.5, about).save(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,12 +48,12 @@ def test_layers_of_calls_that_are_alike_merge_in_one_step() -> None:
 
 @pytest.mark.parametrize("tokens", [6, pytest.param(70, marks=pytest.mark.slow)])
 def test_structure_of_decoded_rows_is_that_of_each_call(
-    llama_models: Any, random_tokens: Any, monkeypatch: pytest.MonkeyPatch, tokens: int
+    llama_models: Any, random_tokens: Any, limits: Callable[..., None], tokens: int
 ) -> None:
     ids, found = random_tokens(2, 3), []
     options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
     for most in (accumulate.MAX_PENDING, 0):
-        monkeypatch.setattr(accumulate, "MAX_PENDING", most)
+        limits(accumulate, MAX_PENDING=most)
         probe = acutance.probe(llama_models["sdpa"], structure=True, special=(0, 5))
         with probe, torch.no_grad():
             llama_models["sdpa"].generate(ids, eos_token_id=None, **options)

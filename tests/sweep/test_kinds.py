@@ -60,7 +60,7 @@ def test_a_kind_of_attention(model_type: str, verdict: str, maps: bool) -> None:
 
 def places(patch: pytest.MonkeyPatch, place_of: Any) -> None:
     """Have the listener place modules otherwise, or not at all: no model makes it miss a layer."""
-    for name, function in {"place_of": place_of, "here": lambda self: None}.items():
+    for name, function in {"call_name_of": place_of, "call_name": lambda self: None}.items():
         patch.setattr(Listener, name, function)
 
 

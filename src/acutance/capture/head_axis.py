@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from acutance.capture.handwritten.product_layout import ProductAxes
@@ -303,7 +302,7 @@ def first_head(module: torch.nn.Module | None, query: Tensor) -> int:
         >>> first_head(torch.nn.Linear(8, 8), torch.zeros(1, 2, 3, 4))
         0
     """
-    if module is None or not (dist.is_available() and dist.is_initialized()):
+    if module is None:
         return 0
     from torch.distributed.tensor import DTensor
 

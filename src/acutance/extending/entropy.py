@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from acutance.judging.remedies import Remedy
-from acutance.probing.open_probe import ProbeError, probe
+from acutance.probing.open_probe import probe
 
 __all__ = ["entropy_by_n"]
 
@@ -25,11 +25,10 @@ def entropy_by_n(
 
     Returns:
         For each octave: the typical n of its rows, the mean over heads in nats, and the standard
-        deviation from head to head. Empty where the change is a window that reads keys at other
-        positions, which a probe cannot read.
+        deviation from head to head.
 
     Raises:
-        ProbeError: if the model as it is has no attention that a probe can read.
+        ProbeError: if the model has no attention that a probe can read.
 
     Example:
         >>> from acutance.experiments.models.trained import decoder
@@ -38,17 +37,12 @@ def entropy_by_n(
         (6, (1.0, 0.0, 0.0))
     """
     base = getattr(model, "base_model", model)
-    given = ids.to(next(model.parameters()).device)
-    try:
-        with (
-            nullcontext() if remedy is None else remedy.applied(model),
-            probe(model, metrics=["entropy"], verify=False) as measured,
-        ):
-            (base if isinstance(base, torch.nn.Module) else model)(given, use_cache=False)
-    except ProbeError:
-        if remedy is None:
-            raise
-        return ()  # a window that reads keys at other positions has no rows of a single call
+    tokens = ids.to(next(model.parameters()).device)
+    with (
+        nullcontext() if remedy is None else remedy.applied(model),
+        probe(model, metrics=["entropy"], verify=False) as measured,
+    ):
+        (base if isinstance(base, torch.nn.Module) else model)(tokens, use_cache=False)
     profile = measured.summary().profile
     if profile is None:
         return ()

@@ -266,8 +266,11 @@ def value_gradients(grad: SumGradients, sums: Sums, call: KernelCall, backend: s
 
 
 def _any_wants_gradient(tensors: _Tensors) -> bool:
-    chosen = (tensors[place] for place in _GRADIENT_INPUTS)
-    return any(tensor is not None and tensor.requires_grad for tensor in chosen)
+    for place in _GRADIENT_INPUTS:  # any() would cost a step of its generator for each
+        tensor = tensors[place]
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 class _RowSums(torch.autograd.Function):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from acutance.capture.attention_call import AttentionCall, observe_scores
@@ -361,7 +362,8 @@ class CallReader:
             if call.moved:
                 raise ValueError(MOVED)
             self.recorder.record(call, real)
-        first = first_head(module, call.query)
+        split = dist.is_available() and dist.is_initialized()
+        first = first_head(module, call.query) if split else 0
         sample = None
         if (max_rows := self._settings.max_rows) is not None:
             thread = self.thread

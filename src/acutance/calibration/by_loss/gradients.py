@@ -41,7 +41,7 @@ class FactorTable(LearnedScaling):
         >>> table(torch.tensor([8, 128, 256, 1024])).detach()
         tensor([[1.0000, 1.8591, 2.7183, 2.7183]])
         >>> table.record().factor(1024)
-        tensor([2.7183])
+        tensor([[2.7183]])
     """
 
     def __init__(self, num_heads: int, lengths: Sequence[int]) -> None:

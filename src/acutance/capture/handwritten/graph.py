@@ -180,14 +180,14 @@ def operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
         >>> [tuple(part.shape) for part in pair]
         [(2, 5, 4), (2, 7, 4)]
     """
-    args = [*args, *kwargs.values()]
+    arguments = [*args, *kwargs.values()]
     if name == "einsum":
-        return _einsum_operands(args)
+        return _einsum_operands(arguments)
     if name == "baddbmm":
-        args = [*args, *(kwargs[key] for key in ("batch1", "batch2") if key in kwargs)][1:]
+        arguments = [*args, *(kwargs[key] for key in ("batch1", "batch2") if key in kwargs)][1:]
     if name == "__rmatmul__":
-        args = args[1::-1]
-    pair = [each for each in args if isinstance(each, Tensor)]
+        arguments = arguments[1::-1]
+    pair = [each for each in arguments if isinstance(each, Tensor)]
     if len(pair) != 2 or min(each.dim() for each in pair) < 2:
         raise ValueError(f"the factors of its {name} are not known")
     return pair[0], pair[1].transpose(-1, -2)
