@@ -87,7 +87,7 @@ def apply(model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> App
 
 
 class _Thread(threading.local):
-    """How one thread is followed inside the model."""
+    """What one thread holds while it runs the model: its function mode, and factors to share."""
 
     def __init__(self) -> None:
         self.mode: FunctionChange | None = None
@@ -96,11 +96,11 @@ class _Thread(threading.local):
 
 
 class Applied(PlainCalls):
-    """A law in force on a model: what :func:`apply` returns.
+    """A law applied to a model: what :func:`apply` returns.
 
     Attributes:
-        calls: module name and how many of its calls were scaled; a compiled one counts once.
-        skipped: module name and why its calls were left alone.
+        calls: number of scaled calls by module name; a compiled module counts once.
+        skipped: why calls were not scaled, by module name.
     """
 
     def __init__(self, model: torch.nn.Module, law: AnyLaw, *, windowed: bool = False) -> None:
@@ -138,6 +138,7 @@ class Applied(PlainCalls):
     # -- in force or not --------------------------------------------------------------------------
 
     def _install(self) -> None:
+        """Install the hooks that scale attention calls."""
         with ExitStack() as context:
             context.callback(forget_compiled)
             context.enter_context(self._uncompiled)
@@ -172,6 +173,7 @@ class Applied(PlainCalls):
             raise ApplyError(self._did_nothing())
 
     def _remove(self) -> bool:
+        """Remove all hooks; returns whether they were still installed."""
         context, self._context = self._context, None
         if context is not None:
             context.close()
@@ -179,6 +181,7 @@ class Applied(PlainCalls):
         return context is not None
 
     def _did_nothing(self) -> str:
+        """The sentence for a law under which no call was scaled, with the first reason."""
         model = class_name(self._model)
         if self.skipped:
             name, why = next(iter(self.skipped.items()))
@@ -196,7 +199,14 @@ class Applied(PlainCalls):
     # -- what transformers' interface asks --------------------------------------------------------
 
     def _windowed_call(self, call: InterfaceCall) -> WindowedCall | None:
-        """The call through the windows of its layer; None for a layer without."""
+        """A call of transformers' interface as its layer's windows change it; None without windows.
+
+        None also for a call that is skipped: in a sliding-window layer without ``windowed``, or of
+        cross-attention.
+
+        Raises:
+            ApplyError: if the layer has windows both in the law and of its own.
+        """
         name, sliding = self._modules.name_of(call["module"]), call["sliding_window"] is not None
         plan = None if name is None else self._plans.of(name)
         if plan is None or plan.laws is None or not plan.laws.all_windows():
@@ -218,7 +228,11 @@ class Applied(PlainCalls):
         return windowed
 
     def changed_query(self, call: InterfaceCall) -> Tensor | None:
-        """The scaled query of an interface call, None for a call that is left alone."""
+        """The scaled query of a call of transformers' interface; None if the call is not scaled.
+
+        Raises:
+            ApplyError: if the law does not fit the call.
+        """
         module, query, key, _, mask = call.positional()
         name = self._modules.name_of(module)
         if name is None:
@@ -251,15 +265,18 @@ class Applied(PlainCalls):
         return scaled
 
     def mute(self) -> AbstractContextManager[None]:
-        """Do not scale this thread's calls in the context: they are part of a scaled call."""
+        """Context in which this thread's calls are not scaled: they are part of a scaled call."""
         return self._modules.thread.mute()
 
     def muted(self) -> bool:
-        """Whether this thread is inside a call that was scaled, or the law was removed."""
+        """Whether calls are left unscaled: inside a scaled call, or after the law was removed."""
         return self._modules.thread.depth > 0 or self._context is None
 
     def note_function(self, *, attention: bool = True) -> None:
-        """Note a call of a function that is or may be attention, or of ``exp``."""
+        """Note that the model calls a function that is or may be attention, or ``exp``.
+
+        Passes are then followed function by function. ``attention`` is False for ``exp``.
+        """
         self._follower.is_library = False
         self._by_functions |= attention
         if attention and self._traces:
@@ -273,14 +290,16 @@ class Applied(PlainCalls):
     # -- bookkeeping ------------------------------------------------------------------------------
 
     def _count(self, name: str) -> None:
+        """Count a scaled call of a module; once for a compiled module."""
         if name not in self.calls or not torch.compiler.is_compiling():
             self.calls[name] = self.calls.get(name, 0) + 1
 
     def skip(self, name: str, why: str = _WINDOWED) -> None:
-        """Note calls of a module that were left alone."""
+        """Note why the calls of a module are not scaled; the first reason counts."""
         self.skipped.setdefault(name, why)
 
     def _begin(self, module: torch.nn.Module, name: str) -> None:
+        """Handle the start of a module's forward pass."""
         thread = self._thread
         self._follower.not_yet_run.discard(name)
         if self._is_traced(module):  # with a mode around it the compiler would trace that too
@@ -292,6 +311,7 @@ class Applied(PlainCalls):
             self._follower.begin(module)
 
     def _end(self, module: torch.nn.Module, name: str) -> None:
+        """Handle the end of a module's forward pass; the outermost one ends the model's pass."""
         thread = self._thread
         if not self._modules.thread.stack:
             self._leave_model()
@@ -308,12 +328,17 @@ class Applied(PlainCalls):
                 self._start()
 
     def _begun(self, module: torch.nn.Module, unchanged: bool) -> None:
-        """Handle the start of a pass in the cheap mode."""
+        """At the start of a pass watched at entry points: if the model changed, follow it fully."""
         if not unchanged:
             self._follower.follow_again()
 
     def _passed(self, inside: bool, flat: bool) -> None:
-        """A function of attention, or that may be, is about to be called."""
+        """Before a function that may be attention runs in such a pass, follow the pass fully.
+
+        Args:
+            inside: whether the model is running.
+            flat: not read.
+        """
         if self.muted() or not inside:
             return
         self._follower.is_library = False
@@ -324,14 +349,14 @@ class Applied(PlainCalls):
             self._start()
 
     def _ended(self, module: torch.nn.Module) -> None:
-        """Such a pass has ended."""
+        """Handle the end of a pass watched at entry points."""
         self._thread.factors.forget_masks()
         if self._modules.thread.joined_late:
             self._modules.thread.joined_late = False
             self._leave_model()
 
     def _leave_model(self) -> None:
-        """Follow what this thread calls no longer; an interrupt may have left modules running."""
+        """Reset what this thread holds about a pass; an interrupt may have left modules running."""
         self._modules.thread.stack.clear()
         self._thread.graphs = 0
         self._thread.factors.forget_masks()
@@ -342,12 +367,12 @@ class Applied(PlainCalls):
         return self._traces and type(module).__name__ == "OptimizedModule"
 
     def _start(self) -> None:
-        """Follow the functions that this thread calls."""
+        """Intercept the torch functions that this thread calls."""
         self._thread.mode = FunctionChange(self)
         self._thread.mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _stop(self) -> None:
-        """Follow them no longer."""
+        """Stop intercepting functions."""
         mode, self._thread.mode = self._thread.mode, None
         if mode is not None:
             mode.__exit__(None, None, None)

@@ -128,10 +128,10 @@ def query_factor(
 
 
 def _read(laws: HeadLaws, n: Tensor, heads: int) -> Tensor:
-    """Number of keys that each row reads: those of its n visible ones in the window of its head.
+    """Number of keys that each row reads, of its n visible ones: those in the window of its head.
 
-    A head without a window reads all n. The result is shaped as ``n``, (B or 1, heads or 1, L), or
-    (B or 1, heads, L) where heads have windows of their own.
+    It is all n for a head without a window. Shaped as ``n``, or (B or 1, heads, L) if windows
+    differ between heads.
     """
     if laws.window is not None:
         return laws.window.keys_read(n)
@@ -225,7 +225,7 @@ def warn_of_shallow_mask(name: str, bare: Tensor, dim: int, narrow: torch.dtype)
 def _factor(
     scores: Tensor, dim: int, laws: HeadLaws, heads: int | None, narrow: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Factor of each row of scores, of size 1 along the keys, and the mask of hidden keys."""
+    """Factor of each row of scores, of size 1 along ``dim``, and the mask of hidden keys."""
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     hidden = hidden_scores(scores, narrow)
     with torch.no_grad():
@@ -257,14 +257,14 @@ def as_query(factor: Tensor, query: Tensor, four: Tensor) -> Tensor:
 
 
 def factor_of_call(laws: HeadLaws, call: AttentionCall) -> Tensor:
-    """:func:`query_factor` of a call that was read whole."""
+    """:func:`query_factor` of a captured call, (B or 1, Hq or 1, L)."""
     n = count(call.query, call.key, {name: getattr(call, name) for name in _MASKS})
     entropy = entropy_of(call) if laws.needs_entropy else None
     return query_factor(laws, n, call.query.shape[1], call.query.dtype, entropy)
 
 
 def entropy_of(call: AttentionCall) -> Tensor:
-    """Entropy of the rows of a call as the model has them, (B, Hq, L)."""
+    """Entropy of each row of a call without a law, in nats, (B, Hq, L)."""
     with torch.no_grad(), torch._C.DisableTorchFunction():
         entropy: Tensor = call.statistics(False).entropy
         return entropy
@@ -274,7 +274,7 @@ _MOST_KNOWN = 8  # factors that a thread remembers
 
 
 class KnownFactors:
-    """What a thread computed last of masks, which layers in the same situation share."""
+    """Values that a thread computed from masks, for later layers with the same masks."""
 
     def __init__(self) -> None:
         #: by situation, what is known; its mask, held so that no other gets its identity; and what
@@ -282,7 +282,7 @@ class KnownFactors:
         self._known: dict[tuple[Any, ...], tuple[Any, Tensor | None, Tensor | None]] = {}
 
     def get(self, situation: tuple[Any, ...]) -> Any:
-        """The factor of a situation, or what else was put; None if it is not known."""
+        """The value of a :func:`situation_of`; None if there is none or its mask changed."""
         known = self._known.get(situation)
         if known is None:
             return None
@@ -292,7 +292,7 @@ class KnownFactors:
         return value
 
     def put(self, situation: tuple[Any, ...], mask: Tensor | None, value: Any) -> None:
-        """Remember a factor, or what else."""
+        """Store the value of a situation that has this mask."""
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         before = mask.clone() if mask is not None and mask.is_inference() else None
@@ -304,10 +304,10 @@ class KnownFactors:
 
 
 def situation_of(laws: HeadLaws, call: InterfaceCall) -> tuple[Any, ...] | None:
-    """Everything that a factor depends on, as a key for sharing it; None if unknown.
+    """Everything that the factors of a call depend on, as a dictionary key; None if undecidable.
 
-    A mask that is an inference tensor does not count what is written to it: its entries are
-    compared, which on a GPU would make the host wait.
+    It is undecidable with a cache object, packed documents, vmap, tensor subclasses, or a mask on
+    a GPU in inference mode, whose comparison would make the host wait.
     """
     module, query, key, _, mask = call.positional()
     if type(query) is not Tensor or torch._C._functorch.maybe_current_level() is not None:
@@ -340,11 +340,11 @@ class Plan:
     """What a law does to the calls of one module.
 
     Attributes:
-        name: of the module that attends: around a module that is a softmax alone, that one.
-        laws: the scalings of its heads; None leaves it alone.
-        windowed: whether its rows see a window only.
-        by_count: whether factors depend on the number of visible keys alone, and do not learn.
-        scales: whether there is a scaling, not only windows.
+        name: name of the attention module: the parent if the module itself is only a softmax.
+        laws: scalings and windows of its heads; None if the law does not change it.
+        windowed: whether the layer has a sliding window of its own.
+        by_count: whether factors are constants that depend only on the number of visible keys.
+        scales: whether the law scales it, rather than only giving it windows.
     """
 
     name: str
@@ -355,7 +355,7 @@ class Plan:
 
 
 class Plans:
-    """The :class:`Plan` of each module of a model under a law, made when it is first asked for."""
+    """The :class:`Plan` of each module of a model under a law, computed at first use."""
 
     def __init__(self, modules: ModuleStack, law: AnyLaw) -> None:
         self._known: dict[str, Plan] = {}
@@ -368,7 +368,7 @@ class Plans:
         return [window for one in laws for window in one.all_windows()]
 
     def of(self, full: str) -> Plan:
-        """The plan of a module by its name."""
+        """The plan of a module with this name."""
         if (known := self._known.get(full)) is not None:
             return known
         module, above = self._modules.module_of(full), full.rpartition(".")[0]
@@ -386,7 +386,7 @@ class Plans:
         return plan
 
     def _of_layer(self, name: str) -> HeadLaws | None:
-        """The scalings of a module, those of the named module around it, or those of all."""
+        """The law of a module or the closest one around it that has one, else of all others."""
         while name and name not in self._layers:
             name = name.rpartition(".")[0]
         return self._layers.get(name) or self._elsewhere

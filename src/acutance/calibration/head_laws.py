@@ -39,11 +39,11 @@ class HeadLaws:
         return any(part.needs_entropy for part in self.scalings())
 
     def scalings(self) -> list[AnyScaling]:
-        """Those of the layer or of its heads."""
+        """All scalings of the layer: its single one, or those of its heads."""
         return [self.whole] if self.whole is not None else [part for _, part in self.heads]
 
     def all_windows(self) -> list[Window]:
-        """Those of the layer or of its heads."""
+        """All windows of the layer: its single one, or those of its heads."""
         return [self.window] if self.window is not None else [one for _, one in self.windows]
 
     def windows_by_head(self, heads: int) -> list[Window | None]:
@@ -65,10 +65,15 @@ class HeadLaws:
         return [by_head.get(head) for head in range(heads)]
 
     def with_part(self, name: str, head: int | None, part: LawPart) -> HeadLaws:
-        """These with another part, for the layer or one head.
+        """A copy with another scaling or window, for the whole layer or one head.
+
+        Args:
+            name: name of the layer, for error messages.
+            head: index of the head; None for the whole layer.
+            part: a scaling, its name, a window, or a pair (scaling, window).
 
         Raises:
-            TypeError: if it is neither a scaling nor a window nor a pair of them.
+            TypeError: if it is none of these.
             ValueError: if the layer would have one scaling (or window) and others for heads.
         """
         scaling, window = scaling_and_window(part)
@@ -95,7 +100,7 @@ class HeadLaws:
         return changed
 
     def constant(self) -> HeadLaws:
-        """These with learned scalings at their present values."""
+        """The same with learned scalings replaced by constants at their current values."""
         return replace(
             self,
             whole=None if self.whole is None else _constant(self.whole),
@@ -116,7 +121,7 @@ class HeadLaws:
 
     @classmethod
     def from_dict(cls, name: str, record: object) -> HeadLaws:
-        """What :meth:`to_dict` wrote, of the layer ``name``."""
+        """Inverse of :meth:`to_dict`; ``name`` is the layer's, for error messages."""
         if not isinstance(record, dict) or not record or set(record) - {"whole", "heads"}:
             raise ValueError(
                 f"layer {name!r:.60} must have a scaling under 'whole' or some under 'heads'"
@@ -137,11 +142,11 @@ class HeadLaws:
 
 
 def scaling_and_window(part: LawPart) -> tuple[AnyScaling | None, Window | None]:
-    """A part of a law as its scaling and its window.
+    """Split a part of a law into its scaling and its window; None for what it does not have.
 
     Raises:
         TypeError: if it is neither a scaling nor a window nor a pair of them.
-        ValueError: if it names no scaling.
+        ValueError: if it is a string that names no scaling.
 
     Example:
         >>> scaling_and_window(("ssmax", Window(64)))[1].size
@@ -159,17 +164,21 @@ def scaling_and_window(part: LawPart) -> tuple[AnyScaling | None, Window | None]
 
 
 def part_record(scaling: AnyScaling | None, window: Window | None) -> LawRecord:
-    """A scaling, a window or both as JSON values."""
+    """A scaling, a window or both as JSON values; None for what there is not."""
     parts = [] if scaling is None else [_constant(scaling).to_dict()]
     parts += [] if window is None else [window.to_dict()]
     return parts[0] if len(parts) == 1 else parts
 
 
 def read_part(place: str, record: object) -> LawPart:
-    """What :func:`part_record` wrote for a layer or head.
+    """Inverse of :func:`part_record`.
+
+    Args:
+        place: layer or head, for error messages.
+        record: the JSON values.
 
     Raises:
-        ValueError: if it is no such record, naming the place.
+        ValueError: if it is no such record.
     """
     if isinstance(record, list):
         if len(record) != 2:
@@ -192,6 +201,7 @@ def read_part(place: str, record: object) -> LawPart:
 
 
 def _constant(scaling: AnyScaling) -> Scaling:
+    """A scaling with constant parameters: itself, or the current values of a learned one."""
     if isinstance(scaling, LearnedScaling):
         record: Scaling = scaling.record()
         return record

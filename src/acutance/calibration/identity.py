@@ -90,10 +90,10 @@ class Identity:
         )
 
     def difference(self, other: Identity) -> str | None:
-        """What first differs, in words, None where nothing does.
+        """The first property in which two models differ, in words; None if they are the same.
 
-        A configuration stands for one model with any head on it, or none: where it is the same,
-        the class does not count, nor how many layers were known.
+        If the configurations are the same, the class and the number of attention layers are not
+        compared: the same model may have another head on it, or none.
         """
         if replace(self, architecture="", layers=0) == replace(other, architecture="", layers=0):
             return None
@@ -147,6 +147,7 @@ def positions_are_learned(model: torch.nn.Module) -> bool:
 
 
 def _number(config: Any, names: tuple[str, ...]) -> int:
+    """The first of these entries of a configuration that is an integer; 0 if none is."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int) and not isinstance(value, bool):
@@ -175,6 +176,7 @@ def _parameters(model: torch.nn.Module) -> list[list[Any]]:
 
 
 def _lasting(value: Any) -> Any:
+    """A configuration without the entries that may change for the same model."""
     if isinstance(value, dict):
         kept = {str(name): _lasting(part) for name, part in value.items()}
         return {name: part for name, part in kept.items() if name not in _VOLATILE}
@@ -182,5 +184,6 @@ def _lasting(value: Any) -> Any:
 
 
 def _digest(value: Any) -> str:
+    """Sixteen hexadecimal digits of the SHA-256 of a JSON value."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -117,10 +117,10 @@ class Law:
         )
 
     def check(self, model: torch.nn.Module) -> Law:
-        """Itself, if it is for this model.
+        """This law, after checking that it is for this model.
 
         Raises:
-            LawError: if it is not, naming what first differs.
+            LawError: if it is for another model; the message names the first difference.
         """
         difference = self.model.difference(Identity.of(model))
         if difference is not None:
@@ -185,6 +185,7 @@ class Law:
 
     @classmethod
     def _read(cls, record: object) -> Law:
+        """A law from the JSON values of a file."""
         if not isinstance(record, dict) or record.get("schema") != SCHEMA:
             found = record.get("schema") if isinstance(record, dict) else type(record).__name__
             raise ValueError(f"its schema must be {SCHEMA!r}, got {found!r:.60}")
@@ -223,7 +224,11 @@ class Law:
 
 
 def by_layer(model: torch.nn.Module, law: AnyLaw) -> tuple[HeadLaws | None, dict[str, HeadLaws]]:
-    """A law for every layer that it does not name, None for none, and by module name.
+    """Resolve a law to the modules of a model.
+
+    Returns:
+        The law of all layers that it does not name (None if there is none), and the laws of the
+        others by module name.
 
     Raises:
         TypeError: if it is not a law, or a key of a mapping is neither a layer nor (layer, head).

@@ -43,6 +43,7 @@ def named_law(text: str) -> AnyLaw:
 
 
 def _pair(text: str, parts: list[AnyLaw]) -> tuple[Scaling, Window]:
+    """The scaling and the window of a text with a plus sign; raises ValueError for other parts."""
     scalings = [part for part in parts if isinstance(part, Scaling)]
     windows = [part for part in parts if isinstance(part, Window)]
     if len(parts) != 2 or len(scalings) != 1 or len(windows) != 1:
@@ -51,6 +52,7 @@ def _pair(text: str, parts: list[AnyLaw]) -> tuple[Scaling, Window]:
 
 
 def _named(text: str) -> AnyLaw:
+    """The law of a text without a plus sign."""
     name, colon, parameters = text.partition(":")
     if not os.path.exists(text) and (name in SCALINGS or name == Window.name or colon):
         return _from_parameters(name, parameters)
@@ -65,6 +67,7 @@ def _named(text: str) -> AnyLaw:
 
 
 def _from_parameters(name: str, parameters: str) -> Scaling | Window:
+    """A scaling or window from its name and ``name=value,...``."""
     if not parameters and name != Window.name:
         try:
             scaling = get(name)
@@ -93,7 +96,12 @@ def _from_parameters(name: str, parameters: str) -> Scaling | Window:
 
 
 def applying(text: str) -> tuple[str, Callable[[torch.nn.Module], AbstractContextManager[Any]]]:
-    """Words for a law of :func:`named_law`, different for different laws, and what applies it."""
+    """The law of a text as :func:`named_law` reads it, ready to be applied to a model.
+
+    Returns:
+        A description, different for different laws, and a function that applies the law to a model
+        and returns a context manager.
+    """
     law = named_law(text)
     if isinstance(law, Law):
         record = json.dumps(law.record(), sort_keys=True)

@@ -27,10 +27,12 @@ __all__ = ["PlainCalls"]
 
 
 class PlainCalls(ABC):
-    """Scales and masks calls of SDPA, ``nn.MultiheadAttention`` and hand-written softmaxes.
+    """The part of an applied law that changes calls of plain PyTorch functions.
+
+    These are SDPA, ``nn.MultiheadAttention`` and hand-written softmaxes.
 
     Attributes:
-        calls: module name and how many of its calls were changed.
+        calls: number of changed calls by module name.
     """
 
     calls: dict[str, int]
@@ -43,11 +45,11 @@ class PlainCalls(ABC):
 
     @abstractmethod
     def mute(self) -> AbstractContextManager[None]:
-        """Do not change this thread's calls in the context: they are part of a changed call."""
+        """Context in which this thread's calls are not changed: they are part of a changed call."""
 
     @abstractmethod
     def skip(self, name: str) -> None:
-        """Note calls of a module that were left alone."""
+        """Note that calls of a module are left unchanged."""
 
     @abstractmethod
     def unreachable(self, name: str, reason: str) -> Exception:
@@ -58,14 +60,16 @@ class PlainCalls(ABC):
         """Count a changed call."""
 
     def _running_name(self) -> str | None:
+        """Name of the innermost module that this thread runs; None outside the model."""
         return self._modules.running() if self._modules.thread.stack else None
 
     def _running(self) -> Plan | None:
+        """The plan of that module; None outside the model."""
         name = self._running_name()
         return None if name is None else self._plans.of(name)
 
     def module_to_change(self) -> str | None:
-        """Name of the module now running if its logits are to be scaled, else None."""
+        """Name of the running module if the law changes its attention; None if not."""
         plan = self._running()
         if plan is None or plan.laws is None or self._holds(plan.name):
             return None
@@ -77,8 +81,8 @@ class PlainCalls(ABC):
     def _holds(self, name: str) -> bool:
         """Whether a submodule uses transformers' interface and the module itself does not.
 
-        While a compiled graph runs no hook tells which module does: functions that seem to be the
-        module's own are that part's.
+        A compiled module reports no running submodules, so functions that seem to be called by the
+        module itself are then the submodule's, which the interface scales already.
         """
         if not self._traces:
             return False
@@ -86,12 +90,27 @@ class PlainCalls(ABC):
         return any(one.startswith(start) and one != name for one in self._asking)
 
     def changed_arguments(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
-        """SDPA's arguments with the query scaled and the keys hidden that its row does not read."""
+        """Arguments of SDPA with the query scaled and the keys outside the windows hidden.
+
+        Args:
+            name: name of the running module.
+            given: SDPA's arguments by name.
+
+        Raises:
+            ApplyError: if the law does not fit the call.
+        """
         changed = {**given, "query": given["query"] * self.factor_of_arguments(name, given)}
         return self.masked_arguments(name, changed)
 
     def masked_arguments(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
-        """SDPA's arguments with the masks of a layer's windows; the same if it has none."""
+        """Arguments of SDPA with the keys outside the layer's windows hidden.
+
+        Returns:
+            The arguments; ``given`` itself if the layer has no windows.
+
+        Raises:
+            ApplyError: if the windows cannot be applied to the call.
+        """
         plan = self._running()
         if plan is None or plan.laws is None or not plan.laws.all_windows():
             return given
@@ -102,7 +121,14 @@ class PlainCalls(ABC):
                 raise self.unreachable(name, str(error)) from error
 
     def factor_of_arguments(self, name: str, given: dict[str, Any]) -> Tensor:
-        """Factor of the query, for a call of SDPA with these arguments in module ``name``."""
+        """Factor to multiply the query with, in a call of SDPA with these arguments.
+
+        Returns:
+            The factor, in a shape that broadcasts with the query.
+
+        Raises:
+            ApplyError: if the law does not fit the call.
+        """
         plan = self._running()
         assert plan is not None
         assert plan.laws is not None
@@ -116,19 +142,30 @@ class PlainCalls(ABC):
             return as_query(factor, given["query"], call.query)
 
     def could_be_over_keys(self, scores: Tensor, dim: int) -> bool:
-        """Whether a softmax over ``dim`` in the running module could be attention's over keys."""
+        """Whether a softmax over ``dim`` in the running module could be attention over keys."""
         name = self._running_name()
         return name is not None and could_be_over_keys(scores, dim, self._heads(name))
 
     def _heads(self, name: str) -> int | None:
-        """How many heads a module has, or the one around it, such as that of a softmax."""
+        """Number of heads of a module, or of the module around it; None if neither states it."""
         above = self._modules.module_of(name.rpartition(".")[0])
         return heads_of(self._modules.module_of(name)) or heads_of(above)
 
     def changed_scores(
         self, name: str, scores: Tensor, bare: Tensor, dim: int, narrow: torch.dtype
     ) -> Tensor:
-        """A softmax's scores with their products scaled."""
+        """The scores of a hand-written softmax as the law changes them.
+
+        Args:
+            name: name of the attention module.
+            scores: input of the softmax.
+            bare: the scores without the products of queries and keys, same shape.
+            dim: dimension of the keys.
+            narrow: dtype whose most negative numbers count as hiding a key.
+
+        Raises:
+            ApplyError: if the law cannot be applied to them.
+        """
         running, plan = self._running_name(), self._running()
         assert running is not None
         assert plan is not None

@@ -29,27 +29,30 @@ def read_through(
     call: AttentionCall,
     windows: Sequence[Window | None],
     rotary: Rotary | None,
-    own: Callable[[], Tensor],
+    unchanged: Callable[[], Tensor],
     keys: VisibleKeys | None = None,
 ) -> Tensor:
-    """The output of a call whose heads read through windows, (B, Hq, L, Ev).
+    """Compute a call whose heads have windows.
 
     Args:
-        call: what the model computes without them.
-        windows: of each head; None reads everything.
-        rotary: the layer's positions, for windows that move keys.
-        own: what computes the call as the model does; for rows and heads that nothing changes.
-        keys: what the rows see, if that is known.
+        call: the call without windows.
+        windows: window of each head; None for a head that reads all visible keys.
+        rotary: rotary embedding of the layer; None if no window moves keys.
+        unchanged: computes the call without windows; called only if some head or row needs it.
+        keys: the keys that the rows see without windows; None computes them.
+
+    Returns:
+        The output, (B, H, L, Ev).
 
     Raises:
-        ValueError: if the call has a window, or keys are to be moved and rows see keys after
-            themselves or the call adds numbers to its scores.
+        ValueError: if the call has a window of its own, or keys are to be moved and rows see keys
+            after themselves or the call adds numbers to its scores.
     """
     keys = VisibleKeys.of(call) if keys is None else keys
     parts = _parts(call, windows, rotary, keys)
     if not parts:
-        return own()
-    whole = own() if _needs_whole(parts, windows, keys) else None
+        return unchanged()
+    whole = unchanged() if _needs_whole(parts, windows, keys) else None
     for part in parts:
         output = part.output()
         if whole is not None and part.window.beyond:
@@ -74,15 +77,15 @@ def statistics_through(
     noise: bool,
     gaps: bool,
 ) -> RowStatistics:
-    """The row statistics of :func:`read_through`, over the keys that each row reads.
+    """Row statistics of a call whose heads have windows, over the keys that each row reads.
 
     Args:
-        call: what the model computes without windows.
-        windows: of each head; None reads everything.
-        rotary: the layer's positions, for windows that move keys.
-        keys: what the rows see before.
-        noise: with ``noise_gain``.
-        gaps: with the gap histogram.
+        call: the call without windows.
+        windows: window of each head; None for a head that reads all visible keys.
+        rotary: rotary embedding of the layer; None if no window moves keys.
+        keys: the keys that the rows see without windows.
+        noise: also compute ``noise_gain``.
+        gaps: also compute the gap histogram.
 
     Raises:
         ValueError: as :func:`read_through`.
@@ -110,14 +113,10 @@ def _parts(
     *,
     whole: bool = False,
 ) -> list[_Part]:
-    """The heads of a call by the window that changes what their rows read.
+    """Group the heads of a call by the window that changes what their rows read.
 
-    Args:
-        call: the call.
-        windows: of each head.
-        rotary: the layer's positions.
-        keys: what the rows see before.
-        whole: keep rows that a window leaves alone.
+    Heads that no window changes are in no group, nor are the leading rows that a window does not
+    change unless ``whole`` is set.
 
     Raises:
         ValueError: as :func:`read_through`.
@@ -145,13 +144,14 @@ def _parts(
 def _needs_whole(
     parts: Sequence[_Part], windows: Sequence[Window | None], keys: VisibleKeys
 ) -> bool:
-    """Whether some heads, or some rows of the others, are read as the model reads them."""
+    """Whether some heads, or some rows of the others, are computed without any window."""
     if sum(len(part.heads) for part in parts) < len(windows):
         return True
     return any(keys.least <= part.window.beyond for part in parts)
 
 
 def _check_moved(call: AttentionCall, keys: VisibleKeys) -> None:
+    """Raise ValueError if windows cannot move keys: rows are not causal, or biases are added."""
     if not keys.causal:
         raise ValueError(
             "its rows see keys after themselves, and a window reads only earlier keys at other "
@@ -165,7 +165,7 @@ def _check_moved(call: AttentionCall, keys: VisibleKeys) -> None:
 
 
 def _of_heads(call: AttentionCall, some: list[int], total: int) -> AttentionCall:
-    """A call of some heads alone, with the keys they share."""
+    """The part of a call that belongs to the query heads ``some`` of ``total``, with their keys."""
     if len(some) == total:
         return call
     group = total // call.key.shape[1]
@@ -190,7 +190,11 @@ def _of_heads(call: AttentionCall, some: list[int], total: int) -> AttentionCall
 
 @dataclass
 class _Part:
-    """The heads of a call that read through one window."""
+    """The heads of a call that share one window.
+
+    ``call`` has these heads alone, from the row ``start`` of the whole call on, ``keys`` is what
+    its rows see without the window, and ``heads`` are the heads' indices in the whole call.
+    """
 
     call: AttentionCall
     keys: VisibleKeys
@@ -205,7 +209,7 @@ class _Part:
 
     @property
     def left(self) -> Tensor:
-        """Rows that the window leaves alone, boolean (B or 1, h or 1, L, 1)."""
+        """Rows that the window does not apply to, for few keys, boolean (B or 1, h or 1, L, 1)."""
         return (self.keys.count <= self.window.beyond)[..., None]
 
     def output(self) -> Tensor:
@@ -219,7 +223,7 @@ class _Part:
         return _merged(outputs).to(outputs[0][0].dtype)
 
     def state(self, noise: bool, gaps: bool) -> RowState:
-        """The sums of their rows, (B, h, L)."""
+        """Row state of these heads over the keys that they read, (B, h, L)."""
         states: list[RowState] = []
         for arguments in self._sets():
             if not noise:
@@ -228,7 +232,7 @@ class _Part:
         return functools.reduce(merge, states)
 
     def into(self, whole: Tensor, changed: Tensor) -> Tensor:
-        """A field of the whole call's state, (B, H, L, ...), with the rows of this part."""
+        """A field of the whole call's state, (B, H, L, ...), with this part's ``changed`` rows."""
         if whole.dim() < 3:
             return whole
         before = whole[:, self.heads]
@@ -238,7 +242,7 @@ class _Part:
         return whole.index_copy(1, index, changed)
 
     def _sets(self) -> list[dict[str, Any]]:
-        """Arguments of :func:`acutance.attention` for each set of keys of the rows."""
+        """Arguments of :func:`acutance.attention` for each set of keys: window, sinks, far keys."""
         window, keys = self.window, self.keys
         if keys.seen is not None and not window.moves:
             return [self._set(self._masked(seen_through([window], keys, self._total)))]
@@ -251,10 +255,11 @@ class _Part:
 
     @property
     def _total(self) -> int:
+        """Number of keys of the call, S."""
         return self.call.key.shape[2]
 
     def _set(self, options: dict[str, Any], **moved: Any) -> dict[str, Any]:
-        """Arguments for the keys that ``options`` leave visible."""
+        """Arguments with these masks, and with ``moved`` in place of the call's."""
         call = self.call
         given: dict[str, Any] = {
             "query": call.query,
@@ -268,14 +273,14 @@ class _Part:
         return given | shared | options
 
     def _masked(self, read: Tensor) -> dict[str, Any]:
-        """Options of a call that reads these keys only."""
+        """Arguments that leave only the keys visible where the boolean ``read`` is True."""
         mask = self.call.attn_mask
         if mask is not None and mask.dtype != torch.bool:
             read = mask.masked_fill(torch.logical_not(read), -torch.inf)
         return {"attn_mask": read, "bias": self.call.bias}
 
     def _by_position(self, hidden: Tensor | int, total: int) -> dict[str, Any]:
-        """Options of a causal call without the keys before ``hidden``, (B or 1, 1, 1)."""
+        """Masks by position of ``total`` keys; a tensor ``hidden`` also hides keys before it."""
         options: dict[str, Any] = {"is_causal": self.keys.causal, "query_offset": self.keys.offset}
         if isinstance(hidden, Tensor):
             column = torch.arange(total, device=hidden.device)
@@ -283,11 +288,11 @@ class _Part:
         return options
 
     def _start(self) -> Tensor:
-        """The first key that the rows of each sequence see, (B or 1, 1, 1)."""
+        """Index of the first key that any row of a sequence sees, (B or 1, 1, 1)."""
         return self.keys.first.amin((1, 2), keepdim=True)
 
     def _near(self) -> dict[str, Any]:
-        """The keys at their own distance; learned sinks in the normaliser are counted here."""
+        """Arguments for the keys in the window; the model's learned sinks are counted here."""
         if self.keys.seen is not None:
             window = replace(self.window, sinks=0, beyond=0)
             return self._set(self._masked(seen_through([window], self.keys, self._total)))
@@ -296,7 +301,7 @@ class _Part:
         return self._set(options | {"window": self.window.size})
 
     def _sinks(self) -> dict[str, Any]:
-        """The first keys of each row, where they are outside its window."""
+        """Arguments for the first keys of each row that lie outside its window."""
         window, keys, call = self.window, self.keys, self.call
         query = call.query
         if window.moves:
@@ -325,7 +330,7 @@ class _Part:
         return self._set({"attn_mask": read}, query=query, key=key, value=value, sinks=None)
 
     def _far(self) -> dict[str, Any]:
-        """The other keys, at other positions."""
+        """Arguments for all other keys, at the positions that the window gives them."""
         window, keys, call = self.window, self.keys, self.call
         own = torch.arange(self._total, device=call.query.device)[None, None]
         start = torch.where(keys.count > 0, keys.first, self._total).amin((1, 2), keepdim=True)
@@ -361,12 +366,13 @@ class _Part:
         )
 
     def _moved(self, x: Tensor, by: Tensor) -> Tensor:
+        """Queries or keys rotated ``by`` positions."""
         assert self.rotary is not None
         return self.rotary.moved(x, by)
 
 
 def _merged(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The output of rows whose keys were read in parts; 0 where no part has a key."""
+    """The output from outputs and log-normalisers over disjoint sets of keys; 0 with no key."""
     if len(parts) == 1:
         return parts[0][0]
     logs = torch.stack([log for _, log in parts])

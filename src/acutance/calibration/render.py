@@ -30,35 +30,36 @@ _FAMILIES = {
 }
 
 
-def show(found: Calibration) -> RenderableType:
-    """Table and sentences, for a rich console."""
-    title = Text(_title(found), style="bold")
-    lines = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in sentences(found)]
-    return Group(title, "", _table(found), "", *lines)
+def show(result: Calibration) -> RenderableType:
+    """A calibration for a rich console: title, table of heads, and sentences."""
+    title = Text(_title(result), style="bold")
+    lines = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in sentences(result)]
+    return Group(title, "", _table(result), "", *lines)
 
 
-def _title(found: Calibration) -> str:
-    name = found.metric.replace("_", " ")
-    if found.value is not None:
-        bound = "at most " if found.metric == "max_logit" else ""
-        what = f"{bound}{found.value:g}{_unit(found)} at every n"
+def _title(result: Calibration) -> str:
+    """What was held constant and at which value, and the kind of law."""
+    name = result.metric.replace("_", " ")
+    if result.value is not None:
+        bound = "at most " if result.metric == "max_logit" else ""
+        what = f"{bound}{result.value:g}{_unit(result)} at every n"
     else:
-        what = f"kept at its value for n = {found.reference}"
-    return f"{name}, {what}: without and with a law ({found.family}), at n visible keys"
+        what = f"kept at its value for n = {result.reference}"
+    return f"{name}, {what}: without and with a law ({result.family}), at n visible keys"
 
 
-def _table(found: Calibration) -> NumberTable:
-    """Head by head, or where there are many, the layers' means."""
+def _table(result: Calibration) -> NumberTable:
+    """The values and factors at each n, by head, or layer means if there are many heads."""
     table = NumberTable(keys=3, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    lengths = _lengths(found)
-    single = len(found.heads) <= MOST_HEADS
+    lengths = _lengths(result)
+    single = len(result.heads) <= MOST_HEADS
     table.add_column("layer", justify="right", no_wrap=True)
     table.add_column("head" if single else "heads", justify="right", no_wrap=True)
     table.add_column("n =", justify="right", no_wrap=True)
     for n in lengths:
         table.add_column(str(n), justify="right", no_wrap=True)
     table.add_column("grows as")
-    groups = [[one] for one in found.heads] if single else _by_layer(found.heads)
+    groups = [[one] for one in result.heads] if single else _by_layer(result.heads)
     for group in groups:
         label = str(group[0].head) if single else str(len(group))
         rows = (
@@ -68,7 +69,7 @@ def _table(found: Calibration) -> NumberTable:
             ("factor", [one.factors for one in group], "cyan"),
         )
         for index, (what, values, style) in enumerate(rows):
-            cells = [_cell(group, values, n, what, found) for n in lengths]
+            cells = [_cell(group, values, n, what, result) for n in lengths]
             first = index == 0
             table.add_row(
                 str(group[0].layer) if first else "",
@@ -85,9 +86,21 @@ def _cell(
     values: Sequence[tuple[float, ...]],
     n: int,
     what: str,
-    found: Calibration,
+    result: Calibration,
 ) -> str:
-    """Mean over the heads; with one head and enough room, its error."""
+    """One cell of the table at length n: the mean over the heads, or a single head with its error.
+
+    Args:
+        group: the heads of the row.
+        values: for each of them, the row's numbers at its lengths.
+        n: the column's length.
+        what: the row: ``before``, ``predicted``, ``after`` or ``factor``.
+        result: the calibration.
+
+    Returns:
+        The text; "–" if no number is finite. In the row ``after``, ✗ marks an impossible target, ▲
+        a factor at its limit, and ! a missed target.
+    """
     there = [
         (value[one.lengths.index(n)], one)
         for value, one in zip(values, group, strict=True)
@@ -104,19 +117,20 @@ def _cell(
     error = {"before": one.before_error, "after": one.after_error, "factor": one.factor_errors}.get(
         what
     )
-    told = _pm(mean, error[at]) if error is not None else f"{mean:.3g}"
+    text = _with_error(mean, error[at]) if error is not None else f"{mean:.3g}"
     mark = {"impossible": " ✗", "limited": " ▲", "missed": " !"}.get(one.status[at], "")
-    return told + (mark if what == "after" else "")
+    return text + (mark if what == "after" else "")
 
 
-def _pm(value: float, error: float) -> str:
-    """A value with its standard error, if that is finite."""
+def _with_error(value: float, error: float) -> str:
+    """A value with its error, if that is above 0 and at most ten times the value."""
     if not 0 < error <= 10 * max(abs(value), 1e-9):
         return f"{value:.3g}"
     return f"{value:.3g}±{error:.1g}"
 
 
 def _grows(group: Sequence[HeadCalibration]) -> str:
+    """The growth of a head's factors in words, or the two most frequent ones of several heads."""
     counts = Counter(one.family for one in group)
     if len(group) == 1:
         one = group[0]
@@ -126,53 +140,53 @@ def _grows(group: Sequence[HeadCalibration]) -> str:
     return ", ".join(f"{count}× {_FAMILIES[name]}" for name, count in counts.most_common(2))
 
 
-def sentences(found: Calibration) -> Iterator[str]:
-    """The sentences below the table."""
-    unit = _unit(found)
-    if found.weights_not_loaded is not None:
-        yield not_loaded_sentence(found.weights_not_loaded)
-    if found.metric == "max_logit":
-        over = sum(_exceeds(one.before, one.target) for one in found.heads)
-        still = sum(_exceeds(one.after, one.target) for one in found.heads)
+def sentences(result: Calibration) -> Iterator[str]:
+    """What a calibration achieved and what it did not, one sentence for each point."""
+    unit = _unit(result)
+    if result.weights_not_loaded is not None:
+        yield not_loaded_sentence(result.weights_not_loaded)
+    if result.metric == "max_logit":
+        over = sum(_exceeds(one.before, one.target) for one in result.heads)
+        still = sum(_exceeds(one.after, one.target) for one in result.heads)
         yield (
-            f"{over} of {len(found.heads)} heads exceeded the bound without a law; with the "
+            f"{over} of {len(result.heads)} heads exceeded the bound without a law; with the "
             f"law {still} do."
         )
     else:
         yield (
-            f"Largest distance from the target over heads and n: {found.worst(law=False):.0%} "
-            f"without, {found.worst():.1%} with the law (held means within {HELD:.0%}, or "
-            f"{TARGETS[found.metric].floor:g}{unit})."
+            f"Largest distance from the target over heads and n: {result.worst(law=False):.0%} "
+            f"without, {result.worst():.1%} with the law (held means within {HELD:.0%}, or "
+            f"{TARGETS[result.metric].floor:g}{unit})."
         )
-    counts = found.counts()
+    counts = result.counts()
     total = sum(counts.values())
     parts = [f"{count} {name}" for name, count in counts.items() if count]
     yield f"Of {total} pairs of head and n: {', '.join(parts)}."
-    if kept := _heads(found, "kept"):
-        yield from _kept(found, kept)
-    if gone := _heads(found, "impossible"):
+    if unchanged := _heads(result, "kept"):
+        yield from _unchanged_heads(result, unchanged)
+    if gone := _heads(result, "impossible"):
         yield (
-            f"{_named(gone)} cannot reach the target at some n: rows with few keys have at "
+            f"{_listed(gone)} cannot reach the target at some n: rows with few keys have at "
             "most log n nats (and at least 1/n as a top weight). Their factor there is 1."
         )
-    if limited := _heads(found, "limited"):
+    if limited := _heads(result, "limited"):
         edges = {
             factor
             for one in limited
             for factor, status in zip(one.factors, one.status, strict=True)
             if status == "limited"
         }
-        told = " and ".join(dict.fromkeys(f"{edge:.3g}" for edge in sorted(edges)))
+        text = " and ".join(dict.fromkeys(f"{edge:.3g}" for edge in sorted(edges)))
         yield (
-            f"{_named(limited)} do{_s(limited)} not reach the target within the limit of the "
-            f"factors, {told}."
+            f"{_listed(limited)} do{_verb_ending(limited)} not reach the target within the limit "
+            f"of the factors, {text}."
         )
-    if missed := _heads(found, "missed"):
-        yield f"{_named(missed)} missed the target at some n: try more passes, or another law."
-    yield from _growth(found)
-    windows = ", ".join(f"{count} of {length} tokens" for length, count in found.windows.items())
-    measured = f"Measured {found.passes} times on windows: {windows}"
-    if found.metric == "max_logit":
+    if missed := _heads(result, "missed"):
+        yield f"{_listed(missed)} missed the target at some n: try more passes, or another law."
+    yield from _growth(result)
+    windows = ", ".join(f"{count} of {length} tokens" for length, count in result.windows.items())
+    measured = f"Measured {result.passes} times on windows: {windows}"
+    if result.metric == "max_logit":
         yield f"{measured}."
         yield (
             "Other text may exceed the bound, especially a longer one: use a lower value than "
@@ -180,20 +194,20 @@ def sentences(found: Calibration) -> Iterator[str]:
         )
     else:
         yield f"{measured}; ± is one standard error."
-        yield from _noise(found)
-    for name, why in list(found.skipped.items())[:4]:
+        yield from _noise(result)
+    for name, why in list(result.skipped.items())[:4]:
         yield f"Not fitted: {name}: {why}."
-    if len(found.skipped) > 4:
-        yield f"Not fitted: {len(found.skipped) - 4} more layers."
-    if found.family == "table":
+    if len(result.skipped) > 4:
+        yield f"Not fitted: {len(result.skipped) - 4} more layers."
+    if result.family == "table":
         yield (
-            f"Beyond n = {found.lengths[-1]} each head's factor is extrapolated by its family "
+            f"Beyond n = {result.lengths[-1]} each head's factor is extrapolated by its family "
             "(for undecided heads the best one that grows no faster than log n), without "
-            f"measurement. Rows with fewer than {found.lengths[0]} keys use that length's "
+            f"measurement. Rows with fewer than {result.lengths[0]} keys use that length's "
             "factor."
         )
     else:
-        yield f"Beyond n = {found.lengths[-1]} nothing was measured."
+        yield f"Beyond n = {result.lengths[-1]} nothing was measured."
 
 
 def _exceeds(shown: Sequence[float], bound: Sequence[float]) -> bool:
@@ -201,30 +215,30 @@ def _exceeds(shown: Sequence[float], bound: Sequence[float]) -> bool:
     return max(shown) > bound[0] + ROUNDING * abs(bound[0])
 
 
-def _kept(found: Calibration, heads: Sequence[HeadCalibration]) -> Iterator[str]:
-    """What is not mended, and how large it may be."""
-    if found.metric == "max_logit":
-        yield f"Below the bound and unchanged: {_named(heads)}."
+def _unchanged_heads(result: Calibration, heads: Sequence[HeadCalibration]) -> Iterator[str]:
+    """A sentence on heads that were left unchanged, and how far they are from the target."""
+    if result.metric == "max_logit":
+        yield f"Below the bound and unchanged: {_listed(heads)}."
         return
     left = max(
-        abs(one.before[at] - one.target[at]) / _size(found, one, at)
+        abs(one.before[at] - one.target[at]) / _target_size(result, one, at)
         for one in heads
-        for at in _told(one)
+        for at in _possible_lengths(one)
     )
     more = "; more windows reduce the noise" if left > HELD else ""
     yield (
-        f"Unchanged: {_named(heads)}. The change that a law would make there, at most "
+        f"Unchanged: {_listed(heads)}. The change that a law would make there, at most "
         f"{left:.1%} of the target, is insignificant or below 1 %{more}."
     )
 
 
-def _noise(found: Calibration) -> Iterator[str]:
-    """How far a text of as many windows may be off by chance, as no fit to this one can show."""
+def _noise(result: Calibration) -> Iterator[str]:
+    """A sentence on how far other text may be from these values by chance; none if unknown."""
     errors = sorted(
         error
-        for one in found.heads
-        for at in _told(one)
-        if math.isfinite(error := one.after_error[at] / _size(found, one, at))
+        for one in result.heads
+        for at in _possible_lengths(one)
+        if math.isfinite(error := one.after_error[at] / _target_size(result, one, at))
     )
     if errors:
         yield (
@@ -234,65 +248,70 @@ def _noise(found: Calibration) -> Iterator[str]:
         )
 
 
-def _told(one: HeadCalibration) -> list[int]:
-    """Indices of the lengths at which some factor brings a head to its target."""
+def _possible_lengths(one: HeadCalibration) -> list[int]:
+    """Indices of the lengths at which the target is possible for a head."""
     return [at for at, status in enumerate(one.status) if status != "impossible"]
 
 
-def _size(found: Calibration, one: HeadCalibration, at: int) -> float:
-    """What a distance from the target is a part of, as in :meth:`Calibration.worst`."""
-    return max(abs(one.target[at]), TARGETS[found.metric].floor / HELD, 1e-12)
+def _target_size(result: Calibration, one: HeadCalibration, at: int) -> float:
+    """The number that a head's distance from its target at length ``at`` is divided by.
+
+    It is the target, or for targets near 0 a size at which 5 % is of no interest.
+    """
+    return max(abs(one.target[at]), TARGETS[result.metric].floor / HELD, 1e-12)
 
 
-def _growth(found: Calibration) -> Iterator[str]:
-    """Sentences on the families and on β/Λ."""
-    families = Counter(one.family for one in found.heads)
+def _growth(result: Calibration) -> Iterator[str]:
+    """Sentences on how the factors grow with n, and on β/Λ, the factor over the critical scale."""
+    families = Counter(one.family for one in result.heads)
     limited = families.pop("limited", 0)
-    told = ", ".join(f"{count} {_FAMILIES[name]}" for name, count in families.most_common())
+    text = ", ".join(f"{count} {_FAMILIES[name]}" for name, count in families.most_common())
     if limited:
         yield (
-            f"{limited} of {len(found.heads)} heads reach the limit of the factors and have no "
+            f"{limited} of {len(result.heads)} heads reach the limit of the factors and have no "
             "family."
         )
     if not families:
         pass
-    elif len(found.lengths) < 3:
+    elif len(result.lengths) < 3:
         yield (
-            f"Growth of the factors: {told}; at least 3 lengths are needed to distinguish families."
+            f"Growth of the factors: {text}; at least 3 lengths are needed to distinguish families."
         )
     else:
-        yield f"Growth of the factors with n, by fit error: {told}."
+        yield f"Growth of the factors with n, by fit error: {text}."
     last = [
-        (one.critical[-1], one.focus[-1]) for one in found.heads if math.isfinite(one.critical[-1])
+        (one.critical[-1], one.focus[-1]) for one in result.heads if math.isfinite(one.critical[-1])
     ]
     if last:
         before = sorted(1 / scale if scale > 0 else math.inf for scale, _ in last)
         after = sorted(focus for _, focus in last)
         middle = len(last) // 2
         yield (
-            f"β/Λ at n = {found.lengths[-1]} (above 1, one key dominates): median head "
+            f"β/Λ at n = {result.lengths[-1]} (above 1, one key dominates): median head "
             f"{before[middle]:.2g} without, {after[middle]:.2g} with the law."
         )
 
 
-def _heads(found: Calibration, status: str) -> list[HeadCalibration]:
-    return [one for one in found.heads if status in one.status]
+def _heads(result: Calibration, status: str) -> list[HeadCalibration]:
+    """The heads with this status at some length."""
+    return [one for one in result.heads if status in one.status]
 
 
-def _s(heads: Sequence[HeadCalibration]) -> str:
-    """The ending of "do" where they are a single one."""
+def _verb_ending(heads: Sequence[HeadCalibration]) -> str:
+    """The ending of "do" for one head ("es") or several (none)."""
     return "es" if len(heads) == 1 else ""
 
 
-def _named(heads: Sequence[HeadCalibration]) -> str:
-    """Layers and heads, few enough to read."""
-    told = [f"layer {group[0].layer} {_numbers(group)}" for group in _by_layer(heads)]
-    if len(told) > 4:
-        return f"{len(heads)} heads of {len(told)} layers"
-    return "; ".join(told)
+def _listed(heads: Sequence[HeadCalibration]) -> str:
+    """Layers and heads as text, or only their numbers if there are more than four layers."""
+    text = [f"layer {group[0].layer} {_numbers(group)}" for group in _by_layer(heads)]
+    if len(text) > 4:
+        return f"{len(heads)} heads of {len(text)} layers"
+    return "; ".join(text)
 
 
 def _numbers(group: Sequence[HeadCalibration]) -> str:
+    """Heads of one layer as text, or only their number if there are more than eight."""
     heads = [str(one.head) for one in group]
     if len(heads) > 8:
         return f"({len(heads)} heads)"
@@ -300,16 +319,19 @@ def _numbers(group: Sequence[HeadCalibration]) -> str:
 
 
 def _by_layer(heads: Iterable[HeadCalibration]) -> list[list[HeadCalibration]]:
-    found: dict[str, list[HeadCalibration]] = {}
+    """The heads in one list for each layer."""
+    result: dict[str, list[HeadCalibration]] = {}
     for one in heads:
-        found.setdefault(one.module, []).append(one)
-    return list(found.values())
+        result.setdefault(one.module, []).append(one)
+    return list(result.values())
 
 
-def _lengths(found: Calibration) -> list[int]:
-    return sorted({n for one in found.heads for n in one.lengths})
+def _lengths(result: Calibration) -> list[int]:
+    """All lengths of a calibration, ascending."""
+    return sorted({n for one in result.heads for n in one.lengths})
 
 
-def _unit(found: Calibration) -> str:
-    unit = TARGETS[found.metric].unit
+def _unit(result: Calibration) -> str:
+    """Unit of the target with a space before it; empty for pure numbers."""
+    unit = TARGETS[result.metric].unit
     return "" if unit == "1" else f" {unit}"

@@ -17,18 +17,19 @@ __all__ = ["VisibleKeys", "adds_nothing", "seen_through"]
 
 @dataclass(frozen=True)
 class VisibleKeys:
-    """Which keys the rows of a call see before a window.
+    """Which keys the rows of a call see without a window.
 
     Attributes:
-        index: of each row among the keys, (B or 1, H or 1, L).
-        first: index of the first key a row sees, same shape.
-        count: how many it sees, same shape.
-        seen: boolean, broadcastable to (B, H, L, S); None where the rest tells.
-        offset: where no ``seen`` is needed, the index of row 0.
-        causal: whether no row sees a key after itself.
-        padded: whether first keys differ from 0, where no ``seen`` is needed.
+        index: index of the key at the position of each row, (B or 1, H or 1, L).
+        first: index of the first key that each row sees, same shape.
+        count: number of keys that each row sees, same shape.
+        seen: boolean mask broadcastable to (B, H, L, S); None if each row sees all keys from
+            ``first`` on, up to ``index`` if causal.
+        offset: without ``seen``, the index of row 0.
+        causal: whether no row sees a key after its position.
+        padded: whether some sequence's first visible key is not key 0.
         most: the largest count.
-        least: the smallest count of a row that sees a key.
+        least: the smallest positive count; 0 if no row sees a key.
     """
 
     index: Tensor
@@ -43,7 +44,7 @@ class VisibleKeys:
 
     @classmethod
     def of(cls, call: AttentionCall) -> VisibleKeys:
-        """Those of a call.
+        """The visible keys of a call.
 
         Example:
             >>> x = torch.zeros(1, 1, 3, 4)
@@ -55,6 +56,7 @@ class VisibleKeys:
 
     @classmethod
     def _of(cls, call: AttentionCall) -> VisibleKeys:
+        """The visible keys of a call, with gradients already off."""
         queries, keys = call.query.shape[2], call.key.shape[2]
         offset = call.query_offset if call.is_causal else keys - queries
         place = torch.arange(queries, device=call.query.device)[None, None]
@@ -85,7 +87,7 @@ class VisibleKeys:
         return cls(index, first, count, seen, offset, causal, padded, *_extremes(count))
 
     def of_heads(self, heads: list[int]) -> VisibleKeys:
-        """Those of some heads."""
+        """The same for the heads with these indices."""
 
         def of(tensor: Tensor) -> Tensor:
             return tensor[:, heads] if tensor.shape[1] > 1 else tensor
@@ -99,12 +101,12 @@ class VisibleKeys:
         )
 
     def leading(self, most: int) -> int:
-        """How many rows, from the first one on, see at most so many keys."""
+        """Number of rows, from row 0 on, before the first that sees more than ``most`` keys."""
         few = (self.count <= most).flatten(0, 1).all(0)
         return int(few.to(torch.int64).cumprod(0).sum())
 
     def from_row(self, start: int) -> VisibleKeys:
-        """Those of later rows, where position alone hides keys."""
+        """The same for the rows from ``start`` on, where position alone hides keys."""
         return replace(
             self,
             index=self.index[:, :, start:],
@@ -115,13 +117,16 @@ class VisibleKeys:
 
 
 def _extremes(count: Tensor) -> tuple[int, int]:
-    """The largest and the smallest positive count, 0 where there is none."""
+    """The largest and the smallest positive count; (0, 0) if no count is positive."""
     positive = count[count > 0]
     return (int(positive.max()), int(positive.min())) if positive.numel() else (0, 0)
 
 
 def _seen(call: AttentionCall) -> Tensor | None:
-    """Which keys rows see, where something but position hides them."""
+    """Boolean (B or 1, H or 1, L, S), the keys that each row sees; None without any mask.
+
+    A call whose keys only ``is_causal`` hides has no mask in this sense.
+    """
     parts = []
     for mask in (call.attn_mask, call.bias):
         if mask is not None:
@@ -147,7 +152,7 @@ def _seen(call: AttentionCall) -> Tensor | None:
 
 
 def adds_nothing(call: AttentionCall) -> bool:
-    """Whether the masks of a call only hide."""
+    """Whether the masks of a call only hide keys, and add no finite number to a score."""
     mask = call.attn_mask
     if call.bias is not None:
         return False
@@ -157,12 +162,15 @@ def adds_nothing(call: AttentionCall) -> bool:
 
 
 def seen_through(windows: Sequence[Window | None], keys: VisibleKeys, total: int) -> Tensor:
-    """Which keys each head reads under windows that move none, (B or 1, H, L, S) or H of 1.
+    """Boolean mask of the keys that rows read through windows that move no keys.
 
     Args:
-        windows: of each head, or one for all; None reads everything.
-        keys: what the rows see before.
+        windows: one for each head, or a single one for all heads; None reads every visible key.
+        keys: the keys that rows see without windows.
         total: number of keys, S.
+
+    Returns:
+        (B or 1, H, L, S), or (B or 1, H or 1, L, S) for a single window.
     """
     column = torch.arange(total, device=keys.index.device)
     index, first = keys.index[..., None], keys.first[..., None]

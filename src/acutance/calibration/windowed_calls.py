@@ -28,14 +28,14 @@ __all__ = ["WindowedCall", "masked_arguments", "masked_scores", "rotary_of_layer
 def rotary_of_layers(
     model: torch.nn.Module, plans: Mapping[torch.nn.Module, Plan]
 ) -> dict[torch.nn.Module, Rotary]:
-    """The rotary positions of the layers whose windows move keys.
+    """The rotary embedding of each layer whose windows move keys; empty if there is none.
 
     Args:
         model: the model.
-        plans: of its layers that use transformers' interface.
+        plans: what the law does to each layer that uses transformers' interface.
 
     Raises:
-        RotaryError: if the positions of one of them are not rotary.
+        RotaryError: if a layer has no rotary embedding of a known form.
     """
     layers = [
         layer
@@ -48,18 +48,18 @@ def rotary_of_layers(
 
 
 def moves(laws: HeadLaws) -> bool:
-    """Whether a window of a layer reads keys at other positions."""
+    """Whether a window of the layer reads some keys at other positions than their actual ones."""
     return any(window.moves for window in laws.all_windows())
 
 
 @dataclass(frozen=True)
 class MovedCall(AttentionCall):
-    """A call whose rows read keys at other positions: what a probe sees of it.
+    """A call whose rows read keys at other positions, as a probe receives it.
 
     Attributes:
-        windows: of each head.
-        rotary: the layer's positions.
-        keys: what its rows see before.
+        windows: window of each head, None for a head without.
+        rotary: rotary embedding of the layer.
+        keys: the keys that its rows see without windows.
     """
 
     windows: tuple[Window | None, ...] = ()
@@ -69,8 +69,12 @@ class MovedCall(AttentionCall):
     def statistics(self, noise: bool, gaps: bool = False) -> RowStatistics:
         """Row statistics over the keys that rows read, at the positions where they read them.
 
+        Args:
+            noise: also compute ``noise_gain``.
+            gaps: also compute the gap histogram.
+
         Raises:
-            ValueError: if this is a part of the rows or heads of a call.
+            ValueError: if this is only some of the rows or heads of a call.
         """
         keys, rows = self.keys, self.query.shape[1:3]
         if keys is None or rows != (len(self.windows), keys.count.shape[2]):
@@ -92,27 +96,27 @@ class MovedCall(AttentionCall):
         return read_through(call, self.windows, self.rotary, own, self.keys), statistics
 
     def as_eager(self) -> None:
-        """No output of one call is that of these rows."""
+        """None: there are no weights of one softmax to return."""
 
     def weight_on(self, groups: Tensor) -> Tensor:
-        """Unknown: it raises ValueError."""
+        """Raises ValueError: the weight on groups of keys is not available for moved keys."""
         raise ValueError(MOVED)
 
     def uniform_weight_on(self, groups: Tensor) -> Tensor:
-        """Unknown: it raises ValueError."""
+        """Raises ValueError: see :meth:`weight_on`."""
         raise ValueError(MOVED)
 
 
 class WindowedCall:
-    """One call of transformers' interface whose heads read through windows.
+    """One call of transformers' interface whose heads have windows.
 
     Args:
-        call: it, with its query scaled.
-        name: of its module.
-        laws: of the layer.
-        rotary: its positions, where a window moves keys.
-        refuse: makes the error for a call that windows cannot be applied to.
-        known: what its rows see, if that is known.
+        call: the call, with its query already scaled.
+        name: name of its module.
+        laws: scalings and windows of the layer.
+        rotary: rotary embedding of the layer; None if no window moves keys.
+        refuse: returns the exception for a module name and the reason windows cannot be applied.
+        known: the keys that its rows see without windows; None computes them.
     """
 
     def __init__(
@@ -136,11 +140,20 @@ class WindowedCall:
 
     @property
     def keys(self) -> VisibleKeys:
-        """What its rows see before a window."""
+        """The keys that its rows see without windows."""
         return self._keys
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function would return: the output, (B, L, Hq, Ev), and no weights."""
+        """Compute the call with its windows, in place of the attention function.
+
+        Args:
+            *args: arguments of the function.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            The output (B, L, Hq, Ev) and None for the weights; the function's result if no row is
+            affected by a window.
+        """
         results: list[Any] = []
 
         def own() -> Tensor:
@@ -159,12 +172,15 @@ class WindowedCall:
 
     @property
     def _changed(self) -> bool:
-        """Whether a row of the call reads anything but all its keys."""
+        """Whether a window changes which keys, or at which positions, some row reads."""
         most = self._keys.most
         return any(window is not None and most > window.unchanged for window in self._windows)
 
     def read(self, name: str) -> AttentionCall:
-        """The call with the mask of its windows, or where they move keys with its statistics."""
+        """The call for a probe: with the windows as a mask, or as a :class:`MovedCall`.
+
+        It is the plain call if no row is affected by a window. ``name`` is the module's name.
+        """
         call = replace(self._call, module=name)
         if not self._changed:
             return call
@@ -180,7 +196,13 @@ class WindowedCall:
 def _masked(
     call: AttentionCall, windows: Iterable[Any], keys: VisibleKeys | None = None
 ) -> AttentionCall:
-    """A call with the masks of windows that move no keys."""
+    """The call with windows that move no keys as its only mask.
+
+    Args:
+        call: the call.
+        windows: window of each head, None for a head without.
+        keys: the keys that its rows see; None computes them.
+    """
     keys = VisibleKeys.of(call) if keys is None else keys
     different = list(dict.fromkeys(windows))
     windows = different if len(different) == 1 else windows
@@ -257,6 +279,7 @@ def masked_scores(
 
 
 def _refuse_moves(laws: HeadLaws) -> None:
+    """Raise ValueError if a window moves keys, which only transformers' interface allows."""
     if moves(laws):
         raise ValueError(
             "its window reads keys at other positions, which needs transformers' attention "

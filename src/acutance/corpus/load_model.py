@@ -319,13 +319,10 @@ def _check_published(file: Path, sha256: str, package: str) -> None:
 
 
 def _located(name: str) -> str:
-    """What transformers should load for a name: the path of a directory or file, or a hub name.
-
-    A name that is no path is returned as it is; nothing is looked up on the hub.
+    """The path that transformers should load, or the name itself if it is no path (a hub name).
 
     Raises:
-        ModelError: if a directory has no config.json, a file is not a readable GGUF file, or a path
-            does not exist.
+        ModelError: if a path does not exist or is neither a saved model nor a GGUF file.
     """
     path = Path(name).expanduser()
     if os.path.isdir(path):

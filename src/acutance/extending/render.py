@@ -15,7 +15,7 @@ from acutance.report.screen import NumberTable
 __all__ = ["sentences", "show", "tried_rows"]
 
 
-def sentences(found: Extension) -> Iterator[str]:
+def sentences(result: Extension) -> Iterator[str]:
     """The results of :func:`acutance.extend` as sentences, the most important first.
 
     Example:
@@ -24,55 +24,55 @@ def sentences(found: Extension) -> Iterator[str]:
         >>> from acutance.experiments.models.trained import decoder
         >>> windows = texts.read(texts.files("held out"))[: 4 * 256].long().view(4, 256)
         >>> law = "rope:linear,factor=2"
-        >>> found = acutance.extend(decoder(), 256, windows, train_length=128, laws=law)
-        >>> next(sentences(found))
+        >>> result = acutance.extend(decoder(), 256, windows, train_length=128, laws=law)
+        >>> next(sentences(result))
         'Nothing that was tried lowers the loss beyond 128 tokens at a cost of at most 0.005 nat.'
     """
-    if found.chosen is None:
+    if result.chosen is None:
         yield (
-            f"Nothing that was tried lowers the loss beyond {found.train_length:,} tokens at a "
-            f"cost of at most {found.max_cost:g} nat."
+            f"Nothing that was tried lowers the loss beyond {result.train_length:,} tokens at a "
+            f"cost of at most {result.max_cost:g} nat."
         )
     else:
-        one = found[found.chosen.name]
-        beyond = "lowers" if found.helps else "does not lower beyond noise"
+        one = result[result.chosen.name]
+        beyond = "lowers" if result.helps else "does not lower beyond noise"
         yield (
-            f"{one.name} {beyond} the loss beyond {found.train_length:,} tokens: "
+            f"{one.name} {beyond} the loss beyond {result.train_length:,} tokens: "
             f"{_change(one.beyond)}, from {one.beyond.loss:.3f} nats a token."
         )
         cost = f"changes by {_change(one.within)}" if one.within.most > 2e-5 else "stays as it is"
-        yield f"Up to {found.train_length:,} tokens the loss {cost}."
-    if found.gain is not None:
+        yield f"Up to {result.train_length:,} tokens the loss {cost}."
+    if result.gain is not None:
         yield (
-            f"Against {found.finals[-1].name}, the best RoPE setting of the search, it changes the "
-            f"loss beyond {found.train_length:,} tokens by {_change(found.gain)}."
+            f"Against {result.finals[-1].name}, the best RoPE setting of the search, it changes "
+            f"the loss beyond {result.train_length:,} tokens by {_change(result.gain)}."
         )
     yield (
-        f"These numbers are from {found.final_windows} windows of {found.to:,} tokens that no "
-        f"choice was made on; the search had {found.search_windows} others. ± is a standard error "
+        f"These numbers are from {result.final_windows} windows of {result.to:,} tokens that no "
+        f"choice was made on; the search had {result.search_windows} others. ± is a standard error "
         "from window to window, with an interval of 95 % by Student's t."
     )
-    if not found.complete:
+    if not result.complete:
         yield "The budget ended the search before all rounds."
 
 
-def tried_rows(found: Extension) -> list[list[str]]:
+def tried_rows(result: Extension) -> list[list[str]]:
     """The table of the changes that the search tried: its heading, then one row for each, as text.
 
     Columns are the change, the windows it was measured on, and the difference of the loss from the
     unchanged model up to and beyond the trained length, in nats a token.
     """
     rows = [
-        ["change", "windows", f"up to {found.train_length:,}", f"beyond {found.train_length:,}"]
+        ["change", "windows", f"up to {result.train_length:,}", f"beyond {result.train_length:,}"]
     ]
-    for one in found.tried:
+    for one in result.tried:
         error = "" if one.error is None else f" ± {one.error:.3f}"
         within, beyond = f"{one.within:+.4f}", f"{one.beyond:+.4f}{error}"
         rows.append([one.name, str(one.windows), within, beyond])
     return rows
 
 
-def show(found: Extension) -> RenderableType:
+def show(result: Extension) -> RenderableType:
     """The results of :func:`acutance.extend` for a rich console: two tables, then the sentences.
 
     The first table has the losses on the final windows, of the model as it is and of the best
@@ -81,32 +81,32 @@ def show(found: Extension) -> RenderableType:
     final = NumberTable(keys=1, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     final.add_column("final windows")
     for name in ("loss up to", "loss beyond", "Δ up to", "Δ beyond"):
-        final.add_column(f"{name} {found.train_length:,}", justify="right", no_wrap=True)
-    for shown in found.finals:
-        final.add_row(shown.name, *_numbers(shown))
+        final.add_column(f"{name} {result.train_length:,}", justify="right", no_wrap=True)
+    for shown in result.finals:
+        final.add_row(shown.name, *_cells(shown))
     table = NumberTable(keys=1, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    head, *rows = tried_rows(found)
+    head, *rows = tried_rows(result)
     for index, name in enumerate(head):
         table.add_column(name, justify="right" if index else "left", no_wrap=index > 0)
-    for one, row in zip(found.tried, rows, strict=True):
+    for one, row in zip(result.tried, rows, strict=True):
         table.add_row(*row, style="" if one.allowed else "dim")
-    lines = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in sentences(found)]
-    title = Text(f"Reading {found.to:,} tokens, loss in nats a token", style="bold")
+    lines = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in sentences(result)]
+    title = Text(f"Reading {result.to:,} tokens, loss in nats a token", style="bold")
     note = Text(
-        f"tried, difference to the model as it is (dim: more than {found.max_cost:g} nat up to "
-        f"{found.train_length:,}):",
+        f"tried, difference to the model as it is (dim: more than {result.max_cost:g} nat up to "
+        f"{result.train_length:,}):",
         style="dim",
     )
     return Group(title, "", final, "", note, table, "", *lines)
 
 
-def _numbers(one: Final) -> list[str]:
+def _cells(final: Final) -> list[str]:
     """Cells of the first table: loss up to and beyond the trained length, then both differences."""
     return [
-        f"{one.within.loss + one.within.delta:.4f}",
-        f"{one.beyond.loss + one.beyond.delta:.4f}",
-        f"{one.within.delta:+.4f} ± {one.within.error:.4f}",
-        f"{one.beyond.delta:+.4f} ± {one.beyond.error:.4f}",
+        f"{final.within.loss + final.within.delta:.4f}",
+        f"{final.beyond.loss + final.beyond.delta:.4f}",
+        f"{final.within.delta:+.4f} ± {final.within.error:.4f}",
+        f"{final.beyond.delta:+.4f} ± {final.beyond.error:.4f}",
     ]
 
 

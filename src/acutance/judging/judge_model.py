@@ -71,7 +71,11 @@ class Windows:
         return sum(turn.length * turn.groups.numel() for turn in self.turns)
 
     def by_text(self, texts: Sequence[Hashable]) -> Windows:
-        """Grouped by text instead, where there are several; ``texts`` names that of each group."""
+        """These windows grouped by text, if they are from at least 5 texts; unchanged otherwise.
+
+        Args:
+            texts: the text of each present group.
+        """
         numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
         if len(numbers) < SEVERAL:
             return self
@@ -181,7 +185,22 @@ def judge_windows(
     overwrite: bool = False,
     advance: Advance | None = None,
 ) -> LossComparison:
-    """:func:`judge` for windows whose groups are known."""
+    """:func:`judge` for windows with stated groups, remedies and a loss that are ready to use.
+
+    Args:
+        model: as for :func:`judge`.
+        windows: the windows in batches, with the groups between which errors are estimated.
+        remedies: changes of the model to compare with the unchanged model.
+        loss: the loss.
+        save: as for :func:`judge`.
+        save_every: likewise.
+        resume: likewise.
+        overwrite: likewise.
+        advance: likewise.
+
+    Returns:
+        The comparison, as :func:`judge`.
+    """
     if resume and save is None:
         raise ValueError("resume continues the file given by save, got save=None")
     if save is not None:
@@ -223,7 +242,7 @@ def judge_windows(
 
 
 class _Job:
-    """The runs of one comparison: every batch as the model is, and then under each law."""
+    """Runs every batch through the unchanged model and under each law, and sums the losses."""
 
     def __init__(
         self,
@@ -242,7 +261,7 @@ class _Job:
         self._device = next((part.device for part in model.parameters()), None)
 
     def run(self, advance: Advance | None) -> None:
-        """Go on until all is done; what is done is saved if ^C comes."""
+        """Make all runs that are not done yet; an interrupt saves those that are."""
         done, last = self._sums.done, len(self._remedies)
         if not bool(done.all()):
             self._loss.check(self._model, self._batch(self._windows.turns[0]))
@@ -264,7 +283,14 @@ class _Job:
         self._write()
 
     def _step(self, turn: Turn, index: int, place: int, rows: slice) -> None:
-        """One run of the model; what it adds is written in one go, and only then called done."""
+        """Run the model once on a batch, and add its losses to the sums.
+
+        Args:
+            turn: the batch.
+            index: index of the batch.
+            place: 0 for the unchanged model, k for the k-th law.
+            rows: the batch's windows among all windows.
+        """
         remedy = None if place == 0 else self._remedies[place - 1]
         with nullcontext() if remedy is None else remedy.applied(self._model):
             scored = self._loss.score(self._model, self._batch(turn))
@@ -290,11 +316,13 @@ class _Job:
             self._write()
 
     def _write(self) -> None:
+        """Save the sums to the file, if there is one."""
         if self._save is not None:
             self._sums.save(self._save)
         self._unsaved = 0
 
     def _batch(self, turn: Turn) -> Mapping[str, Any]:
+        """The batch as keyword arguments of the model, on its device."""
         batch = turn.batch if isinstance(turn.batch, Mapping) else {"input_ids": turn.batch}
         return {
             name: part.to(self._device) if isinstance(part, Tensor) else part
@@ -303,7 +331,7 @@ class _Job:
 
 
 def _whole(batches: Mapping[int, Iterable[Any]]) -> list[Turn]:
-    """One turn for each batch, not cut; for the errors, every window is a group of its own."""
+    """One :class:`Turn` for each batch, not cut, where each window is its own group."""
     turns = []
     for part in batches.values():
         start = 0
@@ -315,7 +343,7 @@ def _whole(batches: Mapping[int, Iterable[Any]]) -> list[Turn]:
 
 
 def _ids(batch: Any) -> Tensor:
-    """The tensor of a batch that says how many windows and tokens it has."""
+    """The tensor of a batch whose first two dimensions are windows and tokens."""
     if isinstance(batch, Tensor):
         return batch
     named = batch.get("input_ids")

@@ -46,16 +46,19 @@ _ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class Part:
-    """The effect on the predictions from some number of tokens.
+    """The effect of a law on the predictions whose n lies in a range.
+
+    n is the number of tokens that a prediction could read.
 
     Attributes:
-        first: fewest tokens that a prediction could read.
-        last: most.
-        delta: mean loss under the law minus that without, in nats a token.
-        error: its standard error.
-        low: lower end of its interval.
+        first: smallest n.
+        last: largest n.
+        delta: mean loss under the law minus mean loss without it, in nats a token.
+        error: standard error of ``delta``.
+        low: lower end of the interval of ``delta``; all intervals of a comparison hold jointly with
+            a probability of 95 %.
         high: upper end.
-        loss: mean loss without the law.
+        loss: mean loss without the law, in nats a token.
     """
 
     first: int
@@ -78,7 +81,7 @@ class Part:
 
     @property
     def most(self) -> float:
-        """The largest size of a difference in the interval."""
+        """The largest magnitude of the difference that the interval allows, in nats a token."""
         return max(abs(self.low), abs(self.high))
 
     def to_dict(self) -> dict[str, Any]:
@@ -197,7 +200,7 @@ class LossComparison:
 
 
 def octaves(longest: int) -> tuple[tuple[int, int], ...]:
-    """Ranges of n, both ends included: octaves up to powers of 2, at most six.
+    """Ranges of n up to ``longest``, both ends included: at most six, ending at powers of 2.
 
     Example:
         >>> octaves(2048)
@@ -266,7 +269,15 @@ def compare_losses(
 
 
 def _part(difference: Tensor, count: Tensor, loss: float, miss: float, n: tuple[int, int]) -> Part:
-    """One mean with its error and the interval that misses it so often, from sums of groups."""
+    """The effect on one range of n, from sums over groups of windows.
+
+    Args:
+        difference: sum over each group of the loss under the law minus that without, (groups,).
+        count: number of predictions of each group.
+        loss: sum of the losses without the law.
+        miss: probability that the interval does not contain the true difference.
+        n: smallest and largest n of the range.
+    """
     has = count > 0
     difference, count = difference[has], count[has]
     total, number = float(count.sum()), int(has.sum())

@@ -28,23 +28,23 @@ __all__ = ["HeadsOff", "LawRemedy", "Remedy", "as_remedies", "named_remedy"]
 
 @runtime_checkable
 class Remedy(Protocol):
-    """A change of a model that can be undone, to be judged by the loss."""
+    """A reversible change of a model, such as a law, whose effect on the loss can be measured."""
 
     @property
     def name(self) -> str:
-        """What a table calls it."""
+        """Its name in tables."""
 
     @property
     def words(self) -> str:
-        """What it is, different for different changes: a run is resumed only with the same."""
+        """A text that identifies the change: a saved run is resumed only if it is the same."""
 
     def applied(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """A context in which the model is changed."""
+        """Context in which the model is changed; leaving it restores the model."""
 
 
 @dataclass(frozen=True)
 class LawRemedy:
-    """A law of scalings and windows, see :func:`acutance.apply`."""
+    """A law of scalings and windows as a remedy, see :func:`acutance.apply`."""
 
     name: str
     law: AnyLaw
@@ -52,7 +52,7 @@ class LawRemedy:
 
     @property
     def words(self) -> str:
-        """The law, or a digest of its file."""
+        """The law as text, or the digest of a law file."""
         windowed = ", windowed" if self.windowed else ""
         if not isinstance(self.law, Law):
             return f"{self.law}{windowed}"
@@ -60,7 +60,7 @@ class LawRemedy:
         return f"law {hashlib.sha256(record.encode()).hexdigest()[:16]}{windowed}"
 
     def applied(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """The law in force; leaving raises ApplyError if it changed no call."""
+        """Context in which the law is applied; leaving it raises ApplyError if no call changed."""
         return apply(model, self.law, windowed=self.windowed)
 
 
@@ -80,7 +80,7 @@ class HeadsOff:
 
     @property
     def name(self) -> str:
-        """As the command takes it."""
+        """``off:`` and the heads, as the command line accepts it."""
         parts = [
             str(layer) if some is None else f"{layer}.{head}"
             for layer, some in self.heads.items()
@@ -120,16 +120,16 @@ class HeadsOff:
 
 
 class _Silence:
-    """Zeroes some heads of what attention returns."""
+    """Sets the output of some heads to zero in transformers' attention interface."""
 
     def __init__(self, switched: Mapping[int, Sequence[int] | None]) -> None:
         self._switched, self.calls = switched, 0
 
     def changed_query(self, call: InterfaceCall) -> None:
-        """The query stays."""
+        """None: the query is not changed."""
 
     def changed_output(self, call: InterfaceCall, output: torch.Tensor) -> torch.Tensor | None:
-        """The output (B, L, Hq, Ev) with zeros; None where the call is of another layer."""
+        """The output (B, L, Hq, Ev) with zeros for the heads; None for a layer left unchanged."""
         module = call["module"]
         if id(module) not in self._switched:
             return None
@@ -144,12 +144,13 @@ class _Silence:
         return output
 
     def mute(self) -> AbstractContextManager[None]:
-        """Nothing else is changed."""
+        """A context that does nothing."""
         return _nothing()
 
 
 @contextmanager
 def _nothing() -> Iterator[None]:
+    """A context that does nothing."""
     yield
 
 
@@ -175,6 +176,7 @@ def named_remedy(text: str) -> LawRemedy | HeadsOff | RopeRemedy:
 
 
 def _heads(text: str) -> dict[int | str, Sequence[int] | None]:
+    """Parse ``3.0,3.2,5`` to the heads of each layer, None for all heads of a layer."""
     found: dict[int | str, Sequence[int] | None] = {}
     for part in text.split(","):
         layer, dot, head = part.strip().partition(".")
@@ -188,7 +190,10 @@ def _heads(text: str) -> dict[int | str, Sequence[int] | None]:
 
 
 def as_remedies(laws: Any) -> list[Remedy]:
-    """A law, several, or several by name, as remedies with different names.
+    """Convert the ``laws`` of :func:`acutance.judge` to remedies with different names.
+
+    Args:
+        laws: a law, a list of laws, or a mapping from names to laws.
 
     Raises:
         TypeError: if something is not a law.
@@ -210,12 +215,13 @@ def as_remedies(laws: Any) -> list[Remedy]:
 
 
 def _is_pair(laws: Any) -> bool:
-    """Whether a scaling and its window are one law."""
+    """Whether a sequence is one law, a scaling with its window, rather than two laws."""
     one = isinstance(laws, tuple) and len(laws) == 2
     return one and isinstance(laws[1], Window) and not isinstance(laws[0], Window)
 
 
 def _remedy(name: str, one: Any) -> Remedy:
+    """One law, name, file or remedy as a remedy with the given name."""
     if isinstance(one, Remedy):
         return one
     if isinstance(one, str):

@@ -18,7 +18,7 @@ _STYLE = {HELPS: "green", HURTS: "red", MIXED: "yellow"}
 
 
 def show(comparison: LossComparison) -> RenderableType:
-    """Table and sentences, for a rich console."""
+    """The comparison for a rich console: a table of the laws by range of n, then sentences."""
     title = Text(
         f"Loss with each law minus loss without, {comparison.loss}, nats a token", style="bold"
     )
@@ -27,6 +27,7 @@ def show(comparison: LossComparison) -> RenderableType:
 
 
 def _table(comparison: LossComparison) -> NumberTable:
+    """The difference of the loss for each law, overall and by range of n."""
     table = NumberTable(keys=1, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("law")
     table.add_column("Δ loss", justify="right", no_wrap=True)
@@ -46,11 +47,12 @@ def _table(comparison: LossComparison) -> NumberTable:
 
 
 def _style(part: Part) -> str:
+    """Colour of a cell: that of its verdict, or none if the interval contains 0."""
     return _STYLE[HELPS] if part.helps else _STYLE[HURTS] if part.hurts else "dim"
 
 
 def sentences(comparison: LossComparison) -> Iterator[str]:
-    """What a reader should know besides the table."""
+    """A verdict on each law, then the data that it rests on and how errors are computed."""
     for law in comparison.laws:
         yield verdict_sentence(law)
     yield (
@@ -94,18 +96,22 @@ def verdict_sentence(law: LawComparison) -> str:
 
 
 def _places(parts: Sequence[Part]) -> str:
+    """Ranges of n as text."""
     return ", ".join(f"{_range(part)} ({_with_error(part)})" for part in parts)
 
 
 def _most(part: Part) -> str:
+    """A difference as text."""
     return f"{part.most:.2g} nat" if math.isfinite(part.most) else "unknown"
 
 
 def _range(part: Part) -> str:
+    """The range of n as text."""
     return f"{part.first}" if part.first == part.last else f"{part.first}–{part.last}"
 
 
 def _listed(lengths: Sequence[int]) -> str:
+    """Lengths as text."""
     return ", ".join(map(str, lengths))
 
 

@@ -63,7 +63,7 @@ class RopeRemedy:
 
     @property
     def name(self) -> str:
-        """As the command takes it."""
+        """``rope:`` and the settings, as the command line accepts it."""
         given = [f"{key}={json.dumps(value)}" for key, value in self.parameters.items()]
         return ",".join([f"rope:{self.kind}", *given])
 
@@ -91,15 +91,15 @@ class RopeRemedy:
                 setattr(parent, name, module)
 
     def configuration(self, model: torch.nn.Module, longest: int) -> dict[str, Any]:
-        """What to change in the model's ``config.json``.
+        """Entries of ``config.json`` that make the settings permanent in a saved model.
 
         Args:
             model: the model.
-            longest: tokens that it is to read.
+            longest: number of tokens that the model is to read.
 
         Returns:
-            Entries to replace: ``rope_parameters`` and ``max_position_embeddings``, under
-            ``text_config`` where the model has other parts.
+            New values of ``rope_parameters`` and ``max_position_embeddings``, under ``text_config``
+            in a model with several parts.
 
         Raises:
             ApplyError: if the model has no rotary module of transformers.
@@ -139,7 +139,12 @@ class RopeRemedy:
         return found.to(None if place is None else place.device).train(module.training)
 
     def _entries(self, before: Mapping[str, Any], config: Any) -> dict[str, Any]:
-        """``rope_parameters`` of one type of layers."""
+        """New ``rope_parameters`` for one type of layers.
+
+        Args:
+            before: their present entries.
+            config: the model's configuration.
+        """
         same = before.get("rope_type", "default") == self.kind
         entries = {key: part for key, part in before.items() if same or key in _STAYS}
         trained = self.parameters.get(_ORIGINAL, entries.pop(_ORIGINAL, None))
@@ -179,10 +184,10 @@ def rope_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, tor
 
 
 def named_rope(text: str) -> RopeRemedy:
-    """The remedy of ``TYPE,name=value,...``.
+    """The remedy for a text ``TYPE,name=value,...``.
 
     Raises:
-        ValueError: if a parameter is not one.
+        ValueError: if a part is not of the form name=value, or a value is out of range.
 
     Example:
         >>> named_rope("yarn,factor=2").parameters

@@ -22,13 +22,14 @@ _DIFFERENT = {"model": "another model", "text": "another text, or other windows 
 
 @dataclass
 class Sums:
-    """Losses so far.
+    """Sums of the losses of a comparison so far, which can be saved and resumed.
 
     Attributes:
         settings: everything that decides the numbers, in the order in which it is compared.
-        loss: sums, (1 + laws, windows, octaves) float64; the first without a law.
-        count: predictions, (windows, octaves) float64.
-        done: calls of the model that are done, boolean (batches, 1 + laws).
+        loss: sum of losses by run, window and octave of n, (1 + laws, windows, octaves) float64;
+            run 0 is without a law.
+        count: number of predictions, (windows, octaves) float64.
+        done: which runs of which batches are included, boolean (batches, 1 + laws).
     """
 
     settings: Mapping[str, Any]
@@ -40,7 +41,15 @@ class Sums:
     def none(
         cls, settings: Mapping[str, Any], runs: int, batches: int, windows: int, parts: int
     ) -> Sums:
-        """Before the first call."""
+        """Sums of a comparison that has not begun: zeros, nothing done.
+
+        Args:
+            settings: everything that decides the numbers.
+            runs: 1 + number of laws.
+            batches: number of batches.
+            windows: number of windows.
+            parts: number of octaves of n.
+        """
         return cls(
             settings,
             torch.zeros(runs, windows, parts, dtype=torch.float64),
@@ -57,7 +66,7 @@ class Sums:
         write_bytes(path, save(tensors, metadata=sealed(header, tensors)))
 
     def resume(self, path: str | os.PathLike[str]) -> None:
-        """Take over what a file holds; nothing where there is no file yet.
+        """Replace these sums by those of a file; no effect if the file does not exist.
 
         Raises:
             OSError: if the file cannot be read.

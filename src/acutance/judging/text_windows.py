@@ -63,13 +63,13 @@ def text_windows(
 
 
 class HeldOut:
-    """Texts of which the ends of some are left for judging.
+    """Texts split into a part to fit a law to and an end held out to judge it on.
 
     Attributes:
-        fit: the texts with a beginning that is left to fit to.
-        judged: those with an end that is held out.
-        tokenizer: of the model, that stops where the held-out end of a text begins.
-        ends: of the model, that begins there.
+        fit: texts with tokens left to fit to.
+        judged: texts with a held-out end.
+        tokenizer: the model's tokenizer, but reading only the part before the held-out end.
+        ends: the model's tokenizer, but reading only the held-out end.
     """
 
     def __init__(self, loaded: TextModel, texts: Sequence[Text], starts: Sequence[int]) -> None:
@@ -83,7 +83,12 @@ class HeldOut:
 
 
 def hold_out(loaded: TextModel, texts: Sequence[Text], longest: int) -> HeldOut:
-    """Hold out a quarter of the windows, 2 at least and 16 at most, at the ends of texts.
+    """Hold out the ends of texts: a quarter of the windows, at least 2 and at most 16.
+
+    Args:
+        loaded: the model.
+        texts: what to split.
+        longest: tokens of a window.
 
     Raises:
         ValueError: if there are fewer than four windows: two to fit to and two to judge on.
@@ -108,7 +113,7 @@ def hold_out(loaded: TextModel, texts: Sequence[Text], longest: int) -> HeldOut:
 
 
 def loss_of(loaded: TextModel) -> Loss:
-    """The loss of a text model: of masked tokens for a masked one, else of each next token.
+    """The loss of a text model: of masked tokens for a masked model, else of the next token.
 
     Raises:
         LossError: if a masked model's tokenizer has no mask token.
@@ -122,7 +127,7 @@ def loss_of(loaded: TextModel) -> Loss:
 
 
 class _Part:
-    """A tokenizer that reads the beginning or the end of each text."""
+    """A tokenizer that returns only the tokens before, or only those after, a cut in each text."""
 
     def __init__(self, tokenizer: Any, cuts: dict[str, int], *, ends: bool) -> None:
         self._tokenizer, self._cuts, self._ends = tokenizer, cuts, ends
@@ -147,7 +152,7 @@ def _ids(loaded: TextModel, text: Text) -> list[int]:
 
 
 def _room(loaded: TextModel, length: int) -> int:
-    """Tokens of the text in a window."""
+    """Number of tokens of text in a window of this length, without special tokens."""
     room = length - int(loaded.tokenizer.num_special_tokens_to_add(pair=False))
     if room < 2:
         raise ValueError(f"a window of {length} tokens is too short for the model's special tokens")

@@ -209,6 +209,7 @@ def apply_scaling(
 
 
 def _fits(tensor: Tensor, rows: tuple[int, ...]) -> bool:
+    """Whether a tensor can be broadcast to rows of this shape without enlarging it."""
     if tensor.dim() > len(rows):
         return False
     pairs = zip(reversed(tensor.shape), reversed(rows), strict=False)
@@ -216,6 +217,7 @@ def _fits(tensor: Tensor, rows: tuple[int, ...]) -> bool:
 
 
 def _named(name: object) -> type[Scaling]:
+    """The scaling class of a name; raises ValueError with the nearest name if there is none."""
     if not isinstance(name, str):
         raise TypeError(f"a scaling's name must be text, got {type(name).__name__}")
     if name not in SCALINGS:

@@ -21,12 +21,12 @@ PerHead: TypeAlias = float | Sequence[float] | Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one call: what a scaling reads of them.
+    """The checked arguments of :meth:`Scaling.factor`: what a scaling knows of each row.
 
     Attributes:
-        n: visible keys, at least 1, floating point.
-        positions: position of each row's token among all, counted from 0.
-        entropy: measured entropy in nats, where a law needs it.
+        n: number of visible keys of each row, (..., L), at least 1, floating point.
+        positions: position of each row's token, counted from 0, broadcastable with ``n``.
+        entropy: measured entropy of each unscaled row in nats; None unless it was given.
     """
 
     n: Tensor
@@ -88,7 +88,14 @@ class Scaling(ABC):
 
     @abstractmethod
     def law(self, rows: Rows) -> Tensor:
-        """The factor, for checked rows."""
+        """The factor on the query of each row, from checked arguments; what each scaling defines.
+
+        Args:
+            rows: the checked arguments of :meth:`factor`.
+
+        Returns:
+            The factor, shaped as ``rows.n``; (..., Hq, L) with parameters per head.
+        """
 
     def to_dict(self) -> dict[str, Any]:
         """Name and parameters as JSON values; :func:`from_dict` is the inverse.
@@ -111,7 +118,14 @@ class Scaling(ABC):
 def gather_rows(
     n: Tensor | int, positions: Tensor | None, entropy: Tensor | None, dtype: torch.dtype | None
 ) -> Rows:
-    """Check and convert the arguments of :meth:`Scaling.factor`."""
+    """Check the arguments of :meth:`Scaling.factor` and convert them to floating point.
+
+    Returns:
+        The rows. ``positions`` of None become n − 1, and n = 0 becomes 1.
+
+    Raises:
+        TypeError: if an argument is of the wrong type.
+    """
     if not isinstance(n, Tensor):
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(f"n must be a Tensor or an integer, got {type(n).__name__}")
@@ -174,11 +188,20 @@ def check_per_head(
 
 
 def by_head(value: PerHead, like: Tensor) -> Tensor | float:
-    """Reshape a parameter to broadcast with rows (..., L): a number, or (Hq, 1)."""
+    """A parameter in a form that multiplies rows (..., L).
+
+    Args:
+        value: a number, or one for each head.
+        like: tensor whose dtype and device the result has.
+
+    Returns:
+        The number itself, or a tensor (Hq, 1).
+    """
     if isinstance(value, Tensor | Sequence):
         return torch.as_tensor(value, dtype=like.dtype, device=like.device).unsqueeze(-1)
     return value
 
 
 def _plain(value: object) -> object:
+    """A value as JSON can hold it: tuples become lists."""
     return [_plain(part) for part in value] if isinstance(value, tuple) else value

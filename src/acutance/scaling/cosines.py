@@ -45,7 +45,7 @@ class CosineLogN(Scaling):
         check_count("n_min", self.n_min, 1)
 
     def law(self, rows: Rows) -> Tensor:
-        """A multiple of log n."""
+        """The scale c log max(n, ``n_min``) of each row's cosines."""
         return self.coefficient * rows.n.clamp(min=self.n_min).log()
 
 
@@ -121,7 +121,7 @@ class InfoScale(Scaling):
         self._set(minimum=check_number("minimum", self.minimum, above=0.0, including=True))
 
     def law(self, rows: Rows) -> Tensor:
-        """Cosine of the nearest among n directions over that among L."""
+        """The factor √((1 − n^(−2/d)) / (1 − L^(−2/d))) of each row, at least ``minimum``."""
         trained = -math.expm1(-2 * math.log(self.train_length) / self.width)
         seen = -torch.expm1(-2 * rows.log_n / self.width)
         return (seen / trained).sqrt().clamp(min=self.minimum)

@@ -65,7 +65,7 @@ class EntropyTarget(Scaling):
             self._set(target=check_per_head("target", self.target, above=0.0))
 
     def law(self, rows: Rows) -> Tensor:
-        """The fitted factor at n."""
+        """The fitted factor of each row, linear in log n between the fitted lengths."""
         table = torch.tensor(self.factors, dtype=rows.n.dtype, device=rows.n.device)
         return interpolate(rows.log_n, self.lengths, table)
 

@@ -47,7 +47,7 @@ class LearnedScaling(nn.Module):
 
     @abstractmethod
     def law(self, rows: Rows) -> Tensor:
-        """The factor, for checked rows."""
+        """The factor on the query of each row and head, (..., Hq, L), from checked arguments."""
 
     @abstractmethod
     def record(self) -> Scaling:
@@ -58,6 +58,7 @@ class LearnedScaling(nn.Module):
         return f"num_heads={self.num_heads}"
 
     def _column(self, parameter: Tensor, rows: Rows) -> Tensor:
+        """A parameter (Hq,) as a column (Hq, 1), in the dtype of the rows."""
         return parameter.to(rows.n.dtype).unsqueeze(-1)
 
 
@@ -113,7 +114,7 @@ class LearnedSSMax(LearnedScaling):
             self.bias = nn.Parameter(torch.full((num_heads,), start, device=device, dtype=dtype))
 
     def law(self, rows: Rows) -> Tensor:
-        """A multiple of log n, plus b."""
+        """The factor s log n + b of each row and head; without b if the module has none."""
         scaled = self._column(self.s, rows) * rows.log_n
         return scaled if self.bias is None else scaled + self._column(self.bias, rows)
 
@@ -165,7 +166,7 @@ class LearnedASEntmax(LearnedScaling):
         return nn.functional.softplus(self.raw_beta)
 
     def law(self, rows: Rows) -> Tensor:
-        """A power of log n."""
+        """The factor δ + β (log n)^γ of each row and head."""
         grown = power(rows.log_n, self._column(self.gamma, rows))
         return self.delta + self._column(self.beta, rows) * grown
 
@@ -200,7 +201,7 @@ class LearnedTemperature(LearnedScaling):
         self.log_factor = nn.Parameter(torch.full((num_heads,), log, device=device, dtype=dtype))
 
     def law(self, rows: Rows) -> Tensor:
-        """The learned factor, the same for every n."""
+        """The learned factor of each head, the same for every n."""
         return self._column(self.log_factor, rows).exp() * torch.ones_like(rows.n)
 
     def record(self) -> HeadTable:

@@ -33,7 +33,7 @@ class NoScaling(Scaling):
     source: ClassVar[str] = "Vaswani et al. (2017), arXiv:1706.03762"
 
     def law(self, rows: Rows) -> Tensor:
-        """Ones."""
+        """The factor 1 for every row."""
         return torch.ones_like(rows.n)
 
 
@@ -80,7 +80,7 @@ class LogN(Scaling):
         check_count("n_min", self.n_min, 1)
 
     def law(self, rows: Rows) -> Tensor:
-        """Log of n over log of the base."""
+        """The factor log max(n, ``n_min``) / log b of each row."""
         base = self.base if self.base is not None else self.train_length
         assert base is not None
         return rows.n.clamp(min=self.n_min).log() / math.log(base)
@@ -113,7 +113,7 @@ class ClipLogN(Scaling):
         check_count("train_length", self.train_length, 2)
 
     def law(self, rows: Rows) -> Tensor:
-        """Log of n over log L, at least 1."""
+        """The factor max(1, log n / log L) of each row."""
         return (rows.log_n / math.log(self.train_length)).clamp(min=1.0)
 
 
@@ -288,7 +288,10 @@ class Critical(Scaling):
                 )
 
     def law(self, rows: Rows) -> Tensor:
-        """Log n over the gap, or what was measured."""
+        """The factor of each row: γ log n / Δ for a gap Δ, else γ Λ for a critical scale Λ.
+
+        With ``length``, γ Λ is multiplied by log n / log ``length``.
+        """
         if self.gap is not None:
             return self.gamma * rows.log_n / by_head(self.gap, rows.n)
         assert self.critical_scale is not None
@@ -299,7 +302,10 @@ class Critical(Scaling):
 
 
 def power(log_n: Tensor, exponent: Tensor | float) -> Tensor:
-    """A power of log n that is finite, as its gradient is, in a row of one key."""
+    """``log_n`` raised to ``exponent``, with a finite value and gradient where ``log_n`` is 0.
+
+    There the result is 0 if the exponent is above 0, else (log 2)^exponent.
+    """
     single = log_n <= 0
     safe = torch.where(single, math.log(2), log_n) ** exponent
     falls = torch.as_tensor(exponent, dtype=log_n.dtype, device=log_n.device) <= 0

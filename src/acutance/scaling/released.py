@@ -63,7 +63,7 @@ class Yarn(Scaling):
         self._set(coefficient=check_number("coefficient", self.coefficient, above=0.0))
 
     def law(self, rows: Rows) -> Tensor:
-        """The square of what YaRN multiplies both sides by."""
+        """The factor (c log s + 1)² of each row, with s at least 1 and c the ``coefficient``."""
         if self.s is not None:
             return torch.full_like(rows.n, (self.coefficient * math.log(max(self.s, 1.0)) + 1) ** 2)
         assert self.train_length is not None
@@ -100,7 +100,7 @@ class Llama4(Scaling):
         check_count("length", self.length, 1)
 
     def law(self, rows: Rows) -> Tensor:
-        """By how many lengths were read before the next token."""
+        """The factor 1 + c log(⌊(p + 1) / L⌋ + 1) of the row at position p."""
         return _steps(rows, rows.positions + 1, self.coefficient, self.length)
 
 
@@ -135,7 +135,7 @@ class Mistral3(Scaling):
         check_count("length", self.length, 1)
 
     def law(self, rows: Rows) -> Tensor:
-        """By how many lengths were read before this token."""
+        """The factor 1 + c log(⌊p / L⌋ + 1) of the row at position p."""
         return _steps(rows, rows.positions, self.coefficient, self.length)
 
 
@@ -198,7 +198,11 @@ class AdaptivePoly(Scaling):
         return float(real.max(initial=self.threshold))
 
     def law(self, rows: Rows) -> Tensor:
-        """The polynomial of the measured entropy."""
+        """The polynomial of each row's entropy, at least 1; 1 for entropies up to the threshold.
+
+        Raises:
+            ValueError: if the rows have no entropy.
+        """
         if rows.entropy is None:
             raise ValueError(
                 "adaptive_poly needs the measured entropy of each row: pass factor(n, entropy=...)"
@@ -217,6 +221,7 @@ class AdaptivePoly(Scaling):
         return factor.expand(torch.broadcast_shapes(factor.shape, rows.n.shape))
 
     def _polynomial(self, H: Tensor) -> Tensor:
+        """a₄ H⁴ + … + a₀ of each entropy."""
         value = torch.zeros_like(H)
         for coefficient in self.coefficients:
             value = value * H + coefficient

@@ -59,7 +59,7 @@ class HeadTable(Scaling):
         self._set(factors=rows, lengths=lengths)
 
     def law(self, rows: Rows) -> Tensor:
-        """Each head's factor at n."""
+        """The factor of each head and row, interpolated linearly in log n between the lengths."""
         table = torch.tensor(self.factors, dtype=rows.n.dtype, device=rows.n.device)
         if self.lengths is None:
             return table.unsqueeze(-1) * torch.ones_like(rows.n)
@@ -67,7 +67,15 @@ class HeadTable(Scaling):
 
 
 def check_lengths(lengths: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Check that lengths rise; return a tuple, or None for None."""
+    """Check that lengths are whole numbers of at least 1 in ascending order.
+
+    Returns:
+        The lengths as a tuple; None for None.
+
+    Raises:
+        TypeError: if one is not a whole number.
+        ValueError: if there is none, or they are below 1 or not ascending.
+    """
     if lengths is None:
         return None
     checked = tuple(check_count("lengths", n, 1) for n in lengths)
@@ -78,7 +86,12 @@ def check_lengths(lengths: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def check_table(factors: object) -> tuple[float, ...] | tuple[tuple[float, ...], ...]:
-    """Check a table of positive factors; return nested tuples."""
+    """Check a table of positive factors, (Hq,) or (Hq, P), and return it as (nested) tuples.
+
+    Raises:
+        TypeError: if it is not a table of numbers.
+        ValueError: if its shape is another or a number is not positive.
+    """
     if isinstance(factors, Tensor):
         if check_tensor("factors", factors).dim() not in (1, 2):
             raise ValueError(
@@ -96,7 +109,7 @@ def check_table(factors: object) -> tuple[float, ...] | tuple[tuple[float, ...],
 
 
 def check_widths(rows: Sequence[object], lengths: tuple[int, ...]) -> None:
-    """Check that every row of a table has one factor for each length."""
+    """Check that every head of a table has one factor for each length; raises ValueError if not."""
     widths = [len(row) if isinstance(row, tuple) else 0 for row in rows]
     if set(widths) != {len(lengths)}:
         raise ValueError(
@@ -105,7 +118,18 @@ def check_widths(rows: Sequence[object], lengths: tuple[int, ...]) -> None:
 
 
 def interpolate(log_n: Tensor, lengths: Sequence[int], table: Tensor) -> Tensor:
-    """Interpolate linearly in log n; (P,) or (Hq, P) to the shape of n, or (..., Hq, L)."""
+    """Factors of rows from a table, linear in log n between the lengths.
+
+    The factor is constant before the first length; beyond the last the line continues, down to 0.
+
+    Args:
+        log_n: logarithm of the number of visible keys of each row, (..., L).
+        lengths: P lengths, ascending.
+        table: factors at the lengths, (P,), or (Hq, P) for each head.
+
+    Returns:
+        The factors, shaped as ``log_n``, or (..., Hq, L) for a table with heads.
+    """
     knots = [math.log(n) for n in lengths]
     heads = table.dim() > 1
 

@@ -80,16 +80,16 @@ class Window:
 
     @property
     def moves(self) -> bool:
-        """Whether keys are read at a distance that is not their own."""
+        """Whether the window reads some keys at another distance than their actual one."""
         return self.far != "drop" or (self.sinks > 0 and self.sink_positions == "window")
 
     @property
     def unchanged(self) -> int:
-        """Up to how many visible keys a row reads what it reads without a window."""
+        """Largest number of visible keys for which a row reads them all, as without a window."""
         return max(self.size, self.beyond)
 
     def keys_read(self, n: Tensor) -> Tensor:
-        """How many keys a row with n visible keys reads.
+        """Number of keys that a row with n visible keys reads, shaped as ``n``.
 
         Example:
             >>> Window(16, sinks=4, beyond=32).keys_read(torch.tensor([10, 32, 64]))
@@ -100,14 +100,24 @@ class Window:
         return torch.where(n > self.beyond, n.clamp(max=self.size + self.sinks), n)
 
     def far_positions(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions at which a far key is read: of queries and of keys, from their own."""
+        """Positions at which far keys, those outside the window and no sinks, are read.
+
+        The distance between the returned positions is the distance at which the key is read.
+
+        Args:
+            query: positions of queries.
+            key: positions of keys.
+
+        Returns:
+            The new positions of the queries and of the keys, shaped as the arguments.
+        """
         if self.far == "clamp":
             return torch.full_like(query, self.size), torch.zeros_like(key)
         shift = self.size - self.size // self.group
         return query // self.group + shift, key // self.group
 
     def sink_query(self, query: Tensor) -> Tensor:
-        """Positions of queries when they read sinks, which stay where they are."""
+        """Positions of queries when they read sinks; the sinks keep theirs."""
         if self.sink_positions == "keep":
             return query
         return query.clamp(max=self.size + self.sinks - 1)

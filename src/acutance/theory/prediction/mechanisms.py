@@ -367,17 +367,10 @@ def _decay(mechanism: str, n: float, value_variance: float, *, lam: float | None
 def _trained_head(
     mechanism: str, n: float, value_variance: float, **numbers: float | None
 ) -> _Case:
-    """The case ``"trained_head"`` of :func:`predict`: formulas from four numbers of its logits.
+    """The case ``"trained_head"`` of :func:`predict`, for n ≥ 3 keys.
 
-    Args:
-        mechanism: its name, for error messages.
-        n: number of keys, at least 3.
-        value_variance: not used.
-        **numbers: ``first_gap``, ``first_gap_std`` (0 if not given), ``rest_logit_std`` and
-            ``rest_jensen_gap``, as in :func:`~acutance.theory.expected_head_metrics`.
-
-    Raises:
-        ValueError: if a number is missing or out of range.
+    ``numbers`` are ``first_gap``, ``first_gap_std`` (0 if not given), ``rest_logit_std`` and
+    ``rest_jensen_gap``, as in :func:`~acutance.theory.expected_head_metrics`.
     """
     keys = one_number("n", n, 3.0, "a trained head has a first key and at least two others")
     numbers.setdefault("first_gap_std", 0.0)
