@@ -1,4 +1,4 @@
-"""Trained models beyond their training length: fixed laws, and the one calibration finds."""
+"""Trained models beyond their training length: fixed laws, calibrated ones, and windows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from acutance.experiments.models.trained import (
 )
 from acutance.probing.open_probe import probe
 from acutance.report import plot_style
-from acutance.scaling import ClipLogN, LogN, NoScaling, Scaling, SqrtLogN, SSMax, Yarn
+from acutance.scaling import ClipLogN, LogN, NoScaling, Scaling, SqrtLogN, SSMax, Window, Yarn
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +35,11 @@ if TYPE_CHECKING:
 SOURCE = "acutance.calibrate"
 CALIBRATED = "calibrated"  # each head's entropy stays what it was
 FRACTION = "calibrated H / log n"  # each head's share of log n stays what it was
+LOSS = "calibrated loss"  # fitted to the loss itself; decoders only
+WINDOWED = "window of {}"  # keys that a row reads, without a temperature; decoders only
 BOUND = "times"  # the training length
+#: Laws that are not fitted to the model.
+FIXED = ("none", "log_n", "clip_log_n", "ssmax", "yarn", "sqrt_log_n")
 LAST = 64  # bytes at the end of a window over which a decoder's loss is taken
 
 HOLDS = Claim(
@@ -57,6 +61,10 @@ SHARE = Claim(
 )  # fmt: skip
 HELPS = Claim("helps", "at the longest texts calibrated has less loss than none", SOURCE,
               relation="<=")  # fmt: skip
+WINDOW = Claim(
+    "window", "for the decoders a window of the training length has less loss than every "
+    "temperature, at the longest texts", "acutance.scaling.Window", relation="<=",
+)  # fmt: skip
 SAME = Claim("same", "laws that are 1 up to the training length change nothing there", within=1e-5)
 
 
@@ -94,15 +102,15 @@ def decoder_subject(run: Run, seed: int) -> Subject:
         with torch.enable_grad():
             model = train(seed, training, keep=run.checkpoint(f"decoder-{seed}"), note=run.note)
     generator = torch.Generator().manual_seed(1000 + run.seed)
-    known = texts.sample_windows(training, longest, run.size(4, 64), generator)
-    windows = texts.sample_windows(held_out, longest + 1, run.size(16, 64), generator)
+    known = texts.sample_windows(training, longest, run.size(12, 64), generator)
+    windows = texts.sample_windows(held_out, longest + 1, run.size(32, 64), generator)
 
     def losses(length: int) -> Tensor:
-        parts = windows[:, -(length + 1) :].split(8)
+        parts = windows[:, -(length + 1) :].split(run.size(16, 8))
         return torch.cat([next_byte_losses(model, part)[:, -LAST:].mean(1) for part in parts])
 
     return Subject(
-        "decoder", model, TRAIN_LENGTH, known, windows[: run.size(4, 64), :longest], losses
+        "decoder", model, TRAIN_LENGTH, known, windows[: run.size(12, 64), :longest], losses
     )
 
 
@@ -136,7 +144,7 @@ def times(run: Run) -> tuple[int, ...]:
 
 
 def fixed_laws(subject: Subject) -> dict[str, Scaling]:
-    """The laws to compare with, by name; ``"none"`` changes nothing.
+    """The laws of :data:`FIXED`, by name; ``"none"`` changes nothing.
 
     They use only the training length, and sqrt_log_n also the standard deviation of the logits.
     """
@@ -158,6 +166,10 @@ def fixed_laws(subject: Subject) -> dict[str, Scaling]:
 def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Row], dict[str, Tensor]]:
     """Calibrate a model, then measure its entropies and losses under every law and length.
 
+    Decoders also get a law fitted to the loss, and windows of the training length, of 3/4 and of
+    1/2 of it. The entropies under a window are not measured: none of its rows sees more keys than
+    in training.
+
     Returns:
         The rows, and by name of the law the losses in nats, (lengths, windows).
     """
@@ -170,21 +182,31 @@ def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Row], dict[str,
             subject.model, [subject.calibration], target=target, lengths=lengths,
             reference=subject.length, passes=run.size(4, 6),
         )  # fmt: skip
+    if subject.name == "decoder":
+        each = list(subject.calibration.split(1))
+        laws[LOSS] = calibrate(subject.model, each, target="loss", lengths=lengths, passes=3)
+        for quarters in (4, 3, 2):
+            window = Window(subject.length * quarters // 4)
+            laws[WINDOWED.format(window.size)] = window
     rows: list[Row] = []
     losses: dict[str, Tensor] = {}
     start: Tensor | None = None
     for name, law in laws.items():
+        with apply(subject.model, law):
+            losses[name] = torch.stack([subject.losses(length) for length in lengths]).double()
+        for at, factor in enumerate(times(run)):
+            where: Where = {"model": subject.name, "law": name, "seed": seed, BOUND: factor}
+            rows.append(untested_row("loss, nat", mean(losses[name][at]), where))
+        if isinstance(law, Window):
+            continue
         found = measure_law(subject.model, [subject.held_out], lengths=lengths, law=law)
         H = found.flat()[:, [found.lengths.index(length) for length in lengths]]
         if start is None:
             start = H[:, 0]  # every head's own, at the training length, without a law
         off = (H / start[:, None] - 1).abs()
-        with apply(subject.model, law):
-            losses[name] = torch.stack([subject.losses(length) for length in lengths]).double()
         for at, factor in enumerate(times(run)):
-            where: Where = {"model": subject.name, "law": name, "seed": seed, BOUND: factor}
+            where = {"model": subject.name, "law": name, "seed": seed, BOUND: factor}
             rows += [
-                untested_row("loss, nat", mean(losses[name][at]), where),
                 untested_row("mean H, nat", float(H[:, at].mean()), where),
                 untested_row("median of |H / H at 1× − 1|", float(off[:, at].median()), where),
                 untested_row("largest of |H / H at 1× − 1|", float(off[:, at].max()), where),
@@ -198,6 +220,13 @@ def examine(run: Run, subject: Subject, seed: int) -> tuple[list[Row], dict[str,
         where = {"model": subject.name, "law": name, "seed": seed, BOUND: 1}
         before, after = (float(losses[law][0].mean()) for law in ("none", name))
         rows.append(SAME.row("loss at 1×, nat", before, after, where))
+    longest = losses.get(WINDOWED.format(subject.length))
+    if longest is not None:
+        last = {name: losses[name][-1] for name in laws if not isinstance(laws[name], Window)}
+        best = min(last, key=lambda name: float(last[name].mean()))
+        where = {"model": subject.name, "law": best, "seed": seed, BOUND: times(run)[-1]}
+        difference = mean(longest[-1] - last[best])
+        rows.append(WINDOW.row("loss, window − best temperature, nat", 0.0, difference, where))
     return rows, losses
 
 
@@ -215,7 +244,7 @@ def measure(run: Run) -> Sequence[Row]:
             rows += found
             by_seed.append(losses)
         for name in by_seed[0]:
-            if name not in (CALIBRATED, FRACTION):
+            if name in FIXED:
                 rows += compared(run, subject.name, name, by_seed)
                 rows += compared(run, subject.name, name, by_seed, FRACTION)
     return rows
@@ -250,14 +279,18 @@ def compared(
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
-    """The decoder's loss and entropy against length, in two panels, a line for each law."""
+    """The decoder's loss and entropy against length, in two panels, a line for each law.
+
+    Windows are in the panel of the loss alone.
+    """
     own = [row for row in record.rows if row.condition.get("model") == "decoder"]
     laws = list(dict.fromkeys(str(r.condition["law"]) for r in own if r.quantity == "loss, nat"))
     laws.remove("ssmax")  # with s = 1 / log of the training length it is log_n
+    entropies = {r.condition["law"] for r in own if r.quantity == "mean H, nat"}
     figure, [left, right] = plot_style.new_figure(
-        "Beyond its training length a decoder keeps its entropy under the calibrated law",
-        "Means over seeds, on held-out text. Loss: last 64 bytes of a window, the same bytes at "
-        "every length, less that without a law.",
+        "Beyond its training length a window serves a decoder better than every temperature",
+        "Means over seeds, on held-out text. Loss: last 64 bytes of a text, the same bytes at "
+        "every length, less that without a law. A window's entropy is not measured.",
         panels=2,
         theme=theme,
     )
@@ -273,8 +306,10 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
 
     for law, curve in zip(laws, plot_style.curves(len(laws), theme), strict=True):
         loss = [average("loss, nat", law, f) - average("loss, nat", "none", f) for f in x]
-        H = [average("mean H, nat", law, f) for f in x]
-        for axes, y in ((left, loss), (right, H)):
+        panels = [(left, loss)]
+        if law in entropies:
+            panels.append((right, [average("mean H, nat", law, f) for f in x]))
+        for axes, y in panels:
             plot_style.draw_line(axes, x, y, curve)
             plot_style.draw_marks(axes, x, y, curve, law)
     for axes in (left, right):
@@ -292,12 +327,13 @@ def draw(record: Record, theme: plot_style.Theme) -> Figure:
 
 EXPERIMENT = Experiment(
     name="calibrated_length",
-    title="calibration beyond the training length",
+    title="temperatures and windows beyond the training length",
     prediction="a factor for each head and length, fitted on text of training, keeps the entropy "
     "of each head within 5 % of that at the training length, on held-out text up to 8 times as "
     "long; a decoder's loss under it, and every model's under one that keeps H / log n, is above "
-    "that of no fixed law by more than the spread over seeds",
-    claims=(HOLDS, LOSES, ENCODERS, SHARE, HELPS, SAME),
+    "that of no fixed law by more than the spread over seeds; but a window of the training length "
+    "beats every temperature: a decoder's loss under it is below that under any law",
+    claims=(HOLDS, LOSES, ENCODERS, SHARE, HELPS, WINDOW, SAME),
     measure=measure,
     draw=draw,
     needs="transformers",

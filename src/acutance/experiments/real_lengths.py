@@ -1,4 +1,4 @@
-"""A trained language model against length: entropy head by head, and three laws put on it."""
+"""A trained language model against length: entropy head by head, and laws put on it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from acutance.attend import attention
-from acutance.calibration import apply
+from acutance.calibration import apply, calibrate
 from acutance.experiments.harness.experiment import Experiment, Run, mean
 from acutance.experiments.harness.record import Claim, Record, Row, Where, untested_row
-from acutance.experiments.models import language
+from acutance.experiments.models import language, texts
 from acutance.experiments.models.trained import TRAIN_LENGTH
 from acutance.report import plot_style
 from acutance.scaling import InfoScale, LogN
@@ -46,6 +46,10 @@ COSTS = Claim(
 AFTER = Claim(
     "after", "cosine and scale-invariant scores cost loss in a model that was trained without",
     relation=">=",
+)  # fmt: skip
+CALIBRATED = Claim(
+    "calibrated", "calibrated to constant entropy, the model has a higher loss inside its own "
+    "context", "acutance.calibrate", relation=">=",
 )  # fmt: skip
 
 Change = Callable[[torch.nn.Module], AbstractContextManager[Any]]
@@ -188,20 +192,58 @@ def _within(reader: language.Reader, losses: dict[str, Tensor], early: int) -> l
         claim = AFTER if name in ("cos_scale", "scale_invariant") else COSTS
         cost = mean(change[:, :early].mean(1))
         rows.append(claim.row("loss less none, nat", 0.0, cost, where))
-        start = 0
-        while start < part.shape[1]:
-            stop = min(max(2 * start, 32), part.shape[1])
-            at: Where = {"model": reader.name, "law": name, "from": start, "to": stop}
-            rows.append(
-                untested_row("change by position, nat", mean(change[:, start:stop].mean(1)), at)
-            )
-            start = stop
+        rows += _by_position(reader, name, change)
     return rows
+
+
+def _by_position(reader: language.Reader, name: str, change: Tensor) -> list[Row]:
+    """Rows with the mean change of the loss (windows, length − 1) in each octave of position."""
+    rows: list[Row] = []
+    start, length = 0, change.shape[1]
+    while start < length:
+        stop = min(max(2 * start, 32), length)
+        where: Where = {"model": reader.name, "law": name, "from": start, "to": stop}
+        cost = mean(change[:, start:stop].mean(1))
+        rows.append(untested_row("change by position, nat", cost, where))
+        start = stop
+    return rows
+
+
+def of_calibration(run: Run) -> list[Row]:
+    """Rows on the loss inside the context under a law that keeps each head's entropy constant.
+
+    The law has the factor 1 up to an eighth of the length that is read. It is fitted to other
+    windows: of the decoder's training files, and for SmolLM2 every other window of the text.
+    """
+    length = run.size(TRAIN_LENGTH, 2048)
+    if run.quick:
+        reader = language.small_reader(run, windows=128, length=length + 1)
+        generator = torch.Generator().manual_seed(1000 + run.seed)
+        training = texts.read(texts.files("training"))
+        known, windows = texts.sample_windows(training, length, 64, generator), reader.windows
+    else:
+        reader = language.reader(run, windows=16, length=length)
+        known, windows = reader.windows[::2], reader.windows[1::2]
+    law = calibrate(
+        reader.model, list(known.split(run.size(64, 1))),
+        lengths=[length // 8, length // 4, length // 2, length], passes=3,
+    )  # fmt: skip
+    before = torch.stack([reader.losses(ids) for ids in windows])
+    with apply(reader.model, law):
+        change = torch.stack([reader.losses(ids) for ids in windows]) - before
+    where: Where = {"model": reader.name, "law": "calibrated", "from": 0, "to": length}
+    late = where | {"from": length // 2}
+    return [
+        CALIBRATED.row("loss less none, nat", 0.0, mean(change.mean(1)), where),
+        CALIBRATED.row("loss less none, nat", 0.0, mean(change[:, length // 2 :].mean(1)), late),
+        untested_row("loss of none, nat", mean(before.mean(1)), where),
+        *_by_position(reader, "calibrated", change),
+    ]
 
 
 def measure(run: Run) -> Sequence[Row]:
     """Rows on the entropy of each head against log n, then on the loss under each law."""
-    return [*of_entropy(run), *of_losses(run)]
+    return [*of_entropy(run), *of_losses(run), *of_calibration(run)]
 
 
 def draw(record: Record, theme: plot_style.Theme) -> Figure:
@@ -245,8 +287,9 @@ EXPERIMENT = Experiment(
     title="a trained language model against length",
     prediction="entropy grows with n in most heads, by less than log n; InfoScale, which grows as "
     "√log n, helps beyond the training length less than log n; inside the context no law helps, "
-    "and scores that a model was not trained with cost loss",
-    claims=(GROWS, UNIT, BEYOND, LOG_N, COSTS, AFTER),
+    "not even one that keeps each head's entropy constant, and scores that a model was not "
+    "trained with cost loss",
+    claims=(GROWS, UNIT, BEYOND, LOG_N, COSTS, AFTER, CALIBRATED),
     measure=measure,
     draw=draw,
     needs="transformers",
