@@ -253,6 +253,18 @@ def test_what_key_lengths_do_is_on_the_page_where_it_was_measured(summary_of: Ma
     assert "10% to 40% by layer, most in m<1>; 2 heads, 64 tokens" in added["sentence"]
 
 
+def test_changes_that_the_loss_decided_on_are_a_table(summary_of: Make) -> None:
+    law = {"name": f"off:{HOSTILE}", "reason": "why", "delta": 0.1, "error": 0.02}
+    laws = [law | {"verdict": "hurts"}, law | {"error": None, "verdict": "no difference found"}]
+    record, _ = data_of(html(summary_of(), None, {"laws": laws, "sentences": ["all\x1b"]}))
+    first, second = record["judged"]["rows"]
+    assert first == [visible(f"off:{HOSTILE}"), "why", "+0.1000 ± 0.0200", "hurts"]
+    assert second[2:] == ["+0.1000", "no difference found"]
+    assert record["judged"]["sentences"] == [visible("all\x1b")]
+    for nothing in (None, {"laws": []}):
+        assert data_of(html(summary_of(), None, nothing))[0]["judged"] is None
+
+
 def test_a_histogram_reads_back_to_its_resolution(summary_of: Make) -> None:
     summary = summary_of((2,), rows=500, varentropy={(0, 1): math.nan})
     record, arrays = data_of(html(summary))

@@ -19,6 +19,7 @@ from acutance.cli.options import (
     Model,
     Resume,
     Tokenizer,
+    TrainLength,
     TrustRemoteCode,
     check_choice,
     check_resume,
@@ -51,15 +52,7 @@ class ExtendOptions:
     to: Annotated[
         int | None, typer.Option("--to", metavar="N", min=4, help="Tokens that it is to read.")
     ] = None
-    train_length: Annotated[
-        int | None,
-        typer.Option(
-            "--train-length",
-            metavar="N",
-            min=2,
-            help="Tokens of the windows that it was trained on. Default: the configuration's.",
-        ),
-    ] = None
+    train_length: TrainLength = None
     law: Annotated[
         list[str] | None,
         typer.Option(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,7 +30,12 @@ from acutance.cli.outputs import Overwrite, check_outputs, write_and_show
 from acutance.cli.shared import INTERRUPTED, console, fail, plain_errors, progress
 
 if TYPE_CHECKING:
+    from acutance.corpus.text_model import TextModel
+    from acutance.corpus.texts import Text
     from acutance.judging.paired import LossComparison
+    from acutance.judging.text_windows import HeldOut
+    from acutance.summary.head_summary import HeadSummary
+    from acutance.summary.state import State
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -173,3 +178,115 @@ def _compare(options: JudgeOptions, lengths: tuple[int, ...] | None) -> "LossCom
     about = {"model": loaded.name, "text": [text.name for text in texts], **loaded.about}
     about |= {name: version(name) for name in ("acutance", "transformers")}
     return replace(comparison, about=about)
+
+
+#: Held-out windows of ``probe --judge``, at least.
+_HELD_OUT = 4
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What ``probe --judge`` measured of the changes that its statistics propose.
+
+    Attributes:
+        comparison: of the losses; None if nothing was to be judged.
+        reasons: why each change was proposed.
+    """
+
+    comparison: "LossComparison | None" = None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def sentences(self) -> list[str]:
+        """Verdicts, how they were found, and what to do."""
+        from acutance.judging.render import conclusion, sentences
+
+        if self.comparison is None:
+            return []
+        return [*sentences(self.comparison), conclusion(self.comparison)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the JSON and the page: records of laws, what was measured, sentences."""
+        if self.comparison is None:
+            return {"laws": []}
+        record = self.comparison.to_dict()
+        for law, reason in zip(record["laws"], self.reasons, strict=True):
+            law["reason"] = reason
+        return record | {"sentences": self.sentences}
+
+    def noted(self, state: "State", save: Path | None) -> "State":
+        """The state with the verdicts in ``about``, written to the file if there is one."""
+        about = {**state.summary.about, "judged": self.sentences}
+        state = replace(state, summary=replace(state.summary, about=about))
+        if save is not None:
+            state.save(save)
+        return state
+
+
+def check_judge(**options: object) -> None:
+    """Refuse options of ``probe`` that do not go with --judge, unless they are None."""
+    for name, given in options.items():
+        if given is not None:
+            raise typer.BadParameter(f"cannot be combined with --{name}", param_hint="--judge")
+
+
+def hold_out_windows(headed: "TextModel", texts: "list[Text]", length: int) -> "HeldOut":
+    """The ends of texts that a probe does not read, so that changes can be judged on them.
+
+    Raises:
+        ValueError: if the text is too short.
+    """
+    from acutance.judging.text_windows import hold_out
+
+    return hold_out(headed, texts, length, _HELD_OUT)
+
+
+def judge_proposals(
+    headed: "TextModel",
+    held: "HeldOut",
+    summary: "HeadSummary",
+    *,
+    length: int,
+    train_length: int | None,
+    save: Path | None,
+    save_every: int,
+    resume: bool,
+) -> Judged:
+    """Judge what a summary proposes on held-out windows; progress is shown on standard error.
+
+    Raises:
+        typer.Exit: if ^C interrupts it.
+    """
+    from acutance.judging.judge_model import judge_windows
+    from acutance.judging.proposed import proposed_remedies
+    from acutance.judging.text_windows import loss_of, text_windows
+    from acutance.report.screen import note
+
+    loss = loss_of(headed)
+    proposed = proposed_remedies(
+        headed.model, summary, length, train_length=train_length, causal=not loss.reads_all
+    )
+    for sentence in proposed.left_out:
+        console().print(note(("note", "yellow"), f": {sentence}"), soft_wrap=True)
+    if not proposed.remedies:
+        return Judged()
+    windows = text_windows(replace(headed, tokenizer=held.ends), held.judged, [length], 0, 0)
+    tokens = windows.tokens * (1 + len(proposed.remedies))
+    with progress("judging", windows.count, tokens, console()) as advance:
+        try:
+            comparison = judge_windows(
+                headed.model,
+                windows,
+                proposed.remedies,
+                loss,
+                save=None if save is None else f"{save}.judging",
+                save_every=save_every,
+                resume=resume,
+                overwrite=not resume,
+                advance=advance,
+            )
+        except KeyboardInterrupt:
+            rest = "" if save is None else f"; continue from {save} with --resume"
+            fail(f"interrupted while judging by the loss{rest}")
+            raise typer.Exit(INTERRUPTED) from None
+    return Judged(comparison, proposed.reasons)

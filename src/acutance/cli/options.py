@@ -149,6 +149,36 @@ Metric = Annotated[
     str | None,
     typer.Option("--metric", metavar="NAME", help="Metric shown in the table and figure."),
 ]
+ProbeLaw = Annotated[
+    str | None,
+    typer.Option(
+        "--law",
+        metavar="LAW",
+        help=(
+            "Change the attention by a law while probing: a file from 'calibrate -o', or a name "
+            "such as ssmax or log_n:train_length=512."
+        ),
+    ),
+]
+JudgeChanges = Annotated[
+    bool,
+    typer.Option(
+        "--judge",
+        help=(
+            "Leave out the ends of the texts, and measure there what the changes that the "
+            "statistics suggest do to the loss."
+        ),
+    ),
+]
+TrainLength = Annotated[
+    int | None,
+    typer.Option(
+        "--train-length",
+        metavar="N",
+        min=2,
+        help="Tokens of the windows that the model was trained on. Default: the configuration's.",
+    ),
+]
 Dark = Annotated[bool, typer.Option("--dark", help="Draw the figure in dark colours.")]
 
 

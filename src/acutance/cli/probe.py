@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from acutance.cli.judge import check_judge, hold_out_windows, judge_proposals
 from acutance.cli.options import (
     LESS,
     MANY,
@@ -23,14 +24,17 @@ from acutance.cli.options import (
     Device,
     FigureTo,
     JsonTo,
+    JudgeChanges,
     Maps,
     Model,
     ParquetTo,
+    ProbeLaw,
     ReportTo,
     Resume,
     SaveEvery,
     Spans,
     Tokenizer,
+    TrainLength,
     TrustRemoteCode,
     check_chart,
     check_resume,
@@ -40,7 +44,7 @@ from acutance.cli.options import (
     parse_spans,
 )
 from acutance.cli.outputs import Overwrite, check_outputs
-from acutance.cli.report import show_summary
+from acutance.cli.report import show_outcome
 from acutance.cli.shared import (
     INTERRUPTED,
     check_figure,
@@ -53,6 +57,8 @@ from acutance.cli.shared import (
 if TYPE_CHECKING:
     from acutance.corpus.probe_corpus import Outcome
     from acutance.corpus.ranks import SingleProcess
+    from acutance.corpus.text_model import TextModel
+    from acutance.judging.text_windows import HeldOut
     from acutance.probing.settings import ProbeSettings
 
     #: A law in words, and what applies it to a model.
@@ -203,18 +209,9 @@ class ProbeOptions:
     ] = 0
     span: Spans = None
     map: Maps = None
-    law: Annotated[
-        str | None,
-        typer.Option(
-            "--law",
-            metavar="LAW",
-            help=(
-                "Change the attention by a law while probing: a file from 'calibrate "
-                "-o', or a name such as "
-                "ssmax or log_n:train_length=512."
-            ),
-        ),
-    ] = None
+    law: ProbeLaw = None
+    judge: JudgeChanges = False
+    train_length: TrainLength = None
     tokenizer: Tokenizer = None
     attention: AttentionName = None
     device: Device = "cpu"
@@ -242,7 +239,7 @@ class ProbeOptions:
         READ: "text length tokenizer law attention device trust_remote_code allow_pickle "
         "allow_missing",
         WRITE: "report json csv parquet save figure chart dark keep_qk noise gaps structure "
-        "examples span map verify overwrite",
+        "examples span map verify judge train_length overwrite",
         LESS: "every layers heads max_rows seed provide batch_size",
         MANY: "shard resume save_every",
     },
@@ -264,6 +261,8 @@ def probe(options: ProbeOptions) -> None:
             "cannot be combined with --keep-qk, which reads the first windows",
             param_hint="--resume",
         )
+    if options.judge:
+        check_judge(law=options.law, shard=options.shard)
     spans, maps = parse_spans(options.span or []), parse_maps(options.map or [])
     with plain_errors():
         from acutance.corpus import ranks as distributed
@@ -302,6 +301,8 @@ def probe(options: ProbeOptions) -> None:
                 law = applying(options.law)
         ranks = ExitStack()
         world = ranks.enter_context(distributed.world())
+        if options.judge and world.size > 1:
+            raise ValueError(f"--judge runs in one process, and this run has {world.size}")
     with ranks, plain_errors():  # what went wrong is said before the other ranks are let go
         finished = _run(options, settings, law, world)
     if not finished:
@@ -333,12 +334,17 @@ def _run(
     texts = world.first(texts)
     device = world.device(options.device)
     with world.together(), console().status("loading the model") if first else nullcontext():
-        loaded = load_model(options, device)
-        window = loaded.window(options.length)
-        pieces = corpus.windows(texts, loaded.tokenizer, window)[:: options.every]
+        headed = load_model(options, device, head=options.judge)
+        loaded, held = headed.base if options.judge else headed, None
+        window, tokenizer = loaded.window(options.length), loaded.tokenizer
+        names = [text.name for text in texts]
+        if options.judge:
+            held = hold_out_windows(headed, texts, window)
+            texts, tokenizer = held.fit, held.tokenizer
+        pieces = corpus.windows(texts, tokenizer, window)[:: options.every]
         loaded.check_tokens(pieces)
         loaded.check_heads(options.heads)
-    about: dict[str, Any] = {"text": [text.name for text in texts]}
+    about: dict[str, Any] = {"text": names}
     about |= {name: version(name) for name in ("acutance", "transformers")}
     if law is not None:
         about["law"] = law[0]
@@ -366,37 +372,27 @@ def _run(
         outcome = run_windows(loaded, pieces, how, about, world, advance)
     with world.together():
         if first:
-            _show(outcome, options)
+            _finish(outcome, options, headed, held)
     return outcome.finished
 
 
-def _show(outcome: "Outcome", options: ProbeOptions) -> None:
-    """Show and write the results of a run."""
-    from acutance.probing.open_probe import ProbeError
-    from acutance.report.screen import note
-
-    if outcome.state is None:
-        raise KeyboardInterrupt
-    run = outcome.state.run
-    if outcome.resumed:
-        console().print(f"resumed after {outcome.resumed} windows")
-    if not outcome.finished:
-        done = f" after {run.windows} of {run.total} windows"
-        console().print(note(("interrupted", "yellow"), done))
-    first: dict[str, Callable[[Path], object]] = {"state": lambda _: None}  # written meanwhile
-    targets = options.targets
-    targets["state"], targets["queries and keys"] = options.save, None
-    key_norms = None
-    if options.keep_qk is not None and (opened := outcome.probe) is not None:
-        targets["queries and keys"] = options.keep_qk
-        first["queries and keys"] = lambda path: opened.queries_keys().save(path)
-        with suppress(ProbeError):  # which writing the sample reports
-            key_norms = opened.queries_keys().key_norms()
-    show_summary(
-        outcome.state.summary,
-        targets,
-        first=first,
-        chart=options.chart,
-        dark=options.dark,
-        key_norms=key_norms,
-    )
+def _finish(
+    outcome: "Outcome", options: ProbeOptions, headed: "TextModel", held: "HeldOut | None"
+) -> None:
+    """Judge what the statistics suggest, if asked; show and write the results of a run."""
+    judged = None
+    try:
+        if held is not None and outcome.finished and outcome.state is not None:
+            judged = judge_proposals(
+                headed,
+                held,
+                outcome.state.summary,
+                length=headed.window(options.length),
+                train_length=options.train_length,
+                save=options.save,
+                save_every=options.save_every,
+                resume=options.resume,
+            )
+            outcome = replace(outcome, state=judged.noted(outcome.state, options.save))
+    finally:  # what was measured is shown whatever becomes of the judging
+        show_outcome(outcome, options, judged)

@@ -1,6 +1,7 @@
 """``acutance report``: show a saved state; probe and merge show theirs in the same way."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,9 +23,12 @@ from acutance.cli.options import (
     command,
 )
 from acutance.cli.outputs import check_outputs, write_and_show
-from acutance.cli.shared import check_figure, plain_errors
+from acutance.cli.shared import check_figure, console, plain_errors
 
 if TYPE_CHECKING:
+    from acutance.cli.judge import Judged
+    from acutance.cli.probe import ProbeOptions
+    from acutance.corpus.probe_corpus import Outcome
     from acutance.summary.head_summary import HeadSummary
 
 
@@ -84,6 +88,7 @@ def show_summary(
     metric: str | None = None,
     dark: bool = False,
     key_norms: Mapping[str, Any] | None = None,
+    judged: "Judged | None" = None,
 ) -> None:
     """Write the files of a summary and print its table, findings and advice.
 
@@ -95,12 +100,54 @@ def show_summary(
         metric: what the table and the figure show; None is what suits them.
         dark: whether the figure has a dark page.
         key_norms: what the lengths of keys do in a sample of queries and keys, where there is one.
+        judged: changes that were judged by the loss, with ``probe --judge``.
     """
     from acutance.report.exports import exports, print_summary
 
-    more = exports(summary, chart=chart, metric=metric, dark=dark, key_norms=key_norms)
-    write_and_show(
-        {**(first or {}), **more},
+    record = None if judged is None else judged.to_dict()
+    more = exports(
+        summary, chart=chart, metric=metric, dark=dark, key_norms=key_norms, judged=record
+    )
+
+    def show(screen: Any) -> None:
+        print_summary(summary, screen, metric, key_norms)
+        if judged is not None and judged.comparison is not None:
+            from acutance.judging.render import show_proposed
+
+            screen.print("")
+            screen.print(show_proposed(judged.comparison, judged.reasons))
+
+    write_and_show({**(first or {}), **more}, targets, show)
+
+
+def show_outcome(outcome: "Outcome", options: "ProbeOptions", judged: "Judged | None") -> None:
+    """Show and write the results of ``acutance probe``."""
+    from acutance.probing.open_probe import ProbeError
+    from acutance.report.screen import note
+
+    if outcome.state is None:
+        raise KeyboardInterrupt
+    run = outcome.state.run
+    if outcome.resumed:
+        console().print(f"resumed after {outcome.resumed} windows")
+    if not outcome.finished:
+        done = f" after {run.windows} of {run.total} windows"
+        console().print(note(("interrupted", "yellow"), done))
+    first: dict[str, Callable[[Path], object]] = {"state": lambda _: None}  # written meanwhile
+    targets = options.targets
+    targets["state"], targets["queries and keys"] = options.save, None
+    key_norms = None
+    if options.keep_qk is not None and (opened := outcome.probe) is not None:
+        targets["queries and keys"] = options.keep_qk
+        first["queries and keys"] = lambda path: opened.queries_keys().save(path)
+        with suppress(ProbeError):  # which writing the sample reports
+            key_norms = opened.queries_keys().key_norms()
+    show_summary(
+        outcome.state.summary,
         targets,
-        lambda screen: print_summary(summary, screen, metric, key_norms),
+        first=first,
+        chart=options.chart,
+        dark=options.dark,
+        key_norms=key_norms,
+        judged=judged,
     )

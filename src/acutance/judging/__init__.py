@@ -9,6 +9,7 @@ from __future__ import annotations
 from acutance.calibration.losses import Loss, LossError, MaskedTokens, NextToken, Scored
 from acutance.judging.judge_model import judge
 from acutance.judging.paired import LawComparison, LossComparison, Part
+from acutance.judging.proposed import Proposals, proposed_remedies
 from acutance.judging.remedies import HeadsOff, LawRemedy, Remedy
 from acutance.judging.rope import RopeRemedy
 
@@ -22,8 +23,10 @@ __all__ = [
     "MaskedTokens",
     "NextToken",
     "Part",
+    "Proposals",
     "Remedy",
     "RopeRemedy",
     "Scored",
     "judge",
+    "proposed_remedies",
 ]

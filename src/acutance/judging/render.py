@@ -12,7 +12,7 @@ from rich.text import Text
 from acutance.judging.paired import HELPS, HURTS, MIXED, LawComparison, LossComparison, Part
 from acutance.report.screen import NumberTable
 
-__all__ = ["sentences", "show", "verdict_sentence"]
+__all__ = ["conclusion", "sentences", "show", "show_proposed", "verdict_sentence"]
 
 _STYLE = {HELPS: "green", HURTS: "red", MIXED: "yellow"}
 
@@ -24,6 +24,28 @@ def show(comparison: LossComparison) -> RenderableType:
     )
     lines = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in sentences(comparison)]
     return Group(title, "", _table(comparison), "", *lines)
+
+
+def show_proposed(comparison: LossComparison, reasons: Sequence[str]) -> RenderableType:
+    """What :func:`show` shows of changes that a probe proposed, their reasons and what to do."""
+    lines = [f"{law.name} {why}." for law, why in zip(comparison.laws, reasons, strict=True)]
+    bullets = [Padding(Text(f"• {line}"), (0, 0, 0, 1)) for line in lines]
+    end = Text(conclusion(comparison), style="bold")
+    return Group(show(comparison), *bullets, "", end)
+
+
+def conclusion(comparison: LossComparison) -> str:
+    """Which of the changes to make: those that lower the loss.
+
+    Example:
+        >>> worse = LawComparison("log_n", Part(1, 128, 0.15, 0.01, 0.1, 0.2, 2.5), ())
+        >>> conclusion(LossComparison((worse,), "next token", 2.5, 8, 1024, (128,), 8, "window"))
+        'None of these changes lowers the loss: leave the model as it is.'
+    """
+    helps = [law.name for law in comparison.laws if law.verdict == HELPS]
+    if not helps:
+        return "None of these changes lowers the loss: leave the model as it is."
+    return f"Lowers the loss, so worth using on such texts: {'; '.join(helps)}."
 
 
 def _table(comparison: LossComparison) -> NumberTable:

@@ -82,6 +82,7 @@ class HeldOut:
         self.judged = [text for text, start, length in pairs if start < length]
 
 
+<<<<<<< HEAD
 def hold_out(loaded: TextModel, texts: Sequence[Text], longest: int) -> HeldOut:
     """Hold out the ends of texts: a quarter of the windows, at least 2 and at most 16.
 
@@ -89,20 +90,32 @@ def hold_out(loaded: TextModel, texts: Sequence[Text], longest: int) -> HeldOut:
         loaded: the model.
         texts: what to split.
         longest: tokens of a window.
+=======
+def hold_out(
+    loaded: TextModel, texts: Sequence[Text], longest: int, least: int = _LEAST
+) -> HeldOut:
+    """Hold out a quarter of the windows, ``least`` at least and 16 at most, at the ends of texts.
+>>>>>>> 5d6a2da (Probe: judge by the loss what the statistics suggest)
 
     Raises:
-        ValueError: if there are fewer than four windows: two to fit to and two to judge on.
+        ValueError: if there are fewer than twice ``least`` windows: half to fit to, half to judge
+            on.
     """
     room = _room(loaded, longest)
     lengths = [len(_ids(loaded, text)) for text in texts]
     counts = [length // room for length in lengths]
     total = sum(counts)
-    if total < 2 * _LEAST:
-        raise ValueError(
-            f"fitting and judging need at least 2 windows of {longest} tokens each, and the text "
-            f"has {sum(lengths)} tokens: give more text, or shorter --lengths"
+    if total < 2 * least:
+        what, option = (
+            ("fitting", "shorter --lengths")
+            if least == _LEAST
+            else ("probing", "a shorter --length")
         )
-    wanted = max(_LEAST, min(_MOST, total // 4))
+        raise ValueError(
+            f"{what} and judging need at least {least} windows of {longest} tokens each, and the "
+            f"text has {sum(lengths)} tokens: give more text, or shorter {option}"
+        )
+    wanted = max(least, min(_MOST, total // 4))
     starts, before, given = [], 0, 0
     for length, count in zip(lengths, counts, strict=True):
         before += count

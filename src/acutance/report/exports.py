@@ -44,6 +44,7 @@ def exports(
     metric: str | None = None,
     dark: bool = False,
     key_norms: Mapping[str, Any] | None = None,
+    judged: Mapping[str, Any] | None = None,
 ) -> dict[str, Callable[[Path], object]]:
     """Functions that write each export file, by the name of its option.
 
@@ -54,17 +55,20 @@ def exports(
         dark: use a dark background in the figure.
         key_norms: result of :meth:`acutance.probing.QueryKeySample.key_norms`, for the JSON and the
             page.
+        judged: a comparison of losses as plain JSON values, with ``laws`` and, if there are any,
+            ``sentences``; for the JSON and the page.
     """
 
     def json_to(path: Path) -> None:
         advice = [each.to_dict() for each in recommendations(summary)]
         more = {} if key_norms is None else {"key_norms": dict(key_norms)}
+        more |= {} if judged is None else {"judged": judged["laws"]}
         put_json({**summary.to_dict(), "recommendations": advice, **more}, path)
 
     def page_to(path: Path) -> None:
         from acutance.report.html_page.write import write_html
 
-        write_html(summary, path, key_norms)
+        write_html(summary, path, key_norms, judged)
 
     def figure_to(path: Path) -> None:
         from acutance.report.charts import draw

@@ -49,9 +49,14 @@ from acutance.summary.predicted import PREDICTED_FROM
 _MOST_CURVES = 512  # heads of which every octave is predicted, at some 2 ms each
 
 
-def packed(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> str:
+def packed(
+    summary: HeadSummary,
+    key_norms: Mapping[str, Any] | None = None,
+    judged: Mapping[str, Any] | None = None,
+) -> str:
     """The data of the HTML page as one text, as precise as its size budget allows."""
     record, head_classes = _record(summary), classify(summary)
+    record["judged"] = _judged(judged)
     if key_norms is not None:
         record["findings"].append(
             {
@@ -70,6 +75,18 @@ def packed(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> 
         if len(text) <= most:
             return text
     return text or _packed(summary, record, head_classes, LEVELS[-1])
+
+
+def _judged(judged: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The table of changes that were judged by the loss; None if there were none."""
+    if judged is None or not judged["laws"]:
+        return None
+    rows = []
+    for law in judged["laws"]:
+        error = "" if law["error"] is None else f" ± {law['error']:.4f}"
+        cells = law["name"], law.get("reason", ""), f"{law['delta']:+.4f}{error}", law["verdict"]
+        rows.append([visible(cell) for cell in cells])
+    return {"rows": rows, "sentences": [visible(line) for line in judged["sentences"]]}
 
 
 def _least(summary: HeadSummary, level: Level) -> float:

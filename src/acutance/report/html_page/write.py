@@ -70,13 +70,18 @@ def write_html(
     summary: HeadSummary,
     path: str | os.PathLike[str],
     key_norms: Mapping[str, Any] | None = None,
+    judged: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the report of a summary to a file, atomically."""
-    text = html(summary, key_norms)
+    text = html(summary, key_norms, judged)
     write_text(path, text)
 
 
-def html(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> str:
+def html(
+    summary: HeadSummary,
+    key_norms: Mapping[str, Any] | None = None,
+    judged: Mapping[str, Any] | None = None,
+) -> str:
     """The report of a summary as one self-contained HTML page.
 
     The same summary always gives the same page. Small summaries keep single precision and every
@@ -87,6 +92,8 @@ def html(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> st
         summary: any head summary.
         key_norms: effect of key norms, from :meth:`acutance.probing.QueryKeySample.key_norms`; adds
             a line.
+        judged: a comparison of losses, as in the JSON of ``acutance judge``, with ``sentences``;
+            adds a table.
 
     Example:
         >>> import torch, acutance
@@ -97,7 +104,7 @@ def html(summary: HeadSummary, key_norms: Mapping[str, Any] | None = None) -> st
         '<!doctype html>'
     """
     before, after = _frame()
-    return before + packed(summary, key_norms) + after
+    return before + packed(summary, key_norms, judged) + after
 
 
 @functools.cache

@@ -91,6 +91,16 @@ const drawFacts = (page) => {
     $("findings").append(item);
   });
   if (places.length && !data.recommendations.length) card("Recommendation", null, null, data.nothing);
+  if (data.judged) {
+    const item = make("li"), frame = make("div", undefined, "scroll"), table = make("table", undefined, "numbers"), head = make("thead"), body = make("tbody"), list = make("ul", undefined, "plain-list small");
+    head.append(row(["change", make("th", "what it does", "text"), "Δ loss, nats a token", make("th", "verdict", "text")], "th"));
+    data.judged.rows.forEach(([name, reason, delta, verdict]) => body.append(row([name, quoted("td", reason, "text"), delta, make("td", verdict, "text")])));
+    table.append(head, body);
+    frame.append(table);
+    list.append(...data.judged.sentences.map((said) => quoted("li", said)));
+    item.append(make("h3", "Judged by the loss"), frame, list);
+    $("findings").append(item);
+  }
   data.findings.forEach((found) => card(found.label, found.layer, found.head, found.sentence));
   if (!data.findings.length && !data.recommendations.length) $("findings").append(make("li", "No findings: no head has valid rows of the metrics that findings use."));
 
