@@ -82,20 +82,16 @@ class HeldOut:
         self.judged = [text for text, start, length in pairs if start < length]
 
 
-<<<<<<< HEAD
-def hold_out(loaded: TextModel, texts: Sequence[Text], longest: int) -> HeldOut:
-    """Hold out the ends of texts: a quarter of the windows, at least 2 and at most 16.
+def hold_out(
+    loaded: TextModel, texts: Sequence[Text], longest: int, least: int = _LEAST
+) -> HeldOut:
+    """Hold out the ends of texts: a quarter of the windows, at least ``least`` and at most 16.
 
     Args:
         loaded: the model.
         texts: what to split.
         longest: tokens of a window.
-=======
-def hold_out(
-    loaded: TextModel, texts: Sequence[Text], longest: int, least: int = _LEAST
-) -> HeldOut:
-    """Hold out a quarter of the windows, ``least`` at least and 16 at most, at the ends of texts.
->>>>>>> 5d6a2da (Probe: judge by the loss what the statistics suggest)
+        least: windows held out at least.
 
     Raises:
         ValueError: if there are fewer than twice ``least`` windows: half to fit to, half to judge
