@@ -395,4 +395,7 @@ def _finish(
             )
             outcome = replace(outcome, state=judged.noted(outcome.state, options.save))
     finally:  # what was measured is shown whatever becomes of the judging
-        show_outcome(outcome, options, judged)
+        show_outcome(
+            outcome, options.targets, options.save, options.keep_qk, judged,
+            chart=options.chart, dark=options.dark,
+        )  # fmt: skip

@@ -27,7 +27,6 @@ from acutance.cli.shared import check_figure, console, plain_errors
 
 if TYPE_CHECKING:
     from acutance.cli.judge import Judged
-    from acutance.cli.probe import ProbeOptions
     from acutance.corpus.probe_corpus import Outcome
     from acutance.summary.head_summary import HeadSummary
 
@@ -120,8 +119,27 @@ def show_summary(
     write_and_show({**(first or {}), **more}, targets, show)
 
 
-def show_outcome(outcome: "Outcome", options: "ProbeOptions", judged: "Judged | None") -> None:
-    """Show and write the results of ``acutance probe``."""
+def show_outcome(
+    outcome: "Outcome",
+    targets: dict[str, Path | None],
+    save: Path | None,
+    keep_qk: Path | None,
+    judged: "Judged | None",
+    *,
+    chart: str,
+    dark: bool,
+) -> None:
+    """Show and write the results of ``acutance probe``.
+
+    Args:
+        outcome: of the run.
+        targets: path of each output by its name.
+        save: path of the state, already written.
+        keep_qk: path for the sample of queries and keys.
+        judged: changes that were judged by the loss, with ``--judge``.
+        chart: what the figure shows.
+        dark: whether the figure has a dark page.
+    """
     from acutance.probing.open_probe import ProbeError
     from acutance.report.screen import note
 
@@ -134,11 +152,10 @@ def show_outcome(outcome: "Outcome", options: "ProbeOptions", judged: "Judged | 
         done = f" after {run.windows} of {run.total} windows"
         console().print(note(("interrupted", "yellow"), done))
     first: dict[str, Callable[[Path], object]] = {"state": lambda _: None}  # written meanwhile
-    targets = options.targets
-    targets["state"], targets["queries and keys"] = options.save, None
+    targets = targets | {"state": save, "queries and keys": None}
     key_norms = None
-    if options.keep_qk is not None and (opened := outcome.probe) is not None:
-        targets["queries and keys"] = options.keep_qk
+    if keep_qk is not None and (opened := outcome.probe) is not None:
+        targets["queries and keys"] = keep_qk
         first["queries and keys"] = lambda path: opened.queries_keys().save(path)
         with suppress(ProbeError):  # which writing the sample reports
             key_norms = opened.queries_keys().key_norms()
@@ -146,8 +163,8 @@ def show_outcome(outcome: "Outcome", options: "ProbeOptions", judged: "Judged | 
         outcome.state.summary,
         targets,
         first=first,
-        chart=options.chart,
-        dark=options.dark,
+        chart=chart,
+        dark=dark,
         key_norms=key_norms,
         judged=judged,
     )
